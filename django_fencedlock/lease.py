@@ -1,0 +1,284 @@
+"""What a holder has: the lease, its clock, and the leases of the running context."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from .exceptions import LeaseLost, Unfenced
+
+if TYPE_CHECKING:
+    from .owners import Owner
+
+logger = logging.getLogger("django_fencedlock")
+
+T = TypeVar("T")
+Duration = float | int | timedelta
+
+
+def _boot_time() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+#: Seconds on a clock that no one sets. Where there is one, it counts a suspended machine's sleep,
+#: which ``time.monotonic()`` leaves out on Linux: a lease goes on ageing while its holder sleeps.
+clock: Callable[[], float] = _boot_time if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
+
+
+class Control(Protocol):
+    """What a lease asks of the part that took it."""
+
+    def verify(self, lease: Lease) -> bool: ...
+    def renew(self, lease: Lease, ttl: Duration | None) -> None: ...
+    def release(self, lease: Lease, who: object = None) -> bool: ...
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T: ...
+
+
+class Lease:
+    """
+    A lock that was granted, for as long as it is renewed.
+
+    A lease doesn't promise that nobody else runs: its holder may be paused past its end. It
+    promises that its ``token`` is newer than every token granted before, so that whoever checks
+    tokens refuses the writes of former holders.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        alias: str,
+        owner: Owner,
+        token: int | None,
+        ttl: float,
+        since: float,
+        control: Control,
+        handle: Any = None,
+        clock: Callable[[], float] = clock,
+    ) -> None:
+        self.name = name
+        self.alias = alias
+        self.holder = owner
+        self.ttl = ttl
+        #: For the backend alone: where the lock lives.
+        self.handle = handle
+        #: The caller's own connection to the fence database, on SQLite the one that may have it.
+        self.home: Any = None
+        #: Who may enter it again and release it: a task, a greenlet or a thread.
+        self.who: object = None
+        #: How many times it was entered and not yet left.
+        self.entries = 1
+        #: Its release waits for the end of the caller's transaction.
+        self.put_off = False
+        #: It was recorded within a test's own transaction, so nobody else can come, nor renew it.
+        self.lent = False
+        self.released = False
+        self._token = token
+        self._control = control
+        self._clock = clock
+        self._pid = os.getpid()
+        self._since = since
+        self._why_lost = ""
+        self._callbacks: list[Callable[[Lease], object]] = []
+
+    @property
+    def owner(self) -> str:
+        """The unique id of this holder."""
+        return self.holder.id
+
+    @property
+    def token(self) -> int:
+        """The fencing token of this grant. It never changes."""
+        if self._token is None:
+            raise Unfenced(
+                f"Lock {self.name!r} was taken with fenced=False, so this lease has no token; "
+                "take it without fenced=False to get one.",
+                name=self.name,
+            )
+        return self._token
+
+    @property
+    def fenced(self) -> bool:
+        return self._token is not None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lock service refused this lease, or could not be asked for too long."""
+        return bool(self._why_lost) or not self.is_of_this_process()
+
+    @property
+    def expired(self) -> bool:
+        """Whether the ttl is over on the local clock. It may still be renewed if nobody came."""
+        return self.remaining() <= 0
+
+    @property
+    def deadline(self) -> float:
+        """When the ttl is over, on the local clock."""
+        return self._since + self.ttl
+
+    def remaining(self) -> float:
+        """Seconds that are left, counted from before the grant was asked for."""
+        if self.lost or self.released:
+            return 0.0
+        return max(0.0, self.deadline - self._clock())
+
+    def is_of_this_process(self) -> bool:
+        """A child after fork owns nothing of its parent's."""
+        return self._pid == os.getpid()
+
+    def check(self) -> None:
+        """
+        Raise `LeaseLost` unless the lease is good by all that is known here. Asks nobody.
+
+        After a pause longer than the ttl it raises although nobody else may have come;
+        `verify()` asks the lock service.
+        """
+        if self.released:
+            raise self._loss("it was released")
+        if not self.is_of_this_process():
+            raise self._loss(f"it belongs to the parent process {self._pid}; take the lock anew")
+        if self._why_lost:
+            raise self._loss(self._why_lost)
+        if self.expired:
+            ago = self._clock() - self.deadline
+            raise self._loss(
+                f"its ttl of {self.ttl:g} s ended {ago:.1f} s ago with no renewal; "
+                "verify() tells whether somebody else has the lock now"
+            )
+
+    def verify(self) -> bool:
+        """Ask the lock service whether this is still the holder; a refusal marks the lease lost."""
+        return self._ours() and self._control.verify(self)
+
+    def renew(self, ttl: Duration | None = None) -> None:
+        """Make the lease last `ttl` from now; without one, the ttl it has. Raises `LeaseLost`."""
+        if self.released or self.lost:
+            self.check()
+        self._control.renew(self, ttl)
+
+    def release(self) -> bool:
+        """
+        Give the lock back.
+
+        A lease that was entered several times is given back by the last of as many releases.
+
+        Returns:
+            Whether the lock service still had this holder, or has none to give back yet.
+        """
+        if not self._ours():
+            return False
+        try:
+            return self._control.release(self)
+        finally:
+            leave(self)
+
+    async def averify(self) -> bool:
+        """See verify()."""
+        return self._ours() and await self._control.in_thread(self._control.verify, self)
+
+    async def arenew(self, ttl: Duration | None = None) -> None:
+        """See renew()."""
+        await self._control.in_thread(self.renew, ttl)
+
+    async def arelease(self) -> bool:
+        """See release()."""
+        if not self._ours():
+            return False
+        try:
+            who = asyncio.current_task()
+            return await self._control.in_thread(self._control.release, self, who)
+        finally:
+            leave(self)
+
+    def on_lost(self, callback: Callable[[Lease], object]) -> None:
+        """Call `callback(lease)` once when the lease is lost, from another thread; at once if it is."""
+        self._callbacks.append(callback)
+        if self.lost:
+            self._run_callbacks()
+
+    def extend_from(self, since: float, ttl: float | None = None) -> None:
+        """Note that the service renewed this lease by a request sent at `since`."""
+        if ttl is not None:
+            self.ttl = ttl
+        self._since = since
+
+    def mark_lost(self, why: str) -> bool:
+        """Note the loss and run the callbacks; whether this call was the first to do so."""
+        if self._why_lost or self.released:
+            return False
+        self._why_lost = why
+        self._run_callbacks()
+        return True
+
+    def loss(self) -> LeaseLost:
+        """The error that tells of this lease's loss."""
+        return self._loss(self._why_lost or "the lock service no longer knows this holder")
+
+    def _ours(self) -> bool:
+        return not self.released and self.is_of_this_process()
+
+    def _loss(self, why: str) -> LeaseLost:
+        return LeaseLost(
+            f"The lease of lock {self.name!r} ({self._grant()}) is gone: {why}.",
+            name=self.name,
+            owner=self.owner,
+            token=self._token,
+        )
+
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
+            callback = self._callbacks.pop(0)
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("A callback for the loss of lock %r failed", self.name)
+
+    def _grant(self) -> str:
+        return "unfenced" if self._token is None else f"token {self._token}"
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else "lost" if self.lost else "held"
+        return f"<Lease {self.name!r} {self._grant()} {state}, {self.remaining():.1f} s left>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"The lease of lock {self.name!r} can't be pickled: it belongs to this process. "
+            "Pass lease.token on instead."
+        )
+
+
+_leases: ContextVar[tuple[Lease, ...]] = ContextVar("fencedlock_leases", default=())
+
+
+def current_lease(name: str | None = None) -> Lease | None:
+    """
+    Find the innermost lease of the running context, or the innermost of lock `name`.
+
+    A context that was copied (a child task, ``sync_to_async``) sees its parent's leases.
+    A lost lease is found too: a write under it has to be refused, not taken for an unleased one.
+    """
+    for lease in reversed(_leases.get()):
+        if (name is None or lease.name == name) and lease._ours():
+            return lease
+    return None
+
+
+def enter(lease: Lease) -> None:
+    """Make `lease` the innermost one of the running context."""
+    _leases.set((*(each for each in _leases.get() if each._ours()), lease))
+
+
+def leave(lease: Lease) -> None:
+    """Take the innermost entry of `lease` out of the running context."""
+    leases = list(_leases.get())
+    for place in reversed(range(len(leases))):
+        if leases[place] is lease:
+            del leases[place]
+            break
+    _leases.set(tuple(leases))

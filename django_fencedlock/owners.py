@@ -1,0 +1,179 @@
+"""Who holds a lock: the owner's id, the words that people read, and which code may re-enter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import uuid
+from concurrent.futures import Future
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from asgiref.sync import SyncToAsync
+
+#: Name and id of the task that runs in this context, as a task runner sets them.
+running_task: ContextVar[tuple[str, str]] = ContextVar("fencedlock_task", default=("", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One holder of one lock: a unique id, and where it runs."""
+
+    id: str
+    host: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    pid_started: int
+    thread: str
+    task_name: str = ""
+    task_id: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.host}, pid {self.pid}"
+        if self.task_name:
+            return f"task {self.task_name}[{self.task_id}] on {place}"
+        return f"{place}, thread {self.thread}" if self.thread else place
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has a lock, as the lock service tells it."""
+
+    owner: str
+    words: str
+    alias: str
+    token: int | None = None
+    acquired_at: datetime | None = None
+    expires_at: datetime | None = None
+
+    def __str__(self) -> str:
+        return self.words or f"owner {self.owner}"
+
+
+def new_owner() -> Owner:
+    """Make an owner that nobody was before."""
+    task_name, task_id = running_task.get()
+    return replace(
+        _process(os.getpid()),
+        id=uuid.uuid4().hex,
+        thread=threading.current_thread().name[:100],
+        task_name=task_name[:200],
+        task_id=task_id[:100],
+    )
+
+
+@lru_cache(maxsize=1)
+def _process(pid: int) -> Owner:
+    # Keyed by the pid, so that a child after fork asks again.
+    return Owner(
+        id="",
+        host=socket.gethostname()[:100],
+        boot_id=_read("/proc/sys/kernel/random/boot_id"),
+        pid_namespace=_link("/proc/self/ns/pid"),
+        pid=pid,
+        pid_started=_start_time(),
+        thread="",
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _start_time() -> int:
+    # Field 22, counted after the command's closing bracket: a command may hold spaces.
+    fields = _read("/proc/self/stat").rpartition(")")[2].split()
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+#: Seconds that an event loop may take to tell which task waits.
+LOOP_ANSWERS = 2.0
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        # Not the thread's ident: the system gives it out again after the thread's end.
+        self.key = object()
+
+
+_thread = _Thread()
+
+
+def whoami() -> object:
+    """
+    Tell who runs this code: the asyncio task, else the greenlet, else the thread.
+
+    Code that an asyncio task sent to a thread by ``sync_to_async`` is still that task. Whatever
+    merely inherited a context (a child task, a copied context) is somebody else.
+    """
+    try:
+        return asyncio.current_task() or _thread.key
+    except RuntimeError:  # no event loop runs in this thread
+        return _waiting_task() or _greenlet() or _thread.key
+
+
+def _greenlet() -> object | None:
+    greenlet = sys.modules.get("greenlet")
+    if greenlet is None:
+        return None
+    current = greenlet.getcurrent()
+    # The main greenlet is the thread itself.
+    return current if current.parent is not None else None
+
+
+def _waiting_task() -> object | None:
+    """
+    Find the task that awaits this very call of ``sync_to_async``.
+
+    asgiref hands one list, ``task_context``, to the waiting coroutine and to the thread, so the
+    task whose coroutine holds the same list is the caller. The context can't tell: a child task
+    inherits it. Should asgiref change this, no task is found, and the thread is another holder.
+    """
+    here = SyncToAsync.threadlocal
+    mark = getattr(here, "task_context", None)
+    loop = getattr(here, "main_event_loop", None)
+    if mark is None or loop is None or not loop.is_running():
+        return None
+    # Asked in the loop itself: this thread may have begun before the task came to wait for it.
+    answer: Future[object | None] = Future()
+    loop.call_soon_threadsafe(lambda: answer.set_result(_find_task(loop, mark)))
+    try:
+        return answer.result(timeout=LOOP_ANSWERS)
+    except TimeoutError:
+        return None
+
+
+def _find_task(loop: asyncio.AbstractEventLoop, mark: Any) -> object | None:
+    return next((task for task in asyncio.all_tasks(loop) if _awaits(task, mark)), None)
+
+
+def _awaits(task: asyncio.Task[Any], mark: Any) -> bool:
+    step: Any = task.get_coro()
+    while step is not None:
+        frame = getattr(step, "cr_frame", None)
+        if (
+            frame is not None
+            and frame.f_code is SyncToAsync.__call__.__code__
+            and frame.f_locals.get("task_context") is mark
+        ):
+            return True
+        step = getattr(step, "cr_await", None)
+    return False

@@ -1,0 +1,31 @@
+"""
+Signals of the lock's life.
+
+All are sent with ``send_robust()``: a receiver that raises is logged and breaks nothing.
+The sender is the backend's class; each carries ``name`` and ``alias``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from django.dispatch import Signal
+
+logger = logging.getLogger("django_fencedlock")
+
+#: Carries ``lease``.
+lock_acquired = Signal()
+#: Carries ``waited``, in seconds.
+lock_not_acquired = Signal()
+#: Carries ``lease``.
+lock_released = Signal()
+#: Carries ``lease`` and ``reason``. Sent from the thread that noticed, often the keeper's.
+lock_lost = Signal()
+
+
+def send(signal: Signal, sender: type, **facts: Any) -> None:
+    """Send `signal`; a receiver that fails is logged with its traceback."""
+    for receiver, answer in signal.send_robust(sender, **facts):
+        if isinstance(answer, Exception):
+            logger.error("Receiver %r of a lock signal failed", receiver, exc_info=answer)
