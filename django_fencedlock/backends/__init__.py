@@ -1,0 +1,1 @@
+"""The lock services, one module each; named by dotted path in ``FENCEDLOCK``."""

@@ -1,0 +1,197 @@
+"""What a lock backend is asked for, and what it may say of itself."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from django.db import DatabaseError
+
+from ..conf import AliasConfig, Problem, unknown
+from ..exceptions import AliasConflict, BackendUnavailable
+from ..lease import Lease
+from ..owners import Holder, Owner
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+
+class Cancel:
+    """Tells a waiting backend that nobody wants its answer any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = False
+        self._hooks: list[Callable[[], object]] = []
+
+    def __bool__(self) -> bool:
+        return self._done
+
+    def on_cancel(self, hook: Callable[[], object]) -> None:
+        """Call `hook` on cancellation, from the cancelling thread; at once if it is past."""
+        with self._lock:
+            if not self._done:
+                self._hooks.append(hook)
+                return
+        hook()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._done = True
+            hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One wish for a lock. It may be sent any number of times: the owner makes it idempotent."""
+
+    name: str
+    owner: Owner
+    ttl: float
+    fenced: bool = True
+    #: Record the grant on this connection rather than on a private one (within a test's own
+    #: transaction nobody else would see its tables, and nothing may outlive it).
+    connection: BaseDatabaseWrapper | None = None
+    #: The caller is inside a transaction on the fence database.
+    in_transaction: bool = False
+    cancel: Cancel = field(default_factory=Cancel)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A granted request."""
+
+    #: The recorded fencing token; None if unfenced.
+    token: int | None
+    #: The local clock from *before* the request was sent that the service granted.
+    since: float
+    #: Kept as ``lease.handle`` for the backend alone.
+    handle: Any = None
+
+
+class Renewal(enum.Enum):
+    """What became of one lease in a batch of renewals."""
+
+    KEPT = "the service renewed it"
+    LOST = "the service refused it"
+    UNKNOWN = "the service couldn't be asked"
+
+
+class Backend(ABC):
+    """
+    One lock service.
+
+    Methods may be called from any thread, several at once. Each raises `BackendUnavailable`
+    within a bounded time when the service doesn't answer, and never says "granted" on a guess.
+    """
+
+    #: A short word for the registry and the admin.
+    label: str
+    #: `wait()` waits in the service, in order of arrival; else the lock tries again and again.
+    supports_waiting = False
+    #: A lease runs out by itself when it isn't renewed; else the lock lives as long as a session.
+    supports_ttl = True
+    #: Keys of OPTIONS that the backend knows.
+    option_names: frozenset[str] = frozenset()
+
+    def __init__(self, config: AliasConfig) -> None:
+        self.config = config
+        #: Called with the ids of owners whose session died, as soon as that is noticed.
+        self.lost_hook: Callable[[Sequence[str]], object] | None = None
+
+    @abstractmethod
+    def acquire(self, request: Request) -> Grant | None:
+        """Try once. None if somebody else holds the lock."""
+
+    def wait(self, request: Request, timeout: float) -> Grant | None:
+        """Wait in line for up to `timeout` seconds; None if time ran out or it was cancelled."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def is_free(self, name: str) -> bool:
+        """Look, cheaply, whether a try is worth it. A hint, and never a grant."""
+
+    @abstractmethod
+    def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
+        """Renew `leases`, each by its own ttl from now, in one batch; answers in their order."""
+
+    @abstractmethod
+    def verify(self, lease: Lease) -> bool:
+        """Ask whether the lease's owner has the lock."""
+
+    @abstractmethod
+    def release(self, lease: Lease) -> bool:
+        """Give the lock back; False if this owner no longer had it. Never touches another's."""
+
+    @abstractmethod
+    def holder(self, name: str) -> Holder | None:
+        """Tell who has the lock now, by the service's word."""
+
+    def tidy(self) -> None:
+        """Do what was put off at releases. Called now and then, from the keeper's thread."""
+
+    def close(self) -> None:
+        """Let go of connections that hold nothing. The next request opens what it needs."""
+
+    def forget_after_fork(self) -> None:
+        """Drop, in a child, all that belongs to the parent, without a word to any server."""
+
+    @classmethod
+    def problems(cls, config: AliasConfig) -> Iterator[Problem]:
+        """What is wrong with an alias of this backend, without asking a server."""
+        for key in config.options:
+            if key not in cls.option_names:
+                yield Problem(
+                    "E008",
+                    f"{config.where('OPTIONS')} has an unknown key {key!r}.",
+                    unknown(str(key), cls.option_names),
+                )
+
+    def live_problems(self) -> Iterator[Problem]:
+        """What is wrong with the service itself; asked by ``check --database`` alone."""
+        yield from ()
+
+    def conflict(self, request: Request, alias: str, label: str, holder: Holder) -> AliasConflict:
+        """The error for a name that is live at another lock service."""
+        return AliasConflict(
+            f"Lock {request.name!r} is held through alias {alias!r} ({label}), and was asked for "
+            f"through alias {self.config.alias!r} ({self.label}): two lock services on one name "
+            "exclude nobody. Use one alias for the name.",
+            name=request.name,
+            alias=self.config.alias,
+            holder=holder,
+        )
+
+    def unavailable(
+        self, doing: str, exc: BaseException, name: str | None = None
+    ) -> BackendUnavailable:
+        """The error for a service that failed, to be raised from `exc`."""
+        about = f" of lock {name!r}" if name is not None else ""
+        remedy = ""
+        if is_table_missing(exc):
+            database = self.config.fence_database
+            remedy = f" Run: manage.py migrate django_fencedlock --database {database}"
+        return BackendUnavailable(
+            f"Lock service {self.config.alias!r} ({self.label}) failed at the {doing}{about}: "
+            f"{type(exc).__name__}: {str(exc).strip()}{remedy}",
+            name=name,
+            alias=self.config.alias,
+        )
+
+
+def is_table_missing(exc: BaseException | None) -> bool:
+    """Whether an error, or what caused it, says that the package's tables aren't there."""
+    # "no such table" (SQLite), "relation ... does not exist" (Postgres), "... doesn't exist" (MySQL)
+    while exc is not None:
+        text = str(exc)
+        if isinstance(exc, DatabaseError) and "django_fencedlock_" in text:
+            if "no such table" in text or "exist" in text:
+                return True
+        exc = exc.__cause__
+    return False

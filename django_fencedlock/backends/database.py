@@ -1,0 +1,181 @@
+"""The default backend: a row of the fence database is the lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from django.db import Error, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from ..conf import AliasConfig, Problem, seconds
+from ..exceptions import BackendUnavailable, TransactionInTheWay
+from ..fences import Entry, Ledger, Row, ledger_for
+from ..lease import Lease, clock
+from ..owners import Holder
+from ..sessions import sessions
+from .base import Backend, Grant, Renewal, Request, is_table_missing
+
+T = TypeVar("T")
+Work = Callable[[Ledger, BaseDatabaseWrapper], T]
+
+#: Seconds within which one request is answered, unless OPTIONS says another "TIMEOUT".
+TIMEOUT = 5.0
+#: Seconds to wait for SQLite's file where waiting long would be in vain, or harm others.
+BRIEFLY = 0.25
+
+
+class DatabaseBackend(Backend):
+    """
+    Row leases on SQLite, Postgres, MariaDB or MySQL, judged by the server's clock.
+
+    A request takes at most two time-outs: one on a connection that went dead while idle, one anew.
+    Whoever waits looks at the row again and again; there is no line to stand in.
+    """
+
+    label = "database"
+    option_names = frozenset({"TIMEOUT"})
+
+    def __init__(self, config: AliasConfig) -> None:
+        super().__init__(config)
+        self._timeout = float(config.options.get("TIMEOUT", TIMEOUT))
+        self._sessions = sessions(config.fence_database, self._timeout)
+        self._ledger = ledger_for(connections[config.fence_database])
+        self._one_writer = connections[config.fence_database].vendor == "sqlite"
+
+    def acquire(self, request: Request) -> Grant | None:
+        since = clock()
+        entry = Entry(
+            name=request.name,
+            alias=self.config.alias,
+            backend=self.label,
+            owner=request.owner,
+            ttl=request.ttl,
+            fenced=request.fenced,
+        )
+        try:
+            taken, token = self._run(partial(self._claim, request, entry), request.connection)
+        except Error as exc:
+            self._refused(request, exc)
+            return None
+        if not taken:
+            self._refuse_conflict(request)
+            return None
+        return Grant(token, since, handle=request.connection)
+
+    def is_free(self, name: str) -> bool:
+        row = self._look(name)
+        return row is None or not row.live
+
+    def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
+        try:
+            kept, gone = self._run(partial(self._renew, leases))
+        except Error as exc:
+            return [self._not_renewed(lease, exc) for lease in leases]
+        return [
+            Renewal.LOST
+            if lease.owner in gone
+            else Renewal.KEPT
+            if lease.owner in kept
+            else Renewal.UNKNOWN
+            for lease in leases
+        ]
+
+    def verify(self, lease: Lease) -> bool:
+        row = self._look(lease.name, lease.handle)
+        return row is not None and row.owner == lease.owner
+
+    def release(self, lease: Lease) -> bool:
+        try:
+            cleared = self._run(
+                lambda ledger, connection: ledger.clear(connection, [lease]), lease.handle
+            )
+        except Error as exc:
+            raise self.unavailable("release", exc, lease.name) from exc
+        return cleared == 1
+
+    def holder(self, name: str) -> Holder | None:
+        row = self._look(name)
+        return row.holder() if row is not None and row.live else None
+
+    def close(self) -> None:
+        self._sessions.close()
+
+    @classmethod
+    def problems(cls, config: AliasConfig) -> Iterator[Problem]:
+        yield from super().problems(config)
+        if config.location:
+            yield Problem(
+                "E007",
+                f"{config.where('LOCATION')} is {config.location!r}, which this backend can't use.",
+                "Leave it out; FENCE_DATABASE names the database.",
+            )
+        try:
+            seconds(config.options.get("TIMEOUT", TIMEOUT), f"{config.where('OPTIONS')}['TIMEOUT']")
+        except (TypeError, ValueError) as exc:
+            yield Problem("E003", str(exc))
+
+    def live_problems(self) -> Iterator[Problem]:
+        try:
+            self._look("django_fencedlock.check")
+        except BackendUnavailable as exc:
+            # `migrate` runs this check too, and is about to make the tables.
+            if not is_table_missing(exc):
+                yield Problem("E013", str(exc), "Start the database, or mend its settings.")
+
+    def _claim(
+        self, request: Request, entry: Entry, ledger: Ledger, connection: BaseDatabaseWrapper
+    ) -> tuple[bool, int | None]:
+        # If the caller's own transaction has the file, waiting is in vain.
+        ledger.patience(connection, BRIEFLY if request.in_transaction else self._timeout)
+        return ledger.claim(connection, entry)
+
+    def _renew(
+        self, leases: Sequence[Lease], ledger: Ledger, connection: BaseDatabaseWrapper
+    ) -> tuple[set[str], set[str]]:
+        """Renew all that nobody has locked, then those few alone; (kept, gone) owners."""
+        # The keeper comes again soon: better than to keep all leases waiting for the file.
+        ledger.patience(connection, BRIEFLY)
+        kept = ledger.renew(connection, leases)
+        rest = [lease for lease in leases if lease.owner not in kept]
+        gone = ledger.missing(connection, rest) if rest else set()
+        return kept, gone
+
+    def _not_renewed(self, lease: Lease, error: Error) -> Renewal:
+        """Nobody can take the lock while its holder's own transaction has SQLite's one file."""
+        home = lease.home
+        ours = self._one_writer and home is not None and home.in_atomic_block
+        return Renewal.KEPT if ours and self._ledger.is_row_locked(error) else Renewal.UNKNOWN
+
+    def _look(self, name: str, connection: BaseDatabaseWrapper | None = None) -> Row | None:
+        try:
+            return self._run(lambda ledger, used: ledger.look(used, name), connection)
+        except Error as exc:
+            raise self.unavailable("look", exc, name) from exc
+
+    def _refuse_conflict(self, request: Request) -> None:
+        row = self._look(request.name, request.connection)
+        if row is not None and row.conflicts_with(self.config.alias, self.label):
+            raise self.conflict(request, row.alias, row.backend, row.holder())
+
+    def _refused(self, request: Request, error: Error) -> None:
+        """Return if `error` says no more than that somebody else holds a row."""
+        if not self._ledger.is_row_locked(error):
+            raise self.unavailable("acquiring", error, request.name) from error
+        if not self._one_writer:
+            return
+        if request.in_transaction:
+            raise TransactionInTheWay(
+                f"Lock {request.name!r} can't be taken here: SQLite has one writer at a time, and "
+                "this code is inside a transaction that has the file. Take the lock first, and "
+                "open the transaction inside of it.",
+                name=request.name,
+                alias=self.config.alias,
+            ) from error
+        raise self.unavailable("acquiring", error, request.name) from error
+
+    def _run(self, work: Work[T], connection: BaseDatabaseWrapper | None = None) -> T:
+        if connection is not None:
+            return work(ledger_for(connection), connection)
+        return self._sessions.run(lambda private: work(ledger_for(private), private))

@@ -1,0 +1,258 @@
+"""The settings: their defaults, what is allowed in them, and one error message for each slip."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from typing import Any, cast
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.db import connections
+from django.utils.module_loading import import_string
+
+from .exceptions import SettingsError
+
+DEFAULT_ALIAS = "default"
+DEFAULTS: Mapping[str, Any] = {
+    "BACKEND": "django_fencedlock.backends.database.DatabaseBackend",
+    "LOCATION": "",
+    "TTL": 30,
+    "BLOCKING_TIMEOUT": 10,
+    "KEY_PREFIX": "",
+    "FENCE_DATABASE": "default",
+    "OPTIONS": {},
+}
+UNLEASED = ("reject", "warn", "allow")
+VENDORS = ("postgresql", "sqlite", "mysql")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with the settings: what was found, what is allowed, what to do."""
+
+    id: str
+    message: str
+    hint: str = ""
+    warning: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+
+@dataclass(frozen=True)
+class AliasConfig:
+    """One alias of ``FENCEDLOCK``, complete and valid."""
+
+    alias: str
+    backend: str
+    location: str
+    ttl: float
+    blocking_timeout: float
+    key_prefix: str
+    fence_database: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def where(self, key: str = "") -> str:
+        """Name the place in the settings, for messages."""
+        return _where(self.alias, key)
+
+
+def seconds(value: object, what: str, *, zero: bool = False, endless: bool = False) -> float:
+    """Read a duration given in seconds or as a timedelta."""
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"{what} is {value!r}; it has to be a number of seconds or a timedelta."
+        )
+    low = value < 0 if zero else value <= 0
+    if low or math.isnan(value) or (math.isinf(value) and not endless):
+        allowed = "zero or more" if zero else "more than zero"
+        raise ValueError(f"{what} is {value!r}; it has to be {allowed} and finite.")
+    return float(value)
+
+
+def unleased() -> str:
+    """What is done with a write to a fenced model outside of a lease."""
+    return cast(str, getattr(settings, "FENCEDLOCK_UNLEASED", "reject"))
+
+
+def aliases() -> list[str]:
+    """The aliases that the settings name; ``default`` alone if they name none."""
+    found = getattr(settings, "FENCEDLOCK", None)
+    return list(found) if isinstance(found, Mapping) and found else [DEFAULT_ALIAS]
+
+
+@cache
+def config(alias: str = DEFAULT_ALIAS) -> AliasConfig:
+    """Read one alias; raises `SettingsError` with the first thing that is wrong with it."""
+    for problem in shape_problems():
+        raise SettingsError(str(problem))
+    found = _settings()
+    if alias not in found:
+        raise SettingsError(
+            f"FENCEDLOCK has no alias {alias!r}; it has {', '.join(map(repr, found))}."
+        )
+    for problem in alias_problems(alias, found[alias]):
+        if not problem.warning:
+            raise SettingsError(str(problem))
+    return _read(alias, found[alias])
+
+
+def problems() -> Iterator[Problem]:
+    """All that is wrong with the settings, as far as it shows without asking a server."""
+    broken = list(shape_problems())
+    yield from broken
+    if not broken:
+        for alias, given in _settings().items():
+            yield from alias_problems(alias, given)
+    if unleased() not in UNLEASED:
+        yield Problem(
+            "E012",
+            f"FENCEDLOCK_UNLEASED is {unleased()!r}.",
+            f"Set it to one of {', '.join(map(repr, UNLEASED))}.",
+        )
+
+
+def shape_problems() -> Iterator[Problem]:
+    """What keeps the settings from being read at all."""
+    found = getattr(settings, "FENCEDLOCK", None)
+    if found is None:
+        return
+    if not isinstance(found, Mapping):
+        yield Problem(
+            "E001",
+            f"FENCEDLOCK is a {type(found).__name__}.",
+            'Make it a dict of aliases, as CACHES is: {"default": {"BACKEND": ...}}.',
+        )
+        return
+    for alias, given in found.items():
+        if not isinstance(given, Mapping):
+            yield Problem(
+                "E001",
+                f"FENCEDLOCK[{alias!r}] is {given!r}.",
+                f"Make it a dict with some of the keys {', '.join(DEFAULTS)}.",
+            )
+    if found and DEFAULT_ALIAS not in found:
+        yield Problem(
+            "E001",
+            f"FENCEDLOCK has no alias 'default'; it has {', '.join(map(repr, found))}.",
+            "Add one; it is what a lock uses that names no backend.",
+        )
+
+
+def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with one alias."""
+    broken = [*_key_problems(alias, given), *_value_problems(alias, given)]
+    yield from broken
+    if broken:
+        return
+    try:
+        backend = backend_class(_whole(given)["BACKEND"])
+    except ImproperlyConfigured as exc:
+        yield Problem("E005", f"{_where(alias, 'BACKEND')}: {exc}")
+    except (ImportError, TypeError) as exc:
+        yield Problem(
+            "E004",
+            f"{_where(alias, 'BACKEND')} is {given['BACKEND']!r}, which can't be used: {exc}.",
+            "Give the dotted path of a backend, such as "
+            "'django_fencedlock.backends.redis.RedisBackend'.",
+        )
+    else:
+        yield from backend.problems(_read(alias, given))
+
+
+def backend_class(path: str) -> Any:
+    """Import the backend at a dotted path."""
+    found = import_string(path)
+    if not isinstance(found, type) or not hasattr(found, "supports_waiting"):
+        raise TypeError(f"{path} is no lock backend")
+    return found
+
+
+def unknown(key: str, known: Any) -> str:
+    """Say which keys there are, the likely one first."""
+    near = difflib.get_close_matches(key.upper(), list(known), n=1)
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{guess}Known are {', '.join(sorted(known)) or 'none'}."
+
+
+def _key_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
+    for key in given:
+        if key not in DEFAULTS:
+            yield Problem(
+                "E002", f"{_where(alias)} has an unknown key {key!r}.", unknown(str(key), DEFAULTS)
+            )
+
+
+def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
+    whole = _whole(given)
+    for key, options in (("TTL", {}), ("BLOCKING_TIMEOUT", {"zero": True})):
+        try:
+            seconds(whole[key], _where(alias, key), **options)
+        except (TypeError, ValueError) as exc:
+            yield Problem("E003", str(exc))
+    for key in ("BACKEND", "LOCATION", "KEY_PREFIX", "FENCE_DATABASE"):
+        if not isinstance(whole[key], str):
+            yield Problem("E002", f"{_where(alias, key)} is {whole[key]!r}.", "Make it a str.")
+    if not isinstance(whole["OPTIONS"], Mapping):
+        yield Problem(
+            "E008", f"{_where(alias, 'OPTIONS')} is {whole['OPTIONS']!r}.", "Make it a dict."
+        )
+    yield from _database_problems(alias, whole["FENCE_DATABASE"])
+
+
+def _database_problems(alias: str, database: object) -> Iterator[Problem]:
+    where = _where(alias, "FENCE_DATABASE")
+    if database not in settings.DATABASES:
+        yield Problem(
+            "E006",
+            f"{where} is {database!r}, which DATABASES doesn't have.",
+            f"Use one of {', '.join(map(repr, settings.DATABASES))}.",
+        )
+    elif (vendor := connections[cast(str, database)].vendor) not in VENDORS:
+        yield Problem(
+            "E006",
+            f"{where} is {database!r}, a database of vendor {vendor!r}.",
+            f"Fences can be kept on {', '.join(VENDORS)} (which includes MariaDB).",
+        )
+
+
+def _read(alias: str, given: Mapping[str, Any]) -> AliasConfig:
+    whole = _whole(given)
+    return AliasConfig(
+        alias=alias,
+        backend=whole["BACKEND"],
+        location=whole["LOCATION"],
+        ttl=seconds(whole["TTL"], "TTL"),
+        blocking_timeout=seconds(whole["BLOCKING_TIMEOUT"], "BLOCKING_TIMEOUT", zero=True),
+        key_prefix=whole["KEY_PREFIX"],
+        fence_database=whole["FENCE_DATABASE"],
+        options=dict(whole["OPTIONS"]),
+    )
+
+
+def _settings() -> Mapping[str, Mapping[str, Any]]:
+    return getattr(settings, "FENCEDLOCK", None) or {DEFAULT_ALIAS: {}}
+
+
+def _whole(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**DEFAULTS, **given}
+
+
+def _where(alias: str, key: str = "") -> str:
+    return f"FENCEDLOCK[{alias!r}]" + (f"[{key!r}]" if key else "")
+
+
+def _forget(*, setting: str, **kwargs: Any) -> None:
+    if setting in ("FENCEDLOCK", "DATABASES", "CACHES"):
+        config.cache_clear()
+
+
+setting_changed.connect(_forget, dispatch_uid="django_fencedlock.conf")

@@ -1,0 +1,246 @@
+"""What every ledger does, and the parts of it that are the same in every dialect of SQL."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from typing import Any
+
+from django.db import Error
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils import timezone
+from django.utils.dateparse import parse_datetime
+
+from ..lease import Lease
+from ..owners import Holder, Owner
+
+#: Milliseconds that a recording waits for a row that somebody else has locked.
+LOCK_WAIT = 250
+
+# The names that the models give their tables. The models themselves can't be imported here: the
+# package's root leads here before Django has loaded its apps.
+FENCE = "django_fencedlock_fence"
+HELD = "django_fencedlock_heldlock"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row of the registry, less its times, which are the server's."""
+
+    name: str
+    alias: str
+    backend: str
+    owner: Owner
+    ttl: float
+    fenced: bool = True
+    session_pid: int | None = None
+    session_started: datetime | None = None
+    session_key: int | None = None
+
+    def values(self) -> dict[str, Any]:
+        """The values of `COLUMNS`, by column."""
+        owner = self.owner
+        return {
+            "name": self.name,
+            "alias": self.alias,
+            "backend": self.backend,
+            "owner": owner.id,
+            "fenced": self.fenced,
+            "host": owner.host,
+            "boot_id": owner.boot_id,
+            "pid_namespace": owner.pid_namespace,
+            "pid": owner.pid,
+            "pid_started": owner.pid_started,
+            "thread": owner.thread,
+            "task_name": owner.task_name,
+            "task_id": owner.task_id,
+            "session_pid": self.session_pid,
+            "session_started": self.session_started,
+            "session_key": self.session_key,
+        }
+
+
+COLUMNS = (
+    "name alias backend owner fenced host boot_id pid_namespace pid pid_started thread "
+    "task_name task_id session_pid session_started session_key"
+).split()
+TIMES = ("acquired_at", "renewed_at", "expires_at")
+#: What a new owner's row takes over from the old one's: everything but the key.
+TAKEN_OVER = (*COLUMNS[1:], *TIMES)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the registry says of a name."""
+
+    alias: str
+    backend: str
+    owner: str
+    token: int | None
+    host: str
+    pid: int
+    thread: str
+    task_name: str
+    task_id: str
+    acquired_at: datetime
+    expires_at: datetime
+    live: bool
+
+    def holder(self) -> Holder:
+        words = Owner(
+            self.owner, self.host, "", "", self.pid, 0, self.thread, self.task_name, self.task_id
+        )
+        return Holder(
+            owner=self.owner,
+            words=str(words),
+            alias=self.alias,
+            token=self.token,
+            acquired_at=self.acquired_at,
+            expires_at=self.expires_at,
+        )
+
+    def conflicts_with(self, alias: str, backend: str) -> bool:
+        """Whether the name is live at another lock service."""
+        return self.live and (self.alias, self.backend) != (alias, backend)
+
+
+_READ = [each.name for each in fields(Row) if each.name not in ("token", "live")]
+
+
+class Ledger(ABC):
+    """Reads and writes the two tables in one dialect of SQL."""
+
+    #: The server's time in UTC, as an expression; may name the parameter ``now``.
+    clock: str
+
+    @abstractmethod
+    def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
+        """
+        Take the name's row if it is free, expired or this owner's, and draw a token if fenced.
+
+        Returns:
+            Whether the row was taken, and the token.
+        """
+
+    @abstractmethod
+    def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
+        """
+        Record a grant whose token another service proposed, if it is newer than all before.
+
+        False as well if the name is live at another lock service.
+        """
+
+    @abstractmethod
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+        """Renew rows by their owners, but those that somebody has locked; returns the owners."""
+
+    @abstractmethod
+    def is_row_locked(self, error: Error) -> bool:
+        """Whether a statement gave up because somebody else has a row (or the file) locked."""
+
+    def parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
+        """Parameters that `clock` needs."""
+        return {}
+
+    @contextlib.contextmanager
+    def transaction(self, connection: BaseDatabaseWrapper) -> Iterator[Any]:
+        """A transaction of our own, or a part of the caller's if he lent his connection."""
+        with connection.cursor() as cursor:
+            if connection.in_atomic_block:
+                yield cursor
+                return
+            cursor.execute(self.begin)
+            try:
+                yield cursor
+                cursor.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(Error):
+                    cursor.execute("ROLLBACK")
+                raise
+
+    #: How a transaction of our own begins.
+    begin = "BEGIN"
+
+    def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
+        """Set how long statements wait for a file that is locked, where files are."""
+
+    def look(self, connection: BaseDatabaseWrapper, name: str) -> Row | None:
+        """Read the name's row and the token of its owner."""
+        columns = ", ".join(f"h.{column}" for column in _READ)
+        sql = (
+            f"SELECT {columns}, f.token, h.expires_at > {self.clock} FROM {HELD} h "
+            f"LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner "
+            "WHERE h.name = %(name)s"
+        )
+        with connection.cursor() as cursor:
+            cursor.execute(sql, {"name": name, **self.parameters(connection)})
+            found = cursor.fetchone()
+        if found is None:
+            return None
+        *values, token, live = found
+        named = dict(zip(_READ, values, strict=True))
+        for column in ("acquired_at", "expires_at"):
+            named[column] = _time(named[column])
+        return Row(**named, token=token, live=bool(live))
+
+    def newest(self, connection: BaseDatabaseWrapper, name: str) -> tuple[int, str] | None:
+        """The token and owner of the newest grant."""
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"SELECT token, owner FROM {FENCE} WHERE name = %(name)s", {"name": name}
+            )
+            found = cursor.fetchone()
+        return None if found is None else (found[0], found[1])
+
+    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> int:
+        """Delete rows by their owners; returns how many there were."""
+        with connection.cursor() as cursor:
+            cleared = 0
+            for names, owners, given in batches(leases):
+                cursor.execute(
+                    f"DELETE FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})", given
+                )
+                cleared += cursor.rowcount
+        return cleared
+
+    def missing(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+        """Those of the leases' owners whose rows are gone or somebody else's."""
+        found: set[str] = set()
+        with connection.cursor() as cursor:
+            for names, owners, given in batches(leases):
+                cursor.execute(
+                    f"SELECT owner FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})",
+                    given,
+                )
+                found.update(owner for (owner,) in cursor.fetchall())
+        return {lease.owner for lease in leases} - found
+
+
+def _time(value: Any) -> datetime:
+    """A time as drivers give it: aware, naive in UTC, or a text (SQLite)."""
+    found = parse_datetime(value) if isinstance(value, str) else value
+    assert isinstance(found, datetime)
+    return found if timezone.is_aware(found) else found.replace(tzinfo=UTC)
+
+
+#: Databases limit the parameters of a statement; SQLite's limit was 999 for long.
+BATCH = 400
+
+
+def batches(leases: Sequence[Lease]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """
+    Cut `leases` into (names, owners, parameters) for statements with two IN lists.
+
+    An owner holds one name only, so no wrong pair of the two lists is ever found.
+    """
+    for start in range(0, len(leases), BATCH):
+        part = leases[start : start + BATCH]
+        given: dict[str, Any] = {}
+        for place, lease in enumerate(part):
+            given[f"n{place}"], given[f"o{place}"] = lease.name, lease.owner
+        names = ", ".join(f"%(n{place})s" for place in range(len(part)))
+        owners = ", ".join(f"%(o{place})s" for place in range(len(part)))
+        yield names, owners, given

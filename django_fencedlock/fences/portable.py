@@ -1,0 +1,134 @@
+"""The ledger in several plain statements within one transaction, for SQLite and MySQL."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from ..lease import Lease
+from .ledger import COLUMNS, FENCE, HELD, TAKEN_OVER, Entry, Ledger, batches
+
+VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
+INTO_HELD = f"{HELD} ({', '.join(COLUMNS)}, acquired_at, renewed_at, expires_at)"
+
+
+class PortableLedger(Ledger):
+    """Takes the registry's row first: whoever has it locked draws the next token."""
+
+    #: The server's time plus the parameter ``ttl``, as an expression.
+    expiry: str
+
+    def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
+        with self.transaction(connection) as cursor:
+            given = {**entry.values(), **self.times(connection, entry.ttl)}
+            if not self._insert(cursor, given) and not self._take_over(cursor, given):
+                return False, None
+            return True, self.draw(cursor, given) if entry.fenced else None
+
+    def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
+        with self.transaction(connection) as cursor:
+            given = {**entry.values(), **self.times(connection, entry.ttl), "token": token}
+            if self._conflicts(cursor, given) or not self._raise_fence(cursor, given):
+                return False
+            if not self._insert(cursor, given):
+                self._overwrite(cursor, given, "")
+            return True
+
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+        kept: set[str] = set()
+        with self.transaction(connection) as cursor:
+            for ttl, group in groupby(sorted(leases, key=_ttl), key=_ttl):
+                mine = list(group)
+                free = self.lock_rows(cursor, mine)
+                times = self.times(connection, ttl)
+                for names, owners, given in batches([each for each in mine if each.owner in free]):
+                    cursor.execute(
+                        f"UPDATE {HELD} SET renewed_at = {self.clock}, expires_at = {self.expiry} "
+                        f"WHERE name IN ({names}) AND owner IN ({owners})",
+                        {**given, **times},
+                    )
+                kept |= free
+        return kept
+
+    @abstractmethod
+    def times(self, connection: BaseDatabaseWrapper, ttl: float) -> dict[str, Any]:
+        """The parameters of `clock` and `expiry`."""
+
+    @abstractmethod
+    def draw(self, cursor: Any, given: dict[str, Any]) -> int:
+        """Raise the fence by one for this owner, and return its token."""
+
+    def lock_rows(self, cursor: Any, leases: Sequence[Lease]) -> set[str]:
+        """Lock those of the rows that nobody else has locked; returns their owners."""
+        found: set[str] = set()
+        for names, owners, given in batches(leases):
+            cursor.execute(
+                f"SELECT owner FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})"
+                f"{self.lock_free_rows}",
+                given,
+            )
+            found.update(owner for (owner,) in cursor.fetchall())
+        return found
+
+    #: An INSERT that does nothing if the name is there.
+    insert_or_ignore: str
+    #: What makes a SELECT lock its rows and pass over those that are locked.
+    lock_free_rows = ""
+
+    def _insert(self, cursor: Any, given: dict[str, Any]) -> bool:
+        cursor.execute(
+            f"{self.insert_or_ignore} INTO {INTO_HELD} "
+            f"VALUES ({VALUES}, {self.clock}, {self.clock}, {self.expiry})",
+            given,
+        )
+        return bool(cursor.rowcount)
+
+    def _take_over(self, cursor: Any, given: dict[str, Any]) -> bool:
+        return self._overwrite(
+            cursor, given, f" AND (expires_at <= {self.clock} OR owner = %(owner)s)"
+        )
+
+    def _overwrite(self, cursor: Any, given: dict[str, Any], condition: str) -> bool:
+        # owner goes last: MySQL uses what it has set already in the expressions that follow.
+        columns = ", ".join(
+            f"{column} = {self._value(column)}" for column in TAKEN_OVER
+        )
+        cursor.execute(f"UPDATE {HELD} SET {columns} WHERE name = %(name)s{condition}", given)
+        return bool(cursor.rowcount)
+
+    def _value(self, column: str) -> str:
+        if column == "expires_at":
+            return self.expiry
+        return self.clock if column.endswith("_at") else f"%({column})s"
+
+    def _conflicts(self, cursor: Any, given: dict[str, Any]) -> bool:
+        cursor.execute(
+            f"SELECT 1 FROM {HELD} WHERE name = %(name)s AND expires_at > {self.clock} "
+            "AND (alias <> %(alias)s OR backend <> %(backend)s)",
+            given,
+        )
+        return cursor.fetchone() is not None
+
+    def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
+        cursor.execute(
+            f"{self.insert_or_ignore} INTO {FENCE} (name, token, owner) "
+            "VALUES (%(name)s, %(token)s, %(owner)s)",
+            given,
+        )
+        if cursor.rowcount:
+            return True
+        cursor.execute(
+            f"UPDATE {FENCE} SET token = %(token)s, owner = %(owner)s "
+            "WHERE name = %(name)s AND token < %(token)s",
+            given,
+        )
+        return bool(cursor.rowcount)
+
+
+def _ttl(lease: Lease) -> float:
+    return lease.ttl
+

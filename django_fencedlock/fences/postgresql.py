@@ -1,0 +1,111 @@
+"""The ledger on PostgreSQL: each act is one statement, and thus one round trip."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from django.db import Error
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from ..lease import Lease
+from .ledger import COLUMNS, FENCE, HELD, LOCK_WAIT, TAKEN_OVER, Entry, Ledger
+
+# The limits are set within the statement that they are for: a SET of the session would leak to
+# other clients through a pooler. The statement that follows has to read from s, or it never runs.
+# synchronous_commit is on for grants, lest a crash of the server hand a token out again.
+LIMITS = (
+    f"s AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_WAIT}', true), "
+    "set_config('synchronous_commit', 'on', true))"
+)
+# A renewal or a deletion that a crash undoes costs nothing.
+LAZY_LIMITS = LIMITS.replace("'on'", "'off'")
+
+VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
+TIMES = "c.now, c.now, c.now + %(ttl)s * interval '1 second'"
+SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in TAKEN_OVER)
+INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join(COLUMNS)}, acquired_at, renewed_at, expires_at)"
+
+_CLAIM_ROW = f"""
+    {INTO_HELD}
+    SELECT {VALUES}, {TIMES} FROM s, (SELECT clock_timestamp() AS now) c
+    ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+    WHERE h.expires_at <= clock_timestamp() OR h.owner = EXCLUDED.owner
+    RETURNING h.name, h.owner
+"""
+
+CLAIM = f"""
+WITH {LIMITS}, h AS ({_CLAIM_ROW})
+INSERT INTO {FENCE} AS f (name, token, owner) SELECT h.name, 1, h.owner FROM h
+ON CONFLICT (name) DO UPDATE SET token = f.token + 1, owner = EXCLUDED.owner
+RETURNING f.token
+"""
+
+CLAIM_UNFENCED = f"WITH {LIMITS} {_CLAIM_ROW}"
+
+#: True if the name is live at another lock service.
+CONFLICT = f"""EXISTS (
+    SELECT 1 FROM {HELD} x WHERE x.name = %(name)s AND x.expires_at > clock_timestamp()
+    AND (x.alias <> %(alias)s OR x.backend <> %(backend)s))"""
+
+# The fence comes first: whether its token rises decides everything.
+RECORD = f"""
+WITH {LIMITS}, f AS (
+    INSERT INTO {FENCE} AS f (name, token, owner)
+    SELECT %(name)s, %(token)s::bigint, %(owner)s FROM s WHERE NOT {CONFLICT}
+    ON CONFLICT (name) DO UPDATE SET token = EXCLUDED.token, owner = EXCLUDED.owner
+    WHERE f.token < EXCLUDED.token
+    RETURNING f.token)
+{INTO_HELD}
+SELECT {VALUES}, {TIMES} FROM f, (SELECT clock_timestamp() AS now) c
+ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+RETURNING h.name
+"""
+
+# Rows that a contender has locked are left out: he may be waiting for something else in turn.
+RENEW = f"""
+WITH {LAZY_LIMITS},
+w AS MATERIALIZED (
+    SELECT name, owner, ttl FROM s, unnest(%(names)s::text[], %(owners)s::text[],
+        %(ttls)s::double precision[]) AS w(name, owner, ttl)),
+p AS MATERIALIZED (
+    SELECT h.name, w.ttl FROM {HELD} h JOIN w ON h.name = w.name AND h.owner = w.owner
+    FOR UPDATE OF h SKIP LOCKED)
+UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
+FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
+RETURNING h.owner
+"""
+
+
+class PostgresLedger(Ledger):
+    clock = "clock_timestamp()"
+
+    def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                CLAIM if entry.fenced else CLAIM_UNFENCED, {**entry.values(), "ttl": entry.ttl}
+            )
+            row = cursor.fetchone()
+        if row is None:
+            return False, None
+        return True, row[0] if entry.fenced else None
+
+    def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute(RECORD, {**entry.values(), "ttl": entry.ttl, "token": token})
+            return cursor.fetchone() is not None
+
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+        given = {
+            "names": [lease.name for lease in leases],
+            "owners": [lease.owner for lease in leases],
+            "ttls": [lease.ttl for lease in leases],
+        }
+        with connection.cursor() as cursor:
+            cursor.execute(RENEW, given)
+            return {owner for (owner,) in cursor.fetchall()}
+
+    def is_row_locked(self, error: Error) -> bool:
+        # 55P03 lock_not_available, 40P01 deadlock_detected; psycopg 2 calls it pgcode.
+        cause = error.__cause__
+        state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+        return state in ("55P03", "40P01")

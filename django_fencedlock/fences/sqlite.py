@@ -1,0 +1,49 @@
+"""The ledger on SQLite, whose file has one writer at a time."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from django.conf import settings
+from django.db import Error
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from .ledger import FENCE
+from .portable import PortableLedger
+
+
+class SQLiteLedger(PortableLedger):
+    # The server's clock is this machine's. It is read after BEGIN IMMEDIATE, which may wait.
+    clock = "%(now)s"
+    expiry = "%(expiry)s"
+    begin = "BEGIN IMMEDIATE"
+    insert_or_ignore = "INSERT OR IGNORE"
+
+    def parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
+        return self.times(connection, 0)
+
+    def times(self, connection: BaseDatabaseWrapper, ttl: float) -> dict[str, Any]:
+        # Not local time, even with USE_TZ = False: it repeats an hour every autumn.
+        now = datetime.now(UTC)
+        now = now if settings.USE_TZ else now.replace(tzinfo=None)
+        adapt = connection.ops.adapt_datetimefield_value
+        return {"now": adapt(now), "expiry": adapt(now + timedelta(seconds=ttl))}
+
+    def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
+
+    def draw(self, cursor: Any, given: dict[str, Any]) -> int:
+        cursor.execute(
+            f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
+            "ON CONFLICT (name) DO UPDATE SET token = token + 1, owner = excluded.owner",
+            given,
+        )
+        cursor.execute(f"SELECT token FROM {FENCE} WHERE name = %(name)s", given)
+        token: int = cursor.fetchone()[0]
+        return token
+
+    def is_row_locked(self, error: Error) -> bool:
+        # "database is locked", or "database table is locked" with a shared cache.
+        return "is locked" in str(error)

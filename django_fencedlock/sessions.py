@@ -1,0 +1,184 @@
+"""Private database connections, which no transaction, request, pool or task of the caller touches."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from django.db import Error, InterfaceError, OperationalError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.test import utils as test_utils
+
+from .watchdog import cut, watchdog
+
+T = TypeVar("T")
+
+#: How many connections one process may use at once for each database, and keep.
+MOST = 10
+KEPT = 2
+
+#: Connections of a parent process. Never closed: closing says good-bye to the server in the
+#: parent's name; never collected, since some drivers close when they are.
+_of_parents: list[Any] = []
+
+
+def private(using: str, timeout: float) -> BaseDatabaseWrapper:
+    """
+    Copy the connection `using`: same server and user, nothing else shared.
+
+    It isn't registered in ``connections``, so neither ``close_old_connections()`` nor Celery's
+    clean-up closes it, and Django's pool never lends its session to anybody.
+    """
+    original = connections[using]
+    copy = original.copy()
+    settings = copy.settings_dict
+    settings.update(
+        ATOMIC_REQUESTS=False, AUTOCOMMIT=True, CONN_MAX_AGE=None, CONN_HEALTH_CHECKS=False
+    )
+    options = settings["OPTIONS"]
+    options.pop("pool", None)
+    prepare = {"postgresql": _postgres, "mysql": _mysql, "sqlite": _sqlite}
+    prepare[original.vendor](options, timeout)
+    # Checked out by one thread at a time, though not always by the one that opened it.
+    copy.inc_thread_sharing()
+    return copy
+
+
+def _postgres(options: dict[str, Any], timeout: float) -> None:
+    # Under a stricter level a grant that waited for a row would fail with 40001.
+    options.pop("isolation_level", None)
+    options.setdefault("connect_timeout", max(2, math.ceil(timeout)))
+    options.setdefault("keepalives", 1)
+    options.setdefault("tcp_user_timeout", int(timeout * 1000))
+
+
+def _mysql(options: dict[str, Any], timeout: float) -> None:
+    options["isolation_level"] = "read committed"
+    for key in ("connect_timeout", "read_timeout", "write_timeout"):
+        options.setdefault(key, math.ceil(timeout))
+
+
+def _sqlite(options: dict[str, Any], timeout: float) -> None:
+    # Transactions are begun by the statements themselves.
+    options.pop("transaction_mode", None)
+    options.setdefault("timeout", timeout)
+
+
+def under_test() -> bool:
+    """Whether a test runner is about, which will want to drop the database in the end."""
+    return hasattr(test_utils._TestState, "saved_data")
+
+
+class Sessions:
+    """A few private connections to one database, lent out for a statement or two at a time."""
+
+    def __init__(self, using: str, timeout: float) -> None:
+        self.using = using
+        self.timeout = timeout
+        self._reset()
+
+    def _reset(self) -> None:
+        self._idle: list[BaseDatabaseWrapper] = []
+        self._room = threading.BoundedSemaphore(MOST)
+
+    def run(self, work: Callable[[BaseDatabaseWrapper], T]) -> T:
+        """
+        Do `work` with a connection, again with a fresh one if an idle one turned out dead.
+
+        So `work` may be done twice: it has to be idempotent.
+        """
+        try:
+            with self._lent(self._idle_one()) as connection:
+                return work(connection)
+        except _DeadWhileIdle:
+            pass
+        with self._lent(None) as connection:
+            return work(connection)
+
+    def close(self) -> None:
+        """Close what is idle."""
+        while connection := self._idle_one():
+            connection.close()
+
+    def forget_after_fork(self) -> None:
+        _of_parents.extend(self._idle)
+        self._reset()
+
+    def _idle_one(self) -> BaseDatabaseWrapper | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    @contextlib.contextmanager
+    def _lent(self, idle: BaseDatabaseWrapper | None) -> Iterator[BaseDatabaseWrapper]:
+        if not self._room.acquire(timeout=self.timeout):
+            raise OperationalError(
+                f"all {MOST} private connections to {self.using!r} were busy for "
+                f"{self.timeout:g} s"
+            )
+        connection = idle or private(self.using, self.timeout)
+        keep = False
+        try:
+            with watchdog.limit(self.timeout, lambda: _cut(connection)):
+                yield connection
+            keep = True
+        except Error as exc:
+            keep = not isinstance(exc, OperationalError | InterfaceError) or _usable(connection)
+            if keep or idle is None:
+                raise
+            raise _DeadWhileIdle from exc
+        finally:
+            # Any other exception (a killed greenlet, a timer in the thread) may have struck
+            # in mid-statement; such a session can't be used again.
+            self._take_back(connection, keep)
+            self._room.release()
+
+    def _take_back(self, connection: BaseDatabaseWrapper, keep: bool) -> None:
+        if keep and len(self._idle) < KEPT and not under_test():
+            self._idle.append(connection)
+        else:
+            with contextlib.suppress(Error):
+                connection.close()
+
+
+class _DeadWhileIdle(Exception):
+    """The server went away since the connection was last used."""
+
+
+def _usable(connection: BaseDatabaseWrapper) -> bool:
+    return connection.connection is not None and connection.is_usable()
+
+
+def _cut(connection: BaseDatabaseWrapper) -> None:
+    raw = connection.connection
+    # MySQL's drivers have time-outs of their own, and SQLite has nobody to wait for.
+    if raw is not None and connection.vendor == "postgresql":
+        with contextlib.suppress(Exception):
+            cut(raw.fileno())
+
+
+_all: dict[tuple[str, float], Sessions] = {}
+
+
+def sessions(using: str, timeout: float) -> Sessions:
+    """The process's private connections to database `using`."""
+    return _all.setdefault((using, timeout), Sessions(using, timeout))
+
+
+def close_all() -> None:
+    """Close every idle private connection of this process."""
+    for each in _all.values():
+        each.close()
+
+
+def _forget_after_fork() -> None:
+    for each in _all.values():
+        each.forget_after_fork()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
