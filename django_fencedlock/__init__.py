@@ -1,0 +1,27 @@
+"""Locks with fencing tokens for Django and Celery, enforced where Django writes."""
+
+from .exceptions import (
+    FencedLockError,
+    LeaseLost,
+    LockNotAcquired,
+    NoLease,
+    StaleFence,
+    VersionConflict,
+)
+from .lease import Lease, current_lease
+from .locks import alock, lock
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FencedLockError",
+    "LeaseLost",
+    "Lease",
+    "LockNotAcquired",
+    "NoLease",
+    "StaleFence",
+    "VersionConflict",
+    "alock",
+    "current_lease",
+    "lock",
+]

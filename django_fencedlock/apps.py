@@ -1,0 +1,14 @@
+"""The Django app."""
+
+from django.apps import AppConfig
+from django.utils.translation import gettext_lazy as _
+
+
+class FencedLockConfig(AppConfig):
+    name = "django_fencedlock"
+    verbose_name = _("Fenced locks")
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        # Registers the system checks.
+        from . import checks  # noqa: F401

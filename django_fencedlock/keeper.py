@@ -1,0 +1,222 @@
+"""The keeper renews the leases of one alias in batches, and notices when one is lost."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from . import threads
+from .backends.base import Backend, Renewal
+from .lease import Lease, clock
+
+logger = logging.getLogger("django_fencedlock")
+
+#: A lease is renewed so many times within its ttl.
+BEATS = 3
+#: Seconds from a release to the tidying that follows it.
+TIDY_AFTER = 1.0
+
+
+class Keeper:
+    """
+    Renews every lease each third of its ttl.
+
+    A lease is lost when the service refuses it, or when its ttl is over and the last try to renew
+    it failed. `tick()` does all the work and may be driven without the thread.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        lost: Callable[[Lease, str], object],
+        clock: Callable[[], float] = clock,
+    ) -> None:
+        self._backend = backend
+        self._lost = lost
+        self._clock = clock
+        backend.lost_hook = self.lose
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threads.allocate_lock()
+        self._due: dict[Lease, float] = {}
+        self._tidy_at: float | None = None
+        self._batch: frozenset[Lease] = frozenset()
+        self._batch_done = threading.Event()
+        self._wake = threads.SimpleQueue()
+        self._wakes_at = math.inf
+        self._runs = False
+
+    def forget_after_fork(self) -> None:
+        """Keep nothing of the parent's; the thread stayed there."""
+        self._reset()
+
+    def keep(self, lease: Lease) -> None:
+        """Renew `lease` from now on."""
+        with self._lock:
+            self._due[lease] = due = self._due_after(lease)
+        self._rouse(due)
+
+    def drop(self, lease: Lease) -> None:
+        """
+        Renew `lease` no more.
+
+        Waits for a batch that has it under way: a renewal that came to the service after the
+        release would take the lock again.
+        """
+        with self._lock:
+            self._due.pop(lease, None)
+            done = self._batch_done if lease in self._batch else None
+            if self._tidy_at is None:
+                self._tidy_at = self._clock() + TIDY_AFTER
+            tidy_at = self._tidy_at
+        if done is not None:
+            done.wait()
+        self._rouse(tidy_at)
+
+    def forget(self, lease: Lease) -> None:
+        """Renew a lost lease no more. Called from the keeper's own thread as well."""
+        with self._lock:
+            self._due.pop(lease, None)
+
+    def postpone(self, lease: Lease) -> None:
+        """Note that `lease` was renewed by its holder."""
+        with self._lock:
+            if lease in self._due:
+                self._due[lease] = self._due_after(lease)
+
+    def lose(self, owners: Sequence[str]) -> None:
+        """Note that the sessions of these owners died."""
+        with self._lock:
+            dead = [lease for lease in self._due if lease.owner in owners]
+            for lease in dead:
+                del self._due[lease]
+        for lease in dead:
+            self._lost(lease, "the session that held it ended")
+
+    def tick(self) -> float | None:
+        """Renew all that is due. Returns the seconds until more is, or None if nothing will be."""
+        batch = self._take_batch()
+        if batch:
+            try:
+                self._renew(batch)
+            finally:
+                self._end_batch()
+        self._tidy_if_due()
+        with self._lock:
+            upcoming = self._next()
+            self._wakes_at = math.inf if upcoming is None else upcoming
+        return None if upcoming is None else max(0.0, upcoming - self._clock())
+
+    def _take_batch(self) -> list[Lease]:
+        now = self._clock()
+        with self._lock:
+            if not any(due <= now for due in self._due.values()):
+                return []
+            # Whatever is half-way to its turn comes along, so that the leases of a process soon
+            # share one round, however far apart they were acquired.
+            batch = [
+                lease for lease, due in self._due.items() if due <= now + lease.ttl / BEATS / 2
+            ]
+            self._batch = frozenset(batch)
+            self._batch_done = threading.Event()
+            return batch
+
+    def _end_batch(self) -> None:
+        with self._lock:
+            self._batch = frozenset()
+            self._batch_done.set()
+
+    def _renew(self, batch: list[Lease]) -> None:
+        # The clock is read before the request: the service counts the ttl from later on.
+        since = self._clock()
+        ttls = [lease.ttl for lease in batch]
+        try:
+            answers = self._backend.renew(batch)
+        except Exception:
+            logger.warning(
+                "The renewal of %d leases of alias %r failed",
+                len(batch),
+                self._backend.config.alias,
+                exc_info=True,
+            )
+            answers = [Renewal.UNKNOWN] * len(batch)
+        for lease, ttl, answer in zip(batch, ttls, answers, strict=True):
+            self._note(lease, answer, since, ttl)
+
+    def _note(self, lease: Lease, answer: Renewal, since: float, ttl: float) -> None:
+        if answer is Renewal.KEPT:
+            lease.extend_from(since, ttl)
+        elif answer is Renewal.LOST:
+            self._give_up(lease, "the lock service refused to renew it: somebody else had come")
+            return
+        elif lease.expired:
+            self._give_up(lease, f"it couldn't be renewed within its ttl of {lease.ttl:g} s")
+            return
+        with self._lock:
+            if lease in self._due:
+                self._due[lease] = (
+                    self._due_after(lease)
+                    if answer is Renewal.KEPT
+                    else self._clock() + min(1.0, lease.ttl / BEATS / 4)
+                )
+
+    def _give_up(self, lease: Lease, why: str) -> None:
+        with self._lock:
+            kept = self._due.pop(lease, None) is not None
+        if kept:
+            self._lost(lease, why)
+
+    def _tidy_if_due(self) -> None:
+        with self._lock:
+            due = self._tidy_at is not None and self._tidy_at <= self._clock()
+            if due:
+                self._tidy_at = None
+        if due:
+            try:
+                self._backend.tidy()
+            except Exception:
+                logger.warning("Tidying up after releases failed", exc_info=True)
+
+    def _next(self) -> float | None:
+        """The time of the next work; called with the lock held."""
+        times = [*self._due.values()]
+        if self._tidy_at is not None:
+            times.append(self._tidy_at)
+        return min(times, default=None)
+
+    def _due_after(self, lease: Lease) -> float:
+        return lease.deadline - lease.ttl * (1 - 1 / BEATS)
+
+    def _rouse(self, due: float) -> None:
+        """See to it that the thread runs, and wakes by `due`."""
+        with self._lock:
+            start, self._runs = not self._runs, True
+            sooner = due < self._wakes_at
+            self._wakes_at = min(due, self._wakes_at)
+        if start:
+            threads.start(self._run)
+        elif sooner:
+            self._wake.put(None)
+
+    def _run(self) -> None:
+        threading.current_thread().name = f"fencedlock-keeper-{self._backend.config.alias}"
+        wake = self._wake
+        wait: float | None = 0.0
+        while True:
+            try:
+                wake.get(timeout=wait)
+                while not wake.empty():
+                    wake.get()
+            except threads.Empty:
+                pass
+            try:
+                wait = self.tick()
+            except Exception:
+                # Without this thread every lease of the process would run out.
+                logger.exception("The keeper of alias %r stumbled", self._backend.config.alias)
+                wait = 1.0

@@ -1,0 +1,350 @@
+"""The public way to take a lock: `lock()`, `alock()`, and `@lock()` over a function."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from django.core.exceptions import SynchronousOnlyOperation
+
+from . import aio, conf, names
+from .backends.base import Cancel
+from .exceptions import BackendUnavailable, NotTheHolder
+from .lease import Duration, Lease, clock, enter, leave
+from .owners import Holder, new_owner, whoami
+from .services import Service, service
+
+logger = logging.getLogger("django_fencedlock")
+
+F = TypeVar("F", bound=Callable[..., Any])
+Kind = TypeVar("Kind", "Lock", "AsyncLock")
+
+
+class _Terms:
+    """What is asked for: a name, and on which terms. Asks nobody, and holds no lease."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        ttl: Duration | None = None,
+        blocking_timeout: Duration | None = None,
+        backend: str = conf.DEFAULT_ALIAS,
+        fenced: bool = True,
+        **unknown: object,
+    ) -> None:
+        if "timeout" in unknown:
+            raise TypeError(
+                f"lock({name!r}) was given timeout=, which other libraries use for two things: "
+                "say ttl= for how long the lock lasts unless it is renewed, or blocking_timeout= "
+                "for how long to wait for it."
+            )
+        if unknown:
+            raise TypeError(
+                f"lock({name!r}) has no argument {', '.join(sorted(unknown))}; it has ttl, "
+                "blocking_timeout, backend and fenced."
+            )
+        self.name = names.validate(name)
+        self.backend = backend
+        self.fenced = fenced
+        self._ttl = None if ttl is None else conf.seconds(ttl, "ttl")
+        self._blocking_timeout = _wait(blocking_timeout)
+        # Who entered this very object, and how often: one object may serve several threads.
+        self._entered: dict[object, list[Lease]] = {}
+
+    @property
+    def ttl(self) -> float:
+        """How long the lock lasts unless it is renewed, in seconds."""
+        return self._service.config.ttl if self._ttl is None else self._ttl
+
+    @property
+    def blocking_timeout(self) -> float:
+        """How long to wait for the lock, in seconds."""
+        if self._blocking_timeout is None:
+            return self._service.config.blocking_timeout
+        return self._blocking_timeout
+
+    @property
+    def _service(self) -> Service:
+        return service(self.backend)
+
+    def _timeout(self, blocking: bool, blocking_timeout: Duration | None) -> float:
+        if not blocking:
+            if blocking_timeout is not None:
+                raise ValueError("blocking=False and a blocking_timeout exclude each other.")
+            return 0.0
+        wait = _wait(blocking_timeout)
+        return self.blocking_timeout if wait is None else wait
+
+    def _push(self, who: object, lease: Lease) -> None:
+        self._entered.setdefault(who, []).append(lease)
+
+    def _pop(self, who: object) -> Lease:
+        leases = self._entered.get(who)
+        if leases is None:
+            raise NotTheHolder(
+                f"The block of lock {self.name!r} was entered by another thread, greenlet or "
+                "task, which alone may leave it.",
+                name=self.name,
+            )
+        lease = leases.pop()
+        if not leases:
+            del self._entered[who]
+        return lease
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__.lower()}({self.name!r}, backend={self.backend!r})"
+
+
+class Lock(_Terms):
+    """
+    A lock by name, for code that isn't async. Made by `lock()`.
+
+    It doesn't promise that no other holder is running: see `Lease`.
+    """
+
+    def acquire(
+        self, blocking: bool = True, *, blocking_timeout: Duration | None = None
+    ) -> Lease | None:
+        """
+        Take the lock, or take it once more if this thread or task has it.
+
+        Returns:
+            The lease, or None if somebody else held the lock all the while.
+        """
+        _forbid_in_event_loop(self.name)
+        lease = self._service.acquire(
+            self.name,
+            ttl=self.ttl,
+            timeout=self._timeout(blocking, blocking_timeout),
+            fenced=self.fenced,
+        )
+        if lease is not None:
+            enter(lease)
+        return lease
+
+    def holder(self) -> Holder | None:
+        """Tell who has the lock now, by the lock service's word; None if nobody."""
+        return self._service.holder(self.name)
+
+    def __enter__(self) -> Lease:
+        started = clock()
+        lease = self.acquire()
+        if lease is None:
+            raise self._service.refusal(self.name, clock() - started)
+        self._push(lease.who, lease)
+        return lease
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        lease = self._pop(whoami())
+        try:
+            lease.release()
+        except BackendUnavailable as exc:
+            _note_unreleased(lease, exc)
+        _raise_loss(lease, error)
+
+    def __call__(self, function: F) -> F:
+        """
+        Run `function` under the lock, whose name may use its parameters in braces.
+
+        Wraps plain functions and coroutine functions; each call takes the lock anew.
+        """
+        _forbid_generators(function)
+        template = names.Template(self.name, function)
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def arun(*args: Any, **kwargs: Any) -> Any:
+                async with self._renamed(AsyncLock, template.render(args, kwargs)):
+                    return await function(*args, **kwargs)
+
+            return cast(F, arun)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._renamed(Lock, template.render(args, kwargs)):
+                return function(*args, **kwargs)
+
+        return cast(F, run)
+
+    def _renamed(self, kind: type[Kind], name: str) -> Kind:
+        return kind(
+            name,
+            ttl=self._ttl,
+            blocking_timeout=self._blocking_timeout,
+            backend=self.backend,
+            fenced=self.fenced,
+        )
+
+
+class AsyncLock(_Terms):
+    """A lock by name, for coroutines. Made by `alock()`. See Lock."""
+
+    async def acquire(
+        self, blocking: bool = True, *, blocking_timeout: Duration | None = None
+    ) -> Lease | None:
+        """See Lock.acquire(). Release it with ``await lease.arelease()``."""
+        timeout = self._timeout(blocking, blocking_timeout)
+        cancel = Cancel()
+        who = whoami()
+        take = functools.partial(
+            self._service.acquire,
+            self.name,
+            ttl=self.ttl,
+            timeout=timeout,
+            fenced=self.fenced,
+            who=who,
+            owner=new_owner(),
+            cancel=cancel,
+        )
+        kind = aio.WAITING if timeout > 0 else aio.SHORT
+        asking = asyncio.ensure_future(self._service.in_thread(take, kind=kind))
+        try:
+            lease = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            cancel.cancel()
+            asking.add_done_callback(functools.partial(_give_back, self._service, who))
+            raise
+        if lease is not None:
+            enter(lease)
+        return lease
+
+    async def holder(self) -> Holder | None:
+        """See Lock.holder()."""
+        return await self._service.in_thread(self._service.holder, self.name)
+
+    async def __aenter__(self) -> Lease:
+        started = clock()
+        lease = await self.acquire()
+        if lease is None:
+            waited = clock() - started
+            raise await self._service.in_thread(self._service.refusal, self.name, waited)
+        self._push(lease.who, lease)
+        return lease
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        lease = self._pop(whoami())
+        giving_back = self._service.in_thread(self._service.release, lease, lease.who)
+        try:
+            # A cancellation from here on doesn't leave the lock behind.
+            await asyncio.shield(asyncio.ensure_future(giving_back))
+        except BackendUnavailable as exc:
+            _note_unreleased(lease, exc)
+        finally:
+            leave(lease)
+        _raise_loss(lease, error)
+
+
+def lock(
+    name: str,
+    *,
+    ttl: Duration | None = None,
+    blocking_timeout: Duration | None = None,
+    backend: str = conf.DEFAULT_ALIAS,
+    fenced: bool = True,
+    **unknown: object,
+) -> Lock:
+    """
+    Name a lock, to be taken by ``with``, by ``acquire()``, or around a function as a decorator.
+
+    Args:
+        name: What is protected; as a decorator it may name parameters, ``"report:{user_id}"``.
+        ttl: How long the lock lasts unless it is renewed, which happens by itself. Seconds or a
+            timedelta; without one, the setting TTL.
+        blocking_timeout: How long to wait for it; without one, the setting BLOCKING_TIMEOUT.
+        backend: The alias in ``FENCEDLOCK``.
+        fenced: False for a lock that only saves work: no token, and no record in the database.
+    """
+    return Lock(
+        name,
+        ttl=ttl,
+        blocking_timeout=blocking_timeout,
+        backend=backend,
+        fenced=fenced,
+        **unknown,
+    )
+
+
+def alock(
+    name: str,
+    *,
+    ttl: Duration | None = None,
+    blocking_timeout: Duration | None = None,
+    backend: str = conf.DEFAULT_ALIAS,
+    fenced: bool = True,
+    **unknown: object,
+) -> AsyncLock:
+    """See lock()."""
+    return AsyncLock(
+        name,
+        ttl=ttl,
+        blocking_timeout=blocking_timeout,
+        backend=backend,
+        fenced=fenced,
+        **unknown,
+    )
+
+
+def _wait(blocking_timeout: Duration | None) -> float | None:
+    if blocking_timeout is None:
+        return None
+    return conf.seconds(blocking_timeout, "blocking_timeout", zero=True, endless=True)
+
+
+def _forbid_in_event_loop(name: str) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
+        raise SynchronousOnlyOperation(
+            f"lock({name!r}) would block the event loop; write `async with alock({name!r})`."
+        )
+
+
+def _forbid_generators(function: Callable[..., Any]) -> None:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"@lock can't wrap the generator {function.__qualname__}(): its body would run after "
+            "the lock was given back. Take the lock inside of it."
+        )
+
+
+def _raise_loss(lease: Lease, error: BaseException | None) -> None:
+    """Raise the loss at the end of a block, unless the block's own error is on its way."""
+    if error is None and lease.lost and lease.is_of_this_process():
+        raise lease.loss()
+
+
+def _note_unreleased(lease: Lease, exc: BackendUnavailable) -> None:
+    # The work is done, and the lock runs out by itself.
+    logger.warning("Lock %r couldn't be released and is left to run out: %s", lease.name, exc)
+
+
+def _give_back(service: Service, who: object, asked: asyncio.Future[Lease | None]) -> None:
+    """Give back the lease of a coroutine that was cancelled while its request was on the way."""
+    if asked.cancelled() or asked.exception() or not (lease := asked.result()):
+        return
+    going = asyncio.ensure_future(service.in_thread(service.release, lease, who))
+    _going_back.add(going)
+    going.add_done_callback(_going_back.discard)
+
+
+#: Tasks of which the event loop itself keeps but weak references.
+_going_back: set[asyncio.Future[bool]] = set()

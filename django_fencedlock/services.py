@@ -1,0 +1,372 @@
+"""One lock service of this process: its backend, its keeper, and the leases that it gave."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from asgiref.sync import sync_to_async
+from django.core.signals import setting_changed
+from django.db import Error, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from . import aio, conf, signals, threads, transactions
+from .backends.base import Backend, Cancel, Grant, Renewal, Request
+from .exceptions import (
+    BackendUnavailable,
+    LeaseLost,
+    LockNotAcquired,
+    NotTheHolder,
+    TransactionInTheWay,
+)
+from .keeper import Keeper
+from .lease import Duration, Lease, clock
+from .owners import Holder, Owner, new_owner, whoami
+from .sessions import under_test
+
+T = TypeVar("T")
+
+logger = logging.getLogger("django_fencedlock")
+
+#: Where a backend can't wait in its service, one looks again after 10 ms, then ever later, but at
+#: least every 250 ms; each pause is drawn from half of that to one and a half.
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25
+
+
+class Service:
+    """What an alias of ``FENCEDLOCK`` is in one process."""
+
+    def __init__(self, alias: str) -> None:
+        self.config = conf.config(alias)
+        self.backend: Backend = conf.backend_class(self.config.backend)(self.config)
+        self.keeper = Keeper(self.backend, self.lose)
+        self._reset()
+
+    def _reset(self) -> None:
+        # Held for moments, and never while the service is asked.
+        self._lock = threads.allocate_lock()
+        self._leases: dict[tuple[str, object], Lease] = {}
+
+    def forget_after_fork(self) -> None:
+        """Own nothing of the parent's."""
+        self.backend.forget_after_fork()
+        self.keeper.forget_after_fork()
+        self._reset()
+
+    # Acquiring
+
+    def acquire(
+        self,
+        name: str,
+        *,
+        ttl: float,
+        timeout: float,
+        fenced: bool = True,
+        who: object = None,
+        owner: Owner | None = None,
+        cancel: Cancel | None = None,
+    ) -> Lease | None:
+        """Take lock `name` within `timeout` seconds, or again if `who` has it; else None."""
+        who = who or whoami()
+        if lease := self._enter_again(name, who, fenced):
+            return lease
+        started = clock()
+        request = Request(
+            name=name,
+            owner=owner or new_owner(),
+            ttl=ttl,
+            fenced=fenced,
+            connection=transactions.lent_by_test(self.config.fence_database),
+            in_transaction=transactions.in_transaction(self.config.fence_database),
+            cancel=cancel or Cancel(),
+        )
+        lease = self._obtain(request, started + timeout)
+        if lease is None:
+            self._signal(signals.lock_not_acquired, name=name, waited=clock() - started)
+            return None
+        with self._lock:
+            self._leases[name, who] = lease
+        lease.who = who
+        if request.connection is None:
+            self.keeper.keep(lease)
+        self._signal(signals.lock_acquired, name=name, lease=lease)
+        return lease
+
+    def lease_of(self, name: str, who: object) -> Lease | None:
+        """The lease of lock `name` that `who` has in this process."""
+        with self._lock:
+            return self._leases.get((name, who))
+
+    def _enter_again(self, name: str, who: object, fenced: bool) -> Lease | None:
+        lease = self.lease_of(name, who)
+        if lease is None:
+            return None
+        if lease.lost:
+            raise lease.loss()
+        if fenced and not lease.fenced:
+            raise LockNotAcquired(
+                f"Lock {name!r} is already held here with fenced=False, so it can't be entered as "
+                "a fenced one. Take it fenced the first time.",
+                name=name,
+                alias=self.config.alias,
+            )
+        lease.entries += 1
+        return lease
+
+    def _obtain(self, request: Request, deadline: float) -> Lease | None:
+        while True:
+            grant = self._grant(request, deadline)
+            if grant is None:
+                return None
+            lease = self._lease(request, grant)
+            with self._given_back_on_error(lease):
+                # Once more before the caller's code runs: it may have been paused since.
+                if not lease.expired or self._revive(lease):
+                    self._require_visible(request, lease)
+                    return lease
+            self._give_back(lease)
+            if clock() >= deadline:
+                return None
+
+    def _grant(self, request: Request, deadline: float) -> Grant | None:
+        grant = self.backend.acquire(request)
+        left = deadline - clock()
+        if grant is not None or left <= 0:
+            return grant
+        if self.backend.supports_waiting:
+            return self.backend.wait(request, left)
+        return self._poll(request, deadline)
+
+    def _poll(self, request: Request, deadline: float) -> Grant | None:
+        pause = FIRST_PAUSE
+        while not request.cancel and (left := deadline - clock()) > 0:
+            time.sleep(min(left, pause * random.uniform(0.5, 1.5)))
+            pause = min(LONGEST_PAUSE, pause * 1.5)
+            if self.backend.is_free(request.name) and (grant := self.backend.acquire(request)):
+                return grant
+        return None
+
+    def _lease(self, request: Request, grant: Grant) -> Lease:
+        lease = Lease(
+            name=request.name,
+            alias=self.config.alias,
+            owner=request.owner,
+            token=grant.token,
+            ttl=request.ttl,
+            since=grant.since,
+            control=self,
+            handle=grant.handle,
+        )
+        lease.home = connections[self.config.fence_database]
+        lease.lent = request.connection is not None
+        return lease
+
+    def _revive(self, lease: Lease) -> bool:
+        since = clock()
+        if self.backend.renew([lease]) != [Renewal.KEPT]:
+            return False
+        lease.extend_from(since)
+        return not lease.expired
+
+    def _require_visible(self, request: Request, lease: Lease) -> None:
+        """Refuse a grant that the caller's transaction can't see: its snapshot is older."""
+        if not (request.in_transaction and request.fenced):
+            return
+        # Needs the tables' SQL, which nothing needs before Django is ready.
+        from .fences import ledger_for
+
+        connection = connections[self.config.fence_database]
+        if ledger_for(connection).newest(connection, lease.name) != (lease.token, lease.owner):
+            raise TransactionInTheWay(
+                f"Lock {lease.name!r} was granted with token {lease.token}, but this transaction "
+                "has an older snapshot and can't see the grant. Take the lock first, and open the "
+                "transaction inside of it; or use READ COMMITTED.",
+                name=lease.name,
+                alias=lease.alias,
+            )
+
+    @contextlib.contextmanager
+    def _given_back_on_error(self, lease: Lease) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._give_back(lease)
+            raise
+
+    def _give_back(self, lease: Lease) -> None:
+        """Give back a grant that the caller never got."""
+        lease.released = True
+        try:
+            self.backend.release(lease)
+        except BackendUnavailable:
+            logger.warning("Lock %r is left to run out", lease.name, exc_info=True)
+
+    # What a lease asks for
+
+    def verify(self, lease: Lease) -> bool:
+        if self.backend.verify(lease):
+            return not lease.lost
+        self.lose(lease, "the lock service no longer knows this holder")
+        return False
+
+    def renew(self, lease: Lease, ttl: Duration | None) -> None:
+        before = lease.ttl
+        if ttl is not None:
+            lease.ttl = conf.seconds(ttl, "ttl")
+        since = clock()
+        answer = Renewal.KEPT if lease.lent else self.backend.renew([lease])[0]
+        if answer is Renewal.KEPT:
+            lease.extend_from(since)
+            self.keeper.postpone(lease)
+            return
+        lease.ttl = before
+        if answer is Renewal.LOST:
+            self.lose(lease, "the lock service refused to renew it: somebody else had come")
+            raise lease.loss()
+        raise BackendUnavailable(
+            f"The lease of lock {lease.name!r} couldn't be renewed: lock service "
+            f"{lease.alias!r} didn't answer. {lease.remaining():.1f} s of it are left.",
+            name=lease.name,
+            alias=lease.alias,
+        )
+
+    def release(self, lease: Lease, who: object = None) -> bool:
+        if lease.who is not (who or whoami()):
+            raise NotTheHolder(
+                f"Lock {lease.name!r} was taken by another thread, greenlet or task, which alone "
+                "may release it.",
+                name=lease.name,
+            )
+        lease.entries -= 1
+        if lease.entries > 0:
+            return True
+        open_now = [] if lease.lent else transactions.open_ones()
+        if open_now:
+            self._put_off(lease, open_now)
+            return True
+        return self._finish(lease)
+
+    def _put_off(self, lease: Lease, open_now: list[BaseDatabaseWrapper]) -> None:
+        """
+        Release when the caller's transactions have ended.
+
+        The next holder would read what isn't committed yet; and a transaction that wrote under
+        the lease pins the fence, so that this very code couldn't take the lock again.
+        """
+        if not lease.put_off:
+            lease.put_off = True
+            transactions.when_all_ended(open_now, lambda: self._finish_if_left(lease))
+
+    def _finish_if_left(self, lease: Lease) -> None:
+        lease.put_off = False
+        if lease.entries <= 0 and lease.is_of_this_process() and not self._finish(lease):
+            logger.error(
+                "Lock %r was lost before the transaction under it ended; fenced writes of that "
+                "transaction were refused, if somebody else had come",
+                lease.name,
+            )
+
+    def _finish(self, lease: Lease) -> bool:
+        with self._lock:
+            if self._leases.get((lease.name, lease.who)) is lease:
+                del self._leases[lease.name, lease.who]
+        if not lease.lent:
+            self.keeper.drop(lease)
+        try:
+            kept = self.backend.release(lease)
+        except BackendUnavailable:
+            lease.released = True
+            raise
+        if not kept:
+            self.lose(lease, "the lock service no longer knew this holder at the release")
+        lease.released = True
+        if not lease.lost:
+            self._signal(signals.lock_released, name=lease.name, lease=lease)
+        return not lease.lost
+
+    async def in_thread(
+        self, function: Callable[..., T], *args: Any, kind: str = aio.SHORT
+    ) -> T:
+        """Do something for a coroutine that waits for it."""
+        if under_test() and await sync_to_async(self._is_lent)():
+            # The test's transaction is on the connection of the thread that runs its sync code.
+            return await sync_to_async(function)(*args)
+        return await aio.run(kind, function, *args)
+
+    def _is_lent(self) -> bool:
+        return transactions.lent_by_test(self.config.fence_database) is not None
+
+    # Telling
+
+    def holder(self, name: str) -> Holder | None:
+        """Who has lock `name` now, by the service's word."""
+        return self.backend.holder(name)
+
+    def refusal(self, name: str, waited: float) -> LockNotAcquired:
+        """The error that tells who has the lock."""
+        try:
+            holder = self.holder(name)
+        except BackendUnavailable:
+            holder = None
+        by = f"held by {holder}" if holder else "taken; its holder has just gone, or can't be told"
+        return LockNotAcquired(
+            f"Lock {name!r} is {by}. Waited {waited:.1f} s for it.",
+            name=name,
+            alias=self.config.alias,
+            holder=holder,
+        )
+
+    def lose(self, lease: Lease, why: str) -> None:
+        """Note a loss, and tell of it once."""
+        self.keeper.forget(lease)
+        if lease.mark_lost(why):
+            logger.warning("Lost lock %r (alias %r): %s", lease.name, lease.alias, why)
+            self._signal(signals.lock_lost, name=lease.name, lease=lease, reason=why)
+
+    def _signal(self, signal: signals.Signal, **facts: object) -> None:
+        signals.send(signal, type(self.backend), alias=self.config.alias, **facts)
+
+
+_services: dict[str, Service] = {}
+_making = threads.allocate_lock()
+
+
+def service(alias: str) -> Service:
+    """The service of an alias, made when it is first asked for."""
+    found = _services.get(alias)
+    if found is None:
+        with _making:
+            found = _services.get(alias) or Service(alias)
+            _services[alias] = found
+    return found
+
+
+def _forget_settings(*, setting: str, **kwargs: object) -> None:
+    # Leases that are out go on with the service that gave them.
+    if setting in ("FENCEDLOCK", "DATABASES", "CACHES"):
+        _services.clear()
+
+
+def _forget_after_fork() -> None:
+    global _making
+    _making = threads.allocate_lock()
+    for each in _services.values():
+        each.forget_after_fork()
+
+
+def _tidy_at_exit() -> None:
+    for each in _services.values():
+        with contextlib.suppress(Error, BackendUnavailable, LeaseLost):
+            each.backend.tidy()
+            each.backend.close()
+
+
+setting_changed.connect(_forget_settings, dispatch_uid="django_fencedlock.services")
+os.register_at_fork(after_in_child=_forget_after_fork)
+atexit.register(_tidy_at_exit)
