@@ -68,9 +68,7 @@ def seconds(value: object, what: str, *, zero: bool = False, endless: bool = Fal
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"{what} is {value!r}; it has to be a number of seconds or a timedelta."
-        )
+        raise TypeError(f"{what} is {value!r}; it has to be a number of seconds or a timedelta.")
     low = value < 0 if zero else value <= 0
     if low or math.isnan(value) or (math.isinf(value) and not endless):
         allowed = "zero or more" if zero else "more than zero"
@@ -208,7 +206,7 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _database_problems(alias, whole["FENCE_DATABASE"])
 
 
-def _database_problems(alias: str, database: object) -> Iterator[Problem]:
+def _database_problems(alias: str, database: str) -> Iterator[Problem]:
     where = _where(alias, "FENCE_DATABASE")
     if database not in settings.DATABASES:
         yield Problem(
@@ -216,7 +214,7 @@ def _database_problems(alias: str, database: object) -> Iterator[Problem]:
             f"{where} is {database!r}, which DATABASES doesn't have.",
             f"Use one of {', '.join(map(repr, settings.DATABASES))}.",
         )
-    elif (vendor := connections[cast(str, database)].vendor) not in VENDORS:
+    elif (vendor := connections[database].vendor) not in VENDORS:
         yield Problem(
             "E006",
             f"{where} is {database!r}, a database of vendor {vendor!r}.",

@@ -47,7 +47,7 @@ class Keeper:
         self._tidy_at: float | None = None
         self._batch: frozenset[Lease] = frozenset()
         self._batch_done = threading.Event()
-        self._wake = threads.SimpleQueue()
+        self._wake: threads.SimpleQueue[None] = threads.SimpleQueue()
         self._wakes_at = math.inf
         self._runs = False
 

@@ -197,7 +197,7 @@ class Lease:
             leave(self)
 
     def on_lost(self, callback: Callable[[Lease], object]) -> None:
-        """Call `callback(lease)` once when the lease is lost, from another thread; at once if it is."""
+        """Call `callback(lease)` once it is lost, from another thread; at once if it is already."""
         self._callbacks.append(callback)
         if self.lost:
             self._run_callbacks()

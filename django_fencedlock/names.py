@@ -76,4 +76,4 @@ class _PlainFormatter(Formatter):
             )
         if isinstance(value, Enum):
             value = value.value
-        return super().format_field(value, format_spec)
+        return str(super().format_field(value, format_spec))

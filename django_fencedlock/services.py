@@ -15,6 +15,7 @@ from asgiref.sync import sync_to_async
 from django.core.signals import setting_changed
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.dispatch import Signal
 
 from . import aio, conf, signals, threads, transactions
 from .backends.base import Backend, Cancel, Grant, Renewal, Request
@@ -186,7 +187,7 @@ class Service:
             raise TransactionInTheWay(
                 f"Lock {lease.name!r} was granted with token {lease.token}, but this transaction "
                 "has an older snapshot and can't see the grant. Take the lock first, and open the "
-                "transaction inside of it; or use READ COMMITTED.",
+                "transaction inside of it (or use READ COMMITTED, where the database has it).",
                 name=lease.name,
                 alias=lease.alias,
             )
@@ -290,9 +291,7 @@ class Service:
             self._signal(signals.lock_released, name=lease.name, lease=lease)
         return not lease.lost
 
-    async def in_thread(
-        self, function: Callable[..., T], *args: Any, kind: str = aio.SHORT
-    ) -> T:
+    async def in_thread(self, function: Callable[..., T], *args: Any, kind: str = aio.SHORT) -> T:
         """Do something for a coroutine that waits for it."""
         if under_test() and await sync_to_async(self._is_lent)():
             # The test's transaction is on the connection of the thread that runs its sync code.
@@ -329,7 +328,7 @@ class Service:
             logger.warning("Lost lock %r (alias %r): %s", lease.name, lease.alias, why)
             self._signal(signals.lock_lost, name=lease.name, lease=lease, reason=why)
 
-    def _signal(self, signal: signals.Signal, **facts: object) -> None:
+    def _signal(self, signal: Signal, **facts: object) -> None:
         signals.send(signal, type(self.backend), alias=self.config.alias, **facts)
 
 

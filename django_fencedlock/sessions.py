@@ -1,4 +1,4 @@
-"""Private database connections, which no transaction, request, pool or task of the caller touches."""
+"""Private database connections, which no transaction, request or pool of the caller touches."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ def private(using: str, timeout: float) -> BaseDatabaseWrapper:
     options.pop("pool", None)
     prepare = {"postgresql": _postgres, "mysql": _mysql, "sqlite": _sqlite}
     prepare[original.vendor](options, timeout)
+    if original.vendor == "mysql":
+        _bound_row_waits(copy)
     # Checked out by one thread at a time, though not always by the one that opened it.
     copy.inc_thread_sharing()
     return copy
@@ -60,6 +62,18 @@ def _mysql(options: dict[str, Any], timeout: float) -> None:
     options["isolation_level"] = "read committed"
     for key in ("connect_timeout", "read_timeout", "write_timeout"):
         options.setdefault(key, math.ceil(timeout))
+
+
+def _bound_row_waits(connection: BaseDatabaseWrapper) -> None:
+    """Let a statement wait a second for a row, the least that MySQL knows, and not fifty."""
+    init = connection.init_connection_state
+
+    def init_and_bound() -> None:
+        init()
+        with connection.cursor() as cursor:
+            cursor.execute("SET SESSION innodb_lock_wait_timeout = 1")
+
+    connection.init_connection_state = init_and_bound  # type: ignore[method-assign]
 
 
 def _sqlite(options: dict[str, Any], timeout: float) -> None:
@@ -118,8 +132,7 @@ class Sessions:
     def _lent(self, idle: BaseDatabaseWrapper | None) -> Iterator[BaseDatabaseWrapper]:
         if not self._room.acquire(timeout=self.timeout):
             raise OperationalError(
-                f"all {MOST} private connections to {self.using!r} were busy for "
-                f"{self.timeout:g} s"
+                f"all {MOST} private connections to {self.using!r} were busy for {self.timeout:g} s"
             )
         connection = idle or private(self.using, self.timeout)
         keep = False

@@ -39,7 +39,7 @@ def open_ones() -> list[BaseDatabaseWrapper]:
 
 def _is_tests_own(connection: BaseDatabaseWrapper) -> bool:
     blocks = connection.atomic_blocks
-    return bool(blocks) and bool(blocks[0]._from_testcase)
+    return bool(blocks) and bool(blocks[0]._from_testcase)  # type: ignore[attr-defined]
 
 
 def when_all_ended(open_now: Sequence[BaseDatabaseWrapper], callback: Callable[[], object]) -> None:
@@ -48,7 +48,7 @@ def when_all_ended(open_now: Sequence[BaseDatabaseWrapper], callback: Callable[[
     for connection in open_now:
         # on_commit() would tie the hook to the savepoint that happens to be open, and Django has
         # no hook for a rollback: but that drops this list, and with it the only reference.
-        connection.run_on_commit.append((set(), _Hook(ending), True))
+        connection.run_on_commit.append((set(), _Hook(ending), True))  # type: ignore[arg-type]
 
 
 class _Ending:

@@ -64,9 +64,23 @@ class Entry:
 
 
 COLUMNS = (
-    "name alias backend owner fenced host boot_id pid_namespace pid pid_started thread "
-    "task_name task_id session_pid session_started session_key"
-).split()
+    "name",
+    "alias",
+    "backend",
+    "owner",
+    "fenced",
+    "host",
+    "boot_id",
+    "pid_namespace",
+    "pid",
+    "pid_started",
+    "thread",
+    "task_name",
+    "task_id",
+    "session_pid",
+    "session_started",
+    "session_key",
+)
 TIMES = ("acquired_at", "renewed_at", "expires_at")
 #: What a new owner's row takes over from the old one's: everything but the key.
 TAKEN_OVER = (*COLUMNS[1:], *TIMES)

@@ -10,24 +10,17 @@ from typing import Any
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..lease import Lease
-from .ledger import COLUMNS, FENCE, HELD, TAKEN_OVER, Entry, Ledger, batches
+from .ledger import COLUMNS, HELD, TAKEN_OVER, Entry, Ledger, batches
 
 VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
 INTO_HELD = f"{HELD} ({', '.join(COLUMNS)}, acquired_at, renewed_at, expires_at)"
 
 
 class PortableLedger(Ledger):
-    """Takes the registry's row first: whoever has it locked draws the next token."""
+    """What is alike on databases that take a statement for each step."""
 
     #: The server's time plus the parameter ``ttl``, as an expression.
     expiry: str
-
-    def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
-        with self.transaction(connection) as cursor:
-            given = {**entry.values(), **self.times(connection, entry.ttl)}
-            if not self._insert(cursor, given) and not self._take_over(cursor, given):
-                return False, None
-            return True, self.draw(cursor, given) if entry.fenced else None
 
     def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
         with self.transaction(connection) as cursor:
@@ -59,8 +52,8 @@ class PortableLedger(Ledger):
         """The parameters of `clock` and `expiry`."""
 
     @abstractmethod
-    def draw(self, cursor: Any, given: dict[str, Any]) -> int:
-        """Raise the fence by one for this owner, and return its token."""
+    def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
+        """Make the proposed token the newest; False if a newer one, or the same, was there."""
 
     def lock_rows(self, cursor: Any, leases: Sequence[Lease]) -> set[str]:
         """Lock those of the rows that nobody else has locked; returns their owners."""
@@ -93,10 +86,7 @@ class PortableLedger(Ledger):
         )
 
     def _overwrite(self, cursor: Any, given: dict[str, Any], condition: str) -> bool:
-        # owner goes last: MySQL uses what it has set already in the expressions that follow.
-        columns = ", ".join(
-            f"{column} = {self._value(column)}" for column in TAKEN_OVER
-        )
+        columns = ", ".join(f"{column} = {self._value(column)}" for column in TAKEN_OVER)
         cursor.execute(f"UPDATE {HELD} SET {columns} WHERE name = %(name)s{condition}", given)
         return bool(cursor.rowcount)
 
@@ -113,22 +103,6 @@ class PortableLedger(Ledger):
         )
         return cursor.fetchone() is not None
 
-    def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
-        cursor.execute(
-            f"{self.insert_or_ignore} INTO {FENCE} (name, token, owner) "
-            "VALUES (%(name)s, %(token)s, %(owner)s)",
-            given,
-        )
-        if cursor.rowcount:
-            return True
-        cursor.execute(
-            f"UPDATE {FENCE} SET token = %(token)s, owner = %(owner)s "
-            "WHERE name = %(name)s AND token < %(token)s",
-            given,
-        )
-        return bool(cursor.rowcount)
-
 
 def _ttl(lease: Lease) -> float:
     return lease.ttl
-

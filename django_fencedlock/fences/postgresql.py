@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -95,7 +96,7 @@ class PostgresLedger(Ledger):
             return cursor.fetchone() is not None
 
     def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
-        given = {
+        given: dict[str, Any] = {
             "names": [lease.name for lease in leases],
             "owners": [lease.owner for lease in leases],
             "ttls": [lease.ttl for lease in leases],

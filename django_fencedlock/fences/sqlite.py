@@ -9,7 +9,7 @@ from django.conf import settings
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .ledger import FENCE
+from .ledger import FENCE, Entry
 from .portable import PortableLedger
 
 
@@ -34,7 +34,15 @@ class SQLiteLedger(PortableLedger):
         with connection.cursor() as cursor:
             cursor.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
 
-    def draw(self, cursor: Any, given: dict[str, Any]) -> int:
+    def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
+        with self.transaction(connection) as cursor:
+            given = {**entry.values(), **self.times(connection, entry.ttl)}
+            if not self._insert(cursor, given) and not self._take_over(cursor, given):
+                return False, None
+            return True, self._draw(cursor, given) if entry.fenced else None
+
+    def _draw(self, cursor: Any, given: dict[str, Any]) -> int:
+        """Raise the fence by one for this owner, and return its token."""
         cursor.execute(
             f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
             "ON CONFLICT (name) DO UPDATE SET token = token + 1, owner = excluded.owner",
@@ -43,6 +51,15 @@ class SQLiteLedger(PortableLedger):
         cursor.execute(f"SELECT token FROM {FENCE} WHERE name = %(name)s", given)
         token: int = cursor.fetchone()[0]
         return token
+
+    def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
+        cursor.execute(
+            f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, %(token)s, %(owner)s) "
+            "ON CONFLICT (name) DO UPDATE SET token = excluded.token, owner = excluded.owner "
+            "WHERE token < excluded.token",
+            given,
+        )
+        return bool(cursor.rowcount)
 
     def is_row_locked(self, error: Error) -> bool:
         # "database is locked", or "database table is locked" with a shared cache.

@@ -12,7 +12,7 @@ from django.utils.translation import gettext_lazy as _
 from ..names import MAX_LENGTH
 
 
-class ExactCharField(models.CharField):
+class ExactCharField(models.CharField):  # type: ignore[type-arg]
     """
     A CharField whose values are equal only if every character is, on every database.
 
@@ -22,8 +22,8 @@ class ExactCharField(models.CharField):
     def db_parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
         parameters = super().db_parameters(connection)
         if connection.vendor == "mysql":
-            exact = "utf8mb4_nopad_bin" if connection.mysql_is_mariadb else "utf8mb4_0900_bin"
-            parameters["collation"] = exact
+            mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
+            parameters["collation"] = "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
         return parameters
 
 
@@ -90,4 +90,4 @@ class HeldLock(models.Model):
         verbose_name_plural = _("held locks")
 
     def __str__(self) -> str:
-        return self.name
+        return str(self.name)

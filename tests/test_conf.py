@@ -1,0 +1,139 @@
+"""The settings and the system checks over them."""
+
+import re
+from datetime import timedelta
+
+import pytest
+from django.core.checks.registry import registry
+from django.core.exceptions import ImproperlyConfigured
+
+from django_fencedlock import conf, lock
+from django_fencedlock.backends.database import DatabaseBackend
+from django_fencedlock.checks import check_services, check_settings
+from django_fencedlock.exceptions import BackendUnavailable, SettingsError
+
+PACKAGE = "django_fencedlock.backends"
+
+
+def found(messages=None):
+    messages = check_settings() if messages is None else messages
+    return {
+        message.id.removeprefix("django_fencedlock."): f"{message.msg} {message.hint}"
+        for message in messages
+    }
+
+
+def test_no_setting_at_all_means_the_database_backend_on_default(settings):
+    settings.FENCEDLOCK = None
+    config = conf.config()
+    assert config.backend == f"{PACKAGE}.database.DatabaseBackend"
+    assert (config.ttl, config.blocking_timeout, config.fence_database) == (30, 10, "default")
+    assert found() == {}
+
+
+def test_durations_may_be_timedeltas(settings):
+    settings.FENCEDLOCK = {"default": {"TTL": timedelta(minutes=1), "BLOCKING_TIMEOUT": 0}}
+    assert conf.config().ttl == 60
+    assert conf.config().blocking_timeout == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "id", "words"),
+    [
+        ("redis://", "E001", "a str.*dict of aliases"),
+        ({"default": "redis://"}, "E001", "'redis://'.*BACKEND, LOCATION"),
+        ({"locks": {}}, "E001", "no alias 'default'; it has 'locks'"),
+        ({"default": {"TLL": 3}}, "E002", "unknown key 'TLL'.*Did you mean 'TTL'"),
+        ({"default": {"BACKEND": 3}}, "E002", "is 3.*str"),
+        ({"default": {"TTL": "30"}}, "E003", "'TTL'.*'30'.*number of seconds or a timedelta"),
+        ({"default": {"TTL": 0}}, "E003", "0; it has to be more than zero"),
+        ({"default": {"TTL": True}}, "E003", "True"),
+        ({"default": {"TTL": float("inf")}}, "E003", "inf.*finite"),
+        ({"default": {"BLOCKING_TIMEOUT": -1}}, "E003", "-1.*zero or more"),
+        ({"default": {"BLOCKING_TIMEOUT": None}}, "E003", "None"),
+        ({"default": {"BACKEND": "no.such.Backend"}}, "E004", "no.such.Backend.*dotted path"),
+        ({"default": {"BACKEND": "datetime.datetime"}}, "E004", "no lock backend"),
+        ({"default": {"FENCE_DATABASE": "other"}}, "E006", "'other'.*Use one of 'default'"),
+        ({"default": {"LOCATION": "redis://"}}, "E007", "Leave it out"),
+        ({"default": {"OPTIONS": []}}, "E008", r"\[\].*dict"),
+        ({"default": {"OPTIONS": {"TIMOUT": 3}}}, "E008", "'TIMOUT'.*Did you mean 'TIMEOUT'"),
+        ({"default": {"OPTIONS": {"TIMEOUT": "x"}}}, "E003", "TIMEOUT.*'x'"),
+    ],
+)
+def test_a_slip_in_the_settings_is_an_error_with_its_remedy(settings, given, id, words):
+    settings.FENCEDLOCK = given
+    errors = found()
+    assert list(errors) == [id]
+    assert re.search(words, errors[id]), errors[id]
+
+
+@pytest.mark.parametrize("given", ["redis://", {"default": {"TTL": 0}}, {"locks": {}}])
+def test_a_lock_with_broken_settings_says_the_same_as_the_check(settings, given):
+    settings.FENCEDLOCK = given
+    with pytest.raises(SettingsError) as caught:
+        lock("x").acquire()
+    assert isinstance(caught.value, ImproperlyConfigured)
+    assert str(caught.value) in next(iter(found().values()))
+
+
+def test_an_alias_that_is_not_there_is_named_with_those_that_are(settings):
+    settings.FENCEDLOCK = {"default": {}, "fast": {}}
+    with pytest.raises(SettingsError, match="no alias 'slow'; it has 'default', 'fast'"):
+        lock("x", backend="slow").acquire()
+
+
+def test_an_alias_in_order_works_beside_a_broken_one(settings):
+    settings.FENCEDLOCK = {"default": {}, "broken": {"TTL": 0}}
+    assert conf.config("default").ttl == 30
+
+
+def test_the_policy_for_unleased_writes_is_checked(settings):
+    settings.FENCEDLOCK_UNLEASED = "ignore"
+    assert "'reject', 'warn', 'allow'" in found()["E012"]
+
+
+def test_settings_are_read_again_when_they_change(settings):
+    settings.FENCEDLOCK = {"default": {"TTL": 5}}
+    assert conf.config().ttl == 5
+    settings.FENCEDLOCK = {"default": {"TTL": 6}}
+    assert conf.config().ttl == 6
+
+
+def test_an_unreachable_database_is_an_error_of_the_database_checks_alone(settings, monkeypatch):
+    def look(self, name, connection=None):
+        raise BackendUnavailable("It is gone.", name=name, alias=self.config.alias)
+
+    settings.FENCEDLOCK = {"default": {}}
+    monkeypatch.setattr(DatabaseBackend, "_look", look)
+    assert found() == {}
+    assert found(check_services()) == {}
+    assert found(check_services(databases=["postgres"])) == {}
+    assert "It is gone." in found(check_services(databases=["default"]))["E013"]
+
+
+def test_the_checks_are_registered():
+    assert {check_settings, check_services} <= set(registry.get_checks())
+
+
+class TestLockArguments:
+    def test_timeout_alone_is_refused_naming_both_meanings(self):
+        with pytest.raises(TypeError, match="ttl=.*blocking_timeout="):
+            lock("x", timeout=5)
+
+    def test_other_arguments_are_refused_naming_the_known(self):
+        with pytest.raises(TypeError, match="tll.*ttl, blocking_timeout, backend and fenced"):
+            lock("x", tll=5)
+
+    @pytest.mark.parametrize("ttl", [0, -1, "30", None.__class__, True])
+    def test_a_bad_ttl_is_refused_when_the_lock_is_named(self, ttl):
+        with pytest.raises((TypeError, ValueError), match="ttl"):
+            lock("x", ttl=ttl)
+
+    def test_durations_are_seconds_or_timedeltas(self):
+        terms = lock("x", ttl=timedelta(minutes=2), blocking_timeout=timedelta(seconds=1))
+        assert (terms.ttl, terms.blocking_timeout) == (120, 1)
+
+    def test_a_wait_may_be_endless_and_a_ttl_may_not(self):
+        assert lock("x", blocking_timeout=float("inf")).blocking_timeout == float("inf")
+        with pytest.raises(ValueError, match="finite"):
+            lock("x", ttl=float("inf"))

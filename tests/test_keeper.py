@@ -1,0 +1,267 @@
+"""The keeper's timing, with a clock of the test's own and no thread."""
+
+import threading
+
+import pytest
+
+from django_fencedlock.backends.base import Renewal
+from django_fencedlock.keeper import TIDY_AFTER, Keeper
+from django_fencedlock.lease import Lease
+from django_fencedlock.owners import new_owner
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Service:
+    """Answers renewals as it is told, and counts the batches."""
+
+    class config:  # noqa: N801
+        alias = "default"
+
+    def __init__(self) -> None:
+        self.answer = Renewal.KEPT
+        self.batches: list[int] = []
+        self.tidied = 0
+        self.lost_hook = None
+
+    def renew(self, leases):
+        self.batches.append(len(leases))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return [self.answer] * len(leases)
+
+    def tidy(self) -> None:
+        self.tidied += 1
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def service():
+    return Service()
+
+
+@pytest.fixture
+def losses():
+    return []
+
+
+@pytest.fixture
+def keeper(service, clock, losses):
+    keeper = Keeper(service, lambda lease, why: losses.append((lease, why)), clock=clock)
+    keeper._runs = True  # the test ticks in the thread's place
+    return keeper
+
+
+@pytest.fixture
+def lease(clock):
+    def make(ttl=30.0, name="x"):
+        return Lease(
+            name=name,
+            alias="default",
+            owner=new_owner(),
+            token=1,
+            ttl=ttl,
+            since=clock(),
+            control=None,
+            clock=clock,
+        )
+
+    return make
+
+
+def test_a_lease_is_renewed_each_third_of_its_ttl(keeper, service, clock, lease):
+    kept = lease(ttl=30)
+    keeper.keep(kept)
+    assert keeper.tick() == pytest.approx(10)
+    assert service.batches == []
+    clock.now += 10
+    assert keeper.tick() == pytest.approx(10)
+    assert service.batches == [1]
+    assert kept.remaining() == pytest.approx(30)
+
+
+def test_leases_acquired_at_different_times_soon_share_one_batch(keeper, service, clock, lease):
+    for _ in range(5):
+        keeper.keep(lease(ttl=30))
+        clock.now += 1
+    clock.now += 5
+    keeper.tick()
+    clock.now += 10
+    keeper.tick()
+    assert service.batches == [5, 5]
+
+
+def test_a_thousand_leases_are_one_batch(keeper, service, clock, lease):
+    for place in range(1000):
+        keeper.keep(lease(name=f"n{place}"))
+    clock.now += 10
+    keeper.tick()
+    assert service.batches == [1000]
+
+
+def test_a_refused_lease_is_lost_at_once(keeper, service, clock, lease, losses):
+    kept = lease()
+    keeper.keep(kept)
+    service.answer = Renewal.LOST
+    clock.now += 10
+    assert keeper.tick() is None
+    assert [found for found, _ in losses] == [kept]
+
+
+def test_a_service_that_is_silent_loses_the_lease_when_its_ttl_is_over(
+    keeper, service, clock, lease, losses
+):
+    keeper.keep(lease(ttl=30))
+    service.answer = Renewal.UNKNOWN
+    end = clock.now + 30
+    while clock.now < end - 0.01:
+        assert losses == []
+        clock.now += max(keeper.tick(), 0.001)
+    keeper.tick()
+    assert len(losses) == 1
+    assert clock.now < end + 1.1
+
+
+def test_an_error_of_the_backend_counts_as_silence(keeper, service, clock, lease, losses):
+    keeper.keep(lease(ttl=30))
+    service.answer = RuntimeError("driver")
+    clock.now += 10
+    assert keeper.tick() == pytest.approx(1)
+    assert losses == []
+    service.answer = Renewal.KEPT
+    clock.now += 1
+    keeper.tick()
+    assert losses == []
+
+
+def test_a_pause_longer_than_the_ttl_costs_nothing_if_nobody_came(
+    keeper, service, clock, lease, losses
+):
+    kept = lease(ttl=30)
+    keeper.keep(kept)
+    clock.now += 500
+    assert kept.expired
+    keeper.tick()
+    assert not kept.expired
+    assert losses == []
+
+
+def test_a_dropped_lease_is_renewed_no_more(keeper, service, clock, lease):
+    kept = lease()
+    keeper.keep(kept)
+    keeper.drop(kept)
+    clock.now += 10
+    keeper.tick()
+    assert service.batches == []
+
+
+def test_a_release_waits_for_the_batch_that_has_its_lease(keeper, service, clock, lease):
+    """A renewal that reached the service after the release would take the lock again."""
+    kept, order = lease(), []
+    keeper.keep(kept)
+    dropping = threading.Thread(target=lambda: (keeper.drop(kept), order.append("dropped")))
+
+    def renew(leases):
+        dropping.start()
+        dropping.join(0.1)
+        order.append("renewed")
+        return [Renewal.KEPT]
+
+    service.renew = renew
+    clock.now += 10
+    keeper.tick()
+    dropping.join(5)
+    assert order == ["renewed", "dropped"]
+
+
+def test_a_batch_that_a_lease_is_not_in_delays_no_release(keeper, service, clock, lease):
+    early, late = lease(), None
+    keeper.keep(early)
+    clock.now += 10
+    late = lease()
+    keeper.keep(late)
+
+    def renew(leases):
+        keeper.drop(late)  # would hang if it waited
+        return [Renewal.KEPT] * len(leases)
+
+    service.renew = renew
+    keeper.tick()
+
+
+def test_a_lease_released_while_its_renewal_was_under_way_is_not_lost(
+    keeper, service, clock, lease, losses
+):
+    kept = lease()
+    keeper.keep(kept)
+
+    def renew(leases):
+        keeper.forget(kept)
+        return [Renewal.LOST]
+
+    service.renew = renew
+    clock.now += 10
+    keeper.tick()
+    assert losses == []
+
+
+def test_a_dead_session_loses_its_owners_at_once_and_no_others(keeper, service, lease, losses):
+    dead, alive = lease(name="dead"), lease(name="alive")
+    keeper.keep(dead)
+    keeper.keep(alive)
+    service.lost_hook([dead.owner])
+    assert [found for found, _ in losses] == [dead]
+
+
+def test_releases_are_tidied_up_once_soon_after(keeper, service, clock, lease):
+    for _ in range(3):
+        kept = lease()
+        keeper.keep(kept)
+        keeper.drop(kept)
+    keeper.tick()
+    assert service.tidied == 0
+    clock.now += TIDY_AFTER
+    keeper.tick()
+    keeper.tick()
+    assert service.tidied == 1
+
+
+def test_a_renewal_by_the_holder_puts_the_keepers_off(keeper, service, clock, lease):
+    kept = lease(ttl=30)
+    keeper.keep(kept)
+    clock.now += 9
+    kept.extend_from(clock.now, 60)
+    keeper.postpone(kept)
+    assert keeper.tick() == pytest.approx(20)
+
+
+def test_the_ttl_that_was_sent_counts_if_the_holder_changes_it_meanwhile(
+    keeper, service, clock, lease
+):
+    kept = lease(ttl=30)
+    keeper.keep(kept)
+
+    def renew(leases):
+        kept.ttl = 300  # what lease.renew(300) does before it asks
+        return [Renewal.KEPT]
+
+    service.renew = renew
+    clock.now += 10
+    keeper.tick()
+    assert kept.remaining() == pytest.approx(30)
+
+
+def test_a_child_after_fork_keeps_nothing(keeper, lease):
+    keeper.keep(lease())
+    keeper.forget_after_fork()
+    assert keeper.tick() is None

@@ -1,0 +1,171 @@
+"""The lease itself: its clock, its states and the leases of a context."""
+
+import contextvars
+import pickle
+
+import pytest
+
+from django_fencedlock import LeaseLost, current_lease
+from django_fencedlock.exceptions import Unfenced
+from django_fencedlock.lease import Lease, clock, enter, leave
+from django_fencedlock.owners import new_owner
+
+
+@pytest.fixture
+def now():
+    return [100.0]
+
+
+@pytest.fixture
+def make(now):
+    def make(**changes):
+        given = {
+            "name": "invoice:42",
+            "alias": "default",
+            "owner": new_owner(),
+            "token": 7,
+            "ttl": 30.0,
+            "since": now[0],
+            "control": None,
+            "clock": lambda: now[0],
+        }
+        return Lease(**{**given, **changes})
+
+    return make
+
+
+def test_the_ttl_counts_from_before_the_request(make, now):
+    lease = make(since=95.0)
+    assert lease.remaining() == 25
+    now[0] += 25
+    assert lease.expired
+    assert not lease.lost
+
+
+def test_check_passes_while_the_lease_is_good(make):
+    assert make().check() is None
+
+
+def test_check_says_why_an_expired_lease_is_no_good(make, now):
+    lease = make()
+    now[0] += 31.5
+    with pytest.raises(LeaseLost, match=r"ttl of 30 s ended 1\.5 s ago.*verify\(\)"):
+        lease.check()
+
+
+def test_check_says_why_a_lost_lease_was_lost(make):
+    lease = make()
+    lease.mark_lost("somebody else came")
+    assert lease.lost
+    assert lease.remaining() == 0
+    with pytest.raises(LeaseLost, match="invoice:42.*token 7.*somebody else came") as caught:
+        lease.check()
+    assert (caught.value.name, caught.value.token) == ("invoice:42", 7)
+
+
+def test_a_released_lease_fails_its_check(make):
+    lease = make()
+    lease.released = True
+    with pytest.raises(LeaseLost, match="it was released"):
+        lease.check()
+
+
+def test_callbacks_run_once_and_in_order(make):
+    seen, lease = [], make()
+    lease.on_lost(lambda lost: seen.append(("first", lost)))
+    lease.on_lost(lambda lost: seen.append(("second", lost)))
+    assert lease.mark_lost("gone")
+    assert not lease.mark_lost("again")
+    assert seen == [("first", lease), ("second", lease)]
+
+
+def test_a_callback_that_comes_late_runs_at_once(make):
+    seen, lease = [], make()
+    lease.mark_lost("gone")
+    lease.on_lost(seen.append)
+    assert seen == [lease]
+
+
+def test_a_callback_that_fails_stops_no_other(make):
+    seen, lease = [], make()
+    lease.on_lost(lambda lost: 1 / 0)
+    lease.on_lost(seen.append)
+    lease.mark_lost("gone")
+    assert seen == [lease]
+
+
+def test_an_unfenced_lease_has_no_token_and_says_why(make):
+    lease = make(token=None)
+    assert not lease.fenced
+    with pytest.raises(Unfenced, match="fenced=False"):
+        lease.token  # noqa: B018
+
+
+def test_a_lease_refuses_to_be_pickled_and_says_what_to_pass(make):
+    with pytest.raises(TypeError, match=r"lease\.token"):
+        pickle.dumps(make())
+
+
+def test_the_clock_counts_on(make):
+    first = clock()
+    assert clock() >= first
+
+
+class TestCurrentLease:
+    def test_the_innermost_lease_is_found_first(self, make):
+        def body():
+            outer, inner = make(name="outer"), make(name="inner")
+            enter(outer)
+            enter(inner)
+            assert current_lease() is inner
+            assert current_lease("outer") is outer
+            assert current_lease("other") is None
+            leave(inner)
+            assert current_lease() is outer
+
+        contextvars.copy_context().run(body)
+
+    def test_a_lease_left_out_of_turn_is_gone(self, make):
+        def body():
+            outer, inner = make(name="outer"), make(name="inner")
+            enter(outer)
+            enter(inner)
+            leave(outer)
+            assert current_lease("outer") is None
+            assert current_lease() is inner
+
+        contextvars.copy_context().run(body)
+
+    def test_a_lease_entered_twice_is_left_twice(self, make):
+        def body():
+            lease = make()
+            enter(lease)
+            enter(lease)
+            leave(lease)
+            assert current_lease() is lease
+            leave(lease)
+            assert current_lease() is None
+
+        contextvars.copy_context().run(body)
+
+    def test_a_copied_context_sees_it_until_it_is_released(self, make):
+        def body():
+            lease = make()
+            enter(lease)
+            copy = contextvars.copy_context()
+            assert copy.run(current_lease) is lease
+            lease.released = True
+            assert copy.run(current_lease) is None
+
+        contextvars.copy_context().run(body)
+
+    def test_a_lost_lease_is_still_found(self, make):
+        """A write under it has to be refused as stale, not passed as unleased."""
+
+        def body():
+            lease = make()
+            enter(lease)
+            lease.mark_lost("gone")
+            assert current_lease() is lease
+
+        contextvars.copy_context().run(body)

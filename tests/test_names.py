@@ -1,0 +1,80 @@
+"""What a lock name may be, and how templates make one."""
+
+import datetime as dt
+import enum
+import uuid
+from decimal import Decimal
+
+import pytest
+
+from django_fencedlock.names import Template, validate
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@pytest.mark.parametrize("name", ["x", "é" * 200, "a b", " a", "{x}", "new\nline", "🔒"])
+def test_any_text_of_up_to_200_characters_is_a_name(name):
+    assert validate(name) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("", ValueError, "empty"),
+        ("x" * 201, ValueError, "201 characters; 200"),
+        ("a\0b", ValueError, "NUL"),
+        ("\ud800", ValueError, "Unicode"),
+        (42, TypeError, "int"),
+        (None, TypeError, "NoneType"),
+    ],
+)
+def test_what_a_database_could_not_tell_apart_is_refused(name, error, words):
+    with pytest.raises(error, match=words):
+        validate(name)
+
+
+def test_every_way_to_pass_an_argument_makes_one_name():
+    def build(user, kind="full"): ...
+
+    template = Template("report:{user}:{kind}", build)
+    assert template.render((7,), {}) == "report:7:full"
+    assert template.render((), {"user": 7}) == "report:7:full"
+    assert template.render((7, "full"), {}) == "report:7:full"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (uuid.UUID(int=1), "00000000-0000-0000-0000-000000000001"),
+        (dt.date(2026, 1, 2), "2026-01-02"),
+        (Decimal("1.50"), "1.50"),
+        (Colour.RED, "red"),
+    ],
+)
+def test_plain_values_have_their_usual_text(value, text):
+    assert Template("{it}", lambda it: ...).render((value,), {}) == text
+
+
+def test_a_part_of_an_argument_may_be_named():
+    order = type("Order", (), {"pk": 5})()
+    assert Template("order:{order.pk}", lambda order: ...).render((order,), {}) == "order:5"
+
+
+@pytest.mark.parametrize("value", [object(), 1.5, [1], None, {"a": 1}])
+def test_values_whose_text_is_not_the_same_everywhere_are_refused(value):
+    with pytest.raises(TypeError, match="A lock name can't be made of"):
+        Template("{it}", lambda it: ...).render((value,), {})
+
+
+def test_a_template_that_names_no_parameter_is_refused_at_decoration():
+    def build(user, kind): ...
+
+    with pytest.raises(TypeError, match=r"\{usr\}.*build\(\).*user, kind"):
+        Template("report:{usr}", build)
+
+
+def test_wrong_arguments_fail_as_the_functions_own_call_would():
+    with pytest.raises(TypeError, match="missing a required argument"):
+        Template("{it}", lambda it: ...).render((), {})

@@ -1,0 +1,198 @@
+"""Locks taken and released inside the caller's own transactions."""
+
+import pytest
+from django.db import connections, transaction
+from django.http import HttpResponse
+from django.test import RequestFactory
+
+from django_fencedlock import current_lease, lock
+from django_fencedlock.exceptions import LockNotAcquired, TransactionInTheWay
+from django_fencedlock.models import Fence
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+
+
+@pytest.fixture(params=["default", "postgres"])
+def database(request, settings):
+    """SQLite and Postgres, each with its fences in the database of the transaction."""
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": request.param}}
+    # In deferred mode SQLite's file isn't taken before the first write.
+    if request.param == "default":
+        connections["default"].ensure_connection()
+        before = connections["default"].transaction_mode
+        connections["default"].transaction_mode = None
+        yield request.param
+        connections["default"].transaction_mode = before
+    else:
+        yield request.param
+
+
+def is_held(name):
+    return lock(name).holder() is not None
+
+
+def test_the_lock_is_held_until_the_transaction_commits(database):
+    with transaction.atomic(using=database):
+        with lock("x") as lease:
+            pass
+        assert is_held("x")
+        assert not lease.released
+        assert current_lease() is None
+    assert not is_held("x")
+    assert lease.released
+    assert not lease.lost
+
+
+def test_the_lock_is_released_when_the_transaction_rolls_back(database):
+    with pytest.raises(ZeroDivisionError), transaction.atomic(using=database):
+        with lock("x"):
+            pass
+        assert is_held("x")
+        1 / 0  # noqa: B018
+    assert not is_held("x")
+
+
+def test_a_savepoint_is_not_the_end_of_the_transaction(database):
+    with transaction.atomic(using=database):
+        with transaction.atomic(using=database), lock("x"):
+            pass
+        assert is_held("x")
+    assert not is_held("x")
+
+
+def test_a_savepoint_that_is_rolled_back_is_not_either(database):
+    with transaction.atomic(using=database):
+        with pytest.raises(ZeroDivisionError), transaction.atomic(using=database):
+            with lock("x"):
+                pass
+            1 / 0  # noqa: B018
+        assert is_held("x")
+    assert not is_held("x")
+
+
+def test_a_connection_closed_within_the_transaction_releases_the_lock(database):
+    with pytest.raises(Exception, match=r"."), transaction.atomic(using=database):
+        with lock("x"):
+            pass
+        connections[database].close()
+        assert not is_held("x")
+        raise ValueError("done")
+
+
+def test_the_same_name_again_before_that_is_the_same_lease(database):
+    with transaction.atomic(using=database):
+        with lock("x") as first:
+            pass
+        with lock("x") as second:
+            assert second is first
+            assert current_lease() is first
+    assert not is_held("x")
+    assert Fence.objects.using(database).get(name="x").token == 1
+
+
+def test_a_block_that_outlives_the_transaction_keeps_the_lock(database):
+    with transaction.atomic(using=database):
+        with lock("x") as first:
+            pass
+        lease = lock("x").acquire()
+        assert lease is first
+    assert is_held("x")
+    assert lease.verify()
+    lease.release()
+    assert not is_held("x")
+
+
+def test_a_transaction_inside_of_the_lock_ends_first_and_costs_no_waiting(database):
+    with lock("x") as lease, transaction.atomic(using=database):
+        pass
+    assert lease.released
+    assert not is_held("x")
+
+
+def test_a_rolled_back_caller_does_not_bring_its_token_out_again(database):
+    tokens = []
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), transaction.atomic(using=database):
+            with lock("x") as lease:
+                tokens.append(lease.token)
+            1 / 0  # noqa: B018
+    assert tokens == [1, 2, 3]
+
+
+def test_a_transaction_on_another_database_delays_the_release_as_well(settings):
+    """The next holder would read what isn't committed yet, wherever it is."""
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+    with transaction.atomic(using="default"):
+        with lock("x"):
+            pass
+        with transaction.atomic(using="postgres"):
+            pass
+        assert is_held("x")
+    assert not is_held("x")
+
+
+def test_the_lock_waits_for_the_last_of_several_transactions(settings):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+    with transaction.atomic(using="default"):
+        with transaction.atomic(using="postgres"), lock("x"):
+            pass
+        assert is_held("x")
+    assert not is_held("x")
+
+
+def test_atomic_requests_release_after_the_views_transaction(database, settings):
+    seen = []
+
+    def view(request):
+        with lock("x") as lease:
+            seen.append(lease)
+        seen.append(is_held("x"))
+        return HttpResponse()
+
+    with transaction.atomic(using=database):  # what ATOMIC_REQUESTS wraps around a view
+        view(RequestFactory().get("/"))
+    assert seen[1]
+    assert seen[0].released
+    assert not is_held("x")
+
+
+def test_sqlite_refuses_at_once_after_a_write_and_says_what_to_do(settings):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "default"}}
+    with transaction.atomic():
+        Fence.objects.create(name="other", token=1, owner="o")
+        with pytest.raises(TransactionInTheWay, match="Take the lock first"):
+            lock("x").acquire()
+    assert not Fence.objects.filter(name="x").exists()
+    assert lock("x").acquire(blocking=False).release()
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_a_snapshot_older_than_the_grant_is_refused_and_the_lock_given_back(settings, level):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+    with transaction.atomic(using="postgres"), connections["postgres"].cursor() as cursor:
+        cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
+        cursor.execute("SELECT 1 FROM django_fencedlock_fence")
+        with pytest.raises(TransactionInTheWay, match="older snapshot"):
+            lock("x").acquire()
+        assert not is_held("x")
+
+
+def test_a_snapshot_that_sees_the_grant_is_fine(settings):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+    with transaction.atomic(using="postgres"), connections["postgres"].cursor() as cursor:
+        cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        with lock("x") as lease:
+            assert lease.token == 1
+
+
+def test_a_fence_pinned_by_an_open_transaction_is_a_lock_that_is_held(settings):
+    """A former holder that is still writing delays its successor, within bounds."""
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+    lock("x").acquire().release()
+    with transaction.atomic(using="postgres"):
+        Fence.objects.using("postgres").select_for_update().get(name="x")
+        assert lock("x").acquire(blocking=False) is None
+        with pytest.raises(LockNotAcquired):
+            lock("x", blocking_timeout=0.1).__enter__()
+    with lock("x") as lease:
+        assert lease.token == 2
