@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
+import math
 import os
 import socket
 import threading
@@ -23,43 +23,45 @@ class Watchdog:
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._ids = itertools.count()
-        self._waiting: list[tuple[float, int]] = []
-        self._bites: dict[int, Callable[[], object]] = {}
-        self._thread: threading.Thread | None = None
+        self._watched: dict[int, tuple[float, Callable[[], object]]] = {}
+        self._wakes_at = math.inf
+        self._runs = False
 
     @contextlib.contextmanager
     def limit(self, seconds: float, bite: Callable[[], object]) -> Iterator[None]:
         """Call `bite` from another thread if the block isn't left within `seconds`."""
         watch = next(self._ids)
-        with self._changed:
-            self._bites[watch] = bite
-            heapq.heappush(self._waiting, (clock() + seconds, watch))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="fencedlock-watchdog", daemon=True
-                )
-                self._thread.start()
-            elif self._waiting[0][1] == watch:
-                self._changed.notify()
+        self._add(watch, clock() + seconds, bite)
         try:
             yield
         finally:
             # Under the lock: a bite that has begun is over before the block is left, so it
             # never hits a connection that was handed on.
             with self._changed:
-                self._bites.pop(watch, None)
+                self._watched.pop(watch, None)
+
+    def _add(self, watch: int, deadline: float, bite: Callable[[], object]) -> None:
+        with self._changed:
+            self._watched[watch] = (deadline, bite)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="fencedlock-watchdog", daemon=True).start()
+            if deadline < self._wakes_at:
+                self._wakes_at = deadline
+                self._changed.notify()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._waiting and self._waiting[0][1] not in self._bites:
-                    heapq.heappop(self._waiting)
-                if not self._waiting:
-                    self._changed.wait()
-                elif (left := self._waiting[0][0] - clock()) > 0:
-                    self._changed.wait(left)
-                else:
-                    self._bites.pop(heapq.heappop(self._waiting)[1])()
+                self._bite_those_overdue()
+                first = min((deadline for deadline, _ in self._watched.values()), default=math.inf)
+                self._wakes_at = first
+                self._changed.wait(None if first == math.inf else max(0.0, first - clock()))
+
+    def _bite_those_overdue(self) -> None:
+        now = clock()
+        for watch in [each for each, (deadline, _) in self._watched.items() if deadline <= now]:
+            self._watched.pop(watch)[1]()
 
 
 watchdog = Watchdog()

@@ -1,0 +1,205 @@
+"""Private connections: nothing that happens to the caller's connections touches them."""
+
+import gc
+import os
+import threading
+import time
+
+import pytest
+from django.db import OperationalError, close_old_connections, connections
+
+from django_fencedlock import lock, sessions
+from django_fencedlock.sessions import Sessions, private
+from django_fencedlock.watchdog import Watchdog, watchdog
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+
+
+@pytest.fixture(autouse=True)
+def keep_connections(monkeypatch):
+    monkeypatch.setattr(sessions, "under_test", lambda: False)
+    yield
+    sessions.close_all()
+
+
+@pytest.fixture
+def pool():
+    pool = Sessions("postgres", timeout=2)
+    yield pool
+    pool.close()
+
+
+def session_of(connection):
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        return cursor.fetchone()[0]
+
+
+def test_an_idle_connection_serves_again(pool):
+    assert pool.run(session_of) == pool.run(session_of)
+
+
+def test_close_old_connections_leaves_it_alone(pool):
+    before = pool.run(session_of)
+    connections["postgres"].ensure_connection()
+    close_old_connections()
+    connections.close_all()
+    assert pool.run(session_of) == before
+
+
+def test_celerys_clean_up_around_tasks_leaves_it_alone(pool):
+    from celery import Celery
+    from celery.fixups.django import DjangoWorkerFixup
+
+    before = pool.run(session_of)
+    DjangoWorkerFixup(Celery("app")).close_database()
+    assert pool.run(session_of) == before
+
+
+def test_the_callers_options_for_pooling_and_isolation_stay_out(monkeypatch):
+    options = {"pool": True, "isolation_level": 3}
+    monkeypatch.setitem(connections["postgres"].settings_dict, "OPTIONS", options)
+    monkeypatch.setitem(connections["postgres"].settings_dict, "ATOMIC_REQUESTS", True)
+    monkeypatch.setitem(connections["postgres"].settings_dict, "CONN_MAX_AGE", 0)
+    copy = private("postgres", timeout=2)
+    try:
+        settings = copy.settings_dict
+        assert "pool" not in settings["OPTIONS"]
+        assert (settings["ATOMIC_REQUESTS"], settings["CONN_MAX_AGE"]) == (False, None)
+        with copy.cursor() as cursor:
+            cursor.execute("SHOW transaction_isolation")
+            assert cursor.fetchone() == ("read committed",)
+        assert connections["postgres"].settings_dict["OPTIONS"] == options
+    finally:
+        copy.close()
+
+
+def test_a_connection_that_died_while_idle_is_replaced(pool, postgres):
+    before = pool.run(session_of)
+    postgres.execute("SELECT pg_terminate_backend(%s)", before)
+    after = pool.run(session_of)
+    assert after != before
+
+
+def test_an_error_of_the_statement_is_raised_and_not_repeated(pool):
+    tries = []
+
+    def fail(connection):
+        tries.append(1)
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1/0")
+
+    with pytest.raises(Exception, match="division by zero"):
+        pool.run(fail)
+    assert tries == [1]
+
+
+def test_a_connection_struck_in_mid_statement_is_thrown_away(pool):
+    seen = []
+
+    class Killed(BaseException):
+        pass
+
+    def strike(connection):
+        seen.append(session_of(connection))
+        raise Killed
+
+    with pytest.raises(Killed):
+        pool.run(strike)
+    assert pool.run(session_of) not in seen
+
+
+def test_a_statement_that_takes_too_long_is_cut_off():
+    pool = Sessions("postgres", timeout=0.3)
+
+    def sleep(connection):
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_sleep(20)")
+
+    started = time.monotonic()
+    with pytest.raises(OperationalError):
+        pool.run(sleep)
+    assert time.monotonic() - started < 5
+
+
+def test_a_burst_of_threads_uses_a_bounded_number_of_connections(pool):
+    lock_, now, most = threading.Lock(), [0], [0]
+
+    def work(connection):
+        with lock_:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        session_of(connection)
+        with lock_:
+            now[0] -= 1
+
+    workers = [threading.Thread(target=pool.run, args=(work,)) for _ in range(40)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert most[0] <= sessions.MOST
+    assert len(pool._idle) <= sessions.KEPT
+
+
+def test_a_child_after_fork_leaves_its_parents_session_alone():
+    shared = sessions.sessions("postgres", 2.0)
+    before = shared.run(session_of)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            own = shared.run(session_of)
+            gc.collect()
+            code = 0 if own != before else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert shared.run(session_of) == before
+
+
+def test_a_child_after_fork_owns_and_releases_nothing(settings):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+    lease = lock("x").acquire()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            assert lease.lost
+            assert not lease.release()
+            assert lock("x").acquire(blocking=False) is None
+            with lock("y") as own:
+                assert own.token == 1
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert lease.verify()
+    assert lease.release()
+
+
+class TestWatchdog:
+    def test_it_bites_a_block_that_takes_too_long(self):
+        bitten = threading.Event()
+        with Watchdog().limit(0.05, bitten.set):
+            assert bitten.wait(5)
+
+    def test_it_leaves_a_block_alone_that_was_left_in_time(self):
+        bitten = threading.Event()
+        dog = Watchdog()
+        with dog.limit(0.05, bitten.set):
+            pass
+        with dog.limit(5, lambda: None):
+            assert not bitten.wait(0.2)
+
+    def test_a_shorter_limit_is_kept_though_a_longer_one_came_first(self):
+        bitten = threading.Event()
+        dog = Watchdog()
+        with dog.limit(60, lambda: None), dog.limit(0.05, bitten.set):
+            assert bitten.wait(5)
+
+    def test_many_limits_leave_nothing_behind(self):
+        for _ in range(1000):
+            with watchdog.limit(60, lambda: None):
+                pass
+        assert not watchdog._watched
