@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,9 +17,14 @@ _SIZES = {WAITING: 64, SHORT: 8}
 _pools: dict[str, ThreadPoolExecutor] = {}
 
 
+def submit(kind: str, function: Callable[..., T], *args: Any) -> Future[T]:
+    """Have `function` run in a thread from now on, whatever becomes of the event loop."""
+    return _pool(kind).submit(function, *args)
+
+
 async def run(kind: str, function: Callable[..., T], *args: Any) -> T:
-    """Run `function` in a thread and await its answer."""
-    return await asyncio.get_running_loop().run_in_executor(_pool(kind), function, *args)
+    """Run `function` in a thread and await its answer; it goes on if the wait is cancelled."""
+    return await asyncio.shield(asyncio.wrap_future(submit(kind, function, *args)))
 
 
 def _pool(kind: str) -> ThreadPoolExecutor:

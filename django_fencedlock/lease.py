@@ -37,6 +37,7 @@ class Control(Protocol):
     def verify(self, lease: Lease) -> bool: ...
     def renew(self, lease: Lease, ttl: Duration | None) -> None: ...
     def release(self, lease: Lease, who: object = None) -> bool: ...
+    async def arelease(self, lease: Lease, who: object) -> bool: ...
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T: ...
 
 
@@ -191,8 +192,7 @@ class Lease:
         if not self._ours():
             return False
         try:
-            who = asyncio.current_task()
-            return await self._control.in_thread(self._control.release, self, who)
+            return await self._control.arelease(self, asyncio.current_task())
         finally:
             leave(self)
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import os
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -196,25 +197,22 @@ class AsyncLock(_Terms):
     ) -> Lease | None:
         """See Lock.acquire(). Release it with ``await lease.arelease()``."""
         timeout = self._timeout(blocking, blocking_timeout)
-        cancel = Cancel()
-        who = whoami()
+        handover = _Handover(self._service)
         take = functools.partial(
             self._service.acquire,
             self.name,
             ttl=self.ttl,
             timeout=timeout,
             fenced=self.fenced,
-            who=who,
+            who=whoami(),
             owner=new_owner(),
-            cancel=cancel,
+            cancel=handover.cancel,
         )
         kind = aio.WAITING if timeout > 0 else aio.SHORT
-        asking = asyncio.ensure_future(self._service.in_thread(take, kind=kind))
         try:
-            lease = await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            cancel.cancel()
-            asking.add_done_callback(functools.partial(_give_back, self._service, who))
+            lease = await self._service.in_thread(handover.take, take, kind=kind)
+        except BaseException:
+            handover.abandon()
             raise
         if lease is not None:
             enter(lease)
@@ -240,10 +238,12 @@ class AsyncLock(_Terms):
         trace: TracebackType | None,
     ) -> None:
         lease = self._pop(whoami())
-        giving_back = self._service.in_thread(self._service.release, lease, lease.who)
+        if kind is GeneratorExit:
+            # The coroutine is being thrown away, and can't await any more.
+            aio.submit(aio.SHORT, self._service.release, lease, lease.who)
+            return
         try:
-            # A cancellation from here on doesn't leave the lock behind.
-            await asyncio.shield(asyncio.ensure_future(giving_back))
+            await self._service.arelease(lease, lease.who)
         except BackendUnavailable as exc:
             _note_unreleased(lease, exc)
         finally:
@@ -337,14 +337,43 @@ def _note_unreleased(lease: Lease, exc: BackendUnavailable) -> None:
     logger.warning("Lock %r couldn't be released and is left to run out: %s", lease.name, exc)
 
 
-def _give_back(service: Service, who: object, asked: asyncio.Future[Lease | None]) -> None:
-    """Give back the lease of a coroutine that was cancelled while its request was on the way."""
-    if asked.cancelled() or asked.exception() or not (lease := asked.result()):
-        return
-    going = asyncio.ensure_future(service.in_thread(service.release, lease, who))
-    _going_back.add(going)
-    going.add_done_callback(_going_back.discard)
+class _Handover:
+    """
+    Brings a lease from the thread that took it to the coroutine that wants it.
 
+    Or back to the service, if the coroutine was cancelled meanwhile. That is settled here and not
+    by the event loop, which may end with the cancellation.
+    """
 
-#: Tasks of which the event loop itself keeps but weak references.
-_going_back: set[asyncio.Future[bool]] = set()
+    def __init__(self, service: Service) -> None:
+        self.cancel = Cancel()
+        self._service = service
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._lease: Lease | None = None
+
+    def take(self, acquire: Callable[[], Lease | None]) -> Lease | None:
+        """In the thread: acquire, and keep the lease only if somebody still wants it."""
+        lease = acquire()
+        with self._lock:
+            if not self._abandoned:
+                self._lease = lease
+                return lease
+        if lease is not None:
+            self._give_back(lease)
+        return None
+
+    def abandon(self) -> None:
+        """In the coroutine: nobody wants the lease any more."""
+        with self._lock:
+            self._abandoned = True
+            lease = self._lease
+        self.cancel.cancel()
+        if lease is not None:
+            aio.submit(aio.SHORT, self._give_back, lease)
+
+    def _give_back(self, lease: Lease) -> None:
+        try:
+            self._service.release(lease, lease.who)
+        except BackendUnavailable as exc:
+            _note_unreleased(lease, exc)

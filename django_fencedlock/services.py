@@ -298,6 +298,12 @@ class Service:
             return await sync_to_async(function)(*args)
         return await aio.run(kind, function, *args)
 
+    async def arelease(self, lease: Lease, who: object) -> bool:
+        """See release()."""
+        if lease.lent:
+            return await sync_to_async(self.release)(lease, who)
+        return await aio.run(aio.SHORT, self.release, lease, who)
+
     def _is_lent(self) -> bool:
         return transactions.lent_by_test(self.config.fence_database) is not None
 
