@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FencedLockError",
-    "LeaseLost",
     "Lease",
+    "LeaseLost",
     "LockNotAcquired",
     "NoLease",
     "StaleFence",

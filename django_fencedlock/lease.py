@@ -269,6 +269,12 @@ def current_lease(name: str | None = None) -> Lease | None:
     return None
 
 
+def held_names() -> tuple[str, ...]:
+    """The names of the running context's leases, the innermost first."""
+    found = (lease.name for lease in reversed(_leases.get()) if lease._ours())
+    return tuple(dict.fromkeys(found))
+
+
 def enter(lease: Lease) -> None:
     """Make `lease` the innermost one of the running context."""
     _leases.set((*(each for each in _leases.get() if each._ours()), lease))

@@ -36,6 +36,16 @@ def validate(name: object) -> str:
     return name
 
 
+def plain(value: Any, form: str = "") -> str:
+    """The text of a value in a name, if it is the same in every process."""
+    if not isinstance(value, _PLAIN):
+        raise TypeError(
+            f"A lock name can't be made of {value!r}: the text of a {type(value).__name__} "
+            "isn't the same everywhere. Name a plain part of it, such as {order.pk}."
+        )
+    return format(value.value if isinstance(value, Enum) else value, form)
+
+
 class Template:
     """A lock name with the parameters of a function in braces, as in ``"invoice:{pk}"``."""
 
@@ -69,11 +79,4 @@ class _PlainFormatter(Formatter):
     """Formats values whose text is the same in every process, and no others."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        if not isinstance(value, _PLAIN):
-            raise TypeError(
-                f"A lock name can't be made of {value!r}: the text of a {type(value).__name__} "
-                "isn't the same everywhere. Name a plain part of it, such as {order.pk}."
-            )
-        if isinstance(value, Enum):
-            value = value.value
-        return str(super().format_field(value, format_spec))
+        return plain(value, format_spec)

@@ -104,6 +104,15 @@ class TestOnMariaDB:
         for lease in leases:
             lease.release()
 
+    def test_a_grant_that_fails_at_a_pinned_fence_leaves_no_row_behind(self, on):
+        on("mariadb")
+        lock("x").acquire().release()
+        with transaction.atomic(using="mariadb"):
+            Fence.objects.using("mariadb").select_for_update().get(name="x")
+            assert lock("x").acquire(blocking=False) is None
+            assert lock("x").holder() is None
+        assert lock("x").acquire(blocking=False).release()
+
     def test_contenders_for_an_expired_lock_do_not_deadlock(self, on):
         held = on("mariadb")
         for _ in range(5):

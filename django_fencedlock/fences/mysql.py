@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from django.db import Error
@@ -31,7 +32,15 @@ class MySQLLedger(PortableLedger):
                 return False, None
             if not entry.fenced:
                 return True, None
-            token = self._draw(cursor, given)
+            try:
+                token = self._draw(cursor, given)
+            except BaseException:
+                # The row is committed already, and would keep everybody out for a whole ttl.
+                with contextlib.suppress(Error):
+                    cursor.execute(
+                        f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s", given
+                    )
+                raise
             return token is not None, token
 
     def _draw(self, cursor: Any, given: dict[str, Any]) -> int | None:
