@@ -100,7 +100,7 @@ def test_settings_are_read_again_when_they_change(settings):
 
 
 def test_an_unreachable_database_is_an_error_of_the_database_checks_alone(settings, monkeypatch):
-    def look(self, name, connection=None):
+    def look(self, name):
         raise BackendUnavailable("It is gone.", name=name, alias=self.config.alias)
 
     settings.FENCEDLOCK = {"default": {}}

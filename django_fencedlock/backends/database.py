@@ -15,6 +15,7 @@ from ..fences import Entry, Ledger, Row, ledger_for
 from ..lease import Lease, clock
 from ..owners import Holder
 from ..sessions import sessions
+from ..transactions import lent_by_test
 from .base import Backend, Grant, Renewal, Request, is_table_missing
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ class DatabaseBackend(Backend):
         ]
 
     def verify(self, lease: Lease) -> bool:
-        row = self._look(lease.name, lease.handle)
+        row = self._look(lease.name)
         return row is not None and row.owner == lease.owner
 
     def release(self, lease: Lease) -> bool:
@@ -148,14 +149,16 @@ class DatabaseBackend(Backend):
         ours = self._one_writer and home is not None and home.in_atomic_block
         return Renewal.KEPT if ours and self._ledger.is_row_locked(error) else Renewal.UNKNOWN
 
-    def _look(self, name: str, connection: BaseDatabaseWrapper | None = None) -> Row | None:
+    def _look(self, name: str) -> Row | None:
+        # What a test recorded within its own transaction is to be seen there alone.
+        lent = lent_by_test(self.config.fence_database)
         try:
-            return self._run(lambda ledger, used: ledger.look(used, name), connection)
+            return self._run(lambda ledger, used: ledger.look(used, name), lent)
         except Error as exc:
             raise self.unavailable("look", exc, name) from exc
 
     def _refuse_conflict(self, request: Request) -> None:
-        row = self._look(request.name, request.connection)
+        row = self._look(request.name)
         if row is not None and row.conflicts_with(self.config.alias, self.label):
             raise self.conflict(request, row.alias, row.backend, row.holder())
 

@@ -1,0 +1,1 @@
+"""A small Django project that shows what django_fencedlock is for."""

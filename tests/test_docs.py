@@ -1,0 +1,232 @@
+"""What the README and docs/ say is so: their code runs, their tables match the package."""
+
+import ast
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.dispatch import Signal
+from django.test import TestCase
+
+import django_fencedlock
+from django_fencedlock import conf, exceptions, signals
+from django_fencedlock import test as aids
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(django_fencedlock.__file__).parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q -e '.[dev]' && .venv/bin/python -m "
+BACKENDS = ["database", "postgres", "redis"]
+
+
+class Block(NamedTuple):
+    """A block of code of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def _blocks(page: Path) -> Iterator[Block]:
+    found: list[str] | None = None
+    language, begin = "", 0
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if not line.startswith("```"):
+            if found is not None:
+                found.append(line)
+        elif found is None:
+            language, begin, found = line[3:], number + 1, []
+        else:
+            yield Block(page, begin, language, "\n".join(found))
+            found = None
+
+
+def _python(page: Path) -> list[Block]:
+    return [block for block in _blocks(page) if block.language == "python"]
+
+
+CODE = [block for page in PAGES for block in _python(page)]
+
+
+@pytest.mark.parametrize("block", CODE, ids=str)
+@pytest.mark.django_db(transaction=True)
+def test_code_runs(block: Block) -> None:
+    names = _run(block)
+    for name, thing in names.items():
+        if inspect.iscoroutinefunction(thing) and not inspect.signature(thing).parameters:
+            async_to_sync(thing)()
+        if isinstance(thing, type) and issubclass(thing, TestCase) and thing is not TestCase:
+            result = unittest.TestResult()
+            unittest.defaultTestLoader.loadTestsFromTestCase(thing).run(result)
+            assert result.testsRun, name
+            assert result.wasSuccessful(), result
+
+
+@pytest.mark.parametrize("block", [b for b in CODE if "FENCEDLOCK = " in b.text], ids=str)
+def test_settings_that_are_shown_are_right(
+    block: Block, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(settings.DATABASES, "direct", settings.DATABASES["postgres"])
+    settings.FENCEDLOCK = _run(block)["FENCEDLOCK"]
+    # The pages speak of a project on PostgreSQL; here, "default" is SQLite.
+    assert [str(problem) for problem in conf.problems() if problem.id != "E010"] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.is_file(), target
+        if anchor:
+            assert anchor in _anchors(linked), target
+
+
+@pytest.mark.parametrize(
+    ("marker", "command"), [("demo command", "example_project demo"), ("test command", "pytest")]
+)
+def test_the_two_commands_are_marked(marker: str, command: str) -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count(f"<!-- {marker} -->") == 1
+    assert f"\n<!-- {marker} -->\n```\n{SET_UP}{command}\n```\n" in text
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can't be paused here")
+def test_the_demo_ends_as_told(tmp_path: Path) -> None:
+    done = _demo(tmp_path).communicate(timeout=60)
+    assert "The balance is 150: wrong" in done[0], done
+    assert "The balance is 120: right" in done[0], done
+    assert "As told" in done[0].splitlines()[-1]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can't be paused here")
+def test_the_demo_leaves_no_process_when_it_is_ended(tmp_path: Path) -> None:
+    demo = _demo(tmp_path)
+    assert demo.stdout is not None
+    line = next(line for line in demo.stdout if "SIGSTOP" in line)
+    worker = int(re.findall(r"process (\d+)", line)[0])
+    demo.terminate()
+    demo.communicate(timeout=30)
+    assert demo.returncode != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+
+
+def test_every_check_has_a_section_and_every_section_a_check() -> None:
+    sections = set(re.findall(r"^## ([EW]\d+)$", (ROOT / "docs/checks.md").read_text(), re.M))
+    assert sections == set(_check_ids())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/settings.md"])
+def test_defaults_in_the_settings_table(page: str) -> None:
+    table = _table(ROOT / page, "| key | default | meaning |")
+    assert {row[0]: ast.literal_eval(row[1]) for row in table} == conf.DEFAULTS
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_options_in_the_settings_tables(name: str) -> None:
+    path = f"django_fencedlock.backends.{name}.{name.capitalize()}Backend"
+    backend = conf.backend_class(path)
+    text = (ROOT / "docs/settings.md").read_text()
+    section = text.split(f"## `OPTIONS` of the {name} backend")[1].split("\n## ")[0]
+    table = dict(row[:2] for row in _rows(section.split("|---|---|---|\n")[1]))
+    assert set(table) == backend.option_names
+
+    # redis.py has its constants beside its client.
+    module = f"{backend.__module__}_client" if name == "redis" else backend.__module__
+    constants = vars(sys.modules[module])
+    for option, default in table.items():
+        if option in constants:
+            assert float(default) == constants[option], option
+
+
+def test_every_error_is_in_the_table() -> None:
+    told = {}
+    for row in _table(ROOT / "README.md", "| error | when | carries |"):
+        for name in re.split(", ", row[0]):
+            told[name] = row[2]
+    errors = {
+        name: thing
+        for name, thing in vars(exceptions).items()
+        if isinstance(thing, type) and issubclass(thing, exceptions.FencedLockError)
+    }
+    del errors["FencedLockError"]
+    assert set(told) == set(errors)
+    for name in set(told) - {"NoLease", "VersionConflict"}:
+        assert told[name] == ", ".join(errors[name].fields), name
+
+
+def test_every_signal_is_in_the_table() -> None:
+    table = _table(ROOT / "README.md", "| signal | carries as well |")
+    known = {name for name, thing in vars(signals).items() if isinstance(thing, Signal)}
+    assert {row[0] for row in table} == known
+
+
+def test_every_aid_is_in_the_table() -> None:
+    table = _table(ROOT / "docs/testing.md", "| name | what it does |")
+    assert {row[0].partition("(")[0] for row in table} == set(aids.__all__)
+
+
+def _run(block: Block) -> dict[str, Any]:
+    # Blank lines before it, for the right line numbers in tracebacks.
+    code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
+    names: dict[str, Any] = {"__name__": f"docs_{block.page.stem}"}
+    exec(code, names)
+    return names
+
+
+def _demo(tmp_path: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "example_project", "demo"],
+        cwd=ROOT,
+        env={
+            **{k: v for k, v in os.environ.items() if k != "DJANGO_SETTINGS_MODULE"},
+            "TMPDIR": str(tmp_path),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _check_ids() -> Iterator[str]:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Problem":
+                first = node.args[0]
+                assert isinstance(first, ast.Constant), f"{path}:{node.lineno}"
+                yield first.value
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _table(page: Path, head: str) -> list[list[str]]:
+    """The rows of the first table of a page with this head; no backticks."""
+    _, after = page.read_text().split(f"\n{head}\n", 1)
+    return _rows(after.split("\n", 1)[1])
+
+
+def _rows(text: str) -> list[list[str]]:
+    rows = []
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().replace("`", "") for cell in line.strip("|").split("|")])
+    return rows

@@ -1,0 +1,104 @@
+"""The top-level migrations/: the same schema as Django's, on every database."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import connections
+
+from django_fencedlock.models import Fence, HeldLock
+from tests import mirror
+
+ALIASES = [
+    # SQLite edits no schema within a test's transaction.
+    pytest.param("default", marks=pytest.mark.django_db(transaction=True)),
+    pytest.param("postgres", marks=pytest.mark.django_db(databases=["default", "postgres"])),
+    pytest.param("mariadb", marks=pytest.mark.django_db(databases=["default", "mariadb"])),
+]
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_files_are_what_django_would_run(alias: str) -> None:
+    for path, text in mirror.files(alias):
+        assert path.read_text() == text, "run: python -m tests.mirror"
+
+
+@pytest.mark.parametrize("folder", mirror.FOLDERS.values())
+def test_no_file_without_a_migration(folder: str) -> None:
+    expected = {f"{name}.{way}.sql" for name in mirror.names() for way in ("up", "down")}
+    assert {path.name for path in (mirror.ROOT / folder).iterdir()} == expected
+
+
+@pytest.mark.django_db
+def test_models_have_all_their_migrations() -> None:
+    call_command("makemigrations", "django_fencedlock", check=True, dry_run=True, verbosity=0)
+
+
+def test_down_removes_the_tables_and_up_makes_the_same_again(migrated: str) -> None:
+    folder = {"postgresql": "postgresql", "sqlite": "sqlite", "mysql": "mariadb"}
+    alias = migrated
+    files = mirror.ROOT / folder[connections[alias].vendor]
+    before = _schema(alias)
+
+    for name in reversed(mirror.names()):
+        _run(alias, files / f"{name}.down.sql")
+    assert _schema(alias) == {}
+
+    for name in mirror.names():
+        _run(alias, files / f"{name}.up.sql")
+    assert _schema(alias) == before
+    assert set(before) == {Fence._meta.db_table, HeldLock._meta.db_table}
+    Fence.objects.using(alias).create(name="x", token=1, owner="me")
+
+
+@pytest.fixture(params=["sqlite", "postgres", "mariadb"])
+def migrated(
+    request: pytest.FixtureRequest,
+    make_alias: Callable[[dict[str, Any]], str],
+    tmp_path: Path,
+) -> Iterator[str]:
+    """
+    Return the alias of a migrated database of the test's own.
+    """
+    if request.param == "sqlite":
+        entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db.sqlite3")}
+        yield make_alias(entry)
+        return
+    server = request.getfixturevalue(request.param)
+    with _database(server, f"mirror_{request.param}") as name:
+        alias = make_alias(server.django(name))
+        yield alias
+        connections[alias].close()
+
+
+@contextlib.contextmanager
+def _database(server: Any, name: str) -> Iterator[str]:
+    server.execute(f"DROP DATABASE IF EXISTS {name}")
+    server.execute(f"CREATE DATABASE {name}")
+    yield name
+    server.execute(f"DROP DATABASE {name}")
+
+
+def _run(alias: str, path: Path) -> None:
+    connection = connections[alias]
+    with connection.cursor() as cursor:
+        for statement in connection.ops.prepare_sql_script(path.read_text()):
+            cursor.execute(statement)
+
+
+def _schema(alias: str) -> dict[str, Any]:
+    """The package's tables with their columns, collations and indexes, as the server tells them."""
+    connection = connections[alias]
+    introspection = connection.introspection
+    with connection.cursor() as cursor:
+        return {
+            table: (
+                introspection.get_table_description(cursor, table),
+                introspection.get_constraints(cursor, table),
+            )
+            for table in introspection.table_names(cursor)
+            if table.startswith("django_fencedlock_")
+        }
