@@ -1,0 +1,201 @@
+"""Session locks of Postgres: the server excludes, and records the grant in the same statement."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.db import Error, connections
+
+from ..conf import AliasConfig, Problem, seconds
+from ..exceptions import BackendUnavailable
+from ..fences import Row, ledger_for
+from ..lease import Lease
+from ..owners import Holder
+from .base import Renewal, is_table_missing
+
+try:
+    import psycopg  # noqa: F401
+except ImportError as exc:
+    raise ImproperlyConfigured(
+        f"The postgres backend needs psycopg 3, and psycopg2 won't do ({exc}). "
+        "Run: pip install 'django-fencedlock[postgres]'"
+    ) from exc
+
+from . import postgres_statements as sql
+from .postgres_home import Hold
+from .postgres_probe import probe
+from .postgres_sessions import read_application_name
+from .postgres_taking import TIMEOUT, TakesSessionLocks
+
+
+class PostgresBackend(TakesSessionLocks):
+    """
+    Advisory locks of private sessions: one session for all locks that were granted at once.
+
+    A lock lives as long as its session. When that dies, exactly its locks are lost, at once. A
+    lock that was waited for lives on the session that waited; beyond MAX_WAITERS of those one
+    tries again and again, and can be overtaken.
+    """
+
+    label = "postgres"
+    supports_waiting = True
+    supports_ttl = False
+    option_names = frozenset({"TIMEOUT", "MAX_LOCKS", "MAX_WAITERS", "DATABASE"})
+
+    # Holding
+
+    def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
+        held = [lease for lease in leases if self._home.is_held(lease.handle)]
+        found: Mapping[str, Renewal] = {}
+        if held:
+            try:
+                found = self._ask("renewal", partial(self._renew, held))
+            except BackendUnavailable:
+                # A session that died with it has lost its leases by now.
+                found = {
+                    lease.owner: Renewal.UNKNOWN
+                    for lease in held
+                    if self._home.is_held(lease.handle)
+                }
+        return [found.get(lease.owner, Renewal.LOST) for lease in leases]
+
+    def _renew(self, leases: Sequence[Lease]) -> Mapping[str, Renewal]:
+        holds: dict[str, Hold] = {lease.owner: lease.handle for lease in leases}
+        given = {
+            "names": [lease.name for lease in leases],
+            "owners": [lease.owner for lease in leases],
+            "ttls": [lease.ttl for lease in leases],
+            "keys": [hold.key for hold in holds.values()],
+            "pids": [hold.session.pid for hold in holds.values()],
+        }
+        return {
+            owner: self._renewal(holds[owner], *facts)
+            for owner, *facts in self._home.session().all(sql.RENEW, given, prepare=False)
+        }
+
+    def _renewal(self, hold: Hold, held: bool, renewed: bool, recorded: bool) -> Renewal:
+        if held and (renewed or not hold.recorded):
+            return Renewal.KEPT
+        if held and recorded:
+            # Somebody has the row locked.
+            return Renewal.UNKNOWN
+        with contextlib.suppress(Error):
+            self._release(hold)
+        return Renewal.LOST
+
+    def verify(self, lease: Lease) -> bool:
+        hold: Hold = lease.handle
+        if not self._home.is_held(hold):
+            return False
+        statement = sql.VERIFY if hold.recorded else sql.VERIFY_UNFENCED
+        ask = partial(hold.session.one, statement, hold.values())
+        try:
+            return all(self._ask("verification", ask, lease.name))
+        except BackendUnavailable:
+            if self._home.is_held(hold):
+                raise
+            # The session had ended, unnoticed until now.
+            return False
+
+    def release(self, lease: Lease) -> bool:
+        hold: Hold = lease.handle
+        if hold.lent is not None:
+            # An error here has broken the test's transaction, and the row goes with it.
+            with contextlib.suppress(Error):
+                ledger_for(hold.lent).clear(hold.lent, [lease])
+        return self._ask("release", partial(self._release, hold), lease.name)
+
+    # Looking
+
+    def is_free(self, name: str) -> bool:
+        key = self._key(name)
+        if self._home.holding(key):
+            return False
+        (taken,) = self._look(name, sql.IS_TAKEN, {"key": key})[0]
+        return not taken
+
+    def holder(self, name: str) -> Holder | None:
+        given = {"name": name, "key": self._key(name)}
+        try:
+            found = self._look(name, sql.HOLDER, given)
+        except BackendUnavailable as exc:
+            if not is_table_missing(exc):
+                raise
+            # Whoever uses unfenced locks alone needs no tables.
+            found = self._look(name, sql.HOLDER_UNRECORDED, given)
+        if not found:
+            return None
+        _, application, *values = found[0]
+        facts = dict(zip((*sql.ROW, "token", "live"), values, strict=False))
+        if facts.get("owner"):
+            return Row(**facts).holder()
+        return Holder("", read_application_name(application), self.config.alias)
+
+    def _look(self, name: str, statement: str, given: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        def look() -> list[tuple[Any, ...]]:
+            return self._home.session().all(statement, given)
+
+        return self._ask("look", look, name)
+
+    # Coming and going
+
+    def close(self) -> None:
+        self._room.close()
+        self._home.close()
+
+    def forget_after_fork(self) -> None:
+        # Both see to it themselves, before anything else runs in the child.
+        pass
+
+    @classmethod
+    def problems(cls, config: AliasConfig) -> Iterator[Problem]:
+        yield from super().problems(config)
+        if config.location:
+            yield Problem(
+                "E007",
+                f"{config.where('LOCATION')} is {config.location!r}, which this backend can't use.",
+                "Leave it out; FENCE_DATABASE names the database.",
+            )
+        options, where = config.options, config.where("OPTIONS")
+        try:
+            seconds(options.get("TIMEOUT", TIMEOUT), f"{where}['TIMEOUT']")
+        except (TypeError, ValueError) as exc:
+            yield Problem("E003", str(exc))
+        for option in ("MAX_LOCKS", "MAX_WAITERS"):
+            if option in options and not _is_count(options[option]):
+                found = f"{where}[{option!r}] is {options[option]!r}."
+                yield Problem("E008", found, "Make it an int above 0.")
+        yield from _route_problems(config)
+
+    def live_problems(self) -> Iterator[Problem]:
+        yield from probe(self.config, self._route, self._timeout, self._max_locks)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _route_problems(config: AliasConfig) -> Iterator[Problem]:
+    option = f"{config.where('OPTIONS')}['DATABASE']"
+    route = config.options.get("DATABASE", config.fence_database)
+    if route not in settings.DATABASES:
+        yield Problem(
+            "E008",
+            f"{option} is {route!r}, which DATABASES doesn't have.",
+            f"Use one of {', '.join(map(repr, settings.DATABASES))}, or leave it out.",
+        )
+        return
+    for where, alias in ((config.where("FENCE_DATABASE"), config.fence_database), (option, route)):
+        if (vendor := connections[alias].vendor) != "postgresql":
+            yield Problem(
+                "E010",
+                f"{where} is {alias!r}, a database of vendor {vendor!r}.",
+                "Session locks need PostgreSQL. Name such a database, or use the backend "
+                "'django_fencedlock.backends.database.DatabaseBackend'.",
+            )
+            return
