@@ -1,0 +1,374 @@
+"""Locks on Redis or Valkey, whose grants the fence database records."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TypeVar
+
+from django.db import Error
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from ..conf import AliasConfig, Problem, seconds
+from ..exceptions import TransactionInTheWay
+from ..fences import Entry, Ledger, Row, ledger_for
+from ..lease import Lease, clock
+from ..owners import Holder, Owner
+from ..sessions import sessions
+from . import redis_client
+from .base import Backend, Grant, Renewal, Request
+from .redis_client import RedisError
+from .redis_store import InLine, Store
+
+T = TypeVar("T")
+Work = Callable[[Ledger, BaseDatabaseWrapper], T]
+Newest = tuple[int, str]
+
+logger = logging.getLogger("django_fencedlock")
+
+#: How often in a row Redis may turn out to be behind the database, until the lock is given back.
+REPAIRS = 3
+#: Seconds after which a waiter tries again whose grant couldn't be recorded.
+PINNED = 0.25
+#: Seconds to wait for SQLite's file where waiting long would be in vain, or harm others.
+BRIEFLY = 0.25
+#: Rows of the registry that wait to be cleared; those beyond it are left to run out.
+MOST_PENDING = 10_000
+
+
+class _Outcome(enum.Enum):
+    RECORDED = enum.auto()
+    #: The fence has a token as new.
+    REFUSED = enum.auto()
+    #: Somebody's open transaction has the fence locked.
+    PINNED = enum.auto()
+
+
+class RedisBackend(Backend):
+    """
+    Leases on Redis or Valkey; who waits is served in order of arrival.
+
+    Redis decides who has a lock, and proposes the token; the fence database refuses a token that
+    isn't newer than all before. So Redis may forget everything, and tokens still rise.
+
+    An uncontended lock takes one request to Redis and one statement, and one request to give back;
+    the registry's rows are cleared later, in batches.
+
+    With T for OPTIONS["TIMEOUT"]: a server that doesn't answer is given up after T, by one who
+    waits in line after T, a beat and a second. The statement has a limit of T as well, and if it
+    fails, giving the lock back takes T at most. With a client from CACHE or CLIENT_FACTORY, T is
+    what that client's own time-outs and retries make it. A request that was cut off may still have
+    taken the lock, for one ttl.
+
+    A waiter who died or was paused delays those behind him for a few milliseconds; if it happened
+    just as the lock was handed to him, for three seconds at most (`redis_scripts.CLAIM`).
+    """
+
+    label = "redis"
+    supports_waiting = True
+    option_names = frozenset({"CACHE", "CLIENT_FACTORY", "TIMEOUT"})
+
+    def __init__(self, config: AliasConfig) -> None:
+        super().__init__(config)
+        self._timeout = seconds(config.options.get("TIMEOUT", redis_client.TIMEOUT), "TIMEOUT")
+        self._store = Store(config, self._timeout)
+        self._pending: deque[Lease] = deque(maxlen=MOST_PENDING)
+
+    # Acquiring
+
+    def acquire(self, request: Request) -> Grant | None:
+        since = clock()
+        with self._given_back_on_error(request):
+            answer = self._store.claim(request)
+            return None if isinstance(answer, InLine) else self._granted(request, answer, since)
+
+    def wait(self, request: Request, timeout: float) -> Grant | None:
+        deadline = clock() + timeout
+        arrival = "0"
+        with self._given_back_on_error(request), self._store.mailbox(request) as mailbox:
+            while not request.cancel:
+                since = clock()
+                answer = self._store.claim(request, arrival)
+                if isinstance(answer, InLine):
+                    pause, arrival = answer
+                elif grant := self._granted(request, answer, since):
+                    return grant
+                else:
+                    pause = PINNED
+                left = deadline - clock()
+                if left <= 0:
+                    return self._leave(request)
+                mailbox.wait(min(pause, left))
+            self._give_back(request)
+            return None
+
+    def _leave(self, request: Request) -> Grant | None:
+        since = clock()
+        token = self._store.leave(request)
+        return None if token is None else self._granted(request, token, since)
+
+    @contextlib.contextmanager
+    def _given_back_on_error(self, request: Request) -> Iterator[None]:
+        try:
+            yield
+        except RedisError as exc:
+            raise self.unavailable("acquiring", exc, request.name) from exc
+        except BaseException:
+            self._give_back(request)
+            raise
+
+    def _give_back(self, request: Request) -> None:
+        try:
+            self._store.give_back(request)
+        except RedisError:
+            logger.warning("Lock %r is left to run out", request.name, exc_info=True)
+
+    # Recording
+
+    def _granted(self, request: Request, token: int, since: float) -> Grant | None:
+        """Record what Redis granted; or give it back, and None."""
+        if not request.fenced:
+            return Grant(None, since, handle=request.connection)
+        for _ in range(REPAIRS + 1):
+            outcome = self._record(request, token)
+            if outcome is _Outcome.RECORDED:
+                return Grant(token, since, handle=request.connection)
+            if outcome is _Outcome.PINNED:
+                break
+            newer = self._repair(request)
+            if newer is None:
+                return None
+            token = newer
+        self._give_back(request)
+        return None
+
+    def _record(self, request: Request, token: int) -> _Outcome:
+        entry = self._entry(request.name, request.owner, request.ttl)
+
+        def record(ledger: Ledger, connection: BaseDatabaseWrapper) -> _Outcome:
+            # If the caller's own transaction has the file, waiting is in vain.
+            ledger.patience(connection, BRIEFLY if request.in_transaction else self._timeout)
+            try:
+                done = ledger.record(connection, entry, token)
+            except Error as exc:
+                if not ledger.is_row_locked(exc):
+                    raise
+                self._refuse_one_writer(request, connection, exc)
+                return _Outcome.PINNED
+            return _Outcome.RECORDED if done else _Outcome.REFUSED
+
+        try:
+            return self._run(record, request.connection)
+        except Error as exc:
+            raise self.unavailable("recording of the grant", exc, request.name) from exc
+
+    def _refuse_one_writer(
+        self, request: Request, connection: BaseDatabaseWrapper, error: Error
+    ) -> None:
+        """On SQLite it isn't the fence's row that is locked, but the file."""
+        if connection.vendor != "sqlite":
+            return
+        if not request.in_transaction:
+            raise error
+        raise TransactionInTheWay(
+            f"Lock {request.name!r} can't be recorded here: SQLite has one writer at a time, and "
+            "this code is inside a transaction that has the file. Take the lock first, and open "
+            "the transaction inside of it.",
+            name=request.name,
+            alias=self.config.alias,
+        ) from error
+
+    def _repair(self, request: Request) -> int | None:
+        """Get a token newer than the recorded one; None if somebody else has the lock by now."""
+        row, newest = self._read(request)
+        if row is not None and row.conflicts_with(self.config.alias, self.label):
+            raise self.conflict(request, row.alias, row.backend, row.holder())
+        recorded = newest[0] if newest else 0
+        logger.warning(
+            "Redis of alias %r had forgotten the tokens of lock %r, which go on from %d",
+            self.config.alias,
+            request.name,
+            recorded,
+        )
+        return self._store.repair(request, recorded)
+
+    def _read(self, request: Request) -> tuple[Row | None, Newest | None]:
+        def read(
+            ledger: Ledger, connection: BaseDatabaseWrapper
+        ) -> tuple[Row | None, Newest | None]:
+            return ledger.look(connection, request.name), ledger.newest(connection, request.name)
+
+        try:
+            return self._run(read, request.connection)
+        except Error as exc:
+            raise self.unavailable("look at the fence", exc, request.name) from exc
+
+    # Keeping
+
+    def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
+        try:
+            answers = self._store.renew(leases)
+        except RedisError as exc:
+            logger.warning("Redis of alias %r failed at a renewal: %s", self.config.alias, exc)
+            return [Renewal.UNKNOWN] * len(leases)
+        renewed = dict(zip(leases, (_RENEWALS[answer] for answer in answers), strict=True))
+        recorded = [
+            lease
+            for lease, renewal in renewed.items()
+            # What a test lent its connection for can't be seen from here.
+            if renewal is Renewal.KEPT and lease.fenced and lease.handle is None
+        ]
+        if recorded:
+            renewed.update(dict.fromkeys(self._renew_rows(recorded), Renewal.LOST))
+        return list(renewed.values())
+
+    def _renew_rows(self, leases: Sequence[Lease]) -> list[Lease]:
+        """
+        Renew rows of the registry; returns the leases that a newer grant came after.
+
+        Redis gives an old owner his key back when it fails over to a replica that lags.
+        """
+        try:
+            overtaken = self._run(lambda ledger, private: self._overtaken(ledger, private, leases))
+        except Error as exc:
+            # Redis has renewed the leases, and the fence refuses the writes of those overtaken.
+            logger.warning("The registry of alias %r wasn't renewed: %s", self.config.alias, exc)
+            return []
+        for lease in overtaken:
+            with contextlib.suppress(RedisError):
+                self._store.release(lease)
+        return overtaken
+
+    def _overtaken(
+        self, ledger: Ledger, connection: BaseDatabaseWrapper, leases: Sequence[Lease]
+    ) -> list[Lease]:
+        # The keeper comes again soon: better than to keep all leases waiting for the file.
+        ledger.patience(connection, BRIEFLY)
+        kept = ledger.renew(connection, leases)
+        rest = [lease for lease in leases if lease.owner not in kept]
+        gone = ledger.missing(connection, rest) if rest else set()
+        return [
+            lease
+            for lease in rest
+            if lease.owner in gone and not self._put_row_back(ledger, connection, lease)
+        ]
+
+    def _put_row_back(self, ledger: Ledger, connection: BaseDatabaseWrapper, lease: Lease) -> bool:
+        """Mend the registry, unless a newer grant came."""
+        newest = ledger.newest(connection, lease.name)
+        if newest != (lease.token, lease.owner):
+            return False
+        ledger.enter(connection, self._entry(lease.name, lease.holder, lease.ttl))
+        return True
+
+    def verify(self, lease: Lease) -> bool:
+        with self._asked("verification", lease.name):
+            return self._store.verify(lease)
+
+    def release(self, lease: Lease) -> bool:
+        with self._asked("release", lease.name):
+            released = self._store.release(lease)
+        if lease.fenced:
+            self._clear_row(lease)
+        return released
+
+    def _clear_row(self, lease: Lease) -> None:
+        if lease.handle is None:
+            self._pending.append(lease)
+            return
+        try:
+            self._run(lambda ledger, lent: ledger.clear(lent, [lease]), lease.handle)
+        except Error:
+            # The test's transaction is broken, and takes the row along.
+            logger.debug("The row of lock %r wasn't cleared", lease.name, exc_info=True)
+
+    def tidy(self) -> None:
+        self._clear_rows()
+        self._store.close_idle_mailboxes()
+
+    def _clear_rows(self) -> None:
+        leases = []
+        while self._pending:
+            leases.append(self._pending.popleft())
+        if not leases:
+            return
+        try:
+            self._run(lambda ledger, private: ledger.clear(private, leases))
+        except Error as exc:
+            logger.warning("Rows of alias %r weren't cleared: %s", self.config.alias, exc)
+            self._pending.extend(leases)
+
+    # Telling
+
+    def is_free(self, name: str) -> bool:
+        with self._asked("look", name):
+            return self._store.is_free(name)
+
+    def holder(self, name: str) -> Holder | None:
+        with self._asked("look", name):
+            held = self._store.held(name)
+        if held is None:
+            return None
+        return Holder(
+            owner=held.owner,
+            words=held.words,
+            alias=self.config.alias,
+            token=held.token or None,
+            expires_at=datetime.now(UTC) + timedelta(milliseconds=max(0, held.milliseconds)),
+        )
+
+    def close(self) -> None:
+        self._clear_rows()
+        self._store.close()
+
+    def forget_after_fork(self) -> None:
+        self._pending.clear()
+        self._store.forget_after_fork()
+
+    @classmethod
+    def problems(cls, config: AliasConfig) -> Iterator[Problem]:
+        yield from super().problems(config)
+        yield from redis_client.problems(config)
+
+    def live_problems(self) -> Iterator[Problem]:
+        try:
+            yield from redis_client.server_problems(self._store.client, self.config.alias)
+        except RedisError as exc:
+            yield Problem(
+                "E013",
+                str(self.unavailable("check", exc)),
+                "Start the server, or mend the alias's settings.",
+            )
+
+    # Tools
+
+    @contextlib.contextmanager
+    def _asked(self, doing: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except RedisError as exc:
+            raise self.unavailable(doing, exc, name) from exc
+
+    def _run(self, work: Work[T], connection: BaseDatabaseWrapper | None = None) -> T:
+        if connection is not None:
+            return work(ledger_for(connection), connection)
+        # Not made before it is needed: a lock that isn't fenced needs no database.
+        private = sessions(self.config.fence_database, self._timeout)
+        return private.run(lambda found: work(ledger_for(found), found))
+
+    def _entry(self, name: str, owner: Owner, ttl: float, *, fenced: bool = True) -> Entry:
+        return Entry(
+            name=name,
+            alias=self.config.alias,
+            backend=self.label,
+            owner=owner,
+            ttl=ttl,
+            fenced=fenced,
+        )
+
+
+_RENEWALS = {True: Renewal.KEPT, False: Renewal.LOST, None: Renewal.UNKNOWN}

@@ -1,0 +1,240 @@
+"""What the Redis backend does on Redis alone: keys, scripts, and the line of those who wait."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from .. import threads
+from ..conf import AliasConfig
+from ..lease import Lease
+from ..owners import Owner
+from . import redis_client
+from .base import Request
+from .redis_client import Client, Mailbox, Mailboxes, RedisError
+from .redis_scripts import ACQUIRE, BEAT, GATE, LEAVE, RECHECK, RELEASE, RENEW, REPAIR
+
+logger = logging.getLogger("django_fencedlock")
+
+
+class Keys(NamedTuple):
+    """The keys of one lock, all in one slot of a cluster."""
+
+    lock: str
+    seq: str
+    queue: str
+    alive: str
+
+    @classmethod
+    def of(cls, prefix: str, name: str) -> Keys:
+        whole = f"{prefix or 'fencedlock'}:{name}"
+        tag = f"{{{whole}}}"
+        if "}" in whole:
+            # A tag ends at its first closing brace, and an empty one is none.
+            tag = f"{{{blake2b(whole.encode(), digest_size=16).hexdigest()}}}:{whole}"
+        return cls(f"{tag}:lock", f"{tag}:seq", f"{tag}:queue", f"{tag}:alive")
+
+    def mailbox(self, owner: Owner) -> str:
+        return f"{self.queue}:{owner.id}"
+
+
+class InLine(NamedTuple):
+    """A refused owner's place: how long to sleep at most, and when he came, for the next try."""
+
+    pause: float
+    arrival: str
+
+
+class Held(NamedTuple):
+    """What the key of a lock says."""
+
+    owner: str
+    token: int
+    words: str
+    milliseconds: int
+
+
+class _Link:
+    """A client, and connections to wait on."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.mailboxes = Mailboxes(client)
+        self.waiting = 0
+
+
+class Store:
+    """The locks of one alias, as far as Redis knows them. Raises `RedisError`."""
+
+    def __init__(self, config: AliasConfig, timeout: float) -> None:
+        self._config = config
+        self._timeout = timeout
+        self.forget_after_fork()
+
+    def forget_after_fork(self) -> None:
+        # The driver shuts no socket down that another process opened.
+        self._lock = threads.allocate_lock()
+        self._links: dict[object, _Link] = {}
+
+    def claim(self, request: Request, arrival: str | None = None) -> int | InLine:
+        """
+        Take the lock if it is free, or was handed to this owner; returns the token.
+
+        Args:
+            arrival: To stand in line if refused: "0", later what was told before.
+        """
+        keys = self._keys(request.name)
+        waits = () if arrival is None else (arrival,)
+        answer = ACQUIRE.run(self.client, keys, *_terms(request), *waits)
+        if not isinstance(answer, list):
+            return int(answer)
+        milliseconds, arrival, handed = answer
+        self._recheck(keys, handed)
+        # A key without an end is none of ours: somebody set it by hand.
+        pause = BEAT if milliseconds < 0 else min(BEAT, milliseconds / 1000 + 0.002)
+        return InLine(pause, _text(arrival))
+
+    def leave(self, request: Request) -> int | None:
+        """Leave the line; returns the token if the lock came at the last moment."""
+        token = LEAVE.run(self.client, self._keys(request.name), *_terms(request))
+        return None if token is None else int(token)
+
+    def give_back(self, request: Request) -> None:
+        """Hold nothing, and wait for nothing any more."""
+        keys = self._keys(request.name)
+        self._recheck(keys, RELEASE.run(self.client, keys, request.owner.id))
+
+    def repair(self, request: Request, recorded: int) -> int | None:
+        """Draw a token newer than `recorded`; None if the lock isn't this owner's any more."""
+        keys, (owner, ttl, words, _) = self._keys(request.name), _terms(request)
+        token = REPAIR.run(self.client, keys, owner, ttl, words, recorded, recorded + 1)
+        return None if token is None else int(token)
+
+    def renew(self, leases: Sequence[Lease]) -> list[bool | None]:
+        """Renew leases in one batch: whether each was, or None if that one couldn't be asked."""
+        calls = [(self._keys(lease.name), _renewal(lease)) for lease in leases]
+        answers = RENEW.run_many(self.client, calls)
+        return [bool(answer) if isinstance(answer, int) else None for answer in answers]
+
+    def release(self, lease: Lease) -> bool:
+        """Free the lock, or hand it on; False if somebody else came before."""
+        keys = self._keys(lease.name)
+        answer = RELEASE.run(self.client, keys, lease.owner, _token(lease))
+        with contextlib.suppress(RedisError):
+            self._recheck(keys, answer)
+        return bool(answer != 0)
+
+    def verify(self, lease: Lease) -> bool:
+        """Whether the lock is the lease's, or has run out and nobody came since."""
+        keys = self._keys(lease.name)
+        held, drawn = map(_text, self.client.mget(keys.lock, keys.seq))
+        if held:
+            return held.startswith(f"{lease.owner}:{_token(lease)}:")
+        return lease.fenced and int(drawn.partition(":")[0] or 0) <= lease.token
+
+    def is_free(self, name: str) -> bool:
+        return not self.client.exists(self._keys(name).lock)
+
+    def held(self, name: str) -> Held | None:
+        key = self._keys(name).lock
+        with self.client.pipeline(transaction=False) as pipeline:
+            pipeline.get(key)
+            pipeline.pttl(key)
+            value, milliseconds = pipeline.execute()
+        owner, token, words = [*_text(value).split(":", 2), "", ""][:3]
+        if not token.isdigit():
+            return None
+        return Held(owner, int(token), words, milliseconds)
+
+    @contextlib.contextmanager
+    def mailbox(self, request: Request) -> Iterator[Mailbox]:
+        """Where a waiter is told that the lock may be his."""
+        link = self._link
+        key = self._keys(request.name).mailbox(request.owner)
+        link.waiting += 1
+        try:
+            with link.mailboxes.open(key, request.cancel) as mailbox:
+                yield mailbox
+        finally:
+            link.waiting -= 1
+
+    def close_idle_mailboxes(self) -> None:
+        """Close the connections for waiting if nobody waits."""
+        for link in [*self._links.values()]:
+            if not link.waiting:
+                link.mailboxes.close()
+
+    def close(self) -> None:
+        """Close what is idle."""
+        for link in [*self._links.values()]:
+            link.mailboxes.close()
+            if redis_client.is_ours(self._config):
+                link.client.connection_pool.disconnect(inuse_connections=False)
+
+    @property
+    def client(self) -> Client:
+        return self._link.client
+
+    @property
+    def _link(self) -> _Link:
+        hub = _hub()
+        found = self._links.get(hub)
+        if found is None:
+            with self._lock:
+                found = self._links.get(hub)
+                if found is None:
+                    client = redis_client.make_client(self._config, self._timeout)
+                    if hub is not None:
+                        client = redis_client.with_own_pool(client)
+                    found = self._links[hub] = _Link(client)
+        return found
+
+    def _recheck(self, keys: Keys, handed: Any) -> None:
+        """
+        See to it that the one whom the lock was handed to is there, else hand it on.
+
+        He is, if he stood in his blocking pop. Who gave a sign of life just now may not have
+        reached it yet.
+        """
+        while isinstance(handed, list) and handed and handed[2] >= GATE:
+            handed = RECHECK.run(self.client, keys, _text(handed[0]), _text(handed[1]))
+
+    def _keys(self, name: str) -> Keys:
+        return Keys.of(self._config.key_prefix, name)
+
+
+def _hub() -> object:
+    """
+    What the connections of this code can't be shared beyond; None for the whole process.
+
+    A socket of gevent belongs to the thread whose hub waits for it, and the keeper has another.
+    """
+    gevent = sys.modules.get("gevent.monkey")
+    if gevent is None or not gevent.is_module_patched("socket"):
+        return None
+    return gevent.get_original("_thread", "get_ident")()
+
+
+def _terms(request: Request) -> tuple[str, int, str, int]:
+    """The arguments of the scripts that grant."""
+    owner = request.owner
+    return owner.id, math.ceil(request.ttl * 1000), str(owner), int(request.fenced)
+
+
+def _renewal(lease: Lease) -> tuple[str, int, str, int]:
+    return lease.owner, math.ceil(lease.ttl * 1000), str(lease.holder), _token(lease)
+
+
+def _token(lease: Lease) -> int:
+    """The lease's token as the key has it."""
+    return lease.token if lease.fenced else 0
+
+
+def _text(value: bytes | str | None) -> str:
+    """A value as text, whether the client decodes answers or not."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
