@@ -1,6 +1,7 @@
 """The Django app."""
 
 from django.apps import AppConfig
+from django.db.models.signals import post_migrate
 from django.utils.translation import gettext_lazy as _
 
 
@@ -12,3 +13,7 @@ class FencedLockConfig(AppConfig):
     def ready(self) -> None:
         # Registers the system checks.
         from . import checks  # noqa: F401
+        from .services import drop_leases_of_test
+
+        # What a test runner sends after it emptied a database.
+        post_migrate.connect(drop_leases_of_test, sender=self)

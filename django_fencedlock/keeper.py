@@ -18,6 +18,8 @@ logger = logging.getLogger("django_fencedlock")
 BEATS = 3
 #: Seconds from a release to the tidying that follows it.
 TIDY_AFTER = 1.0
+#: Seconds for which the thread waits for new leases before it ends.
+LINGER = 30.0
 
 
 class Keeper:
@@ -209,14 +211,21 @@ class Keeper:
         wait: float | None = 0.0
         while True:
             try:
-                wake.get(timeout=wait)
+                wake.get(timeout=LINGER if wait is None else wait)
                 while not wake.empty():
                     wake.get()
             except threads.Empty:
-                pass
+                if wait is None and self._may_end():
+                    return
             try:
                 wait = self.tick()
             except Exception:
                 # Without this thread every lease of the process would run out.
                 logger.exception("The keeper of alias %r stumbled", self._backend.config.alias)
                 wait = 1.0
+
+    def _may_end(self) -> bool:
+        with self._lock:
+            idle = self._next() is None
+            self._runs = not idle
+            return idle

@@ -79,6 +79,8 @@ class Lease:
         self.put_off = False
         #: It was recorded within a test's own transaction, so nobody else can come, nor renew it.
         self.lent = False
+        #: Tells whether that test has ended, and the lease with it.
+        self.is_over: Callable[[], bool] | None = None
         self.released = False
         self._token = token
         self._control = control
@@ -133,6 +135,12 @@ class Lease:
         """A child after fork owns nothing of its parent's."""
         return self._pid == os.getpid()
 
+    def is_open(self) -> bool:
+        """Whether this process has it, and hasn't given it back."""
+        if self.released or not self.is_of_this_process():
+            return False
+        return self.is_over is None or not self.is_over()
+
     def check(self) -> None:
         """
         Raise `LeaseLost` unless the lease is good by all that is known here. Asks nobody.
@@ -155,7 +163,7 @@ class Lease:
 
     def verify(self) -> bool:
         """Ask the lock service whether this is still the holder; a refusal marks the lease lost."""
-        return self._ours() and self._control.verify(self)
+        return self.is_open() and self._control.verify(self)
 
     def renew(self, ttl: Duration | None = None) -> None:
         """Make the lease last `ttl` from now; without one, the ttl it has. Raises `LeaseLost`."""
@@ -172,7 +180,7 @@ class Lease:
         Returns:
             Whether the lock service still had this holder, or has none to give back yet.
         """
-        if not self._ours():
+        if not self.is_open():
             return False
         try:
             return self._control.release(self)
@@ -181,7 +189,7 @@ class Lease:
 
     async def averify(self) -> bool:
         """See verify()."""
-        return self._ours() and await self._control.in_thread(self._control.verify, self)
+        return self.is_open() and await self._control.in_thread(self._control.verify, self)
 
     async def arenew(self, ttl: Duration | None = None) -> None:
         """See renew()."""
@@ -189,7 +197,7 @@ class Lease:
 
     async def arelease(self) -> bool:
         """See release()."""
-        if not self._ours():
+        if not self.is_open():
             return False
         try:
             return await self._control.arelease(self, asyncio.current_task())
@@ -219,9 +227,6 @@ class Lease:
     def loss(self) -> LeaseLost:
         """The error that tells of this lease's loss."""
         return self._loss(self._why_lost or "the lock service no longer knows this holder")
-
-    def _ours(self) -> bool:
-        return not self.released and self.is_of_this_process()
 
     def _loss(self, why: str) -> LeaseLost:
         return LeaseLost(
@@ -264,20 +269,20 @@ def current_lease(name: str | None = None) -> Lease | None:
     A lost lease is found too: a write under it has to be refused, not taken for an unleased one.
     """
     for lease in reversed(_leases.get()):
-        if (name is None or lease.name == name) and lease._ours():
+        if (name is None or lease.name == name) and lease.is_open():
             return lease
     return None
 
 
 def held_names() -> tuple[str, ...]:
     """The names of the running context's leases, the innermost first."""
-    found = (lease.name for lease in reversed(_leases.get()) if lease._ours())
+    found = (lease.name for lease in reversed(_leases.get()) if lease.is_open())
     return tuple(dict.fromkeys(found))
 
 
 def enter(lease: Lease) -> None:
     """Make `lease` the innermost one of the running context."""
-    _leases.set((*(each for each in _leases.get() if each._ours()), lease))
+    _leases.set((*(each for each in _leases.get() if each.is_open()), lease))
 
 
 def leave(lease: Lease) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -48,6 +49,7 @@ class Service:
         self.backend: Backend = conf.backend_class(self.config.backend)(self.config)
         self.keeper = Keeper(self.backend, self.lose)
         self._reset()
+        _living.add(self)
 
     def _reset(self) -> None:
         # Held for moments, and never while the service is asked.
@@ -85,7 +87,7 @@ class Service:
             fenced=fenced,
             connection=transactions.lent_by_test(self.config.fence_database),
             in_transaction=transactions.in_transaction(self.config.fence_database),
-            cancel=cancel or Cancel(),
+            cancel=Cancel() if cancel is None else cancel,
         )
         lease = self._obtain(request, started + timeout)
         if lease is None:
@@ -94,15 +96,19 @@ class Service:
         with self._lock:
             self._leases[name, who] = lease
         lease.who = who
-        if request.connection is None:
-            self.keeper.keep(lease)
+        self.keeper.keep(lease)
         self._signal(signals.lock_acquired, name=name, lease=lease)
         return lease
 
     def lease_of(self, name: str, who: object) -> Lease | None:
         """The lease of lock `name` that `who` has in this process."""
         with self._lock:
-            return self._leases.get((name, who))
+            lease = self._leases.get((name, who))
+            if lease is not None and not lease.is_open():
+                # Left behind by a test, with whose transaction it ended.
+                del self._leases[name, who]
+                lease = None
+        return lease
 
     def _enter_again(self, name: str, who: object, fenced: bool) -> Lease | None:
         lease = self.lease_of(name, who)
@@ -140,6 +146,9 @@ class Service:
         left = deadline - clock()
         if grant is not None or left <= 0:
             return grant
+        if request.connection is not None:
+            # In a test's own transaction this very thread would have to give the lock back.
+            return None
         if self.backend.supports_waiting:
             return self.backend.wait(request, left)
         return self._poll(request, deadline)
@@ -165,7 +174,9 @@ class Service:
             handle=grant.handle,
         )
         lease.home = connections[self.config.fence_database]
-        lease.lent = request.connection is not None
+        if request.connection is not None:
+            lease.lent = True
+            lease.is_over = transactions.test_has_ended(request.connection)
         return lease
 
     def _revive(self, lease: Lease) -> bool:
@@ -221,7 +232,7 @@ class Service:
         if ttl is not None:
             lease.ttl = conf.seconds(ttl, "ttl")
         since = clock()
-        answer = Renewal.KEPT if lease.lent else self.backend.renew([lease])[0]
+        answer = self.backend.renew([lease])[0]
         if answer is Renewal.KEPT:
             lease.extend_from(since)
             self.keeper.postpone(lease)
@@ -277,8 +288,7 @@ class Service:
         with self._lock:
             if self._leases.get((lease.name, lease.who)) is lease:
                 del self._leases[lease.name, lease.who]
-        if not lease.lent:
-            self.keeper.drop(lease)
+        self.keeper.drop(lease)
         try:
             kept = self.backend.release(lease)
         except BackendUnavailable:
@@ -306,6 +316,19 @@ class Service:
 
     def _is_lent(self) -> bool:
         return transactions.lent_by_test(self.config.fence_database) is not None
+
+    def drop_all(self) -> None:
+        """Give back whatever is held, as far as it goes. For the end of a test."""
+        with self._lock:
+            leases = [lease for lease in self._leases.values() if lease.is_open()]
+            self._leases.clear()
+        for lease in leases:
+            self.keeper.forget(lease)
+            # The test may have taken the service itself away.
+            with contextlib.suppress(Exception):
+                self._give_back(lease)
+        with contextlib.suppress(Exception):
+            self.backend.close()
 
     # Telling
 
@@ -339,6 +362,8 @@ class Service:
 
 
 _services: dict[str, Service] = {}
+#: Those of former settings too, which may have leases out.
+_living: weakref.WeakSet[Service] = weakref.WeakSet()
 _making = threads.allocate_lock()
 
 
@@ -352,6 +377,18 @@ def service(alias: str) -> Service:
     return found
 
 
+def drop_leases_of_test(**kwargs: object) -> None:
+    """
+    Forget what a test left behind, when the runner has emptied the database after it.
+
+    Its leases would go on being renewed, and hold sessions that keep the database from being
+    dropped in the end.
+    """
+    if under_test():
+        for each in list(_living):
+            each.drop_all()
+
+
 def _forget_settings(*, setting: str, **kwargs: object) -> None:
     # Leases that are out go on with the service that gave them.
     if setting in ("FENCEDLOCK", "DATABASES", "CACHES"):
@@ -361,12 +398,12 @@ def _forget_settings(*, setting: str, **kwargs: object) -> None:
 def _forget_after_fork() -> None:
     global _making
     _making = threads.allocate_lock()
-    for each in _services.values():
+    for each in list(_living):
         each.forget_after_fork()
 
 
 def _tidy_at_exit() -> None:
-    for each in _services.values():
+    for each in list(_living):
         with contextlib.suppress(Error, BackendUnavailable, LeaseLost):
             each.backend.tidy()
             each.backend.close()

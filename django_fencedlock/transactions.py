@@ -22,6 +22,12 @@ def lent_by_test(using: str) -> BaseDatabaseWrapper | None:
     return connection if _is_tests_own(connection) else None
 
 
+def test_has_ended(connection: BaseDatabaseWrapper) -> Callable[[], bool]:
+    """Tells whether the test whose transaction is the innermost now has ended."""
+    block = [each for each in connection.atomic_blocks if each._from_testcase][-1]  # type: ignore[attr-defined]
+    return lambda: block not in connection.atomic_blocks
+
+
 def in_transaction(using: str) -> bool:
     """Whether the caller has a transaction of his own open on database `using`."""
     connection = connections[using]

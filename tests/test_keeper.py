@@ -7,7 +7,9 @@ import pytest
 from django_fencedlock.backends.base import Renewal
 from django_fencedlock.keeper import TIDY_AFTER, Keeper
 from django_fencedlock.lease import Lease
+from django_fencedlock.lease import clock as real_clock
 from django_fencedlock.owners import new_owner
+from tests.servers.process import wait_until
 
 
 class Clock:
@@ -265,3 +267,26 @@ def test_a_child_after_fork_keeps_nothing(keeper, lease):
     keeper.keep(lease())
     keeper.forget_after_fork()
     assert keeper.tick() is None
+
+
+def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(
+    monkeypatch, service, losses, lease
+):
+    monkeypatch.setattr("django_fencedlock.keeper.LINGER", 0.05)
+    monkeypatch.setattr("django_fencedlock.keeper.TIDY_AFTER", 0.0)
+    keeper = Keeper(service, lambda lease, why: losses.append(lease))
+    for round_ in range(2):
+        kept = Lease(
+            name="x",
+            alias="default",
+            owner=new_owner(),
+            token=1,
+            ttl=0.06,
+            since=real_clock(),
+            control=None,
+        )
+        keeper.keep(kept)
+        wait_until(lambda before=round_: len(service.batches) > before, "a renewal")
+        keeper.drop(kept)
+        wait_until(lambda: not keeper._runs, "the thread's end")
+    assert losses == []

@@ -140,6 +140,10 @@ class Ledger(ABC):
         """
 
     @abstractmethod
+    def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
+        """Take the name's row if it is free, expired or this owner's, and leave the fence alone."""
+
+    @abstractmethod
     def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
         """
         Record a grant whose token another service proposed, if it is newer than all before.

@@ -22,6 +22,11 @@ class PortableLedger(Ledger):
     #: The server's time plus the parameter ``ttl``, as an expression.
     expiry: str
 
+    def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
+        with self.transaction(connection) as cursor:
+            given = {**entry.values(), **self.times(connection, entry.ttl)}
+            return self._insert(cursor, given) or self._take_over(cursor, given)
+
     def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
         with self.transaction(connection) as cursor:
             given = {**entry.values(), **self.times(connection, entry.ttl), "token": token}

@@ -41,7 +41,7 @@ ON CONFLICT (name) DO UPDATE SET token = f.token + 1, owner = EXCLUDED.owner
 RETURNING f.token
 """
 
-CLAIM_UNFENCED = f"WITH {LIMITS} {_CLAIM_ROW}"
+ENTER = f"WITH {LIMITS} {_CLAIM_ROW}"
 
 #: True if the name is live at another lock service.
 CONFLICT = f"""EXISTS (
@@ -81,14 +81,17 @@ class PostgresLedger(Ledger):
     clock = "clock_timestamp()"
 
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
+        if not entry.fenced:
+            return self.enter(connection, entry), None
         with connection.cursor() as cursor:
-            cursor.execute(
-                CLAIM if entry.fenced else CLAIM_UNFENCED, {**entry.values(), "ttl": entry.ttl}
-            )
+            cursor.execute(CLAIM, {**entry.values(), "ttl": entry.ttl})
             row = cursor.fetchone()
-        if row is None:
-            return False, None
-        return True, row[0] if entry.fenced else None
+        return (False, None) if row is None else (True, row[0])
+
+    def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute(ENTER, {**entry.values(), "ttl": entry.ttl})
+            return cursor.fetchone() is not None
 
     def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
         with connection.cursor() as cursor:
