@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import _thread
+import importlib
 import sys
 from _queue import Empty, SimpleQueue
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Empty", "SimpleQueue", "allocate_lock", "start"]
+__all__ = ["Empty", "SimpleQueue", "allocate_lock", "is_patched", "original", "start"]
 
 # SimpleQueue above is the C type itself: what waits on it waits in the system, whatever is patched.
 
 
 def allocate_lock() -> Any:
     """A lock that knows nothing of greenlets: to be held for moments only."""
-    return _original("allocate_lock")()
+    return original("_thread", "allocate_lock")()
 
 
 def start(target: Callable[[], object]) -> None:
@@ -25,12 +25,31 @@ def start(target: Callable[[], object]) -> None:
     A greenlet for a thread would only beat while the others leave it room: never, while one of
     them computes or sits in a blocking call.
     """
-    _original("start_new_thread")(target, ())
+    original("_thread", "start_new_thread")(target, ())
 
 
-def _original(name: str) -> Any:
-    if (gevent := sys.modules.get("gevent.monkey")) and gevent.is_module_patched("_thread"):
-        return gevent.get_original("_thread", name)
-    if (eventlet := sys.modules.get("eventlet.patcher")) and eventlet.is_monkey_patched("thread"):
-        return getattr(eventlet.original("_thread"), name)
-    return getattr(_thread, name)
+def is_patched(module: str) -> bool:
+    """Whether greenlets took the place of what a module of the standard library has."""
+    return _patcher(module) is not None
+
+
+def original(module: str, name: str) -> Any:
+    """What a module of the standard library has, without greenlets."""
+    patcher = _patcher(module)
+    if patcher is None:
+        return getattr(importlib.import_module(module), name)
+    if hasattr(patcher, "get_original"):
+        return patcher.get_original(module, name)
+    return getattr(patcher.original(module), name)
+
+
+def _patcher(module: str) -> Any:
+    gevent: Any = sys.modules.get("gevent.monkey")
+    if gevent and gevent.is_module_patched(module):
+        return gevent
+    eventlet: Any = sys.modules.get("eventlet.patcher")
+    patched = eventlet and eventlet.is_monkey_patched(_EVENTLET_NAMES.get(module, module))
+    return eventlet if patched else None
+
+
+_EVENTLET_NAMES = {"_thread": "thread"}

@@ -164,6 +164,18 @@ class TestOnSQLite:
         assert lock("x").holder() is None
 
 
+    def test_a_full_disk_is_a_clear_error_and_no_grant(self, on, monkeypatch):
+        options = connections["default"].settings_dict["OPTIONS"]
+        on("default")
+        sessions.close_all()
+        monkeypatch.setitem(options, "init_command", "PRAGMA max_page_count = 1")
+        with pytest.raises(BackendUnavailable, match="database or disk is full"):
+            for place in range(500):
+                lock(f"{place}-{'x' * 180}").acquire()
+        monkeypatch.undo()
+        sessions.close_all()
+
+
 @contextlib.contextmanager
 def held_file():
     """Have another connection hold SQLite's write lock."""

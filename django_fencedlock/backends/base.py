@@ -187,11 +187,11 @@ class Backend(ABC):
 
 def is_table_missing(exc: BaseException | None) -> bool:
     """Whether an error, or what caused it, says that the package's tables aren't there."""
-    # "no such table" (SQLite), "relation ... does not exist" (Postgres), "... doesn't exist" (MySQL)
+    # SQLite says "no such table", Postgres "does not exist", MySQL "doesn't exist".
     while exc is not None:
         text = str(exc)
-        if isinstance(exc, DatabaseError) and "django_fencedlock_" in text:
-            if "no such table" in text or "exist" in text:
-                return True
+        ours = isinstance(exc, DatabaseError) and "django_fencedlock_" in text
+        if ours and ("no such table" in text or "exist" in text):
+            return True
         exc = exc.__cause__
     return False

@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import socket
-import sys
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
@@ -15,23 +14,9 @@ from .. import threads
 T = TypeVar("T")
 
 
-def _patcher(module: str) -> Any:
-    """What has put greenlets into a module of the standard library: gevent, eventlet or nothing."""
-    gevent: Any = sys.modules.get("gevent.monkey")
-    if gevent and gevent.is_module_patched(module):
-        return gevent
-    eventlet: Any = sys.modules.get("eventlet.patcher")
-    return eventlet if eventlet and eventlet.is_monkey_patched(module) else None
-
-
 def poller() -> Any:
     """A ``select.poll()`` that waits in the system, also where greenlets took its place."""
-    patcher = _patcher("select")
-    if patcher is None:
-        return select.poll()
-    if hasattr(patcher, "get_original"):
-        return patcher.get_original("select", "poll")()
-    return patcher.original("select").poll()
+    return threads.original("select", "poll")()
 
 
 def is_readable(fileno: int) -> bool:
@@ -85,7 +70,7 @@ class GreenBell(Bell):
 
 
 def _bell() -> Bell:
-    return GreenBell() if _patcher("socket") else Bell()
+    return GreenBell() if threads.is_patched("socket") else Bell()
 
 
 class Job(Generic[T]):
