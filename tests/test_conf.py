@@ -38,7 +38,7 @@ def test_durations_may_be_timedeltas(settings):
 
 
 @pytest.mark.parametrize(
-    ("given", "id", "words"),
+    ("given", "found_id", "words"),
     [
         ("redis://", "E001", "a str.*dict of aliases"),
         ({"default": "redis://"}, "E001", "'redis://'.*BACKEND, LOCATION"),
@@ -60,11 +60,11 @@ def test_durations_may_be_timedeltas(settings):
         ({"default": {"OPTIONS": {"TIMEOUT": "x"}}}, "E003", "TIMEOUT.*'x'"),
     ],
 )
-def test_a_slip_in_the_settings_is_an_error_with_its_remedy(settings, given, id, words):
+def test_a_slip_in_the_settings_is_an_error_with_its_remedy(settings, given, found_id, words):
     settings.FENCEDLOCK = given
     errors = found()
-    assert list(errors) == [id]
-    assert re.search(words, errors[id]), errors[id]
+    assert list(errors) == [found_id]
+    assert re.search(words, errors[found_id]), errors[found_id]
 
 
 @pytest.mark.parametrize("given", ["redis://", {"default": {"TTL": 0}}, {"locks": {}}])
@@ -117,11 +117,11 @@ def test_the_checks_are_registered():
 
 class TestLockArguments:
     def test_timeout_alone_is_refused_naming_both_meanings(self):
-        with pytest.raises(TypeError, match="ttl=.*blocking_timeout="):
+        with pytest.raises(TypeError, match=r"ttl=.*blocking_timeout="):
             lock("x", timeout=5)
 
     def test_other_arguments_are_refused_naming_the_known(self):
-        with pytest.raises(TypeError, match="tll.*ttl, blocking_timeout, backend and fenced"):
+        with pytest.raises(TypeError, match=r"tll.*ttl, blocking_timeout, backend and fenced"):
             lock("x", tll=5)
 
     @pytest.mark.parametrize("ttl", [0, -1, "30", None.__class__, True])

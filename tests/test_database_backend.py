@@ -163,7 +163,6 @@ class TestOnSQLite:
             lock("x").acquire()
         assert lock("x").holder() is None
 
-
     def test_a_full_disk_is_a_clear_error_and_no_grant(self, on, monkeypatch):
         options = connections["default"].settings_dict["OPTIONS"]
         on("default")

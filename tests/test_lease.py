@@ -58,7 +58,7 @@ def test_check_says_why_a_lost_lease_was_lost(make):
     lease.mark_lost("somebody else came")
     assert lease.lost
     assert lease.remaining() == 0
-    with pytest.raises(LeaseLost, match="invoice:42.*token 7.*somebody else came") as caught:
+    with pytest.raises(LeaseLost, match=r"invoice:42.*token 7.*somebody else came") as caught:
         lease.check()
     assert (caught.value.name, caught.value.token) == ("invoice:42", 7)
 

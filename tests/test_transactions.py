@@ -201,7 +201,6 @@ def test_a_fence_pinned_by_an_open_transaction_is_a_lock_that_is_held(settings):
 class TestInsideATestCase:
     """A test's own transaction: whatever is recorded there is looked up there."""
 
-
     @pytest.mark.django_db(databases=["default", "postgres"])
     @pytest.mark.parametrize("database", ["default", "postgres"])
     def test_the_holder_is_seen(self, settings, database):
