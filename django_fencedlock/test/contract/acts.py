@@ -1,0 +1,118 @@
+"""What other threads and processes are told to do."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import select
+import signal
+import time
+from typing import Any
+
+from ...lease import Lease, current_lease
+from ...locks import lock
+from ..holders import PATIENCE, wait_until
+
+#: Seconds for a lease that isn't meant to run out.
+LONG = 60.0
+
+
+def try_to_take(alias: str, name: str) -> bool:
+    lease = lock(name, ttl=LONG, backend=alias).acquire(blocking=False)
+    return lease is not None and lease.release()
+
+
+_held: dict[str, Lease] = {}
+
+
+def hold(alias: str, name: str, wait: float = 0.0, ttl: float = LONG) -> int:
+    lease = lock(name, ttl=ttl, backend=alias).acquire(blocking_timeout=wait)
+    assert lease is not None, f"Lock {name!r} isn't free."
+    _held[name] = lease
+    return lease.token
+
+
+def let_go(name: str) -> bool:
+    return _held.pop(name).release()
+
+
+def wait_for_the_loss(name: str) -> None:
+    wait_until(lambda: _held[name].lost, f"the lease of {name!r} to be lost")
+
+
+def take_turns(alias: str, name: str, times: int, log: str) -> None:
+    for _ in range(times):
+        with lock(name, ttl=LONG, backend=alias, blocking_timeout=PATIENCE) as lease:
+            _note(log, f"in {lease.token}")
+            _note(log, f"out {lease.token}")
+
+
+def note_when_served(alias: str, name: str, place: int, log: str) -> None:
+    with lock(name, ttl=LONG, backend=alias, blocking_timeout=PATIENCE):
+        _note(log, str(place))
+
+
+def _note(log: str, line: str) -> None:
+    with open(log, "a") as file:
+        file.write(f"{line}\n")
+
+
+def fork_while_holding(alias: str, name: str) -> dict[str, Any]:
+    """Fork while holding the lock; returns what the child saw, and then what this process saw."""
+    lease = lock(name, ttl=LONG, backend=alias).acquire(blocking=False)
+    assert lease is not None
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _be_the_child(alias, name, lease, writing)
+    os.close(writing)
+    try:
+        told = _read_line(reading)
+        told["parent verified"] = lease.verify()
+        told["parent token"] = lease.token
+        time.sleep(0.2)
+        told["waited"] = not select.select([reading], [], [], 0)[0]
+        lease.release()
+        return {**told, **_read_line(reading)}
+    finally:
+        os.close(reading)
+        _bury(child)
+
+
+def _be_the_child(alias: str, name: str, lease: Lease, writing: int) -> None:
+    try:
+        again = lock(name, ttl=LONG, backend=alias)
+        told = {
+            "inherited": current_lease(name),
+            "lost": lease.lost,
+            "verified": lease.verify(),
+            "released": lease.release(),
+            "taken": again.acquire(blocking=False) is not None,
+        }
+        os.write(writing, f"{told!r}\n".encode())
+        with lock(name, ttl=LONG, backend=alias, blocking_timeout=PATIENCE) as own:
+            token = own.token
+        os.write(writing, f"{ {'token': token}!r}\n".encode())
+    except BaseException as exc:
+        os.write(writing, f"{ {'error': repr(exc)}!r}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def _read_line(reading: int) -> dict[str, Any]:
+    line = b""
+    while not line.endswith(b"\n"):
+        assert select.select([reading], [], [], PATIENCE)[0], "The child said nothing."
+        read = os.read(reading, 1)
+        assert read, "The child died."
+        line += read
+    told: dict[str, Any] = ast.literal_eval(line.decode())
+    assert "error" not in told, told
+    return told
+
+
+def _bury(child: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)

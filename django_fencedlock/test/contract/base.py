@@ -1,0 +1,238 @@
+"""What the parts of the contract have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+
+from ... import signals
+from ...exceptions import BackendUnavailable
+from ...lease import Lease
+from ...locks import AsyncLock, Lock, alock, lock
+from ...services import Service, service
+from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes, another_thread
+from . import acts
+from .acts import LONG
+
+#: Seconds for a lease that is meant to run out.
+SHORT = 0.5
+
+
+class Contract:
+    """What the parts have in common. Override the attributes and the hooks, not the tests."""
+
+    #: The alias in ``FENCEDLOCK`` of the backend to be tested.
+    alias = "default"
+    #: Seconds that a busy machine may take for anything at all.
+    slack = 20.0
+
+    # Fixtures
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def processes(cls) -> Iterator[Processes]:
+        """Processes that the tests of a class share."""
+        with contextlib.closing(Processes()) as processes:
+            yield processes
+
+    @pytest.fixture
+    def process(self, processes: Processes) -> Iterator[AnotherProcess]:
+        """A process with a Django of its own, which the test may kill."""
+        with processes.borrow() as process:
+            yield process
+
+    @pytest.fixture
+    def thread(self) -> Iterator[AnotherThread]:
+        """Another holder: a thread that does what it is told."""
+        with another_thread() as thread:
+            yield thread
+
+    @pytest.fixture
+    def name(self, request: pytest.FixtureRequest) -> str:
+        """A lock name that nobody ever used."""
+        return f"{request.node.name[:60]}:{uuid.uuid4().hex}"
+
+    @pytest.fixture
+    def prepared(self) -> None:
+        """
+        Comes first and ends last.
+
+        Override it to start a service or to change the settings for each test.
+        """
+
+    @pytest.fixture(autouse=True)
+    def given_back(self, prepared: None) -> Iterator[None]:
+        """Give back at the end what a test left held in this process."""
+        taken: list[Lease] = []
+
+        def receive(lease: Lease, **kwargs: Any) -> None:
+            taken.append(lease)
+
+        with connected(signals.lock_acquired, receive):
+            yield
+        for lease in taken:
+            give_back(lease)
+
+    # Hooks
+
+    def pause_holder(self, lease: Lease) -> None:
+        """Let a lease of this process be renewed by nobody from now on."""
+        self.service.keeper.forget(lease)
+
+    def interrupt_holder(self, lease: Lease) -> None:
+        """
+        Let a lease of this process be lost to the next who comes; it has a ttl of half a second.
+
+        Where leases don't run out by themselves: end the session in which the lock lives.
+        """
+        self.pause_holder(lease)
+
+    def wake_holder(self, lease: Lease) -> None:
+        """Let a paused lease be renewed again, as far as the service does it."""
+        self.service.keeper.keep(lease)
+
+    # Aids
+
+    @property
+    def service(self) -> Service:
+        return service(self.alias)
+
+    @property
+    def database(self) -> str:
+        """The fence database."""
+        return self.service.config.fence_database
+
+    @property
+    def one_writer(self) -> bool:
+        """Whether a transaction that wrote keeps everybody else from being granted anything."""
+        return connections[self.database].vendor == "sqlite"
+
+    def lock(self, name: str, **terms: Any) -> Lock:
+        return lock(name, **{"ttl": LONG, "backend": self.alias, **terms})
+
+    def alock(self, name: str, **terms: Any) -> AsyncLock:
+        return alock(name, **{"ttl": LONG, "backend": self.alias, **terms})
+
+    def take(self, name: str, **terms: Any) -> Lease:
+        """Take a lock that is free."""
+        lease = self.lock(name, **terms).acquire(blocking=False)
+        assert lease is not None, f"Lock {name!r} isn't free: {self.lock(name).holder()}."
+        return lease
+
+    def try_to_take(self, name: str) -> bool:
+        """Tell whether the lock could be taken, and give it back."""
+        lease = self.lock(name).acquire(blocking=False)
+        return lease is not None and lease.release()
+
+    def take_when_free(self, name: str) -> Lease:
+        """Take a lock that somebody is about to lose."""
+        lease = self.lock(name).acquire(blocking_timeout=PATIENCE)
+        assert lease is not None, f"Lock {name!r} is still held: {self.lock(name).holder()}."
+        return lease
+
+    def is_free_for(self, other: AnotherThread | AnotherProcess, name: str) -> bool:
+        return other.call(acts.try_to_take, self.alias, name)
+
+    def is_free(self, name: str) -> bool:
+        """Tell whether a holder that nobody knows could take the lock."""
+        with another_thread() as thread:
+            return self.is_free_for(thread, name)
+
+    def recorded(self, name: str) -> tuple[int, str] | None:
+        """The token and the owner of the newest grant, from the database."""
+        from ...models import Fence
+
+        found = Fence.objects.using(self.database).filter(name=name).values_list("token", "owner")
+        return found.first()
+
+    def lost_lease(self, name: str, thread: AnotherThread) -> tuple[Lease, Lease]:
+        """A lease that was lost, and its successor's, which `thread` has."""
+        former = self.take(name, ttl=SHORT)
+        self.interrupt_holder(former)
+        return former, thread.call(self.take_when_free, name)
+
+
+def give_back(lease: Lease) -> None:
+    if not lease.released:
+        lease.entries = 1
+        with contextlib.suppress(BackendUnavailable):
+            # Not its alias' service of now: the settings may have changed.
+            lease._control.release(lease, lease.who)
+
+
+class Rollback(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def ended_by(using: str, ends_by: str) -> Iterator[None]:
+    with contextlib.suppress(Rollback), transaction.atomic(using=using):
+        yield
+        if ends_by == "rollback":
+            raise Rollback
+
+
+def all_at_once(functions: list[Callable[[], object]]) -> None:
+    with contextlib.ExitStack() as stack:
+        threads = [stack.enter_context(another_thread()) for _ in functions]
+        started = [
+            thread.start(function) for thread, function in zip(threads, functions, strict=True)
+        ]
+        for each in started:
+            each.result(PATIENCE)
+
+
+@contextlib.contextmanager
+def connected(signal: Any, receiver: Callable[..., None]) -> Iterator[None]:
+    signal.connect(receiver, weak=False)
+    try:
+        yield
+    finally:
+        signal.disconnect(receiver)
+
+
+@contextlib.contextmanager
+def listening(signal: Any, name: str, word: str, heard: list[str]) -> Iterator[None]:
+    """Note `word` whenever `signal` is sent about lock `name`."""
+    about = name
+
+    def receive(name: str, **kwargs: Any) -> None:
+        if name == about:
+            heard.append(word)
+
+    with connected(signal, receive):
+        yield
+
+
+@contextlib.contextmanager
+def counted_batches(service: Service) -> Iterator[list[int]]:
+    """Note the size of each batch that is renewed."""
+    sizes: list[int] = []
+    renew = service.backend.renew
+
+    def noting(leases: Any) -> Any:
+        sizes.append(len(leases))
+        return renew(leases)
+
+    service.backend.renew = noting  # type: ignore[method-assign]
+    try:
+        yield sizes
+    finally:
+        del service.backend.renew
+
+
+def keepers(alias: str) -> int:
+    return sum(thread.name == f"fencedlock-keeper-{alias}" for thread in threading.enumerate())
+
+
+def open_files() -> int:
+    """How many files and sockets this process has open, where the system tells."""
+    here = Path("/proc/self/fd")
+    return len(list(here.iterdir())) if here.exists() else 0

@@ -1,0 +1,227 @@
+"""Exclusion, waiting, and the order of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from ...exceptions import (
+    LockNotAcquired,
+    Unfenced,
+)
+from ...lease import Lease
+from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes
+from . import acts
+from .base import (
+    Contract,
+    all_at_once,
+)
+
+
+class ExclusionContract(Contract):
+    """One holder at a time, and each with a newer token than all before."""
+
+    # Exclusion and the order of tokens
+
+    def test_one_thread_at_a_time_is_inside_and_tokens_rise(self, name: str) -> None:
+        inside: list[int] = []
+        tokens: list[int] = []
+
+        def take_turns() -> None:
+            for _ in range(5):
+                with self.lock(name, blocking_timeout=PATIENCE) as lease:
+                    inside.append(1)
+                    tokens.append(lease.token)
+                    assert len(inside) == 1
+                    inside.pop()
+
+        all_at_once([take_turns] * 8)
+        assert tokens == list(range(1, 41))
+
+    def test_one_process_at_a_time_is_inside_and_tokens_rise(
+        self, name: str, processes: Processes
+    ) -> None:
+        with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile() as log:
+            several = [stack.enter_context(processes.borrow()) for _ in range(4)]
+            runs = [each.start(acts.take_turns, self.alias, name, 8, log.name) for each in several]
+            for run in runs:
+                run.result(PATIENCE)
+            steps = [line.split() for line in Path(log.name).read_text().splitlines()]
+        entered, left = steps[::2], steps[1::2]
+        assert {step for step, _ in entered} == {"in"}
+        assert left == [["out", token] for _, token in entered]
+        assert [int(token) for _, token in entered] == list(range(1, 33))
+
+    def test_one_asyncio_task_at_a_time_is_inside_and_tokens_rise(self, name: str) -> None:
+        inside: list[int] = []
+        tokens: list[int] = []
+
+        async def take_turns() -> None:
+            for _ in range(3):
+                async with self.alock(name, blocking_timeout=PATIENCE) as lease:
+                    inside.append(1)
+                    tokens.append(lease.token)
+                    await asyncio.sleep(0.001)
+                    assert len(inside) == 1
+                    inside.pop()
+
+        async def main() -> None:
+            await asyncio.gather(*(take_turns() for _ in range(5)))
+
+        asyncio.run(main())
+        assert tokens == list(range(1, 16))
+
+    def test_different_names_exclude_nobody(self, name: str, thread: AnotherThread) -> None:
+        with self.lock(name):
+            assert self.is_free_for(thread, f"{name}:other")
+
+    def test_another_process_is_excluded(self, name: str, process: AnotherProcess) -> None:
+        with self.lock(name):
+            assert not self.is_free_for(process, name)
+        assert self.is_free_for(process, name)
+
+    def test_a_process_that_holds_excludes_this_one(
+        self, name: str, process: AnotherProcess
+    ) -> None:
+        token = process.call(acts.hold, self.alias, name)
+        assert self.lock(name).acquire(blocking=False) is None
+        assert process.call(acts.let_go, name)
+        with self.lock(name) as lease:
+            assert lease.token == token + 1
+
+    # Waiting, in vain and not
+
+    def test_with_raises_who_holds_the_lock_and_never_enters(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        lease = thread.call(self.take, name)
+        entered = False
+        with pytest.raises(LockNotAcquired) as caught, self.lock(name, blocking_timeout=0):
+            entered = True
+        assert not entered
+        assert repr(name) in str(caught.value)
+        assert str(lease.holder) in str(caught.value)
+        assert (caught.value.name, caught.value.alias) == (name, self.alias)
+        assert caught.value.holder is not None
+        assert caught.value.holder.owner == lease.owner
+
+    def test_async_with_raises_who_holds_the_lock_and_never_enters(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        lease = thread.call(self.take, name)
+
+        async def main() -> None:
+            async with self.alock(name, blocking_timeout=0):
+                pytest.fail("entered without the lock")
+
+        with pytest.raises(LockNotAcquired) as caught:
+            asyncio.run(main())
+        assert str(lease.holder) in str(caught.value)
+
+    def test_acquire_without_blocking_gives_none(self, name: str, thread: AnotherThread) -> None:
+        thread.call(self.take, name)
+        assert self.lock(name).acquire(blocking=False) is None
+        assert asyncio.run(self.alock(name).acquire(blocking=False)) is None
+
+    def test_blocking_timeout_is_waited_for_and_not_much_longer(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        thread.call(self.take, name)
+        started = time.monotonic()
+        assert self.lock(name).acquire(blocking_timeout=0.3) is None
+        assert 0.25 <= time.monotonic() - started < 0.3 + self.slack
+
+    def test_a_waiter_gets_the_lock_when_it_is_released(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        lease = self.take(name)
+        waiting = thread.start(self.take_when_free, name)
+        time.sleep(0.1)
+        assert not waiting.done()
+        lease.release()
+        assert waiting.result(PATIENCE).token == lease.token + 1
+
+    def test_a_process_that_waits_gets_the_lock_when_it_is_released(
+        self, name: str, process: AnotherProcess
+    ) -> None:
+        lease = self.take(name)
+        waiting = process.start(acts.hold, self.alias, name, PATIENCE)
+        time.sleep(0.1)
+        assert not waiting.done()
+        lease.release()
+        assert waiting.result(PATIENCE) == lease.token + 1
+
+    def test_cancelled_waiting_leaves_nothing_held(self, name: str, thread: AnotherThread) -> None:
+        lease = thread.call(self.take, name)
+
+        async def main() -> None:
+            waiting = asyncio.create_task(self.alock(name).acquire(blocking_timeout=PATIENCE))
+            await asyncio.sleep(0.2)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+        asyncio.run(main())
+        thread.call(lease.release)
+        self.take_when_free(name).release()
+
+    def test_cancelling_while_the_lock_is_granted_leaves_nothing_held(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        async def main(lease: Lease, delay: float) -> None:
+            waiting = asyncio.create_task(self.alock(name).acquire(blocking_timeout=PATIENCE))
+            await asyncio.sleep(0.1)
+            releasing = thread.start(lease.release)
+            await asyncio.sleep(delay)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            if not waiting.cancelled() and (got := waiting.result()):
+                await self.service.in_thread(self.service.release, got, got.who)
+            await asyncio.wrap_future(releasing)
+
+        for step in range(8):
+            lease = thread.call(self.take_when_free, name)
+            asyncio.run(main(lease, step * 0.002))
+        self.take_when_free(name).release()
+
+    # Tokens
+
+    def test_tokens_begin_at_one_and_rise(self, name: str) -> None:
+        tokens = []
+        for _ in range(3):
+            with self.lock(name) as lease:
+                tokens.append(lease.token)
+        assert tokens == [1, 2, 3]
+
+    def test_a_grant_is_recorded_before_the_body_runs(self, name: str) -> None:
+        with self.lock(name) as lease:
+            assert self.recorded(name) == (lease.token, lease.owner)
+        assert self.recorded(name) == (lease.token, lease.owner)
+
+    def test_owners_are_never_the_same(self, name: str) -> None:
+        owners = set()
+        for _ in range(3):
+            with self.lock(name) as lease:
+                owners.add(lease.owner)
+        assert len(owners) == 3
+
+    def test_an_unfenced_lease_has_no_token_and_says_why(self, name: str) -> None:
+        with self.lock(name, fenced=False) as lease, pytest.raises(Unfenced, match="fenced=False"):
+            _ = lease.token
+        assert self.recorded(name) is None
+
+    def test_fenced_and_unfenced_holders_exclude_each_other(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        with self.lock(name, fenced=False):
+            assert not self.is_free_for(thread, name)
+        lease = thread.call(self.take, name)
+        assert self.lock(name, fenced=False).acquire(blocking=False) is None
+        thread.call(lease.release)
+        with self.lock(name, fenced=False) as unfenced:
+            assert unfenced.verify()

@@ -1,0 +1,184 @@
+"""What happens when a lease is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from ... import signals
+from ...exceptions import (
+    LeaseLost,
+)
+from ...lease import Lease
+from ..holders import AnotherProcess, AnotherThread, wait_until
+from . import acts
+from .acts import LONG
+from .base import (
+    SHORT,
+    Contract,
+    listening,
+)
+
+
+class LossContract(Contract):
+    """A lease was lost, and somebody else has the lock."""
+
+    def test_a_lost_lease_is_somebody_elses(self, name: str, thread: AnotherThread) -> None:
+        former, successor = self.lost_lease(name, thread)
+        assert successor.token == former.token + 1
+        assert not former.verify()
+        assert former.lost
+        assert former.remaining() == 0
+        with pytest.raises(LeaseLost):
+            former.check()
+
+    def test_a_former_holder_frees_nothing(self, name: str, thread: AnotherThread) -> None:
+        former, successor = self.lost_lease(name, thread)
+        assert former.release() is False
+        assert successor.verify()
+        holder = self.lock(name).holder()
+        assert holder is not None
+        assert holder.owner == successor.owner
+        assert not self.is_free(name)
+
+    def test_a_former_holder_renews_nothing(self, name: str, thread: AnotherThread) -> None:
+        former, successor = self.lost_lease(name, thread)
+        with pytest.raises(LeaseLost) as caught:
+            former.renew()
+        assert (caught.value.name, caught.value.token) == (name, former.token)
+        assert former.lost
+        assert successor.verify()
+
+    def test_the_keeper_notices_the_loss_and_tells_once(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        told: list[Lease] = []
+        heard: list[str] = []
+        with listening(signals.lock_lost, name, "lost", heard):
+            former = self.take(name, ttl=SHORT)
+            former.on_lost(told.append)
+            self.interrupt_holder(former)
+            thread.call(self.take_when_free, name)
+            self.wake_holder(former)
+            wait_until(lambda: heard, "the loss to be noticed")
+            assert not former.verify()
+            assert former.lost
+            former.release()
+        assert told == [former]
+        assert heard == ["lost"]
+
+    def test_what_is_asked_for_after_the_loss_is_called_at_once(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        former, _ = self.lost_lease(name, thread)
+        former.verify()
+        told: list[Lease] = []
+        former.on_lost(told.append)
+        assert told == [former]
+
+    def test_a_clean_block_whose_lease_was_lost_raises(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        with pytest.raises(LeaseLost, match="token 1"), self.lock(name, ttl=SHORT) as lease:
+            self.interrupt_holder(lease)
+            thread.call(self.take_when_free, name)
+        assert not self.is_free(name)
+
+    def test_a_loss_does_not_hide_the_bodys_own_error(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        with pytest.raises(ZeroDivisionError), self.lock(name, ttl=SHORT) as lease:
+            self.interrupt_holder(lease)
+            thread.call(self.take_when_free, name)
+            raise ZeroDivisionError
+
+    def test_an_async_block_whose_lease_was_lost_raises(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        async def main() -> None:
+            async with self.alock(name, ttl=SHORT) as lease:
+                self.interrupt_holder(lease)
+                await asyncio.wrap_future(thread.start(self.take_when_free, name))
+
+        with pytest.raises(LeaseLost):
+            asyncio.run(main())
+
+    def test_a_lost_lease_is_not_entered_again(self, name: str, thread: AnotherThread) -> None:
+        former, _ = self.lost_lease(name, thread)
+        former.verify()
+        with pytest.raises(LeaseLost):
+            self.lock(name).acquire(blocking=False)
+
+    def test_a_paused_process_is_overtaken_and_learns_it(
+        self, name: str, process: AnotherProcess
+    ) -> None:
+        token = process.call(acts.hold, self.alias, name, 0.0, SHORT)
+        process.pause()
+        successor = self.take_when_free(name)
+        assert successor.token == token + 1
+        process.resume()
+        process.call(acts.wait_for_the_loss, name)
+        assert process.call(acts.let_go, name) is False
+        assert successor.verify()
+        assert not self.is_free(name)
+        process.healthy = True
+
+    def test_a_killed_process_is_succeeded(self, name: str, process: AnotherProcess) -> None:
+        token = process.call(acts.hold, self.alias, name, 0.0, SHORT)
+        process.kill()
+        assert self.take_when_free(name).token == token + 1
+
+
+class ExpiryContract(Contract):
+    """For backends with ``supports_ttl``: a lease ends by the clock, and may be renewed after."""
+
+    def test_a_lease_is_not_taken_over_before_its_end(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        lease = self.take(name, ttl=SHORT)
+        self.pause_holder(lease)
+        thread.call(self.take_when_free, name)
+        # The service counts from later on than the holder, by a clock that may run a bit faster.
+        assert lease.remaining() < 0.05
+
+    def test_a_pause_costs_nothing_if_nobody_came(self, name: str) -> None:
+        with self.lock(name, ttl=SHORT) as lease:
+            self.pause_holder(lease)
+            time.sleep(SHORT + 0.2)
+            assert lease.expired
+            assert not lease.lost
+            lease.renew(ttl=LONG)
+            lease.check()
+            assert lease.verify()
+            assert self.recorded(name) == (lease.token, lease.owner)
+            assert not self.is_free(name)
+
+    def test_a_lease_that_ran_out_is_not_lost_to_whoever_asks(self, name: str) -> None:
+        with self.lock(name, ttl=SHORT) as lease:
+            self.pause_holder(lease)
+            time.sleep(SHORT + 0.2)
+            lease.verify()
+            assert not lease.lost
+            lease.renew()
+
+    def test_a_block_that_outlived_its_lease_ends_well_if_nobody_came(self, name: str) -> None:
+        with self.lock(name, ttl=SHORT) as lease:
+            self.pause_holder(lease)
+            time.sleep(SHORT + 0.2)
+        assert not lease.lost
+        assert self.is_free(name)
+
+    def test_the_keeper_renews_what_ran_out_if_nobody_came(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        with self.lock(name, ttl=1) as lease:
+            self.pause_holder(lease)
+            time.sleep(1.2)
+            assert lease.expired
+            self.wake_holder(lease)
+            wait_until(lambda: not lease.expired, "the lease to be renewed")
+            assert not lease.lost
+            lease.renew(ttl=LONG)
+            assert not self.is_free_for(thread, name)

@@ -1,0 +1,154 @@
+"""Services that are away, or forget."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from ...exceptions import (
+    BackendUnavailable,
+    LeaseLost,
+    LockNotAcquired,
+)
+from ...lease import Lease
+from ...locks import Lock
+from ..holders import PATIENCE, AnotherThread, another_thread
+from .acts import LONG
+from .base import (
+    Contract,
+)
+
+T = TypeVar("T")
+
+
+class OutageContract(Contract):
+    """For services that the test may stop. Run it apart: it wants a service of its own."""
+
+    #: Seconds within which a request to a service that is away has to be answered.
+    answer_within = 15.0
+
+    def paused(self) -> contextlib.AbstractContextManager[object]:
+        """Let the service hang inside the block: connections stay open, nothing is answered."""
+        raise NotImplementedError
+
+    def gone(self) -> contextlib.AbstractContextManager[object]:
+        """Let there be no service inside the block."""
+        raise NotImplementedError
+
+    @pytest.fixture(params=["paused", "gone"])
+    def outage(
+        self, request: pytest.FixtureRequest
+    ) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        way: Callable[[], contextlib.AbstractContextManager[object]] = getattr(self, request.param)
+        return way
+
+    def test_nothing_is_acquired_and_that_is_said_in_time(self, name: str, outage: Any) -> None:
+        self.take(f"{name}:before").release()
+        with outage():
+            started = time.monotonic()
+            with pytest.raises(BackendUnavailable) as caught:
+                self.take(name)
+            assert time.monotonic() - started < self.answer_within + self.slack
+            assert repr(self.alias) in str(caught.value)
+
+    def test_waiting_ends_in_time_as_well(self, name: str, outage: Any) -> None:
+        self.take(f"{name}:before").release()
+        with outage():
+            started = time.monotonic()
+            with pytest.raises((BackendUnavailable, LockNotAcquired)):
+                self._enter(self.lock(name, blocking_timeout=1))
+            assert time.monotonic() - started < 1 + 2 * self.answer_within + self.slack
+
+    def test_an_unknown_outcome_leaves_nothing_held_for_longer_than_a_ttl(
+        self, name: str, outage: Any
+    ) -> None:
+        with outage(), pytest.raises(BackendUnavailable):
+            self.take(name, ttl=1)
+        started = time.monotonic()
+        with another_thread() as thread:
+            lease = thread.call(self._take_in_spite_of_errors, name)
+            assert time.monotonic() - started < 1 + self.slack
+            assert thread.call(lease.release)
+
+    def test_a_lease_that_can_not_be_renewed_is_lost_after_its_ttl(
+        self, name: str, outage: Any
+    ) -> None:
+        lease = self.take(name, ttl=1)
+        lost = threading.Event()
+        lease.on_lost(lambda lease: lost.set())
+        with outage():
+            assert lost.wait(1 + self.answer_within + self.slack)
+            assert lease.lost
+
+    def test_a_short_outage_loses_nothing(self, name: str, outage: Any) -> None:
+        with self.lock(name, ttl=LONG) as lease:
+            with outage(), pytest.raises(BackendUnavailable):
+                lease.renew()
+            self._insist(lease.renew)
+            assert lease.verify()
+
+    def test_a_block_that_ends_meanwhile_tells_of_no_outage(self, name: str, outage: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                with self.lock(name, ttl=LONG):
+                    stack.enter_context(outage())
+            except LeaseLost:
+                # A session that ended has taken its locks along.
+                assert not self.service.backend.supports_ttl
+
+    def _enter(self, lock: Lock) -> None:
+        with lock:
+            pytest.fail("entered without the lock")
+
+    def _take_in_spite_of_errors(self, name: str) -> Lease:
+        return self._insist(lambda: self.take_when_free(name))
+
+    def _insist(self, act: Callable[[], T]) -> T:
+        """Try until the service is back in full."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return act()
+            except BackendUnavailable:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+
+class DataLossContract(Contract):
+    """For services that may forget: tokens rise all the same."""
+
+    def lose_data(self) -> None:
+        """Let the service forget everything, as far as it isn't in the fence database."""
+        raise NotImplementedError
+
+    def test_tokens_rise_after_the_service_forgot_everything(self, name: str) -> None:
+        for _ in range(3):
+            with self.lock(name) as before:
+                pass
+        self.lose_data()
+        with self.lock(name) as after:
+            assert after.token > before.token
+            assert self.recorded(name) == (after.token, after.owner)
+
+    def test_a_holder_that_was_forgotten_and_succeeded_is_told_so(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        former = self.take(name)
+        self.lose_data()
+        successor = thread.call(self.take, name)
+        assert successor.token > former.token
+        assert not former.verify()
+        assert former.release() is False
+        assert successor.verify()
+
+    def test_a_holder_that_was_forgotten_may_go_on_if_nobody_came(self, name: str) -> None:
+        with self.lock(name) as lease:
+            self.lose_data()
+            lease.renew()
+            assert lease.verify()
+            assert not self.is_free(name)

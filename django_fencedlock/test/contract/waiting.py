@@ -1,0 +1,107 @@
+"""Waiting in line."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+
+from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes, another_thread, wait_until
+from . import acts
+from .base import (
+    SHORT,
+    Contract,
+)
+
+
+class WaitingContract(Contract):
+    """For backends with ``supports_waiting``: who waits, waits in line."""
+
+    #: Seconds that a waiter who died may keep the others waiting.
+    dead_waiter_bound = 10.0
+
+    def waiters(self, name: str) -> int | None:
+        """How many stand in line, if the service can tell. Override it: the tests run faster."""
+        return None
+
+    def wait_for_waiters(self, name: str, count: int) -> None:
+        """Return when so many stand in line."""
+        if self.waiters(name) is None:
+            time.sleep(1)
+        else:
+            wait_until(lambda: self.waiters(name) == count, f"{count} to stand in line")
+
+    def test_first_come_first_served(self, name: str) -> None:
+        served: list[int] = []
+
+        def wait(place: int) -> None:
+            with self.lock(name, blocking_timeout=PATIENCE):
+                served.append(place)
+
+        with contextlib.ExitStack() as stack:
+            lease = self.take(name)
+            waiting = []
+            for place in range(6):
+                thread = stack.enter_context(another_thread())
+                waiting.append(thread.start(wait, place))
+                self.wait_for_waiters(name, place + 1)
+            lease.release()
+            for each in waiting:
+                each.result(PATIENCE)
+        assert served == list(range(6))
+
+    def test_first_come_first_served_among_processes(self, name: str, processes: Processes) -> None:
+        lease = self.take(name)
+        with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile() as log:
+            waiting = []
+            for place in range(3):
+                process = stack.enter_context(processes.borrow())
+                waiting.append(
+                    process.start(acts.note_when_served, self.alias, name, place, log.name)
+                )
+                self.wait_for_waiters(name, place + 1)
+            lease.release()
+            for each in waiting:
+                each.result(PATIENCE)
+            assert Path(log.name).read_text().split() == ["0", "1", "2"]
+
+    def test_who_gave_up_waiting_leaves_the_line(self, name: str, thread: AnotherThread) -> None:
+        lease = thread.call(self.take, name)
+        assert self.lock(name).acquire(blocking_timeout=0.2) is None
+        thread.call(lease.release)
+        self.take_when_free(name).release()
+
+    def test_who_gave_up_waiting_gets_nothing_later(self, name: str, thread: AnotherThread) -> None:
+        lease = self.take(name)
+        assert thread.call(self._wait_in_vain, name)
+        lease.release()
+        time.sleep(0.2)
+        assert self.lock(name).holder() is None
+        assert self.is_free(name)
+
+    def test_a_waiter_that_died_stalls_nobody(
+        self, name: str, thread: AnotherThread, process: AnotherProcess
+    ) -> None:
+        lease = self.take(name)
+        process.start(acts.hold, self.alias, name, PATIENCE)
+        self.wait_for_waiters(name, 1)
+        waiting = thread.start(self.take_when_free, name)
+        self.wait_for_waiters(name, 2)
+        process.kill()
+        released = time.monotonic()
+        lease.release()
+        assert waiting.result(PATIENCE).verify()
+        assert time.monotonic() - released < self.dead_waiter_bound + self.slack
+
+    def test_waiters_for_a_lease_that_is_lost_are_served(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        lease = self.take(name, ttl=SHORT)
+        waiting = thread.start(self.take_when_free, name)
+        self.wait_for_waiters(name, 1)
+        self.interrupt_holder(lease)
+        assert waiting.result(PATIENCE).token == lease.token + 1
+
+    def _wait_in_vain(self, name: str) -> bool:
+        return self.lock(name).acquire(blocking_timeout=0.3) is None

@@ -1,0 +1,25 @@
+"""The same aids as pytest fixtures: ``pytest_plugins = ["django_fencedlock.test.fixtures"]``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ..lease import Lease
+from . import aids
+
+
+@pytest.fixture
+def locks_off() -> Iterator[None]:
+    """Grant every lock at once and to everybody, for the whole test."""
+    with aids.locks_off():
+        yield
+
+
+@pytest.fixture
+def hold_lock() -> Iterator[Callable[..., Lease]]:
+    """Return a function that holds a lock as somebody else until the test is over."""
+    with contextlib.ExitStack() as stack:
+        yield lambda name, **terms: stack.enter_context(aids.hold_lock(name, **terms))

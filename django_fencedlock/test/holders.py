@@ -1,0 +1,159 @@
+"""Other holders for a test: a thread of its own, and a process with a Django of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import django
+from django.conf import settings
+from django.db import connections
+
+T = TypeVar("T")
+
+#: Seconds after which a test has hung. No test is meant to come near it.
+PATIENCE = 60.0
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout: float = PATIENCE) -> None:
+    """Ask every few milliseconds until `condition` holds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"Waited {timeout:g} s for {what}."
+        time.sleep(0.005)
+
+
+class _Another:
+    """Calls functions one after the other, all as one and the same holder."""
+
+    _executor: Executor
+
+    def start(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
+        return self._executor.submit(function, *args, **kwargs)
+
+    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        return self.start(function, *args, **kwargs).result(PATIENCE)
+
+
+class AnotherThread(_Another):
+    """A thread that does what it is told."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="another")
+
+    def close(self) -> None:
+        self._executor.submit(connections.close_all)
+        self._executor.shutdown()
+
+
+@contextlib.contextmanager
+def another_thread() -> Iterator[AnotherThread]:
+    with contextlib.closing(AnotherThread()) as thread:
+        yield thread
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process has to know to talk to the same databases and lock services."""
+
+    settings_module: str
+    databases: Mapping[str, Mapping[str, Any]]
+    overridden: Mapping[str, Any]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process, with the names of its test databases."""
+        return cls(
+            settings_module=os.environ["DJANGO_SETTINGS_MODULE"],
+            databases={alias: connections[alias].settings_dict for alias in connections},
+            overridden={
+                key: getattr(settings, key)
+                for key in ("CACHES", "FENCEDLOCK", "USE_TZ")
+                if hasattr(settings, key)
+            },
+        )
+
+    def settle(self) -> None:
+        """Set up Django like this, in a process that has just begun."""
+        os.environ["DJANGO_SETTINGS_MODULE"] = self.settings_module
+        for key, value in self.overridden.items():
+            setattr(settings, key, value)
+        django.setup()
+        for alias, entry in self.databases.items():
+            connections.settings[alias] = dict(entry)
+            with contextlib.suppress(AttributeError):
+                # One that somebody made as he was loaded; it isn't open yet.
+                del connections[alias]
+
+
+class AnotherProcess(_Another):
+    """A process that does what it is told; functions have to be importable there."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self.surroundings = surroundings
+        # Spawned, not forked: a process that knows nothing of ours.
+        self._executor = ProcessPoolExecutor(
+            1,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=surroundings.settle,
+        )
+        self.pid = self.call(os.getpid)
+        self.healthy = True
+
+    def pause(self) -> None:
+        """Stop the process where it stands, as a suspended machine does."""
+        self.healthy = False
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the process at once; it tidies nothing up."""
+        self.healthy = False
+        os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        if not self.healthy:
+            with contextlib.suppress(ProcessLookupError):
+                self.kill()
+        self._executor.shutdown(cancel_futures=True)
+
+
+class Processes:
+    """Processes to borrow. Those that come back unharmed serve the next test: they start slowly."""
+
+    def __init__(self) -> None:
+        self._idle: list[AnotherProcess] = []
+
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[AnotherProcess]:
+        process = self._find(Surroundings.here())
+        try:
+            yield process
+        except BaseException:
+            process.healthy = False
+            raise
+        finally:
+            if process.healthy:
+                self._idle.append(process)
+            else:
+                process.close()
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def _find(self, surroundings: Surroundings) -> AnotherProcess:
+        for process in self._idle:
+            if process.surroundings == surroundings:
+                self._idle.remove(process)
+                return process
+        return AnotherProcess(surroundings)

@@ -1,0 +1,233 @@
+"""
+The contract over every backend and server that there is.
+"""
+
+import contextlib
+import os
+import sqlite3
+
+import pytest
+from django.db import connections
+from django.test import override_settings
+
+from django_fencedlock import sessions
+from django_fencedlock.backends import postgres_waiting
+from django_fencedlock.test.contract import (
+    DataLossContract,
+    ExpiryContract,
+    LockContract,
+    OutageContract,
+    WaitingContract,
+)
+from tests.servers import shared
+
+DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
+POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
+REDIS = "django_fencedlock.backends.redis.RedisBackend"
+
+
+def real(*databases):
+    """
+    Ask for databases with real transactions, emptied after each test.
+    """
+    return pytest.mark.django_db(
+        transaction=True, databases=databases, available_apps=["django_fencedlock"]
+    )
+
+
+class Configured:
+    """
+    The settings for a class of tests; its processes find the same ones.
+    """
+
+    options = {}
+
+    @classmethod
+    def fencedlock(cls):
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def configured(cls):
+        with pytest.MonkeyPatch.context() as patch:
+            # As outside of tests: private connections stay open.
+            patch.setattr(sessions, "under_test", lambda: False)
+            patch.setattr(postgres_waiting, "under_test", lambda: False)
+            # Else each process of the tests would make a directory for servers of its own.
+            patch.setenv("FENCEDLOCK_TEST_SQLITE", os.devnull)
+            with override_settings(FENCEDLOCK={"default": cls.fencedlock()}):
+                yield
+        sessions.close_all()
+
+
+class OnDatabase(Configured, LockContract, ExpiryContract):
+    @classmethod
+    def fencedlock(cls):
+        return {"BACKEND": DATABASE, "FENCE_DATABASE": cls.fence_database}
+
+
+@real("default")
+class TestDatabaseOnSQLite(OnDatabase):
+    fence_database = "default"
+
+
+@real("default", "postgres")
+class TestDatabaseOnPostgres(OnDatabase):
+    fence_database = "postgres"
+
+
+@real("default", "mariadb")
+class TestDatabaseOnMariaDB(OnDatabase):
+    fence_database = "mariadb"
+
+
+@real("default", "postgres")
+class TestPostgres(Configured, LockContract, WaitingContract):
+    @classmethod
+    def fencedlock(cls):
+        return {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}
+
+    def interrupt_holder(self, lease):
+        shared.postgres().execute("SELECT pg_terminate_backend(%s)", lease.handle.session.pid)
+
+    def waiters(self, name):
+        # One per process in the server, the others in the process, behind that one.
+        name = connections["postgres"].settings_dict["NAME"]
+        ((waiting,),) = shared.postgres().execute(
+            "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database"
+            " WHERE l.locktype = 'advisory' AND NOT l.granted AND d.datname = %s",
+            name,
+        )
+        lines = [line for room in postgres_waiting._rooms.values() for line in room._lines.values()]
+        return waiting + sum(len(line) - 1 for line in lines if line)
+
+
+class OnRedis(Configured, LockContract, ExpiryContract, WaitingContract, DataLossContract):
+    @classmethod
+    def fencedlock(cls):
+        return {"BACKEND": REDIS, "LOCATION": cls.server().url, "FENCE_DATABASE": "postgres"}
+
+    def waiters(self, name):
+        return self.server().execute("ZCARD", self.service.backend._store._keys(name).queue)
+
+    def lose_data(self):
+        self.server().execute("FLUSHALL")
+
+
+@real("default", "postgres")
+class TestRedis(OnRedis):
+    server = staticmethod(shared.redis)
+
+
+@real("default", "postgres")
+class TestValkey(OnRedis):
+    server = staticmethod(shared.valkey)
+
+
+# Services that are away
+
+
+class Private(OutageContract):
+    """
+    A server that belongs to one test, which may stop it.
+    """
+
+    answer_within = 5.0
+    backend = DATABASE
+
+    @pytest.fixture
+    def prepared(self, request):
+        self.server = self.launch(request)
+        entry = {"BACKEND": self.backend, "OPTIONS": {"TIMEOUT": 1}, **self.address(request)}
+        with override_settings(FENCEDLOCK={"default": entry}):
+            yield
+
+    def address(self, request):
+        make_alias = request.getfixturevalue("make_alias")
+        return {"FENCE_DATABASE": make_alias(self.server.django())}
+
+    @contextlib.contextmanager
+    def paused(self):
+        self.server.pause()
+        try:
+            yield
+        finally:
+            self.server.resume()
+
+    @contextlib.contextmanager
+    def gone(self):
+        self.server.kill()
+        try:
+            yield
+        finally:
+            self.server.start()
+
+
+@real("default", "postgres")
+class TestOutageOfRedis(Private):
+    backend = REDIS
+
+    def launch(self, request):
+        return request.getfixturevalue("make_redis")()
+
+    def address(self, request):
+        return {"LOCATION": self.server.url, "FENCE_DATABASE": "postgres"}
+
+
+@real("default", "postgres")
+class TestOutageOfValkey(TestOutageOfRedis):
+    def launch(self, request):
+        return request.getfixturevalue("make_valkey")()
+
+
+@real("default")
+class TestOutageOfDatabaseOnPostgres(Private):
+    def launch(self, request):
+        return request.getfixturevalue("make_postgres")()
+
+
+@real("default")
+class TestOutageOfPostgres(TestOutageOfDatabaseOnPostgres):
+    backend = POSTGRES
+
+    # Such a lock is lost with its session, at once.
+    test_a_short_outage_loses_nothing = None
+
+
+@real("default", "mariadb")
+class TestOutageOfDatabaseOnMariaDB(Private):
+    def launch(self, request):
+        return request.getfixturevalue("make_mariadb")()
+
+    def address(self, request):
+        database = "fencedlock"
+        self.server.execute(f"CREATE DATABASE {database}")
+        make_alias = request.getfixturevalue("make_alias")
+        return {"FENCE_DATABASE": make_alias(self.server.django(database))}
+
+
+@real("default")
+class TestOutageOfDatabaseOnSQLite(Private):
+    def launch(self, request):
+        return request.getfixturevalue("tmp_path") / "db.sqlite3"
+
+    def address(self, request):
+        make_alias = request.getfixturevalue("make_alias")
+        entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(self.server)}
+        return {"FENCE_DATABASE": make_alias(entry)}
+
+    @contextlib.contextmanager
+    def paused(self):
+        # Somebody sits on the file.
+        with contextlib.closing(sqlite3.connect(self.server, isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            yield
+
+    @contextlib.contextmanager
+    def gone(self):
+        away = self.server.with_suffix(".away")
+        self.server.rename(away)
+        try:
+            yield
+        finally:
+            away.rename(self.server)

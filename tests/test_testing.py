@@ -1,0 +1,391 @@
+"""
+Locks within users' tests, and the aids of ``django_fencedlock.test``.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import connection, transaction
+from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
+
+from django_fencedlock import LeaseLost, LockNotAcquired, alock, current_lease, lock
+from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.signals import lock_lost
+from django_fencedlock.test import (
+    assert_locked,
+    assert_not_locked,
+    expire,
+    hold_lock,
+    locks_off,
+    lose,
+)
+from tests.servers import shared
+
+pytest_plugins = ["django_fencedlock.test.fixtures"]
+
+ON_POSTGRES = {"default": {"FENCE_DATABASE": "postgres"}}
+SESSION_LOCKS = {
+    "default": {
+        "BACKEND": "django_fencedlock.backends.postgres.PostgresBackend",
+        "FENCE_DATABASE": "postgres",
+    }
+}
+
+
+class Grants:
+    """
+    What has to work in any test case, without ceremony.
+    """
+
+    using = "default"
+
+    def test_tokens_begin_at_one_in_each_test(self):
+        for token in (1, 2):
+            with lock("invoice:42") as lease:
+                assert lease.token == token
+                assert lease.verify()
+
+    def test_tokens_begin_at_one_in_each_test_again(self):
+        self.test_tokens_begin_at_one_in_each_test()
+
+    def test_rows_are_there_for_the_orm(self):
+        with lock("invoice:42") as lease:
+            fence = Fence.objects.using(self.using).get()
+            assert (fence.token, fence.owner) == (lease.token, lease.owner)
+            assert HeldLock.objects.using(self.using).get().token == 1
+        assert not HeldLock.objects.using(self.using).exists()
+
+    def test_a_lock_after_a_write_in_atomic(self):
+        with transaction.atomic(using=self.using), lock("invoice:42") as lease:
+            Fence.objects.using(self.using).create(name="other", token=7, owner="x")
+            assert lease.token == 1
+        assert not HeldLock.objects.using(self.using).exists()
+
+    def test_a_lock_after_a_write(self):
+        Fence.objects.using(self.using).create(name="other", token=7, owner="x")
+        with lock("invoice:42", blocking_timeout=0) as lease:
+            lease.renew(ttl=5)
+            assert lease.verify()
+            lease.check()
+
+    def test_entering_again(self):
+        with lock("invoice:42") as outer, lock("invoice:42") as inner:
+            assert inner is outer
+            assert current_lease("invoice:42") is outer
+
+    async def test_locks_in_a_coroutine(self):
+        for token in (1, 2):
+            async with alock("invoice:42") as lease:
+                assert lease.token == token
+                assert await lease.averify()
+        assert await Fence.objects.using(self.using).acount() == 1
+
+    async def test_a_lock_that_is_acquired_and_released_in_a_coroutine(self):
+        lease = await alock("invoice:42").acquire(blocking=False)
+        await lease.arenew(ttl=5)
+        assert await lease.arelease()
+        assert not await HeldLock.objects.using(self.using).aexists()
+
+    def test_a_lock_held_by_somebody_else_is_refused_at_once(self):
+        started = time.monotonic()
+        with hold_lock("invoice:42") as held:
+            with pytest.raises(LockNotAcquired) as caught:
+                lock("invoice:42", blocking_timeout=60).__enter__()
+            assert assert_locked("invoice:42").owner == held.owner
+            assert lock("invoice:42").acquire(blocking=False) is None
+            with lock("invoice:43"):
+                pass
+        # The postgres backend alone can't see the thread, which is in the test's transaction.
+        place = f"{held.holder.host}, pid {held.holder.pid}"
+        assert f"'invoice:42' is held by {place}" in str(caught.value)
+        assert time.monotonic() - started < 30
+        with lock("invoice:42") as lease:
+            assert lease.token == held.token + 1
+
+    async def test_a_lock_held_by_somebody_else_is_refused_to_a_coroutine(self):
+        async with hold_lock("invoice:42") as held:
+            with pytest.raises(LockNotAcquired):
+                await alock("invoice:42", blocking_timeout=60).__aenter__()
+        async with alock("invoice:42") as lease:
+            assert lease.token == held.token + 1
+
+    async def test_hold_lock_in_a_coroutine_wants_async_with(self):
+        with pytest.raises(SynchronousOnlyOperation, match="async with hold_lock"):
+            hold_lock("invoice:42").__enter__()
+
+    def test_what_is_held_already_can_not_be_held_by_somebody_else(self):
+        with lock("invoice:42"), pytest.raises(LockNotAcquired):
+            hold_lock("invoice:42").__enter__()
+
+    def test_locked_or_not(self):
+        assert_not_locked("invoice:42")
+        with pytest.raises(AssertionError, match="is free"):
+            assert_locked("invoice:42")
+        with lock("invoice:42"):
+            assert_locked("invoice:42")
+            with pytest.raises(AssertionError, match="is held by"):
+                assert_not_locked("invoice:42")
+        assert_not_locked("invoice:42")
+
+    def test_an_expired_lease_may_be_renewed(self):
+        with lock("invoice:42") as lease:
+            expire(lease)
+            assert lease.expired
+            assert not lease.lost
+            with pytest.raises(LeaseLost):
+                lease.check()
+            lease.renew()
+            lease.check()
+
+    def test_an_expired_lease_is_taken_over(self):
+        lease = lock("invoice:42").acquire()
+        expire(lease)
+        with hold_lock("invoice:42") as successor:
+            assert successor.token == lease.token + 1
+            assert not lease.verify()
+        assert lease.lost
+        lease.release()
+
+    def test_a_lost_lease_is_lost_in_every_way(self):
+        told, heard = [], []
+
+        def receive(lease, **kwargs):
+            heard.append(lease)
+
+        lock_lost.connect(receive)
+        try:
+            with pytest.raises(LeaseLost), lock("invoice:42") as lease:
+                lease.on_lost(told.append)
+                lose(lease)
+                assert lease.lost
+                assert told == heard == [lease]
+                assert Fence.objects.using(self.using).get().token == 2
+        finally:
+            lock_lost.disconnect(receive)
+        assert_not_locked("invoice:42")
+
+    def test_unfenced_leases_are_lost_too(self):
+        with pytest.raises(LeaseLost), lock("cache", fenced=False) as lease:
+            lose(lease)
+
+    def test_locks_off(self):
+        with locks_off():
+            for token in (1, 2):
+                with lock("invoice:42") as lease, transaction.atomic(using=self.using):
+                    assert lease.token == token
+                    lease.renew()
+                    assert lease.verify()
+            assert not Fence.objects.using(self.using).exists()
+        with lock("invoice:42") as lease:
+            assert lease.token == 1
+
+
+class LeftBehind:
+    """
+    A lease that a test forgot is gone with the test's transaction.
+    """
+
+    def test_a_lease_that_was_left_behind_is_no_matter_to_the_next_test(self):
+        assert current_lease() is None
+        assert lock("invoice:42").acquire(blocking=False).token == 1
+
+    def test_a_lease_that_was_left_behind_is_no_matter_to_this_test_either(self):
+        assert current_lease() is None
+        lease = lock("invoice:42").acquire(blocking=False)
+        assert lease.token == 1
+        lose(lease)
+
+
+class InATestCase(Grants, LeftBehind, TestCase):
+    pass
+
+
+@override_settings(FENCEDLOCK=ON_POSTGRES)
+class InATestCaseOnPostgres(Grants, LeftBehind, TestCase):
+    databases = {"default", "postgres"}
+    using = "postgres"
+
+
+class InATransactionTestCase(Grants, TransactionTestCase):
+    available_apps = ["django_fencedlock"]
+
+    # SQLite has one writer, and this one is not the test's own.
+    test_a_lock_after_a_write_in_atomic = None
+
+
+@override_settings(FENCEDLOCK=ON_POSTGRES)
+class InATransactionTestCaseOnPostgres(Grants, TransactionTestCase):
+    available_apps = ["django_fencedlock"]
+    databases = {"default", "postgres"}
+    using = "postgres"
+
+
+@override_settings(FENCEDLOCK=SESSION_LOCKS)
+class SessionLocksInATestCase(Grants, TestCase):
+    databases = {"default", "postgres"}
+    using = "postgres"
+
+    # Such a lock ends with its session, and not before.
+    test_an_expired_lease_is_taken_over = None
+
+
+class OnRedis(Grants):
+    @classmethod
+    def setUpClass(cls):
+        redis = shared.redis()
+        entry = {
+            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+            "LOCATION": redis.url,
+            "FENCE_DATABASE": cls.using,
+        }
+        cls.enterClassContext(override_settings(FENCEDLOCK={"default": entry}))
+        super().setUpClass()
+
+    def setUp(self):
+        super().setUp()
+        # Its tokens outlive a test's transaction.
+        shared.redis().empty()
+
+
+class RedisInATestCase(OnRedis, TestCase):
+    pass
+
+
+class RedisInATestCaseOnPostgres(OnRedis, TestCase):
+    databases = {"default", "postgres"}
+    using = "postgres"
+
+
+class WithoutADatabase(SimpleTestCase):
+    def test_locks_off_asks_none(self):
+        with locks_off(), lock("invoice:42") as lease:
+            assert lease.token == 1
+
+    @locks_off()
+    def test_locks_off_as_a_decorator(self):
+        with lock("invoice:42"), lock("invoice:43") as lease:
+            assert lease.token == 1
+
+    async def test_locks_off_in_a_coroutine(self):
+        with locks_off():
+            async with alock("invoice:42") as lease:
+                assert lease.token == 1
+
+
+@pytest.mark.django_db
+class TestDbFixture:
+    @pytest.mark.parametrize("_", range(2))
+    def test_tokens_begin_at_one_in_each_test(self, _):
+        with lock("invoice:42") as lease:
+            assert lease.token == 1
+        assert connection.in_atomic_block
+
+    def test_hold_lock(self, hold_lock):
+        held = hold_lock("invoice:42")
+        assert assert_locked("invoice:42").owner == held.owner
+        assert lock("invoice:42", blocking_timeout=60).acquire() is None
+
+
+def test_the_fixture_locks_off_asks_no_database(locks_off):
+    with lock("invoice:42") as lease:
+        assert lease.token == 1
+
+
+@pytest.mark.django_db(transaction=True, available_apps=["django_fencedlock"])
+def test_waiters_may_wait_for_hold_lock():
+    with hold_lock("invoice:42", let_wait=True):
+        started = time.monotonic()
+        assert lock("invoice:42").acquire(blocking_timeout=0.3) is None
+        assert time.monotonic() - started > 0.2
+
+
+# A project of somebody else's
+
+SETTINGS = """
+    SECRET_KEY = "only for tests"
+    INSTALLED_APPS = ["django_fencedlock"]
+    USE_TZ = True
+    DATABASES = {{"default": {database!r}}}
+    FENCEDLOCK = {fencedlock!r}
+"""
+
+TESTS = """
+    from django.test import TestCase, TransactionTestCase
+    from django_fencedlock import LeaseLost, alock, lock
+    from django_fencedlock.test import assert_locked, assert_not_locked, hold_lock, lose
+
+    class First(TestCase):
+        def test_tokens_begin_at_one(self):
+            with lock("a") as lease:
+                self.assertEqual(lease.token, 1)
+                assert_locked("a")
+            with lock("a") as lease:
+                self.assertEqual(lease.token, 2)
+            assert_not_locked("a")
+
+        async def test_coroutine(self):
+            async with alock("a") as lease:
+                self.assertEqual(lease.token, 1)
+
+        def test_held_by_somebody_else(self):
+            with hold_lock("a"):
+                self.assertIsNone(lock("a").acquire(blocking_timeout=60))
+
+        def test_lost(self):
+            with self.assertRaises(LeaseLost), lock("a") as lease:
+                lose(lease)
+                self.assertTrue(lease.lost)
+"""
+
+REAL_TRANSACTIONS = """
+    class Second(TransactionTestCase):
+        def test_private_connections(self):
+            for token in (1, 2):
+                with lock("b") as lease:
+                    self.assertEqual(lease.token, token)
+"""
+
+
+def run_tests(directory, tests, database, **fencedlock):
+    """
+    Run ``manage.py test`` in a project of its own.
+    """
+    settings = SETTINGS.format(database=database, fencedlock={"default": fencedlock})
+    directory.joinpath("their_settings.py").write_text(textwrap.dedent(settings))
+    directory.joinpath("test_theirs.py").write_text(textwrap.dedent(tests))
+    return subprocess.run(
+        [sys.executable, "-m", "django", "test", "--verbosity=2"],
+        cwd=directory,
+        env={
+            **os.environ,
+            "DJANGO_SETTINGS_MODULE": "their_settings",
+            "PYTHONPATH": os.pathsep.join([str(directory), os.getcwd()]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize("name", [":memory:", "db.sqlite3"])
+def test_a_test_case_on_an_in_memory_sqlite(tmp_path, name):
+    done = run_tests(tmp_path, TESTS, {"ENGINE": "django.db.backends.sqlite3", "NAME": name})
+    assert done.returncode == 0, done.stderr
+    assert "Ran 4 tests" in done.stderr
+
+
+@pytest.mark.parametrize("backend", ["database.DatabaseBackend", "postgres.PostgresBackend"])
+def test_a_test_database_can_be_destroyed_afterwards(tmp_path, postgres, backend):
+    test_name = f"test_theirs_{os.getpid()}"
+    entry = {**postgres.django(), "TEST": {"NAME": test_name}}
+    tests = textwrap.dedent(TESTS) + textwrap.dedent(REAL_TRANSACTIONS)
+    done = run_tests(tmp_path, tests, entry, BACKEND=f"django_fencedlock.backends.{backend}")
+    assert done.returncode == 0, done.stderr
+    assert "Ran 5 tests" in done.stderr
+    found = postgres.execute("SELECT 1 FROM pg_database WHERE datname = %s", test_name)
+    assert not found
