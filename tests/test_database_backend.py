@@ -167,6 +167,8 @@ class TestOnSQLite:
         options = connections["default"].settings_dict["OPTIONS"]
         on("default")
         sessions.close_all()
+        with connections["default"].cursor() as cursor:
+            cursor.execute("VACUUM")  # leaves no free pages in the file
         monkeypatch.setitem(options, "init_command", "PRAGMA max_page_count = 1")
         with pytest.raises(BackendUnavailable, match="database or disk is full"):
             for place in range(500):
