@@ -96,6 +96,23 @@ class StaleFence(FencedLockError):
     holder: Holder | None
 
 
+class OutcomeUnknown(FencedLockError):
+    """A COMMIT failed in a way that doesn't tell whether it took place."""
+
+    fields = ("name", "owner", "token")
+    name: str
+    owner: str
+    token: int
+
+
+class WrongDatabase(FencedLockError):
+    """A row, or a transaction, isn't in the database where the fences of its lock are."""
+
+    fields = ("name", "database")
+    name: str
+    database: str
+
+
 class VersionConflict(FencedLockError):
     """The row was changed since this object was loaded."""
 

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -38,6 +39,7 @@ class Control(Protocol):
     def renew(self, lease: Lease, ttl: Duration | None) -> None: ...
     def release(self, lease: Lease, who: object = None) -> bool: ...
     async def arelease(self, lease: Lease, who: object) -> bool: ...
+    def atomic(self, lease: Lease, using: str | None) -> AbstractContextManager[None]: ...
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T: ...
 
 
@@ -60,6 +62,7 @@ class Lease:
         ttl: float,
         since: float,
         control: Control,
+        database: str = "default",
         handle: Any = None,
         clock: Callable[[], float] = clock,
     ) -> None:
@@ -67,6 +70,8 @@ class Lease:
         self.alias = alias
         self.holder = owner
         self.ttl = ttl
+        #: The alias of the database where the fence is.
+        self.database = database
         #: For the backend alone: where the lock lives.
         self.handle = handle
         #: The caller's own connection to the fence database, on SQLite the one that may have it.
@@ -203,6 +208,15 @@ class Lease:
             return await self._control.arelease(self, asyncio.current_task())
         finally:
             leave(self)
+
+    def atomic(self, using: str | None = None) -> AbstractContextManager[None]:
+        """
+        Open a transaction in which everything is fenced by this lease, whatever it writes.
+
+        The next grant of the name waits for its end. It has to be the outermost transaction, on
+        the database where the fences are.
+        """
+        return self._control.atomic(self, using)
 
     def on_lost(self, callback: Callable[[Lease], object]) -> None:
         """Call `callback(lease)` once it is lost, from another thread; at once if it is already."""

@@ -27,10 +27,12 @@ from .exceptions import (
     NotTheHolder,
     TransactionInTheWay,
 )
+from .fences import ledger_for
+from .fences.pinning import pinned_atomic
 from .keeper import Keeper
 from .lease import Duration, Lease, clock
 from .owners import Holder, Owner, new_owner, whoami
-from .sessions import under_test
+from .sessions import Sessions, under_test
 
 T = TypeVar("T")
 
@@ -39,6 +41,8 @@ logger = logging.getLogger("django_fencedlock")
 #: Where a backend can't wait in its service, one looks again after 10 ms, then ever later, but at
 #: least every 250 ms; each pause is drawn from half of that to one and a half.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25
+#: Seconds for finding out what was in the way, after a wait that was in vain.
+BRIEFLY = 0.5
 
 
 class Service:
@@ -171,6 +175,7 @@ class Service:
             ttl=request.ttl,
             since=grant.since,
             control=self,
+            database=self.config.fence_database,
             handle=grant.handle,
         )
         lease.home = connections[self.config.fence_database]
@@ -190,9 +195,6 @@ class Service:
         """Refuse a grant that the caller's transaction can't see: its snapshot is older."""
         if not (request.in_transaction and request.fenced):
             return
-        # Needs the tables' SQL, which nothing needs before Django is ready.
-        from .fences import ledger_for
-
         connection = connections[self.config.fence_database]
         if ledger_for(connection).newest(connection, lease.name) != (lease.token, lease.owner):
             raise TransactionInTheWay(
@@ -247,6 +249,9 @@ class Service:
             name=lease.name,
             alias=lease.alias,
         )
+
+    def atomic(self, lease: Lease, using: str | None) -> contextlib.AbstractContextManager[None]:
+        return pinned_atomic(lease, using)
 
     def release(self, lease: Lease, who: object = None) -> bool:
         if lease.who is not (who or whoami()):
@@ -343,11 +348,37 @@ class Service:
         except BackendUnavailable:
             holder = None
         by = f"held by {holder}" if holder else "taken; its holder has just gone, or can't be told"
+        if holder is None or holder.token is None:
+            # Somebody whose grant isn't recorded: it may be what he waits for as well.
+            by = self._pinned(name) or by
         return LockNotAcquired(
             f"Lock {name!r} is {by}. Waited {waited:.1f} s for it.",
             name=name,
             alias=self.config.alias,
             holder=holder,
+        )
+
+    def _pinned(self, name: str) -> str | None:
+        """Tell of an open transaction that keeps a grant from being recorded."""
+        using = self.config.fence_database
+        asking = Sessions(using, BRIEFLY)
+        try:
+            blocker, row = asking.run(
+                lambda private: (
+                    ledger_for(private).pinned_by(private, name),
+                    ledger_for(private).look(private, name),
+                )
+            )
+        except Error:
+            return None
+        finally:
+            asking.close()
+        if blocker is None:
+            return None
+        last = f"; its last holder was {row.holder()}" if row and not row.live else ""
+        return (
+            f"free, but a transaction under a former grant is still open on {using!r}, and the "
+            f"next grant has to wait for its end: {blocker}{last}"
         )
 
     def lose(self, lease: Lease, why: str) -> None:

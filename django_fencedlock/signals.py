@@ -22,6 +22,9 @@ lock_not_acquired = Signal()
 lock_released = Signal()
 #: Carries ``lease`` and ``reason``. Sent from the thread that noticed, often the keeper's.
 lock_lost = Signal()
+#: The sender is the model. Carries ``pk`` (None for a statement over many rows), ``name`` of the
+#: lock, the writer's ``token``, the ``row_token`` if known, and the present ``holder`` if known.
+stale_write_rejected = Signal()
 
 
 def send(signal: Signal, sender: type, **facts: Any) -> None:

@@ -159,6 +159,14 @@ class Ledger(ABC):
     def is_row_locked(self, error: Error) -> bool:
         """Whether a statement gave up because somebody else has a row (or the file) locked."""
 
+    def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
+        """Whether the database rolled the whole transaction back because of a statement."""
+        return False
+
+    def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
+        """Say whose open transaction has the fence locked; None if nobody's has."""
+        return None
+
     def parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
         """Parameters that `clock` needs."""
         return {}
@@ -235,6 +243,12 @@ class Ledger(ABC):
                 )
                 found.update(owner for (owner,) in cursor.fetchall())
         return {lease.owner for lease in leases} - found
+
+
+def session_words(number: int, program: str | None, state: str | None, seconds: float) -> str:
+    """Describe a session of the server for people."""
+    by = f" of {program!r}" if program else ""
+    return f"server session {number}{by}, {state or 'state unknown'}, begun {seconds:.1f} s ago"
 
 
 def _time(value: Any) -> datetime:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..lease import Lease
-from .ledger import COLUMNS, FENCE, HELD, LOCK_WAIT, TAKEN_OVER, Entry, Ledger
+from .ledger import COLUMNS, FENCE, HELD, LOCK_WAIT, TAKEN_OVER, Entry, Ledger, session_words
 
 # The limits are set within the statement that they are for: a SET of the session would leak to
 # other clients through a pooler. The statement that follows has to read from s, or it never runs.
@@ -76,6 +77,22 @@ FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
 RETURNING h.owner
 """
 
+# Row locks aren't in pg_locks, but the row itself says who has it locked: a transaction, or a
+# "multixact" of several.
+_PINNED_BY = f"""
+SELECT a.pid, a.application_name, a.state,
+extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.backend_start))
+FROM {FENCE} f %s
+JOIN pg_locks l ON l.locktype = 'transactionid' AND l.granted AND l.transactionid = %s
+JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE f.name = %%(name)s ORDER BY a.xact_start
+"""
+PINNED_BY_ONE = _PINNED_BY % ("", "f.xmax")
+PINNED_BY_SEVERAL = _PINNED_BY % (
+    "CROSS JOIN LATERAL pg_get_multixact_members(f.xmax) m",
+    "m.xid",
+)
+
 
 class PostgresLedger(Ledger):
     clock = "clock_timestamp()"
@@ -113,3 +130,12 @@ class PostgresLedger(Ledger):
         cause = error.__cause__
         state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
         return state in ("55P03", "40P01")
+
+    def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
+        # The second fails unless the row says that there are several: then nobody has it.
+        for statement in (PINNED_BY_ONE, PINNED_BY_SEVERAL):
+            with contextlib.suppress(Error), connection.cursor() as cursor:
+                cursor.execute(statement, {"name": name})
+                if found := cursor.fetchall():
+                    return " and ".join(session_words(*facts) for facts in found)
+        return None

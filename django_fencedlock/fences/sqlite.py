@@ -64,3 +64,7 @@ class SQLiteLedger(PortableLedger):
     def is_row_locked(self, error: Error) -> bool:
         # "database is locked", or "database table is locked" with a shared cache.
         return "is locked" in str(error)
+
+    def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
+        # A full disk, an interrupt, OR ROLLBACK in somebody's statement.
+        return not connection.connection.in_transaction
