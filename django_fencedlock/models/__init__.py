@@ -1,5 +1,17 @@
-"""The models: the two tables of the package."""
+"""The models: the two tables of the package, and what fences models of yours."""
 
+from .fenced import FencedModel
+from .fencing import Fencing
+from .querysets import FencedManager, FencedQuerySet
 from .tables import Fence, HeldLock
+from .versioned import VersionedModel
 
-__all__ = ["Fence", "HeldLock"]
+__all__ = [
+    "Fence",
+    "FencedManager",
+    "FencedModel",
+    "FencedQuerySet",
+    "Fencing",
+    "HeldLock",
+    "VersionedModel",
+]

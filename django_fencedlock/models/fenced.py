@@ -1,0 +1,198 @@
+"""`FencedModel`: a row is written under the newest grant of its lock, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.db import models
+
+from ..lease import Lease, held_names
+from .fencing import Fencing, FencingOf
+from .fields import FenceField
+from .guarded import Doing, Guard, GuardedModel, is_claimed
+from .querysets import handed_over
+from .writes import RowGuard, Write, new_rows_fence, write_for, write_for_new_row
+
+
+class FencedModel(GuardedModel):
+    """
+    Adds a ``fence`` column, and checks it in every way the ORM writes.
+
+    Under a lease of the row's lock a save is one query, as without it. It raises `StaleFence` if
+    a newer grant exists, or if somebody wrote the row since it was loaded. Without a lease it
+    raises `NoLease`, unless ``fencing`` or the settings allow it.
+    """
+
+    fence = FenceField()
+    fencing: Any = Fencing()
+
+    class Meta(GuardedModel.Meta):
+        abstract = True
+
+    def save(self, *args: Any, lease: Lease | None = None, **kwargs: Any) -> None:
+        """Save under `lease`, or the context's lease of the row's lock."""
+        lease = lease or handed_over(type(self))
+        if lease is None:
+            super().save(*args, **kwargs)
+        else:
+            with _given(self, lease):
+                super().save(*args, **kwargs)
+
+    save.alters_data = True  # type: ignore[attr-defined]
+
+    async def asave(self, *args: Any, lease: Lease | None = None, **kwargs: Any) -> None:
+        """See save()."""
+        with _given(self, lease):
+            await super().asave(*args, **kwargs)
+
+    asave.alters_data = True  # type: ignore[attr-defined]
+
+    def delete(
+        self, using: str | None = None, keep_parents: bool = False, *, lease: Lease | None = None
+    ) -> tuple[int, dict[str, int]]:
+        """Delete under `lease`, or the context's lease of the row's lock."""
+        with _given(self, lease):
+            return super().delete(using, keep_parents)
+
+    delete.alters_data = True  # type: ignore[attr-defined]
+
+    async def adelete(
+        self, using: str | None = None, keep_parents: bool = False, *, lease: Lease | None = None
+    ) -> tuple[int, dict[str, int]]:
+        """See delete()."""
+        return await sync_to_async(self.delete)(using, keep_parents, lease=lease)
+
+    adelete.alters_data = True  # type: ignore[attr-defined]
+
+    def _guards(self, table: Any, using: str, doing: Doing) -> list[Guard]:
+        guards = super()._guards(table, using, doing)
+        fencing: FencingOf = self.fencing
+        if table._meta.concrete_model is fencing.plan.owner:
+            given = self.__dict__.get("_fence_lease")
+            guards.append(FenceGuard(self, self._write(fencing, using, doing, given)))
+        return guards
+
+    def _guard_collected(self, using: str, origin: Any) -> None:
+        super()._guard_collected(using, origin)
+        fencing: FencingOf = self.fencing
+        owner: Any = fencing.owner
+        concrete: Any = self._meta.concrete_model
+        if concrete is not owner:
+            return  # The row of the fence's own table is collected as well.
+        if isinstance(origin, owner) and is_claimed(origin) and origin.pk == self.pk:
+            return
+        given = _lease_given_to(origin)
+        if given is not None and given.name != fencing.name():
+            given = None
+        guard = FenceGuard(self, self._write(fencing, using, Doing.DELETING, given))
+        if not guard.keeps and not guard.is_met():
+            self._claim_row(owner, using, [guard])
+
+    def _write(self, fencing: FencingOf, using: str, doing: Doing, given: Lease | None) -> Write:
+        if not fencing.may_need_lease(given):
+            return Write(fencing, using, None, {}, doing)
+        name = fencing.name_to_write()
+        if doing is Doing.ADDING:
+            return write_for_new_row(fencing, name, using, given, doing)
+        if doing is Doing.LOADING and given is None and name not in held_names():
+            # It may overwrite the row, and leaves the fence as it is.
+            return Write(fencing, using, None, {}, doing)
+        columns = {field.attname: getattr(self, field.attname) for field in fencing.plan.guarding}
+        return write_for(fencing, name, columns, using, given, doing)
+
+
+class FenceGuard(Guard):
+    """Has the fence rise to the lease's token, on the condition that it is the newest."""
+
+    column = "fence"
+
+    def __init__(self, instance: FencedModel, write: Write) -> None:
+        super().__init__(instance)
+        self.write = write
+        self.keeps = write.lease is None
+        # An unleased row may be added, and by no means overwrite another of its key.
+        self.insert_only = (
+            self.keeps and write.doing is Doing.ADDING and write.fencing.spec.unleased == "reject"
+        )
+        if not self.keeps:
+            self.updated = self.after_insert = write.token
+
+    @property
+    def inserted(self) -> Any:
+        return new_rows_fence(self.write)
+
+    @property
+    def loaded(self) -> int | None:
+        """The fence that the object was read with; None if it wasn't."""
+        if self.instance._state.adding or not isinstance(self.before, int):
+            return None
+        return self.before
+
+    def condition(self) -> RowGuard:
+        return RowGuard(self.write, self.loaded)
+
+    def is_met(self) -> bool:
+        """Whether a row that was read in this transaction needs no statement to be checked."""
+        loaded = self.loaded
+        return self.write.is_pinned and loaded is not None and loaded <= self.write.token
+
+    def overwrote(self) -> None:
+        if self.keeps and self.write.doing is Doing.ADDING:
+            self.write.fencing.lease_for(self.write.fencing.name(), None, Doing.SAVING)
+
+    def stopped(self) -> Exception:
+        return self.write.refusal(self.instance.pk).of_statement()
+
+    def explain(self, row: Any) -> None:
+        expected = self.write.own_columns()
+        found = models.QuerySet.values_list(row, "fence", *expected).first()
+        refusal = self.write.refusal(self.instance.pk)
+        if superseded := refusal.superseded():
+            raise superseded
+        if found is None:
+            if self.instance._state.adding:
+                return
+            raise refusal.error(None, "the row is gone, and isn't inserted again")
+        fence, *columns = found
+        if columns != list(expected.values()):
+            raise refusal.error(
+                fence,
+                "the row belongs to another lock than the one that its name gives now; to move "
+                "it, update() it under the leases of both",
+            )
+        if fence > self.write.token:
+            raise refusal.error(fence, f"the row was written under token {fence} already")
+        if self.loaded is not None and fence not in (self.loaded, self.write.token):
+            raise refusal.error(
+                fence,
+                f"it was read before the lock was taken, and written under token {fence} since; "
+                "read it again under the lock",
+            )
+
+
+def _lease_given_to(origin: Any) -> Lease | None:
+    """The lease that a write of an object or queryset was given explicitly."""
+    if isinstance(origin, models.Model):
+        lease: Lease | None = origin.__dict__.get("_fence_lease")
+        return lease
+    return getattr(origin, "_lease", None)
+
+
+@contextlib.contextmanager
+def _given(instance: models.Model, lease: Lease | None) -> Iterator[None]:
+    """Note the lease that a write was given, for the steps that Django takes from there."""
+    if lease is None:
+        yield
+        return
+    before = _lease_given_to(instance)
+    instance.__dict__["_fence_lease"] = lease
+    try:
+        yield
+    finally:
+        if before is None:
+            del instance.__dict__["_fence_lease"]
+        else:
+            instance.__dict__["_fence_lease"] = before

@@ -1,0 +1,344 @@
+"""How a model is fenced: the name of each row's lock, the mode, and what unleased writes meet."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured, ValidationError
+from django.db import models
+from django.db.backends.utils import format_number
+from django.utils import timezone
+
+from .. import conf, names
+from ..exceptions import NoLease
+from ..lease import Lease, current_lease, held_names
+from ..locks import AsyncLock, Lock, alock, lock
+
+if TYPE_CHECKING:
+    from django.db.models import Model
+
+logger = logging.getLogger("django_fencedlock")
+
+SERIALISED, HIGH_WATER = "serialised", "high_water"
+MODES = (SERIALISED, HIGH_WATER)
+_TERMS = ("ttl", "blocking_timeout", "backend")
+
+
+class Fencing:
+    """
+    Names the lock of each row of a fenced model, as its class attribute ``fencing``.
+
+    Args:
+        lock: A template over the model's fields, ``"account:{account_id}"``, or a callable that
+            makes a name of an instance. Without one, ``app_label.model:{pk}``.
+        mode: ``"serialised"`` lets no write commit after a newer grant was recorded; the fences
+            have to be in the row's own database. ``"high_water"`` compares with the row's own
+            column alone: updates can get lost, only the row's token never goes down.
+        unleased: ``"reject"``, ``"warn"`` or ``"allow"`` writes without a lease; by default the
+            setting ``FENCEDLOCK_UNLEASED``.
+        backend: The alias of the lock service that ``fencing.lock()`` uses.
+    """
+
+    def __init__(
+        self,
+        lock: str | Callable[[Any], str | None] | None = None,
+        *,
+        mode: str = SERIALISED,
+        unleased: str | None = None,
+        backend: str = conf.DEFAULT_ALIAS,
+    ) -> None:
+        if mode not in MODES:
+            raise ImproperlyConfigured(
+                f"Fencing(mode={mode!r}): it has to be one of {', '.join(map(repr, MODES))}."
+            )
+        if unleased is not None and unleased not in conf.UNLEASED:
+            raise ImproperlyConfigured(
+                f"Fencing(unleased={unleased!r}): it has to be one of "
+                f"{', '.join(map(repr, conf.UNLEASED))}."
+            )
+        self.template = lock
+        self.mode = mode
+        self.serialised = mode == SERIALISED
+        self.backend = backend
+        self._unleased = unleased
+        self._plans: dict[type[Model], Plan] = {}
+
+    @property
+    def unleased(self) -> str:
+        """What is done with a write that no lease covers."""
+        return self._unleased or conf.unleased()
+
+    def plan(self, model: type[Model]) -> Plan:
+        """What follows from the fields of a model, worked out once."""
+        plan = self._plans.get(model)
+        if plan is None:
+            plan = self._plans[model] = _plan(model, self.template)
+        return plan
+
+    def __get__(self, instance: Model | None, owner: type[Model]) -> FencingOf:
+        return FencingOf(self, owner, instance)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the names of one model's locks are made of."""
+
+    #: The model whose table has the fence column: under inheritance, a parent.
+    owner: Any
+    fence_column: str
+    pk: tuple[models.Field[Any, Any], ...]
+    #: Text, the fields that follow it, and their format.
+    parts: tuple[tuple[str, tuple[models.Field[Any, Any], ...], str], ...]
+    #: The attributes that the name is made of; None if only a callable knows.
+    columns: tuple[str, ...] | None
+    #: The fields among them that the fence's own table has, but its primary key.
+    guarding: tuple[models.Field[Any, Any], ...]
+    #: Whether all of them are in the fence's own table.
+    is_local: bool
+
+
+class FencingOf:
+    """The fencing of one model, or of one of its rows."""
+
+    __slots__ = ("_instance", "model", "plan", "spec")
+
+    def __init__(self, spec: Fencing, model: type[Model], instance: Model | None) -> None:
+        self.spec = spec
+        self.model = model
+        self.plan = spec.plan(model)
+        self._instance = instance
+
+    @property
+    def owner(self) -> Any:
+        """The model whose table has the fence column: under inheritance, a parent."""
+        return self.plan.owner
+
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """The attributes that the name is made of; None if only a callable knows."""
+        return self.plan.columns
+
+    @property
+    def is_of_own_pk(self) -> bool:
+        """Whether no other row's lock has the name of a row's."""
+        columns = self.columns
+        return columns is not None and all(field.attname in columns for field in self.plan.pk)
+
+    def name(self) -> str | None:
+        """The name of this row's lock; None while a field that it is made of is empty."""
+        template = self.spec.template
+        if callable(template):
+            found = template(self._instance)
+            return None if found is None else names.validate(found)
+        instance: Any = self._instance
+        values = {column: getattr(instance, column) for column in self.plan.columns or ()}
+        if None in values.values() and len(self.plan.pk) == 1:
+            # A child that was made by hand has its key in its own table's column alone.
+            key = self.plan.pk[0].attname
+            if key in values and values[key] is None:
+                values[key] = instance.pk
+        return self.name_of(values)
+
+    def name_to_write(self) -> str | None:
+        """The name of this row's lock, for a write; None as well if no lock can have its name."""
+        try:
+            return self.name()
+        except (TypeError, ValueError):
+            if self.spec.unleased == "allow":
+                return None
+            raise
+
+    def may_need_lease(self, given: Lease | None) -> bool:
+        """Whether a write can need one: else nothing is asked, and no name made."""
+        return given is not None or current_lease() is not None or self.spec.unleased != "allow"
+
+    def name_of(self, values: Mapping[str, Any]) -> str | None:
+        """The name of the lock of rows with these values, by attribute."""
+        for value in values.values():
+            if value is None or hasattr(value, "resolve_expression"):
+                return None
+        name = "".join(
+            text + ",".join(_text(field, values[field.attname], form) for field in fields)
+            for text, fields, form in self.plan.parts
+        )
+        return names.validate(name)
+
+    def lock(self, **arguments: Any) -> Lock:
+        """Name the lock of a row: ``Invoice.fencing.lock(pk=42)``, ``invoice.fencing.lock()``."""
+        name, terms = self._lock_arguments(arguments)
+        return lock(name, **terms)
+
+    def alock(self, **arguments: Any) -> AsyncLock:
+        """See lock()."""
+        name, terms = self._lock_arguments(arguments)
+        return alock(name, **terms)
+
+    def _lock_arguments(self, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        terms = {key: arguments.pop(key) for key in _TERMS if key in arguments}
+        terms.setdefault("backend", self.spec.backend)
+        label = self.model.__name__
+        if self._instance is not None:
+            if arguments:
+                raise TypeError(
+                    f"fencing.lock() of a row names itself; take {', '.join(sorted(arguments))} "
+                    f"away, or write {label}.fencing.lock(...)."
+                )
+            name = self.name()
+        else:
+            name = self._name_from(arguments)
+        if name is None:
+            raise ValueError(
+                f"This {label} has no lock yet: {', '.join(self.columns or ()) or 'its name'} is "
+                "empty. Save it first."
+            )
+        return name, terms
+
+    def _name_from(self, arguments: Mapping[str, Any]) -> str | None:
+        columns = self.columns
+        if columns is None:
+            raise TypeError(
+                f"The lock of {self.model.__name__} is named by a callable, which needs a row: "
+                "write row.fencing.lock()."
+            )
+        values: dict[str, Any] = {}
+        for key, value in arguments.items():
+            if key == "pk":
+                whole = value if isinstance(value, tuple | list) else (value,)
+                if len(whole) != len(self.plan.pk):
+                    raise TypeError(
+                        f"{self.model.__name__}.fencing.lock(pk={value!r}): the primary key has "
+                        f"{len(self.plan.pk)} columns."
+                    )
+                values |= {
+                    field.attname: value_in(field, part)
+                    for field, part in zip(self.plan.pk, whole, strict=True)
+                }
+            else:
+                field = _field(self.model, key)
+                values[key if field is None else field.attname] = value_in(field, value)
+        if set(values) != set(columns):
+            raise TypeError(
+                f"The lock of {self.model.__name__} is named by {', '.join(columns) or 'nothing'}; "
+                f"lock() was given {', '.join(arguments) or 'nothing'}."
+            )
+        return self.name_of(values)
+
+    # Leases
+
+    def lease_for(self, name: str | None, given: Lease | None, doing: str) -> Lease | None:
+        """
+        Find the lease that a write goes under.
+
+        Returns:
+            The lease, or None for an unleased write that is allowed.
+
+        Raises:
+            NoLease: There is none, and unleased writes are rejected; or the one that was given
+                is of another lock, or over.
+        """
+        if given is not None:
+            if given.name != name:
+                raise self.no_lease(doing, f"it was given that of {given.name!r}", name)
+            if given.released or not given.is_of_this_process():
+                raise self.no_lease(doing, "the one that it was given was released", name)
+        lease = given or (current_lease(name) if name is not None else None)
+        if lease is not None and lease.fenced:
+            return lease
+        if self.spec.unleased == "reject":
+            raise self.no_lease(doing, self._held(lease), name)
+        if self.spec.unleased == "warn":
+            label = self.model._meta.label
+            logger.warning("%s %s without the lease of lock %r", doing, label, name)
+        return None
+
+    def _held(self, lease: Lease | None) -> str:
+        if lease is not None:
+            return "the one held here was taken with fenced=False"
+        held = held_names()
+        return f"held here: {', '.join(map(repr, held))}" if held else "none is held here"
+
+    def no_lease(self, doing: str, why: str, name: str | None = None) -> NoLease:
+        """The error for a write that no lease covers."""
+        empty = ", ".join(self.columns or ()) or "its name"
+        wanted = f"of lock {name!r}" if name is not None else f"of its lock, but {empty} is empty"
+        return NoLease(
+            f"{doing} {self.model._meta.label} needs the lease {wanted}; {why}. "
+            f"Take it: with {self.model.__name__}.fencing.lock(...):",
+            name=name,
+            held=held_names(),
+        )
+
+
+def value_in(field: models.Field[Any, Any] | None, value: Any) -> Any:
+    """The value that a column has for what Django takes for it: an instance, or the value."""
+    if field is None or not isinstance(value, models.Model):
+        return value
+    if isinstance(field, models.ForeignKey):
+        expected: Any = field.remote_field.model
+        if not isinstance(value, expected):
+            raise TypeError(f"{field.name} is to be {expected.__name__}, not {value!r}.")
+        return getattr(value, field.target_field.attname)
+    return value.pk
+
+
+def _plan(model: type[Model], template: Any) -> Plan:
+    meta: Any = model._meta
+    owner = meta.get_field("fence").model._meta.concrete_model
+    pk = tuple(owner._meta.pk_fields)
+    parts: list[tuple[str, tuple[Any, ...], str]] = []
+    if template is None:
+        parts.append((f"{owner._meta.label_lower}:", pk, ""))
+    elif not callable(template):
+        for text, name, form, _ in Formatter().parse(template):
+            fields = () if name is None else pk if name == "pk" else (_field(model, name),)
+            if None in fields:
+                raise ImproperlyConfigured(
+                    f"Fencing({template!r}) of {meta.label} names {{{name}}}, which is no column "
+                    "of it."
+                )
+            parts.append((text, fields, form or ""))
+    named: dict[str, models.Field[Any, Any]] = {
+        field.attname: field for _, fields, _ in parts for field in fields
+    }
+    local: Sequence[Any] = owner._meta.local_concrete_fields
+    return Plan(
+        owner=owner,
+        fence_column=owner._meta.get_field("fence").column,
+        pk=pk,
+        parts=tuple(parts),
+        columns=None if callable(template) else tuple(named),
+        guarding=tuple(f for f in named.values() if f in local and f not in pk),
+        is_local=all(field in local for field in named.values()),
+    )
+
+
+def _field(model: type[Model], name: str) -> models.Field[Any, Any] | None:
+    fields = model._meta.concrete_fields
+    return next((each for each in fields if name in (each.name, each.attname)), None)
+
+
+def _text(field: Any, value: Any, form: str) -> str:
+    """The text of a value, the same for all that the column takes for the same."""
+    if type(value) is int and isinstance(field, models.IntegerField) and not form:
+        return str(value)
+    while field.remote_field is not None:
+        field = field.target_field
+    with contextlib.suppress(ValidationError):  # Django has an error of its own for those.
+        value = field.to_python(value)
+    if isinstance(field, models.DecimalField) and isinstance(value, Decimal):
+        places = Decimal(str(format_number(value, field.max_digits, field.decimal_places)))
+        value = places if places else abs(places)
+    elif isinstance(value, datetime):
+        if settings.USE_TZ and timezone.is_naive(value):
+            value = timezone.make_aware(value)
+        if timezone.is_aware(value):
+            value = value.astimezone(UTC)
+    return names.plain(value, form)

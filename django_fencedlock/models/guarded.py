@@ -1,0 +1,343 @@
+"""
+How a model's columns guard its writes: the steps of saving and deleting that Django goes through.
+
+Deserialisers and ``save_base()`` pass by ``save()``, but not by the steps that are hooked here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import Any
+
+from django.db import Error, models, router, transaction
+from django.db.models import Expression
+from django.db.models.deletion import Collector
+from django.db.models.sql.where import AND
+
+from .cascades import watch
+from .fields import constraint_name
+from .querysets import FencedManager, FencedQuerySet
+from .refusals import names_constraint
+
+_ABSENT = object()
+
+
+class Doing(StrEnum):
+    """What is done to a row; the text begins the messages."""
+
+    ADDING = "Adding"
+    SAVING = "Saving"
+    #: From a fixture.
+    LOADING = "Loading"
+    DELETING = "Deleting"
+
+
+class Guard(ABC):
+    """What one column adds to one write of one row."""
+
+    #: The column's field name.
+    column: str
+    #: The write is made on no condition.
+    keeps = False
+    #: What such an UPDATE sets the column to; None leaves it as it is.
+    kept: Expression | None = None
+    #: A new row may be inserted, and never take the place of one that is there.
+    insert_only = False
+
+    def __init__(self, instance: GuardedModel) -> None:
+        self.instance = instance
+        self.before = instance.__dict__.get(self.column, _ABSENT)
+
+    #: What an UPDATE sets the column to.
+    updated: int
+    #: What it is after an INSERT.
+    after_insert: int = 0
+
+    @property
+    @abstractmethod
+    def inserted(self) -> Any:
+        """What an INSERT sets the column to."""
+
+    @abstractmethod
+    def condition(self) -> Any:
+        """The condition of the row's UPDATE or DELETE."""
+
+    @abstractmethod
+    def explain(self, row: Any) -> None:
+        """Raise the reason why no row met the condition, if it lies here."""
+
+    def overwrote(self) -> None:
+        """Note that an object that was never loaded took the place of a row, on no condition."""
+
+    @abstractmethod
+    def stopped(self) -> Exception:
+        """The error for a write that was stopped, if no more is known."""
+
+    def restore(self) -> None:
+        """Have the object as it was: whatever failed once fails again."""
+        if self.before is _ABSENT:
+            self.instance.__dict__.pop(self.column, None)
+        else:
+            self.instance.__dict__[self.column] = self.before
+
+
+class BaseRows(FencedQuerySet):
+    """Rows that Django looks up for itself, as in cascades."""
+
+    _peeked: list[Any] | None = None
+
+    def __bool__(self) -> bool:
+        # Of rows that a cascade is to update (SET_DEFAULT), Django first asks whether there are
+        # any. Once they are in the cache it updates them one by one, past update().
+        if not self._is_covered() and not self._is_versioned:
+            return super().__bool__()
+        if self._result_cache is None and self._peeked is None:
+            self._fetch_all()
+            self._peeked, self._result_cache = self._result_cache, None
+        return bool(self._peeked if self._result_cache is None else self._result_cache)
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._peeked is not None:
+            self._fetch_all()
+        return super().__getitem__(key)
+
+    def _fetch_all(self) -> None:
+        if self._result_cache is None:
+            self._result_cache = self._peeked
+        super()._fetch_all()
+
+
+class BaseRowsManager(models.Manager.from_queryset(BaseRows)):  # type: ignore[misc]
+    """The manager through which Django itself looks rows up: cascades, saves, related managers."""
+
+    def get_queryset(self) -> Any:
+        if hasattr(self.model, "fencing"):
+            watch(self.model)
+        return super().get_queryset()
+
+
+class GuardedModel(models.Model):
+    """What fenced and versioned models have in common."""
+
+    objects = FencedManager()
+    # It has a name of its own, so that a model's own filtered `objects` never takes its place.
+    _guarded_rows = BaseRowsManager()
+
+    class Meta:
+        abstract = True
+        base_manager_name = "_guarded_rows"
+
+    def _guards(self, table: Any, using: str, doing: Doing) -> list[Guard]:
+        """The guards of the columns in the table of model `table`."""
+        return []
+
+    def _guard_collected(self, using: str, origin: Any) -> None:
+        """Guard a row that Django is about to delete along with others."""
+
+    def _save_table(
+        self,
+        raw: bool = False,
+        cls: Any = None,
+        force_insert: Any = False,
+        force_update: bool = False,
+        using: Any = None,
+        update_fields: Any = None,
+    ) -> Any:
+        parent: Any = super()
+        forced = bool(force_update or update_fields)
+        if raw:
+            doing = Doing.LOADING
+        else:
+            doing = Doing.ADDING if self._state.adding and not forced else Doing.SAVING
+        # Under multi-table inheritance, what was done for the tables of the parents: they are
+        # rolled back with this one. The object's own table comes last.
+        done = self.__dict__.pop("_guarded_done", [])
+        try:
+            guards = self._guards(cls, using, doing)
+            if update_fields:
+                writing = {guard.column for guard in guards if not guard.keeps}
+                update_fields = frozenset(update_fields) | writing
+            with _Pass(self, cls, guards, forced):
+                updated = parent._save_table(
+                    raw, cls, force_insert, force_update, using, update_fields
+                )
+        except BaseException:
+            for guard in done:
+                guard.restore()
+            raise
+        if cls._meta.concrete_model is not self._meta.concrete_model:
+            self.__dict__["_guarded_done"] = done + guards
+        return updated
+
+    def _do_update(self, base_qs: Any, using: Any, *args: Any, **kwargs: Any) -> Any:
+        # The signature differs between versions of Django: (pk_val, values, ...) come first.
+        parent: Any = super()
+        step = _Pass.of(self, base_qs.model)
+        if step is None:
+            return parent._do_update(base_qs, using, *args, **kwargs)
+        if step.inserts_only:
+            return []
+        pk, values, *rest = args
+        for guard in step.writing:
+            # Through filter() this would cost more than the database's work.
+            base_qs.query.where.add(guard.condition(), AND)
+        updated = parent._do_update(base_qs, using, pk, step.values(values), *rest, **kwargs)
+        if not updated and (step.forced or not self._state.adding):
+            # Were it not raised here, Django would insert the row that a newer holder deleted.
+            _explain(step.writing, base_qs.model._base_manager.using(using).filter(pk=pk))
+        if updated and self._state.adding:
+            for guard in step.guards:
+                guard.overwrote()
+        return updated
+
+    def _do_insert(self, manager: Any, using: str, fields: Any, *args: Any, **kwargs: Any) -> Any:
+        parent: Any = super()
+        step = _Pass.of(self, manager.model)
+        if step is None:
+            return parent._do_insert(manager, using, fields, *args, **kwargs)
+        for guard in step.guards:
+            setattr(self, guard.column, guard.inserted)
+        try:
+            answer = parent._do_insert(manager, using, fields, *args, **kwargs)
+        except Error as exc:
+            raise_if_stopped(step.guards, step.table, exc)
+            raise
+        step.was_inserted = True
+        return answer
+
+    def delete(
+        self, using: str | None = None, keep_parents: bool = False
+    ) -> tuple[int, dict[str, int]]:
+        """Delete the row on the same conditions as it is saved."""
+        using = using or router.db_for_write(type(self), instance=self)
+        concrete = self._meta.concrete_model
+        tables = dict.fromkeys([concrete, *(each for each in self._meta.all_parents)])
+        guards = {table: self._writing(table, using) for table in tables if self.pk is not None}
+        if not any(guards.values()):
+            return super().delete(using, keep_parents)
+        if hasattr(self, "fencing"):
+            watch(type(self))
+        if not keep_parents and Collector(using=using).can_fast_delete(self):
+            return self._delete_row(using, guards[concrete])
+        with transaction.atomic(using=using, savepoint=False), _claimed(self):
+            for table, found in guards.items():
+                self._claim_row(table, using, found)
+            return super().delete(using, keep_parents)
+
+    delete.alters_data = True  # type: ignore[attr-defined]
+
+    def _writing(self, table: Any, using: str) -> list[Guard]:
+        return [guard for guard in self._guards(table, using, Doing.DELETING) if not guard.keeps]
+
+    def _delete_row(self, using: str, guards: Sequence[Guard]) -> tuple[int, dict[str, int]]:
+        with transaction.mark_for_rollback_on_error(using=using):
+            rows = self._row(type(self), using, guards)
+            count = models.QuerySet._raw_delete(rows, using=using)
+            if not count:
+                _explain(guards, self._row(type(self), using))
+        setattr(self, self._meta.pk.attname, None)
+        return count, {self._meta.label: count}
+
+    def _claim_row(self, table: Any, using: str, guards: Sequence[Guard]) -> None:
+        """Write the row that is about to be deleted in several steps, or be stopped at it."""
+        if not guards:
+            return
+        values = [(table._meta.get_field(guard.column), None, guard.updated) for guard in guards]
+        if not self._row(table, using, guards)._update(values):
+            _explain(guards, self._row(table, using))
+
+    def _row(self, table: Any, using: str, guards: Sequence[Guard] = ()) -> Any:
+        rows = table._base_manager.using(using).filter(pk=self.pk)
+        for guard in guards:
+            rows.query.where.add(guard.condition(), AND)
+        return rows
+
+
+def is_claimed(instance: Any) -> bool:
+    """Whether the object's own delete() has written its row already."""
+    return "_guarded_claim" in getattr(instance, "__dict__", ())
+
+
+def raise_if_stopped(guards: Sequence[Guard], table: Any, error: Error) -> None:
+    """Raise a guard's own error if `error` says that its constraint stopped the statement."""
+    for guard in guards:
+        if names_constraint(error, constraint_name(table, guard.column)):
+            raise guard.stopped() from error
+
+
+def _explain(guards: Sequence[Guard], row: Any) -> None:
+    for guard in guards:
+        guard.explain(row)
+    if guards and not guards[0].instance._state.adding:
+        raise guards[0].stopped()
+
+
+@contextlib.contextmanager
+def _claimed(instance: GuardedModel) -> Iterator[None]:
+    instance.__dict__["_guarded_claim"] = True
+    try:
+        yield
+    finally:
+        del instance.__dict__["_guarded_claim"]
+
+
+class _Pass:
+    """One pass through one table in the course of a save."""
+
+    def __init__(
+        self, instance: GuardedModel, table: Any, guards: Sequence[Guard], forced: bool
+    ) -> None:
+        self.table = table
+        self.guards = guards
+        self.writing = [guard for guard in guards if not guard.keeps]
+        #: The row has to be there: Django will insert none.
+        self.forced = forced
+        self.was_inserted = False
+        self._instance = instance
+
+    @staticmethod
+    def of(instance: GuardedModel, table: Any) -> _Pass | None:
+        """The pass through `table` that is under way."""
+        step: _Pass | None = instance.__dict__.get("_guarded_pass")
+        if step is None or step.table._meta.concrete_model is not table._meta.concrete_model:
+            return None
+        return step
+
+    @property
+    def inserts_only(self) -> bool:
+        adding = self._instance._state.adding and not self.forced
+        return adding and any(guard.insert_only for guard in self.guards)
+
+    def values(self, values: Sequence[Any]) -> list[Any]:
+        """What the UPDATE sets, given what Django would set."""
+        if len(self.writing) == len(self.guards):
+            return list(values)
+        keeping = {guard.column: guard.kept for guard in self.guards if guard.keeps}
+        found = [each for each in values if each[0].name not in keeping]
+        for column, kept in keeping.items():
+            if kept is not None:
+                found.append((self.table._meta.get_field(column), None, kept))
+        return found
+
+    def __enter__(self) -> None:
+        self._instance.__dict__["_guarded_pass"] = self
+        for guard in self.writing:
+            setattr(self._instance, guard.column, guard.updated)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        instance = self._instance
+        del instance.__dict__["_guarded_pass"]
+        for guard in self.guards:
+            if error is not None:
+                guard.restore()
+            elif self.was_inserted:
+                setattr(instance, guard.column, guard.after_insert)
+            elif guard.kept is not None:
+                # Known to the database alone.
+                instance.__dict__.pop(guard.column, None)
+            elif not guard.keeps:
+                # Django may have set it to an expression's answer, or have dropped it.
+                setattr(instance, guard.column, guard.updated)

@@ -1,0 +1,531 @@
+"""The queryset and managers of guarded models: statements over many rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, Self
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import Error, connections, models, transaction
+from django.db.models import Case, F, Value, When
+from django.db.models.deletion import Collector
+
+from ..fences.pins import is_newest
+from ..lease import Lease
+from .cascades import watch
+from .fencing import FencingOf, value_in
+from .fields import REFUSED, constraint_name
+from .refusals import names_constraint, of_many, version_conflict
+from .writes import (
+    Write,
+    fence_of_claimed,
+    gather,
+    leases_of,
+    new_rows_fence,
+    token_or_refused,
+    write_for,
+    write_for_new_row,
+)
+
+Rows = Sequence[tuple[str | None, Mapping[str, Any]]]
+
+#: The lease of a queryset that is about to save one object of the model.
+_handed_over: ContextVar[tuple[type[models.Model], Lease] | None] = ContextVar(
+    "fencedlock_handed_over", default=None
+)
+
+
+def handed_over(model: type[models.Model]) -> Lease | None:
+    """The lease that a queryset hands over to the save that it makes; once."""
+    found = _handed_over.get()
+    if found is None or found[0] is not model:
+        return None
+    _handed_over.set(None)
+    return found[1]
+
+
+class FencedQuerySet(models.QuerySet[Any]):
+    """
+    A queryset whose writes are guarded as those of single objects are.
+
+    A statement over many fenced rows needs the lease of every row's lock. It is refused before it
+    writes if one isn't held, and fails as a whole if one of the rows is stale.
+    """
+
+    _lease: Lease | None = None
+    #: The objects that are being updated, where the rows are known by them.
+    _objects: Sequence[Any] | None = None
+
+    def using_lease(self, lease: Lease) -> Self:
+        """Write under `lease`, whatever the context holds."""
+        clone = self._chain()  # type: ignore[attr-defined]
+        clone._lease = lease
+        return clone  # type: ignore[no-any-return]
+
+    def _clone(self) -> Self:
+        clone = super()._clone()  # type: ignore[misc]
+        if self._lease is not None:
+            clone._lease = self._lease
+        if self._objects is not None:
+            clone._objects = self._objects
+        return clone  # type: ignore[no-any-return]
+
+    def _is_covered(self) -> bool:
+        """Whether any write can need a lease: else it is left to Django as it is."""
+        return self._is_fenced and self._fencing.may_need_lease(self._lease)
+
+    def create(self, **values: Any) -> Any:
+        with self._handing_over():
+            return super().create(**values)
+
+    create.alters_data = True  # type: ignore[attr-defined]
+
+    def update_or_create(self, *args: Any, **values: Any) -> tuple[Any, bool]:
+        with self._handing_over():
+            return super().update_or_create(*args, **values)
+
+    update_or_create.alters_data = True  # type: ignore[attr-defined]
+
+    def update(self, **values: Any) -> int:
+        self._refuse_own_columns(values, "update")
+        writes = self._writes("Updating", values)
+        stamps: dict[str, Any] = {}
+        if writes is not None:
+            stamps["fence"] = token_or_refused(writes)
+        if self._is_versioned:
+            stamps["version"] = self._next_versions()
+        if not stamps:
+            return super().update(**values)
+        with self._all_or_nothing(writes or ()):
+            # MySQL sets one column after the other, and the conditions are on what was before.
+            return super().update(**stamps, **values)
+
+    update.alters_data = True  # type: ignore[attr-defined]
+
+    def bulk_update(
+        self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None
+    ) -> int:
+        objs, fields = tuple(objs), tuple(fields)
+        self._refuse_own_columns(fields, "bulk_update")
+        writes = self._writes_of(objs) if self._is_fenced else None
+        if (writes is None and not self._is_versioned) or not all(obj.pk for obj in objs):
+            return super().bulk_update(objs, fields, batch_size)
+        count = 0
+        within = transaction.atomic(using=self._database(), savepoint=False)
+        with self._all_or_nothing(writes or ()), within:
+            for batch in self._batches(objs, fields, batch_size):
+                rows = self._chain()  # type: ignore[attr-defined]
+                rows._objects = batch
+                found = super(FencedQuerySet, rows).bulk_update(batch, fields)
+                if found < len({obj.pk for obj in batch}):
+                    raise self._gone(batch, writes)
+                count += found
+        for obj in objs:
+            self._note_written(obj, writes)
+        return count
+
+    bulk_update.alters_data = True  # type: ignore[attr-defined]
+
+    def bulk_create(
+        self,
+        objs: Iterable[Any],
+        batch_size: int | None = None,
+        ignore_conflicts: bool = False,
+        update_conflicts: bool = False,
+        update_fields: Any = None,
+        unique_fields: Any = None,
+    ) -> list[Any]:
+        objs = list(objs)
+        self._for_write = True
+        writes = self._writes_of_new_rows(objs) if self._is_fenced else []
+        if update_conflicts:
+            unique_fields = unique_fields and list(unique_fields)
+            self._refuse_overwriting(objs, writes, unique_fields)
+            update_fields = [*(update_fields or ()), *(["fence"] if leases_of(writes) else [])]
+        with self._new_rows(objs, writes), self._all_or_nothing(writes):
+            if ignore_conflicts and leases_of(writes):
+                return self._create_ignoring(objs, writes, batch_size)
+            _set_fences(objs, writes)
+            return super().bulk_create(
+                objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
+            )
+
+    bulk_create.alters_data = True  # type: ignore[attr-defined]
+
+    def delete(self) -> tuple[int, dict[str, int]]:
+        if self._is_covered():
+            watch(self.model)
+            if not Collector(using=self._database(), origin=self).can_fast_delete(self):
+                # Each row is guarded as it is collected. Here, one that isn't covered at all
+                # is refused before anything is written.
+                self._writes("Deleting")
+        return super().delete()
+
+    delete.alters_data = True  # type: ignore[attr-defined]
+    delete.queryset_only = True  # type: ignore[attr-defined]
+
+    def _raw_delete(self, using: Any) -> int:
+        """Delete the rows in one statement; cascades come here, past delete()."""
+        rows = self.using(using)
+        writes = rows._writes("Deleting")
+        if writes is None:
+            return super()._raw_delete(using)
+        with rows._all_or_nothing(writes), transaction.atomic(using=using, savepoint=False):
+            # Writing the fence first stops whoever may not delete. Rows that came since then are
+            # left alone: nobody has asked for their leases.
+            claimed = rows._plain_rows()
+            models.QuerySet.update(claimed, fence=token_or_refused(writes))
+            rows = rows.filter(fence=fence_of_claimed(writes))
+            return super(FencedQuerySet, rows)._raw_delete(using)
+
+    _raw_delete.alters_data = True  # type: ignore[attr-defined]
+
+    # What the model is
+
+    @property
+    def _is_fenced(self) -> bool:
+        return hasattr(self.model, "fencing")
+
+    @property
+    def _is_versioned(self) -> bool:
+        return hasattr(self.model, "_is_versioned")
+
+    @property
+    def _fencing(self) -> FencingOf:
+        return self.model.fencing  # type: ignore[no-any-return]
+
+    def _database(self) -> str:
+        self._for_write = True
+        return self.db
+
+    def _refuse_own_columns(self, names: Iterable[str], method: str) -> None:
+        for own in {"fence", "version"}.intersection(names):
+            if self._is_fenced if own == "fence" else self._is_versioned:
+                raise TypeError(f"{method}() can't set {own!r}: it is written along with the row.")
+
+    # Names and leases
+
+    def _writes(
+        self, doing: str, values: Mapping[str, Any] | None = None
+    ) -> Sequence[Write] | None:
+        """The leases for the rows of this queryset; None if they are left to Django."""
+        if self.query.is_sliced or self.query.combinator:
+            return None  # Django refuses to write these.
+        if not self._is_covered():
+            return None
+        database = self._database()
+        writes = gather(self._fencing, self._rows(), database, self._lease, doing)
+        if values:
+            writes = [self._moved(write, values) for write in writes]
+        return self._unless_left_alone(writes)
+
+    def _writes_of(self, objs: Sequence[Any]) -> Sequence[Write] | None:
+        """The leases for these objects; None if they are left to Django."""
+        if not self._is_covered():
+            return None
+        rows = _rows_of(self._fencing, objs)
+        return self._unless_left_alone(
+            gather(self._fencing, rows, self._database(), self._lease, "Updating")
+        )
+
+    def _unless_left_alone(self, writes: Sequence[Write]) -> Sequence[Write] | None:
+        if not leases_of(writes) and (writes or self._fencing.spec.unleased != "reject"):
+            return None
+        # If there are none: of rows that come meanwhile, nobody knows the names. None is written.
+        return writes
+
+    def _rows(self) -> Rows:
+        """
+        The names of the rows' locks, each with what tells its rows from others.
+
+        Asks the database only if names differ by row.
+        """
+        fencing = self._fencing
+        if self._objects is not None:
+            return _rows_of(fencing, self._objects)
+        columns = fencing.columns
+        if columns == ():
+            return [(fencing.name_of({}), {})]
+        rows = self._plain_rows()
+        if columns is None or not fencing.plan.is_local:
+            return _rows_of(fencing, rows)
+        found = (
+            dict(zip(columns, row, strict=True)) for row in rows.values_list(*columns).distinct()
+        )
+        return [(fencing.name_of(values), values) for values in found]
+
+    def _moved(self, write: Write, values: Mapping[str, Any]) -> Write:
+        """Rows that are given to another lock are written under that one's lease as well."""
+        columns = self._fencing.columns or ()
+        changed = _naming_values(self.model, values, columns)
+        if not changed:
+            return write
+        name = self._fencing.name_of({**write.columns, **changed})
+        if name is not None and name == self._fencing.name_of(write.columns):
+            return write
+        target = write_for(self._fencing, name, {}, write.using, self._lease, write.doing)
+        return replace(write, moving_to=target)
+
+    def _plain_rows(self) -> Self:
+        rows = self._chain().using(self._database()).order_by()  # type: ignore[attr-defined]
+        rows.query.clear_select_clause()
+        rows.query.select_for_update = False
+        rows.query.distinct_fields = ()
+        rows.query.default_cols = True
+        rows._fields = None
+        rows._iterable_class = models.query.ModelIterable
+        return rows  # type: ignore[no-any-return]
+
+    # Parts of bulk_update()
+
+    def _batches(
+        self, objs: Sequence[Any], fields: Sequence[str], size: int | None
+    ) -> Iterator[Sequence[Any]]:
+        if size is not None and size <= 0:
+            raise ValueError("Batch size must be a positive integer.")
+        meta: Any = self.model._meta
+        # As Django counts parameters, and two more for each object's version.
+        columns = [meta.pk, meta.pk, *map(meta.get_field, fields)]
+        if self._is_versioned:
+            columns += [meta.pk, meta.get_field("version"), meta.get_field("version")]
+        largest = max(1, connections[self.db].ops.bulk_batch_size(columns, objs))
+        size = min(size or largest, largest)
+        for start in range(0, len(objs), size):
+            yield objs[start : start + size]
+
+    def _next_versions(self) -> Any:
+        """What an UPDATE sets the version to: for objects, only if it is the loaded one still."""
+        if self._objects is None:
+            return F("version") + 1
+        branches = []
+        for obj in self._objects:
+            loaded = obj.__dict__.get("version")
+            if not isinstance(loaded, int):
+                raise version_conflict(
+                    self.model, obj.pk, None, "its version wasn't loaded with it"
+                )
+            branches.append(When(pk=obj.pk, version=loaded, then=Value(loaded + 1)))
+        return Case(*branches, default=Value(REFUSED), output_field=models.BigIntegerField())
+
+    def _gone(self, objs: Sequence[Any], writes: Sequence[Write] | None) -> Exception:
+        why = "a row is gone, or isn't among those of the queryset"
+        leased = leases_of(writes or ())
+        if not leased:
+            return version_conflict(self.model, None, None, why)
+        for write in leased:
+            if superseded := write.refusal().superseded():
+                return superseded
+        return leased[0].refusal().error(None, why)
+
+    def _note_written(self, obj: Any, writes: Sequence[Write] | None) -> None:
+        if self._is_versioned:
+            obj.version += 1
+        for write in leases_of(writes or ()):
+            if write.lease is not None and write.lease.name == obj.fencing.name_to_write():
+                obj.fence = write.token
+
+    # Parts of bulk_create()
+
+    def _writes_of_new_rows(self, objs: Sequence[Any]) -> list[Write]:
+        """A write for each object; those of one lock share theirs."""
+        if not self._is_covered():
+            return [Write(self._fencing, self.db, None, {})] * len(objs)
+        found: dict[str | None, Write] = {}
+        writes = []
+        for obj in objs:
+            fencing = obj.fencing
+            name = fencing.name_to_write()
+            if name not in found:
+                found[name] = write_for_new_row(fencing, name, self.db, self._lease, "Creating")
+            writes.append(found[name])
+        return writes
+
+    def _refuse_overwriting(
+        self, objs: Sequence[Any], writes: Sequence[Write], unique_fields: Sequence[str] | None
+    ) -> None:
+        label = self.model._meta.label
+        if self._is_versioned:
+            raise ImproperlyConfigured(
+                f"bulk_create(update_conflicts=True) of {label} can't compare the versions of the "
+                "rows that it overwrites, so it is refused."
+            )
+        if not self._is_covered():
+            return
+        for obj, write in zip(objs, writes, strict=True):
+            if write.lease is None:
+                # Adding is free, overwriting isn't.
+                self._fencing.lease_for(obj.fencing.name_to_write(), None, "Overwriting")
+        if not leases_of(writes):
+            return
+        if not self._fencing.spec.serialised:
+            raise ImproperlyConfigured(
+                f"bulk_create(update_conflicts=True) of {label} can't compare tokens of the rows "
+                "that it overwrites, so mode 'high_water' refuses it."
+            )
+        if not _tells_the_lock(self._fencing, unique_fields):
+            raise ImproperlyConfigured(
+                f"bulk_create(update_conflicts=True) of {label} might overwrite rows of another "
+                f"lock: {', '.join(self._fencing.columns or ('what names it',))} has to be among "
+                "the unique fields that it goes by."
+            )
+
+    @contextlib.contextmanager
+    def _new_rows(self, objs: Sequence[Any], writes: Sequence[Write]) -> Iterator[None]:
+        """Have the objects' own columns as they are in the rows, or as they were on failure."""
+        columns = ["version"] if self._is_versioned else []
+        columns += ["fence"] if self._is_fenced else []
+        before = [{column: obj.__dict__.get(column, 0) for column in columns} for obj in objs]
+        for obj in objs:
+            if self._is_versioned:
+                obj.version = 0
+        try:
+            yield
+        except BaseException:
+            for obj, values in zip(objs, before, strict=True):
+                obj.__dict__.update(values)
+            raise
+        for obj, write in zip(objs, writes, strict=False):
+            obj.fence = 0 if write.lease is None else write.token
+        for obj in objs:
+            if self._is_versioned:
+                obj.version = 0
+
+    def _create_ignoring(
+        self, objs: list[Any], writes: Sequence[Write], batch_size: int | None
+    ) -> list[Any]:
+        """Check the leases beforehand: SQLite and MySQL ignore the constraint as well."""
+        with transaction.atomic(using=self.db, savepoint=False):
+            for write in {each.grant.owner: each for each in leases_of(writes)}.values():
+                if (grant := write.pin()) is not None and not is_newest(self.db, grant):
+                    raise write.refusal().of_statement()
+            for obj, write in zip(objs, writes, strict=True):
+                obj.fence = 0 if write.lease is None else write.token
+            return super().bulk_create(objs, batch_size, ignore_conflicts=True)
+
+    @contextlib.contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        lease = self._lease
+        before = _handed_over.set(None if lease is None else (self.model, lease))
+        try:
+            yield
+        finally:
+            _handed_over.reset(before)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self, writes: Sequence[Write]) -> Iterator[None]:
+        """Have the statement, and those that go with it, fail as one if a row is refused."""
+        using = self._database()
+        inherits = bool(self.model._meta.all_parents)
+        try:
+            with transaction.atomic(using=using, savepoint=False) if inherits else _nothing():
+                yield
+        except Error as exc:
+            if self._objects is not None:
+                raise  # It is explained by bulk_update(), once the transaction has ended.
+            leased = leases_of(writes)
+            if self._is_fenced and _stopped(exc, self._fencing.owner, "fence"):
+                if leased:
+                    raise of_many([write.refusal() for write in leased]) from exc
+                raise self._fencing.no_lease("Writing", "rows of some lock came meanwhile") from exc
+            if self._is_versioned:
+                owner = self.model._meta.get_field("version").model
+                if _stopped(exc, owner, "version"):
+                    why = "one of the rows has another version now"
+                    raise version_conflict(self.model, None, None, why) from exc
+            raise
+
+
+def _stopped(error: Error, table: Any, column: str) -> bool:
+    return names_constraint(error, constraint_name(table, column))
+
+
+def _set_fences(objs: Sequence[Any], writes: Sequence[Write]) -> None:
+    # Once for each lock is enough: the statements of one call share a transaction.
+    checked = set()
+    for obj, write in zip(objs, writes, strict=False):
+        if write.lease is None:
+            obj.fence = 0
+        elif write.lease.owner in checked:
+            obj.fence = write.token
+        else:
+            checked.add(write.lease.owner)
+            obj.fence = new_rows_fence(write)
+
+
+def _rows_of(fencing: FencingOf, objs: Iterable[Any]) -> Rows:
+    """The names of objects, each with what tells their rows from others."""
+    keys: dict[str | None, list[Any]] = {}
+    columns: dict[str | None, Mapping[str, Any]] = {}
+    for obj in objs:
+        name = obj.fencing.name_to_write()
+        keys.setdefault(name, []).append(obj.pk)
+        if fencing.columns is not None and fencing.plan.is_local:
+            columns[name] = {column: getattr(obj, column) for column in fencing.columns}
+    # Where the fence's table can't tell by the name's columns, the rows go by their keys.
+    return [(name, columns.get(name, {"pk__in": pks})) for name, pks in keys.items()]
+
+
+def _tells_the_lock(fencing: FencingOf, unique_fields: Sequence[str] | None) -> bool:
+    """Whether rows that conflict in these fields have one lock, whichever they are."""
+    if fencing.columns is None:
+        return False
+    meta: Any = fencing.model._meta
+    if unique_fields is not None:
+        return set(fencing.columns) <= _attributes(meta, unique_fields)
+    # MySQL goes by any unique key of the table.
+    unique = [[field.name] for field in meta.concrete_fields if field.unique]
+    unique += [constraint.fields for constraint in meta.total_unique_constraints]
+    unique += meta.unique_together
+    unique += [[field.name for field in meta.pk_fields]]
+    return all(set(fencing.columns) <= _attributes(meta, names) for names in unique)
+
+
+def _attributes(meta: Any, names: Iterable[str]) -> set[str]:
+    fields: set[Any] = set()
+    for name in names:
+        fields.update(meta.pk_fields if name == "pk" else [meta.get_field(name)])
+    return {field.attname for field in fields}
+
+
+def _naming_values(
+    model: type[models.Model], values: Mapping[str, Any], columns: Sequence[str]
+) -> dict[str, Any]:
+    """Those of the values that an update() gives to columns of the lock's name."""
+    found = {}
+    for field in model._meta.concrete_fields:
+        if field.attname in columns:
+            for key in (field.name, field.attname):
+                if key in values:
+                    found[field.attname] = value_in(field, values[key])
+    return found
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+class FencedManager(models.Manager.from_queryset(FencedQuerySet)):  # type: ignore[misc]
+    """The manager of guarded models. A model's own `objects` should be a subclass of it."""
+
+    def count(self) -> int:
+        links = self._links()
+        return int(super().count() if links is None else links.count())
+
+    def exists(self) -> bool:
+        links = self._links()
+        return bool(super().exists() if links is None else links.exists())
+
+    def _links(self) -> Any:
+        """
+        Find the rows that link a many-to-many relation, if they alone can answer for it.
+
+        Django spares the join to the rows themselves for managers of its own class alone.
+        """
+        related: Any = self
+        if FencedManager not in type(self).__bases__ or not hasattr(self, "constrained_target"):
+            return None
+        return None if related.get_prefetch_cache() is not None else related.constrained_target

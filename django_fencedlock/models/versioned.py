@@ -1,0 +1,93 @@
+"""`VersionedModel`: an optimistic version, which needs no lock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import F
+from django.db.models.sql.compiler import SQLCompiler
+
+from ..exceptions import VersionConflict
+from .fields import VersionField
+from .guarded import Doing, Guard, GuardedModel
+from .refusals import version_conflict
+
+
+class VersionedModel(GuardedModel):
+    """
+    Adds a ``version`` column that rises with every write.
+
+    Saving or deleting an object that somebody else has written since it was loaded raises
+    `VersionConflict`. Works without any lock, and together with `FencedModel`.
+    """
+
+    version = VersionField()
+    _is_versioned = True
+
+    class Meta(GuardedModel.Meta):
+        abstract = True
+
+    def _guards(self, table: Any, using: str, doing: Doing) -> list[Guard]:
+        guards = super()._guards(table, using, doing)
+        owner: Any = self._meta.get_field("version").model
+        if table._meta.concrete_model is owner._meta.concrete_model:
+            guards.append(VersionGuard(self, doing))
+        return guards
+
+
+class VersionGuard(Guard):
+    """Counts a write, on the condition that nobody else has written meanwhile."""
+
+    column = "version"
+    inserted = 0
+
+    def __init__(self, instance: VersionedModel, doing: Doing) -> None:
+        super().__init__(instance)
+        if doing is Doing.LOADING:
+            # Fixtures have no version: they overwrite what is there.
+            self.keeps = True
+            self.kept = F("version") + 1
+        # An object that was never loaded takes no other's place.
+        self.insert_only = doing is Doing.ADDING
+        self.loaded = self.before if isinstance(self.before, int) else None
+        if self.loaded is None and not self.keeps:
+            raise self._conflict("its version wasn't loaded with it, so it can't be compared")
+        self.updated = (self.loaded or 0) + 1
+
+    def condition(self) -> _VersionIs:
+        return _VersionIs(self.instance, self.loaded)
+
+    def stopped(self) -> Exception:
+        return self._conflict("its version was refused")
+
+    def explain(self, row: Any) -> None:
+        found = models.QuerySet.values_list(row, "version", flat=True).first()
+        if found is None:
+            if self.instance._state.adding:
+                return
+            raise self._conflict("the row is gone, and isn't inserted again")
+        if found != self.loaded:
+            raise self._conflict(f"it was loaded as version {self.loaded}, and is {found} now")
+
+    def _conflict(self, why: str) -> VersionConflict:
+        return version_conflict(type(self.instance), self.instance.pk, self.loaded, why)
+
+
+class _VersionIs:
+    """A node of WHERE, as `RowGuard` is."""
+
+    contains_aggregate = False
+    contains_over_clause = False
+
+    def __init__(self, instance: models.Model, version: int | None) -> None:
+        self._field: Any = instance._meta.get_field("version")
+        self._version = version
+
+    def as_sql(
+        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
+    ) -> tuple[str, tuple[Any, ...]]:
+        quote = connection.ops.quote_name
+        table = quote(self._field.model._meta.db_table)
+        return f"{table}.{quote(self._field.column)} = %s", (self._version,)

@@ -1,0 +1,231 @@
+"""One fenced write: the lease that it goes under, and the condition that it is made on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import Case, F, Q, Value, When
+from django.db.models.sql.compiler import SQLCompiler
+
+from ..exceptions import WrongDatabase
+from ..fences.pinning import grant_of, is_pinned
+from ..fences.pins import Grant, Pin, pin_sql
+from ..lease import Lease, held_names
+from .fencing import FencingOf
+from .fields import REFUSED
+from .refusals import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A write to the rows of one lock name."""
+
+    fencing: FencingOf
+    using: str
+    #: The lease; None for an unleased write that is allowed.
+    lease: Lease | None
+    #: What tells these rows from others, as look-ups: mostly the columns of their lock's name.
+    columns: Mapping[str, Any]
+    doing: str = "Saving"
+    #: The write to the lock that the rows are given to, if that is another.
+    moving_to: Write | None = None
+
+    @property
+    def token(self) -> int:
+        assert self.lease is not None
+        return self.lease.token
+
+    @property
+    def grant(self) -> Grant:
+        assert self.lease is not None
+        return grant_of(self.lease)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether no newer grant can be recorded before the transaction ends."""
+        return self.fencing.spec.serialised and is_pinned(self.using, self.grant)
+
+    def pin(self) -> Grant | None:
+        """The grant to be pinned in the statement itself; None if nothing is added by it."""
+        if self.lease is None or not self.fencing.spec.serialised:
+            return None
+        grant = self.grant
+        return None if is_pinned(self.using, grant) else grant
+
+    def refusal(self, pk: Any = None) -> Refusal:
+        return Refusal(
+            model=self.fencing.model,
+            pk=pk,
+            using=self.using,
+            grant=self.grant,
+            serialised=self.fencing.spec.serialised,
+            doing=self.doing,
+        )
+
+    def own_columns(self) -> dict[str, Any]:
+        """The columns of the fence's own table, but its primary key."""
+        return {
+            field.attname: self.columns[field.attname]
+            for field in self.fencing.plan.guarding
+            if field.attname in self.columns
+        }
+
+
+def write_for(
+    fencing: FencingOf,
+    name: str | None,
+    columns: Mapping[str, Any],
+    using: str,
+    given: Lease | None,
+    doing: str,
+) -> Write:
+    """
+    Find the lease for the rows of lock `name`.
+
+    Raises:
+        NoLease: There is none, and unleased writes are rejected.
+        WrongDatabase: The fences are in another database than the rows.
+    """
+    lease = fencing.lease_for(name, given, doing)
+    if lease is not None and fencing.spec.serialised and lease.database != using:
+        raise WrongDatabase(
+            f"{doing} {fencing.model._meta.label}: its row is in database {using!r}, and the "
+            f"fences of lock {name!r} are in {lease.database!r}. Name {using!r} as the "
+            "FENCE_DATABASE of an alias and take the lock there, or give the model "
+            "Fencing(mode='high_water'), which promises less.",
+            name=name,
+            database=using,
+        )
+    return Write(fencing, using, lease, columns, doing)
+
+
+def write_for_new_row(
+    fencing: FencingOf, name: str | None, using: str, given: Lease | None, doing: str
+) -> Write:
+    """
+    Find the lease for a row that isn't there yet.
+
+    One whose lock is named by its own primary key may always be added: nobody has its lock.
+    """
+    if fencing.is_of_own_pk and given is None and name not in held_names():
+        return Write(fencing, using, None, {}, doing)
+    return write_for(fencing, name, {}, using, given, doing)
+
+
+class RowGuard:
+    """
+    The condition of a single row's UPDATE or DELETE, as one node of its WHERE.
+
+    Built by hand: Django's way through Q and expressions costs more than the database's work.
+    """
+
+    contains_aggregate = False
+    contains_over_clause = False
+
+    def __init__(self, write: Write, loaded: int | None) -> None:
+        self.write = write
+        self.loaded = loaded
+
+    def as_sql(
+        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
+    ) -> tuple[str, tuple[Any, ...]]:
+        write = self.write
+        quote = connection.ops.quote_name
+        plan = write.fencing.plan
+        table = quote(plan.owner._meta.db_table)
+        fence = f"{table}.{quote(plan.fence_column)}"
+        given: list[Any] = []
+        if self.loaded is None:
+            parts = [f"{fence} <= %s"]
+        else:
+            parts = [f"{fence} IN (%s, %s)"]
+            # Never above this lease's own: a row of a higher fence is a newer holder's, or the
+            # fences were lost; to write it would lower the fence.
+            given.append(min(self.loaded, write.token))
+        given.append(write.token)
+        for field in plan.guarding:
+            # Somebody else may have given the row to another lock meanwhile.
+            if field.attname in write.columns:
+                parts.append(f"{table}.{quote(str(field.column))} = %s")
+                value = write.columns[field.attname]
+                given.append(field.get_db_prep_value(value, connection))
+        if (grant := write.pin()) is not None:
+            select, more = pin_sql(connection, grant)
+            parts.append(f"EXISTS ({select})")
+            given += more
+        return " AND ".join(parts), tuple(given)
+
+
+def token_or_refused(writes: Iterable[Write]) -> Case:
+    """
+    What a statement over many rows sets the fence to.
+
+    Every row that it may not write gets `REFUSED`, on which the statement fails as a whole.
+    """
+    return _by_rows(When(_condition(write), then=_new_fence(write)) for write in writes)
+
+
+def fence_of_claimed(writes: Iterable[Write]) -> Case:
+    """The fence that a row has after `token_or_refused` was written into it."""
+    return _by_rows(When(_rows_of(write), then=_new_fence(write)) for write in writes)
+
+
+def new_rows_fence(write: Write) -> Any:
+    """What an INSERT sets the fence to."""
+    if write.lease is None:
+        return 0
+    if (grant := write.pin()) is None:
+        return write.token
+    return _by_rows([When(Pin(grant), then=Value(write.token))])
+
+
+def _by_rows(branches: Iterable[When]) -> Case:
+    return Case(*branches, default=Value(REFUSED), output_field=models.BigIntegerField())
+
+
+def _rows_of(write: Write) -> Q:
+    return Q(**write.columns) if write.columns else Q(fence__gte=0)
+
+
+def _condition(write: Write) -> Q:
+    condition = _rows_of(write)
+    if write.lease is not None:
+        condition &= Q(fence__lte=write.token)
+    for each in (write, write.moving_to):
+        if each is not None and (grant := each.pin()) is not None:
+            condition &= Q(Pin(grant))
+    return condition
+
+
+def _new_fence(write: Write) -> Any:
+    target = write.moving_to
+    if target is not None:
+        # Tokens of different names can't be compared: 0 if it was never written under this one.
+        return Value(0 if target.lease is None else target.token)
+    return F("fence") if write.lease is None else Value(write.token)
+
+
+def gather(
+    fencing: FencingOf,
+    rows: Iterable[tuple[str | None, Mapping[str, Any]]],
+    using: str,
+    given: Lease | None,
+    doing: str,
+) -> list[Write]:
+    """
+    Find the leases for many rows, given as (name, look-ups).
+
+    Raises:
+        NoLease: One of them isn't held, and unleased writes are rejected.
+    """
+    return [write_for(fencing, name, columns, using, given, doing) for name, columns in rows]
+
+
+def leases_of(writes: Sequence[Write]) -> list[Write]:
+    """Those of the writes, and of the moves, that go under a lease."""
+    targets = [write.moving_to for write in writes if write.moving_to is not None]
+    return [write for write in (*writes, *targets) if write.lease is not None]

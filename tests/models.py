@@ -1,0 +1,237 @@
+"""Fenced and plain models for the tests."""
+
+import uuid
+from decimal import Decimal
+from typing import Any, ClassVar
+
+from django.contrib.contenttypes.fields import GenericForeignKey, GenericRelation
+from django.contrib.contenttypes.models import ContentType
+from django.db import models
+
+from django_fencedlock.models import FencedManager, FencedModel, Fencing, VersionedModel
+
+
+class Account(models.Model):
+    """Plain: what is fenced refers to it."""
+
+    name = models.CharField(max_length=50, default="")
+    balance = models.IntegerField(default=0)
+
+    def __str__(self):
+        return self.name
+
+
+class Invoice(FencedModel):
+    """Its lock is named by its own primary key."""
+
+    account = models.ForeignKey(Account, null=True, on_delete=models.SET_NULL)
+    amount = models.IntegerField(default=0)
+    note = models.CharField(max_length=50, default="")
+
+
+class LedgerLine(FencedModel):
+    """Its lock is its account's."""
+
+    fencing = Fencing("account:{account_id}")
+
+    account = models.ForeignKey(Account, on_delete=models.CASCADE)
+    amount = models.IntegerField(default=0)
+
+
+class Document(VersionedModel):
+    """Has a version and no lock."""
+
+    text = models.CharField(max_length=50, default="")
+
+
+class Contract(FencedModel, VersionedModel):
+    """Has both."""
+
+    text = models.CharField(max_length=50, default="")
+
+
+class Deed(VersionedModel, FencedModel):
+    """Has both, the other way round."""
+
+    text = models.CharField(max_length=50, default="")
+
+
+# What a write can meet on its way
+
+
+class Vehicle(FencedModel):
+    """The parent of others: its table has their fence."""
+
+    wheels = models.IntegerField(default=0)
+
+
+class Truck(Vehicle):
+    load = models.IntegerField(default=0)
+
+
+class Trailer(Truck):
+    axles = models.IntegerField(default=0)
+
+
+class Van(Vehicle):
+    class Meta:
+        proxy = True
+
+
+class Paper(VersionedModel):
+    pages = models.IntegerField(default=0)
+
+
+class Letter(Paper):
+    sender = models.CharField(max_length=50, default="", unique=True)
+
+
+class Shelf(models.Model):
+    """Plain: has fenced rows that depend on it in several ways."""
+
+    title = models.CharField(max_length=50, default="")
+    remarks = GenericRelation("Remark")
+
+    def __str__(self):
+        return self.title
+
+
+class Crate(FencedModel):
+    """Has dependents of its own, so Django collects its rows one by one."""
+
+    shelf = models.ForeignKey(Shelf, null=True, on_delete=models.CASCADE)
+    weight = models.IntegerField(default=0)
+
+
+class Bottle(models.Model):
+    crate = models.ForeignKey(Crate, on_delete=models.CASCADE)
+
+    def __str__(self):
+        return f"Bottle {self.pk}"
+
+
+class Label(FencedModel):
+    """Depends on a shelf without any lock of its own."""
+
+    fencing = Fencing("shelf:{shelf_id}")
+
+    shelf = models.ForeignKey(Shelf, null=True, on_delete=models.SET_DEFAULT, default=None)
+    text = models.CharField(max_length=50, default="")
+
+
+class Remark(FencedModel):
+    """Depends on any kind of row."""
+
+    # This app has no migrations, so its tables are made before those of the others.
+    content_type = models.ForeignKey(ContentType, on_delete=models.CASCADE, db_constraint=False)
+    object_id = models.BigIntegerField()
+    about = GenericForeignKey()
+    text = models.CharField(max_length=50, default="")
+
+
+class Seat(FencedModel):
+    """Has a composite primary key."""
+
+    pk = models.CompositePrimaryKey("row", "number")
+    row = models.CharField(max_length=5)
+    number = models.IntegerField()
+    guest = models.CharField(max_length=50, default="")
+
+
+class Price(FencedModel):
+    """Has a column that the database computes."""
+
+    net = models.IntegerField(default=0)
+    gross = models.GeneratedField(
+        expression=models.F("net") * 2, output_field=models.IntegerField(), db_persist=True
+    )
+
+
+class Careful(FencedModel):
+    """Django looks whether the row is there before it is updated."""
+
+    amount = models.IntegerField(default=0)
+
+    class Meta:
+        select_on_save = True
+
+
+class Meter(FencedModel):
+    """Compares with its own column alone."""
+
+    fencing = Fencing(mode="high_water")
+
+    serial = models.CharField(max_length=20, unique=True)
+    reading = models.IntegerField(default=0)
+
+
+class Stock(FencedModel):
+    """Has a natural key that names its lock."""
+
+    fencing = Fencing("stock:{sku}")
+
+    sku = models.CharField(max_length=20, unique=True)
+    count = models.IntegerField(default=0)
+
+
+class Relaxed(FencedModel):
+    fencing = Fencing(unleased="allow")
+
+    code = models.CharField(max_length=20, null=True, unique=True)  # noqa: DJ001
+    amount = models.IntegerField(default=0)
+
+
+class Warned(FencedModel):
+    fencing = Fencing(unleased="warn")
+
+    amount = models.IntegerField(default=0)
+
+
+class HeavyManager(FencedManager):
+    def get_queryset(self):
+        return super().get_queryset().filter(amount__gte=100)
+
+
+class Filtered(FencedModel):
+    """Its manager leaves rows out."""
+
+    amount = models.IntegerField(default=0)
+
+    objects: ClassVar[Any] = HeavyManager()
+
+
+# What names can be made of
+
+
+class Colour(models.TextChoices):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Parcel(FencedModel):
+    """Its lock is named by columns of many kinds."""
+
+    fencing = Fencing("{colour}/{day}/{price}/{at}/{owner}/{rank:03d}")
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    colour = models.CharField(max_length=10, choices=Colour)
+    day = models.DateField()
+    price = models.DecimalField(max_digits=10, decimal_places=2, default=Decimal(0))
+    at = models.DateTimeField()
+    owner = models.ForeignKey(Stock, to_field="sku", on_delete=models.DO_NOTHING)
+    rank = models.IntegerField(default=0)
+
+
+class Called(FencedModel):
+    """Its lock is named by a callable."""
+
+    fencing = Fencing(lambda called: f"called:{called.amount % 2}")
+
+    amount = models.IntegerField(default=0)
+
+
+class Unique(FencedModel):
+    """Its primary key is there before it is saved."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    amount = models.IntegerField(default=0)

@@ -1,0 +1,469 @@
+"""How fenced models name their locks, and what the mixin leaves as it was."""
+
+import copy
+import datetime
+import pickle
+import uuid
+from decimal import Decimal
+
+import pytest
+from django.apps import apps
+from django.contrib import admin
+from django.core import checks, serializers
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, models, transaction
+from django.db.migrations.autodetector import MigrationAutodetector
+from django.db.migrations.loader import MigrationLoader
+from django.db.migrations.questioner import MigrationQuestioner
+from django.db.migrations.state import ModelState, ProjectState
+from django.db.utils import DatabaseError
+from django.forms.models import model_to_dict, modelform_factory
+from django.test.utils import CaptureQueriesContext, isolate_apps
+
+from django_fencedlock import alock
+from django_fencedlock.exceptions import NoLease
+from django_fencedlock.models import FencedManager, FencedModel, Fencing, VersionedModel
+from django_fencedlock.models.fields import RefusedRow, constraint_name
+from tests.models import (
+    Account,
+    Called,
+    Colour,
+    Contract,
+    Deed,
+    Filtered,
+    Invoice,
+    LedgerLine,
+    Parcel,
+    Relaxed,
+    Seat,
+    Stock,
+    Trailer,
+    Truck,
+    Van,
+)
+
+UTC = datetime.UTC
+NOON = datetime.datetime(2024, 5, 1, 12, tzinfo=UTC)
+
+
+def name(model, **arguments):
+    return model.fencing.lock(**arguments).name
+
+
+# Names
+
+
+def test_a_model_that_says_nothing_is_named_by_its_key():
+    assert name(Invoice, pk=42) == name(Invoice, id="42") == "tests.invoice:42"
+    assert Invoice(pk=42).fencing.lock().name == "tests.invoice:42"
+    assert Invoice(pk="42").fencing.lock().name == "tests.invoice:42"
+
+
+def test_children_and_proxies_have_their_parents_name():
+    assert name(Truck, pk=1) == name(Trailer, pk=1) == name(Van, pk=1) == "tests.vehicle:1"
+    assert Trailer(pk=1).fencing.lock().name == "tests.vehicle:1"
+
+
+def test_a_template_over_a_relation():
+    account = Account(pk=7)
+    assert (
+        name(LedgerLine, account=account)
+        == name(LedgerLine, account=7)
+        == name(LedgerLine, account_id="7")
+        == LedgerLine(account=account).fencing.lock().name
+        == LedgerLine(account_id=7).fencing.lock().name
+        == "account:7"
+    )
+
+
+def test_a_composite_key():
+    assert name(Seat, pk=("A", 1)) == name(Seat, row="A", number="1") == "tests.seat:A,1"
+    with pytest.raises(TypeError, match="the primary key has 2 columns"):
+        name(Seat, pk=1)
+    with pytest.raises(TypeError, match=r"named by row, number; lock\(\) was given row"):
+        name(Seat, row="A")
+
+
+def test_values_of_many_kinds_have_one_text_each():
+    plain = {
+        "colour": "red",
+        "day": "2024-05-01",
+        "price": "5",
+        "at": NOON,
+        "owner": "abc",
+        "rank": 7,
+    }
+    expected = "red/2024-05-01/5.00/2024-05-01 12:00:00+00:00/abc/007"
+    assert name(Parcel, **plain) == expected
+    cet = datetime.timezone(datetime.timedelta(hours=1))
+    same = {
+        "colour": Colour.RED,
+        "day": datetime.date(2024, 5, 1),
+        "price": Decimal("5.000"),
+        "at": NOON.astimezone(cet),
+        "owner": Stock(pk=3, sku="abc"),
+        "rank": "7",
+    }
+    assert name(Parcel, **same) == expected
+    plain["owner_id"] = plain.pop("owner")
+    assert Parcel(**plain).fencing.lock().name == expected
+    assert Parcel(**same).fencing.lock().name == expected
+    assert Parcel(**{**same, "price": Decimal("-0")}).fencing.lock().name.count("/0.00/") == 1
+
+
+def test_a_key_in_another_spelling_is_the_same_key():
+    key = uuid.uuid4()
+    parcel = Parcel(pk=str(key).upper())
+    parcel.fencing = None
+    assert Fencing("p:{pk}").__get__(parcel, Parcel).name() == f"p:{key}"
+
+
+def test_a_callable_needs_a_row():
+    assert Called(amount=3).fencing.lock().name == "called:1"
+    with pytest.raises(TypeError, match="named by a callable, which needs a row"):
+        Called.fencing.lock(pk=1)
+
+
+def test_the_terms_are_those_of_a_lock(settings):
+    taken = Invoice.fencing.lock(pk=1, ttl=7, blocking_timeout=3)
+    assert (taken.ttl, taken.blocking_timeout, taken.backend) == (7, 3, "default")
+    assert isinstance(Invoice.fencing.alock(pk=1), type(alock("x")))
+    settings.FENCEDLOCK = {"default": {}, "other": {"TTL": 9}}
+    spec = Fencing("x:{pk}", backend="other")
+    assert spec.__get__(None, Invoice).lock(pk=1).ttl == 9
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (lambda: name(Invoice), TypeError, "named by id; lock.. was given nothing"),
+        (lambda: name(Invoice, pk=1, note="x"), TypeError, "lock.. was given pk, note"),
+        (lambda: name(Invoice, nonsense=1), TypeError, "lock.. was given nonsense"),
+        (lambda: name(LedgerLine, pk=1), TypeError, "named by account_id; lock.. was given pk"),
+        (lambda: name(LedgerLine, account=Invoice(pk=1)), TypeError, "is to be Account, not"),
+        (lambda: name(Invoice, pk=None), ValueError, "id is empty. Save it first"),
+        (lambda: name(LedgerLine, account=Account()), ValueError, "account_id is empty"),
+        (lambda: Invoice().fencing.lock(), ValueError, "This Invoice has no lock yet"),
+        (lambda: Invoice(pk=1).fencing.lock(pk=1), TypeError, "of a row names itself; take pk"),
+        (lambda: Fencing(mode="lax"), ImproperlyConfigured, "'serialised', 'high_water'"),
+        (lambda: Fencing(unleased="no"), ImproperlyConfigured, "'reject', 'warn', 'allow'"),
+        (
+            lambda: Fencing("x:{nothing}").__get__(None, Invoice).lock(pk=1),
+            ImproperlyConfigured,
+            "names {nothing}, which is no column",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(wrong, error, message):
+    with pytest.raises(error, match=message):
+        wrong()
+
+
+@pytest.mark.django_db
+def test_a_name_that_cannot_be_made(settings):
+    """It is an error, but where no write can need a lease."""
+    spec = Fencing("x:{code}")
+    with pytest.raises(ValueError, match="200 are allowed"):
+        spec.__get__(Relaxed(code="y" * 300), Relaxed).lock()
+    settings.FENCEDLOCK_UNLEASED = "allow"
+    row = Invoice(pk=b"no")
+    with pytest.raises((TypeError, ValueError), match="expected a number"):
+        row.save()
+
+
+@pytest.mark.django_db
+def test_a_message_says_what_to_do():
+    invoice = Invoice.objects.create()
+    with pytest.raises(NoLease) as caught:
+        invoice.save()
+    assert str(caught.value) == (
+        f"Saving tests.Invoice needs the lease of lock 'tests.invoice:{invoice.pk}'; none is held "
+        "here. Take it: with Invoice.fencing.lock(...):"
+    )
+    assert caught.value.name == f"tests.invoice:{invoice.pk}"
+    assert caught.value.held == ()
+
+
+# What the mixin leaves as it was
+
+
+def test_its_columns_come_last():
+    assert [field.name for field in Invoice._meta.fields] == [
+        *("id", "account", "amount", "note", "fence")
+    ]
+    assert [field.name for field in Contract._meta.fields][:2] == ["id", "text"]
+    assert [field.name for field in Deed._meta.fields][:2] == ["id", "text"]
+    names = [field.name for field in Truck._meta.fields]
+    assert names == ["id", "wheels", "fence", "vehicle_ptr", "load"]
+    assert [field.name for field in Truck._meta.local_fields] == ["vehicle_ptr", "load"]
+
+
+def test_positional_arguments_are_the_models_own():
+    invoice = Invoice(1, 2, 30, "note")
+    assert (invoice.pk, invoice.account_id, invoice.amount, invoice.note) == (1, 2, 30, "note")
+    assert invoice.fence == 0
+
+
+def test_forms_and_serialisers_do_not_see_them():
+    contract = Contract(text="x", fence=5, version=6)
+    assert set(model_to_dict(contract)) == {"id", "text"}
+    assert list(modelform_factory(Contract, fields="__all__").base_fields) == ["text"]
+    assert admin.ModelAdmin(Contract, admin.site).get_fields(None) == ["text"]
+    for form in ("json", "xml", "python"):
+        text = str(serializers.serialize(form, [contract]))
+        assert "fence" not in text
+        assert "version" not in text.replace('<?xml version="1.0"', "").replace(
+            'django-objects version="1.0"', ""
+        )
+
+
+@pytest.mark.django_db
+def test_objects_can_be_copied_pickled_deferred_and_refreshed(django_assert_num_queries):
+    invoice = Invoice.objects.create(amount=5)
+    for twin in (copy.copy(invoice), copy.deepcopy(invoice), pickle.loads(pickle.dumps(invoice))):
+        assert (twin.pk, twin.amount, twin.fence) == (invoice.pk, 5, 0)
+        assert set(twin.__dict__) - {"_django_version"} == set(invoice.__dict__)
+    models.QuerySet(Invoice).update(fence=9, amount=6)
+    with django_assert_num_queries(1):
+        invoice.refresh_from_db(fields=["amount"])
+    assert (invoice.amount, invoice.fence) == (6, 0)
+    with django_assert_num_queries(1):
+        invoice.refresh_from_db()
+    assert invoice.fence == 9
+    found = Invoice.objects.only("note").get()
+    assert found.get_deferred_fields() == {"account_id", "amount", "fence"}
+    assert pickle.loads(pickle.dumps(Invoice.objects.all())).get() == invoice
+    assert isinstance(pickle.loads(pickle.dumps(Invoice.objects)), FencedManager)
+
+
+@pytest.mark.django_db
+def test_saving_leaves_nothing_behind_in_the_object():
+    contract = Contract.objects.create()
+    before = set(contract.__dict__)
+    with contract.fencing.lock():
+        contract.save()
+    with pytest.raises(NoLease), transaction.atomic():
+        contract.save()
+    assert set(contract.__dict__) == before
+    truck = Truck.objects.create()
+    before = set(truck.__dict__)
+    with truck.fencing.lock():
+        truck.save()
+    assert set(truck.__dict__) == before
+
+
+@pytest.mark.django_db
+def test_validation_asks_the_database_nothing(django_assert_num_queries):
+    contract = Contract.objects.create(text="x")
+    with django_assert_num_queries(0):
+        Contract(text="x").full_clean()
+    with django_assert_num_queries(0):
+        contract.full_clean()
+
+
+@pytest.mark.django_db
+def test_a_model_may_have_a_manager_of_its_own():
+    assert isinstance(Filtered.objects, FencedManager)
+    assert Filtered._default_manager is not Filtered._base_manager
+    small = Filtered.objects.create(amount=1)
+    small.refresh_from_db()
+    assert not Filtered.objects.exists()
+    assert Filtered._base_manager.get() == small
+
+
+def test_the_checks_have_nothing_to_say():
+    assert [
+        message for message in checks.run_checks(apps.get_app_configs()) if message.is_serious()
+    ] == []
+
+
+# Columns and constraints
+
+
+def _constraint(model, column="fence"):
+    wanted = constraint_name(model, column)
+    return next(each for each in model._meta.constraints if each.name == wanted)
+
+
+def test_the_constraints_are_named_after_the_table():
+    assert constraint_name(Invoice, "fence") == "tests_invoice_fence_refused"
+    assert constraint_name(Contract, "version") == "tests_contract_version_refused"
+    assert isinstance(_constraint(Invoice), RefusedRow)
+    assert not any(isinstance(each, RefusedRow) for each in Truck._meta.constraints)
+
+
+@isolate_apps("tests")
+def test_long_names_do_not_collide():
+    def make(table):
+        class Meta:
+            app_label = "tests"
+            db_table = table
+
+        return type(
+            f"T{len(apps.all_models)}", (FencedModel,), {"__module__": __name__, "Meta": Meta}
+        )
+
+    names = {constraint_name(make("t" * 70 + end), "fence") for end in "ab"}
+    assert len(names) == 2
+    assert max(map(len, names)) <= 60
+    assert constraint_name(make('"schema"."table"'), "fence") == "schema_table_fence_refused"
+
+
+@isolate_apps("tests")
+def test_an_unmanaged_model_over_the_same_table_is_no_second_owner_of_the_constraint():
+    class Table(FencedModel):
+        class Meta:
+            app_label = "tests"
+            db_table = "shared"
+
+    class View(FencedModel):
+        class Meta:
+            app_label = "tests"
+            db_table = "shared"
+            managed = False
+
+    assert not View._meta.constraints
+    assert constraint_name(Table, "fence") == constraint_name(View, "fence")
+
+
+@isolate_apps("tests")
+def test_own_constraints_are_kept_also_of_an_abstract_parent():
+    class Base(FencedModel):
+        n = models.IntegerField()
+
+        class Meta(FencedModel.Meta):
+            abstract = True
+            constraints = [
+                models.CheckConstraint(condition=models.Q(n__gt=0), name="%(class)s_positive")
+            ]
+
+    class One(Base):
+        class Meta(Base.Meta):
+            app_label = "tests"
+
+    class Two(Base):
+        class Meta(Base.Meta):
+            app_label = "tests"
+
+    for model in (One, Two):
+        found = [each.name for each in model._meta.constraints]
+        label = model.__name__.lower()
+        assert found == [f"{label}_positive", f"tests_{label}_fence_refused"]
+        assert model._base_manager.name == "_guarded_rows"
+
+
+@isolate_apps("tests")
+def test_a_fenced_abstract_beside_a_fenced_concrete_parent_adds_no_second_column():
+    class Abstract(FencedModel):
+        class Meta:
+            abstract = True
+
+    class Place(FencedModel):
+        class Meta:
+            app_label = "tests"
+
+    class Lot(Abstract, Place):
+        class Meta:
+            app_label = "tests"
+
+    assert [field.name for field in Lot._meta.local_fields] == ["place_ptr"]
+    assert Lot.fencing.owner is Place
+
+
+# Migrations
+
+
+def _project(*models_):
+    state = ProjectState()
+    for model in models_:
+        state.add_model(ModelState.from_model(model))
+    return state
+
+
+def _changes(before, after):
+    detector = MigrationAutodetector(
+        before.clone(), after.clone(), MigrationQuestioner({"ask_initial": True})
+    )
+    return detector.changes(graph=MigrationLoader(None).graph).get("tests", [])
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
+@pytest.mark.parametrize("alias", ["default", "postgres", "mariadb"])
+def test_migrations_make_the_columns_and_constraints(alias):
+    connection = connections[alias]
+    empty = _project()
+    with isolate_apps("tests"):
+
+        class Migrated(models.Model):  # noqa: DJ008
+            n = models.IntegerField(default=0)
+
+            class Meta:
+                app_label = "tests"
+
+        plain = _project(Migrated)
+    with isolate_apps("tests"):
+
+        class Migrated(FencedModel, VersionedModel):
+            n = models.IntegerField(default=0)
+
+            class Meta:
+                app_label = "tests"
+
+        guarded = _project(Migrated)
+        assert not _changes(guarded, _project(Migrated))
+
+    def migrate(before, after):
+        state = before.clone()
+        for migration in _changes(before, after):
+            for operation in migration.operations:
+                new = state.clone()
+                operation.state_forwards("tests", new)
+                with connection.schema_editor() as editor:
+                    operation.database_forwards("tests", editor, state, new)
+                state = new
+        assert not _changes(state, after)
+        return state.apps.get_model("tests", "Migrated")
+
+    for before in (empty, plain):
+        if before is plain:
+            migrate(empty, plain)._base_manager.using(alias).create(n=1)
+        historical = migrate(before, guarded)
+        rows = models.QuerySet(historical, using=alias)
+        with connection.cursor() as cursor:  # as code does that doesn't know the columns yet
+            cursor.execute("INSERT INTO tests_migrated (n) VALUES (2)")
+        assert set(rows.values_list("fence", "version")) == {(0, 0)}
+        for column in ("fence", "version"):
+            with pytest.raises(DatabaseError, match=f"tests_migrated_{column}_refused"):
+                rows.update(**{column: -1})
+        with connection.schema_editor() as editor:
+            editor.delete_model(historical)
+
+
+@pytest.mark.django_db
+def test_in_a_transaction_of_its_lease_a_save_does_not_look_at_the_fence_again():
+    invoice = Invoice.objects.create()
+    sql = CaptureQueriesContext(connections["default"])
+    with invoice.fencing.lock() as lease, lease.atomic(), sql as captured:
+        invoice.save()
+        Invoice.objects.update(amount=1)
+        Invoice.objects.bulk_update([invoice], ["amount"])
+    sent = " ".join(query["sql"] for query in captured)
+    assert "UPDATE" in sent
+    assert "EXISTS" not in sent
+
+
+@pytest.mark.django_db
+def test_a_guarded_save_is_one_short_statement():
+    """Django's own, one column more, and the conditions."""
+    invoice = Invoice.objects.create()
+    with invoice.fencing.lock() as lease:
+        invoice.refresh_from_db()
+        with CaptureQueriesContext(connections["default"]) as captured:
+            invoice.save(update_fields=["note"])
+    (sent,) = captured
+    assert sent["sql"] == (
+        'UPDATE "tests_invoice" SET "note" = \'\', "fence" = 1 WHERE ("tests_invoice"."fence" IN '
+        "(0, 1) AND EXISTS (SELECT 1 FROM django_fencedlock_fence WHERE name = "
+        f"'{lease.name}' AND token = 1 AND owner = '{lease.owner}') AND "
+        f'"tests_invoice"."id" = {invoice.pk})'
+    )
