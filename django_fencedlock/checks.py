@@ -1,13 +1,14 @@
-"""System checks: what is wrong with the settings, and, if asked, with the lock services."""
+"""System checks: what is wrong with settings and models, and, if asked, with the services."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from django.apps import AppConfig, apps
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 
-from . import conf
+from . import conf, model_checks
 from .services import service
 
 
@@ -23,6 +24,22 @@ def check_services(databases: Sequence[str] | None = None, **kwargs: Any) -> lis
     if not databases or any(not problem.warning for problem in conf.problems()):
         return []
     return _messages(_live_problems(databases))
+
+
+@register(Tags.models)
+def check_models(
+    app_configs: Sequence[AppConfig] | None = None, **kwargs: Any
+) -> list[CheckMessage]:
+    """Look at the fenced models as they are written."""
+    configs = apps.get_app_configs() if app_configs is None else app_configs
+    models = [model for config in configs for model in config.get_models()]
+    return _messages(model_checks.problems(models))
+
+
+@register(Tags.database)
+def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
+    """Look at the fenced models' tables; run by ``check --database ALIAS``."""
+    return _messages(model_checks.database_problems(databases or ()))
 
 
 def _live_problems(databases: Sequence[str]) -> Iterator[conf.Problem]:

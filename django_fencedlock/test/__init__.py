@@ -5,9 +5,15 @@ With pytest: ``pytest_plugins = ["django_fencedlock.test.fixtures"]``. The contr
 `django_fencedlock.test.contract`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .aids import assert_locked, assert_not_locked, expire, hold_lock, locks_off, lose
 
+if TYPE_CHECKING:
+    from .audit import assert_all_writes_fenced
+
 __all__ = [
+    "assert_all_writes_fenced",
     "assert_locked",
     "assert_not_locked",
     "expire",
@@ -15,3 +21,12 @@ __all__ = [
     "locks_off",
     "lose",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # It needs models, which can't be imported before Django is ready; the rest can.
+    if name == "assert_all_writes_fenced":
+        from .audit import assert_all_writes_fenced
+
+        return assert_all_writes_fenced
+    raise AttributeError(name)

@@ -1,0 +1,277 @@
+"""`assert_all_writes_fenced()`: watches the SQL for writes that no lease covers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+from django.apps import apps
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models.deletion import Collector
+
+from ..fences.pinning import PinnedBlock
+from ..models import FencedModel, FencedQuerySet
+from ..models.guarded import GuardedModel
+
+#: Where fenced writes begin. What is seen while one of them runs is the package's own doing.
+PATHS: tuple[tuple[type, str], ...] = (
+    (GuardedModel, "_save_table"),
+    (GuardedModel, "delete"),
+    (FencedQuerySet, "update"),
+    (FencedQuerySet, "bulk_create"),
+    (FencedQuerySet, "delete"),
+    (FencedQuerySet, "_raw_delete"),
+    (Collector, "delete"),
+)
+
+
+class UnfencedWrite(NamedTuple):
+    """A statement that wrote to a fenced table, and why it counts as unfenced."""
+
+    table: str
+    sql: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.table}, {self.why}: {self.sql}"
+
+
+@contextlib.contextmanager
+def assert_all_writes_fenced() -> Iterator[list[UnfencedWrite]]:
+    """
+    Fail if the block writes to the table of a fenced model by a statement that no lease covers.
+
+    Covered are writes through the model under a lease, everything inside of ``lease.atomic()``,
+    and new rows that are added through the model. Not covered are raw SQL, querysets and managers
+    that aren't fenced, and what ``unleased`` merely allows.
+
+    It sees what this thread sends through Django's connections, and neither COPY by the driver's
+    own method nor what the database does by itself. Whether ``lease.atomic()`` is of the right
+    lock it can't tell.
+    """
+    found: list[UnfencedWrite] = []
+    with contextlib.ExitStack() as stack:
+        for owner, name in PATHS:
+            path = _marked(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, path))
+        watch = _Watch(found)
+        for connection in connections.all():
+            stack.enter_context(connection.execute_wrapper(watch))
+        yield found
+    if found:
+        listed = "\n".join(f"  {write}" for write in found)
+        raise AssertionError(f"{len(found)} writes to fenced tables weren't fenced:\n{listed}")
+
+
+@dataclass
+class _Path:
+    """One pass through the package's own code."""
+
+    #: The fenced tables that it has written the lease's token into, so that it may delete there.
+    claimed: set[str] = field(default_factory=set)
+
+
+_path: ContextVar[_Path | None] = ContextVar("fencedlock_audited_path", default=None)
+
+
+def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        if _path.get() is not None:
+            return function(*args, **kwargs)
+        before = _path.set(_Path())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _path.reset(before)
+
+    return within
+
+
+class _Watch:
+    """Sees every statement of a connection, and notes those that aren't fenced."""
+
+    def __init__(self, found: list[UnfencedWrite]) -> None:
+        self._found = found
+        self._columns = _fenced_tables()
+
+    def __call__(
+        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
+    ) -> Any:
+        connection: BaseDatabaseWrapper = context["connection"]
+        answer = execute(sql, params, many, context)
+        # What failed has written nothing, and is never looked at.
+        text = _text(sql, connection)
+        for write in writes_in(text, connection.vendor):
+            if write.table in self._columns:
+                why = self._why_unfenced(write, connection, context["cursor"].rowcount)
+                if why:
+                    self._found.append(UnfencedWrite(write.table, text, why))
+        return answer
+
+    def _why_unfenced(self, write: Write, connection: BaseDatabaseWrapper, rows: int) -> str:
+        if any(isinstance(block, PinnedBlock) for block in connection.atomic_blocks):
+            return ""
+        path = _path.get()
+        if path is None:
+            return "past the fenced model"
+        column = self._columns[write.table]
+        if write.verb not in _VERBS:
+            return f"by {write.verb}"
+        if column is None or (write.verb == "INSERT" and not write.overwrites):
+            return ""
+        if write.verb == "DELETE" and (column in write.words or write.table in path.claimed):
+            return ""
+        if write.verb != "DELETE" and column in write.assigned:
+            path.claimed.add(write.table)
+            return ""
+        # Where there is no row, the model finds no lock's name to ask for. SQLite counts no rows
+        # before those that are returned have been read.
+        return "without a lease" if rows or "returning" in write.words else ""
+
+
+def _fenced_tables() -> dict[str, str | None]:
+    """The tables of fenced models, each with its fence column if it has one of its own."""
+    found: dict[str, str | None] = {}
+    for model in apps.get_models():
+        if issubclass(model, FencedModel):
+            fence = model._meta.get_field("fence")
+            own = fence in model._meta.local_fields
+            column = str(fence.column).casefold() if own else None
+            # It may be named with its schema: '"schema"."table"'.
+            table = model._meta.db_table.rpartition('"."')[2]
+            found.setdefault(_plain(table.strip('"')), column)
+    return found
+
+
+def _text(sql: Any, connection: BaseDatabaseWrapper) -> str:
+    if hasattr(sql, "as_string"):  # psycopg's composed SQL
+        sql = sql.as_string(connection.connection)
+    return sql.decode() if isinstance(sql, bytes) else str(sql)
+
+
+# Reading SQL: no parser, but no prefix either. WITH ... UPDATE and several statements in one count.
+
+_COMMENTS = r"--[^\n]*|/\*(?!!).*?\*/"
+_NOISE = re.compile(rf"{_COMMENTS}|'(?:[^']|'')*'", re.S)
+_NOISE_OF_MYSQL = re.compile(rf"{_COMMENTS}|'(?:[^'\\]|''|\\.)*'", re.S)
+_TOKEN = re.compile(r'"(?:[^"]|"")*"|`(?:[^`]|``)*`|\[\w+\]|%\(\w+\)s|%s|\w+|[^\s\w]')
+#: What may stand between a verb and its table.
+_FILLERS = {
+    *("INTO", "FROM", "TABLE", "ONLY", "IGNORE", "LOW_PRIORITY", "HIGH_PRIORITY", "DELAYED"),
+    *("QUICK", "OR", "ABORT", "FAIL", "REPLACE", "ROLLBACK"),
+}
+#: What stands before UPDATE and DELETE where they are no verbs: FOR UPDATE, ON DELETE CASCADE.
+_NO_VERB = {"FOR", "KEY", "DO", "ON", "THEN", "AFTER", "BEFORE", "OF"}
+#: What ends the list of tables.
+_ENDS = {"SET", "WHERE", "USING", "RETURNING", "RESTART", "CASCADE", ")"}
+#: Verbs wherever they are, and those that are plain words but at the beginning.
+_VERBS, _FIRST_VERBS = (
+    {"INSERT", "UPDATE", "DELETE"},
+    {"MERGE", "REPLACE", "TRUNCATE", "COPY", "LOAD"},
+)
+#: Statements that define things: the verbs in them aren't carried out.
+_DEFINING = {"CREATE", "ALTER", "DROP", "COMMENT", "GRANT", "REVOKE"}
+
+
+class Write(NamedTuple):
+    """One table that a statement writes to."""
+
+    verb: str
+    table: str
+    #: All that the statement names, in small letters.
+    words: frozenset[str]
+    #: The columns that it assigns: ``fence = ...``.
+    assigned: frozenset[str]
+    #: An INSERT that may become an UPDATE.
+    overwrites: bool
+
+
+def writes_in(sql: str, vendor: str = "") -> Iterator[Write]:
+    """The tables that a text of SQL writes to. Rather one too many than one too few."""
+    noise = _NOISE_OF_MYSQL if vendor == "mysql" else _NOISE
+    for statement in _statements(_TOKEN.findall(noise.sub(" '' ", sql))):
+        upper = [token.upper() for token in statement]
+        if upper[0] in _DEFINING:
+            if {"$", "BEGIN"} & set(upper):
+                return  # The rest is the body of a function or trigger.
+            continue
+        words = frozenset(map(_plain, statement))
+        # ON CONFLICT DO UPDATE, ON DUPLICATE KEY UPDATE, INSERT OR REPLACE
+        overwrites = not {"UPDATE", "REPLACE"}.isdisjoint(upper)
+        for place, verb in enumerate(upper):
+            if _is_verb(upper, place):
+                rest = statement[place + 1 :]
+                for table in dict.fromkeys(_targets(verb, rest)):
+                    yield Write(verb, table, words, _assigned(rest), overwrites)
+
+
+def _statements(tokens: list[str]) -> Iterator[list[str]]:
+    statement: list[str] = []
+    for token in [*tokens, ";"]:
+        if token != ";":
+            statement.append(token)
+        elif statement:
+            yield statement
+            statement = []
+
+
+def _is_verb(upper: list[str], place: int) -> bool:
+    word = upper[place]
+    if word in _VERBS:
+        return place == 0 or upper[place - 1] not in _NO_VERB
+    if place == 0:
+        return word in _FIRST_VERBS
+    return word == "MERGE" and upper[place + 1 : place + 2] == ["INTO"]
+
+
+def _targets(verb: str, rest: list[str]) -> Iterator[str]:
+    """The tables that follow a verb."""
+    upper = [token.upper() for token in rest]
+    if verb == "COPY" and "FROM" not in upper[: upper.index("TO") if "TO" in upper else None]:
+        return
+    if verb == "LOAD":
+        upper[: upper.index("TABLE")] = ["TABLE"] * upper.index("TABLE")
+    several = verb in ("UPDATE", "DELETE", "TRUNCATE")
+    for place, (token, word) in enumerate(zip(rest, upper, strict=True)):
+        if word in _ENDS or word == "(":
+            return
+        if word in _FILLERS or not _is_name(token):
+            continue
+        if upper[place + 1 : place + 2] == ["."]:
+            continue  # A schema.
+        yield _plain(token)
+        if not several:
+            return
+
+
+def _assigned(rest: list[str]) -> frozenset[str]:
+    """The columns that are followed by an equals sign, outside of brackets and before WHERE."""
+    depth, found = 0, set()
+    for token, after in zip(rest, [*rest[1:], ""], strict=True):
+        depth += (token == "(") - (token == ")")
+        if depth < 0 or (depth == 0 and token.upper() == "WHERE"):
+            break
+        if depth == 0 and after == "=":
+            found.add(_plain(token))
+    return frozenset(found)
+
+
+def _is_name(token: str) -> bool:
+    return token[0] in '"`[' or token[0].isalpha() or token[0] == "_"
+
+
+def _plain(token: str) -> str:
+    """A name as it is, without its quotes; small, since unquoted ones are alike."""
+    if token[0] in '"`':
+        token = token[1:-1].replace(token[0] * 2, token[0])
+    elif token[0] == "[":
+        token = token[1:-1]
+    return token.casefold()

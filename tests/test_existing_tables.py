@@ -1,0 +1,131 @@
+"""docs/existing_tables.md: a big table gets its columns while the code of before is running."""
+
+import re
+from pathlib import Path
+
+import pytest
+from django.db import IntegrityError, connections, migrations, models, transaction
+from django.db.migrations.autodetector import MigrationAutodetector
+from django.db.migrations.state import ModelState, ProjectState
+from django.test.utils import isolate_apps
+
+from django_fencedlock.models import FencedModel, VersionedModel
+
+PAGE = Path(__file__).parent.parent / "docs/existing_tables.md"
+ON_POSTGRES = pytest.mark.django_db(databases=["default", "postgres"])
+ROWS = 20_000
+
+
+def before():
+    """The model as it was when nobody knew of fences."""
+    state = ModelState("billing", "Invoice", list(before_fields().items()))
+    return ProjectState({("billing", "invoice"): state})
+
+
+def before_fields():
+    key = models.BigAutoField(primary_key=True, serialize=False, verbose_name="ID")
+    return {"id": key, "text": models.TextField()}
+
+
+def step(name):
+    """The operations of one of the page's migrations."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    (code,) = [each for each in blocks if each.startswith(f"# billing/migrations/{name}.py\n")]
+    found = {}
+    exec(code, found)
+    return found["Migration"].operations
+
+
+COLUMN, CONSTRAINT, VALIDATED, TRIGGER = (
+    "0002_fence",
+    "0003_fence_refused",
+    "0004_fence_validated",
+    "0005_fence_trigger",
+)
+
+
+def migrate(state, *names):
+    """Run migrations of the page, each in a transaction of its own as Django does."""
+    for name in names:
+        for operation in step(name):
+            old, state = state, state.clone()
+            operation.state_forwards("billing", state)
+            with connections["postgres"].schema_editor() as editor:
+                operation.database_forwards("billing", editor, old, state)
+    return state
+
+
+def ask(sql):
+    with connections["postgres"].cursor() as cursor:
+        cursor.execute(sql)
+        return cursor.fetchone()[0]
+
+
+def execute(sql):
+    with connections["postgres"].cursor() as cursor:
+        cursor.execute(sql)
+
+
+@pytest.fixture
+def old():
+    """A table with rows in it, and its state."""
+    state = before()
+    with connections["postgres"].schema_editor() as editor:
+        editor.create_model(state.apps.get_model("billing", "Invoice"))
+    execute(f"INSERT INTO billing_invoice (text) SELECT 'x' FROM generate_series(1, {ROWS})")
+    return state
+
+
+@ON_POSTGRES
+class TestOnPostgres:
+    def test_no_step_rewrites_the_table(self, old):
+        node = ask("SELECT pg_relation_filenode('billing_invoice')")
+        size = ask("SELECT pg_relation_size('billing_invoice')")
+        migrate(old, COLUMN, CONSTRAINT, VALIDATED, TRIGGER)
+        assert ask("SELECT pg_relation_filenode('billing_invoice')") == node
+        assert ask("SELECT pg_relation_size('billing_invoice')") == size
+        assert ask("SELECT count(*) FROM billing_invoice WHERE fence = 0 AND version = 0") == ROWS
+        assert ask("SELECT bool_and(convalidated) FROM pg_constraint WHERE contype = 'c'")
+
+    def test_the_code_of_before_goes_on_after_each_step(self, old):
+        for name in (COLUMN, CONSTRAINT, VALIDATED):
+            old_code = before().apps.get_model("billing", "Invoice").objects.using("postgres")
+            old = migrate(old, name)
+            row = old_code.create(text="of the old code")
+            row.text = "again"
+            row.save()
+            assert old_code.filter(pk=row.pk).update(text="more") == 1
+            execute("INSERT INTO billing_invoice (text) VALUES ('raw')")
+
+    def test_the_constraint_holds_for_new_writes_before_it_is_validated(self, old):
+        migrate(old, COLUMN, CONSTRAINT)
+        for column in ("fence", "version"):
+            with pytest.raises(IntegrityError), transaction.atomic(using="postgres"):
+                execute(f"UPDATE billing_invoice SET {column} = -1")
+
+    def test_a_default_of_python_alone_would_stop_the_code_of_before(self, old):
+        """Why the column says db_default."""
+        field = models.BigIntegerField(default=0)
+        operation, state = migrations.AddField("Invoice", "fence", field), old.clone()
+        operation.state_forwards("billing", state)
+        with connections["postgres"].schema_editor() as editor:
+            operation.database_forwards("billing", editor, old, state)
+        with pytest.raises(IntegrityError), transaction.atomic(using="postgres"):
+            execute("INSERT INTO billing_invoice (text) VALUES ('raw')")
+
+
+@pytest.mark.parametrize("bases", [(FencedModel,), (FencedModel, VersionedModel)])
+def test_makemigrations_finds_nothing_more(bases):
+    state = before()
+    for name in (COLUMN, CONSTRAINT, VALIDATED, TRIGGER):
+        for operation in step(name):
+            # "leave out what has `version` in it if yours gets none"
+            if VersionedModel in bases or "version" not in repr(operation.deconstruct()):
+                operation.state_forwards("billing", state)
+    with isolate_apps("tests"):
+        meta = type("Meta", (FencedModel.Meta,), {"app_label": "billing"})
+        fields = {name: field.clone() for name, field in before_fields().items()}
+        model = type("Invoice", bases, {"__module__": __name__, "Meta": meta, **fields})
+        after = ProjectState({("billing", "invoice"): ModelState.from_model(model)})
+    changes = MigrationAutodetector(state, after)._detect_changes()
+    assert [each.operations for each in changes.get("billing", ())] == []

@@ -1,0 +1,347 @@
+"""The system checks over fenced models and their tables."""
+
+import re
+
+import pytest
+from django.core.checks.registry import registry
+from django.db import connections, migrations, models
+from django.db.migrations.state import ProjectState
+from django.test.utils import isolate_apps
+
+from django_fencedlock import model_checks
+from django_fencedlock.checks import check_models, check_tables
+from django_fencedlock.models import (
+    FencedManager,
+    FencedModel,
+    FencedQuerySet,
+    Fencing,
+    VersionedModel,
+)
+from django_fencedlock.models.fields import constraint_name
+from django_fencedlock.operations import NAME, FenceTrigger, RemoveFenceTrigger
+from tests.models import Account, Contract, Document, Invoice
+
+ON_COLUMNS = pytest.mark.parametrize(
+    ("base", "name"), [(FencedModel, "fence"), (VersionedModel, "version")]
+)
+ON_POSTGRES = pytest.mark.django_db(databases=["default", "postgres"])
+
+
+@pytest.fixture(autouse=True)
+def own_apps():
+    with isolate_apps("tests"):
+        yield
+
+
+def found(*models_):
+    return told(model_checks.problems(models_))
+
+
+def told(problems):
+    return {problem.id: str(problem) for problem in problems}
+
+
+def of_type(name, *bases, **attributes):
+    return type(name, bases, {"__module__": "tests.models", **attributes})
+
+
+def test_the_checks_are_registered_and_find_nothing_in_the_models_here():
+    assert {check_models, check_tables} <= set(registry.get_checks())
+    assert check_models() == []
+    assert found(Account, Invoice, Document, Contract) == {}
+
+
+class TestFencing:
+    @pytest.mark.parametrize(
+        ("template", "words"),
+        [
+            ("account:{acount_id}", r"names {acount_id}.*Use {pk} and .*account_id"),
+            ("account:{account_id", "'account:{account_id'"),
+            ("account:{}", "no column"),
+        ],
+    )
+    def test_a_template_that_names_no_column(self, template, words):
+        fields = {"account_id": models.IntegerField(), "fencing": Fencing(template)}
+        assert re.search(words, found(of_type("Line", FencedModel, **fields))["E020"])
+
+    def test_templates_and_callables_in_order(self):
+        account = models.ForeignKey(Account, models.CASCADE)
+        for name in (None, "{pk}", "a:{account}", "a:{account_id}", "a:{id:d}", lambda row: "x"):
+            with isolate_apps("tests"):
+                line = of_type("Line", FencedModel, account=account, fencing=Fencing(name))
+                assert found(line) == {}
+
+    def test_fencing_that_is_no_fencing(self):
+        line = of_type("Line", FencedModel, fencing="account:{account_id}")
+        assert "'account:{account_id}'" in found(line)["E021"]
+
+    def test_an_alias_that_the_settings_have_not(self, settings):
+        settings.FENCEDLOCK = {"default": {}, "fast": {}}
+        line = of_type("Line", FencedModel, fencing=Fencing(backend="fest"))
+        assert re.search("'fest'.*Known are default, fast", found(line)["E022"])
+
+    def test_rows_in_another_database_than_the_fences(self, settings):
+        settings.DATABASE_ROUTERS = [f"{__name__}.EverythingOnPostgres"]
+        strict = of_type("Strict", FencedModel)
+        loose = of_type("Loose", FencedModel, fencing=Fencing(mode="high_water"))
+        assert re.search("to database 'postgres'.*are in 'default'", found(strict)["E023"])
+        assert found(loose) == {}
+        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+        assert found(strict) == {}
+
+    def test_broken_settings_and_routers_that_want_a_row_break_no_check(self, settings):
+        line = of_type("Line", FencedModel)
+        settings.FENCEDLOCK = {"default": {"TTL": 0}}
+        assert found(line) == {}
+        settings.FENCEDLOCK = {}
+        settings.DATABASE_ROUTERS = [f"{__name__}.ByRow"]
+        assert found(line) == {}
+
+
+class TestInheritance:
+    def test_two_fenced_parents_with_tables(self):
+        one = of_type("One", FencedModel)
+        two = of_type("Two", FencedModel, number=models.AutoField(primary_key=True))
+        message = found(of_type("Both", one, two))["E024"]
+        assert "2 columns 'fence', of tests.One and tests.Two" in message
+
+    def test_a_fenced_abstract_beside_a_fenced_parent_with_a_table_is_in_order(self):
+        concrete = of_type("Concrete", FencedModel)
+        meta = type("Meta", (), {"abstract": True})
+        abstract = of_type("Abstract", FencedModel, Meta=meta)
+        assert found(of_type("Before", abstract, concrete)) == {}
+        assert found(of_type("After", concrete, abstract)) == {}
+
+    def test_children_and_proxies_of_a_fenced_model_are_in_order(self):
+        concrete = of_type("Concrete", FencedModel)
+        meta = type("Meta", (), {"proxy": True})
+        assert found(of_type("Child", concrete), of_type("Proxy", concrete, Meta=meta)) == {}
+
+
+class TestManagers:
+    def test_a_default_manager_that_is_not_fenced(self):
+        line = of_type("Line", FencedModel, objects=models.Manager())
+        assert re.search(r"'objects'.*update\(\), bulk_\*\(\)", found(line)["W020"])
+        assert list(found(line)) == ["W020"]
+
+    @pytest.mark.parametrize("manager", [models.Manager, FencedManager])
+    def test_a_base_manager_that_is_not_the_packages_own(self, manager):
+        meta = type("Meta", (), {"base_manager_name": "mine"})
+        for parent in (FencedModel, VersionedModel):
+            with isolate_apps("tests"):
+                line = of_type("Line", parent, mine=manager(), Meta=meta)
+                assert re.search("'mine'.*cascades, SET_NULL", found(line)["W021"])
+
+    def test_fenced_managers_of_every_make_are_in_order(self):
+        class OldStyle(models.Manager):
+            def get_queryset(self):
+                return FencedQuerySet(self.model, using=self._db)
+
+        class Mine(FencedQuerySet):
+            pass
+
+        made = [FencedManager.from_queryset(Mine)(), Mine.as_manager(), OldStyle()]
+        for number, manager in enumerate(made):
+            assert found(of_type(f"Line{number}", FencedModel, objects=manager)) == {}
+
+    def test_a_manager_that_cannot_be_asked_counts_as_not_fenced(self):
+        class Tenants(models.Manager):
+            def get_queryset(self):
+                raise RuntimeError("no tenant")
+
+        assert "W020" in found(of_type("Line", FencedModel, objects=Tenants()))
+
+
+@pytest.mark.skipif(not hasattr(models, "DB_CASCADE"), reason="new in Django 6.1")
+@pytest.mark.parametrize("rule", ["DB_CASCADE", "DB_SET_NULL"])
+def test_a_foreign_key_by_which_the_database_writes_on_its_own(rule):
+    key = models.ForeignKey(Account, getattr(models, rule), null=True)
+    message = found(of_type("Line", FencedModel, account=key))["W022"]
+    assert f"tests.Line.account has on_delete={rule}: when a row of tests.Account" in message
+    assert f"on_delete=models.{rule[3:]}." in message
+
+
+@pytest.mark.django_db(databases=["default", "mariadb"])
+class TestMariaDB:
+    @pytest.fixture(autouse=True)
+    def session(self):
+        self.execute("SET @before = @@sql_mode")
+        yield
+        self.execute("SET sql_mode = @before, check_constraint_checks = 1")
+
+    def execute(self, sql):
+        with connections["mariadb"].cursor() as cursor:
+            cursor.execute(sql)
+
+    def problems(self):
+        return told(model_checks.database_problems(["mariadb"]))
+
+    def test_nothing_is_wrong_with_a_strict_one(self):
+        assert self.problems() == {}
+
+    def test_one_that_is_not_strict(self):
+        self.execute("SET sql_mode = 'ANSI_QUOTES'")
+        assert "sql_mode being 'ANSI_QUOTES'" in self.problems()["W023"]
+
+    def test_one_that_heeds_no_constraints(self):
+        self.execute("SET check_constraint_checks = 0")
+        assert "check_constraint_checks off" in self.problems()["W023"]
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [
+        pytest.param("default", marks=pytest.mark.django_db(transaction=True)),
+        pytest.param("postgres", marks=ON_POSTGRES),
+        pytest.param(
+            "mariadb", marks=pytest.mark.django_db(transaction=True, databases=["mariadb"])
+        ),
+    ],
+)
+def test_a_constraint_that_the_table_has_lost(alias):
+    name = constraint_name(Invoice, "fence")
+    before = ProjectState.from_apps(Invoice._meta.apps)
+    remove, after = migrations.RemoveConstraint("Invoice", name), before.clone()
+    remove.state_forwards("tests", after)
+    assert told(model_checks.database_problems([alias])) == {}
+    with connections[alias].schema_editor() as editor:
+        remove.database_forwards("tests", editor, before, after)
+    try:
+        (message,) = check_tables(databases=[alias])
+    finally:
+        with connections[alias].schema_editor() as editor:
+            remove.database_backwards("tests", editor, after, before)
+    assert message.id == "django_fencedlock.W024"
+    assert f"'{name}'" in message.msg
+    assert 'CHECK ("fence" >= 0)' in message.hint.replace("`", '"')
+
+
+def test_no_database_is_asked_unless_it_is_named():
+    assert check_tables() == []
+
+
+@ON_POSTGRES
+class TestTriggers:
+    @pytest.fixture(autouse=True)
+    def declared(self, monkeypatch):
+        monkeypatch.setattr(model_checks, "declared_triggers", lambda connection: [Contract])
+
+    def execute(self, sql):
+        with connections["postgres"].cursor() as cursor:
+            cursor.execute(sql)
+
+    def install(self):
+        state = ProjectState.from_apps(Contract._meta.apps)
+        with connections["postgres"].schema_editor() as editor:
+            FenceTrigger("Contract").database_forwards("tests", editor, state, state)
+
+    def problem(self):
+        return told(model_checks.database_problems(["postgres"])).get("W025")
+
+    def test_one_that_is_there_is_in_order(self):
+        self.install()
+        assert self.problem() is None
+
+    def test_one_that_is_not_there(self):
+        assert re.search("tests.Contract .*'postgres'.*isn't there", self.problem())
+        assert "FenceTrigger('Contract')" in self.problem()
+
+    def test_one_that_is_disabled(self):
+        self.install()
+        self.execute(f"ALTER TABLE tests_contract DISABLE TRIGGER {NAME}")
+        assert "is disabled" in self.problem()
+
+    def test_one_of_before_the_table_had_a_version(self):
+        self.install()
+        self.execute(
+            f"CREATE OR REPLACE TRIGGER {NAME} AFTER UPDATE ON tests_contract FOR EACH ROW "
+            f"WHEN (NEW.fence < OLD.fence) EXECUTE FUNCTION {NAME}('fence', '')"
+        )
+        self.execute(f"COMMENT ON TRIGGER {NAME} ON tests_contract IS 'older'")
+        assert "is another" in self.problem()
+        self.install()
+        assert self.problem() is None
+
+    def test_one_whose_function_was_replaced(self):
+        self.install()
+        self.execute(
+            f"CREATE OR REPLACE FUNCTION {NAME}() RETURNS trigger LANGUAGE plpgsql "
+            "AS 'BEGIN RETURN NULL; END'"
+        )
+        assert "is another" in self.problem()
+
+    def test_a_version_that_is_not_migrated_yet_is_not_missed(self):
+        self.execute("ALTER TABLE tests_contract DROP COLUMN version CASCADE")
+        self.install_for_the_fence_alone()
+        assert self.problem() is None
+
+    def install_for_the_fence_alone(self):
+        state = ProjectState.from_apps(Contract._meta.apps)
+        state.remove_field("tests", "contract", "version")
+        with connections["postgres"].schema_editor() as editor:
+            FenceTrigger("Contract").database_forwards("tests", editor, state, state)
+
+
+class TestDeclared:
+    def follow(self, *operations):
+        declared = set()
+        model_checks._follow("tests", operations, declared)
+        return declared
+
+    def test_renamed_models_take_their_trigger_along(self):
+        steps = [FenceTrigger("Invoice"), migrations.RenameModel("Invoice", "Bill")]
+        assert self.follow(*steps) == {("tests", "bill")}
+
+    def test_removed_triggers_and_deleted_models_have_none(self):
+        assert self.follow(FenceTrigger("Bill"), RemoveFenceTrigger("Bill")) == set()
+        assert self.follow(FenceTrigger("Bill"), migrations.DeleteModel("Bill")) == set()
+
+    def test_both_halves_of_a_separated_step_count(self):
+        step = migrations.SeparateDatabaseAndState(
+            database_operations=[FenceTrigger("Invoice")],
+            state_operations=[migrations.RenameModel("Invoice", "Bill")],
+        )
+        assert self.follow(step) == {("tests", "bill")}
+
+    @ON_POSTGRES
+    def test_only_migrations_that_were_applied_count(self, settings, tmp_path, monkeypatch):
+        (tmp_path / "invoices_migrations").mkdir()
+        (tmp_path / "invoices_migrations/__init__.py").touch()
+        (tmp_path / "invoices_migrations/0001_trigger.py").write_text(
+            "from django.db import migrations\n"
+            "from django_fencedlock.operations import FenceTrigger\n"
+            "class Migration(migrations.Migration):\n"
+            "    operations = [FenceTrigger('Invoice')]\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        settings.MIGRATION_MODULES = {"tests": "invoices_migrations"}
+        connection = connections["postgres"]
+        assert model_checks.declared_triggers(connection) == []
+        recorder = migrations.recorder.MigrationRecorder(connection)
+        recorder.record_applied("tests", "0001_trigger")
+        assert model_checks.declared_triggers(connection) == [Invoice]
+
+
+class TestColumns:
+    @pytest.mark.parametrize(
+        ("base", "name"), [(FencedModel, "fence"), (VersionedModel, "version")]
+    )
+    def test_a_field_of_the_models_own_in_place_of_ours(self, base, name):
+        model = of_type("Own", base, **{name: models.TextField()})
+        assert re.search(f"'{name}' such as .* but a TextField", found(model)["E025"])
+
+    @pytest.mark.parametrize(
+        ("base", "name"), [(FencedModel, "fence"), (VersionedModel, "version")]
+    )
+    def test_our_field_taken_away(self, base, name):
+        assert f"has no field '{name}'" in found(of_type("None_", base, **{name: None}))["E025"]
+
+
+class EverythingOnPostgres:
+    def db_for_write(self, model, **hints):
+        return "postgres"
+
+
+class ByRow:
+    def db_for_write(self, model, **hints):
+        return hints["instance"].shard

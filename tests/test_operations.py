@@ -1,0 +1,287 @@
+"""The trigger on real PostgreSQL: what it refuses, and that whatever the package writes passes."""
+
+import pytest
+from django.apps import apps
+from django.core import serializers
+from django.core.exceptions import ImproperlyConfigured
+from django.db import OperationalError, connections, migrations, models, transaction
+from django.db.migrations.state import ModelState, ProjectState
+from django.db.migrations.writer import MigrationWriter
+
+from django_fencedlock.exceptions import StaleFence
+from django_fencedlock.operations import (
+    FENCE_LOWERED,
+    NAME,
+    VERSION_KEPT,
+    FenceTrigger,
+    RemoveFenceTrigger,
+)
+from tests.models import Account, Contract, Document, Invoice, LedgerLine
+
+pytestmark = pytest.mark.django_db(databases=["default", "postgres"])
+MODELS = [Invoice, Contract, Document, LedgerLine]
+
+
+@pytest.fixture(autouse=True)
+def on_postgres(settings):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+
+
+@pytest.fixture
+def triggers():
+    for model in MODELS:
+        run(FenceTrigger(model.__name__))
+
+
+def state_of(*models):
+    return ProjectState({("tests", m._meta.model_name): ModelState.from_model(m) for m in models})
+
+
+def run(operation, *, back=False, state=None, alias="postgres"):
+    before = state or state_of(Account, *MODELS)
+    after = before.clone()
+    operation.state_forwards("tests", after)
+    with connections[alias].schema_editor() as editor:
+        if back:
+            operation.database_backwards("tests", editor, after, before)
+        else:
+            operation.database_forwards("tests", editor, before, after)
+    return after
+
+
+def execute(sql, *given):
+    with connections["postgres"].cursor() as cursor:
+        cursor.execute(sql, given)
+
+
+def refused(sql, *given):
+    """Run an UPDATE that has to be refused; returns its SQLSTATE and message."""
+    with pytest.raises(OperationalError) as caught, transaction.atomic(using="postgres"):
+        execute(sql, *given)
+    return caught.value.__cause__.sqlstate, str(caught.value)
+
+
+def triggers_and_functions():
+    with connections["postgres"].cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_trigger WHERE tgname = %s", [NAME])
+        (triggers,) = cursor.fetchone()
+        cursor.execute("SELECT count(*) FROM pg_proc WHERE proname = %s", [NAME])
+        return triggers, cursor.fetchone()[0]
+
+
+def invoice(**values):
+    return Invoice.objects.using("postgres").create(**values)
+
+
+@pytest.mark.usefixtures("triggers")
+class TestWhatIsRefused:
+    def test_a_lower_fence_is_refused_with_a_sqlstate_of_its_own_and_the_row(self):
+        row = invoice()
+        execute("UPDATE tests_invoice SET fence = 9")
+        state, message = refused("UPDATE tests_invoice SET amount = 1, fence = 8")
+        assert state == FENCE_LOWERED
+        assert f"tests_invoice (id = {row.pk}) refused: it lowers the fence from 9 to 8" in message
+        assert "HINT" in message
+
+    def test_one_row_that_is_refused_stops_the_whole_statement(self):
+        invoice(), invoice()
+        execute("UPDATE tests_invoice SET fence = id")
+        refused("UPDATE tests_invoice SET amount = 1, fence = (SELECT min(id) FROM tests_invoice)")
+        assert not Invoice.objects.using("postgres").filter(amount=1)
+
+    def test_a_fence_that_is_left_as_it_is_passes(self):
+        invoice()
+        execute("UPDATE tests_invoice SET fence = 9")
+        execute("UPDATE tests_invoice SET amount = 1")
+        execute("UPDATE tests_invoice SET amount = 2, fence = 9")
+
+    def test_a_change_without_the_version_is_refused(self):
+        Document.objects.using("postgres").create(version=0)
+        state, message = refused("UPDATE tests_document SET text = 'x'")
+        assert state == VERSION_KEPT
+        assert "it takes the version from 0 to 0" in message
+
+    def test_a_change_with_the_version_passes(self):
+        Document.objects.using("postgres").create()
+        execute("UPDATE tests_document SET text = 'x', version = version + 1")
+
+    def test_a_lower_version_is_refused_even_if_nothing_else_changes(self):
+        Document.objects.using("postgres").create()
+        execute("UPDATE tests_document SET text = 'x', version = 7")
+        assert refused("UPDATE tests_document SET version = 6")[0] == VERSION_KEPT
+
+    def test_an_update_that_changes_nothing_needs_no_version(self):
+        Document.objects.using("postgres").create()
+        execute("UPDATE tests_document SET text = text")
+
+    def test_a_fence_may_rise_alone_beside_a_version(self):
+        Contract.objects.using("postgres").create()
+        execute("UPDATE tests_contract SET fence = 3")
+        assert refused("UPDATE tests_contract SET fence = 4, text = 'x'")[0] == VERSION_KEPT
+        assert refused("UPDATE tests_contract SET fence = 2, version = 9")[0] == FENCE_LOWERED
+
+    def test_an_upsert_is_an_update_as_well(self):
+        row = invoice()
+        execute("UPDATE tests_invoice SET fence = 9")
+        state, _ = refused(
+            "INSERT INTO tests_invoice (id, amount, note, fence) VALUES (%s, 1, '', 8) "
+            "ON CONFLICT (id) DO UPDATE SET fence = excluded.fence",
+            row.pk,
+        )
+        assert state == FENCE_LOWERED
+
+
+@pytest.mark.usefixtures("triggers")
+class TestWhatPasses:
+    @pytest.mark.parametrize("model", [Invoice, Contract])
+    def test_everything_under_a_lease(self, model):
+        text = "note" if model is Invoice else "text"
+        rows = model.objects.using("postgres")
+        pk = rows.create().pk
+        for value in ("a", "b"):
+            with model.fencing.lock(pk=pk):
+                row = rows.get(pk=pk)
+                setattr(row, text, value)
+                row.save()
+                setattr(row, text, value * 2)
+                row.save(update_fields=[text])
+                assert rows.filter(pk=pk).update(**{text: value * 3}) == 1
+                row = rows.get(pk=pk)
+                setattr(row, text, value * 4)
+                assert rows.bulk_update([row], [text]) == 1
+        with model.fencing.lock(pk=pk):
+            assert rows.filter(pk=pk).delete()[0] == 1
+
+    @pytest.mark.parametrize("model", [Invoice, Contract, Document])
+    def test_everything_without_a_lease_where_that_is_allowed(self, model, settings):
+        settings.FENCEDLOCK_UNLEASED = "allow"
+        text = "note" if model is Invoice else "text"
+        rows = model.objects.using("postgres")
+        row = rows.create()
+        setattr(row, text, "a")
+        row.save()
+        rows.filter(pk=row.pk).update(**{text: "b"})
+        row = rows.get(pk=row.pk)
+        setattr(row, text, "c")
+        rows.bulk_update([row], [text])
+        rows.get(pk=row.pk).delete()
+
+    @pytest.mark.parametrize("model", [Invoice, Contract, Document])
+    def test_fixtures_over_rows_that_are_there(self, model, settings):
+        settings.FENCEDLOCK_UNLEASED = "allow"
+        text = "note" if model is Invoice else "text"
+        row = model.objects.using("postgres").create()
+        setattr(row, text, "of the fixture")
+        dump = serializers.serialize("json", [row])
+        for loaded in serializers.deserialize("json", dump, using="postgres"):
+            loaded.save(using="postgres")
+        row.refresh_from_db()
+        assert getattr(row, text) == "of the fixture"
+
+    def test_a_stale_bulk_statement_still_raises_what_it_did_without_a_trigger(self):
+        row = invoice()
+        execute("UPDATE tests_invoice SET fence = 1000")
+        with Invoice.fencing.lock(pk=row.pk), pytest.raises(StaleFence):
+            Invoice.objects.using("postgres").filter(pk=row.pk).update(amount=1)
+
+    def test_a_key_that_is_set_to_null_by_a_cascade(self, settings):
+        settings.FENCEDLOCK_UNLEASED = "allow"
+        account = Account.objects.using("postgres").create()
+        row = invoice(account=account)
+        execute("UPDATE tests_invoice SET fence = 9")
+        account.delete()
+        row.refresh_from_db()
+        assert row.account is None
+
+
+class TestTheOperation:
+    def test_backwards_drops_the_trigger_and_with_the_last_one_the_function(self):
+        run(FenceTrigger("Invoice"))
+        run(FenceTrigger("Contract"))
+        assert triggers_and_functions() == (2, 1)
+        run(FenceTrigger("Invoice"), back=True)
+        assert triggers_and_functions() == (1, 1)
+        run(FenceTrigger("Contract"), back=True)
+        assert triggers_and_functions() == (0, 0)
+
+    def test_again_it_replaces_the_trigger(self):
+        run(FenceTrigger("Invoice"))
+        run(FenceTrigger("Invoice"))
+        assert triggers_and_functions() == (1, 1)
+
+    def test_the_trigger_outlives_that_the_table_and_the_key_are_renamed(self):
+        row = invoice()
+        run(FenceTrigger("Invoice"))
+        state = run(migrations.RenameModel("Invoice", "Bill"))
+        state = run(migrations.RenameField("Bill", "note", "remark"), state=state)
+        execute("ALTER TABLE tests_bill RENAME COLUMN id TO number")
+        execute("UPDATE tests_bill SET fence = 9")
+        assert f"tests_bill (number = {row.pk})" in refused("UPDATE tests_bill SET fence = 8")[1]
+        run(FenceTrigger("Bill"), state=state, back=True)
+        assert triggers_and_functions() == (0, 0)
+
+    def test_it_is_removed_before_the_column_that_it_watches(self):
+        run(FenceTrigger("Invoice"))
+        run(RemoveFenceTrigger("Invoice"))
+        assert triggers_and_functions() == (0, 0)
+        run(RemoveFenceTrigger("Invoice"), back=True)
+        assert triggers_and_functions() == (1, 1)
+        run(RemoveFenceTrigger("Invoice"))
+        run(migrations.RemoveField("Invoice", "fence"))
+
+    def test_columns_of_any_kind_may_come_later(self):
+        Document.objects.using("postgres").create()
+        run(FenceTrigger("Document"))
+        field = models.GeneratedField(
+            expression=models.functions.Upper("text"),
+            output_field=models.CharField(max_length=50),
+            db_persist=True,
+        )
+        run(migrations.AddField("Document", "upper", field))
+        execute("UPDATE tests_document SET text = text")
+        assert refused("UPDATE tests_document SET text = 'x'")[0] == VERSION_KEPT
+
+    def test_a_model_without_the_columns_is_refused_by_name(self):
+        with pytest.raises(ImproperlyConfigured, match=r"FenceTrigger\('Account'\).*tests_account"):
+            run(FenceTrigger("Account"))
+
+    def test_it_does_nothing_on_other_databases(self, django_assert_num_queries):
+        operation, state = FenceTrigger("Invoice"), state_of(Account, *MODELS)
+        editor = connections["default"].SchemaEditorClass(connections["default"])
+        with django_assert_num_queries(0):
+            operation.database_forwards("tests", editor, state, state)
+            operation.database_backwards("tests", editor, state, state)
+
+    def test_it_does_nothing_where_the_router_puts_no_such_model(self, settings):
+        settings.DATABASE_ROUTERS = [f"{__name__}.NothingOnPostgres"]
+        run(FenceTrigger("Invoice"))
+        assert triggers_and_functions() == (0, 0)
+
+    def test_its_sql_can_be_shown(self):
+        with connections["postgres"].schema_editor(collect_sql=True) as editor:
+            state = state_of(Account, *MODELS)
+            FenceTrigger("Invoice").database_forwards("tests", editor, state, state)
+        shown = "\n".join(editor.collected_sql)
+        assert "CREATE OR REPLACE TRIGGER fencedlock_refuse_update AFTER UPDATE" in shown
+        assert "COMMENT ON TRIGGER" in shown
+
+    @pytest.mark.parametrize("kind", [FenceTrigger, RemoveFenceTrigger])
+    def test_it_is_written_to_a_migration_and_names_it(self, kind):
+        migration = type("Migration", (migrations.Migration,), {"operations": [kind("Invoice")]})
+        found = {}
+        exec(MigrationWriter(migration("0002", "tests")).as_string(), found)
+        (operation,) = found["Migration"].operations
+        assert (type(operation), operation.model_name) == (kind, "Invoice")
+        assert operation.migration_name_fragment.endswith("invoice_fence_trigger")
+        assert "Invoice" in operation.describe()
+
+    def test_no_model_changes_by_it(self):
+        state = ProjectState.from_apps(apps)
+        after = state.clone()
+        FenceTrigger("Invoice").state_forwards("tests", after)
+        assert after.models == state.models
+
+
+class NothingOnPostgres:
+    def allow_migrate(self, db, app_label, **hints):
+        return db != "postgres"
