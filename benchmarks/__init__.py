@@ -1,0 +1,1 @@
+"""Timings, as ratios in one run. Not tests: they need a quiet machine."""
