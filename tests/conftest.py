@@ -9,6 +9,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 
+from django_fencedlock.services import drop_leases_of_test
 from tests.servers import (
     MariaDB,
     PgBouncer,
@@ -47,6 +48,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for reason, count in reasons.items():
         if _NOT_FOUND in reason:
             terminalreporter.write_line(f"{count} not run: {reason.removeprefix('Skipped: ')}")
+
+
+@pytest.fixture(autouse=True)
+def no_leases_left_behind() -> Iterator[None]:
+    """
+    Have no test find what another left behind: leases of its thread, and who renews them.
+    """
+    yield
+    drop_leases_of_test()
 
 
 @pytest.fixture(scope="session")

@@ -123,7 +123,7 @@ class TestCurrentLease:
             leave(inner)
             assert current_lease() is outer
 
-        contextvars.copy_context().run(body)
+        contextvars.Context().run(body)
 
     def test_a_lease_left_out_of_turn_is_gone(self, make):
         def body():
@@ -134,7 +134,7 @@ class TestCurrentLease:
             assert current_lease("outer") is None
             assert current_lease() is inner
 
-        contextvars.copy_context().run(body)
+        contextvars.Context().run(body)
 
     def test_a_lease_entered_twice_is_left_twice(self, make):
         def body():
@@ -146,7 +146,7 @@ class TestCurrentLease:
             leave(lease)
             assert current_lease() is None
 
-        contextvars.copy_context().run(body)
+        contextvars.Context().run(body)
 
     def test_a_copied_context_sees_it_until_it_is_released(self, make):
         def body():
@@ -157,7 +157,7 @@ class TestCurrentLease:
             lease.released = True
             assert copy.run(current_lease) is None
 
-        contextvars.copy_context().run(body)
+        contextvars.Context().run(body)
 
     def test_a_lost_lease_is_still_found(self, make):
         """A write under it has to be refused as stale, not passed as unleased."""
@@ -168,4 +168,4 @@ class TestCurrentLease:
             lease.mark_lost("gone")
             assert current_lease() is lease
 
-        contextvars.copy_context().run(body)
+        contextvars.Context().run(body)

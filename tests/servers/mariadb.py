@@ -150,6 +150,8 @@ def _template(found: Found) -> Path:
     directory = workspace.new_directory("install-db")
     program = install_db(found.path)
     command = [program, "--no-defaults", f"--datadir={directory}/data", "--skip-test-db"]
+    # Its own temporary files collide with those of another run.
+    command.append(f"--tmpdir={directory}")
     run_as_server_user(*command, "--auth-root-authentication-method=normal", _LOG_SIZE)
     return directory / "data"
 
