@@ -235,3 +235,18 @@ class Unique(FencedModel):
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     amount = models.IntegerField(default=0)
+
+
+class Topic(FencedModel):
+    """What a many-to-many relation leads to."""
+
+    text = models.CharField(max_length=50, default="")
+
+
+class Folder(models.Model):
+    """Plain, with such a relation."""
+
+    topics = models.ManyToManyField(Topic)
+
+    def __str__(self) -> str:
+        return str(self.pk)
