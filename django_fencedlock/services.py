@@ -260,7 +260,8 @@ class Service:
                 "may release it.",
                 name=lease.name,
             )
-        lease.entries -= 1
+        # None are left of one whose release was put off to the end of a transaction.
+        lease.entries = max(0, lease.entries - 1)
         if lease.entries > 0:
             return True
         open_now = [] if lease.lent else transactions.open_ones()

@@ -90,6 +90,18 @@ def test_the_same_name_again_before_that_is_the_same_lease(database):
     assert Fence.objects.using(database).get(name="x").token == 1
 
 
+def test_a_release_too_many_before_that_takes_nothing_from_the_next_block(database):
+    with transaction.atomic(using=database):
+        lease = lock("x").acquire()
+        lease.release()
+        lease.release()
+        again = lock("x").acquire()
+        assert again is lease
+    assert is_held("x")
+    assert again.release()
+    assert not is_held("x")
+
+
 def test_a_block_that_outlives_the_transaction_keeps_the_lock(database):
     with transaction.atomic(using=database):
         with lock("x") as first:
