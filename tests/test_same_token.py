@@ -1,0 +1,42 @@
+"""A token that was handed out again (a crash, a restored backup) still has one owner."""
+
+import pytest
+
+from django_fencedlock import StaleFence
+from django_fencedlock.models import Fence
+from tests.models import Account, LedgerLine
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+
+
+@pytest.fixture(params=["default", "postgres"])
+def database(request, settings):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": request.param}}
+    return request.param
+
+
+def in_one_transaction(lease, line):
+    with lease.atomic():
+        pytest.fail("the block was entered")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda lease, line: line.save(),
+        lambda lease, line: line.delete(),
+        lambda lease, line: LedgerLine.objects.using(lease.database).update(amount=7),
+        lambda lease, line: LedgerLine(account=line.account).save(using=lease.database),
+        in_one_transaction,
+    ],
+    ids=["save", "delete", "update", "insert", "lease.atomic"],
+)
+def test_the_former_owner_of_a_token_is_refused(database, write):
+    account = Account.objects.using(database).create()
+    with LedgerLine.fencing.lock(account=account) as lease:
+        line = LedgerLine(account=account, amount=1)
+        line.save(using=database)
+        Fence.objects.using(database).filter(name=lease.name).update(owner="f" * 32)
+        with pytest.raises(StaleFence):
+            write(lease, line)
+    assert [each.amount for each in LedgerLine.objects.using(database).all()] == [1]
