@@ -24,6 +24,8 @@ from .models.querysets import FencedQuerySet
 from .models.versioned import VersionedModel
 
 Model = type[models.Model]
+#: By app and lower-case name of a model, the `named_by` of its trigger.
+Declared = dict[tuple[str, str], tuple[str, ...]]
 
 #: What the database does by itself when a row goes, from Django 6.1 on.
 _BY_DATABASE = ("DB_CASCADE", "DB_SET_NULL", "DB_SET_DEFAULT")
@@ -244,57 +246,81 @@ def _missing(alias: str, model: Model, field: StampField, name: str) -> Problem:
 
 
 def _trigger_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
-    for model in declared_triggers(connection):
+    for model, declared in declared_triggers(connection).items():
         if router.allow_migrate_model(connection.alias, model):
-            state = _state_of_trigger(connection, model)
+            named_by = _naming_fields(model, declared)
+            state = _state_of_trigger(connection, model, named_by)
             if state:
+                names = f", named_by={list(named_by)!r}" if named_by else ""
                 yield Problem(
                     "W025",
                     f"A migration gives {model._meta.label} a FenceTrigger, and in database "
                     f"{connection.alias!r} it {state}.",
-                    f"Run it again, in a new migration: FenceTrigger({model.__name__!r}).",
+                    f"Run it again, in a new migration: FenceTrigger({model.__name__!r}{names}).",
                     warning=True,
                 )
 
 
-def declared_triggers(connection: BaseDatabaseWrapper) -> list[Model]:
-    """The models that the migrations applied to a database give a trigger."""
+def _naming_fields(model: Model, declared: Sequence[str]) -> tuple[str, ...]:
+    """What a trigger is to be told of the names of the model's locks; nothing if it is the key."""
+    if not _has_fence(model):
+        return ()
+    plan = model.fencing.plan  # type: ignore[attr-defined]
+    own = model._meta.local_concrete_fields
+    if plan.columns is None:
+        # Only the callable knows. What the migration said is kept, as far as it still holds.
+        known = {"pk", *(name for field in own for name in (field.name, field.attname))}
+        return tuple(name for name in declared if name in known)
+    naming = [field for field in own if field.attname in plan.columns]
+    if set(naming) == set(plan.pk):
+        return ()
+    return tuple(field.name for field in naming)
+
+
+def declared_triggers(connection: BaseDatabaseWrapper) -> dict[Model, tuple[str, ...]]:
+    """The models that the migrations applied to a database give a trigger, and its `named_by`."""
     loader = MigrationLoader(connection)
-    declared: set[tuple[str, str]] = set()
+    declared: Declared = {}
     seen = set()
     for leaf in loader.graph.leaf_nodes():
         for node in loader.graph.forwards_plan(leaf):
             if node not in seen and node in loader.applied_migrations:
                 seen.add(node)
                 _follow(node[0], loader.graph.nodes[node].operations, declared)
-    return [apps.all_models[app][name] for app, name in declared if name in apps.all_models[app]]
+    return {
+        apps.all_models[app][name]: named_by
+        for (app, name), named_by in declared.items()
+        if name in apps.all_models[app]
+    }
 
 
-def _follow(app: str, steps: Iterable[Any], declared: set[tuple[str, str]]) -> None:
+def _follow(app: str, steps: Iterable[Any], declared: Declared) -> None:
     """Keep account of the models with a trigger while they are renamed and deleted."""
     for operation in steps:
         match operation:
             case operations.FenceTrigger():
-                declared.add((app, operation.model_name.lower()))
+                declared[app, operation.model_name.lower()] = operation.named_by
             case operations.RemoveFenceTrigger():
-                declared.discard((app, operation.model_name.lower()))
+                declared.pop((app, operation.model_name.lower()), None)
             case DeleteModel():
-                declared.discard((app, operation.name_lower))
+                declared.pop((app, operation.name_lower), None)
             case RenameModel():
                 if (app, operation.old_name_lower) in declared:
-                    declared.remove((app, operation.old_name_lower))
-                    declared.add((app, operation.new_name_lower))
+                    named_by = declared.pop((app, operation.old_name_lower))
+                    declared[app, operation.new_name_lower] = named_by
             case SeparateDatabaseAndState():
                 _follow(app, operation.database_operations, declared)
                 _follow(app, operation.state_operations, declared)
 
 
-def _state_of_trigger(connection: BaseDatabaseWrapper, model: Model) -> str:
+def _state_of_trigger(
+    connection: BaseDatabaseWrapper, model: Model, named_by: Sequence[str]
+) -> str:
     """What is the matter with a model's trigger; empty if nothing is, or if there is no table."""
     quoted = connection.ops.quote_name(model._meta.db_table)
     columns = _row(connection, _COLUMNS, [quoted])[0]
-    wanted = operations.Trigger.of(model).among(columns or ())
-    if wanted == operations.Trigger():
+    wanted = operations.Trigger.of(model, named_by).among(columns or ())
+    if not wanted:
         return ""
     found = _row(connection, _TRIGGER, [quoted, operations.NAME])
     if not found:
@@ -303,7 +329,7 @@ def _state_of_trigger(connection: BaseDatabaseWrapper, model: Model) -> str:
     if not enabled:
         return "is disabled"
     if comment != wanted.comment or body != operations.BODY:
-        return "is another than that of this release for the table's columns"
+        return "is another than that of this release for the table's columns and its lock's name"
     return ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,26 +22,37 @@ FENCE_LOWERED, VERSION_KEPT = "FL001", "FL002"
 #: The name of each table's trigger, and of the function that all of them share.
 NAME = "fencedlock_refuse_update"
 
-# TG_ARGV: the columns of the fence and of the version, empty for one that the table hasn't.
-# It names no table and asks for the primary key, so that it outlives that those are renamed.
+# TG_ARGV: the columns of the fence and of the version, empty for one that the table hasn't; then
+# those that name the row's lock, none if the primary key does. It names no table and asks for the
+# primary key, so that it outlives that those are renamed. What names the lock isn't in the
+# trigger's WHEN: PostgreSQL would keep such a column from changing its type.
 BODY = f"""
 DECLARE
     before jsonb := to_jsonb(OLD);
     after jsonb := to_jsonb(NEW);
     fence bigint := before ->> TG_ARGV[0];
     version bigint := before ->> TG_ARGV[1];
+    stamps text[] := TG_ARGV[:1];
+    keys text[] := ARRAY(
+        SELECT attname::text
+        FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = ANY (indkey)
+        WHERE indrelid = TG_RELID AND indisprimary
+    );
+    naming text[] := CASE WHEN TG_NARGS > 2 THEN TG_ARGV[2:] ELSE keys END;
     state text;
     reason text;
     remedy text;
     key text;
 BEGIN
-    IF (after ->> TG_ARGV[0])::bigint < fence THEN
+    IF (after ->> TG_ARGV[0])::bigint < fence AND NOT EXISTS (
+        SELECT FROM unnest(naming) AS name WHERE before -> name IS DISTINCT FROM after -> name
+    ) THEN
         state := '{FENCE_LOWERED}';
         reason := format('it lowers the fence from %s to %s', fence, after ->> TG_ARGV[0]);
         remedy := 'A newer holder of the row''s lock has written it. Take the lock, read the row '
             'again, and write the token of your own grant, or leave the fence as it is.';
     ELSIF (after ->> TG_ARGV[1])::bigint < version
-        OR (after ->> TG_ARGV[1])::bigint = version AND after - TG_ARGV <> before - TG_ARGV
+        OR (after ->> TG_ARGV[1])::bigint = version AND after - stamps <> before - stamps
     THEN
         state := '{VERSION_KEPT}';
         reason := format('it takes the version from %s to %s', version, after ->> TG_ARGV[1]);
@@ -50,9 +61,8 @@ BEGIN
         RETURN NULL;
     END IF;
 
-    SELECT string_agg(format('%I = %s', attname, before ->> attname), ', ') INTO key
-    FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = ANY (indkey)
-    WHERE indrelid = TG_RELID AND indisprimary;
+    SELECT string_agg(format('%I = %s', name, before ->> name), ', ') INTO key
+    FROM unnest(keys) AS name;
     RAISE EXCEPTION USING
         ERRCODE = state, SCHEMA = TG_TABLE_SCHEMA, TABLE = TG_TABLE_NAME, HINT = remedy,
         MESSAGE = format('UPDATE of %I (%s) refused: %s.', TG_TABLE_NAME, key, reason);
@@ -66,15 +76,31 @@ class Trigger:
 
     fence: str = ""
     version: str = ""
+    #: The columns that name a row's lock; none if the primary key does.
+    naming: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: type[Model]) -> Trigger:
+    def of(cls, model: type[Model], named_by: Iterable[str] = ()) -> Trigger:
         """The trigger for the columns that are in the model's own table."""
-        return cls(_column(model, FenceField), _column(model, VersionField))
+        fence = _column(model, FenceField)
+        naming = _columns(model, named_by) if fence else ()
+        return cls(fence, _column(model, VersionField), naming)
+
+    def __bool__(self) -> bool:
+        return bool(self.fence or self.version)
 
     def among(self, columns: Collection[str]) -> Trigger:
         """The trigger for those of the columns that there are."""
-        return Trigger(*(each if each in columns else "" for each in (self.fence, self.version)))
+        return Trigger(
+            fence=self.fence if self.fence in columns else "",
+            version=self.version if self.version in columns else "",
+            naming=tuple(each for each in self.naming if each in columns),
+        )
+
+    @property
+    def arguments(self) -> str:
+        """What the function is told, as SQL."""
+        return ", ".join(map(_literal, (self.fence, self.version, *self.naming)))
 
     @property
     def suspicion(self) -> str:
@@ -87,7 +113,7 @@ class Trigger:
     @property
     def comment(self) -> str:
         """What tells this definition from those of other columns or releases."""
-        whole = "\n".join([BODY, self.suspicion, self.fence, self.version])
+        whole = "\n".join([BODY, self.suspicion, self.fence, self.version, *self.naming])
         digest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
         return f"django_fencedlock {digest}"
 
@@ -99,7 +125,7 @@ class Trigger:
             f"CREATE OR REPLACE FUNCTION {NAME}() RETURNS trigger LANGUAGE plpgsql "
             f"AS $fencedlock${BODY}$fencedlock$",
             f"CREATE OR REPLACE TRIGGER {NAME} AFTER UPDATE ON {table} FOR EACH ROW "
-            f"WHEN ({self.suspicion}) EXECUTE FUNCTION {NAME}('{self.fence}', '{self.version}')",
+            f"WHEN ({self.suspicion}) EXECUTE FUNCTION {NAME}({self.arguments})",
             f"COMMENT ON TRIGGER {NAME} ON {table} IS '{self.comment}'",
         ]
 
@@ -107,6 +133,33 @@ class Trigger:
 def _column(model: type[Model], kind: type[StampField]) -> str:
     found = (str(field.column) for field in model._meta.local_fields if isinstance(field, kind))
     return next(found, "")
+
+
+def _columns(model: type[Model], named_by: Iterable[str]) -> tuple[str, ...]:
+    """The columns that name the lock, in the order of the table; none if it is the primary key."""
+    meta: Any = model._meta
+    own = meta.local_concrete_fields
+    chosen: set[Any] = set()
+    for name in named_by:
+        found = meta.pk_fields if name == "pk" else _named(own, name)
+        if not found:
+            fields = ", ".join(field.name for field in own)
+            raise ImproperlyConfigured(
+                f"The trigger of {model.__name__} is to know that {name!r} names a row's lock, "
+                f"which is no column of table {meta.db_table!r}. Its fields are {fields}."
+            )
+        chosen.update(found)
+    if chosen == set(meta.pk_fields):
+        return ()
+    return tuple(str(field.column) for field in own if field in chosen)
+
+
+def _named(fields: Iterable[Any], name: str) -> list[Any]:
+    return [field for field in fields if name in (field.name, field.attname)]
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def drop(table: str) -> list[str]:
@@ -121,11 +174,15 @@ def drop(table: str) -> list[str]:
 class _TriggerOperation(Operation):
     category = OperationCategory.SQL
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, *, named_by: Iterable[str] = ()) -> None:
+        if isinstance(named_by, str):
+            raise TypeError(f"named_by is a list of fields: named_by=[{named_by!r}].")
         self.model_name = model_name
+        self.named_by = tuple(named_by)
 
     def deconstruct(self) -> tuple[str, list[Any], dict[str, Any]]:
-        return type(self).__name__, [self.model_name], {}
+        given = {"named_by": list(self.named_by)} if self.named_by else {}
+        return type(self).__name__, [self.model_name], given
 
     def state_forwards(self, app_label: str, state: Any) -> None:
         """No model changes by it."""
@@ -149,8 +206,8 @@ class _TriggerOperation(Operation):
         return model if self.allow_migrate_model(connection.alias, model) else None
 
     def _trigger(self, model: type[Model]) -> Trigger:
-        trigger = Trigger.of(model)
-        if trigger == Trigger():
+        trigger = Trigger.of(model, self.named_by)
+        if not trigger:
             raise ImproperlyConfigured(
                 f"{type(self).__name__}({self.model_name!r}): its table {model._meta.db_table!r} "
                 "has neither a fence nor a version at this point of the migrations. Put it where "
@@ -174,13 +231,19 @@ class FenceTrigger(_TriggerOperation):
     migration serves several.
 
     It isn't asked about INSERT, DELETE and TRUNCATE, nor in a session whose
-    ``session_replication_role`` is ``replica``. An UPDATE that leaves the fence as it is passes.
+    ``session_replication_role`` is ``replica``. An UPDATE that leaves the fence as it is passes,
+    and so does one that changes what names the row's lock: it gives the row to another lock, and
+    tokens of two locks can't be compared.
 
-    Run again, it replaces the trigger: that is how a model gets one after it gained a version, or
-    after a release changed the trigger.
+    Run again, it replaces the trigger: that is how a model gets one after it gained a version,
+    after its `Fencing` or the name of such a column changed, or after a release changed the
+    trigger.
 
     Args:
         model_name: The model whose own table has the column: under inheritance, a parent.
+        named_by: The fields of that table, and ``"pk"``, that name a row's lock: those of the
+            template ``Fencing("account:{account_id}")`` are ``["account"]``. Without it, the
+            primary key.
     """
 
     def database_forwards(

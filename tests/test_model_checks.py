@@ -19,7 +19,7 @@ from django_fencedlock.models import (
 )
 from django_fencedlock.models.fields import constraint_name
 from django_fencedlock.operations import NAME, FenceTrigger, RemoveFenceTrigger
-from tests.models import Account, Contract, Document, Invoice
+from tests.models import Account, Contract, Document, Invoice, LedgerLine
 
 ON_COLUMNS = pytest.mark.parametrize(
     ("base", "name"), [(FencedModel, "fence"), (VersionedModel, "version")]
@@ -224,16 +224,20 @@ def test_no_database_is_asked_unless_it_is_named():
 class TestTriggers:
     @pytest.fixture(autouse=True)
     def declared(self, monkeypatch):
-        monkeypatch.setattr(model_checks, "declared_triggers", lambda connection: [Contract])
+        found = {Contract: (), LedgerLine: ()}
+        monkeypatch.setattr(model_checks, "declared_triggers", lambda connection: found)
+        self.found = found
+        self.install("LedgerLine", "account")
 
     def execute(self, sql):
         with connections["postgres"].cursor() as cursor:
             cursor.execute(sql)
 
-    def install(self):
+    def install(self, name="Contract", *named_by):
         state = ProjectState.from_apps(Contract._meta.apps)
+        operation = FenceTrigger(name, named_by=named_by)
         with connections["postgres"].schema_editor() as editor:
-            FenceTrigger("Contract").database_forwards("tests", editor, state, state)
+            operation.database_forwards("tests", editor, state, state)
 
     def problem(self):
         return told(model_checks.database_problems(["postgres"])).get("W025")
@@ -270,6 +274,38 @@ class TestTriggers:
         )
         assert "is another" in self.problem()
 
+    def test_one_that_does_not_know_what_names_the_lock(self):
+        self.install()
+        self.install("LedgerLine")
+        assert "tests.LedgerLine" in self.problem()
+        assert "is another" in self.problem()
+        assert "FenceTrigger('LedgerLine', named_by=['account'])." in self.problem()
+
+    def test_what_a_callable_names_is_known_to_the_migration_alone(self, monkeypatch):
+        self.install()
+        monkeypatch.setitem(LedgerLine.__dict__["fencing"]._plans, LedgerLine, self.of_callable())
+        for named_by in [(), ("account",), ("account_id", "amount"), ("pk",)]:
+            self.install("LedgerLine", *named_by)
+            self.found[LedgerLine] = named_by
+            assert self.problem() is None
+        self.found[LedgerLine] = ("account",)
+        assert "FenceTrigger('LedgerLine', named_by=['account'])." in self.problem()
+        self.install("LedgerLine")
+        self.found[LedgerLine] = ("renamed_since",)
+        assert self.problem() is None
+
+    def of_callable(self):
+        return Fencing(lambda row: "x").plan(LedgerLine)
+
+    def test_a_column_of_the_name_that_is_not_migrated_yet_is_not_missed(self):
+        self.install()
+        self.execute("ALTER TABLE tests_ledgerline DROP COLUMN account_id CASCADE")
+        state = ProjectState.from_apps(Contract._meta.apps)
+        state.remove_field("tests", "ledgerline", "account")
+        with connections["postgres"].schema_editor() as editor:
+            FenceTrigger("LedgerLine").database_forwards("tests", editor, state, state)
+        assert self.problem() is None
+
     def test_a_version_that_is_not_migrated_yet_is_not_missed(self):
         self.execute("ALTER TABLE tests_contract DROP COLUMN version CASCADE")
         self.install_for_the_fence_alone()
@@ -284,24 +320,29 @@ class TestTriggers:
 
 class TestDeclared:
     def follow(self, *operations):
-        declared = set()
+        declared = {}
         model_checks._follow("tests", operations, declared)
         return declared
 
     def test_renamed_models_take_their_trigger_along(self):
-        steps = [FenceTrigger("Invoice"), migrations.RenameModel("Invoice", "Bill")]
-        assert self.follow(*steps) == {("tests", "bill")}
+        trigger = FenceTrigger("Invoice", named_by=["account"])
+        steps = [trigger, migrations.RenameModel("Invoice", "Bill")]
+        assert self.follow(*steps) == {("tests", "bill"): ("account",)}
+
+    def test_the_newest_one_counts(self):
+        steps = [FenceTrigger("Bill"), FenceTrigger("Bill", named_by=["account"])]
+        assert self.follow(*steps) == {("tests", "bill"): ("account",)}
 
     def test_removed_triggers_and_deleted_models_have_none(self):
-        assert self.follow(FenceTrigger("Bill"), RemoveFenceTrigger("Bill")) == set()
-        assert self.follow(FenceTrigger("Bill"), migrations.DeleteModel("Bill")) == set()
+        assert self.follow(FenceTrigger("Bill"), RemoveFenceTrigger("Bill")) == {}
+        assert self.follow(FenceTrigger("Bill"), migrations.DeleteModel("Bill")) == {}
 
     def test_both_halves_of_a_separated_step_count(self):
         step = migrations.SeparateDatabaseAndState(
             database_operations=[FenceTrigger("Invoice")],
             state_operations=[migrations.RenameModel("Invoice", "Bill")],
         )
-        assert self.follow(step) == {("tests", "bill")}
+        assert self.follow(step) == {("tests", "bill"): ()}
 
     @ON_POSTGRES
     def test_only_migrations_that_were_applied_count(self, settings, tmp_path, monkeypatch):
@@ -311,15 +352,15 @@ class TestDeclared:
             "from django.db import migrations\n"
             "from django_fencedlock.operations import FenceTrigger\n"
             "class Migration(migrations.Migration):\n"
-            "    operations = [FenceTrigger('Invoice')]\n"
+            "    operations = [FenceTrigger('Invoice', named_by=['account'])]\n"
         )
         monkeypatch.syspath_prepend(tmp_path)
         settings.MIGRATION_MODULES = {"tests": "invoices_migrations"}
         connection = connections["postgres"]
-        assert model_checks.declared_triggers(connection) == []
+        assert model_checks.declared_triggers(connection) == {}
         recorder = migrations.recorder.MigrationRecorder(connection)
         recorder.record_applied("tests", "0001_trigger")
-        assert model_checks.declared_triggers(connection) == [Invoice]
+        assert model_checks.declared_triggers(connection) == {Invoice: ("account",)}
 
 
 class TestColumns:

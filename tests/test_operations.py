@@ -20,6 +20,7 @@ from tests.models import Account, Contract, Document, Invoice, LedgerLine
 
 pytestmark = pytest.mark.django_db(databases=["default", "postgres"])
 MODELS = [Invoice, Contract, Document, LedgerLine]
+NAMED_BY = {LedgerLine: ["account"]}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def on_postgres(settings):
 @pytest.fixture
 def triggers():
     for model in MODELS:
-        run(FenceTrigger(model.__name__))
+        run(FenceTrigger(model.__name__, named_by=NAMED_BY.get(model, ())))
 
 
 def state_of(*models):
@@ -67,6 +68,12 @@ def triggers_and_functions():
         (triggers,) = cursor.fetchone()
         cursor.execute("SELECT count(*) FROM pg_proc WHERE proname = %s", [NAME])
         return triggers, cursor.fetchone()[0]
+
+
+def arguments_of_triggers():
+    with connections["postgres"].cursor() as cursor:
+        cursor.execute("SELECT tgargs FROM pg_trigger WHERE tgname = %s", [NAME])
+        return [tuple(bytes(each).decode().split("\0")[:-1]) for (each,) in cursor.fetchall()]
 
 
 def invoice(**values):
@@ -194,6 +201,75 @@ class TestWhatPasses:
         assert row.account is None
 
 
+@pytest.mark.usefixtures("triggers")
+class TestMoves:
+    """Tokens of two locks can't be compared: a row that is given to another may get a lower one."""
+
+    @pytest.fixture
+    def accounts(self):
+        return [Account.objects.using("postgres").create() for _ in range(2)]
+
+    @pytest.fixture
+    def line(self, accounts):
+        old, _ = accounts
+        for _ in range(3):
+            with LedgerLine.fencing.lock(account=old) as lease:
+                pass
+        with LedgerLine.fencing.lock(account=old) as lease:
+            line = LedgerLine.objects.using("postgres").create(account=old)
+        assert line.fence == lease.token == 4
+        return line
+
+    def test_a_row_that_is_given_to_another_lock_takes_its_lower_token(self, accounts, line):
+        old, new = accounts
+        with LedgerLine.fencing.lock(account=old), LedgerLine.fencing.lock(account=new) as lease:
+            lines = LedgerLine.objects.using("postgres")
+            assert lines.filter(account=old).update(account=new, amount=7) == 1
+            line.refresh_from_db()
+            assert (line.account, line.amount, line.fence) == (new, 7, lease.token)
+            assert lease.token < 4
+            line.amount = 8
+            line.save()
+
+    def test_a_lower_fence_in_place_is_refused_as_ever(self, accounts, line):
+        for setting in ("amount = 1", f"account_id = {accounts[0].pk}", "id = id + 1000"):
+            state, message = refused(f"UPDATE tests_ledgerline SET {setting}, fence = 3")
+            assert state == FENCE_LOWERED
+            assert "it lowers the fence from 4 to 3" in message
+
+    def test_a_row_whose_lock_is_named_by_its_key_moves_by_its_key(self):
+        invoice(note="of a key")
+        execute("UPDATE tests_invoice SET fence = 9")
+        execute("UPDATE tests_invoice SET id = id + 1000, fence = 1")
+        assert refused("UPDATE tests_invoice SET note = '', fence = 0")[0] == FENCE_LOWERED
+
+    def test_one_of_several_columns_is_enough(self, accounts, line):
+        run(FenceTrigger("LedgerLine", named_by=["amount", "account_id", "pk"]))
+        for setting in ("amount = 1", f"account_id = {accounts[1].pk}", "id = id + 1000"):
+            execute("UPDATE tests_ledgerline SET fence = 4")
+            execute(f"UPDATE tests_ledgerline SET {setting}, fence = 3")
+        assert refused("UPDATE tests_ledgerline SET fence = 2")[0] == FENCE_LOWERED
+
+    def test_a_move_has_to_raise_the_version_as_well(self):
+        run(FenceTrigger("Contract", named_by=["text"]))
+        Contract.objects.using("postgres").create()
+        execute("UPDATE tests_contract SET fence = 9")
+        assert refused("UPDATE tests_contract SET fence = 1, text = 'x'")[0] == VERSION_KEPT
+        execute("UPDATE tests_contract SET fence = 1, text = 'x', version = version + 1")
+        assert refused("UPDATE tests_contract SET fence = 0, version = 9")[0] == FENCE_LOWERED
+
+    def test_a_column_that_was_renamed_makes_it_strict_until_it_is_made_anew(self, line, accounts):
+        execute("ALTER TABLE tests_ledgerline RENAME COLUMN account_id TO owner_id")
+        moving = f"UPDATE tests_ledgerline SET owner_id = {accounts[1].pk}, fence = 3"
+        assert refused(moving)[0] == FENCE_LOWERED
+
+    def test_columns_that_name_the_lock_can_change_their_type(self):
+        execute("SET CONSTRAINTS ALL IMMEDIATE")
+        execute("ALTER TABLE tests_ledgerline ALTER COLUMN amount TYPE bigint")
+        execute("ALTER TABLE tests_ledgerline ALTER COLUMN account_id TYPE integer")
+        execute("ALTER TABLE tests_ledgerline ALTER COLUMN id TYPE integer")
+
+
 class TestTheOperation:
     def test_backwards_drops_the_trigger_and_with_the_last_one_the_function(self):
         run(FenceTrigger("Invoice"))
@@ -265,13 +341,29 @@ class TestTheOperation:
         assert "CREATE OR REPLACE TRIGGER fencedlock_refuse_update AFTER UPDATE" in shown
         assert "COMMENT ON TRIGGER" in shown
 
+    def test_what_names_the_lock_has_to_be_in_the_table(self):
+        with pytest.raises(ImproperlyConfigured, match=r"'acount'.*tests_ledgerline.*account"):
+            run(FenceTrigger("LedgerLine", named_by=["acount"]))
+
+    def test_what_names_the_lock_is_a_list(self):
+        with pytest.raises(TypeError, match=r"named_by=\['account'\]"):
+            FenceTrigger("LedgerLine", named_by="account")
+
+    def test_removing_it_backwards_makes_the_same_trigger(self):
+        run(RemoveFenceTrigger("LedgerLine", named_by=["account"]), back=True)
+        assert arguments_of_triggers() == [("fence", "", "account_id")]
+
+    @pytest.mark.parametrize("names", [(), ["account", "pk"]])
     @pytest.mark.parametrize("kind", [FenceTrigger, RemoveFenceTrigger])
-    def test_it_is_written_to_a_migration_and_names_it(self, kind):
-        migration = type("Migration", (migrations.Migration,), {"operations": [kind("Invoice")]})
-        found = {}
-        exec(MigrationWriter(migration("0002", "tests")).as_string(), found)
+    def test_it_is_written_to_a_migration_and_names_it(self, kind, names):
+        written = kind("Invoice", named_by=names) if names else kind("Invoice")
+        migration = type("Migration", (migrations.Migration,), {"operations": [written]})
+        text, found = MigrationWriter(migration("0002", "tests")).as_string(), {}
+        exec(text, found)
         (operation,) = found["Migration"].operations
         assert (type(operation), operation.model_name) == (kind, "Invoice")
+        assert operation.named_by == tuple(names)
+        assert ("named_by" in text) is bool(names)
         assert operation.migration_name_fragment.endswith("invoice_fence_trigger")
         assert "Invoice" in operation.describe()
 
