@@ -13,7 +13,15 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, transaction
 from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
 
-from django_fencedlock import LeaseLost, LockNotAcquired, alock, current_lease, lock
+from django_fencedlock import (
+    LeaseLost,
+    LockNotAcquired,
+    NoLease,
+    StaleFence,
+    alock,
+    current_lease,
+    lock,
+)
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.signals import lock_lost
 from django_fencedlock.test import (
@@ -24,6 +32,8 @@ from django_fencedlock.test import (
     locks_off,
     lose,
 )
+from django_fencedlock.test.holders import another_thread
+from tests.models import Invoice
 from tests.servers import shared
 
 pytest_plugins = ["django_fencedlock.test.fixtures"]
@@ -180,9 +190,9 @@ class Grants:
                     assert lease.token == token
                     lease.renew()
                     assert lease.verify()
-            assert not Fence.objects.using(self.using).exists()
+            assert not HeldLock.objects.using(self.using).exists()
         with lock("invoice:42") as lease:
-            assert lease.token == 1
+            assert lease.token == 3
 
 
 class LeftBehind:
@@ -199,6 +209,108 @@ class LeftBehind:
         lease = lock("invoice:42").acquire(blocking=False)
         assert lease.token == 1
         lose(lease)
+
+
+class SwitchedOff:
+    """
+    What is fenced can be written with locks off as under a lease that nobody contends.
+    """
+
+    using = "default"
+
+    def setUp(self):
+        super().setUp()
+        self.enterContext(locks_off())
+        self.invoices = Invoice.objects.using(self.using)
+        self.pk = self.invoices.create().pk
+
+    def write(self, note):
+        with Invoice.fencing.lock(pk=self.pk) as lease:
+            invoice = self.invoices.get(pk=self.pk)
+            invoice.note = note
+            invoice.save()
+            assert self.invoices.filter(pk=self.pk).update(amount=5) == 1
+            invoice.refresh_from_db()
+            assert (invoice.note, invoice.amount, invoice.fence) == (note, 5, lease.token)
+            return lease
+
+    def test_fenced_rows_are_written(self):
+        assert self.write("a").token == 1
+        assert self.write("b").token == 2
+
+    def test_a_transaction_is_fenced(self):
+        with Invoice.fencing.lock(pk=self.pk) as lease, lease.atomic():
+            assert self.invoices.filter(pk=self.pk).update(amount=5) == 1
+
+    def test_tokens_go_on_from_those_of_leases_in_earnest(self):
+        self.enterContext(override_settings(FENCEDLOCK=self.earnest()))
+        assert self.write("a").token == 1
+        with locks_off():
+            assert self.write("b").token == 2
+        assert self.write("c").token == 3
+
+    def earnest(self):
+        return {"default": {"FENCE_DATABASE": self.using}}
+
+    def test_a_former_holder_is_stale(self):
+        stale = self.write("a")
+        self.write("b")
+        with pytest.raises(NoLease):
+            self.invoices.using_lease(stale).filter(pk=self.pk).update(amount=6)
+        former = Invoice.fencing.lock(pk=self.pk)
+        with former as lease:
+            with hold_lock(lease.name):
+                pass
+            with pytest.raises(StaleFence), transaction.atomic(using=self.using):
+                self.invoices.filter(pk=self.pk).update(amount=6)
+
+    def test_no_lease_is_still_none(self):
+        with pytest.raises(NoLease):
+            self.invoices.filter(pk=self.pk).update(amount=6)
+
+    def test_a_lock_within_a_transaction_that_is_rolled_back(self):
+        with pytest.raises(ZeroDivisionError), transaction.atomic(using=self.using):
+            self.write("a")
+            raise ZeroDivisionError
+        self.write("b")
+
+    def test_a_broken_transaction_is_not_made_worse(self):
+        with transaction.atomic(using=self.using):
+            transaction.set_rollback(True, using=self.using)
+            with lock("invoice:42"):
+                pass
+
+    async def test_a_coroutine(self):
+        async with Invoice.fencing.alock(pk=self.pk):
+            assert await self.invoices.filter(pk=self.pk).aupdate(amount=5) == 1
+
+
+class SwitchedOffInATestCase(SwitchedOff, TestCase):
+    pass
+
+
+@override_settings(FENCEDLOCK=ON_POSTGRES)
+class SwitchedOffInATestCaseOnPostgres(SwitchedOff, TestCase):
+    databases = {"default", "postgres"}
+    using = "postgres"
+
+
+class SwitchedOffInATransactionTestCase(SwitchedOff, TransactionTestCase):
+    pass
+
+
+@override_settings(FENCEDLOCK=ON_POSTGRES)
+class SwitchedOffInATransactionTestCaseOnPostgres(SwitchedOff, TransactionTestCase):
+    databases = {"default", "postgres"}
+    using = "postgres"
+
+    def test_whoever_is_in_the_way_does_not_keep_anybody_waiting(self):
+        with Invoice.fencing.lock(pk=self.pk) as lease, lease.atomic(), another_thread() as thread:
+            assert thread.call(self.take, lease.name) == lease.token + 1
+
+    def take(self, name):
+        with lock(name) as lease:
+            return lease.token
 
 
 class InATestCase(Grants, LeftBehind, TestCase):

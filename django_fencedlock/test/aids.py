@@ -61,14 +61,16 @@ class hold_lock:  # noqa: N801
 @contextlib.contextmanager
 def locks_off() -> Iterator[None]:
     """
-    Grant every lock at once and to everybody; asks no service and no database.
+    Grant every lock at once and to everybody; asks no lock service.
 
-    Tokens rise from 1, but they aren't recorded: whatever checks a token finds no fence.
+    Where the test may use the fence database, grants are recorded there on the test's own
+    connection, so that fenced models can be written. Whoever got a lock last may write then, as in
+    earnest. Elsewhere tokens rise from 1, and no database is asked.
     """
     everything = {alias: _switched_off(conf.config(alias)) for alias in conf.aliases()}
     with (
         override_settings(FENCEDLOCK=everything),
-        # There is no grant that a transaction could see.
+        # There may be no grant that a transaction could see.
         mock.patch.object(Service, "_require_visible"),
     ):
         yield

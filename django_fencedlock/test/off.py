@@ -6,16 +6,26 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
+from django.db import Error, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.base.creation import TEST_DATABASE_PREFIX
+
 from ..backends.base import Backend, Grant, Renewal, Request
 from ..conf import AliasConfig
 from ..lease import Lease, clock
 from ..owners import Holder
+from ..sessions import under_test
 
 PATH = f"{__name__}.NoService"
 
 
 class NoService(Backend):
-    """Grants every lock to everybody at once. Tokens rise, but nothing is recorded."""
+    """
+    Grants every lock to everybody at once.
+
+    A grant is recorded as the newest of its name where the test has a database, on the test's own
+    connection: fenced writes look for it there.
+    """
 
     label = "off"
 
@@ -29,8 +39,9 @@ class NoService(Backend):
         since = clock()
         if not request.fenced:
             return Grant(None, since)
+        recorded = _record(request, self.config.fence_database)
         with self._mutex:
-            self._tokens[request.name] += 1
+            self._tokens[request.name] = recorded or self._tokens[request.name] + 1
             return Grant(self._tokens[request.name], since)
 
     def is_free(self, name: str) -> bool:
@@ -49,3 +60,45 @@ class NoService(Backend):
 
     def holder(self, name: str) -> Holder | None:
         return None
+
+
+def _record(request: Request, using: str) -> int | None:
+    """Raise the fence by one and return the token; None if the test has no fences to write to."""
+    connection = request.connection or connections[using]
+    if connection is not request.connection and not _is_made_for_tests(connection):
+        return None
+    opened_here = connection.connection is None
+    try:
+        return _next_token(request, connection)
+    # Forbidden by Django's or pytest-django's test cases, not migrated, in a broken transaction,
+    # or locked by another holder's: then nothing fenced can be written just now either.
+    except (AssertionError, Error, RuntimeError):
+        return None
+    finally:
+        if opened_here and not connection.in_atomic_block:
+            # This may be a thread that nobody closes connections of.
+            connection.close()
+
+
+def _next_token(request: Request, connection: BaseDatabaseWrapper) -> int:
+    # Not before Django is ready, and the rest of this package can be imported then.
+    from ..models.tables import Fence
+
+    fences = Fence.objects.using(connection.alias)
+    with transaction.atomic(using=connection.alias):
+        fences.get_or_create(name=request.name, defaults={"token": 0, "owner": ""})
+        nowait = connection.features.has_select_for_update_nowait
+        fence = fences.select_for_update(nowait=nowait).get(name=request.name)
+        fence.token += 1
+        fence.owner = request.owner.id
+        fence.save()
+        return fence.token
+
+
+def _is_made_for_tests(connection: BaseDatabaseWrapper) -> bool:
+    """Whether it leads to a database of the test runner, and not to the one of the settings."""
+    given = connection.settings_dict
+    name = str(given["NAME"])
+    made = str(given["TEST"].get("NAME") or TEST_DATABASE_PREFIX)
+    in_memory = connection.vendor == "sqlite" and connection.is_in_memory_db()  # type: ignore[attr-defined]
+    return under_test() and (in_memory or name.startswith(made))
