@@ -3,15 +3,18 @@
 import contextlib
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from django.db import connections, transaction
+from django.utils import timezone
 
-from django_fencedlock import LeaseLost, lock, sessions
+from django_fencedlock import LeaseLost, LockNotAcquired, lock, sessions
 from django_fencedlock.backends.base import Renewal
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.services import service
+from django_fencedlock.test.holders import Processes
 
 DATABASES = ["default", "postgres", "mariadb"]
 
@@ -156,12 +159,70 @@ class TestOnSQLite:
         assert held.backend.renew([lease]) == [Renewal.KEPT]
         assert lease.release()
 
-    def test_a_file_that_stays_locked_is_an_error_and_no_grant(self, on):
-        on("default", TIMEOUT=0.3)
-        connections["default"].ensure_connection()
-        with held_file(), pytest.raises(BackendUnavailable, match="is locked"):
-            lock("x").acquire()
+    @pytest.mark.parametrize("timeout", [0, 0.3, 1.2])
+    def test_who_waits_for_a_file_that_stays_locked_gets_no_grant_in_his_own_time(
+        self, on, timeout
+    ):
+        on("default", TIMEOUT=0.5)
+        with held_file(), took() as seconds:
+            assert lock("x", blocking_timeout=timeout).acquire() is None
+        # Who doesn't wait for a holder does wait for the file, as for any answer.
+        assert 0 <= seconds() - (timeout or 0.5) < 1
         assert lock("x").holder() is None
+
+    def test_a_file_that_is_let_go_meanwhile_is_no_obstacle(self, on):
+        on("default", TIMEOUT=0.3)
+        with held_file(seconds=1), took() as seconds:
+            assert lock("x", blocking_timeout=20).acquire().release()
+        assert 0.9 < seconds() < 5
+
+    def test_a_short_wait_for_a_short_write_is_not_in_vain(self, on):
+        on("default")
+        with held_file(seconds=0.5):
+            assert lock("x", blocking_timeout=0).acquire().release()
+
+    def test_who_waits_in_vain_is_told_of_the_file(self, on):
+        on("default", TIMEOUT=0.3)
+        with lock("x"):
+            pass
+        with held_file(), pytest.raises(LockNotAcquired) as caught, lock("x", blocking_timeout=0.1):
+            pass
+        assert "free, but another transaction is writing to 'default'" in str(caught.value)
+        assert "held by" not in str(caught.value)
+
+    def test_the_holder_is_told_if_the_file_is_his(self, on, process):
+        on("default", TIMEOUT=5)
+        holder = process.call(write_under, "x")
+        waiting = lock("x", blocking_timeout=0.6)
+        with took() as seconds, pytest.raises(LockNotAcquired) as caught, waiting:
+            pass
+        assert 0.5 < seconds() < 2
+        assert f"held by {holder}" in str(caught.value)
+        # Nor does it take the whole time-out to see that somebody has the lock.
+        with took() as seconds:
+            assert lock("x").acquire(blocking=False) is None
+        assert seconds() < 2
+        process.call(end_writing)
+        assert lock("x", blocking_timeout=5).acquire().release()
+
+    def test_the_last_holder_is_told_if_he_still_writes(self, on, process):
+        on("default")
+        holder = process.call(write_under, "x", abandoned=True)
+        waiting = lock("x", blocking_timeout=0.6)
+        with took() as seconds, pytest.raises(LockNotAcquired) as caught, waiting:
+            pass
+        assert 0.5 < seconds() < 2.5
+        assert "another transaction is writing to 'default'" in str(caught.value)
+        assert f"its last holder was {holder}" in str(caught.value)
+        process.call(end_writing)
+        assert lock("x", blocking_timeout=5).acquire().release()
+
+    def test_a_release_waits_for_the_file_as_long_as_any_request(self, on):
+        held = on("default")
+        lease = lock("x").acquire()
+        assert held.backend.renew([lease]) == [Renewal.KEPT]
+        with held_file(seconds=0.7):
+            assert lease.release()
 
     def test_a_full_disk_is_a_clear_error_and_no_grant(self, on, monkeypatch):
         options = connections["default"].settings_dict["OPTIONS"]
@@ -177,8 +238,40 @@ class TestOnSQLite:
         sessions.close_all()
 
 
+@pytest.fixture
+def process():
+    with contextlib.closing(Processes()) as processes, processes.borrow() as process:
+        yield process
+
+
+_writing = contextlib.ExitStack()
+
+
+def write_under(name, abandoned=False):
+    """In another process: write in a transaction under the lock, until `end_writing()`."""
+    lease = _writing.enter_context(lock(name))
+    if abandoned:
+        service("default").keeper.forget(lease)
+        HeldLock.objects.update(expires_at=timezone.now() - timedelta(hours=1))
+    _writing.enter_context(lease.atomic())
+    return str(lease.holder)
+
+
+def end_writing():
+    with contextlib.suppress(LeaseLost):
+        _writing.close()
+
+
 @contextlib.contextmanager
-def held_file():
+def took():
+    """Yields a function that tells for how many seconds the block ran."""
+    began, ended = time.monotonic(), []
+    yield lambda: ended[0] - began
+    ended.append(time.monotonic())
+
+
+@contextlib.contextmanager
+def held_file(seconds=30):
     """Have another connection hold SQLite's write lock."""
     holds, done = threading.Event(), threading.Event()
 
@@ -186,7 +279,7 @@ def held_file():
         with transaction.atomic():
             Fence.objects.create(name="other", token=1, owner="o")
             holds.set()
-            done.wait(10)
+            done.wait(seconds)
         connections.close_all()
 
     thread = threading.Thread(target=hold)

@@ -60,6 +60,9 @@ class Request:
     connection: BaseDatabaseWrapper | None = None
     #: The caller is inside a transaction on the fence database.
     in_transaction: bool = False
+    #: Seconds that are left to the caller for waiting. A try isn't to take much longer; 0 if he
+    #: doesn't wait for a holder.
+    timeout: float = 0.0
     cancel: Cancel = field(default_factory=Cancel)
 
 

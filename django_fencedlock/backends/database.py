@@ -23,8 +23,9 @@ Work = Callable[[Ledger, BaseDatabaseWrapper], T]
 
 #: Seconds within which one request is answered, unless OPTIONS says another "TIMEOUT".
 TIMEOUT = 5.0
-#: Seconds to wait for SQLite's file where waiting long would be in vain, or harm others.
-BRIEFLY = 0.25
+#: Seconds to wait for SQLite's file where waiting long would be in vain, or harm others; and where
+#: somebody wants to know who has a lock.
+BRIEFLY, LOOKING = 0.25, 1.0
 
 
 class DatabaseBackend(Backend):
@@ -46,6 +47,24 @@ class DatabaseBackend(Backend):
         self._one_writer = connections[config.fence_database].vendor == "sqlite"
 
     def acquire(self, request: Request) -> Grant | None:
+        # Who doesn't wait for a holder does wait for SQLite's file: that is no holder.
+        patience = min(self._timeout, request.timeout or self._timeout)
+        first = min(patience, BRIEFLY)
+        try:
+            return self._try(request, first)
+        except _FileLocked:
+            return self._try_again(request, patience - first) if patience > first else None
+
+    def _try_again(self, request: Request, patience: float) -> Grant | None:
+        """Wait for the file, unless somebody has the lock itself."""
+        if not self.is_free(request.name):
+            return None
+        try:
+            return self._try(request, patience)
+        except _FileLocked:
+            return None
+
+    def _try(self, request: Request, patience: float) -> Grant | None:
         since = clock()
         entry = Entry(
             name=request.name,
@@ -56,7 +75,9 @@ class DatabaseBackend(Backend):
             fenced=request.fenced,
         )
         try:
-            taken, token = self._run(partial(self._claim, request, entry), request.connection)
+            taken, token = self._run(
+                lambda ledger, used: ledger.claim(used, entry), request.connection, patience
+            )
         except Error as exc:
             self._refused(request, exc)
             return None
@@ -66,14 +87,22 @@ class DatabaseBackend(Backend):
         return Grant(token, since, handle=request.connection)
 
     def is_free(self, name: str) -> bool:
-        row = self._look(name)
+        try:
+            row = self._look(name, BRIEFLY)
+        except BackendUnavailable as exc:
+            if isinstance(exc.__cause__, Error) and self._ledger.is_row_locked(exc.__cause__):
+                return True  # Nobody can look, and a try has its own time-out.
+            raise
         return row is None or not row.live
 
     def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
         # Nobody can see, let alone take, what is recorded in a test's own transaction.
         ours = [lease for lease in leases if not lease.lent]
         try:
-            kept, gone = self._run(partial(self._renew, ours)) if ours else (set(), set())
+            # The keeper comes again soon: better than to keep all leases waiting for the file.
+            kept, gone = (
+                self._run(partial(self._renew, ours), patience=BRIEFLY) if ours else (set(), set())
+            )
         except Error as exc:
             return [self._not_renewed(lease, exc) for lease in leases]
         return [
@@ -99,7 +128,7 @@ class DatabaseBackend(Backend):
         return cleared == 1
 
     def holder(self, name: str) -> Holder | None:
-        row = self._look(name)
+        row = self._look(name, LOOKING)
         return row.holder() if row is not None and row.live else None
 
     def close(self) -> None:
@@ -127,19 +156,10 @@ class DatabaseBackend(Backend):
             if not is_table_missing(exc):
                 yield Problem("E013", str(exc), "Start the database, or mend its settings.")
 
-    def _claim(
-        self, request: Request, entry: Entry, ledger: Ledger, connection: BaseDatabaseWrapper
-    ) -> tuple[bool, int | None]:
-        # If the caller's own transaction has the file, waiting is in vain.
-        ledger.patience(connection, BRIEFLY if request.in_transaction else self._timeout)
-        return ledger.claim(connection, entry)
-
     def _renew(
         self, leases: Sequence[Lease], ledger: Ledger, connection: BaseDatabaseWrapper
     ) -> tuple[set[str], set[str]]:
         """Renew all that nobody has locked, then those few alone; (kept, gone) owners."""
-        # The keeper comes again soon: better than to keep all leases waiting for the file.
-        ledger.patience(connection, BRIEFLY)
         kept = ledger.renew(connection, leases)
         rest = [lease for lease in leases if lease.owner not in kept]
         gone = ledger.missing(connection, rest) if rest else set()
@@ -151,11 +171,11 @@ class DatabaseBackend(Backend):
         ours = lease.lent or (self._one_writer and home is not None and home.in_atomic_block)
         return Renewal.KEPT if ours and self._ledger.is_row_locked(error) else Renewal.UNKNOWN
 
-    def _look(self, name: str) -> Row | None:
+    def _look(self, name: str, patience: float | None = None) -> Row | None:
         # What a test recorded within its own transaction is to be seen there alone.
         lent = lent_by_test(self.config.fence_database)
         try:
-            return self._run(lambda ledger, used: ledger.look(used, name), lent)
+            return self._run(lambda ledger, used: ledger.look(used, name), lent, patience)
         except Error as exc:
             raise self.unavailable("look", exc, name) from exc
 
@@ -170,6 +190,7 @@ class DatabaseBackend(Backend):
             raise self.unavailable("acquiring", error, request.name) from error
         if not self._one_writer:
             return
+        # If the caller's own transaction has the file, waiting is in vain.
         if request.in_transaction:
             raise TransactionInTheWay(
                 f"Lock {request.name!r} can't be taken here: SQLite has one writer at a time, and "
@@ -178,9 +199,27 @@ class DatabaseBackend(Backend):
                 name=request.name,
                 alias=self.config.alias,
             ) from error
-        raise self.unavailable("acquiring", error, request.name) from error
+        if request.connection is not None:
+            raise self.unavailable("acquiring", error, request.name) from error
+        raise _FileLocked from error
 
-    def _run(self, work: Work[T], connection: BaseDatabaseWrapper | None = None) -> T:
+    def _run(
+        self,
+        work: Work[T],
+        connection: BaseDatabaseWrapper | None = None,
+        patience: float | None = None,
+    ) -> T:
+        """Do `work`, waiting no longer than `patience` for SQLite's file."""
         if connection is not None:
             return work(ledger_for(connection), connection)
-        return self._sessions.run(lambda private: work(ledger_for(private), private))
+
+        def work_patiently(private: BaseDatabaseWrapper) -> T:
+            # Each time: it stays with the connection, which the next request gets.
+            self._ledger.patience(private, self._timeout if patience is None else patience)
+            return work(self._ledger, private)
+
+        return self._sessions.run(work_patiently)
+
+
+class _FileLocked(Exception):
+    """Another transaction is writing to SQLite's file."""

@@ -129,6 +129,8 @@ class Ledger(ABC):
 
     #: The server's time in UTC, as an expression; may name the parameter ``now``.
     clock: str
+    #: What `pinned_by` finds.
+    obstacle = "a transaction under a former grant is still open on {using!r}"
 
     @abstractmethod
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:

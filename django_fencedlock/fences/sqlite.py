@@ -19,6 +19,8 @@ class SQLiteLedger(PortableLedger):
     expiry = "%(expiry)s"
     begin = "BEGIN IMMEDIATE"
     insert_or_ignore = "INSERT OR IGNORE"
+    # Not of this lock's holder, maybe: every writer keeps all others out.
+    obstacle = "another transaction is writing to {using!r}, which has one writer at a time"
 
     def parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
         return self.times(connection, 0)
@@ -64,6 +66,19 @@ class SQLiteLedger(PortableLedger):
     def is_row_locked(self, error: Error) -> bool:
         # "database is locked", or "database table is locked" with a shared cache.
         return "is locked" in str(error)
+
+    def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
+        row = self.look(connection, name)
+        if row is not None and row.live:
+            return None
+        self.patience(connection, 0)
+        try:
+            with self.transaction(connection):
+                return None
+        except Error as exc:
+            if self.is_row_locked(exc):
+                return "SQLite doesn't tell whose it is"
+            raise
 
     def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
         # A full disk, an interrupt, OR ROLLBACK in somebody's statement.
