@@ -50,6 +50,8 @@ def database_problems(databases: Iterable[str]) -> Iterator[Problem]:
         if tables and _answers(connection):
             yield from _mode_problems(connection)
             yield from _constraint_problems(connection, tables)
+            if connection.vendor == "mysql":
+                yield from _collation_problems(connection)
             if connection.vendor == "postgresql":
                 yield from _trigger_problems(connection)
 
@@ -243,6 +245,67 @@ def _missing(alias: str, model: Model, field: StampField, name: str) -> Problem:
         f"CHECK ({connections[alias].ops.quote_name(str(field.column))} >= 0).",
         warning=True,
     )
+
+
+def _collation_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
+    # By table and column, for models that share them have one problem.
+    naming = {
+        (field.model._meta.db_table, field.column): (model, target)
+        for model in apps.get_models()
+        if issubclass(model, FencedModel) and router.allow_migrate_model(connection.alias, model)
+        for field, target in _text_fields_of_name(model)
+    }
+    for (table, column), (model, target) in naming.items():
+        found = _row(connection, _COLLATION, [table, column])
+        if alike := _taken_for_equal(connection, *found) if found else "":
+            yield Problem(
+                "W026",
+                f"Column {column!r} of {table!r} names locks of {model._meta.label}, and its "
+                f"collation {found[1]!r} in database {connection.alias!r} takes {alike}: rows of "
+                "two locks would count as those of one, and one row could be written under two.",
+                f"Give {target.model._meta.label}.{target.name} a collation that compares every "
+                f"character, as db_collation={_exact_collation(connection)!r}, and migrate.",
+                warning=True,
+            )
+
+
+def _text_fields_of_name(model: Model) -> Iterator[tuple[Any, Any]]:
+    """The text columns that a model's locks are named by, each with the field that it refers to."""
+    try:
+        parts = model.fencing.plan.parts  # type: ignore[attr-defined]
+    except (AttributeError, ImproperlyConfigured, ValueError):
+        return  # E020 and E021 say what is wrong with it.
+    for field in (field for _, fields, _ in parts for field in fields):
+        target = field
+        while target.remote_field is not None:
+            target = target.target_field
+        if isinstance(target, models.CharField | models.TextField):
+            yield field, target
+
+
+def _taken_for_equal(connection: BaseDatabaseWrapper, charset: str, collation: str) -> str:
+    """The texts among some pairs that a collation takes for each other, for people."""
+    compared = ", ".join(
+        f"CONVERT(%s USING {charset}) COLLATE {collation} = CONVERT(%s USING {charset})"
+        for _ in _PAIRS
+    )
+    found = _row(connection, f"SELECT {compared}", [text for pair in _PAIRS for text in pair])
+    alike = [pair for pair, equal in zip(_PAIRS, found, strict=True) if equal]
+    return " and ".join(f"{one!r} for {other!r}" for one, other in alike)
+
+
+#: Texts that differ, and that collations often take for each other.
+_PAIRS = (("a", "A"), ("e", "é"), ("a", "a "))
+_COLLATION = """
+SELECT character_set_name, collation_name FROM information_schema.columns
+WHERE table_schema = DATABASE() AND table_name = %s AND column_name = %s
+AND collation_name IS NOT NULL
+"""
+
+
+def _exact_collation(connection: BaseDatabaseWrapper) -> str:
+    mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
+    return "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
 
 
 def _trigger_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
