@@ -33,6 +33,7 @@ from django_fencedlock.services import service
 from django_fencedlock.sessions import private
 
 from .models import Account, Invoice, LedgerLine
+from .servers import shared
 from .servers.process import free_port
 
 DATABASES = ["default", "postgres", "mariadb"]
@@ -59,6 +60,33 @@ def database(request, on):
 @pytest.fixture
 def on_postgres(on):
     on("postgres")
+
+
+@pytest.fixture
+def on_redis(settings, redis_server):
+    redis_server.empty()
+
+    def use(database):
+        settings.FENCEDLOCK = {
+            "default": {
+                "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+                "LOCATION": redis_server.url,
+                "FENCE_DATABASE": database,
+            }
+        }
+
+    return use
+
+
+def lose_by_redis(lease):
+    """Have Redis forget all, as after a failover, and nobody notice it yet."""
+    service("default").keeper.forget(lease)
+    shared.redis().empty()
+
+
+def keys_of_redis():
+    with shared.redis().client() as client:
+        return client.keys("*")
 
 
 def abandon(lease):
@@ -601,6 +629,38 @@ class TestWhatTheWaitingOneIsTold:
             words = self.refused(lease)
         assert f"its last holder was {lease.holder}" in words
         lease.release()
+
+    @pytest.mark.parametrize("server", ["postgres", "mariadb"])
+    def test_the_session_if_redis_has_the_locks(self, on_redis, server):
+        """The lock itself is free there: it has forgotten the holder, or given up on him."""
+        on_redis(server)
+        lease = lock("x").acquire()
+        lose_by_redis(lease)
+        abandon(lease)
+        with lease.atomic():
+            words = self.refused(lease)
+            session = self.session(server)
+        assert "free, but a transaction under a former grant is still open" in words
+        assert f"server session {session}" in words
+        assert f"its last holder was {lease.holder}" in words
+        # Whoever waited in vain has given the lock back.
+        assert lock("x", blocking_timeout=0).acquire().release()
+
+    def test_one_who_waits_at_redis_gets_the_lock_when_the_transaction_ends(self, on_redis):
+        on_redis("postgres")
+        lease = lock("x").acquire()
+        lose_by_redis(lease)
+        with lease.atomic():
+            waiting = take("x", LONG)
+            wait_until(keys_of_redis)
+        assert waiting.outcome() > lease.token
+
+    def test_the_holder_as_ever_if_redis_knows_him(self, on_redis):
+        on_redis("postgres")
+        with lock("x") as lease, lease.atomic():
+            words = self.refused(lease)
+        assert f"held by {lease.holder}" in words
+        assert "former grant" not in words
 
     def test_every_session_if_there_are_several(self, on_postgres):
         lease = lock("x").acquire()
