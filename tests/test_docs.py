@@ -1,6 +1,7 @@
 """What the README and docs/ say is so: their code runs, their tables match the package."""
 
 import ast
+import contextlib
 import inspect
 import os
 import re
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.db import connection, models
 from django.dispatch import Signal
 from django.test import TestCase
+from django.test.utils import isolate_apps
 
 import django_fencedlock
 from django_fencedlock import conf, exceptions, signals
@@ -25,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(django_fencedlock.__file__).parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q -e '.[dev]' && .venv/bin/python -m "
+OVER_MODELS = [ROOT / "README.md", ROOT / "docs/fenced_writes.md"]
 BACKENDS = ["database", "postgres", "redis"]
 
 
@@ -73,6 +77,87 @@ def test_code_runs(block: Block) -> None:
             unittest.defaultTestLoader.loadTestsFromTestCase(thing).run(result)
             assert result.testsRun, name
             assert result.wasSuccessful(), result
+
+
+def test_every_block_of_python_is_run() -> None:
+    """Those marked py as well, which speak of models that the reader is to imagine."""
+    marked = {page for page in PAGES for block in _blocks(page) if block.language == "py"}
+    assert marked == set(OVER_MODELS)
+
+
+@pytest.mark.parametrize("page", OVER_MODELS, ids=lambda page: page.name)
+@pytest.mark.django_db(transaction=True)
+def test_code_over_models_runs(page: Path, billing: dict[str, Any]) -> None:
+    blocks = [block for block in _blocks(page) if block.language == "py"]
+    # Classes may be in a block before, of python.
+    _define_models(page, billing)
+    with _tables_of(billing):
+        invoice = billing["Invoice"].objects.create(amount=1)
+        billing["pk"] = invoice.pk
+        _add_lines(billing)
+        for block in blocks:
+            tree = ast.parse(block.text)
+            tree.body = [node for node in tree.body if not _is_definition(node)]
+            exec(compile(tree, str(block), "exec"), billing)
+        invoice.refresh_from_db()
+        assert (invoice.amount, invoice.fence) == (11, 1)
+        if page.name == "fenced_writes.md":
+            (line,) = billing["LedgerLine"].objects.all()
+            assert (line.account, line.fence) == (billing["new"], 1)
+
+
+@pytest.fixture
+def billing(
+    tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
+    """The namespace of billing.models, an app without models yet but for Account."""
+    (tmp_path / "billing").mkdir()
+    (tmp_path / "billing/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    settings.INSTALLED_APPS = [*settings.INSTALLED_APPS, "billing"]
+    with isolate_apps("billing"):
+        names: dict[str, Any] = {"__name__": "billing.models", "models": models}
+        exec("class Account(models.Model):\n    def __str__(self): return str(self.pk)", names)
+        yield names
+    monkeypatch.delitem(sys.modules, "billing", raising=False)
+
+
+def _define_models(page: Path, names: dict[str, Any]) -> None:
+    for block in _blocks(page):
+        if block.language in ("py", "python") and "FencedModel" in block.text:
+            tree = ast.parse(block.text)
+            tree.body = [node for node in tree.body if _is_definition(node)]
+            exec(compile(tree, str(block), "exec"), names)
+
+
+def _is_definition(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ClassDef | ast.Import | ast.ImportFrom)
+
+
+@contextlib.contextmanager
+def _tables_of(names: dict[str, Any]) -> Iterator[None]:
+    made = list(names["Account"]._meta.apps.get_models())
+    with connection.schema_editor() as editor:
+        for model in made:
+            editor.create_model(model)
+    try:
+        yield
+    finally:
+        with connection.schema_editor() as editor:
+            for model in reversed(made):
+                editor.delete_model(model)
+
+
+def _add_lines(names: dict[str, Any]) -> None:
+    """A line of account `old`, which was written often, and account `new`, which wasn't."""
+    old, new = (names["Account"].objects.create() for _ in range(2))
+    names.update(old=old, new=new)
+    lines = names["LedgerLine"]
+    if "account" in {field.name for field in lines._meta.fields}:
+        for _ in range(2):
+            with lines.fencing.lock(account=old):
+                line = lines.objects.first() or lines(account=old)
+                line.save()
 
 
 @pytest.mark.parametrize("block", [b for b in CODE if "FENCEDLOCK = " in b.text], ids=str)
