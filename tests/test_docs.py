@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,13 +49,14 @@ def _blocks(page: Path) -> Iterator[Block]:
     found: list[str] | None = None
     language, begin = "", 0
     for number, line in enumerate(page.read_text().splitlines(), 1):
-        if not line.startswith("```"):
+        if not line.lstrip().startswith("```"):
             if found is not None:
                 found.append(line)
         elif found is None:
-            language, begin, found = line[3:], number + 1, []
+            language, begin, found = line.lstrip()[3:], number + 1, []
         else:
-            yield Block(page, begin, language, "\n".join(found))
+            # One within a list is indented.
+            yield Block(page, begin, language, textwrap.dedent("\n".join(found)))
             found = None
 
 

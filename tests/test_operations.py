@@ -8,6 +8,7 @@ from django.db import OperationalError, connections, migrations, models, transac
 from django.db.migrations.state import ModelState, ProjectState
 from django.db.migrations.writer import MigrationWriter
 
+from django_fencedlock import lock
 from django_fencedlock.exceptions import StaleFence
 from django_fencedlock.operations import (
     FENCE_LOWERED,
@@ -16,7 +17,7 @@ from django_fencedlock.operations import (
     FenceTrigger,
     RemoveFenceTrigger,
 )
-from tests.models import Account, Contract, Document, Invoice, LedgerLine
+from tests.models import Account, Called, Contract, Document, Invoice, LedgerLine
 
 pytestmark = pytest.mark.django_db(databases=["default", "postgres"])
 MODELS = [Invoice, Contract, Document, LedgerLine]
@@ -230,6 +231,41 @@ class TestMoves:
             assert lease.token < 4
             line.amount = 8
             line.save()
+
+    def test_a_row_that_moved_without_a_lease_has_to_go_back_and_move_under_both(
+        self, accounts, line, settings
+    ):
+        old, new = accounts
+        lines = LedgerLine.objects.using("postgres")
+        settings.FENCEDLOCK_UNLEASED = "allow"
+        assert lines.filter(account=old).update(account=new) == 1
+        assert lines.get().fence == 4
+        settings.FENCEDLOCK_UNLEASED = "reject"
+        stuck = pytest.raises(StaleFence, match="written under token 4 already")
+        with LedgerLine.fencing.lock(account=new), stuck, transaction.atomic(using="postgres"):
+            lines.get().save()
+        settings.FENCEDLOCK_UNLEASED = "allow"
+        assert lines.filter(account=new).update(account=old) == 1
+        settings.FENCEDLOCK_UNLEASED = "reject"
+        with LedgerLine.fencing.lock(account=old), LedgerLine.fencing.lock(account=new) as lease:
+            assert lines.filter(account=old).update(account=new) == 1
+            lines.get().save()
+            assert lines.get().fence == lease.token == 2
+
+    def test_where_a_callable_names_the_locks_raw_sql_moves(self, settings):
+        settings.FENCEDLOCK_UNLEASED = "allow"
+        run(FenceTrigger("Called", named_by=["amount"]), state=state_of(Called))
+        rows = Called.objects.using("postgres")
+        row = rows.create(amount=0)
+        settings.FENCEDLOCK_UNLEASED = "reject"
+        for _ in range(3):
+            with lock("called:0"):
+                rows.get().save()
+        with lock("called:0") as old, lock("called:1") as new, old.atomic(), new.atomic():
+            execute("UPDATE tests_called SET amount = 1, fence = 0 WHERE id = %s", row.pk)
+        with lock("called:1") as lease:
+            rows.get().save()
+            assert rows.get().fence == lease.token == 2
 
     def test_a_lower_fence_in_place_is_refused_as_ever(self, accounts, line):
         for setting in ("amount = 1", f"account_id = {accounts[0].pk}", "id = id + 1000"):
