@@ -129,3 +129,70 @@ def test_makemigrations_finds_nothing_more(bases):
         after = ProjectState({("billing", "invoice"): ModelState.from_model(model)})
     changes = MigrationAutodetector(state, after)._detect_changes()
     assert [each.operations for each in changes.get("billing", ())] == []
+
+
+BASES = pytest.mark.parametrize("bases", [(FencedModel,), (VersionedModel, FencedModel)])
+
+
+class TestWhatMakemigrationsShows:
+    """The page's table of operations."""
+
+    def shown(self, bases, **attributes):
+        plain = {"id": before_fields()["id"], "text": models.TextField()}
+        with isolate_apps("tests"):
+            self.old = old = self.state(**self.made((models.Model,), plain, attributes))
+        with isolate_apps("tests"):
+            new = self.state(**self.made(bases, plain, attributes))
+        changes = MigrationAutodetector(old, new)._detect_changes()
+        (migration,) = changes["tests"]
+        return migration.operations
+
+    def made(self, bases, plain, attributes):
+        fields = {name: field.clone() for name, field in plain.items()}
+        names = {"__module__": "tests.models"}
+        bill = type("Bill", bases, {**names, **fields, **attributes})
+        return {"bill": bill, "copy": type("Copy", (bill,), dict(names))}
+
+    def state(self, **found):
+        states = {("tests", name): ModelState.from_model(each) for name, each in found.items()}
+        return ProjectState(states)
+
+    def listed(self):
+        rows = re.findall(r"^\| `(\w+)`(?: `([\w.]+)`)?", PAGE.read_text(), re.M)
+        return {name for name, _ in rows}
+
+    @BASES
+    def test_those_of_the_table_and_no_others(self, bases):
+        found = self.shown(bases)
+        assert {type(each).__name__ for each in found} == self.listed()
+        columns = {each.name for each in found if isinstance(each, migrations.AddField)}
+        assert columns == {"fence", "version"} if len(bases) == 2 else {"fence"}
+        constraints = [each for each in found if isinstance(each, migrations.AddConstraint)]
+        assert len(constraints) == len(columns)
+        assert all(each.constraint.name.endswith("_refused") for each in constraints)
+
+    @BASES
+    def test_managers_and_options_of_the_model_and_its_children(self, bases):
+        for operation in self.shown(bases):
+            if isinstance(operation, migrations.AlterModelManagers):
+                assert [name for name, _ in operation.managers] == ["objects", "_guarded_rows"]
+                assert {type(each) for _, each in operation.managers} == {models.Manager}
+            elif isinstance(operation, migrations.AlterModelOptions):
+                assert operation.options == {"base_manager_name": "_guarded_rows"}
+
+    def test_a_meta_of_the_models_own_has_no_options_to_alter(self):
+        found = self.shown((FencedModel,), Meta=type("Meta", (), {"ordering": ["text"]}))
+        altered = {each.name for each in found if isinstance(each, migrations.AlterModelOptions)}
+        assert altered == {"copy"}
+
+    def test_what_is_altered_of_options_and_managers_sends_nothing(self):
+        operations = self.shown((FencedModel,))
+        state, connection = self.old, connections["default"]
+        for operation in operations:
+            after = state.clone()
+            operation.state_forwards("tests", after)
+            if isinstance(operation, migrations.AlterModelOptions | migrations.AlterModelManagers):
+                editor = connection.SchemaEditorClass(connection, collect_sql=True)
+                operation.database_forwards("tests", editor, state, after)
+                assert editor.collected_sql == []
+            state = after
