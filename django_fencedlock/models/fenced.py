@@ -28,6 +28,7 @@ class FencedModel(GuardedModel):
 
     fence = FenceField()
     fencing: Any = Fencing()
+    _is_fenced = True
 
     class Meta(GuardedModel.Meta):
         abstract = True

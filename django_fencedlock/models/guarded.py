@@ -10,7 +10,8 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import UUID
 
 from django.db import Error, models, router, transaction
 from django.db.models import Expression
@@ -23,6 +24,8 @@ from .querysets import FencedManager, FencedQuerySet
 from .refusals import names_constraint
 
 _ABSENT = object()
+#: Of a composite key's parts, and of expressions, Django has to see to the meaning first.
+_PLAIN_KEYS = (int, str, UUID)
 
 
 class Doing(StrEnum):
@@ -114,9 +117,15 @@ class BaseRowsManager(models.Manager.from_queryset(BaseRows)):  # type: ignore[m
     """The manager through which Django itself looks rows up: cascades, saves, related managers."""
 
     def get_queryset(self) -> Any:
-        if hasattr(self.model, "fencing"):
+        if self.model._is_fenced:
             watch(self.model)
         return super().get_queryset()
+
+    def using(self, alias: str | None) -> Any:
+        # Every save begins here: nobody else has this queryset, so it needn't be copied.
+        rows = self.get_queryset()
+        rows._db = alias
+        return rows
 
 
 class GuardedModel(models.Model):
@@ -125,6 +134,8 @@ class GuardedModel(models.Model):
     objects = FencedManager()
     # It has a name of its own, so that a model's own filtered `objects` never takes its place.
     _guarded_rows = BaseRowsManager()
+    _is_fenced = False
+    _is_versioned = False
 
     class Meta:
         abstract = True
@@ -181,10 +192,8 @@ class GuardedModel(models.Model):
         if step.inserts_only:
             return []
         pk, values, *rest = args
-        for guard in step.writing:
-            # Through filter() this would cost more than the database's work.
-            base_qs.query.where.add(guard.condition(), AND)
-        updated = parent._do_update(base_qs, using, pk, step.values(values), *rest, **kwargs)
+        row = _OneRow(base_qs, step.writing)
+        updated = parent._do_update(row, using, pk, step.values(values), *rest, **kwargs)
         if not updated and (step.forced or not self._state.adding):
             # Were it not raised here, Django would insert the row that a newer holder deleted.
             _explain(step.writing, base_qs.model._base_manager.using(using).filter(pk=pk))
@@ -218,7 +227,7 @@ class GuardedModel(models.Model):
         guards = {table: self._writing(table, using) for table in tables if self.pk is not None}
         if not any(guards.values()):
             return super().delete(using, keep_parents)
-        if hasattr(self, "fencing"):
+        if self._is_fenced:
             watch(type(self))
         if not keep_parents and Collector(using=using).can_fast_delete(self):
             return self._delete_row(using, guards[concrete])
@@ -250,10 +259,7 @@ class GuardedModel(models.Model):
             _explain(guards, self._row(table, using))
 
     def _row(self, table: Any, using: str, guards: Sequence[Guard] = ()) -> Any:
-        rows = table._base_manager.using(using).filter(pk=self.pk)
-        for guard in guards:
-            rows.query.where.add(guard.condition(), AND)
-        return rows
+        return _OneRow(table._base_manager.using(using), guards).filter(self.pk)
 
 
 def is_claimed(instance: Any) -> bool:
@@ -282,6 +288,25 @@ def _claimed(instance: GuardedModel) -> Iterator[None]:
         yield
     finally:
         del instance.__dict__["_guarded_claim"]
+
+
+class _OneRow(NamedTuple):
+    """Stands in for rows that nobody else has, and that Django narrows down to one."""
+
+    rows: Any
+    guards: Sequence[Guard]
+
+    def filter(self, pk: Any) -> Any:
+        rows = self.rows
+        if isinstance(pk, _PLAIN_KEYS):
+            # Django's own way would copy the query, and cost more than the database's work.
+            column = rows.model._meta.pk.get_col(rows.query.get_initial_alias())
+            rows.query.where.add(column.get_lookup("exact")(column, pk), AND)
+        else:
+            rows = rows.filter(pk=pk)
+        for guard in self.guards:
+            rows.query.where.add(guard.condition(), AND)
+        return rows
 
 
 class _Pass:

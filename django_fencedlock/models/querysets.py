@@ -187,11 +187,11 @@ class FencedQuerySet(models.QuerySet[Any]):
 
     @property
     def _is_fenced(self) -> bool:
-        return hasattr(self.model, "fencing")
+        return bool(getattr(self.model, "_is_fenced", False))
 
     @property
     def _is_versioned(self) -> bool:
-        return hasattr(self.model, "_is_versioned")
+        return bool(getattr(self.model, "_is_versioned", False))
 
     @property
     def _fencing(self) -> FencingOf:
