@@ -250,23 +250,24 @@ class TestWhatIsInside:
         """As a task has, that was started within the block."""
         with lock("x") as lease:
             with lease.atomic():
-                assert is_pinned(database, grant_of(lease))
+                assert is_pinned(connections[database], grant_of(lease))
                 context = contextvars.copy_context()
-            assert not context.run(is_pinned, database, grant_of(lease))
+            assert not context.run(is_pinned, connections[database], grant_of(lease))
             with transaction.atomic(using=database):
-                assert not context.run(is_pinned, database, grant_of(lease))
+                assert not context.run(is_pinned, connections[database], grant_of(lease))
 
     def test_another_thread_has_nothing_pinned(self, on_postgres):
         with lock("x") as lease, lease.atomic():
             context = contextvars.copy_context()
             grant = grant_of(lease)
-            assert not Elsewhere(lambda: context.run(is_pinned, "postgres", grant)).outcome()
+            there = Elsewhere(lambda: context.run(is_pinned, connections["postgres"], grant))
+            assert not there.outcome()
 
     def test_a_connection_closed_inside_has_nothing_pinned(self, on_postgres):
         with lock("x") as lease, contextlib.suppress(Error), lease.atomic():
             connections["postgres"].close()
             connections["postgres"].connect()
-            assert not is_pinned("postgres", grant_of(lease))
+            assert not is_pinned(connections["postgres"], grant_of(lease))
 
     def test_it_works_from_a_coroutine(self, database):
         def work(lease):
@@ -322,8 +323,8 @@ class TestWhereItIsAllowed:
         with lock("x") as x, lock("y") as y, x.atomic():
             with y.atomic(), x.atomic():
                 Account.objects.using(database).create()
-                assert is_pinned(database, grant_of(x))
-                assert is_pinned(database, grant_of(y))
+                assert is_pinned(connections[database], grant_of(x))
+                assert is_pinned(connections[database], grant_of(y))
             # Still locked, for the inner block was no transaction of its own.
             if database != "default":
                 assert pinned_by(y) is not None

@@ -27,9 +27,9 @@ def grant_of(lease: Lease) -> Grant:
     return Grant(lease.name, lease.token, lease.owner, patience=lease.ttl)
 
 
-def is_pinned(using: str, grant: Grant) -> bool:
+def is_pinned(connection: BaseDatabaseWrapper, grant: Grant) -> bool:
     """Whether the transaction that is open has the grant's fence locked already."""
-    return any(block.pins(grant) for block in _pinned_blocks(connections[using]))
+    return any(block.pins(grant) for block in _pinned_blocks(connection))
 
 
 @contextlib.contextmanager

@@ -7,8 +7,7 @@ between the check and the writer's commit, and the writer wouldn't see it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -32,8 +31,7 @@ _BE_PATIENT = (
 _LONGEST = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """The grant that a write is made under."""
 
     name: str

@@ -8,13 +8,15 @@ from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models.sql.compiler import SQLCompiler
 
 from ..lease import Lease, held_names
 from .fencing import Fencing, FencingOf
 from .fields import FenceField
 from .guarded import Doing, Guard, GuardedModel, is_claimed
 from .querysets import handed_over
-from .writes import RowGuard, Write, new_rows_fence, write_for, write_for_new_row
+from .writes import Write, new_rows_fence, row_condition, write_for, write_for_new_row
 
 
 class FencedModel(GuardedModel):
@@ -113,7 +115,7 @@ class FenceGuard(Guard):
     def __init__(self, instance: FencedModel, write: Write) -> None:
         super().__init__(instance)
         self.write = write
-        self.keeps = write.lease is None
+        self.keeps = write.grant is None
         # An unleased row may be added, and by no means overwrite another of its key.
         self.insert_only = (
             self.keeps and write.doing is Doing.ADDING and write.fencing.spec.unleased == "reject"
@@ -132,8 +134,10 @@ class FenceGuard(Guard):
             return None
         return self.before
 
-    def condition(self) -> RowGuard:
-        return RowGuard(self.write, self.loaded)
+    def as_sql(
+        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
+    ) -> tuple[str, list[Any]]:
+        return row_condition(self.write, self.loaded, connection)
 
     def is_met(self) -> bool:
         """Whether a row that was read in this transaction needs no statement to be checked."""

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from django.db import Error, models, router, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Expression
 from django.db.models.deletion import Collector
+from django.db.models.sql.compiler import SQLCompiler
 from django.db.models.sql.where import AND
 
 from .cascades import watch
@@ -39,7 +41,10 @@ class Doing(StrEnum):
 
 
 class Guard(ABC):
-    """What one column adds to one write of one row."""
+    """What one column adds to one write of one row; a node of its WHERE."""
+
+    contains_aggregate = False
+    contains_over_clause = False
 
     #: The column's field name.
     column: str
@@ -65,7 +70,9 @@ class Guard(ABC):
         """What an INSERT sets the column to."""
 
     @abstractmethod
-    def condition(self) -> Any:
+    def as_sql(
+        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
+    ) -> tuple[str, list[Any]]:
         """The condition of the row's UPDATE or DELETE."""
 
     @abstractmethod
@@ -305,7 +312,7 @@ class _OneRow(NamedTuple):
         else:
             rows = rows.filter(pk=pk)
         for guard in self.guards:
-            rows.query.where.add(guard.condition(), AND)
+            rows.query.where.add(guard, AND)
         return rows
 
 

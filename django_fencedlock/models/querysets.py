@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any, Self
 
 from django.core.exceptions import ImproperlyConfigured
@@ -267,7 +266,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         if name is not None and name == self._fencing.name_of(write.columns):
             return write
         target = write_for(self._fencing, name, {}, write.using, self._lease, write.doing)
-        return replace(write, moving_to=target)
+        return write._replace(moving_to=target)
 
     def _plain_rows(self) -> Self:
         rows = self._chain().using(self._database()).order_by()  # type: ignore[attr-defined]
@@ -324,7 +323,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         if self._is_versioned:
             obj.version += 1
         for write in leases_of(writes or ()):
-            if write.lease is not None and write.lease.name == obj.fencing.name_to_write():
+            if write.grant is not None and write.grant.name == obj.fencing.name_to_write():
                 obj.fence = write.token
 
     # Parts of bulk_create()
@@ -355,7 +354,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         if not self._is_covered():
             return
         for obj, write in zip(objs, writes, strict=True):
-            if write.lease is None:
+            if write.grant is None:
                 # Adding is free, overwriting isn't.
                 self._fencing.lease_for(obj.fencing.name_to_write(), None, "Overwriting")
         if not leases_of(writes):
@@ -388,7 +387,7 @@ class FencedQuerySet(models.QuerySet[Any]):
                 obj.__dict__.update(values)
             raise
         for obj, write in zip(objs, writes, strict=False):
-            obj.fence = 0 if write.lease is None else write.token
+            obj.fence = 0 if write.grant is None else write.token
         for obj in objs:
             if self._is_versioned:
                 obj.version = 0
@@ -398,11 +397,13 @@ class FencedQuerySet(models.QuerySet[Any]):
     ) -> list[Any]:
         """Check the leases beforehand: SQLite and MySQL ignore the constraint as well."""
         with transaction.atomic(using=self.db, savepoint=False):
-            for write in {each.grant.owner: each for each in leases_of(writes)}.values():
-                if (grant := write.pin()) is not None and not is_newest(self.db, grant):
+            connection = connections[self.db]
+            for write in {each.grant: each for each in leases_of(writes)}.values():
+                grant = write.pin(connection)
+                if grant is not None and not is_newest(self.db, grant):
                     raise write.refusal().of_statement()
             for obj, write in zip(objs, writes, strict=True):
-                obj.fence = 0 if write.lease is None else write.token
+                obj.fence = 0 if write.grant is None else write.token
             return super().bulk_create(objs, batch_size, ignore_conflicts=True)
 
     @contextlib.contextmanager
@@ -446,12 +447,12 @@ def _set_fences(objs: Sequence[Any], writes: Sequence[Write]) -> None:
     # Once for each lock is enough: the statements of one call share a transaction.
     checked = set()
     for obj, write in zip(objs, writes, strict=False):
-        if write.lease is None:
+        if write.grant is None:
             obj.fence = 0
-        elif write.lease.owner in checked:
+        elif write.grant.owner in checked:
             obj.fence = write.token
         else:
-            checked.add(write.lease.owner)
+            checked.add(write.grant.owner)
             obj.fence = new_rows_fence(write)
 
 

@@ -56,8 +56,13 @@ class VersionGuard(Guard):
             raise self._conflict("its version wasn't loaded with it, so it can't be compared")
         self.updated = (self.loaded or 0) + 1
 
-    def condition(self) -> _VersionIs:
-        return _VersionIs(self.instance, self.loaded)
+    def as_sql(
+        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
+    ) -> tuple[str, list[Any]]:
+        meta: Any = self.instance._meta
+        field = meta.get_field("version")
+        quote = connection.ops.quote_name
+        return f"{quote(field.model._meta.db_table)}.{quote(field.column)} = %s", [self.loaded]
 
     def stopped(self) -> Exception:
         return self._conflict("its version was refused")
@@ -73,21 +78,3 @@ class VersionGuard(Guard):
 
     def _conflict(self, why: str) -> VersionConflict:
         return version_conflict(type(self.instance), self.instance.pk, self.loaded, why)
-
-
-class _VersionIs:
-    """A node of WHERE, as `RowGuard` is."""
-
-    contains_aggregate = False
-    contains_over_clause = False
-
-    def __init__(self, instance: models.Model, version: int | None) -> None:
-        self._field: Any = instance._meta.get_field("version")
-        self._version = version
-
-    def as_sql(
-        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
-    ) -> tuple[str, tuple[Any, ...]]:
-        quote = connection.ops.quote_name
-        table = quote(self._field.model._meta.db_table)
-        return f"{table}.{quote(self._field.column)} = %s", (self._version,)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from django.db import models
+from django.db import connections, models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Case, F, Q, Value, When
-from django.db.models.sql.compiler import SQLCompiler
 
 from ..exceptions import WrongDatabase
 from ..fences.pinning import grant_of, is_pinned
@@ -20,14 +18,13 @@ from .fields import REFUSED
 from .refusals import Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(NamedTuple):
     """A write to the rows of one lock name."""
 
     fencing: FencingOf
     using: str
-    #: The lease; None for an unleased write that is allowed.
-    lease: Lease | None
+    #: What it goes under; None for an unleased write that is allowed.
+    grant: Grant | None
     #: What tells these rows from others, as look-ups: mostly the columns of their lock's name.
     columns: Mapping[str, Any]
     doing: str = "Saving"
@@ -36,27 +33,26 @@ class Write:
 
     @property
     def token(self) -> int:
-        assert self.lease is not None
-        return self.lease.token
-
-    @property
-    def grant(self) -> Grant:
-        assert self.lease is not None
-        return grant_of(self.lease)
+        assert self.grant is not None
+        return self.grant.token
 
     @property
     def is_pinned(self) -> bool:
         """Whether no newer grant can be recorded before the transaction ends."""
-        return self.fencing.spec.serialised and is_pinned(self.using, self.grant)
-
-    def pin(self) -> Grant | None:
-        """The grant to be pinned in the statement itself; None if nothing is added by it."""
-        if self.lease is None or not self.fencing.spec.serialised:
-            return None
         grant = self.grant
-        return None if is_pinned(self.using, grant) else grant
+        if grant is None or not self.fencing.spec.serialised:
+            return False
+        return is_pinned(connections[self.using], grant)
+
+    def pin(self, connection: BaseDatabaseWrapper) -> Grant | None:
+        """The grant to be pinned in the statement itself; None if nothing is added by it."""
+        grant = self.grant
+        if grant is None or not self.fencing.spec.serialised or is_pinned(connection, grant):
+            return None
+        return grant
 
     def refusal(self, pk: Any = None) -> Refusal:
+        assert self.grant is not None
         return Refusal(
             model=self.fencing.model,
             pk=pk,
@@ -100,7 +96,7 @@ def write_for(
             name=name,
             database=using,
         )
-    return Write(fencing, using, lease, columns, doing)
+    return Write(fencing, using, None if lease is None else grant_of(lease), columns, doing)
 
 
 def write_for_new_row(
@@ -116,48 +112,37 @@ def write_for_new_row(
     return write_for(fencing, name, {}, using, given, doing)
 
 
-class RowGuard:
+def row_condition(
+    write: Write, loaded: int | None, connection: BaseDatabaseWrapper
+) -> tuple[str, list[Any]]:
     """
-    The condition of a single row's UPDATE or DELETE, as one node of its WHERE.
+    The condition of a single row's UPDATE or DELETE, given the fence that it was read with.
 
-    Built by hand: Django's way through Q and expressions costs more than the database's work.
+    Made by hand: Django's way through Q and expressions costs more than the database's work.
     """
-
-    contains_aggregate = False
-    contains_over_clause = False
-
-    def __init__(self, write: Write, loaded: int | None) -> None:
-        self.write = write
-        self.loaded = loaded
-
-    def as_sql(
-        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
-    ) -> tuple[str, tuple[Any, ...]]:
-        write = self.write
-        quote = connection.ops.quote_name
-        plan = write.fencing.plan
-        table = quote(plan.owner._meta.db_table)
-        fence = f"{table}.{quote(plan.fence_column)}"
-        given: list[Any] = []
-        if self.loaded is None:
-            parts = [f"{fence} <= %s"]
-        else:
-            parts = [f"{fence} IN (%s, %s)"]
-            # Never above this lease's own: a row of a higher fence is a newer holder's, or the
-            # fences were lost; to write it would lower the fence.
-            given.append(min(self.loaded, write.token))
-        given.append(write.token)
-        for field in plan.guarding:
-            # Somebody else may have given the row to another lock meanwhile.
-            if field.attname in write.columns:
-                parts.append(f"{table}.{quote(str(field.column))} = %s")
-                value = write.columns[field.attname]
-                given.append(field.get_db_prep_value(value, connection))
-        if (grant := write.pin()) is not None:
-            select, more = pin_sql(connection, grant)
-            parts.append(f"EXISTS ({select})")
-            given += more
-        return " AND ".join(parts), tuple(given)
+    quote = connection.ops.quote_name
+    plan = write.fencing.plan
+    table = quote(plan.owner._meta.db_table)
+    fence = f"{table}.{quote(plan.fence_column)}"
+    token = write.token
+    if loaded is None:
+        parts, given = [f"{fence} <= %s"], [token]
+    elif loaded >= token:
+        # Not above this lease's own: a row of a higher fence is a newer holder's, or the fences
+        # were lost; to write it would lower the fence.
+        parts, given = [f"{fence} = %s"], [token]
+    else:
+        parts, given = [f"{fence} IN (%s, %s)"], [loaded, token]
+    for field in plan.guarding:
+        # Somebody else may have given the row to another lock meanwhile.
+        if field.attname in write.columns:
+            parts.append(f"{table}.{quote(str(field.column))} = %s")
+            given.append(field.get_db_prep_value(write.columns[field.attname], connection))
+    if (grant := write.pin(connection)) is not None:
+        select, more = pin_sql(connection, grant)
+        parts.append(f"EXISTS ({select})")
+        given += more
+    return " AND ".join(parts), given
 
 
 def token_or_refused(writes: Iterable[Write]) -> Case:
@@ -176,9 +161,9 @@ def fence_of_claimed(writes: Iterable[Write]) -> Case:
 
 def new_rows_fence(write: Write) -> Any:
     """What an INSERT sets the fence to."""
-    if write.lease is None:
+    if write.grant is None:
         return 0
-    if (grant := write.pin()) is None:
+    if (grant := write.pin(connections[write.using])) is None:
         return write.token
     return _by_rows([When(Pin(grant), then=Value(write.token))])
 
@@ -193,10 +178,10 @@ def _rows_of(write: Write) -> Q:
 
 def _condition(write: Write) -> Q:
     condition = _rows_of(write)
-    if write.lease is not None:
+    if write.grant is not None:
         condition &= Q(fence__lte=write.token)
     for each in (write, write.moving_to):
-        if each is not None and (grant := each.pin()) is not None:
+        if each is not None and (grant := each.pin(connections[each.using])) is not None:
             condition &= Q(Pin(grant))
     return condition
 
@@ -205,8 +190,8 @@ def _new_fence(write: Write) -> Any:
     target = write.moving_to
     if target is not None:
         # Tokens of different names can't be compared: 0 if it was never written under this one.
-        return Value(0 if target.lease is None else target.token)
-    return F("fence") if write.lease is None else Value(write.token)
+        return Value(0 if target.grant is None else target.token)
+    return F("fence") if write.grant is None else Value(write.token)
 
 
 def gather(
@@ -228,4 +213,4 @@ def gather(
 def leases_of(writes: Sequence[Write]) -> list[Write]:
     """Those of the writes, and of the moves, that go under a lease."""
     targets = [write.moving_to for write in writes if write.moving_to is not None]
-    return [write for write in (*writes, *targets) if write.lease is not None]
+    return [write for write in (*writes, *targets) if write.grant is not None]
