@@ -140,7 +140,7 @@ def row_condition(
             given.append(field.get_db_prep_value(write.columns[field.attname], connection))
     if (grant := write.pin(connection)) is not None:
         select, more = pin_sql(connection, grant)
-        parts.append(f"EXISTS ({select})")
+        parts.append(f"({select})")
         given += more
     return " AND ".join(parts), given
 
