@@ -165,10 +165,9 @@ class FencingOf:
         for value in values.values():
             if value is None or hasattr(value, "resolve_expression"):
                 return None
-        name = "".join(
-            text + ",".join(_text(field, values[field.attname], form) for field in fields)
-            for text, fields, form in self.plan.parts
-        )
+        name = ""
+        for text, fields, form in self.plan.parts:
+            name += text + ",".join([_text(field, values[field.attname], form) for field in fields])
         return names.validate(name)
 
     def lock(self, **arguments: Any) -> Lock:
