@@ -80,7 +80,7 @@ def _configure(databases: dict[str, dict[str, object]]) -> None:
     django.setup()
 
 
-def _models() -> tuple[type, type]:
+def _models() -> tuple[type, type, type]:
     from django.db import models
 
     from django_fencedlock.models import FencedModel, Fencing
@@ -97,7 +97,6 @@ def _models() -> tuple[type, type]:
                 db_table = "benchmark_plain"
 
         class Fenced(FencedModel):
-            fencing = Fencing("benchmark")
             amount = models.IntegerField(default=0)
             note = models.CharField(max_length=50, default="")
 
@@ -105,8 +104,17 @@ def _models() -> tuple[type, type]:
                 app_label = "django_fencedlock"
                 db_table = "benchmark_fenced"
 
-        _made.update(Plain=Plain, Fenced=Fenced)
-    return _made["Plain"], _made["Fenced"]
+        class Batch(FencedModel):
+            fencing = Fencing("benchmark")
+            amount = models.IntegerField(default=0)
+            note = models.CharField(max_length=50, default="")
+
+            class Meta:
+                app_label = "django_fencedlock"
+                db_table = "benchmark_batch"
+
+        _made.update(Plain=Plain, Fenced=Fenced, Batch=Batch)
+    return _made["Plain"], _made["Fenced"], _made["Batch"]
 
 
 _made: dict[str, type] = {}
@@ -127,10 +135,10 @@ def _operations(alias: str) -> Iterator[tuple[str, Callable[[], None], Callable[
 
     from django_fencedlock import lock
 
-    plain_model, fenced_model = _models()
-    with lock("benchmark", backend=alias) as lease:
-        plain = plain_model._default_manager.using(alias).create()
-        fenced = fenced_model._default_manager.using(alias).create()
+    plain_model, fenced_model, batch_model = _models()
+    plain = plain_model._default_manager.using(alias).create()
+    fenced = fenced_model._default_manager.using(alias).create()
+    with fenced.fencing.lock(backend=alias) as lease, lock("benchmark", backend=alias):
 
         def saves(instance: object) -> Callable[[], None]:
             return lambda: [instance.save(using=alias) for _ in range(SAVES)] and None
@@ -174,7 +182,7 @@ def _operations(alias: str) -> Iterator[tuple[str, Callable[[], None], Callable[
                 model._default_manager.using(alias).bulk_update(rows, ["amount"]) and None
             )
 
-        yield f"bulk_update() of {ROWS:,} rows", bulk(plain_model), bulk(fenced_model)
+        yield f"bulk_update() of {ROWS:,} rows", bulk(plain_model), bulk(batch_model)
 
 
 def _ratio(plain: Callable[[], None], fenced: Callable[[], None], rounds: int) -> float:
