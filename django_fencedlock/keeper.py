@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from . import threads
+from . import signals, threads
 from .backends.base import Backend, Renewal
 from .lease import Lease, clock
 
@@ -105,9 +105,11 @@ class Keeper:
         batch = self._take_batch()
         if batch:
             try:
-                self._renew(batch)
+                answers = self._renew(batch)
             finally:
                 self._end_batch()
+            # A release waits for the end of the batch, and shouldn't wait for receivers.
+            self._tell(batch, answers)
         self._tidy_if_due()
         with self._lock:
             upcoming = self._next()
@@ -133,7 +135,16 @@ class Keeper:
             self._batch = frozenset()
             self._batch_done.set()
 
-    def _renew(self, batch: list[Lease]) -> None:
+    def _tell(self, batch: list[Lease], answers: list[Renewal]) -> None:
+        signals.send(
+            signals.leases_renewed,
+            type(self._backend),
+            alias=self._backend.config.alias,
+            leases=batch,
+            answers=answers,
+        )
+
+    def _renew(self, batch: list[Lease]) -> list[Renewal]:
         # The clock is read before the request: the service counts the ttl from later on.
         since = self._clock()
         ttls = [lease.ttl for lease in batch]
@@ -149,6 +160,7 @@ class Keeper:
             answers = [Renewal.UNKNOWN] * len(batch)
         for lease, ttl, answer in zip(batch, ttls, answers, strict=True):
             self._note(lease, answer, since, ttl)
+        return answers
 
     def _note(self, lease: Lease, answer: Renewal, since: float, ttl: float) -> None:
         if answer is Renewal.KEPT:

@@ -70,6 +70,8 @@ class Lease:
         self.alias = alias
         self.holder = owner
         self.ttl = ttl
+        #: What the code wrote of the name, if that is a template; metrics go by it.
+        self.pattern = ""
         #: The alias of the database where the fence is.
         self.database = database
         #: For the backend alone: where the lock lives.
@@ -92,6 +94,7 @@ class Lease:
         self._clock = clock
         self._pid = os.getpid()
         self._since = since
+        self._began = clock()
         self._why_lost = ""
         self._callbacks: list[Callable[[Lease], object]] = []
 
@@ -135,6 +138,10 @@ class Lease:
         if self.lost or self.released:
             return 0.0
         return max(0.0, self.deadline - self._clock())
+
+    def held_for(self) -> float:
+        """Seconds since it was granted."""
+        return self._clock() - self._began
 
     def is_of_this_process(self) -> bool:
         """A child after fork owns nothing of its parent's."""

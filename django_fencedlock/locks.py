@@ -54,6 +54,8 @@ class _Terms:
         self.name = names.validate(name)
         self.backend = backend
         self.fenced = fenced
+        #: The template that the name was made of, if it was made of one.
+        self.pattern = ""
         self._ttl = None if ttl is None else conf.seconds(ttl, "ttl")
         self._blocking_timeout = _wait(blocking_timeout)
         # Who entered this very object, and how often: one object may serve several threads.
@@ -125,6 +127,7 @@ class Lock(_Terms):
             ttl=self.ttl,
             timeout=self._timeout(blocking, blocking_timeout),
             fenced=self.fenced,
+            pattern=self.pattern,
         )
         if lease is not None:
             enter(lease)
@@ -180,13 +183,15 @@ class Lock(_Terms):
         return cast(F, run)
 
     def _renamed(self, kind: type[Kind], name: str) -> Kind:
-        return kind(
+        found = kind(
             name,
             ttl=self._ttl,
             blocking_timeout=self._blocking_timeout,
             backend=self.backend,
             fenced=self.fenced,
         )
+        found.pattern = self.name
+        return found
 
 
 class AsyncLock(_Terms):
@@ -204,6 +209,7 @@ class AsyncLock(_Terms):
             ttl=self.ttl,
             timeout=timeout,
             fenced=self.fenced,
+            pattern=self.pattern,
             who=whoami(),
             owner=new_owner(),
             cancel=handover.cancel,

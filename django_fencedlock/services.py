@@ -76,6 +76,7 @@ class Service:
         ttl: float,
         timeout: float,
         fenced: bool = True,
+        pattern: str = "",
         who: object = None,
         owner: Owner | None = None,
         cancel: Cancel | None = None,
@@ -97,13 +98,16 @@ class Service:
         )
         lease = self._obtain(request, started + timeout)
         if lease is None:
-            self._signal(signals.lock_not_acquired, name=name, waited=clock() - started)
+            waited = clock() - started
+            self._signal(signals.lock_not_acquired, name=name, pattern=pattern, waited=waited)
             return None
+        waited = clock() - started
+        lease.pattern = pattern
         with self._lock:
             self._leases[name, who] = lease
         lease.who = who
         self.keeper.keep(lease)
-        self._signal(signals.lock_acquired, name=name, lease=lease)
+        self._signal(signals.lock_acquired, name=name, lease=lease, waited=waited)
         return lease
 
     def lease_of(self, name: str, who: object) -> Lease | None:
@@ -239,6 +243,7 @@ class Service:
             lease.ttl = conf.seconds(ttl, "ttl")
         since = clock()
         answer = self.backend.renew([lease])[0]
+        self._signal(signals.leases_renewed, leases=[lease], answers=[answer])
         if answer is Renewal.KEPT:
             lease.extend_from(since)
             self.keeper.postpone(lease)

@@ -2,7 +2,8 @@
 Signals of the lock's life.
 
 All are sent with ``send_robust()``: a receiver that raises is logged and breaks nothing.
-The sender is the backend's class; each carries ``name`` and ``alias``.
+The sender is the backend's class. Each carries ``alias``, and ``name`` unless it is about several
+locks.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from django.dispatch import Signal
 
 logger = logging.getLogger("django_fencedlock")
 
-#: Carries ``lease``.
+#: Carries ``lease`` and ``waited``, in seconds.
 lock_acquired = Signal()
-#: Carries ``waited``, in seconds.
+#: Carries ``waited``, in seconds, and ``pattern``, the template of the name if it has one.
 lock_not_acquired = Signal()
 #: Carries ``lease``.
 lock_released = Signal()
 #: Carries ``lease`` and ``reason``. Sent from the thread that noticed, often the keeper's.
 lock_lost = Signal()
+#: Carries ``leases`` and ``answers``, a `Renewal` for each: a batch of the keeper, or one lease
+#: that its holder renewed.
+leases_renewed = Signal()
+#: Carries ``lease``, whose ``atomic()`` was refused, and the present ``holder`` if known. The
+#: sender is the lease's class.
+stale_transaction_rejected = Signal()
 #: The sender is the model. Carries ``pk`` (None for a statement over many rows), ``name`` of the
 #: lock, the writer's ``token``, the ``row_token`` if known, and the present ``holder`` if known.
 stale_write_rejected = Signal()

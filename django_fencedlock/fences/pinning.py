@@ -11,6 +11,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import Atomic
 
+from .. import signals
 from ..exceptions import OutcomeUnknown, StaleFence, TransactionInTheWay, WrongDatabase
 from ..lease import Lease
 from . import ledger_for
@@ -183,6 +184,14 @@ def _stale(lease: Lease, connection: BaseDatabaseWrapper) -> StaleFence:
         lease.name,
         lease.token,
         holder or "unknown",
+    )
+    signals.send(
+        signals.stale_transaction_rejected,
+        type(lease),
+        name=lease.name,
+        alias=lease.alias,
+        lease=lease,
+        holder=holder,
     )
     return StaleFence(
         f"lease.atomic() of lock {lease.name!r} under token {lease.token} was refused: {why}{to}.",

@@ -127,6 +127,14 @@ class FencingOf:
         return self.plan.columns
 
     @property
+    def pattern(self) -> str:
+        """The template of the names; empty if a callable makes them."""
+        template = self.spec.template
+        if template is None:
+            return f"{self.owner._meta.label_lower}:{{pk}}"
+        return template if isinstance(template, str) else ""
+
+    @property
     def is_of_own_pk(self) -> bool:
         """Whether no other row's lock has the name of a row's."""
         columns = self.columns
@@ -173,12 +181,16 @@ class FencingOf:
     def lock(self, **arguments: Any) -> Lock:
         """Name the lock of a row: ``Invoice.fencing.lock(pk=42)``, ``invoice.fencing.lock()``."""
         name, terms = self._lock_arguments(arguments)
-        return lock(name, **terms)
+        found = lock(name, **terms)
+        found.pattern = self.pattern
+        return found
 
     def alock(self, **arguments: Any) -> AsyncLock:
         """See lock()."""
         name, terms = self._lock_arguments(arguments)
-        return alock(name, **terms)
+        found = alock(name, **terms)
+        found.pattern = self.pattern
+        return found
 
     def _lock_arguments(self, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         terms = {key: arguments.pop(key) for key in _TERMS if key in arguments}
