@@ -41,7 +41,10 @@ SIDEWAYS = {0, 1, 3, 5}
 #: Imports that break the rule, each with its reason.
 EXCEPTIONS = {("apps", "checks"): "Django registers checks when the app is ready"}
 
-DRIVERS = ("celery", "django_redis", "gevent", "kombu", "MySQLdb", "psycopg", "pymysql", "redis")
+DRIVERS = (
+    *("celery", "django_redis", "gevent", "kombu", "MySQLdb", "prometheus_client", "psycopg"),
+    *("pymysql", "redis"),
+)
 
 
 def _modules() -> dict[str, Path]:

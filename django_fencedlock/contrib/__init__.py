@@ -1,0 +1,1 @@
+"""Extras that nobody has to install."""

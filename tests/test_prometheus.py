@@ -1,0 +1,225 @@
+"""The metrics, as Prometheus would read them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from django.apps import apps
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from django_fencedlock import LeaseLost, LockNotAcquired, lock, signals
+from django_fencedlock.backends.base import Renewal
+from django_fencedlock.contrib.prometheus import install, uninstall
+from django_fencedlock.exceptions import BackendUnavailable, StaleFence
+from django_fencedlock.models import Fence
+from django_fencedlock.services import service
+from django_fencedlock.test import hold_lock, lose
+from tests.models import Invoice, LedgerLine, Stock
+from tests.test_docs import ROOT, _table
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def registry():
+    registry = CollectorRegistry()
+    install(registry=registry)
+    yield registry
+    uninstall()
+
+
+def read(registry, name, **labels):
+    return registry.get_sample_value(name, {"alias": "default", **labels})
+
+
+def test_a_lock_that_is_taken_and_released(registry):
+    with lock("invoice:42"), lock("invoice:42"):
+        assert read(registry, "fencedlock_hold_seconds_count", pattern="invoice:*") is None
+    with lock("invoice:43"):
+        pass
+    assert read(registry, "fencedlock_acquisitions_total", pattern="invoice:*") == 2
+    assert read(registry, "fencedlock_hold_seconds_count", pattern="invoice:*") == 2
+    waits = {"pattern": "invoice:*", "outcome": "acquired"}
+    assert read(registry, "fencedlock_wait_seconds_count", **waits) == 2
+    assert 0 < read(registry, "fencedlock_wait_seconds_sum", **waits) < 10
+    assert read(registry, "fencedlock_conflicts_total", pattern="invoice:*") is None
+
+
+def test_a_conflict(registry):
+    with hold_lock("invoice:42", let_wait=True):
+        with pytest.raises(LockNotAcquired), lock("invoice:42", blocking_timeout=0.2):
+            pass
+        assert lock("invoice:42").acquire(blocking=False) is None
+    assert read(registry, "fencedlock_conflicts_total", pattern="invoice:*") == 2
+    waits = {"pattern": "invoice:*", "outcome": "conflict"}
+    assert read(registry, "fencedlock_wait_seconds_sum", **waits) > 0.2
+
+
+def test_templates_are_the_patterns(registry):
+    @lock("report:{user}")
+    def report(user):
+        """Does nothing."""
+
+    report("ann")
+    report("bob")
+    with Stock.fencing.lock(sku="A"), Invoice.fencing.lock(pk=7):
+        pass
+    for pattern, times in (("report:{user}", 2), ("stock:{sku}", 1), ("tests.invoice:{pk}", 1)):
+        assert read(registry, "fencedlock_acquisitions_total", pattern=pattern) == times
+    with hold_lock("report:eve"), pytest.raises(LockNotAcquired):
+        lock("report:{user}", blocking_timeout=0)(lambda user: None)("eve")
+    assert read(registry, "fencedlock_conflicts_total", pattern="report:{user}") == 1
+
+
+def test_a_loss_ends_the_holding(registry):
+    with pytest.raises(LeaseLost), lock("invoice:42") as lease:
+        lose(lease)
+    assert read(registry, "fencedlock_losses_total", pattern="invoice:*") == 1
+    # Two have had it, the one who lost it and the one who came.
+    assert read(registry, "fencedlock_hold_seconds_count", pattern="invoice:*") == 2
+
+
+def test_refused_writes_and_transactions(registry):
+    line = LedgerLine(account_id=7)
+    with pytest.raises(LeaseLost), LedgerLine.fencing.lock(account_id=7) as lease:
+        lose(lease)
+        with hold_lock("account:7"), pytest.raises(StaleFence):
+            line.save()
+        with pytest.raises(LeaseLost), lease.atomic():
+            pass
+    refused = {"pattern": "account:{account_id}"}
+    assert read(registry, "fencedlock_refused_writes_total", **refused) == 1
+    with lock("close") as lease:
+        # Somebody whom this process hasn't heard of yet.
+        Fence.objects.filter(name="close").update(token=99, owner="else")
+        with pytest.raises(StaleFence), lease.atomic():
+            pass
+    assert read(registry, "fencedlock_refused_writes_total", pattern="close") == 1
+
+
+def test_renewals_by_hand_and_by_the_keeper(registry, monkeypatch):
+    with lock("invoice:1", ttl=60) as one, lock("invoice:2", ttl=60) as two:
+        one.renew()
+        keeper = service("default").keeper
+        for lease in (one, two):
+            keeper._due[lease] = 0.0
+        keeper.tick()
+        renewals = {"pattern": "invoice:*"}
+        assert read(registry, "fencedlock_renewals_total", outcome="ok", **renewals) == 3
+        monkeypatch.setattr(
+            service("default").backend, "renew", lambda leases: [Renewal.UNKNOWN] * len(leases)
+        )
+        with pytest.raises(BackendUnavailable):
+            one.renew()
+        assert read(registry, "fencedlock_renewals_total", outcome="failed", **renewals) == 1
+
+
+def test_patterns_are_bounded_and_may_be_named_by_a_function():
+    registry = CollectorRegistry()
+    install(registry=registry, pattern=lambda name, template: name.upper(), most_patterns=1)
+    try:
+        for name in "abc":
+            with lock(name):
+                pass
+    finally:
+        uninstall()
+    assert read(registry, "fencedlock_acquisitions_total", pattern="A") is None  # uninstalled
+    registry = CollectorRegistry()
+    install(registry=registry, pattern=lambda name, template: name.upper(), most_patterns=1)
+    try:
+        for name in "abc":
+            with lock(name):
+                pass
+        assert read(registry, "fencedlock_acquisitions_total", pattern="A") == 1
+        assert read(registry, "fencedlock_acquisitions_total", pattern="other") == 2
+    finally:
+        uninstall()
+
+
+def test_installing_twice_counts_once(registry):
+    install(registry=registry)
+    with lock("x"):
+        pass
+    assert read(registry, "fencedlock_acquisitions_total", pattern="x") == 1
+
+
+def test_nobody_listens_unless_it_is_installed():
+    uninstall()  # The docs' own code may have run before.
+    heard = [signals.lock_acquired, signals.lock_released, signals.leases_renewed]
+    before = [len(signal.receivers) for signal in heard]
+    install(registry=CollectorRegistry())
+    assert [len(signal.receivers) for signal in heard] == [count + 1 for count in before]
+    uninstall()
+    assert [len(signal.receivers) for signal in heard] == before
+
+
+def test_the_app_installs_them_in_the_default_registry(settings):
+    settings.INSTALLED_APPS = [
+        *settings.INSTALLED_APPS,
+        "django_fencedlock.contrib.prometheus",
+    ]
+    try:
+        assert apps.get_app_config("fencedlock_prometheus").label
+        with lock("x"):
+            pass
+        assert b'fencedlock_acquisitions_total{alias="default",pattern="x"} 1.0' in (
+            generate_latest(REGISTRY)
+        )
+    finally:
+        uninstall()
+    assert b"fencedlock" not in generate_latest(REGISTRY)
+
+
+def test_a_missing_client_is_said_with_the_remedy():
+    script = """
+import sys
+sys.modules["prometheus_client"] = None
+import django
+from django.conf import settings
+settings.configure(INSTALLED_APPS=["django_fencedlock", "django_fencedlock.contrib.prometheus"])
+django.setup()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert "ImproperlyConfigured" in done.stderr
+    assert "pip install 'django-fencedlock[prometheus]'" in done.stderr
+
+
+PAGE = Path(ROOT / "docs/metrics.md")
+
+
+def exported(registry):
+    """The names of all samples, and of each metric its kind and labels."""
+    with lock("x"):
+        pass
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    samples = {sample.name for family in families for sample in family.samples}
+    metrics = {}
+    for metric in registry.collect():
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        collector = registry._names_to_collectors[metric.name]
+        metrics[name] = [metric.type, ", ".join(collector._labelnames)]
+    for name, (kind, _) in metrics.items():
+        ends = ("_bucket", "_count", "_sum") if kind == "histogram" else ("",)
+        samples |= {f"{name}{end}" for end in ends}
+    return metrics, samples
+
+
+def test_the_table_is_what_is_exported(registry):
+    table = _table(PAGE, "| metric | kind | labels | meaning |")
+    metrics, _ = exported(registry)
+    assert {row[0]: row[1:3] for row in table} == metrics
+
+
+def test_the_alert_rules_ask_for_what_is_exported(registry):
+    rules = PAGE.read_text().split("```yaml")[1].split("```")[0]
+    asked = set(re.findall(r"\bfencedlock_\w+", rules))
+    metrics, samples = exported(registry)
+    assert asked <= samples
+    assert len(asked) >= len(metrics) - 1
+    for outcome in re.findall(r'outcome="(\w+)"', rules):
+        assert f"`{outcome}`" in PAGE.read_text()
