@@ -137,6 +137,10 @@ class Backend(ABC):
         """Tell who has the lock now, by the service's word."""
 
     def tidy(self) -> None:
+    def holders(self, names: Sequence[str]) -> dict[str, Holder | None]:
+        """Tell who has each of the locks. Override it where one request can tell of many."""
+        return {name: self.holder(name) for name in names}
+
         """Do what was put off at releases. Called now and then, from the keeper's thread."""
 
     def close(self) -> None:

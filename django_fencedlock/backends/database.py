@@ -131,6 +131,15 @@ class DatabaseBackend(Backend):
         row = self._look(name, LOOKING)
         return row.holder() if row is not None and row.live else None
 
+    def holders(self, names: Sequence[str]) -> dict[str, Holder | None]:
+        lent = lent_by_test(self.config.fence_database)
+        try:
+            found = self._run(lambda ledger, used: ledger.look_at(used, names), lent)
+        except Error as exc:
+            raise self.unavailable("look", exc) from exc
+        holders: dict[str, Holder | None] = dict.fromkeys(names)
+        return holders | {name: row.holder() for name, row in found.items() if row.live}
+
     def close(self) -> None:
         self._sessions.close()
 

@@ -128,17 +128,26 @@ class PostgresBackend(TakesSessionLocks):
                 raise
             # Whoever uses unfenced locks alone needs no tables.
             found = self._look(name, sql.HOLDER_UNRECORDED, given)
-        if not found:
-            return None
-        _, application, *values = found[0]
+        return self._holder(found[0]) if found else None
+
+    def holders(self, names: Sequence[str]) -> dict[str, Holder | None]:
+        given = {"names": list(names), "keys": [self._key(name) for name in names]}
+        found = self._look(None, sql.HOLDERS, given)
+        holders: dict[str, Holder | None] = dict.fromkeys(names)
+        return holders | {facts[0]: self._holder(facts) for facts in found}
+
+    def _holder(self, found: tuple[Any, ...]) -> Holder:
+        _, application, *values = found
         facts = dict(zip((*sql.ROW, "token", "live"), values, strict=False))
         if facts.get("owner"):
             return Row(**facts).holder()
         return Holder("", read_application_name(application), self.config.alias)
 
-    def _look(self, name: str, statement: str, given: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    def _look(
+        self, name: str | None, statement: str, given: Mapping[str, Any]
+    ) -> list[tuple[Any, ...]]:
         def look() -> list[tuple[Any, ...]]:
-            return self._home.session().all(statement, given)
+            return self._home.session().all(statement, given, prepare=name is not None)
 
         return self._ask("look", look, name)
 

@@ -130,6 +130,16 @@ LEFT JOIN {HELD} h ON h.name = %(name)s AND h.session_pid = k.pid AND h.session_
 LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner
 WHERE k.key = %(key)s
 """
+#: The same of many names; those that nobody has are left out.
+HOLDERS = f"""
+WITH {LOCKS}
+SELECT w.name, a.application_name, {", ".join(f"h.{column}" for column in ROW)},
+f.token, h.expires_at > clock_timestamp()
+FROM unnest(%(names)s::text[], %(keys)s::bigint[]) AS w(name, key)
+JOIN locks k ON k.key = w.key LEFT JOIN pg_stat_activity a ON a.pid = k.pid
+LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid AND h.session_key = k.key
+LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner
+"""
 HOLDER_UNRECORDED = f"""
 WITH {LOCKS}
 SELECT k.pid, a.application_name

@@ -22,7 +22,7 @@ from ..sessions import sessions
 from . import redis_client
 from .base import Backend, Grant, Renewal, Request
 from .redis_client import RedisError
-from .redis_store import InLine, Store
+from .redis_store import Held, InLine, Store
 
 T = TypeVar("T")
 Work = Callable[[Ledger, BaseDatabaseWrapper], T]
@@ -310,7 +310,14 @@ class RedisBackend(Backend):
 
     def holder(self, name: str) -> Holder | None:
         with self._asked("look", name):
-            held = self._store.held(name)
+            return self._holder(self._store.held(name))
+
+    def holders(self, names: Sequence[str]) -> dict[str, Holder | None]:
+        with self._asked("look"):
+            found = self._store.held_by(names)
+        return {name: self._holder(held) for name, held in found.items()}
+
+    def _holder(self, held: Held | None) -> Holder | None:
         if held is None:
             return None
         return Holder(
@@ -347,7 +354,7 @@ class RedisBackend(Backend):
     # Tools
 
     @contextlib.contextmanager
-    def _asked(self, doing: str, name: str) -> Iterator[None]:
+    def _asked(self, doing: str, name: str | None = None) -> Iterator[None]:
         try:
             yield
         except RedisError as exc:

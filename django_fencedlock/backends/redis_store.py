@@ -141,15 +141,18 @@ class Store:
         return not self.client.exists(self._keys(name).lock)
 
     def held(self, name: str) -> Held | None:
-        key = self._keys(name).lock
+        return self.held_by([name])[name]
+
+    def held_by(self, names: Sequence[str]) -> dict[str, Held | None]:
+        """What the keys of many locks say, in one batch."""
         with self.client.pipeline(transaction=False) as pipeline:
-            pipeline.get(key)
-            pipeline.pttl(key)
-            value, milliseconds = pipeline.execute()
-        owner, token, words = [*_text(value).split(":", 2), "", ""][:3]
-        if not token.isdigit():
-            return None
-        return Held(owner, int(token), words, milliseconds)
+            for name in names:
+                key = self._keys(name).lock
+                pipeline.get(key)
+                pipeline.pttl(key)
+            answers = pipeline.execute()
+        facts = zip(names, answers[::2], answers[1::2], strict=True)
+        return {name: _held(value, milliseconds) for name, value, milliseconds in facts}
 
     @contextlib.contextmanager
     def mailbox(self, request: Request) -> Iterator[Mailbox]:
@@ -228,6 +231,11 @@ def _terms(request: Request) -> tuple[str, int, str, int]:
 
 def _renewal(lease: Lease) -> tuple[str, int, str, int]:
     return lease.owner, math.ceil(lease.ttl * 1000), str(lease.holder), _token(lease)
+
+
+def _held(value: bytes | str | None, milliseconds: int) -> Held | None:
+    owner, token, words = [*_text(value).split(":", 2), "", ""][:3]
+    return Held(owner, int(token), words, milliseconds) if token.isdigit() else None
 
 
 def _token(lease: Lease) -> int:

@@ -197,22 +197,30 @@ class Ledger(ABC):
 
     def look(self, connection: BaseDatabaseWrapper, name: str) -> Row | None:
         """Read the name's row and the token of its owner."""
-        columns = ", ".join(f"h.{column}" for column in _READ)
-        sql = (
-            f"SELECT {columns}, f.token, h.expires_at > {self.clock} FROM {HELD} h "
-            f"LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner "
-            "WHERE h.name = %(name)s"
-        )
+        return self.look_at(connection, [name]).get(name)
+
+    def look_at(self, connection: BaseDatabaseWrapper, names: Sequence[str]) -> dict[str, Row]:
+        """Read the rows of many names."""
+        columns = ", ".join(f"h.{column}" for column in ("name", *_READ))
+        rows: dict[str, Row] = {}
         with connection.cursor() as cursor:
-            cursor.execute(sql, {"name": name, **self.parameters(connection)})
-            found = cursor.fetchone()
-        if found is None:
-            return None
-        *values, token, live = found
-        named = dict(zip(_READ, values, strict=True))
-        for column in ("acquired_at", "expires_at"):
-            named[column] = _time(named[column])
-        return Row(**named, token=token, live=bool(live))
+            for start in range(0, len(names), BATCH):
+                given = {f"n{place}": name for place, name in enumerate(names[start:][:BATCH])}
+                cursor.execute(
+                    f"SELECT {columns}, f.token, h.expires_at > {self.clock} FROM {HELD} h "
+                    f"LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner "
+                    f"WHERE h.name IN ({', '.join(f'%({key})s' for key in given)})",
+                    {**given, **self.parameters(connection)},
+                )
+                for name, *values, token, live in cursor.fetchall():
+                    rows[name] = _row(values, token, live)
+        return rows
+
+    def now(self, connection: BaseDatabaseWrapper) -> datetime:
+        """The time by which rows of the registry expire."""
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT {self.clock}", self.parameters(connection))
+            return _time(cursor.fetchone()[0])
 
     def newest(self, connection: BaseDatabaseWrapper, name: str) -> tuple[int, str] | None:
         """The token and owner of the newest grant."""
@@ -245,6 +253,13 @@ class Ledger(ABC):
                 )
                 found.update(owner for (owner,) in cursor.fetchall())
         return {lease.owner for lease in leases} - found
+
+
+def _row(values: Sequence[Any], token: int | None, live: Any) -> Row:
+    named = dict(zip(_READ, values, strict=True))
+    for column in ("acquired_at", "expires_at"):
+        named[column] = _time(named[column])
+    return Row(**named, token=token, live=bool(live))
 
 
 def session_words(number: int, program: str | None, state: str | None, seconds: float) -> str:

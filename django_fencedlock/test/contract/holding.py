@@ -146,6 +146,21 @@ class HoldingContract(Contract):
         asyncio.run(main())
         assert self.is_free(name)
 
+    def test_the_holders_of_many_locks_are_told_at_once(self, name: str) -> None:
+        whole = [f"{name[-40:]}{each}" for pair in ODD_NAMES.values() for each in pair]
+        odd = list(dict.fromkeys(whole))
+        held = odd[::2]
+        with contextlib.ExitStack() as stack:
+            leases = {each: stack.enter_context(self.lock(each)) for each in held}
+            found = self.service.backend.holders([*odd, f"{name}:nobody's"])
+            assert list(found) == [*odd, f"{name}:nobody's"]
+            told = {each: holder.owner for each, holder in found.items() if holder is not None}
+            assert told == {each: lease.owner for each, lease in leases.items()}
+            alone = self.service.backend.holder(held[0])
+            assert isinstance(alone, Holder)
+            assert str(found[held[0]]) == str(alone)
+        assert self.service.backend.holders([]) == {}
+
     def test_a_holder_is_told_in_words(self, name: str, thread: AnotherThread) -> None:
         assert self.lock(name).holder() is None
         lease = thread.call(self.take, name)
