@@ -250,7 +250,8 @@ def _aliases(item: pytest.Item) -> set[str]:
     """
     databases: Iterable[str] | None = getattr(getattr(item, "cls", None), "databases", None)
     for marker in item.iter_markers("django_db"):
-        databases = marker.kwargs.get("databases") or databases
+        # The closest comes first, and is the one that counts.
+        databases = databases or marker.kwargs.get("databases")
     return set(connections.settings) if databases == "__all__" else set(databases or ())
 
 
