@@ -19,7 +19,7 @@ ROOT = Path(django_fencedlock.__file__).parent
 
 # A name stands for the module and all that is inside of it.
 LAYERS: dict[int, list[str]] = {
-    0: ["exceptions", "lease", "names", "owners", "threads", "watchdog"],
+    0: ["exceptions", "findings", "lease", "names", "owners", "threads", "watchdog"],
     1: [
         *("aio", "backends.base", "conf", "fences", "models.tables", "sessions", "signals"),
         "transactions",
@@ -30,7 +30,7 @@ LAYERS: dict[int, list[str]] = {
     5: [
         *(f"models.{name}" for name in ("cascades", "fenced", "fencing", "fields", "guarded")),
         *(f"models.{name}" for name in ("querysets", "refusals", "versioned", "writes")),
-        *("model_checks", "operations"),
+        *("doctor", "model_checks", "operations", "registry", "resync"),
     ],
     6: ["admin", "apps", "checks", "contrib", "management", "test"],
 }

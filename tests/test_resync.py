@@ -1,0 +1,273 @@
+"""Fences that are older than the rows, as after a restore of one of them alone."""
+
+import contextlib
+import threading
+
+import pytest
+from django.db import connections, transaction
+
+from django_fencedlock import current_lease, lock, resync
+from django_fencedlock.exceptions import StaleFence
+from django_fencedlock.fences import lifting
+from django_fencedlock.models import Fence
+from django_fencedlock.services import service
+from tests.models import (
+    Account,
+    Called,
+    Invoice,
+    LedgerLine,
+    Meter,
+    Seat,
+    Trailer,
+    Truck,
+    Unique,
+    Vehicle,
+)
+
+ON_ALL = pytest.mark.parametrize(
+    "database",
+    [
+        pytest.param(
+            each, marks=pytest.mark.django_db(transaction=True, databases=["default", each])
+        )
+        for each in ("default", "postgres", "mariadb")
+    ],
+)
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def database():
+    return "default"
+
+
+@pytest.fixture(autouse=True)
+def on(database, settings):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": database}}
+    settings.DATABASE_ROUTERS = [f"{__name__}.Everything"]
+    Everything.database = database
+
+
+class Everything:
+    """Sends every model to one database."""
+
+    database = "default"
+
+    def db_for_read(self, model, **hints):
+        return self.database
+
+    db_for_write = db_for_read
+
+
+def written(model, **values):
+    """A row that was written under the 5th grant of its lock."""
+    row = model(**values)
+    with row.fencing.lock() if row.fencing.name() else contextlib.nullcontext() as first:
+        row.save()
+    for _ in range(3 if first else 4):
+        with row.fencing.lock():
+            pass
+    with row.fencing.lock():
+        row = model.objects.get(pk=row.pk)
+        row.save()
+    assert row.fence == 5
+    return row
+
+
+def restored(token=2, owner="old"):
+    Fence.objects.update(token=token, owner=owner)
+
+
+def lift(model, dry_run=False):
+    (database,) = resync.databases_of(model)
+    return resync.resync(model, database, dry_run=dry_run)
+
+
+@ON_ALL
+def test_a_fence_below_its_row_is_lifted_above_it(database):
+    row, other = written(Invoice), written(Invoice)
+    restored()
+    with pytest.raises(StaleFence), row.fencing.lock():
+        row.save()
+
+    dry = lift(Invoice, dry_run=True)
+    assert (dry.rows, dry.low, dry.locked) == (
+        2,
+        {row.fencing.name(): 5, other.fencing.name(): 5},
+        [],
+    )
+    assert Fence.objects.filter(token__gt=3).count() == 0
+
+    assert lift(Invoice).low == dry.low
+    assert {(each.token, each.owner) for each in Fence.objects.all()} == {(6, "")}
+    assert lift(Invoice).low == {}
+    with row.fencing.lock() as lease:
+        assert lease.token == 7
+        row.refresh_from_db()
+        row.save()
+
+
+@ON_ALL
+def test_a_fence_that_is_gone_is_made(database):
+    row = written(Invoice)
+    Fence.objects.all().delete()
+    assert lift(Invoice).low == {row.fencing.name(): 5}
+    assert Fence.objects.values_list("token", "owner").get() == (6, "")
+
+
+@ON_ALL
+def test_healthy_fences_and_their_holders_are_left_alone(database):
+    row = written(Invoice)
+    with row.fencing.lock() as lease:
+        row.refresh_from_db()
+        row.save()
+        assert lift(Invoice).low == {}
+        assert Fence.objects.values_list("token", "owner").get() == (6, lease.owner)
+        row.save()
+
+
+@ON_ALL
+def test_a_holder_from_before_is_refused_even_if_his_token_would_be_the_newest(database):
+    row = written(Invoice)
+    with pytest.raises(StaleFence), row.fencing.lock() as lease:
+        restored(token=2, owner=lease.owner)
+        lift(Invoice)
+        with lease.atomic():
+            raise AssertionError("The transaction began.")
+    assert current_lease() is None
+
+
+@ON_ALL
+def test_a_fence_that_a_transaction_has_locked_is_told_and_the_others_are_lifted(
+    database, monkeypatch
+):
+    if database == "default":
+        pytest.skip("SQLite has one writer at a time")
+    monkeypatch.setattr(lifting, "PATIENCE", 1)
+    rows = [written(Invoice) for _ in range(3)]
+    restored()
+    names = sorted(row.fencing.name() for row in rows)
+    with transaction.atomic(using=database):
+        Fence.objects.using(database).select_for_update().get(name=names[1])
+        outcome = lift(Invoice)
+    assert outcome.locked == [names[1]]
+    assert sorted(outcome.low) == names
+    assert Fence.objects.get(name=names[1]).token == 2
+    assert Fence.objects.filter(token=6).count() == 2
+
+
+@ON_ALL
+def test_tokens_stay_unique_beside_grants(database):
+    """Grants run all the while: no token comes twice, and none at or below the row's after it."""
+    row = written(Invoice)
+    restored()
+    name, stop, tokens, errors = row.fencing.name(), threading.Event(), [], []
+
+    def take():
+        try:
+            while not stop.is_set():
+                with lock(name, blocking_timeout=20) as lease:
+                    tokens.append(lease.token)
+        except Exception as exc:
+            errors.append(exc)
+        finally:
+            connections.close_all()
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        lift(Invoice)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len(tokens) == len(set(tokens))
+    with lock(name) as lease:
+        assert lease.token > max(5, *tokens)
+
+
+def test_names_that_several_rows_share_go_by_the_highest(monkeypatch):
+    monkeypatch.setattr(resync, "BATCH", 2)
+    account = Account.objects.create()
+    lines = [LedgerLine(account=account) for _ in range(5)]
+    with LedgerLine.fencing.lock(account_id=account.pk):
+        for line in lines:
+            line.save()
+    with connections["default"].cursor() as cursor:
+        table = LedgerLine._meta.db_table
+        for place, fence in enumerate((7, 9, 3, 8, 4)):
+            cursor.execute(f"UPDATE {table} SET fence = %s WHERE id = %s", [fence, lines[place].pk])
+    dry, real = lift(LedgerLine, dry_run=True), lift(LedgerLine)
+    assert (dry.rows, dry.low) == (real.rows, real.low) == (5, {f"account:{account.pk}": 9})
+    assert Fence.objects.get().token == 10
+
+
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        (Unique, {}),
+        (Seat, {"row": "A", "number": 1}),
+        (Called, {"amount": 3}),
+        (Meter, {"serial": "m"}),
+        (Vehicle, {}),
+    ],
+)
+def test_every_kind_of_key_and_name(model, values, monkeypatch):
+    monkeypatch.setattr(resync, "BATCH", 1)
+    rows = [written(model, **values)]
+    if model in (Unique, Vehicle):
+        rows += [written(model), written(model)]
+    elif model is Seat:
+        rows += [written(Seat, row="A", number=2), written(Seat, row="B", number=1)]
+    restored()
+    outcome = lift(model)
+    assert outcome.rows == len(rows)
+    assert set(outcome.low) == {row.fencing.name() for row in rows}
+    assert not Fence.objects.filter(token__lt=6).exists()
+
+
+def test_children_are_covered_by_their_parents():
+    assert Vehicle in resync.models()
+    assert not {Truck, Trailer} & set(resync.models())
+    row = written(Trailer)
+    restored()
+    assert lift(Vehicle).low == {row.fencing.name(): 5}
+
+
+def test_redis_goes_on_from_the_lifted_fence(settings, redis_server):
+    redis_server.empty()
+    settings.FENCEDLOCK = {
+        "default": {
+            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+            "LOCATION": redis_server.url,
+        }
+    }
+    row = written(Invoice)
+    restored()
+    redis_server.empty()
+    lift(Invoice)
+    with row.fencing.lock() as lease:
+        assert lease.token == 7
+    service("default").drop_all()
+
+
+def test_labels_of_models():
+    assert resync.models(["tests.Invoice"]) == [Invoice]
+    with pytest.raises(LookupError, match=r"tests\.Account isn't a fenced model"):
+        resync.models(["tests.Account"])
+
+
+def test_a_grant_that_came_between_look_and_lift_is_never_lowered(monkeypatch):
+    row = written(Invoice)
+    restored()
+    look = lifting.too_low
+
+    def and_then_grants_come(connection, highest):
+        found = look(connection, highest)
+        Fence.objects.update(token=50, owner="new")
+        return found
+
+    monkeypatch.setattr(lifting, "too_low", and_then_grants_come)
+    assert lift(Invoice).low == {row.fencing.name(): 5}
+    assert Fence.objects.values_list("token", "owner").get() == (50, "new")
