@@ -1,0 +1,184 @@
+"""The registry as people read it, with what real lock services say."""
+
+from datetime import timedelta
+
+import pytest
+from django.db import connections
+from django.db.models import F
+from django.test.utils import CaptureQueriesContext
+
+from django_fencedlock import lock
+from django_fencedlock.models import HeldLock
+from django_fencedlock.registry import State, listing, portrait
+from django_fencedlock.services import service
+
+BACKENDS = {
+    "database": {},
+    "postgres": {
+        "BACKEND": "django_fencedlock.backends.postgres.PostgresBackend",
+        "FENCE_DATABASE": "postgres",
+    },
+    "redis": {"BACKEND": "django_fencedlock.backends.redis.RedisBackend"},
+}
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, settings, redis_server, postgres):
+    """One backend of the settings, whose registry is where the name says."""
+    terms = dict(BACKENDS[request.param])
+    if request.param == "redis":
+        redis_server.empty()
+        terms["LOCATION"] = redis_server.url
+    settings.FENCEDLOCK = {"default": terms}
+    return request.param
+
+
+def rows(backend):
+    return HeldLock.objects.using("postgres" if backend == "postgres" else "default")
+
+
+def states(*aliases):
+    return {each.name: each.state for each in listing(aliases).entries}
+
+
+def test_held_and_expiring_and_everything_about_it(backend):
+    with lock("invoice:1", ttl=30) as lease, lock("invoice:2", ttl=30):
+        rows(backend).filter(name="invoice:2").update(
+            renewed_at=F("renewed_at") - timedelta(seconds=21),
+            expires_at=F("expires_at") - timedelta(seconds=21),
+        )
+        one, two = listing().entries
+        assert (one.state, two.state) == (State.HELD, State.EXPIRING)
+        assert (one.name, one.alias, one.backend) == ("invoice:1", "default", backend)
+        assert (one.token, one.owner, one.fenced) == (lease.token, lease.owner, True)
+        assert one.holder == str(lease.holder)
+        assert 0 <= one.held_for < 20 < one.remaining <= 30
+        assert one.acquired_at.utcoffset() == timedelta(0)
+
+
+def test_a_lock_past_its_time_is_expired_as_long_as_nobody_comes(backend):
+    lease = lock("x", ttl=30).acquire()
+    service("default").keeper.forget(lease)
+    past = {"expires_at": F("expires_at") - timedelta(hours=1)}
+    rows(backend).filter(name="x").update(**past)
+    if backend == "redis":
+        # Only the registry wasn't renewed.
+        assert states() == {"x": State.HELD}
+        service("default").backend._store.client.flushall()
+    assert states() == {"x": State.EXPIRED}
+    lease.release()
+
+
+def test_a_lock_whose_service_forgot_it_is_free(backend, redis_server, postgres):
+    if backend == "database":
+        pytest.skip("the registry is the service")
+    lease = lock("x", ttl=30).acquire()
+    service("default").keeper.forget(lease)
+    if backend == "redis":
+        redis_server.empty()
+    else:
+        lease.handle.session.raw.close()
+    assert states() == {"x": State.FREE}
+    service("default").drop_all()
+
+
+def test_a_lock_that_somebody_else_has_is_lost(backend):
+    if backend == "database":
+        pytest.skip("the registry is the service")
+    with lock("x"):
+        rows(backend).filter(name="x").update(owner="0" * 32, thread="ann")
+        (entry,) = listing().entries
+        if backend == "redis":
+            assert entry.state is State.LOST
+            assert entry.taken_by
+            assert "thread ann" in entry.holder
+        else:
+            # The registry's row of that very session is all that tells of the owner.
+            assert entry.state is State.HELD
+        rows(backend).filter(name="x").delete()
+        service("default").drop_all()
+
+
+def test_a_service_that_does_not_answer_is_said(settings, make_redis):
+    server = make_redis()
+    settings.FENCEDLOCK = {
+        "default": {},
+        "jobs": {
+            "BACKEND": BACKENDS["redis"]["BACKEND"],
+            "LOCATION": server.url,
+            "OPTIONS": {"TIMEOUT": 1},
+        },
+    }
+    with lock("near"):
+        lease = lock("far", backend="jobs", ttl=60).acquire()
+        server.kill()
+        found = listing()
+        assert {each.name: each.state for each in found.entries} == {
+            "near": State.HELD,
+            "far": State.UNKNOWN,
+        }
+        assert set(found.unanswered) == {"jobs"}
+        shown = portrait("far")
+        assert shown.unanswered
+        assert not shown.is_held
+        assert shown.fences[0].token == lease.token
+        service("jobs").drop_all()
+
+
+def test_a_row_of_an_alias_that_the_settings_lost(settings):
+    with lock("x"):
+        HeldLock.objects.update(alias="former")
+        found = listing()
+        assert found.entries[0].state is State.UNKNOWN
+        assert "no alias 'former'" in found.unanswered["former"]
+        HeldLock.objects.update(alias="default")
+
+
+def test_many_locks_are_asked_of_in_few_queries(backend, redis_server):
+    """Neither the queries nor the requests rise with the number of locks."""
+    database = "postgres" if backend == "postgres" else "default"
+
+    def cost():
+        with CaptureQueriesContext(connections[database]) as queries:
+            if backend == "redis":
+                with redis_server.monitor() as commands:
+                    found = listing()
+                seen = len([each for each in commands if each.name == "GET"])
+                assert seen == len(found.entries)
+            else:
+                found = listing()
+        assert all(each.state is State.HELD for each in found.entries)
+        return len(queries), len(found.entries)
+
+    leases = [lock(f"many:{number}").acquire() for number in range(2)]
+    few, _ = cost()
+    leases += [lock(f"many:{number}").acquire() for number in range(2, 50)]
+    assert cost() == (few, 50)
+    for lease in leases:
+        lease.release()
+
+
+def test_portrait(backend):
+    unknown = portrait("x")
+    assert not unknown.is_held
+    assert (unknown.fences, unknown.entries) == ([], [])
+    with lock("x") as lease:
+        found = portrait("x")
+        assert found.is_held
+        assert found.services[0].holder.owner == lease.owner
+        assert (found.fences[0].token, found.fences[0].owner) == (lease.token, lease.owner)
+        assert found.entries[0].state is State.HELD
+        if backend == "postgres":
+            with lease.atomic():
+                assert "server session" in portrait("x").fences[0].pinned_by
+    after = portrait("x")
+    assert not after.is_held
+    assert after.fences[0].token == lease.token
+
+
+def test_an_unfenced_lock_is_shown_by_its_service(backend):
+    with lock("x", fenced=False):
+        found = portrait("x")
+        assert found.is_held
+        assert found.fences == []
