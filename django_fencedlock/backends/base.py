@@ -13,6 +13,7 @@ from django.db import DatabaseError
 
 from ..conf import AliasConfig, Problem, unknown
 from ..exceptions import AliasConflict, BackendUnavailable
+from ..findings import Finding
 from ..lease import Lease
 from ..owners import Holder, Owner
 
@@ -136,11 +137,11 @@ class Backend(ABC):
     def holder(self, name: str) -> Holder | None:
         """Tell who has the lock now, by the service's word."""
 
-    def tidy(self) -> None:
     def holders(self, names: Sequence[str]) -> dict[str, Holder | None]:
         """Tell who has each of the locks. Override it where one request can tell of many."""
         return {name: self.holder(name) for name in names}
 
+    def tidy(self) -> None:
         """Do what was put off at releases. Called now and then, from the keeper's thread."""
 
     def close(self) -> None:
@@ -162,6 +163,10 @@ class Backend(ABC):
 
     def live_problems(self) -> Iterator[Problem]:
         """What is wrong with the service itself; asked by ``check --database`` alone."""
+        yield from ()
+
+    def diagnose(self) -> Iterator[Finding]:
+        """What else a doctor can tell of the service; raises `BackendUnavailable`."""
         yield from ()
 
     def conflict(self, request: Request, alias: str, label: str, holder: Holder) -> AliasConflict:

@@ -16,10 +16,11 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ..conf import AliasConfig, Problem, seconds
 from ..exceptions import TransactionInTheWay
 from ..fences import Entry, Ledger, Row, ledger_for
+from ..findings import Finding
 from ..lease import Lease, clock
 from ..owners import Holder, Owner
 from ..sessions import sessions
-from . import redis_client
+from . import redis_client, redis_health
 from .base import Backend, Grant, Renewal, Request
 from .redis_client import RedisError
 from .redis_store import Held, InLine, Store
@@ -350,6 +351,10 @@ class RedisBackend(Backend):
                 str(self.unavailable("check", exc)),
                 "Start the server, or mend the alias's settings.",
             )
+
+    def diagnose(self) -> Iterator[Finding]:
+        with self._asked("examination"):
+            yield from redis_health.diagnose(self._store.client)
 
     # Tools
 

@@ -1,0 +1,114 @@
+"""What a doctor asks of the servers of the Redis backend."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..findings import Finding, note, ok, warning
+from ..lease import clock
+from .redis_client import Client, RedisError, is_cluster
+
+Info = Mapping[str, Any]
+
+#: Seconds by which two clocks may differ without a word.
+CLOCKS = 2.0
+#: The part of maxmemory that may be in use.
+FULL = 0.9
+
+
+def diagnose(client: Client) -> Iterator[Finding]:
+    """Look at persistence, memory, replicas and clocks, node by node."""
+    if not is_cluster(client):
+        yield from _of_node("", client, {})
+        return
+    for node in client.get_primaries():
+        yield from _of_node(f"node {node.name}: ", client, {"target_nodes": node})
+
+
+def _of_node(where: str, client: Client, target: dict[str, Any]) -> Iterator[Finding]:
+    info = {
+        section: client.info(section, **target)
+        for section in ("server", "persistence", "memory", "replication")
+    }
+    server = info["server"]
+    name = "Valkey" if "valkey_version" in server else "Redis"
+    version = server.get("valkey_version") or server.get("redis_version", "unknown")
+    yield ok(f"{where}{name} {version}")
+    yield _clock(where, client, target)
+    yield from _persistence(where, info["persistence"], _saves(client, target))
+    yield from _memory(where, info["memory"])
+    yield from _replication(where, info["replication"])
+
+
+def _clock(where: str, client: Client, target: dict[str, Any]) -> Finding:
+    before, began = time.time(), clock()
+    seconds, micros = client.time(**target)
+    ahead = seconds + micros / 1e6 - before - (clock() - began) / 2
+    what = f"{where}its clock differs by {abs(ahead):.1f} s"
+    if abs(ahead) <= CLOCKS:
+        return ok(what)
+    return warning(
+        f"{what} ({'ahead' if ahead > 0 else 'behind'})",
+        "Locks are right all the same, since leases go by one clock each; times in logs and lists "
+        "can't be compared. Keep both by NTP.",
+    )
+
+
+def _saves(client: Client, target: dict[str, Any]) -> bool | None:
+    """Whether snapshots are made; None where nobody may ask."""
+    with contextlib.suppress(RedisError):
+        return bool(client.config_get("save", **target).get("save"))
+    return None
+
+
+def _persistence(where: str, info: Info, saves: bool | None) -> Iterator[Finding]:
+    for key, remedy in (
+        ("rdb_last_bgsave_status", "It may refuse every write: look at its log and its disk."),
+        ("aof_last_write_status", "It refuses every write: look at its log and its disk."),
+    ):
+        if info.get(key, "ok") != "ok":
+            yield warning(f"{where}{key} is {info[key]}", remedy)
+    if info.get("aof_enabled"):
+        yield ok(f"{where}keeps an append-only file")
+    elif saves is False:
+        yield note(
+            f"{where}keeps nothing on disk: after a restart locks are free while their holders "
+            "still run. Tokens go on rising, and fenced writes are refused as ever.",
+            "Set appendonly to yes, if that is too much work done twice.",
+        )
+    else:
+        yield note(
+            f"{where}keeps snapshots at most: after a crash locks taken since the last one are "
+            "free while their holders still run. Tokens go on rising, and fenced writes are "
+            "refused as ever.",
+            "Set appendonly to yes, if that is too much work done twice.",
+        )
+
+
+def _memory(where: str, info: Info) -> Iterator[Finding]:
+    most, used = info.get("maxmemory", 0), info.get("used_memory", 0)
+    policy = info.get("maxmemory_policy", "noeviction")
+    if not most:
+        yield ok(f"{where}drops no keys: it has no maxmemory")
+    elif policy == "noeviction":
+        yield ok(f"{where}drops no keys: its policy is noeviction")
+        if used > FULL * most:
+            yield warning(
+                f"{where}uses {used / most:.0%} of its maxmemory, and refuses writes when it is "
+                "full",
+                "Raise maxmemory, or keep locks on a server of their own.",
+            )
+
+
+def _replication(where: str, info: Info) -> Iterator[Finding]:
+    if info.get("role") == "slave":
+        yield warning(f"{where}is a replica", "Name the primary, or a Sentinel that knows it.")
+    elif info.get("connected_slaves"):
+        yield note(
+            f"{where}has {info['connected_slaves']} replicas, which lag: after a failover a lock "
+            "can be granted again while its holder still runs. Tokens go on rising, and fenced "
+            "writes are refused as ever."
+        )

@@ -1,0 +1,14 @@
+"""Findings of the system checks, as the doctor tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..conf import Problem
+from ..findings import Finding, Level
+
+
+def of_problems(problems: Iterable[Problem]) -> Iterator[Finding]:
+    for problem in problems:
+        level = Level.WARNING if problem.warning else Level.ERROR
+        yield Finding(level, f"{problem.id}: {problem.message}", problem.hint)

@@ -1,0 +1,313 @@
+"""The doctor, at the bedside of real servers."""
+
+import threading
+import time
+
+import pytest
+from django.db import connections
+
+from django_fencedlock import doctor, lock
+from django_fencedlock.backends.base import Grant
+from django_fencedlock.backends.database import DatabaseBackend
+from django_fencedlock.doctor import databases, probe
+from django_fencedlock.findings import Level
+from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.test import hold_lock
+
+DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
+POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
+REDIS = "django_fencedlock.backends.redis.RedisBackend"
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+ON_MARIADB = pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
+
+
+def examine(settings, **terms):
+    """Examine one alias with these settings; the findings, by what they are about."""
+    settings.FENCEDLOCK = {"default": terms}
+    settings.DATABASE_ROUTERS = [f"{__name__}.BesideTheFences"]
+    BesideTheFences.database = terms.get("FENCE_DATABASE", "default")
+    return {report.about: report for report in doctor.examine()}
+
+
+def told(reports, level=None):
+    findings = [each for report in reports.values() for each in report.findings]
+    return "\n".join(
+        f"{each.what} -> {each.remedy}" for each in findings if level in (None, each.level)
+    )
+
+
+def worst(reports):
+    return max(report.level for report in reports.values())
+
+
+HEALTHY = [
+    (DATABASE, "default"),
+    (DATABASE, "postgres"),
+    (POSTGRES, "postgres"),
+    (REDIS, "default"),
+    pytest.param(DATABASE, "mariadb", marks=ON_MARIADB),
+]
+
+
+@pytest.mark.parametrize(("backend", "database"), HEALTHY)
+def test_what_works_is_told_and_nothing_is_left_behind(settings, redis_server, backend, database):
+    redis_server.empty()
+    location = {"LOCATION": redis_server.url} if backend == REDIS else {}
+    threads = threading.active_count()
+    for _ in range(2):
+        reports = examine(settings, BACKEND=backend, FENCE_DATABASE=database, **location)
+        words = told(reports, Level.OK)
+        for step in ("round trip", "takes a lock", "second owner", "renews", "hands over", "gives"):
+            assert step in words, told(reports)
+        assert told(reports, Level.ERROR) == ""
+        # The servers of the tests keep nothing safe.
+        for line in told(reports, Level.WARNING).splitlines():
+            assert "fsync" in line or "innodb_flush_log_at_trx_commit" in line
+    assert list(HeldLock.objects.using(database)) == []
+    assert [fence.name for fence in Fence.objects.using(database)] == [
+        "django_fencedlock.doctor:default"
+    ]
+    keys = redis_server.execute("KEYS", "*")
+    assert [key for key in keys if not key.endswith(":seq")] == []
+    with lock("django_fencedlock.doctor:default", blocking_timeout=0):
+        pass
+    assert threading.active_count() <= threads + 3
+
+
+def test_broken_settings_end_the_examination(settings):
+    reports = examine(settings, TTL=-1)
+    assert list(reports) == ["settings and models"]
+    assert "E003" in told(reports, Level.ERROR)
+
+
+class TestServices:
+    def test_a_dead_service(self, settings, make_redis):
+        server = make_redis()
+        server.kill()
+        began = time.monotonic()
+        reports = examine(settings, BACKEND=REDIS, LOCATION=server.url)
+        assert time.monotonic() - began < 20
+        assert "Connection" in told(reports, Level.ERROR)
+        assert "Start the" in told(reports, Level.ERROR)
+
+    def test_a_service_that_does_not_answer_is_given_up_in_time(
+        self, settings, redis_server, make_proxy
+    ):
+        proxy = make_proxy(redis_server.host, redis_server.port)
+        proxy.black_hole()
+        began = time.monotonic()
+        reports = examine(
+            settings, BACKEND=REDIS, LOCATION=proxy_url(proxy), OPTIONS={"TIMEOUT": 1}
+        )
+        assert time.monotonic() - began < 15
+        assert worst(reports) is Level.ERROR
+
+    def test_a_slow_service_gets_so_much_time_and_no_more(self, settings, monkeypatch):
+        monkeypatch.setattr(f"{__name__}.Slow.delay", 0.3)
+        settings.FENCEDLOCK = {"default": {"BACKEND": f"{__name__}.Slow"}}
+        began = time.monotonic()
+        reports = {each.about: each for each in doctor.examine(limit=1.0)}
+        assert time.monotonic() - began < 5
+        assert "took too long" in told(reports, Level.ERROR)
+        settings.FENCEDLOCK = {"default": {"BACKEND": f"{__name__}.Slow"}}
+        reports = {each.about: each for each in doctor.examine(limit=30)}
+        assert "round trip 3" in told(reports, Level.WARNING)
+
+    def test_two_owners_at_once(self, settings):
+        reports = examine(settings, BACKEND=f"{__name__}.ForAnybody")
+        assert "two owners were granted one lock" in told(reports, Level.ERROR)
+
+    def test_tokens_that_do_not_rise(self, settings):
+        reports = examine(settings, BACKEND=f"{__name__}.OneToken")
+        assert "tokens must rise" in told(reports, Level.ERROR)
+
+    def test_another_doctor(self, settings, monkeypatch):
+        monkeypatch.setattr(probe, "ANOTHER_DOCTOR", 0.3)
+        settings.FENCEDLOCK = {"default": {}}
+        with hold_lock("django_fencedlock.doctor:default"):
+            reports = examine(settings)
+            assert "is held by" in told(reports, Level.WARNING)
+            assert worst(reports) is Level.WARNING
+        assert worst(examine(settings)) <= Level.NOTE
+
+
+class TestRedis:
+    def test_one_that_drops_keys(self, settings, redis_server):
+        with redis_server.configured(maxmemory="100mb", maxmemory_policy="allkeys-lru"):
+            reports = examine(settings, BACKEND=REDIS, LOCATION=redis_server.url)
+        assert "W002" in told(reports, Level.WARNING)
+        assert "keeps nothing on disk" in told(reports, Level.NOTE)
+
+    def test_one_that_is_nearly_full(self, settings, redis_server):
+        used = redis_server.info("memory")["used_memory"]
+        with redis_server.configured(maxmemory=int(used * 1.07), maxmemory_policy="noeviction"):
+            reports = examine(settings, BACKEND=REDIS, LOCATION=redis_server.url)
+        assert "of its maxmemory" in told(reports, Level.WARNING)
+
+    def test_one_that_cannot_save(self, settings, make_redis):
+        server = make_redis("--save", "900 1", "--appendonly", "yes", "--dbfilename", "x")
+        server.execute("SET", "a", "b")
+        server.directory.joinpath("x").mkdir()
+        server.execute("BGSAVE")
+        until = time.monotonic() + 10
+        while server.info("persistence")["rdb_last_bgsave_status"] == "ok":
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        reports = examine(settings, BACKEND=REDIS, LOCATION=server.url)
+        assert "rdb_last_bgsave_status is err" in told(reports, Level.WARNING)
+        assert "append-only" in told(reports, Level.OK)
+
+    def test_a_replica_and_its_primary(self, settings, make_redis):
+        primary = make_redis()
+        replica = make_redis(replica_of=primary)
+        reports = examine(settings, BACKEND=REDIS, LOCATION=primary.url)
+        assert "has 1 replicas" in told(reports, Level.NOTE)
+        reports = examine(settings, BACKEND=REDIS, LOCATION=replica.url)
+        assert "is a replica" in told(reports, Level.WARNING)
+        assert worst(reports) is Level.ERROR
+
+    def test_valkey_is_called_by_its_name(self, settings, valkey_server):
+        reports = examine(settings, BACKEND=REDIS, LOCATION=valkey_server.url)
+        assert "Valkey" in told(reports, Level.OK)
+
+
+class TestDatabases:
+    def test_a_dead_database(self, settings, make_postgres, make_alias):
+        server = make_postgres()
+        alias = make_alias(server.django())
+        server.kill()
+        reports = examine(settings, FENCE_DATABASE=alias)
+        assert "can't be asked" in told(reports, Level.ERROR)
+        assert "not tried" in told(reports, Level.ERROR)
+
+    def test_a_database_that_does_not_answer(
+        self, settings, make_postgres, make_alias, make_proxy, monkeypatch
+    ):
+        server = make_postgres()
+        proxy = make_proxy(server.host, server.port)
+        alias = make_alias({**server.django(), "HOST": proxy.host, "PORT": str(proxy.port)})
+        connections[alias].close()
+        monkeypatch.setattr(databases, "CONNECTING", 1.0)
+        proxy.black_hole()
+        began = time.monotonic()
+        reports = examine(settings, FENCE_DATABASE=alias)
+        assert time.monotonic() - began < 20
+        assert "can't be asked" in told(reports, Level.ERROR)
+
+    def test_durability_of_postgres(self, settings, make_postgres, make_alias):
+        careless = make_alias(
+            make_postgres(full_page_writes="off", synchronous_commit="off").django()
+        )
+        reports = examine(settings, FENCE_DATABASE=careless)
+        assert "fsync is off" in told(reports, Level.WARNING)
+        assert "full_page_writes is off" in told(reports, Level.WARNING)
+        assert "synchronous_commit is off" in told(reports, Level.NOTE)
+        careful = make_alias(make_postgres(fsync="on").django())
+        assert "off" not in told(examine(settings, FENCE_DATABASE=careful))
+
+    @ON_MARIADB
+    def test_durability_of_mariadb(self, settings, mariadb):
+        with connections["mariadb"].cursor() as cursor:
+            cursor.execute("SELECT @@innodb_flush_log_at_trx_commit")
+            (before,) = cursor.fetchone()
+            cursor.execute("SET GLOBAL innodb_flush_log_at_trx_commit = 2")
+        try:
+            reports = examine(settings, FENCE_DATABASE="mariadb")
+        finally:
+            with connections["mariadb"].cursor() as cursor:
+                cursor.execute("SET GLOBAL innodb_flush_log_at_trx_commit = %s", [before])
+        assert "innodb_flush_log_at_trx_commit is 2" in told(reports, Level.WARNING)
+
+    def test_missing_migrations(self, settings, make_postgres, make_alias):
+        server = make_postgres()
+        alias = make_alias(server.django())
+        with connections[alias].cursor() as cursor:
+            cursor.execute("DELETE FROM django_migrations WHERE app = 'django_fencedlock'")
+        reports = examine(settings, FENCE_DATABASE=alias)
+        assert "aren't applied: 0001_initial" in told(reports, Level.ERROR)
+        assert f"migrate django_fencedlock --database {alias}" in told(reports, Level.ERROR)
+        assert "not tried" in told(reports, Level.ERROR)
+
+    def test_missing_privileges(self, settings, make_postgres, make_alias):
+        server = make_postgres()
+        alias = make_alias(server.django())
+        with connections[alias].cursor() as cursor:
+            cursor.execute("CREATE ROLE clerk LOGIN")
+            cursor.execute("GRANT SELECT ON ALL TABLES IN SCHEMA public TO clerk")
+            cursor.execute("GRANT INSERT, UPDATE ON django_fencedlock_fence TO clerk")
+        connections[alias].close()
+        connections[alias].settings_dict["USER"] = "clerk"
+        reports = examine(settings, FENCE_DATABASE=alias)
+        found = told(reports, Level.ERROR)
+        assert "'clerk' lacks INSERT, UPDATE, DELETE on django_fencedlock_heldlock" in found
+        assert "GRANT INSERT, UPDATE, DELETE ON django_fencedlock_heldlock TO clerk;" in found
+        assert "on django_fencedlock_fence" not in found
+
+    def test_a_missing_constraint_of_a_fenced_table(self, settings, make_postgres, make_alias):
+        alias = make_alias(make_postgres().django())
+        with connections[alias].cursor() as cursor:
+            cursor.execute("ALTER TABLE tests_invoice DROP CONSTRAINT tests_invoice_fence_refused")
+        assert "W024" in told(examine(settings, FENCE_DATABASE=alias), Level.WARNING)
+
+    def test_clocks(self, settings, monkeypatch):
+        monkeypatch.setattr(databases, "CLOCKS", -1.0)
+        assert "Keep both by NTP" in told(examine(settings), Level.WARNING)
+
+    def test_a_pooler(self, settings, make_postgres, make_alias, make_pgbouncer):
+        server = make_postgres()
+        direct = make_alias(server.django())
+        pooler = make_pgbouncer(server)
+        entry = {
+            **server.django(),
+            "HOST": pooler.host,
+            "PORT": str(pooler.port),
+            "DISABLE_SERVER_SIDE_CURSORS": True,
+        }
+        pooled = make_alias(entry)
+        reports = examine(settings, FENCE_DATABASE=pooled)
+        assert "is reached through a pooler" in told(reports, Level.NOTE)
+        assert told(reports, Level.ERROR) == ""
+        reports = examine(settings, BACKEND=POSTGRES, FENCE_DATABASE=pooled)
+        assert "E011" in told(reports, Level.ERROR)
+        assert "pooler" not in told(examine(settings, FENCE_DATABASE=direct))
+
+
+def proxy_url(proxy):
+    return f"redis://{proxy.host}:{proxy.port}/0"
+
+
+class BesideTheFences:
+    """Sends every model to one database."""
+
+    database = "default"
+
+    def db_for_read(self, model, **hints):
+        return self.database
+
+    db_for_write = db_for_read
+
+
+class Slow(DatabaseBackend):
+    delay = 0.0
+
+    def is_free(self, name):
+        time.sleep(self.delay)
+        return super().is_free(name)
+
+
+class ForAnybody(DatabaseBackend):
+    """Grants whatever is asked for, as two servers behind one address do."""
+
+    tokens = 0
+
+    def acquire(self, request):
+        ForAnybody.tokens += 1
+        return Grant(ForAnybody.tokens, time.monotonic())
+
+
+class OneToken(DatabaseBackend):
+    """Gives the same token to all."""
+
+    def acquire(self, request):
+        grant = super().acquire(request)
+        return grant and Grant(1, grant.since)
