@@ -1,0 +1,302 @@
+"""``manage.py fencedlock``: looks at locks, examines what they rest on, mends fences."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.color import no_style
+from django.db import Error
+
+from ... import conf, doctor, names, registry, resync
+from ...exceptions import FencedLockError, SettingsError
+from ...findings import Level
+from ...registry import State
+from ..tables import duration, table
+
+#: The exit code for what couldn't be asked or done.
+FAILED = 2
+
+
+class Command(BaseCommand):
+    help = "Looks at held locks, examines the lock services, and mends fences after a restore."
+    # A doctor is wanted most when the checks fail.
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        action = _adder(actions)
+
+        listed = action("list", "the locks of the registry, and what their services say of them")
+        _add_alias(listed)
+        listed.add_argument(
+            "--state",
+            action="append",
+            choices=[str(state) for state in State],
+            help="only locks in this state; may be repeated",
+        )
+
+        shown = action("show", "all that is known of one lock")
+        shown.add_argument("name", help="the lock's name")
+
+        examined = action("doctor", "try each lock service, and look at what it rests on")
+        _add_alias(examined)
+        examined.add_argument(
+            "--timeout",
+            type=_seconds,
+            default=doctor.LIMIT,
+            metavar="SECONDS",
+            help="the time for each alias and each database (default: %(default)g)",
+        )
+
+        synced = action("resync", "lift fences above the tokens of rows, after a restore")
+        synced.add_argument(
+            "models",
+            nargs="*",
+            metavar="app_label.Model",
+            help="fenced models; all of them by default",
+        )
+        synced.add_argument("--dry-run", action="store_true", help="only tell what would be lifted")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        act: Callable[..., int] = getattr(self, f"_{options['action']}")
+        try:
+            code = act(**options)
+        except (SettingsError, LookupError, ValueError) as exc:
+            raise CommandError(str(exc), returncode=FAILED) from exc
+        except (Error, FencedLockError) as exc:
+            raise CommandError(f"{type(exc).__name__}: {exc}", returncode=FAILED) from exc
+        if code:
+            sys.exit(code)
+
+    # Actions; each returns the exit code.
+
+    def _list(self, alias: list[str] | None, state: list[str] | None, **options: Any) -> int:
+        found = registry.listing(_known(alias))
+        entries = [each for each in found.entries if not state or each.state in state]
+        if options["format"] == "json":
+            self._json(
+                {"locks": [asdict(each) for each in entries], "unanswered": found.unanswered}
+            )
+        elif entries:
+            head = ("NAME", "STATE", "HOLDER", "ALIAS", "TOKEN", "HELD FOR", "LEFT")
+            rows = [_cells(each) for each in entries]
+            colours = self._colours(options)
+            for line in table(head, rows, _second(colours)):
+                self.stdout.write(line)
+        else:
+            self.stdout.write("No locks.")
+        for each, why in found.unanswered.items():
+            self.stderr.write(f"Alias {each!r} couldn't be asked: {why}")
+        return FAILED if found.unanswered else 0
+
+    def _show(self, name: str, **options: Any) -> int:
+        found = registry.portrait(names.validate(name))
+        if options["format"] == "json":
+            self._json(asdict(found))
+        else:
+            self._portrait(found, self._colours(options))
+        if found.is_held:
+            return 0
+        return FAILED if found.unanswered else 1
+
+    def _portrait(self, found: registry.Portrait, colours: dict[str, Any]) -> None:
+        rows = []
+        for asked in found.services:
+            where = f"alias {asked.alias!r}"
+            says = asked.error or (f"held by {asked.holder}" if asked.holder else "nobody has it")
+            rows.append((where, says))
+        for fence in found.fences:
+            newest = f"newest token {fence.token}, of owner {fence.owner or 'nobody (resynced)'}"
+            rows.append((f"database {fence.database!r}", newest))
+            if fence.pinned_by:
+                rows.append(("", f"the next grant waits for {fence.pinned_by}"))
+        if not found.fences:
+            rows.append(("databases", "it was never granted as a fenced lock"))
+        for entry in found.entries:
+            rows += _details(entry)
+        for line in table(("LOCK", found.name), rows, _second(colours)):
+            self.stdout.write(line)
+
+    def _doctor(self, alias: list[str] | None, timeout: float, **options: Any) -> int:
+        aliases = _known(alias)
+        worst, reports = Level.OK, []
+        for report in doctor.examine(aliases, timeout):
+            worst = max(worst, report.level)
+            reports.append(report)
+            if options["format"] == "text":
+                self._report(report, options)
+        if options["format"] == "json":
+            self._json({"level": worst.name.lower(), "reports": [_plain(each) for each in reports]})
+        else:
+            self.stdout.write(_VERDICTS[worst])
+        return worst.exit_code
+
+    def _report(self, report: doctor.Report, options: dict[str, Any]) -> None:
+        colours = self._colours(options)
+        self.stdout.write(f"{report.about}")
+        for finding in report.findings:
+            word = finding.level.name.lower()
+            paint = colours.get(word, str)
+            self.stdout.write(f"  {paint(word)}{' ' * (8 - len(word))} {finding.what}")
+            if finding.remedy:
+                self.stdout.write(f"{' ' * 11}-> {finding.remedy}")
+
+    def _resync(self, models: list[str], dry_run: bool, **options: Any) -> int:
+        outcomes = []
+        fenced = resync.models(models)
+        if not fenced and options["format"] == "text":
+            self.stdout.write("There are no fenced models.")
+        for model in fenced:
+            for database in resync.databases_of(model):
+                outcomes.append(outcome := resync.resync(model, database, dry_run=dry_run))
+                if options["format"] == "text":
+                    self._outcome(outcome, dry_run, options["verbosity"])
+        if options["format"] == "json":
+            self._json({"dry_run": dry_run, "models": [asdict(each) for each in outcomes]})
+        if any(each.error or each.locked for each in outcomes):
+            return FAILED
+        return int(dry_run and any(each.low for each in outcomes))
+
+    def _outcome(self, outcome: resync.Outcome, dry_run: bool, verbosity: int) -> None:
+        where = f"{outcome.model} in {outcome.database!r}"
+        if outcome.error:
+            self.stderr.write(f"{where}: {outcome.error}")
+            return
+        verb = "would be lifted" if dry_run else "lifted"
+        done = len(outcome.low) - len(outcome.locked)
+        self.stdout.write(f"{where}: {outcome.rows} rows with a token, {done} fences {verb}")
+        if verbosity > 1:
+            for name, token in outcome.low.items():
+                self.stdout.write(f"  {name!r} above {token}")
+        if outcome.nameless:
+            self.stdout.write(f"  {outcome.nameless} rows have no lock name")
+        for name in outcome.locked:
+            self.stderr.write(
+                f"  The fence of {name!r} is locked by somebody's transaction, and is as it was. "
+                f"See who: manage.py fencedlock show {name!r}"
+            )
+
+    # Tools
+
+    def _json(self, value: Any) -> None:
+        self.stdout.write(json.dumps(value, indent=2, default=_plain_value, ensure_ascii=False))
+
+    def _colours(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The paint of each word that has one."""
+        on = self.stdout.isatty() or options["force_color"]
+        style = self.style if on and not options["no_color"] else no_style()
+        good, odd, bad = style.SUCCESS, style.WARNING, style.ERROR
+        states = {"held": good, "expiring": odd, "expired": odd, "lost": bad, "unknown": bad}
+        levels = {"ok": good, "note": style.NOTICE, "warning": odd, "error": bad}
+        return states | levels
+
+
+_VERDICTS = {
+    Level.OK: "All is well.",
+    Level.NOTE: "All is well.",
+    Level.WARNING: "There are warnings.",
+    Level.ERROR: "There are errors.",
+}
+
+
+def _adder(actions: Any) -> Callable[[str, str], CommandParser]:
+    def add(name: str, what: str) -> CommandParser:
+        parser: CommandParser = actions.add_parser(name, help=what, description=f"{what}.")
+        parser.add_argument(
+            "--format", choices=("text", "json"), default="text", help="for people, or for scripts"
+        )
+        # Also after the action, where people write them; unset they leave the main parser's be.
+        for option in ("--no-color", "--force-color"):
+            parser.add_argument(
+                option, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
+        parser.add_argument(
+            *("-v", "--verbosity"),
+            default=argparse.SUPPRESS,
+            type=int,
+            choices=range(4),
+            help=argparse.SUPPRESS,
+        )
+        return parser
+
+    return add
+
+
+def _add_alias(parser: CommandParser) -> None:
+    parser.add_argument(
+        "--alias", action="append", help="only this alias of FENCEDLOCK; may be repeated"
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} has to be a number of seconds above 0")
+    return value
+
+
+def _known(aliases: list[str] | None) -> list[str]:
+    for alias in aliases or []:
+        if alias not in conf.aliases():
+            known = ", ".join(map(repr, conf.aliases()))
+            raise LookupError(f"FENCEDLOCK has no alias {alias!r}; it has {known}.")
+    return aliases or []
+
+
+def _second(colours: dict[str, Any]) -> Callable[[int, str], Any]:
+    """Paint the words of a table's second column."""
+    return lambda column, text: colours.get(text) if column == 1 else None
+
+
+def _cells(entry: registry.Entry) -> tuple[str, ...]:
+    return (
+        entry.name,
+        entry.state,
+        f"{entry.holder} (now {entry.taken_by})" if entry.taken_by else entry.holder,
+        entry.alias,
+        _token(entry),
+        duration(entry.held_for),
+        duration(max(0.0, entry.remaining)),
+    )
+
+
+def _details(entry: registry.Entry) -> list[tuple[str, str]]:
+    left = max(0.0, entry.remaining)
+    return [
+        ("registry", f"{entry.holder} through alias {entry.alias!r} ({entry.backend})"),
+        ("state", entry.state),
+        ("token", _token(entry)),
+        ("owner", entry.owner),
+        ("acquired", f"{entry.acquired_at:%Y-%m-%d %H:%M:%S %Z}, {duration(entry.held_for)} ago"),
+        ("renewed", f"{entry.renewed_at:%Y-%m-%d %H:%M:%S %Z}"),
+        ("expires", f"{entry.expires_at:%Y-%m-%d %H:%M:%S %Z}, {duration(left)} left"),
+    ]
+
+
+def _token(entry: registry.Entry) -> str:
+    if not entry.fenced:
+        return "unfenced"
+    # A newer grant has its fence.
+    return "superseded" if entry.token is None else str(entry.token)
+
+
+def _plain(report: doctor.Report) -> dict[str, Any]:
+    return {
+        "about": report.about,
+        "level": report.level.name.lower(),
+        "findings": [
+            {"level": each.level.name.lower(), "what": each.what, "remedy": each.remedy}
+            for each in report.findings
+        ],
+    }
+
+
+def _plain_value(value: Any) -> str:
+    return value.isoformat() if isinstance(value, datetime) else str(value)

@@ -1,0 +1,247 @@
+"""``manage.py fencedlock``, for people and for scripts."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from datetime import datetime, timedelta
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connections
+from django.db.models import F
+
+from django_fencedlock import lock
+from django_fencedlock.findings import Level
+from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.registry import State
+from django_fencedlock.services import service
+from tests.models import Invoice
+from tests.test_docs import ROOT, _table
+from tests.test_resync import restored, written
+
+REDIS = "django_fencedlock.backends.redis.RedisBackend"
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def run(*arguments):
+    """What the command prints, what it complains of, and its exit code."""
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        call_command("fencedlock", *arguments, stdout=out, stderr=err)
+        code = 0
+    except SystemExit as exc:
+        code = exc.code
+    except CommandError as exc:
+        code = exc.returncode
+        err.write(str(exc))
+    return out.getvalue(), err.getvalue(), code
+
+
+def run_json(*arguments):
+    out, _, code = run(*arguments, "--format", "json")
+    return json.loads(out), code
+
+
+class TestList:
+    def test_nothing(self):
+        assert run("list") == ("No locks.\n", "", 0)
+        assert run_json("list") == ({"locks": [], "unanswered": {}}, 0)
+
+    def test_for_people(self):
+        with lock("invoice:1") as lease, lock("nightly-close", fenced=False):
+            out, _, code = run("list")
+        head, one, two = out.splitlines()
+        assert code == 0
+        assert head.split("  ")[0] == "NAME"
+        columns = [head.index(word) for word in ("STATE", "HOLDER", "ALIAS", "TOKEN")]
+        assert [one[at:].split("  ")[0] for at in columns] == [
+            *("held", str(lease.holder), "default", str(lease.token)),
+        ]
+        assert "unfenced" in two
+        assert "\x1b" not in out
+
+    def test_for_scripts(self):
+        with lock("invoice:1") as lease:
+            found, code = run_json("list")
+        (one,) = found["locks"]
+        assert code == 0
+        assert (one["name"], one["state"], one["token"]) == ("invoice:1", "held", lease.token)
+        assert one["owner"] == lease.owner
+        assert datetime.fromisoformat(one["expires_at"]).utcoffset() == timedelta(0)
+        assert 0 < one["remaining"] <= 30
+
+    def test_only_some(self):
+        with lock("a"), lock("b"):
+            HeldLock.objects.filter(name="b").update(expires_at=F("acquired_at"))
+            assert [
+                each["name"] for each in run_json("list", "--state", "expired")[0]["locks"]
+            ] == ["b"]
+            assert len(run_json("list", "--state", "expired", "--state", "held")[0]["locks"]) == 2
+            assert len(run_json("list", "--alias", "default")[0]["locks"]) == 2
+        assert run("list", "--alias", "nope")[1:] == (
+            "FENCEDLOCK has no alias 'nope'; it has 'default'.",
+            2,
+        )
+
+    def test_a_service_that_does_not_answer(self, settings, make_redis):
+        server = make_redis()
+        settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
+        lock("x").acquire()
+        server.kill()
+        out, err, code = run("list")
+        assert code == 2
+        assert "unknown" in out
+        assert "Alias 'default' couldn't be asked" in err
+        service("default").drop_all()
+
+
+class TestShow:
+    def test_a_held_lock(self):
+        with lock("invoice:1") as lease:
+            out, _, code = run("show", "invoice:1")
+            found, _ = run_json("show", "invoice:1")
+        assert code == 0
+        assert f"held by {lease.holder}" in out
+        assert f"newest token {lease.token}" in out
+        assert lease.owner in out
+        assert found["services"][0]["holder"]["owner"] == lease.owner
+        assert found["fences"][0]["token"] == lease.token
+        assert found["entries"][0]["state"] == "held"
+
+    def test_a_free_lock(self):
+        with lock("invoice:1"):
+            pass
+        out, _, code = run("show", "invoice:1")
+        assert code == 1
+        assert "nobody has it" in out
+        assert "newest token 1" in out
+        assert "never granted" in run("show", "invoice:2")[0]
+
+    def test_a_name_that_cannot_be(self):
+        assert run("show", "")[1:] == ("A lock name can't be empty.", 2)
+
+
+class TestDoctor:
+    def test_exit_codes(self, settings, redis_server, make_redis):
+        out, _, code = run("doctor")
+        assert (code, out.splitlines()[-1]) == (0, "All is well.")
+        with redis_server.configured(maxmemory="100mb", maxmemory_policy="allkeys-lru"):
+            settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": redis_server.url}}
+            out, _, code = run("doctor")
+        assert (code, out.splitlines()[-1]) == (1, "There are warnings.")
+        assert "\n           -> Set maxmemory-policy to noeviction" in out
+        server = make_redis()
+        server.kill()
+        settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
+        out, _, code = run("doctor")
+        assert (code, out.splitlines()[-1]) == (2, "There are errors.")
+
+    def test_for_scripts_and_one_alias(self, settings):
+        settings.FENCEDLOCK = {"default": {}, "other": {"TTL": 20}}
+        found, code = run_json("doctor", "--alias", "other", "--timeout", "30")
+        assert code == 0
+        assert found["level"] == "note"
+        assert [each["about"] for each in found["reports"]] == [
+            *("settings and models", "database 'default'", "alias 'other' (database)"),
+        ]
+        assert found["reports"][2]["findings"][0]["what"].startswith("round trip")
+
+    def test_broken_settings_are_examined_all_the_same(self, settings):
+        settings.FENCEDLOCK = {"default": {"TTL": -1}}
+        out, _, code = run("doctor")
+        assert code == 2
+        assert "E003" in out
+        assert run("doctor", "--timeout", "0")[2] == 1
+        assert "above 0" in run("doctor", "--timeout", "0")[1]
+
+
+class TestResync:
+    def test_dry_then_wet(self):
+        row = written(Invoice)
+        restored()
+        out, _, code = run("resync", "tests.Invoice", "--dry-run", "-v", "2")
+        assert code == 1
+        assert "tests.Invoice in 'default': 1 rows with a token, 1 fences would be lifted" in out
+        assert f"'{row.fencing.name()}' above 5" in out
+        out, _, code = run("resync", "tests.Invoice")
+        assert code == 0
+        assert "1 fences lifted" in out
+        assert Fence.objects.get().token == 6
+        found, code = run_json("resync", "--dry-run")
+        assert code == 0
+        assert {each["model"] for each in found["models"]} > {"tests.Invoice", "tests.Meter"}
+
+    def test_what_is_no_fenced_model(self):
+        assert run("resync", "tests.Account")[1:] == ("tests.Account isn't a fenced model.", 2)
+        assert run("resync", "tests.Nothing")[2] == 2
+        assert run("resync", "nothing")[2] == 2
+
+    def test_a_model_without_a_table(self):
+        with connections["default"].cursor() as cursor:
+            cursor.execute("ALTER TABLE tests_meter RENAME TO tests_away")
+        try:
+            _, err, code = run("resync", "tests.Meter")
+        finally:
+            with connections["default"].cursor() as cursor:
+                cursor.execute("ALTER TABLE tests_away RENAME TO tests_meter")
+        assert code == 2
+        assert "has no table 'tests_meter'" in err
+
+
+class TestTerminal:
+    """In a process of its own, on a terminal."""
+
+    def on_terminal(self, environment, *arguments):
+        ours, theirs = pty.openpty()
+        done = subprocess.run(
+            [sys.executable, "-m", "django", "fencedlock", *arguments],
+            env={**environment, "TERM": "xterm"},
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+        os.close(theirs)
+        text = b""
+        # The end of a terminal nobody writes to any more is an error.
+        try:
+            while part := os.read(ours, 65536):
+                text += part
+        except OSError:
+            pass
+        finally:
+            os.close(ours)
+        assert done.returncode == 0, done.stderr
+        return text.decode()
+
+    def test_colours_go_to_terminals_alone_and_can_be_turned_off(self, child_environment):
+        environment = {
+            key: value for key, value in child_environment().items() if key != "NO_COLOR"
+        }
+        with lock("invoice:1"):
+            assert "\x1b[32;1mheld\x1b[0m" in self.on_terminal(environment, "list")
+            for plain in (["list", "--no-color"], ["list", "--format", "json"]):
+                assert "\x1b" not in self.on_terminal(environment, *plain)
+        assert "\x1b" in run("doctor", "--force-color")[0]
+
+
+def test_the_page_tells_every_action_state_and_level():
+    page = ROOT / "docs/commands.md"
+    out = subprocess.run(
+        [sys.executable, "-m", "example_project", "manage", "fencedlock", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    actions = {row[0] for row in _table(page, "| action | what it does | exit code |")}
+    assert actions == {"list", "show", "doctor", "resync"}
+    assert all(f"\n    {action}" in out for action in actions), out
+    states = {
+        row[0] for row in _table(page, "| state | the lock service says | the registry says |")
+    }
+    assert states == {str(state) for state in State}
+    levels = {row[0] for row in _table(page, "| level | meaning |")}
+    assert levels == {level.name.lower() for level in Level}
