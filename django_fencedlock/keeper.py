@@ -8,11 +8,11 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from . import signals, threads
+from . import logs, signals, threads
 from .backends.base import Backend, Renewal
 from .lease import Lease, clock
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 #: A lease is renewed so many times within its ttl.
 BEATS = 3
@@ -156,6 +156,7 @@ class Keeper:
                 len(batch),
                 self._backend.config.alias,
                 exc_info=True,
+                extra=logs.facts(alias=self._backend.config.alias),
             )
             answers = [Renewal.UNKNOWN] * len(batch)
         for lease, ttl, answer in zip(batch, ttls, answers, strict=True):

@@ -12,12 +12,13 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from . import logs
 from .exceptions import LeaseLost, Unfenced
 
 if TYPE_CHECKING:
     from .owners import Owner
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Duration = float | int | timedelta
@@ -263,7 +264,9 @@ class Lease:
             try:
                 callback(self)
             except Exception:
-                logger.exception("A callback for the loss of lock %r failed", self.name)
+                logger.exception(
+                    "A callback for the loss of lock %r failed", self.name, extra=logs.about(self)
+                )
 
     def _grant(self) -> str:
         return "unfenced" if self._token is None else f"token {self._token}"

@@ -14,14 +14,14 @@ from typing import Any, TypeVar, cast
 
 from django.core.exceptions import SynchronousOnlyOperation
 
-from . import aio, conf, names
+from . import aio, conf, logs, names
 from .backends.base import Cancel
 from .exceptions import BackendUnavailable, NotTheHolder
 from .lease import Duration, Lease, clock, enter, leave
 from .owners import Holder, new_owner, whoami
 from .services import Service, service
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 Kind = TypeVar("Kind", "Lock", "AsyncLock")
@@ -340,7 +340,12 @@ def _raise_loss(lease: Lease, error: BaseException | None) -> None:
 
 def _note_unreleased(lease: Lease, exc: BackendUnavailable) -> None:
     # The work is done, and the lock runs out by itself.
-    logger.warning("Lock %r couldn't be released and is left to run out: %s", lease.name, exc)
+    logger.warning(
+        "Lock %r couldn't be released and is left to run out: %s",
+        lease.name,
+        exc,
+        extra=logs.about(lease, reason=str(exc)),
+    )
 
 
 class _Handover:

@@ -19,7 +19,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.dispatch import Signal
 
-from . import aio, conf, signals, threads, transactions
+from . import aio, conf, logs, signals, threads, transactions
 from .backends.base import Backend, Cancel, Grant, Renewal, Request
 from .exceptions import (
     BackendUnavailable,
@@ -37,7 +37,7 @@ from .sessions import Sessions, under_test
 
 T = TypeVar("T")
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 #: Where a backend can't wait in its service, one looks again after 10 ms, then ever later, but at
 #: least every 250 ms; each pause is drawn from half of that to one and a half.
@@ -99,6 +99,13 @@ class Service:
         lease = self._obtain(request, started + timeout)
         if lease is None:
             waited = clock() - started
+            logger.info(
+                "Lock %r (alias %r) wasn't acquired in %.1f s: somebody else has it",
+                name,
+                self.config.alias,
+                waited,
+                extra=logs.facts(name=name, alias=self.config.alias, waited=waited),
+            )
             self._signal(signals.lock_not_acquired, name=name, pattern=pattern, waited=waited)
             return None
         waited = clock() - started
@@ -227,7 +234,9 @@ class Service:
         try:
             self.backend.release(lease)
         except BackendUnavailable:
-            logger.warning("Lock %r is left to run out", lease.name, exc_info=True)
+            logger.warning(
+                "Lock %r is left to run out", lease.name, exc_info=True, extra=logs.about(lease)
+            )
 
     # What a lease asks for
 
@@ -293,10 +302,11 @@ class Service:
     def _finish_if_left(self, lease: Lease) -> None:
         lease.put_off = False
         if lease.entries <= 0 and lease.is_of_this_process() and not self._finish(lease):
-            logger.error(
+            logger.warning(
                 "Lock %r was lost before the transaction under it ended; fenced writes of that "
                 "transaction were refused, if somebody else had come",
                 lease.name,
+                extra=logs.about(lease, held_for=lease.held_for()),
             )
 
     def _finish(self, lease: Lease) -> bool:
@@ -398,7 +408,8 @@ class Service:
         """Note a loss, and tell of it once."""
         self.keeper.forget(lease)
         if lease.mark_lost(why):
-            logger.warning("Lost lock %r (alias %r): %s", lease.name, lease.alias, why)
+            facts = logs.about(lease, reason=why, held_for=lease.held_for())
+            logger.warning("Lost lock %r (alias %r): %s", lease.name, lease.alias, why, extra=facts)
             self._signal(signals.lock_lost, name=lease.name, lease=lease, reason=why)
 
     def _signal(self, signal: Signal, **facts: object) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from django.dispatch import Signal
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 #: Carries ``lease`` and ``waited``, in seconds.
 lock_acquired = Signal()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 
 def lent_by_test(using: str) -> BaseDatabaseWrapper | None:

@@ -19,7 +19,7 @@ ROOT = Path(django_fencedlock.__file__).parent
 
 # A name stands for the module and all that is inside of it.
 LAYERS: dict[int, list[str]] = {
-    0: ["exceptions", "findings", "lease", "names", "owners", "threads", "watchdog"],
+    0: ["exceptions", "findings", "lease", "logs", "names", "owners", "threads", "watchdog"],
     1: [
         *("aio", "backends.base", "conf", "fences", "models.tables", "sessions", "signals"),
         "transactions",

@@ -29,7 +29,7 @@ from .postgres_threads import Job, Unanswered, poller
 
 T = TypeVar("T")
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 #: Seconds between tries to reach a server that didn't answer.
 FIRST_DELAY, LONGEST_DELAY = 0.1, 2.0

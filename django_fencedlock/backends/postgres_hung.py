@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from . import postgres_statements as sql
 from .postgres_sessions import Session
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 #: Sessions that were complained of already.
 _told: set[int] = set()

@@ -13,6 +13,7 @@ from typing import TypeVar
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from .. import logs
 from ..conf import AliasConfig, Problem, seconds
 from ..exceptions import TransactionInTheWay
 from ..fences import Entry, Ledger, Row, ledger_for
@@ -29,7 +30,7 @@ T = TypeVar("T")
 Work = Callable[[Ledger, BaseDatabaseWrapper], T]
 Newest = tuple[int, str]
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 #: How often in a row Redis may turn out to be behind the database, until the lock is given back.
 REPAIRS = 3
@@ -126,7 +127,14 @@ class RedisBackend(Backend):
         try:
             self._store.give_back(request)
         except RedisError:
-            logger.warning("Lock %r is left to run out", request.name, exc_info=True)
+            logger.warning(
+                "Lock %r is left to run out",
+                request.name,
+                exc_info=True,
+                extra=logs.facts(
+                    name=request.name, alias=self.config.alias, owner=request.owner.id
+                ),
+            )
 
     # Recording
 
@@ -194,6 +202,7 @@ class RedisBackend(Backend):
             self.config.alias,
             request.name,
             recorded,
+            extra=logs.facts(name=request.name, alias=self.config.alias, token=recorded),
         )
         return self._store.repair(request, recorded)
 
@@ -214,7 +223,12 @@ class RedisBackend(Backend):
         try:
             answers = self._store.renew(leases)
         except RedisError as exc:
-            logger.warning("Redis of alias %r failed at a renewal: %s", self.config.alias, exc)
+            logger.warning(
+                "Redis of alias %r failed at a renewal: %s",
+                self.config.alias,
+                exc,
+                extra=logs.facts(alias=self.config.alias, reason=str(exc)),
+            )
             return [Renewal.UNKNOWN] * len(leases)
         renewed = dict(zip(leases, (_RENEWALS[answer] for answer in answers), strict=True))
         recorded = [
@@ -237,7 +251,12 @@ class RedisBackend(Backend):
             overtaken = self._run(lambda ledger, private: self._overtaken(ledger, private, leases))
         except Error as exc:
             # Redis has renewed the leases, and the fence refuses the writes of those overtaken.
-            logger.warning("The registry of alias %r wasn't renewed: %s", self.config.alias, exc)
+            logger.warning(
+                "The registry of alias %r wasn't renewed: %s",
+                self.config.alias,
+                exc,
+                extra=logs.facts(alias=self.config.alias, reason=str(exc)),
+            )
             return []
         for lease in overtaken:
             with contextlib.suppress(RedisError):
@@ -300,7 +319,12 @@ class RedisBackend(Backend):
         try:
             self._run(lambda ledger, private: ledger.clear(private, leases))
         except Error as exc:
-            logger.warning("Rows of alias %r weren't cleared: %s", self.config.alias, exc)
+            logger.warning(
+                "Rows of alias %r weren't cleared: %s",
+                self.config.alias,
+                exc,
+                extra=logs.facts(alias=self.config.alias, reason=str(exc)),
+            )
             self._pending.extend(leases)
 
     # Telling

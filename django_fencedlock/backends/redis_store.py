@@ -19,7 +19,7 @@ from .base import Request
 from .redis_client import Client, Mailbox, Mailboxes, RedisError
 from .redis_scripts import ACQUIRE, BEAT, GATE, LEAVE, RECHECK, RELEASE, RENEW, REPAIR
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 
 class Keys(NamedTuple):

@@ -11,13 +11,13 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import Atomic
 
-from .. import signals
+from .. import logs, signals
 from ..exceptions import OutcomeUnknown, StaleFence, TransactionInTheWay, WrongDatabase
 from ..lease import Lease
 from . import ledger_for
 from .pins import Grant, is_newest
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 #: SQLSTATE of a session that was ended since its transaction did nothing: nothing was committed.
 IDLE_TOO_LONG = "25P03"
@@ -179,11 +179,12 @@ def _stale(lease: Lease, connection: BaseDatabaseWrapper) -> StaleFence:
     holder = row.holder() if newest and row and row.owner == newest[1] else None
     why = f"the newest token is {newest[0]}" if newest else "its fence is gone"
     to = f", granted to {holder}" if holder else ""
-    logger.warning(
+    logger.error(
         "Refused a stale transaction: lock=%r writer_token=%s holder=%s",
         lease.name,
         lease.token,
         holder or "unknown",
+        extra=logs.about(lease, holder=holder and str(holder)),
     )
     signals.send(
         signals.stale_transaction_rejected,

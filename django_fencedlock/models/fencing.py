@@ -17,7 +17,7 @@ from django.db import models
 from django.db.backends.utils import format_number
 from django.utils import timezone
 
-from .. import conf, names
+from .. import conf, logs, names
 from ..exceptions import NoLease
 from ..lease import Lease, current_lease, held_names
 from ..locks import AsyncLock, Lock, alock, lock
@@ -25,7 +25,7 @@ from ..locks import AsyncLock, Lock, alock, lock
 if TYPE_CHECKING:
     from django.db.models import Model
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 SERIALISED, HIGH_WATER = "serialised", "high_water"
 MODES = (SERIALISED, HIGH_WATER)
@@ -267,7 +267,8 @@ class FencingOf:
             raise self.no_lease(doing, self._held(lease), name)
         if self.spec.unleased == "warn":
             label = self.model._meta.label
-            logger.warning("%s %s without the lease of lock %r", doing, label, name)
+            facts = logs.facts(name=name, model=label)
+            logger.warning("%s %s without the lease of lock %r", doing, label, name, extra=facts)
         return None
 
     def _held(self, lease: Lease | None) -> str:

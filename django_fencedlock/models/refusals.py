@@ -9,13 +9,13 @@ from typing import Any
 
 from django.db import Error, connections, models
 
-from .. import signals
+from .. import logs, signals
 from ..exceptions import StaleFence, VersionConflict
 from ..fences import ledger_for
 from ..fences.pins import Grant
 from ..owners import Holder
 
-logger = logging.getLogger("django_fencedlock")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Refusal:
         """The error to raise; it is logged, and the signal sent, here and once."""
         label = self.model._meta.label
         row = label if self.pk is None else f"{label} pk={self.pk!r}"
-        logger.warning(
+        logger.error(
             "Refused a stale write: model=%s pk=%r lock=%r row_token=%s writer_token=%s holder=%s",
             label,
             self.pk,
@@ -43,6 +43,15 @@ class Refusal:
             row_fence,
             self.grant.token,
             holder or "unknown",
+            extra=logs.facts(
+                name=self.grant.name,
+                token=self.grant.token,
+                owner=self.grant.owner,
+                holder=holder and str(holder),
+                model=label,
+                pk=self.pk,
+                row_token=row_fence,
+            ),
         )
         signals.send(
             signals.stale_write_rejected,

@@ -1,0 +1,31 @@
+"""What log records carry beside their text: the attributes that handlers and filters may use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# A record has attributes of its own, such as "name": hence what these begin with.
+PREFIX = "lock_"
+#: Whatever a record may carry, without its beginning. A record has those that are known.
+KEYS = frozenset(
+    {
+        *("name", "alias", "token", "owner", "holder", "reason", "waited", "held_for"),
+        *("model", "pk", "row_token"),
+    }
+)
+
+
+def facts(**known: Any) -> dict[str, Any]:
+    """The ``extra`` of a log record."""
+    return {f"{PREFIX}{key}": value for key, value in known.items() if value is not None}
+
+
+def about(lease: Any, **known: Any) -> dict[str, Any]:
+    """The ``extra`` of a log record about a lease."""
+    return facts(
+        name=lease.name,
+        alias=lease.alias,
+        token=lease.token if lease.fenced else None,
+        owner=lease.owner,
+        **known,
+    )

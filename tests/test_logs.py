@@ -1,0 +1,135 @@
+"""What is logged: by whom, how loud, and with which facts."""
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+
+import django_fencedlock
+from django_fencedlock import LeaseLost, LockNotAcquired, lock
+from django_fencedlock.exceptions import StaleFence
+from django_fencedlock.logs import KEYS, PREFIX
+from django_fencedlock.models import Fence
+from django_fencedlock.test import hold_lock, lose
+from tests.models import Invoice
+from tests.test_docs import ROOT, _table
+
+PACKAGE = Path(django_fencedlock.__file__).parent
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def records(caplog):
+    """The records that somebody sees who configured the logger of the package alone."""
+    seen = logging.getLogger("django_fencedlock")
+    handler = logging.Handler(logging.INFO)
+    found = []
+    handler.emit = found.append
+    before = seen.level
+    seen.setLevel(logging.INFO)
+    seen.addHandler(handler)
+    yield found
+    seen.removeHandler(handler)
+    seen.setLevel(before)
+
+
+def facts(record):
+    return {
+        key.removeprefix(PREFIX): value
+        for key, value in vars(record).items()
+        if key.startswith(PREFIX)
+    }
+
+
+def test_taking_and_releasing_says_nothing(records):
+    with lock("x"):
+        pass
+    assert records == []
+
+
+def test_a_conflict_is_info(records):
+    with hold_lock("x"), pytest.raises(LockNotAcquired), lock("x", blocking_timeout=0):
+        pass
+    (record,) = records
+    assert (record.name, record.levelname) == ("django_fencedlock.services", "INFO")
+    assert record.getMessage().startswith("Lock 'x' (alias 'default') wasn't acquired in 0.0 s")
+    assert set(facts(record)) == {"name", "alias", "waited"}
+
+
+def test_a_lost_lease_is_a_warning(records):
+    with pytest.raises(LeaseLost), lock("x") as lease:
+        lose(lease)
+    (record,) = records
+    assert (record.name, record.levelname) == ("django_fencedlock.services", "WARNING")
+    known = facts(record)
+    assert known.pop("held_for") >= 0
+    assert "no longer knows" in known.pop("reason")
+    assert known == {
+        "name": "x",
+        "alias": "default",
+        "token": lease.token,
+        "owner": lease.owner,
+    }
+
+
+def test_a_lost_lease_without_a_token(records):
+    with pytest.raises(LeaseLost), lock("x", fenced=False) as lease:
+        lose(lease)
+    assert "token" not in facts(records[0])
+
+
+def test_a_refused_write_is_an_error(records):
+    invoice = Invoice.objects.create()
+    with invoice.fencing.lock() as lease:
+        Fence.objects.update(token=9, owner="else")
+        with pytest.raises(StaleFence):
+            invoice.save()
+        with pytest.raises(StaleFence), lease.atomic():
+            pass
+    write, transaction = records
+    assert (write.name, write.levelname) == ("django_fencedlock.models.refusals", "ERROR")
+    assert facts(write) == {
+        "name": lease.name,
+        "token": lease.token,
+        "owner": lease.owner,
+        "model": "tests.Invoice",
+        "pk": invoice.pk,
+    }
+    assert (transaction.name, transaction.levelname) == (
+        *("django_fencedlock.fences.pinning", "ERROR"),
+    )
+    assert facts(transaction)["token"] == lease.token
+
+
+def calls():
+    """Every call in the package, with where it is."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                yield f"{path.name}:{node.lineno}", node
+
+
+def test_every_logger_is_named_for_its_module():
+    found = [
+        (where, ast.unparse(node))
+        for where, node in calls()
+        if "getLogger" in ast.unparse(node.func)
+    ]
+    assert len(found) > 10
+    assert [each for each in found if each[1] != "logging.getLogger(__name__)"] == []
+
+
+def test_records_carry_no_other_facts_than_the_documented_ones():
+    used = {
+        keyword.arg
+        for _, node in calls()
+        if ast.unparse(node.func) in ("logs.facts", "logs.about", "facts")
+        for keyword in node.keywords
+        if keyword.arg
+    }
+    assert used == KEYS
+    table = _table(ROOT / "docs/logging.md", "| attribute | meaning |")
+    assert {row[0] for row in table} == {PREFIX + key for key in KEYS}
+    taken = vars(logging.makeLogRecord({}))
+    assert not {PREFIX + key for key in KEYS} & set(taken)
