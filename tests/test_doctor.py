@@ -1,18 +1,19 @@
 """The doctor, at the bedside of real servers."""
 
-import threading
 import time
 
 import pytest
 from django.db import connections
 
-from django_fencedlock import doctor, lock
+from django_fencedlock import conf, doctor
 from django_fencedlock.backends.base import Grant
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.doctor import databases, probe
 from django_fencedlock.findings import Level
 from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.registry import portrait
 from django_fencedlock.test import hold_lock
+from tests.servers.process import wait_until
 
 DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
@@ -50,10 +51,12 @@ HEALTHY = [
 
 
 @pytest.mark.parametrize(("backend", "database"), HEALTHY)
-def test_what_works_is_told_and_nothing_is_left_behind(settings, redis_server, backend, database):
+def test_what_works_is_told_and_nothing_is_left_behind(
+    settings, redis_server, postgres, backend, database
+):
     redis_server.empty()
+    sessions = sessions_of_locks(postgres)
     location = {"LOCATION": redis_server.url} if backend == REDIS else {}
-    threads = threading.active_count()
     for _ in range(2):
         reports = examine(settings, BACKEND=backend, FENCE_DATABASE=database, **location)
         words = told(reports, Level.OK)
@@ -69,9 +72,23 @@ def test_what_works_is_told_and_nothing_is_left_behind(settings, redis_server, b
     ]
     keys = redis_server.execute("KEYS", "*")
     assert [key for key in keys if not key.endswith(":seq")] == []
-    with lock("django_fencedlock.doctor:default", blocking_timeout=0):
-        pass
-    assert threading.active_count() <= threads + 3
+    wait_until(lambda: sessions_of_locks(postgres) <= sessions, "the doctor's sessions to end")
+    assert not portrait("django_fencedlock.doctor:default").is_held
+
+
+@pytest.mark.parametrize("backend", [DATABASE, POSTGRES])
+def test_the_two_owners_share_no_session(settings, postgres, backend):
+    """Else this process would refuse the second, and the server not be asked."""
+    settings.FENCEDLOCK = {"default": {"BACKEND": backend, "FENCE_DATABASE": "postgres"}}
+    tried = probe.Probe(conf.config("default"), time.monotonic() + 60)
+    try:
+        lease, _ = tried._take()
+        with postgres.statements() as statements:
+            assert tried._second.acquire(tried._request()) is None
+        assert any("django_fencedlock_fence" in each for each in statements)
+        assert lease.token
+    finally:
+        tried.close()
 
 
 def test_broken_settings_end_the_examination(settings):
@@ -270,6 +287,14 @@ class TestDatabases:
         reports = examine(settings, BACKEND=POSTGRES, FENCE_DATABASE=pooled)
         assert "E011" in told(reports, Level.ERROR)
         assert "pooler" not in told(examine(settings, FENCE_DATABASE=direct))
+
+
+def sessions_of_locks(postgres):
+    """How many sessions there are that can hold session locks."""
+    ((count,),) = postgres.execute(
+        "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'fencedlock %'"
+    )
+    return count
 
 
 def proxy_url(proxy):

@@ -29,6 +29,8 @@ TTL = 10.0
 ANOTHER_DOCTOR = 5.0
 #: Seconds for the second owner to get into line, and to be served.
 LINING_UP, SERVED = 0.1, 5.0
+#: Seconds for one request of the second owner, unless OPTIONS says another "TIMEOUT".
+REQUEST = 5.0
 #: How often a round trip is measured, and what is slow, in seconds.
 ROUNDS, SLOW = 7, 0.1
 
@@ -80,7 +82,7 @@ class Probe:
         self._until = until
         self._name = NAME.format(alias=config.alias)
         make: Callable[[AliasConfig], Backend] = conf.backend_class(config.backend)
-        self._first, self._second = make(config), make(config)
+        self._first, self._second = make(config), make(_apart(config))
         self._leases: list[tuple[Backend, Lease]] = []
 
     def findings(self) -> Iterator[Finding]:
@@ -226,6 +228,16 @@ class Probe:
         if began > self._until:
             raise _TooLong
         return work(), clock() - began
+
+
+def _apart(config: AliasConfig) -> AliasConfig:
+    """The same settings, for a backend that shares no session with those of this process."""
+    if "TIMEOUT" not in conf.backend_class(config.backend).option_names:
+        return config
+    # Sessions are shared by those who give them the same time, and one session's locks are
+    # refused to it by this process and not by the server.
+    timeout = conf.seconds(config.options.get("TIMEOUT", REQUEST), "TIMEOUT") + 0.001
+    return replace(config, options={**config.options, "TIMEOUT": timeout})
 
 
 class _Waiter:
