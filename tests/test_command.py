@@ -14,6 +14,7 @@ from django.db import connections
 from django.db.models import F
 
 from django_fencedlock import lock
+from django_fencedlock.doctor import probe
 from django_fencedlock.findings import Level
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.registry import State
@@ -125,6 +126,10 @@ class TestShow:
 
 
 class TestDoctor:
+    @pytest.fixture(autouse=True)
+    def on_a_busy_machine(self, monkeypatch):
+        monkeypatch.setattr(probe, "SLOW", 5.0)
+
     def test_exit_codes(self, settings, redis_server, make_redis):
         out, _, code = run("doctor")
         assert (code, out.splitlines()[-1]) == (0, "All is well.")
