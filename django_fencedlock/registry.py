@@ -84,7 +84,7 @@ def listing(aliases: Sequence[str] = ()) -> Listing:
         rows = HeldLock.objects.using(database).order_by("name")
         if aliases:
             rows = rows.filter(alias__in=aliases)
-        found.entries += _entries(database, list(rows), found.unanswered)
+        found.entries += entries(database, list(rows), found.unanswered)
     return found
 
 
@@ -93,9 +93,10 @@ def fence_databases(aliases: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(conf.config(alias).fence_database for alias in aliases))
 
 
-def _entries(
+def entries(
     database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]
 ) -> Iterator[Entry]:
+    """Tell how things stand with `rows`, in their order; each service is asked once."""
     connection = connections[database]
     now = ledger_for(connection).now(connection)
     holders: dict[str, dict[str, Holder | None]] = {}
@@ -214,7 +215,7 @@ def portrait(name: str) -> Portrait:
         if newest is not None:
             found.fences.append(Fenced(database, *newest, pinned_by=_pinned_by(database, name)))
         rows = list(HeldLock.objects.using(database).filter(name=name))
-        found.entries += _entries(database, rows, {})
+        found.entries += entries(database, rows, {})
     found.services += [_asked(alias, name) for alias in conf.aliases()]
     return found
 

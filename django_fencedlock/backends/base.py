@@ -141,6 +141,10 @@ class Backend(ABC):
         """Tell who has each of the locks. Override it where one request can tell of many."""
         return {name: self.holder(name) for name in names}
 
+    def waiting(self, names: Sequence[str]) -> dict[str, int]:
+        """Tell how many stand in line for each of the locks, where there is a line."""
+        return {}
+
     def tidy(self) -> None:
         """Do what was put off at releases. Called now and then, from the keeper's thread."""
 

@@ -136,6 +136,10 @@ class PostgresBackend(TakesSessionLocks):
         holders: dict[str, Holder | None] = dict.fromkeys(names)
         return holders | {facts[0]: self._holder(facts) for facts in found}
 
+    def waiting(self, names: Sequence[str]) -> dict[str, int]:
+        given = {"names": list(names), "keys": [self._key(name) for name in names]}
+        return {name: count for name, count in self._look(None, sql.WAITING, given)}
+
     def _holder(self, found: tuple[Any, ...]) -> Holder:
         _, application, *values = found
         facts = dict(zip((*sql.ROW, "token", "live"), values, strict=False))

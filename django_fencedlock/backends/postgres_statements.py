@@ -140,6 +140,15 @@ JOIN locks k ON k.key = w.key LEFT JOIN pg_stat_activity a ON a.pid = k.pid
 LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid AND h.session_key = k.key
 LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner
 """
+#: How many sessions wait for each of many keys.
+WAITING = """
+SELECT w.name, count(l.pid)
+FROM unnest(%(names)s::text[], %(keys)s::bigint[]) AS w(name, key)
+LEFT JOIN pg_locks l ON l.locktype = 'advisory' AND l.objsubid = 1 AND NOT l.granted
+AND (l.classid::bigint << 32) | l.objid::bigint = w.key
+AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+GROUP BY w.name
+"""
 HOLDER_UNRECORDED = f"""
 WITH {LOCKS}
 SELECT k.pid, a.application_name

@@ -342,6 +342,10 @@ class RedisBackend(Backend):
             found = self._store.held_by(names)
         return {name: self._holder(held) for name, held in found.items()}
 
+    def waiting(self, names: Sequence[str]) -> dict[str, int]:
+        with self._asked("look"):
+            return self._store.waiting(names)
+
     def _holder(self, held: Held | None) -> Holder | None:
         if held is None:
             return None

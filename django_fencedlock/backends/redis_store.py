@@ -154,6 +154,13 @@ class Store:
         facts = zip(names, answers[::2], answers[1::2], strict=True)
         return {name: _held(value, milliseconds) for name, value, milliseconds in facts}
 
+    def waiting(self, names: Sequence[str]) -> dict[str, int]:
+        """The lengths of many lines, in one batch."""
+        with self.client.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.zcard(self._keys(name).queue)
+            return dict(zip(names, pipeline.execute(), strict=True))
+
     @contextlib.contextmanager
     def mailbox(self, request: Request) -> Iterator[Mailbox]:
         """Where a waiter is told that the lock may be his."""

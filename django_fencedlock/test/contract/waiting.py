@@ -51,6 +51,17 @@ class WaitingContract(Contract):
                 each.result(PATIENCE)
         assert served == list(range(6))
 
+    def test_those_who_wait_are_counted(self, name: str, thread: AnotherThread) -> None:
+        def wait() -> None:
+            with self.lock(name, blocking_timeout=PATIENCE):
+                pass
+
+        with self.lock(name):
+            waiting = thread.start(wait)
+            self.wait_for_waiters(name, 1)
+            assert self.service.backend.waiting([name, f"{name}:other"])[name] == 1
+        waiting.result(PATIENCE)
+
     def test_first_come_first_served_among_processes(self, name: str, processes: Processes) -> None:
         lease = self.take(name)
         with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile() as log:
