@@ -17,8 +17,8 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
-from .models import Fence, HeldLock
-from .survey import LATE, Observation, State, Survey, survey
+from ..models import Fence, HeldLock
+from ..survey import LATE, Observation, State, Survey, survey
 
 STATES = {
     State.HELD: _("held"),

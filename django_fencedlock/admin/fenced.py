@@ -1,0 +1,194 @@
+"""`FencedModelAdmin`: changes rows of a fenced model under their locks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from django import forms
+from django.contrib import admin, messages
+from django.contrib.admin.checks import ModelAdminChecks
+from django.core import checks
+from django.core.exceptions import ValidationError
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.utils import formats, timezone
+from django.utils.translation import gettext as _
+
+from ..exceptions import BackendUnavailable, FencedLockError, LockNotAcquired
+
+#: The form's field that says what the row was like when the form was opened.
+SEEN = "_fencedlock_seen"
+
+
+class FencedModelAdminChecks(ModelAdminChecks):
+    """What the admin can't do under the locks of the rows."""
+
+    def check(self, admin_obj: Any, **kwargs: Any) -> list[checks.CheckMessage]:
+        found: list[checks.CheckMessage] = super().check(admin_obj, **kwargs)
+        if admin_obj.list_editable:
+            found.append(
+                checks.Error(
+                    f"{type(admin_obj).__name__}.list_editable saves many rows at once, each of "
+                    "which has a lock of its own.",
+                    hint="Leave list_editable out: each row is changed on a page of its own.",
+                    obj=type(admin_obj),
+                    id="django_fencedlock.E016",
+                )
+            )
+        return found
+
+
+class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+    """
+    Takes a row's lock for a change, outside of the view's transaction.
+
+    Who finds it held is told by whom, and keeps what he typed. So does whose form was opened
+    before somebody else changed the row.
+    """
+
+    checks_class = FencedModelAdminChecks
+    change_form_template = "admin/django_fencedlock/fenced_change_form.html"
+
+    # Changing
+
+    def changeform_view(
+        self,
+        request: HttpRequest,
+        object_id: str | None = None,
+        form_url: str = "",
+        extra_context: Any = None,
+    ) -> HttpResponse:
+        show = functools.partial(super().changeform_view, request, object_id, form_url)
+        refusal = None
+        try:
+            with contextlib.ExitStack() as stack:
+                row = self._row_to_write(request, object_id)
+                refusal = _take(stack, [] if row is None else [row])
+                if refusal is None:
+                    return show(extra_context)
+        except FencedLockError as exc:
+            # The view's transaction was rolled back with it.
+            refusal = _not_saved(exc)
+        # Again, with what was typed, and a form that refuses itself.
+        request.fencedlock_refusal = refusal  # type: ignore[attr-defined]
+        return show(extra_context)
+
+    def _row_to_write(self, request: HttpRequest, object_id: str | None) -> Any:
+        """The row that a request is about to change or to add; None if its lock isn't needed."""
+        if request.method != "POST":
+            return None
+        if object_id is not None and "_saveasnew" not in request.POST:
+            return self.get_object(request, object_id)
+        if self.model.fencing.is_of_own_pk:
+            return None
+        form = self.get_form(request, None)(request.POST, request.FILES)
+        return form.instance if form.is_valid() else None
+
+    def get_form(
+        self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any
+    ) -> type[forms.ModelForm[Any]]:
+        form: Any = super().get_form(request, obj, change, **kwargs)
+        refusal = getattr(request, "fencedlock_refusal", None) or _changed_since(request, obj)
+        return form if refusal is None else _refusing(form, refusal)  # type: ignore[no-any-return]
+
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        row = context.get("original")
+        if row is not None:
+            # As posted: who was told that the row was changed has to open it anew.
+            context["fencedlock_seen"] = request.POST.get(SEEN) or _stamp(row)
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    # Deleting
+
+    def delete_view(
+        self, request: HttpRequest, object_id: str, extra_context: Any = None
+    ) -> HttpResponse:
+        with contextlib.ExitStack() as stack:
+            row = self.get_object(request, object_id) if request.method == "POST" else None
+            refusal = _take(stack, [] if row is None else [row])
+            if refusal is None:
+                return super().delete_view(request, object_id, extra_context)
+        self.message_user(request, refusal, messages.ERROR)
+        return HttpResponseRedirect(request.get_full_path())
+
+    def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> None:
+        with contextlib.ExitStack() as stack:
+            refusal = _take(stack, queryset)
+            if refusal is not None:
+                raise _Refused(refusal)
+            super().delete_queryset(request, queryset)
+
+    def response_action(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().response_action(request, *args, **kwargs)
+        except _Refused as refused:
+            self.message_user(request, str(refused), messages.ERROR)
+            return HttpResponseRedirect(request.get_full_path())
+
+
+def _refusing(form: Any, why: str) -> Any:
+    """A form that shows what was typed, and isn't valid."""
+
+    class Refused(form):  # type: ignore[misc]
+        def clean(self) -> Any:
+            super().clean()
+            raise ValidationError(why)
+
+    return Refused
+
+
+class _Refused(Exception):
+    """Rows weren't deleted, since the lock of one is held."""
+
+
+def _take(stack: contextlib.ExitStack, rows: Iterable[Any]) -> str | None:
+    """Take the rows' locks for the time of `stack`; or say why that can't be."""
+    # In one order, so that two who want the same don't each hold a part of it.
+    for _name, row in sorted({row.fencing.name(): row for row in rows}.items()):
+        try:
+            stack.enter_context(row.fencing.lock(blocking_timeout=0))
+        except LockNotAcquired as exc:
+            return _held(row, exc)
+        except BackendUnavailable as exc:
+            return _not_saved(exc)
+    return None
+
+
+def _held(row: Model, refusal: LockNotAcquired) -> str:
+    holder = refusal.holder
+    facts = {"row": row, "who": holder or _("somebody who has just gone")}
+    if holder is None or holder.expires_at is None:
+        return _("“%(row)s” is being processed by %(who)s. Nothing was saved; try again.") % facts
+    until = (
+        timezone.localtime(holder.expires_at)
+        if timezone.is_aware(holder.expires_at)
+        else (holder.expires_at)
+    )
+    return _(
+        "“%(row)s” is being processed by %(who)s, until %(until)s at least. Nothing was saved; try "
+        "again then."
+    ) % {**facts, "until": formats.time_format(until, "H:i:s")}
+
+
+def _not_saved(why: FencedLockError) -> str:
+    return _("Nothing was saved: %(why)s") % {"why": why}
+
+
+def _stamp(row: Any) -> str:
+    """What changes whenever somebody writes a row."""
+    return f"{row.fence}:{getattr(row, 'version', '')}"
+
+
+def _changed_since(request: HttpRequest, row: Any) -> str | None:
+    seen = request.POST.get(SEEN)
+    if row is None or seen is None or seen == _stamp(row):
+        return None
+    return _(
+        "“%(row)s” was changed since you opened this form. Nothing was saved; open it anew, and "
+        "carry over what you changed."
+    ) % {"row": row}

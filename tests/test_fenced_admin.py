@@ -1,0 +1,173 @@
+import re
+from typing import Any
+
+import pytest
+from django.contrib import admin
+from django.contrib.auth.models import User
+from django.test import Client, override_settings
+from django.urls import path
+
+from django_fencedlock import lock
+from django_fencedlock.admin import FencedModelAdmin
+from django_fencedlock.test import hold_lock
+from tests.models import Account, Contract, Invoice, LedgerLine
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.urls("tests.test_fenced_admin"),
+]
+
+site = admin.AdminSite()
+
+
+@admin.register(Invoice, site=site)
+class InvoiceAdmin(FencedModelAdmin):
+    fields = ("amount", "note")
+
+
+@admin.register(Contract, LedgerLine, site=site)
+class OtherAdmin(FencedModelAdmin):
+    pass
+
+
+urlpatterns = [path("admin/", site.urls)]
+
+
+@pytest.fixture
+def browser(client: Client) -> Client:
+    client.force_login(User.objects.create_superuser("root"))
+    return client
+
+
+@pytest.fixture
+def invoice() -> Invoice:
+    return Invoice.objects.create(amount=1)
+
+
+def url(row: Any, view: str = "change") -> str:
+    return f"/admin/tests/{row._meta.model_name}/{row.pk}/{view}/"
+
+
+def opened(browser: Client, row: Any) -> dict[str, str]:
+    """What a form posts that was opened just now, and not changed."""
+    html = browser.get(url(row)).content.decode()
+    inputs = re.findall(r'<input type="(?:hidden|text|number)" name="(\w+)" value="([^"]*)"', html)
+    return {**dict(inputs), "_save": "Save"}
+
+
+def test_a_change_is_made_under_the_rows_lock(browser: Client, invoice: Invoice) -> None:
+    answer = browser.post(url(invoice), {**opened(browser, invoice), "amount": 5, "note": "x"})
+    assert answer.status_code == 302
+    invoice.refresh_from_db()
+    assert (invoice.amount, invoice.fence) == (5, 1)
+
+
+def test_a_held_row_is_told_of_and_nothing_typed_is_lost(browser: Client, invoice: Invoice) -> None:
+    form = {**opened(browser, invoice), "amount": 5, "note": "typed"}
+    with hold_lock(f"tests.invoice:{invoice.pk}"):
+        answer = browser.post(url(invoice), form)
+    html = answer.content.decode()
+    assert answer.status_code == 200
+    assert "is being processed by" in html
+    assert "thread hold_lock, until" in html
+    assert 'value="typed"' in html
+    invoice.refresh_from_db()
+    assert invoice.amount == 1
+
+
+def test_a_form_that_was_opened_before_a_change(browser: Client, invoice: Invoice) -> None:
+    form = {**opened(browser, invoice), "amount": 5, "note": "typed"}
+    with invoice.fencing.lock():
+        invoice.amount = 2
+        invoice.save()
+    for _ in range(2):
+        html = browser.post(url(invoice), form).content.decode()
+        assert "was changed since you opened this form" in html
+        assert 'value="typed"' in html
+        # To send it again doesn't help.
+        assert f'name="_fencedlock_seen" value="{form["_fencedlock_seen"]}"' in html
+    invoice.refresh_from_db()
+    assert invoice.amount == 2
+    assert browser.post(url(invoice), {**opened(browser, invoice), "note": "x"}).status_code == 302
+
+
+def test_a_form_that_was_opened_on_an_older_version(browser: Client) -> None:
+    contract = Contract.objects.create(text="one")
+    form = {**opened(browser, contract), "text": "mine"}
+    with contract.fencing.lock() as lease:
+        contract.text = "two"
+        contract.save()
+        contract.text = "three"
+        contract.save()
+    assert lease.token == 1
+    assert "was changed since" in browser.post(url(contract), form).content.decode()
+
+
+def test_a_new_row_under_a_lock_that_is_not_its_own(browser: Client) -> None:
+    account = Account.objects.create()
+    form = {"account": account.pk, "amount": 3, "_save": "Save"}
+    for field in LedgerLine._meta.fields:
+        form.setdefault(field.name, 1)
+    with hold_lock(f"account:{account.pk}"):
+        answer = browser.post("/admin/tests/ledgerline/add/", form)
+        assert answer.status_code == 200
+        assert "Nothing was saved" in answer.content.decode()
+    assert not LedgerLine.objects.exists()
+    assert browser.post("/admin/tests/ledgerline/add/", form).status_code == 302
+    assert LedgerLine.objects.get().account_id == account.pk
+
+
+def test_a_row_is_not_moved_to_another_lock(browser: Client) -> None:
+    one, two = Account.objects.create(), Account.objects.create()
+    with lock(f"account:{one.pk}"):
+        line = LedgerLine.objects.create(account=one)
+    answer = browser.post(url(line), {"account": two.pk, "amount": 3, "_save": "Save"})
+    assert answer.status_code == 200
+    assert "Nothing was saved" in answer.content.decode()
+    line.refresh_from_db()
+    assert (line.account, line.amount) == (one, 0)
+
+
+def test_a_row_is_deleted_under_its_lock(browser: Client, invoice: Invoice) -> None:
+    with hold_lock(f"tests.invoice:{invoice.pk}"):
+        answer = browser.post(url(invoice, "delete"), {"post": "yes"}, follow=True)
+        assert "is being processed by" in answer.content.decode()
+    assert Invoice.objects.exists()
+    assert browser.post(url(invoice, "delete"), {"post": "yes"}).status_code == 302
+    assert not Invoice.objects.exists()
+
+
+def test_many_rows_are_deleted_under_their_locks(browser: Client) -> None:
+    rows = [Invoice.objects.create() for _ in range(3)]
+    form = {"action": "delete_selected", "_selected_action": [row.pk for row in rows]}
+    with hold_lock(f"tests.invoice:{rows[1].pk}"):
+        answer = browser.post("/admin/tests/invoice/", {**form, "post": "yes"}, follow=True)
+        html = answer.content.decode()
+        assert "is being processed by" in html
+        assert "Successfully" not in html
+    assert Invoice.objects.count() == 3
+    browser.post("/admin/tests/invoice/", {**form, "post": "yes"})
+    assert not Invoice.objects.exists()
+
+
+def test_a_lock_service_that_is_gone(browser: Client, invoice: Invoice) -> None:
+    form = {**opened(browser, invoice), "amount": 5, "note": ""}
+    redis = {
+        "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+        "LOCATION": "redis://127.0.0.1:1",
+        "OPTIONS": {"TIMEOUT": 0.5},
+    }
+    with override_settings(FENCEDLOCK={"default": redis}):
+        answer = browser.post(url(invoice), form)
+    assert answer.status_code == 200
+    assert "Nothing was saved" in answer.content.decode()
+
+
+def test_what_cannot_be_done_is_checked() -> None:
+    class Editable(FencedModelAdmin):
+        list_display = ("pk", "amount")
+        list_editable = ("amount",)
+
+    found = Editable(Invoice, admin.AdminSite()).check()
+    assert "django_fencedlock.E016" in [each.id for each in found]
+    assert InvoiceAdmin(Invoice, site).check() == []
