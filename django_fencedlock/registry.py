@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from typing import TypeVar
 
 from django.db import Error, connections
 
@@ -16,6 +17,8 @@ from .models.tables import HeldLock
 from .owners import Holder, Owner
 from .services import service
 from .sessions import Sessions
+
+T = TypeVar("T")
 
 #: So many locks are asked of in one request.
 BATCH = 1000
@@ -64,6 +67,10 @@ class Entry:
     #: Seconds, by the clock of the database.
     held_for: float
     remaining: float
+    #: What part of the ttl that is.
+    part_left: float
+    #: How many stand in line for it.
+    waiting: int = 0
     #: Who has it instead, if it is lost.
     taken_by: str = ""
 
@@ -93,33 +100,33 @@ def fence_databases(aliases: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(conf.config(alias).fence_database for alias in aliases))
 
 
-def entries(
-    database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]
-) -> Iterator[Entry]:
+def entries(database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]) -> Iterator[Entry]:
     """Tell how things stand with `rows`, in their order; each service is asked once."""
     connection = connections[database]
     now = ledger_for(connection).now(connection)
     holders: dict[str, dict[str, Holder | None]] = {}
+    waiting: dict[str, int] = {}
     for alias in {row.alias for row in rows}:
         names = [row.name for row in rows if row.alias == alias]
         try:
-            holders[alias] = _holders(alias, names)
+            holders[alias] = _asked_of(service(alias).backend.holders, names)
+            waiting |= _asked_of(service(alias).backend.waiting, names)
         except (BackendUnavailable, SettingsError) as exc:
             unanswered[alias] = str(exc)
     for row in rows:
         asked = holders.get(row.alias)
-        yield _entry(row, now, asked is not None, asked.get(row.name) if asked else None)
+        holder = None if asked is None else asked.get(row.name)
+        yield _entry(row, now, asked is not None, holder, waiting.get(row.name, 0))
 
 
-def _holders(alias: str, names: Sequence[str]) -> dict[str, Holder | None]:
-    backend = service(alias).backend
-    found: dict[str, Holder | None] = {}
+def _asked_of(ask: Callable[[Sequence[str]], dict[str, T]], names: Sequence[str]) -> dict[str, T]:
+    found: dict[str, T] = {}
     for start in range(0, len(names), BATCH):
-        found |= backend.holders(names[start : start + BATCH])
+        found |= ask(names[start : start + BATCH])
     return found
 
 
-def _entry(row: HeldLock, now: datetime, asked: bool, holder: Holder | None) -> Entry:
+def _entry(row: HeldLock, now: datetime, asked: bool, holder: Holder | None, waiting: int) -> Entry:
     acquired, renewed, expires = map(_aware, (row.acquired_at, row.renewed_at, row.expires_at))
     remaining, ttl = (expires - now).total_seconds(), (expires - renewed).total_seconds()
     state = _state(row, remaining, ttl, holder) if asked else State.UNKNOWN
@@ -143,6 +150,8 @@ def _entry(row: HeldLock, now: datetime, asked: bool, holder: Holder | None) -> 
         expires_at=expires,
         held_for=(now - acquired).total_seconds(),
         remaining=remaining,
+        part_left=max(0.0, min(1.0, remaining / ttl)) if ttl > 0 else 0.0,
+        waiting=waiting,
         taken_by=str(holder) if state is State.LOST else "",
     )
 

@@ -169,5 +169,5 @@ def test_what_cannot_be_done_is_checked() -> None:
         list_editable = ("amount",)
 
     found = Editable(Invoice, admin.AdminSite()).check()
-    assert "django_fencedlock.E016" in [each.id for each in found]
+    assert "django_fencedlock.E040" in [each.id for each in found]
     assert InvoiceAdmin(Invoice, site).check() == []

@@ -17,6 +17,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils import formats, timezone
 from django.utils.translation import gettext as _
 
+from ..conf import Problem
 from ..exceptions import BackendUnavailable, FencedLockError, LockNotAcquired
 
 #: The form's field that says what the row was like when the form was opened.
@@ -29,13 +30,18 @@ class FencedModelAdminChecks(ModelAdminChecks):
     def check(self, admin_obj: Any, **kwargs: Any) -> list[checks.CheckMessage]:
         found: list[checks.CheckMessage] = super().check(admin_obj, **kwargs)
         if admin_obj.list_editable:
+            problem = Problem(
+                "E040",
+                f"{type(admin_obj).__name__}.list_editable saves many rows at once, each of which "
+                "has a lock of its own.",
+                "Leave list_editable out: each row is changed on a page of its own.",
+            )
             found.append(
                 checks.Error(
-                    f"{type(admin_obj).__name__}.list_editable saves many rows at once, each of "
-                    "which has a lock of its own.",
-                    hint="Leave list_editable out: each row is changed on a page of its own.",
+                    problem.message,
+                    hint=problem.hint,
                     obj=type(admin_obj),
-                    id="django_fencedlock.E016",
+                    id=f"django_fencedlock.{problem.id}",
                 )
             )
         return found

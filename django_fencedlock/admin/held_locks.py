@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from datetime import datetime
 from typing import Any
 
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.db.models import Model, QuerySet
-from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.template.defaultfilters import floatformat
 from django.utils.html import format_html
@@ -18,7 +15,7 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
 from ..models import Fence, HeldLock
-from ..survey import LATE, Observation, State, Survey, survey
+from ..registry import Entry, Listing, State, entries
 
 STATES = {
     State.HELD: _("held"),
@@ -33,7 +30,7 @@ EXPLAINED = {
     State.HELD: _("The lock service says that this holder has the lock."),
     State.EXPIRING: _("Held, but its holder is late with the renewal."),
     State.EXPIRED: _("The lease is over and nobody has come since: its holder died or is paused."),
-    State.LOST: _("Somebody else has the lock by now, or the lock service forgot this holder."),
+    State.LOST: _("Somebody else has the lock by now."),
     State.FREE: _("Nobody has the lock: it was given back a moment ago, or the service forgot it."),
     State.UNKNOWN: _("The lock service can't be asked."),
 }
@@ -66,10 +63,9 @@ class StateFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: QuerySet[HeldLock]) -> QuerySet[HeldLock]:
         if self.value() is None:
             return queryset
-        found = observed(queryset).locks
-        return queryset.filter(
-            pk__in=[each.row.pk for each in found if each.state.value == self.value()]
-        )
+        _, listing = observed(queryset)
+        names = [each.name for each in listing.entries if each.state == self.value()]
+        return queryset.filter(pk__in=names)
 
 
 class FewValues(admin.AllValuesFieldListFilter):
@@ -82,20 +78,22 @@ class FewValues(admin.AllValuesFieldListFilter):
 class HeldLocks(ChangeList):
     """The page's locks, as the lock services see them: each is asked once for the whole page."""
 
-    survey: Survey
+    listing: Listing
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
-        self.survey = observed(self.result_list)
-        for each in self.survey.locks:
-            each.row.observation = each  # type: ignore[attr-defined]
-        self.result_list = [each.row for each in self.survey.locks]
+        self.result_list, self.listing = observed(self.result_list)
 
 
-def observed(rows: Iterable[HeldLock]) -> Survey:
-    """Ask the lock services about rows that `HeldLockAdmin.get_queryset()` found."""
-    found = list(rows)
-    return survey(found, found[0].now if found else datetime.min)  # type: ignore[attr-defined]
+def observed(queryset: QuerySet[HeldLock]) -> tuple[list[HeldLock], Listing]:
+    """Rows, each with its entry of the registry; and the listing of those."""
+    rows = list(queryset)
+    listing = Listing()
+    if rows:
+        listing.entries += entries(queryset.db, rows, listing.unanswered)
+    for row, entry in zip(rows, listing.entries, strict=True):
+        row.entry = entry  # type: ignore[attr-defined]
+    return rows, listing
 
 
 @admin.register(HeldLock)
@@ -133,23 +131,19 @@ class HeldLockAdmin(ReadOnly):
         css = {"all": ("django_fencedlock/held_locks.css",)}
         js = ("django_fencedlock/held_locks.js",)
 
-    def get_queryset(self, request: HttpRequest) -> QuerySet[HeldLock]:
-        # The times are the database's: so is what they are compared with.
-        return super().get_queryset(request).annotate(now=Now())  # type: ignore[no-any-return]
-
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return HeldLocks
 
     def get_object(
         self, request: HttpRequest, object_id: str, from_field: str | None = None
     ) -> Any:
-        row: Any = super().get_object(request, object_id, from_field)
+        row = super().get_object(request, object_id, from_field)
         if row is not None:
-            row.observation = observed([row]).locks[0]
+            row.entry = next(entries(row._state.db, [row], {}))
         return row
 
     def state(self, row: Any) -> SafeString:
-        found: Observation = row.observation
+        found: Entry = row.entry
         return format_html(
             '<span class="fencedlock-state fencedlock-{}" title="{}">{}</span>',
             found.state.value,
@@ -167,7 +161,7 @@ class HeldLockAdmin(ReadOnly):
 
     @admin.display(description=_("state"))
     def state_explained(self, row: Any) -> SafeString:
-        return format_html("{} {}", self.state(row), EXPLAINED[row.observation.state])
+        return format_html("{} {}", self.state(row), EXPLAINED[row.entry.state])
 
     @admin.display(description=_("holder"), ordering="task_name")
     def holder(self, row: Any) -> SafeString:
@@ -187,17 +181,17 @@ class HeldLockAdmin(ReadOnly):
 
     @admin.display(description=_("held for"))
     def held_for(self, row: Any) -> str:
-        return in_words(row.observation.held_for)
+        return in_words(row.entry.held_for)
 
     @admin.display(description=_("lease left"))
     def lease_left(self, row: Any) -> SafeString:
-        found: Observation = row.observation
+        found: Entry = row.entry
         return format_html(
             '<meter class="fencedlock-left" low="{}" optimum="1" value="{}"></meter> '
             '<span class="fencedlock-small">{} s</span>',
-            f"{LATE:.2f}",
+            "0.33",
             f"{found.part_left:.2f}",
-            floatformat(found.left, 0),
+            floatformat(max(0.0, found.remaining), 0),
         )
 
     @admin.display(description=_("held for, lease left"), ordering="-acquired_at")
@@ -206,7 +200,7 @@ class HeldLockAdmin(ReadOnly):
 
     @admin.display(description=_("waiting"))
     def waiting(self, row: Any) -> Any:
-        return row.observation.waiting or _("nobody")
+        return row.entry.waiting or _("nobody")
 
 
 @admin.register(Fence)

@@ -138,7 +138,7 @@ class PostgresBackend(TakesSessionLocks):
 
     def waiting(self, names: Sequence[str]) -> dict[str, int]:
         given = {"names": list(names), "keys": [self._key(name) for name in names]}
-        return {name: count for name, count in self._look(None, sql.WAITING, given)}
+        return {str(name): int(count) for name, count in self._look(None, sql.WAITING, given)}
 
     def _holder(self, found: tuple[Any, ...]) -> Holder:
         _, application, *values = found
