@@ -27,7 +27,8 @@ class Keeper:
     Renews every lease each third of its ttl.
 
     A lease is lost when the service refuses it, or when its ttl is over and the last try to renew
-    it failed. `tick()` does all the work and may be driven without the thread.
+    it failed. One that was held for its ``max_hold`` is renewed no more: it is lost when its ttl is
+    over. `tick()` does all the work and may be driven without the thread.
     """
 
     def __init__(
@@ -98,11 +99,25 @@ class Keeper:
             for lease in dead:
                 del self._due[lease]
         for lease in dead:
-            self._lost(lease, "the session that held it ended")
+            # Whoever wants a lock that ran out may end the session, when that has no other.
+            too_long = lease.expired and lease.held_too_long
+            self._lost(lease, _too_long(lease) if too_long else "the session that held it ended")
+
+    def end(self, lease: Lease) -> None:
+        """Give up a lease that was held for too long."""
+        self._give_up(lease, _too_long(lease))
+        if self._backend.supports_ttl:
+            return
+        # Only now, when it is known to be lost: somebody may get it at once. A session lives on
+        # when its locks are renewed no more, and keeps them.
+        try:
+            self._backend.release(lease)
+        except Exception:
+            logger.warning("Lock %r is left to its session's end", lease.name, exc_info=True)
 
     def tick(self) -> float | None:
         """Renew all that is due. Returns the seconds until more is, or None if nothing will be."""
-        batch = self._take_batch()
+        batch, ended = self._take_batch()
         if batch:
             try:
                 answers = self._renew(batch)
@@ -110,25 +125,34 @@ class Keeper:
                 self._end_batch()
             # A release waits for the end of the batch, and shouldn't wait for receivers.
             self._tell(batch, answers)
+        for lease in ended:
+            self.end(lease)
         self._tidy_if_due()
         with self._lock:
             upcoming = self._next()
             self._wakes_at = math.inf if upcoming is None else upcoming
         return None if upcoming is None else max(0.0, upcoming - self._clock())
 
-    def _take_batch(self) -> list[Lease]:
+    def _take_batch(self) -> tuple[list[Lease], list[Lease]]:
+        """What is to be renewed, and what has run out since it was held for too long."""
         now = self._clock()
+        batch: list[Lease] = []
+        ended: list[Lease] = []
         with self._lock:
             if not any(due <= now for due in self._due.values()):
-                return []
-            # Whatever is half-way to its turn comes along, so that the leases of a process soon
-            # share one round, however far apart they were acquired.
-            batch = [
-                lease for lease, due in self._due.items() if due <= now + lease.ttl / BEATS / 2
-            ]
+                return batch, ended
+            for lease, due in self._due.items():
+                if lease.held_too_long:
+                    self._due[lease] = lease.deadline
+                    if lease.expired:
+                        ended.append(lease)
+                # Whatever is half-way to its turn comes along, so that the leases of a process
+                # soon share one round, however far apart they were acquired.
+                elif due <= now + lease.ttl / BEATS / 2:
+                    batch.append(lease)
             self._batch = frozenset(batch)
             self._batch_done = threading.Event()
-            return batch
+            return batch, ended
 
     def _end_batch(self) -> None:
         with self._lock:
@@ -205,7 +229,9 @@ class Keeper:
         return min(times, default=None)
 
     def _due_after(self, lease: Lease) -> float:
-        return lease.deadline - lease.ttl * (1 - 1 / BEATS)
+        due = lease.deadline - lease.ttl * (1 - 1 / BEATS)
+        # Nothing more is due then but to note its end.
+        return due if due <= lease.renewed_until else lease.deadline
 
     def _rouse(self, due: float) -> None:
         """See to it that the thread runs, and wakes by `due`."""
@@ -242,3 +268,7 @@ class Keeper:
             idle = self._next() is None
             self._runs = not idle
             return idle
+
+
+def _too_long(lease: Lease) -> str:
+    return f"held for longer than max_hold={lease.max_hold:g} s; it is no longer renewed"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -89,13 +91,15 @@ class Lease:
         self.lent = False
         #: Tells whether that test has ended, and the lease with it.
         self.is_over: Callable[[], bool] | None = None
+        #: Seconds from the grant after which nothing renews it any more.
+        self.max_hold: float | None = None
         self.released = False
         self._token = token
         self._control = control
         self._clock = clock
         self._pid = os.getpid()
-        self._since = since
-        self._began = clock()
+        #: When it was asked for, on the local clock.
+        self.granted_at = self._since = since
         self._why_lost = ""
         self._callbacks: list[Callable[[Lease], object]] = []
 
@@ -134,6 +138,16 @@ class Lease:
         """When the ttl is over, on the local clock."""
         return self._since + self.ttl
 
+    @property
+    def renewed_until(self) -> float:
+        """Until when it may be renewed, on the local clock; the last ttl goes on beyond."""
+        return math.inf if self.max_hold is None else self.granted_at + self.max_hold
+
+    @property
+    def held_too_long(self) -> bool:
+        """Whether its `max_hold` is over."""
+        return self.max_hold is not None and self._clock() > self.renewed_until
+
     def remaining(self) -> float:
         """Seconds that are left, counted from before the grant was asked for."""
         if self.lost or self.released:
@@ -141,8 +155,8 @@ class Lease:
         return max(0.0, self.deadline - self._clock())
 
     def held_for(self) -> float:
-        """Seconds since it was granted."""
-        return self._clock() - self._began
+        """Seconds since it was asked for and granted."""
+        return self._clock() - self.granted_at
 
     def is_of_this_process(self) -> bool:
         """A child after fork owns nothing of its parent's."""
@@ -179,7 +193,11 @@ class Lease:
         return self.is_open() and self._control.verify(self)
 
     def renew(self, ttl: Duration | None = None) -> None:
-        """Make the lease last `ttl` from now; without one, the ttl it has. Raises `LeaseLost`."""
+        """
+        Make the lease last `ttl` from now; without one, the ttl it has. Raises `LeaseLost`.
+
+        A lease that was held for longer than its ``max_hold`` is lost by asking for more.
+        """
         if self.released or self.lost:
             self.check()
         self._control.renew(self, ttl)
@@ -231,6 +249,11 @@ class Lease:
         self._callbacks.append(callback)
         if self.lost:
             self._run_callbacks()
+
+    def off_lost(self, callback: Callable[[Lease], object]) -> None:
+        """Take back what `on_lost()` was given, if it wasn't called yet."""
+        with contextlib.suppress(ValueError):
+            self._callbacks.remove(callback)
 
     def extend_from(self, since: float, ttl: float | None = None) -> None:
         """Note that the service renewed this lease by a request sent at `since`."""

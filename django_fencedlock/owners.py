@@ -13,10 +13,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from asgiref.sync import SyncToAsync
+
+from .processes import Process, this_process
 
 #: Name and id of the task that runs in this context, as a task runner sets them.
 running_task: ContextVar[tuple[str, str]] = ContextVar("fencedlock_task", default=("", ""))
@@ -36,10 +37,15 @@ class Owner:
     task_name: str = ""
     task_id: str = ""
 
+    @property
+    def process(self) -> Process:
+        return Process(self.boot_id, self.pid_namespace, self.pid, self.pid_started)
+
     def __str__(self) -> str:
         place = f"{self.host}, pid {self.pid}"
         if self.task_name:
-            return f"task {self.task_name}[{self.task_id}] on {place}"
+            task_id = f"[{self.task_id}]" if self.task_id else ""
+            return f"task {self.task_name}{task_id} on {place}"
         return f"{place}, thread {self.thread}" if self.thread else place
 
 
@@ -73,35 +79,16 @@ def new_owner() -> Owner:
 @lru_cache(maxsize=1)
 def _process(pid: int) -> Owner:
     # Keyed by the pid, so that a child after fork asks again.
+    process = this_process()
     return Owner(
         id="",
         host=socket.gethostname()[:100],
-        boot_id=_read("/proc/sys/kernel/random/boot_id"),
-        pid_namespace=_link("/proc/self/ns/pid"),
+        boot_id=process.boot_id,
+        pid_namespace=process.pid_namespace,
         pid=pid,
-        pid_started=_start_time(),
+        pid_started=process.started,
         thread="",
     )
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
-def _start_time() -> int:
-    # Field 22, counted after the command's closing bracket: a command may hold spaces.
-    fields = _read("/proc/self/stat").rpartition(")")[2].split()
-    return int(fields[19]) if len(fields) > 19 else 0
 
 
 #: Seconds that an event loop may take to tell which task waits.

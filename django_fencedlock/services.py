@@ -19,7 +19,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.dispatch import Signal
 
-from . import aio, conf, logs, signals, threads, transactions
+from . import aio, conf, journal, logs, signals, threads, transactions
 from .backends.base import Backend, Cancel, Grant, Renewal, Request
 from .exceptions import (
     BackendUnavailable,
@@ -80,8 +80,14 @@ class Service:
         who: object = None,
         owner: Owner | None = None,
         cancel: Cancel | None = None,
+        max_hold: float | None = None,
     ) -> Lease | None:
-        """Take lock `name` within `timeout` seconds, or again if `who` has it; else None."""
+        """
+        Take lock `name` within `timeout` seconds, or again if `who` has it; else None.
+
+        Once it was held for `max_hold` seconds nothing renews it any more. What is entered again
+        keeps the bound that it has.
+        """
         who = who or whoami()
         if lease := self._enter_again(name, who, fenced):
             return lease
@@ -113,6 +119,7 @@ class Service:
         with self._lock:
             self._leases[name, who] = lease
         lease.who = who
+        lease.max_hold = max_hold
         self.keeper.keep(lease)
         self._signal(signals.lock_acquired, name=name, lease=lease, waited=waited)
         return lease
@@ -144,6 +151,18 @@ class Service:
         return lease
 
     def _obtain(self, request: Request, deadline: float) -> Lease | None:
+        lease = None
+        owner = request.owner.id
+        try:
+            # Before it is asked for: the process may be killed while the answer is under way.
+            journal.enter(self.config.alias, request.name, owner, request.ttl, request.fenced)
+            lease = self._ask_for_lease(request, deadline)
+        finally:
+            if lease is None:
+                journal.erase(owner)
+        return lease
+
+    def _ask_for_lease(self, request: Request, deadline: float) -> Lease | None:
         while True:
             grant = self._grant(request, deadline)
             if grant is None:
@@ -247,6 +266,9 @@ class Service:
         return False
 
     def renew(self, lease: Lease, ttl: Duration | None) -> None:
+        if lease.held_too_long:
+            self.keeper.end(lease)
+            raise lease.loss()
         before = lease.ttl
         if ttl is not None:
             lease.ttl = conf.seconds(ttl, "ttl")
@@ -319,6 +341,8 @@ class Service:
         except BackendUnavailable:
             lease.released = True
             raise
+        finally:
+            journal.erase(lease.owner)
         if not kept:
             self.lose(lease, "the lock service no longer knew this holder at the release")
         lease.released = True
@@ -342,6 +366,26 @@ class Service:
     def _is_lent(self) -> bool:
         return transactions.lent_by_test(self.config.fence_database) is not None
 
+    def give_back_left_over(self, who: object, since: float) -> None:
+        """
+        Give back what `who` has taken since a time on the local clock, and can't have a use for.
+
+        Whatever is thrown into a block as it begins or ends may keep it from giving its lock back,
+        which would then be renewed as long as the process lives.
+        """
+        with self._lock:
+            left = [
+                lease
+                for (_, holder), lease in self._leases.items()
+                if holder is who and lease.granted_at >= since and not lease.put_off
+            ]
+        for lease in left:
+            lease.entries = 1
+            try:
+                self.release(lease, who)
+            except BackendUnavailable:
+                logger.warning("Lock %r is left to run out", lease.name, exc_info=True)
+
     def drop_all(self) -> None:
         """Give back whatever is held, as far as it goes. For the end of a test."""
         with self._lock:
@@ -361,14 +405,14 @@ class Service:
         """Who has lock `name` now, by the service's word."""
         return self.backend.holder(name)
 
-    def refusal(self, name: str, waited: float) -> LockNotAcquired:
-        """The error that tells who has the lock."""
+    def refusal(self, name: str, waited: float, fenced: bool = True) -> LockNotAcquired:
+        """The error that tells who has the lock that wasn't got."""
         try:
             holder = self.holder(name)
         except BackendUnavailable:
             holder = None
         by = f"held by {holder}" if holder else "taken; its holder has just gone, or can't be told"
-        if holder is None or holder.token is None:
+        if fenced and (holder is None or holder.token is None):
             # Somebody whose grant isn't recorded: it may be what he waits for as well.
             by = self._pinned(name) or by
         return LockNotAcquired(
@@ -430,6 +474,13 @@ def service(alias: str) -> Service:
             found = _services.get(alias) or Service(alias)
             _services[alias] = found
     return found
+
+
+def give_back_left_over(since: float) -> None:
+    """Give back every lease that this thread, greenlet or task has taken since then."""
+    who = whoami()
+    for each in list(_living):
+        each.give_back_left_over(who, since)
 
 
 def drop_leases_of_test(**kwargs: object) -> None:

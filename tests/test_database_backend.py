@@ -10,9 +10,11 @@ from django.db import connections, transaction
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, LockNotAcquired, lock, sessions
-from django_fencedlock.backends.base import Renewal
+from django_fencedlock.backends import base
+from django_fencedlock.backends.base import Renewal, Request
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.owners import new_owner
 from django_fencedlock.services import service
 from django_fencedlock.test.holders import Processes
 
@@ -47,6 +49,20 @@ def ours(counter):
 
 @pytest.mark.django_db(transaction=True, databases=["postgres"])
 class TestOnPostgres:
+    def test_a_refusal_is_two_statements_and_sees_the_dead(self, on, postgres, monkeypatch):
+        backend = on("postgres").backend
+        holder = new_owner()
+        assert backend.acquire(Request(name="x", owner=holder, ttl=30))
+        looks = []
+        monkeypatch.setattr(base, "is_gone", lambda *process: looks.append(process))
+        with postgres.statements() as seen:
+            assert lock("x").acquire(blocking=False) is None
+        assert sum(seen.values()) == ours(seen) == 2
+        process = holder.process
+        assert looks == [(process.boot_id, process.pid_namespace, process.pid, process.started)]
+        monkeypatch.setattr(base, "is_gone", lambda *process: True)
+        assert lock("x").acquire(blocking=False).token == 2
+
     def test_acquire_and_release_are_one_statement_each(self, on, postgres):
         on("postgres")
         lock("warm").acquire().release()

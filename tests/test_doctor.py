@@ -65,9 +65,9 @@ def test_what_works_is_told_and_nothing_is_left_behind(
         for step in ("round trip", "takes a lock", "second owner", "renews", "hands over", "gives"):
             assert step in words, told(reports)
         assert told(reports, Level.ERROR) == ""
-        # The servers of the tests keep nothing safe.
+        # The servers of the tests keep nothing safe; and one model of theirs has a bad collation.
         for line in told(reports, Level.WARNING).splitlines():
-            assert "fsync" in line or "innodb_flush_log_at_trx_commit" in line
+            assert "fsync" in line or "innodb_flush_log_at_trx_commit" in line or "Seat" in line
     assert list(HeldLock.objects.using(database)) == []
     assert [fence.name for fence in Fence.objects.using(database)] == [
         "django_fencedlock.doctor:default"

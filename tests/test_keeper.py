@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from django_fencedlock.backends.base import Renewal
+from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.keeper import TIDY_AFTER, Keeper
 from django_fencedlock.lease import Lease
 from django_fencedlock.lease import clock as real_clock
@@ -31,12 +32,18 @@ class Service:
         self.batches: list[int] = []
         self.tidied = 0
         self.lost_hook = None
+        self.supports_ttl = True
+        self.released: list[Lease] = []
 
     def renew(self, leases):
         self.batches.append(len(leases))
         if isinstance(self.answer, Exception):
             raise self.answer
         return [self.answer] * len(leases)
+
+    def release(self, lease):
+        self.released.append(lease)
+        return True
 
     def tidy(self) -> None:
         self.tidied += 1
@@ -66,8 +73,8 @@ def keeper(service, clock, losses):
 
 @pytest.fixture
 def lease(clock):
-    def make(ttl=30.0, name="x"):
-        return Lease(
+    def make(ttl=30.0, name="x", max_hold=None):
+        made = Lease(
             name=name,
             alias="default",
             owner=new_owner(),
@@ -77,6 +84,8 @@ def lease(clock):
             control=None,
             clock=clock,
         )
+        made.max_hold = max_hold
+        return made
 
     return make
 
@@ -261,6 +270,109 @@ def test_the_ttl_that_was_sent_counts_if_the_holder_changes_it_meanwhile(
     clock.now += 10
     keeper.tick()
     assert kept.remaining() == pytest.approx(30)
+
+
+def drive(keeper, clock, until):
+    """Tick whenever something is due, up to a time."""
+    while (wait := keeper.tick()) is not None and clock.now + wait <= until:
+        clock.now += max(wait, 0.001)
+    clock.now = until
+
+
+def test_a_lease_is_renewed_until_its_max_hold_and_lost_when_its_ttl_is_over(
+    keeper, service, clock, lease, losses
+):
+    start = clock.now
+    kept = lease(ttl=30, max_hold=60)
+    keeper.keep(kept)
+    drive(keeper, clock, start + 60)
+    assert service.batches == [1] * 6
+    drive(keeper, clock, start + 89.9)
+    assert service.batches == [1] * 6
+    assert losses == []
+    kept.check()
+    drive(keeper, clock, start + 90.1)
+    assert [found for found, _ in losses] == [kept]
+    assert "held for longer than max_hold=60 s; it is no longer renewed" in losses[0][1]
+    assert keeper.tick() is None
+
+
+def test_a_max_hold_shorter_than_a_third_of_the_ttl_renews_nothing(
+    keeper, service, clock, lease, losses
+):
+    kept = lease(ttl=30, max_hold=5)
+    keeper.keep(kept)
+    assert keeper.tick() == pytest.approx(30)
+    clock.now += 30
+    assert keeper.tick() is None
+    assert service.batches == []
+    assert [found for found, _ in losses] == [kept]
+
+
+def test_what_was_held_for_too_long_is_not_renewed_along_with_others(
+    keeper, service, clock, lease, losses
+):
+    asked = []
+    service.renew = lambda leases: asked.append(list(leases)) or [Renewal.KEPT] * len(leases)
+    bounded, endless = lease(name="bounded", max_hold=12), lease(name="endless")
+    keeper.keep(bounded)
+    keeper.keep(endless)
+    drive(keeper, clock, clock.now + 60)
+    assert [len(batch) for batch in asked] == [2, 1, 1, 1, 1, 1]
+    assert [found for found, _ in losses] == [bounded]
+
+
+def test_a_pause_beyond_max_hold_is_not_renewed_away(keeper, service, clock, lease, losses):
+    kept = lease(ttl=30, max_hold=60)
+    keeper.keep(kept)
+    clock.now += 500
+    keeper.tick()
+    assert service.batches == []
+    assert [found for found, _ in losses] == [kept]
+
+
+@pytest.mark.parametrize("supports_ttl", [True, False])
+def test_a_lock_that_does_not_run_out_by_itself_is_given_back_once_it_is_lost(
+    keeper, service, clock, lease, supports_ttl
+):
+    service.supports_ttl = supports_ttl
+    order = []
+    keeper._lost = lambda lease, why: order.append("lost")
+    service.release = lambda lease: order.append("released")
+    keeper.keep(lease(ttl=30, max_hold=5))
+    clock.now += 30
+    keeper.tick()
+    assert order == ["lost"] if supports_ttl else ["lost", "released"]
+
+
+def test_a_lock_that_can_not_be_given_back_disturbs_no_others(keeper, service, clock, lease):
+    def release(lease):
+        raise BackendUnavailable("no answer", alias="default")
+
+    service.supports_ttl, service.release = False, release
+    keeper.keep(lease(name="bounded", max_hold=5))
+    kept = lease(name="kept")
+    keeper.keep(kept)
+    drive(keeper, clock, clock.now + 40)
+    assert not kept.expired
+
+
+def test_what_the_holder_released_in_time_is_not_ended(keeper, service, clock, lease, losses):
+    service.supports_ttl = False
+    kept = lease(max_hold=5)
+    keeper.keep(kept)
+    keeper.drop(kept)
+    clock.now += 100
+    keeper.tick()
+    assert losses == service.released == []
+
+
+def test_a_session_that_died_after_max_hold_tells_why(keeper, service, clock, lease, losses):
+    kept = lease(ttl=30, max_hold=5)
+    keeper.keep(kept)
+    clock.now += 31
+    service.lost_hook([kept.owner])
+    assert "max_hold=5 s" in losses[0][1]
 
 
 def test_a_child_after_fork_keeps_nothing(keeper, lease):

@@ -664,6 +664,33 @@ class TestProcesses:
             request = request_for(name)
             assert lease_of(request, backend.wait(request, 5)).token == 2
 
+    def test_a_killed_process_whose_child_has_the_session_open_is_evicted(
+        self, postgres: Postgres, backend: PostgresBackend, name: str
+    ) -> None:
+        code = f"""
+            lease = take(backend, {name!r})
+            take(backend, {name + ":other"!r})
+            pid = os.fork() or time.sleep(60) or os._exit(0)
+            say(f"{{pid}} {{lease.owner}}")
+            sys.stdin.read()
+        """
+        with child(code) as process:
+            grandchild, owner = said(process).split()
+            process.kill()
+            process.wait()
+            try:
+                time.sleep(0.1)
+                assert backend.acquire(request_for(name)) is None
+                assert backend.evict(name, owner)
+                successor = take(backend, name)
+                assert successor.token == 2
+                # It was the dead process's whole session.
+                assert take(backend, f"{name}:other").token == 2
+                assert not backend.evict(name, owner)
+                assert backend.verify(successor)
+            finally:
+                os.kill(int(grandchild), signal.SIGKILL)
+
     def test_greenlets_share_the_session_and_a_killed_one_leaves_no_lock(
         self, postgres: Postgres, backend: PostgresBackend, name: str
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,12 @@ from ..exceptions import AliasConflict, BackendUnavailable
 from ..findings import Finding
 from ..lease import Lease
 from ..owners import Holder, Owner
+from ..processes import Process, is_gone
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+
+logger = logging.getLogger(__name__)
 
 
 class Cancel:
@@ -101,6 +105,8 @@ class Backend(ABC):
     supports_waiting = False
     #: A lease runs out by itself when it isn't renewed; else the lock lives as long as a session.
     supports_ttl = True
+    #: It keeps others out. Only what switches locks off for a test doesn't.
+    excludes = True
     #: Keys of OPTIONS that the backend knows.
     option_names: frozenset[str] = frozenset()
 
@@ -132,6 +138,35 @@ class Backend(ABC):
     @abstractmethod
     def release(self, lease: Lease) -> bool:
         """Give the lock back; False if this owner no longer had it. Never touches another's."""
+
+    @abstractmethod
+    def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:
+        """
+        Free the lock of an owner whose process is gone; False if he didn't have it.
+
+        Never touches another's lock. Wakes who waits, as a release does. `fenced` tells whether
+        there may be a row of the registry to clear as well.
+        """
+
+    def evict_if_gone(
+        self, name: str, owner: str, process: Process, *, fenced: bool = True
+    ) -> bool:
+        """
+        Free a lock that is in the way if its holder's process is gone; whether that was done.
+
+        For a backend to call that read who has the lock as it was refused.
+        """
+        if not is_gone(process.boot_id, process.pid_namespace, process.pid, process.started):
+            return False
+        if not self.evict(name, owner, fenced=fenced):
+            return False
+        logger.warning(
+            "Freed lock %r (alias %r): its holder, process %d of this machine, is gone",
+            name,
+            self.config.alias,
+            process.pid,
+        )
+        return True
 
     @abstractmethod
     def holder(self, name: str) -> Holder | None:

@@ -11,7 +11,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig, Problem, seconds
 from ..exceptions import BackendUnavailable, TransactionInTheWay
-from ..fences import Entry, Ledger, Row, ledger_for
+from ..fences import Entry, HeldBy, Ledger, Row, ledger_for
 from ..lease import Lease, clock
 from ..owners import Holder
 from ..sessions import sessions
@@ -75,16 +75,24 @@ class DatabaseBackend(Backend):
             fenced=request.fenced,
         )
         try:
-            taken, token = self._run(
-                lambda ledger, used: ledger.claim(used, entry), request.connection, patience
-            )
+            claim = partial(self._run, lambda ledger, used: ledger.claim(used, entry))
+            taken, token = claim(request.connection, patience)
+            if not taken and self._evict_dead(request):
+                since = clock()
+                taken, token = claim(request.connection, patience)
         except Error as exc:
             self._refused(request, exc)
             return None
-        if not taken:
-            self._refuse_conflict(request)
-            return None
-        return Grant(token, since, handle=request.connection)
+        return Grant(token, since, handle=request.connection) if taken else None
+
+    def _evict_dead(self, request: Request) -> bool:
+        """Look who is in the way, and free the lock if his process is gone."""
+        row = self._look(request.name)
+        if row is None:
+            return False
+        if row.conflicts_with(self.config.alias, self.label):
+            raise self.conflict(request, row.alias, row.backend, row.holder())
+        return self.evict_if_gone(request.name, row.owner, row.process)
 
     def is_free(self, name: str) -> bool:
         try:
@@ -93,7 +101,8 @@ class DatabaseBackend(Backend):
             if isinstance(exc.__cause__, Error) and self._ledger.is_row_locked(exc.__cause__):
                 return True  # Nobody can look, and a try has its own time-out.
             raise
-        return row is None or not row.live
+        # Whoever waits sees the row again and again, and so the death of its owner.
+        return row is None or not row.live or self.evict_if_gone(name, row.owner, row.process)
 
     def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
         # Nobody can see, let alone take, what is recorded in a test's own transaction.
@@ -126,6 +135,19 @@ class DatabaseBackend(Backend):
         except Error as exc:
             raise self.unavailable("release", exc, lease.name) from exc
         return cleared == 1
+
+    def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:
+        lent = lent_by_test(self.config.fence_database)
+        try:
+            cleared = self._run(
+                lambda ledger, used: ledger.clear(used, [HeldBy(name, owner)]), lent, BRIEFLY
+            )
+            return cleared == 1
+        except Error as exc:
+            if self._ledger.is_row_locked(exc):
+                # Somebody else is just taking it over.
+                return False
+            raise self.unavailable("eviction", exc, name) from exc
 
     def holder(self, name: str) -> Holder | None:
         row = self._look(name, LOOKING)
@@ -187,11 +209,6 @@ class DatabaseBackend(Backend):
             return self._run(lambda ledger, used: ledger.look(used, name), lent, patience)
         except Error as exc:
             raise self.unavailable("look", exc, name) from exc
-
-    def _refuse_conflict(self, request: Request) -> None:
-        row = self._look(request.name)
-        if row is not None and row.conflicts_with(self.config.alias, self.label):
-            raise self.conflict(request, row.alias, row.backend, row.holder())
 
     def _refused(self, request: Request, error: Error) -> None:
         """Return if `error` says no more than that somebody else holds a row."""

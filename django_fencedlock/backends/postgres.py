@@ -16,6 +16,7 @@ from ..exceptions import BackendUnavailable
 from ..fences import Row, ledger_for
 from ..lease import Lease
 from ..owners import Holder
+from ..sessions import sessions
 from .base import Renewal, is_table_missing
 
 try:
@@ -28,6 +29,7 @@ except ImportError as exc:
 
 from . import postgres_statements as sql
 from .postgres_home import Hold
+from .postgres_hung import end_orphan
 from .postgres_probe import probe
 from .postgres_sessions import read_application_name
 from .postgres_taking import TIMEOUT, TakesSessionLocks
@@ -109,6 +111,18 @@ class PostgresBackend(TakesSessionLocks):
             with contextlib.suppress(Error):
                 ledger_for(hold.lent).clear(hold.lent, [lease])
         return self._ask("release", partial(self._release, hold), lease.name)
+
+    def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:
+        # An unfenced lock has no row, and ends with its session alone.
+        if not fenced:
+            return False
+        try:
+            # Not asked of the session for locks: this process may hold none, now or ever.
+            return sessions(self.config.fence_database, self._timeout).run(
+                lambda private: end_orphan(private, name, owner)
+            )
+        except Error as exc:
+            raise self.unavailable("eviction", exc, name) from exc
 
     # Looking
 

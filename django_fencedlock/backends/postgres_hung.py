@@ -1,14 +1,21 @@
-"""Holders that are connected and do nothing: their locks would last as long as their sessions."""
+"""Holders that hang, or are gone and their sessions aren't: their locks would last as long."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from ..lease import clock
 from . import postgres_statements as sql
 from .postgres_sessions import Session
 
 logger = logging.getLogger(__name__)
+
+#: Seconds that the server may take to end a session whose client is gone.
+ENDS_WITHIN = 0.25
 
 #: Sessions that were complained of already.
 _told: set[int] = set()
@@ -32,6 +39,29 @@ def end_hung_holders(session: Session, names: Sequence[str]) -> bool:
     if not ended:
         _tell_of_hidden(session, overdue)
     return bool(ended)
+
+
+def end_orphan(connection: BaseDatabaseWrapper, name: str, owner: str) -> bool:
+    """
+    Clear the row of a holder whose process is gone, once his session is; whether there was one.
+
+    The server ends the session by itself, within milliseconds, unless somebody inherited it.
+    """
+    given = {"name": name, "owner": owner}
+    with connection.cursor() as cursor:
+        for end in (False, True):
+            if end:
+                cursor.execute(sql.END_ORPHAN, given)
+                if cursor.fetchall():
+                    logger.warning("Ended the session of lock %r, whose process is gone", name)
+            until = clock() + ENDS_WITHIN
+            while clock() < until:
+                cursor.execute(sql.EVICT, given)
+                session, cleared = cursor.fetchone()
+                if session is None:
+                    return bool(cleared)
+                time.sleep(0.005)
+    return False
 
 
 def _tell_of_hidden(session: Session, overdue: Sequence[str]) -> None:

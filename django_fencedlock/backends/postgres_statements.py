@@ -73,6 +73,30 @@ SELECT pg_advisory_unlock(%(key)s::bigint)
 
 CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s RETURNING true"
 
+# For a holder whose process is gone. Its session ends with it, and has to go before the row does,
+# by which the session is known.
+# Returns: the session that still has the key, or NULL; whether the row was deleted.
+EVICT = f"""
+WITH {LOCKS},
+k AS MATERIALIZED (
+    SELECT h.session_pid FROM {HELD} h
+    JOIN locks k ON k.pid = h.session_pid AND k.key = h.session_key
+    WHERE h.name = %(name)s AND h.owner = %(owner)s),
+d AS (
+    DELETE FROM {HELD} h WHERE h.name = %(name)s AND h.owner = %(owner)s
+    AND NOT EXISTS (SELECT 1 FROM k) RETURNING h.name)
+SELECT (SELECT k.session_pid FROM k), EXISTS (SELECT 1 FROM d)
+"""
+
+#: End the session of a holder whose process is gone: a child that it forked keeps it open.
+END_ORPHAN = f"""
+WITH {LOCKS}
+SELECT pg_terminate_backend(a.pid) FROM {HELD} h
+JOIN locks k ON k.pid = h.session_pid AND k.key = h.session_key
+JOIN pg_stat_activity a ON a.pid = h.session_pid AND a.backend_start = h.session_started
+WHERE h.name = %(name)s AND h.owner = %(owner)s
+"""
+
 #: Renew one row, right after a wait; no row if it is somebody else's by now.
 EXTEND = f"""
 WITH {LAZY_LIMITS}

@@ -16,7 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from .. import logs
 from ..conf import AliasConfig, Problem, seconds
 from ..exceptions import TransactionInTheWay
-from ..fences import Entry, Ledger, Row, ledger_for
+from ..fences import Entry, Held, HeldBy, Ledger, Row, ledger_for
 from ..findings import Finding
 from ..lease import Lease, clock
 from ..owners import Holder, Owner
@@ -24,7 +24,7 @@ from ..sessions import sessions
 from . import redis_client, redis_health
 from .base import Backend, Grant, Renewal, Request
 from .redis_client import RedisError
-from .redis_store import Held, InLine, Store
+from .redis_store import InLine, Store, Told
 
 T = TypeVar("T")
 Work = Callable[[Ledger, BaseDatabaseWrapper], T]
@@ -78,7 +78,7 @@ class RedisBackend(Backend):
         super().__init__(config)
         self._timeout = seconds(config.options.get("TIMEOUT", redis_client.TIMEOUT), "TIMEOUT")
         self._store = Store(config, self._timeout)
-        self._pending: deque[Lease] = deque(maxlen=MOST_PENDING)
+        self._pending: deque[Held] = deque(maxlen=MOST_PENDING)
 
     # Acquiring
 
@@ -86,7 +86,16 @@ class RedisBackend(Backend):
         since = clock()
         with self._given_back_on_error(request):
             answer = self._store.claim(request)
+            if isinstance(answer, InLine) and self._evict_dead(request, answer):
+                since = clock()
+                answer = self._store.claim(request)
             return None if isinstance(answer, InLine) else self._granted(request, answer, since)
+
+    def _evict_dead(self, request: Request, refused: InLine) -> bool:
+        """Free the lock if the process is gone of him who was in the way."""
+        held = refused.held
+        fenced = bool(held.token)
+        return self.evict_if_gone(request.name, held.owner, held.process, fenced=fenced)
 
     def wait(self, request: Request, timeout: float) -> Grant | None:
         deadline = clock() + timeout
@@ -96,7 +105,9 @@ class RedisBackend(Backend):
                 since = clock()
                 answer = self._store.claim(request, arrival)
                 if isinstance(answer, InLine):
-                    pause, arrival = answer
+                    pause, arrival = answer.pause, answer.arrival
+                    if self._evict_dead(request, answer):
+                        continue
                 elif grant := self._granted(request, answer, since):
                     return grant
                 else:
@@ -125,7 +136,7 @@ class RedisBackend(Backend):
 
     def _give_back(self, request: Request) -> None:
         try:
-            self._store.give_back(request)
+            self._store.give_back(request.name, request.owner.id)
         except RedisError:
             logger.warning(
                 "Lock %r is left to run out",
@@ -306,6 +317,13 @@ class RedisBackend(Backend):
             # The test's transaction is broken, and takes the row along.
             logger.debug("The row of lock %r wasn't cleared", lease.name, exc_info=True)
 
+    def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:
+        with self._asked("eviction", name):
+            had = self._store.give_back(name, owner)
+        if fenced:
+            self._pending.append(HeldBy(name, owner))
+        return had
+
     def tidy(self) -> None:
         self._clear_rows()
         self._store.close_idle_mailboxes()
@@ -340,21 +358,22 @@ class RedisBackend(Backend):
     def holders(self, names: Sequence[str]) -> dict[str, Holder | None]:
         with self._asked("look"):
             found = self._store.held_by(names)
-        return {name: self._holder(held) for name, held in found.items()}
+        return {name: self._holder(told) for name, told in found.items()}
 
     def waiting(self, names: Sequence[str]) -> dict[str, int]:
         with self._asked("look"):
             return self._store.waiting(names)
 
-    def _holder(self, held: Held | None) -> Holder | None:
-        if held is None:
+    def _holder(self, told: Told | None) -> Holder | None:
+        if told is None:
             return None
+        found, milliseconds = told
         return Holder(
-            owner=held.owner,
-            words=held.words,
+            owner=found.owner,
+            words=found.words,
             alias=self.config.alias,
-            token=held.token or None,
-            expires_at=datetime.now(UTC) + timedelta(milliseconds=max(0, held.milliseconds)),
+            token=found.token or None,
+            expires_at=datetime.now(UTC) + timedelta(milliseconds=max(0, milliseconds)),
         )
 
     def close(self) -> None:

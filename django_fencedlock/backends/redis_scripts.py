@@ -3,7 +3,8 @@ The Lua scripts of the Redis backend.
 
 Each works on the four keys of one lock, which share a hash tag and so a slot of a cluster:
 
-    KEYS[1]  lock    "owner:token:words for people", with the lease's ttl
+    KEYS[1]  lock    "owner:token:words", with the lease's ttl; the words tell the owner's process,
+                     and people who he is
     KEYS[2]  seq     "last token:owner who drew it": a repeated request gets the same number
     KEYS[3]  queue   sorted set of waiting owners by arrival, in microseconds of the server's clock
     KEYS[4]  alive   sorted set of waiting owners by when their last sign of life wears out
@@ -145,8 +146,9 @@ def _batch(
 
 
 # ARGV     owner, ttl in ms, words, 1 if fenced; to wait as well: arrival, as told before, or 0
-# returns  the token, 0 if unfenced; or if refused {ms until the lock's end, arrival, handed}, where
-#          handed is {} or {owner, token, ms since his last sign of life} of whom it was handed to
+# returns  the token, 0 if unfenced; or if refused {ms until the lock's end, arrival, handed, held},
+#          where handed is {} or {owner, token, ms since his last sign of life} of whom it was
+#          handed to, and held is what the lock said before
 # The first part is all there is to an uncontended lock; it comes before any function is made. A
 # newcomer doesn't take a free lock from those in the queue, but hands it to the first of them.
 ACQUIRE = Script(f"""
@@ -188,7 +190,7 @@ if not held then
   end
   handed = hand_to(owner, alive)
 end
-return {{redis.call('PTTL', KEYS[1]), arrival or '0', handed}}
+return {{redis.call('PTTL', KEYS[1]), arrival or '0', handed, held or ''}}
 """)
 
 # A lease that ran out was the owner's to the end if nobody came since, as for RENEW.

@@ -14,6 +14,7 @@ from .. import threads
 from ..conf import AliasConfig
 from ..lease import Lease
 from ..owners import Owner
+from ..processes import Process
 from . import redis_client
 from .base import Request
 from .redis_client import Client, Mailbox, Mailboxes, RedisError
@@ -43,20 +44,42 @@ class Keys(NamedTuple):
         return f"{self.queue}:{owner.id}"
 
 
-class InLine(NamedTuple):
-    """A refused owner's place: how long to sleep at most, and when he came, for the next try."""
-
-    pause: float
-    arrival: str
-
-
 class Held(NamedTuple):
     """What the key of a lock says."""
 
-    owner: str
-    token: int
-    words: str
-    milliseconds: int
+    owner: str = ""
+    token: int = 0
+    process: Process = Process()
+    words: str = ""
+
+    @classmethod
+    def read(cls, value: bytes | str | None) -> Held:
+        """What a value says; of one that isn't ours, nothing."""
+        owner, token, told = [*_text(value).split(":", 2), "", ""][:3]
+        if not token.isdigit():
+            return cls()
+        # He whom it was handed to tells nothing until he has claimed it.
+        place, mark, words = told.partition(_AFTER_PLACE)
+        return cls(owner, int(token), Process.read(place), words if mark else told)
+
+
+_AFTER_PLACE = " = "
+
+
+#: Who has a lock, and for how many milliseconds.
+Told = tuple[Held, int]
+
+
+class InLine(NamedTuple):
+    """
+    A refused owner's place: how long to sleep at most, and when he came, for the next try.
+
+    And who had the lock, as far as it is known.
+    """
+
+    pause: float
+    arrival: str
+    held: Held
 
 
 class _Link:
@@ -93,21 +116,23 @@ class Store:
         answer = ACQUIRE.run(self.client, keys, *_terms(request), *waits)
         if not isinstance(answer, list):
             return int(answer)
-        milliseconds, arrival, handed = answer
+        milliseconds, arrival, handed, held = answer
         self._recheck(keys, handed)
         # A key without an end is none of ours: somebody set it by hand.
         pause = BEAT if milliseconds < 0 else min(BEAT, milliseconds / 1000 + 0.002)
-        return InLine(pause, _text(arrival))
+        return InLine(pause, _text(arrival), Held.read(held))
 
     def leave(self, request: Request) -> int | None:
         """Leave the line; returns the token if the lock came at the last moment."""
         token = LEAVE.run(self.client, self._keys(request.name), *_terms(request))
         return None if token is None else int(token)
 
-    def give_back(self, request: Request) -> None:
-        """Hold nothing, and wait for nothing any more."""
-        keys = self._keys(request.name)
-        self._recheck(keys, RELEASE.run(self.client, keys, request.owner.id))
+    def give_back(self, name: str, owner: str) -> bool:
+        """Have `owner` hold nothing, and wait for nothing any more; whether he had the lock."""
+        keys = self._keys(name)
+        answer = RELEASE.run(self.client, keys, owner)
+        self._recheck(keys, answer)
+        return bool(answer != 0)
 
     def repair(self, request: Request, recorded: int) -> int | None:
         """Draw a token newer than `recorded`; None if the lock isn't this owner's any more."""
@@ -140,10 +165,11 @@ class Store:
     def is_free(self, name: str) -> bool:
         return not self.client.exists(self._keys(name).lock)
 
-    def held(self, name: str) -> Held | None:
+    def held(self, name: str) -> Told | None:
+        """Who has the lock, and for how many milliseconds."""
         return self.held_by([name])[name]
 
-    def held_by(self, names: Sequence[str]) -> dict[str, Held | None]:
+    def held_by(self, names: Sequence[str]) -> dict[str, Told | None]:
         """What the keys of many locks say, in one batch."""
         with self.client.pipeline(transaction=False) as pipeline:
             for name in names:
@@ -151,8 +177,11 @@ class Store:
                 pipeline.get(key)
                 pipeline.pttl(key)
             answers = pipeline.execute()
-        facts = zip(names, answers[::2], answers[1::2], strict=True)
-        return {name: _held(value, milliseconds) for name, value, milliseconds in facts}
+        held = map(Held.read, answers[::2])
+        return {
+            name: (each, milliseconds) if each.owner else None
+            for name, each, milliseconds in zip(names, held, answers[1::2], strict=True)
+        }
 
     def waiting(self, names: Sequence[str]) -> dict[str, int]:
         """The lengths of many lines, in one batch."""
@@ -233,16 +262,15 @@ def _hub() -> object:
 def _terms(request: Request) -> tuple[str, int, str, int]:
     """The arguments of the scripts that grant."""
     owner = request.owner
-    return owner.id, math.ceil(request.ttl * 1000), str(owner), int(request.fenced)
+    return owner.id, math.ceil(request.ttl * 1000), _words(owner), int(request.fenced)
 
 
 def _renewal(lease: Lease) -> tuple[str, int, str, int]:
-    return lease.owner, math.ceil(lease.ttl * 1000), str(lease.holder), _token(lease)
+    return lease.owner, math.ceil(lease.ttl * 1000), _words(lease.holder), _token(lease)
 
 
-def _held(value: bytes | str | None, milliseconds: int) -> Held | None:
-    owner, token, words = [*_text(value).split(":", 2), "", ""][:3]
-    return Held(owner, int(token), words, milliseconds) if token.isdigit() else None
+def _words(owner: Owner) -> str:
+    return f"{owner.process}{_AFTER_PLACE}{owner}"
 
 
 def _token(lease: Lease) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -16,6 +16,7 @@ from django.utils.dateparse import parse_datetime
 
 from ..lease import Lease
 from ..owners import Holder, Owner
+from ..processes import Process
 
 #: Milliseconds that a recording waits for a row that somebody else has locked.
 LOCK_WAIT = 250
@@ -95,13 +96,20 @@ class Row:
     owner: str
     token: int | None
     host: str
+    boot_id: str
+    pid_namespace: str
     pid: int
+    pid_started: int
     thread: str
     task_name: str
     task_id: str
     acquired_at: datetime
     expires_at: datetime
     live: bool
+
+    @property
+    def process(self) -> Process:
+        return Process(self.boot_id, self.pid_namespace, self.pid, self.pid_started)
 
     def holder(self) -> Holder:
         words = Owner(
@@ -119,6 +127,24 @@ class Row:
     def conflicts_with(self, alias: str, backend: str) -> bool:
         """Whether the name is live at another lock service."""
         return self.live and (self.alias, self.backend) != (alias, backend)
+
+
+class Held(Protocol):
+    """A name and who had its lock: a lease, or what is known of somebody else's."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def owner(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBy:
+    """Somebody else's."""
+
+    name: str
+    owner: str
 
 
 _READ = [each.name for each in fields(Row) if each.name not in ("token", "live")]
@@ -222,6 +248,19 @@ class Ledger(ABC):
             cursor.execute(f"SELECT {self.clock}", self.parameters(connection))
             return _time(cursor.fetchone()[0])
 
+    def left_by(
+        self, connection: BaseDatabaseWrapper, alias: str, process: Process
+    ) -> list[tuple[str, str]]:
+        """The names that a process holds or held through an alias, each with its owner."""
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"SELECT name, owner FROM {HELD} WHERE pid = %(pid)s AND alias = %(alias)s "
+                "AND pid_started = %(started)s AND boot_id = %(boot_id)s "
+                "AND pid_namespace = %(pid_namespace)s",
+                {"alias": alias, **asdict(process)},
+            )
+            return [(name, owner) for name, owner in cursor.fetchall()]
+
     def newest(self, connection: BaseDatabaseWrapper, name: str) -> tuple[int, str] | None:
         """The token and owner of the newest grant."""
         with connection.cursor() as cursor:
@@ -231,7 +270,7 @@ class Ledger(ABC):
             found = cursor.fetchone()
         return None if found is None else (found[0], found[1])
 
-    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> int:
+    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
         """Delete rows by their owners; returns how many there were."""
         with connection.cursor() as cursor:
             cleared = 0
@@ -279,7 +318,7 @@ def _time(value: Any) -> datetime:
 BATCH = 400
 
 
-def batches(leases: Sequence[Lease]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def batches(leases: Sequence[Held]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """
     Cut `leases` into (names, owners, parameters) for statements with two IN lists.
 

@@ -28,6 +28,7 @@ class NoService(Backend):
     """
 
     label = "off"
+    excludes = False
 
     def __init__(self, config: AliasConfig) -> None:
         super().__init__(config)
@@ -57,6 +58,9 @@ class NoService(Backend):
         held = self.verify(lease)
         self._gone.add(lease.owner)
         return held
+
+    def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:
+        return False
 
     def holder(self, name: str) -> Holder | None:
         return None

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...lease import Lease, current_lease
 from ...locks import lock
+from ...processes import Process, this_process
 from ..holders import PATIENCE, wait_until
 
 #: Seconds for a lease that isn't meant to run out.
@@ -26,11 +27,19 @@ def try_to_take(alias: str, name: str) -> bool:
 _held: dict[str, Lease] = {}
 
 
-def hold(alias: str, name: str, wait: float = 0.0, ttl: float = LONG) -> int:
-    lease = lock(name, ttl=ttl, backend=alias).acquire(blocking_timeout=wait)
+def hold(alias: str, name: str, wait: float = 0.0, ttl: float = LONG, fenced: bool = True) -> int:
+    lease = lock(name, ttl=ttl, backend=alias, fenced=fenced).acquire(blocking_timeout=wait)
     assert lease is not None, f"Lock {name!r} isn't free."
     _held[name] = lease
-    return lease.token
+    return lease.token if fenced else 0
+
+
+def held_by(name: str) -> str:
+    return _held[name].owner
+
+
+def who() -> Process:
+    return this_process()
 
 
 def let_go(name: str) -> bool:

@@ -11,7 +11,7 @@ from ... import signals
 from ...exceptions import (
     LeaseLost,
 )
-from ...lease import Lease
+from ...lease import Lease, clock
 from ..holders import AnotherProcess, AnotherThread, wait_until
 from . import acts
 from .acts import LONG
@@ -110,6 +110,37 @@ class LossContract(Contract):
         former.verify()
         with pytest.raises(LeaseLost):
             self.lock(name).acquire(blocking=False)
+
+    def test_a_lease_held_for_too_long_frees_its_lock_and_no_other(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        beside = self.take(f"{name}:beside", ttl=SHORT)
+        lease = self.take_bounded(name)
+        lease.renew()
+        wait_until(lambda: lease.lost, "the lease to be lost")
+        assert lease.renewed_until < clock()
+        successor = thread.call(self.take_when_free, name)
+        with pytest.raises(LeaseLost, match=r"held for longer than max_hold=0\.2 s"):
+            lease.check()
+        assert lease.release() is False
+        assert successor.verify()
+        assert beside.verify()
+
+    def test_a_lease_held_for_too_long_is_lost_by_asking_for_more(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        lease = self.take_bounded(name)
+        wait_until(lambda: lease.held_too_long, "max_hold to be over")
+        with pytest.raises(LeaseLost, match=r"held for longer than max_hold=0\.2 s"):
+            lease.renew(ttl=LONG)
+        assert lease.lost
+        assert thread.call(self.take_when_free, name).token == lease.token + 1
+
+    def take_bounded(self, name: str) -> Lease:
+        """Take a free lock whose lease is renewed for a fifth of a second."""
+        lease = self.service.acquire(name, ttl=SHORT, timeout=0, max_hold=0.2)
+        assert lease is not None
+        return lease
 
     def test_a_paused_process_is_overtaken_and_learns_it(
         self, name: str, process: AnotherProcess

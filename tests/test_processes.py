@@ -1,0 +1,192 @@
+"""Whether a process is gone: only when all of it is, and only if it is the one that is meant."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from django_fencedlock import processes
+from django_fencedlock.owners import new_owner
+from django_fencedlock.processes import PidFd, Process, this_process
+from tests.servers.process import wait_until
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no pidfd")
+
+NEXT_PID = Path("/proc/sys/kernel/ns_last_pid")
+# Its main thread ends, and another one goes on until it is killed.
+WITHOUT_MAIN_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+def is_gone(process):
+    return processes.is_gone(process.boot_id, process.pid_namespace, process.pid, process.started)
+
+
+def start_of(pid):
+    return processes._start_time(str(pid))
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.fixture
+def child():
+    with start("import time; time.sleep(60)") as started:
+        yield started
+
+
+@contextlib.contextmanager
+def start(code):
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def identity(child):
+    return replace(this_process(), pid=child.pid, started=start_of(child.pid))
+
+
+class TestIsGone:
+    def test_this_process_is_not(self):
+        assert is_gone(this_process()) is False
+
+    def test_a_living_child_is_not(self, child):
+        assert is_gone(identity(child)) is False
+
+    def test_nor_is_a_stopped_one(self, child):
+        who = identity(child)
+        child.send_signal(signal.SIGSTOP)
+        wait_until(lambda: state_of(child.pid) == "T", "the child to be stopped", 5)
+        assert is_gone(who) is False
+
+    def test_a_killed_child_is_before_its_parent_took_notice(self, child):
+        who = identity(child)
+        child.kill()
+        wait_until(lambda: state_of(child.pid) == "Z", "the child to be a zombie", 5)
+        os.kill(child.pid, 0)  # which says that it is there
+        assert is_gone(who) is True
+
+    def test_and_after_that(self, child):
+        who = identity(child)
+        child.kill()
+        child.wait()
+        assert is_gone(who) is True
+
+    def test_one_whose_other_threads_run_is_not(self):
+        with start(WITHOUT_MAIN_THREAD) as child:
+            who = identity(child)
+            wait_until(lambda: state_of(child.pid) == "Z", "the main thread to end", 10)
+            assert is_gone(who) is False
+            child.kill()
+            wait_until(lambda: is_gone(who), "the other threads to end", 5)
+
+    def test_one_whose_pid_somebody_else_has_by_now_is(self, child):
+        assert is_gone(replace(identity(child), started=start_of(child.pid) - 1)) is True
+
+    @pytest.mark.skipif(not os.access(NEXT_PID, os.W_OK), reason="only root may choose a pid")
+    def test_one_whose_pid_was_used_again_is(self):
+        with start("") as first:
+            former = identity(first)
+        for _ in range(50):
+            # The start of a process is known to a hundredth of a second.
+            time.sleep(0.02)
+            NEXT_PID.write_text(str(former.pid - 1))
+            with start("import time; time.sleep(60)") as second:
+                if second.pid == former.pid:
+                    assert is_gone(former) is True
+                    assert is_gone(identity(second)) is False
+                    return
+        pytest.skip("others got the pid, fifty times")
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"boot_id": "9d3f2c1e-0000-0000-0000-000000000000"},
+            {"pid_namespace": "pid:[1]"},
+            {"boot_id": ""},
+            {"pid_namespace": ""},
+            {"started": 0},
+            {"pid": 0},
+            {"pid": 2**40},
+        ],
+    )
+    def test_of_what_is_not_of_this_machine_nothing_is_known(self, child, other):
+        who = identity(child)
+        child.kill()
+        child.wait()
+        assert is_gone(replace(who, **other)) is None
+
+    def test_nothing_is_known_without_pidfd(self, child, monkeypatch):
+        monkeypatch.delattr(os, "pidfd_open")
+        assert is_gone(identity(child)) is None
+        assert is_gone(this_process()) is None
+
+    def test_nothing_is_known_where_it_is_refused(self, child, monkeypatch):
+        def refuse(pid):
+            raise PermissionError
+
+        who = identity(child)
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+        assert is_gone(who) is None
+
+    def test_a_process_that_is_hidden_is_gone_when_it_has_ended(self, child, monkeypatch):
+        who = identity(child)
+        monkeypatch.setattr(processes, "_start_time", lambda pid: None)
+        assert is_gone(who) is None
+        child.kill()
+        wait_until(lambda: state_of(child.pid) == "Z", "the child to be a zombie", 5)
+        assert is_gone(who) is True
+
+
+class TestThisProcess:
+    def test_it_is_known(self):
+        here = this_process()
+        assert here.pid == os.getpid()
+        assert here.started == start_of(here.pid)
+        assert here.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        assert here.pid_namespace == os.readlink("/proc/self/ns/pid")
+
+    def test_owners_tell_it(self):
+        assert new_owner().process == this_process()
+
+    def test_it_has_no_start_by_the_processes_of_another_namespace(self, monkeypatch):
+        monkeypatch.setattr(processes, "_link", lambda path: "17")
+        processes._of_pid.cache_clear()
+        try:
+            assert this_process().started == 0
+        finally:
+            processes._of_pid.cache_clear()
+
+    def test_it_is_another_one_in_another_time_namespace(self, monkeypatch):
+        links = {"/proc/self/ns/pid": "pid:[1]", "/proc/self/ns/time": "time:[2]"}
+        monkeypatch.setattr(processes, "_link", links.get)
+        assert processes._namespaces() == "pid:[1] time:[2]"
+
+    def test_it_can_be_written_and_read(self):
+        assert Process.read(str(this_process())) == this_process()
+
+    @pytest.mark.parametrize("text", ["", "web-3, pid 812", "a|b|c|d", "a|b|1|2|3", "a|b|1|"])
+    def test_of_any_other_text_nothing_is_known(self, text):
+        assert is_gone(Process.read(text)) is None
+
+
+def test_a_file_for_a_process_is_closed(child):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        is_gone(identity(child))
+    assert len(os.listdir("/proc/self/fd")) == before
+    with contextlib.closing(PidFd(child.pid)) as opened:
+        assert not opened.has_ended()
