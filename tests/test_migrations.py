@@ -9,7 +9,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.models import Delivery, Duty, Fence, HeldLock
 from tests import mirror
 
 ALIASES = [
@@ -50,7 +50,7 @@ def test_down_removes_the_tables_and_up_makes_the_same_again(migrated: str) -> N
     for name in mirror.names():
         _run(alias, files / f"{name}.up.sql")
     assert _schema(alias) == before
-    assert set(before) == {Fence._meta.db_table, HeldLock._meta.db_table}
+    assert set(before) == {model._meta.db_table for model in (Delivery, Duty, Fence, HeldLock)}
     Fence.objects.using(alias).create(name="x", token=1, owner="me")
 
 

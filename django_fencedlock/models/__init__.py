@@ -1,12 +1,14 @@
-"""The models: the two tables of the package, and what fences models of yours."""
+"""The models: the tables of the package, and what fences models of yours."""
 
 from .fenced import FencedModel
 from .fencing import Fencing
 from .querysets import FencedManager, FencedQuerySet
-from .tables import Fence, HeldLock
+from .tables import Delivery, Duty, Fence, HeldLock
 from .versioned import VersionedModel
 
 __all__ = [
+    "Delivery",
+    "Duty",
     "Fence",
     "FencedManager",
     "FencedModel",

@@ -1,4 +1,8 @@
-"""The two tables: `Fence`, the newest grant of each name, and `HeldLock`, the registry."""
+"""
+The tables: `Fence`, the newest grant of each name, and `HeldLock`, the registry.
+
+Beside them, for tasks alone, `Duty`, what is still to be run, and `Delivery`, what was begun.
+"""
 
 from __future__ import annotations
 
@@ -91,3 +95,70 @@ class HeldLock(models.Model):
 
     def __str__(self) -> str:
         return str(self.name)
+
+
+class Duty(models.Model):
+    """
+    What of a task's coalesced triggers is still to be run under a lock name.
+
+    There is a duty while ``wanted > done``: while no run that began after the newest trigger has
+    ended. What was only started isn't done, since its process may die.
+    """
+
+    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
+    # Tasks that share a lock don't do each other's work.
+    task_name = ExactCharField(_("task"), max_length=MAX_LENGTH)
+    alias = models.CharField(_("alias"), max_length=100)
+    owner = models.CharField(_("owner"), max_length=32, help_text=_("Who began the last run."))
+    wanted = models.BigIntegerField(_("wanted"), help_text=_("The number of the newest trigger."))
+    started = models.BigIntegerField(_("started"))
+    done = models.BigIntegerField(_("done"))
+    # The newest trigger's arguments, as they would be in its message.
+    content_type = models.CharField(max_length=100)
+    content_encoding = models.CharField(max_length=30)
+    body = models.TextField(_("arguments"))
+    options = models.TextField(help_text=_("What else its message had, as JSON."))
+    # Empty if it can't be told. Those who take from it look after the duty, and nobody else: they
+    # alone can run it, and others may even have another broker.
+    queue = ExactCharField(_("queue"), max_length=MAX_LENGTH)
+    tries = models.IntegerField(_("tries"), help_text=_("Runs that began it, and didn't end."))
+    rescues = models.IntegerField(help_text=_("Messages sent by the living since the last run."))
+    # When the living look after it: a duty is served then, and a row without one deleted. Null for
+    # what was given up.
+    due_at = models.DateTimeField(_("due"), null=True, db_index=True)
+    updated_at = models.DateTimeField(_("updated"))
+
+    class Meta:
+        verbose_name = _("duty")
+        verbose_name_plural = _("duties")
+        constraints = [
+            models.UniqueConstraint(fields=["name", "task_name"], name="fencedlock_duty_unique"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.task_name} under {self.name}"
+
+
+class Delivery(models.Model):
+    """
+    A message of a task that was begun, and how that ended.
+
+    Brokers deliver a message again while its first delivery still runs, or after its end.
+    """
+
+    nonce = ExactCharField(_("message"), max_length=36, primary_key=True)
+    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
+    owner = models.CharField(_("owner"), max_length=32)
+    task_id = models.CharField(_("task id"), max_length=100)
+    tries = models.IntegerField(_("deliveries"))
+    began_at = models.DateTimeField(_("began"))
+    finished_at = models.DateTimeField(_("finished"), null=True)
+    outcome = models.CharField(_("outcome"), max_length=10)
+    kept_until = models.DateTimeField(_("kept until"), db_index=True)
+
+    class Meta:
+        verbose_name = _("delivery")
+        verbose_name_plural = _("deliveries")
+
+    def __str__(self) -> str:
+        return f"{self.nonce} of {self.name}"

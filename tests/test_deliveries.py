@@ -1,0 +1,233 @@
+"""The record of messages, on each database."""
+
+import threading
+import uuid
+from dataclasses import replace
+
+import pytest
+from django.db import connections, transaction
+
+from django_fencedlock import conf, lock, sessions
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.fences.deliveries import Begun, Deliveries, Message
+from django_fencedlock.fences.records import BATCH
+from django_fencedlock.models import Delivery
+
+DAY = 86400.0
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
+
+
+@pytest.fixture(params=["default", "postgres", "mariadb"])
+def using(request, settings, monkeypatch):
+    monkeypatch.setattr(sessions, "under_test", lambda: False)
+    # SQLite serves those who wait for its file in no order.
+    options = {"TIMEOUT": 20}
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": request.param, "OPTIONS": options}}
+    yield request.param
+    sessions.close_all()
+
+
+@pytest.fixture
+def deliveries(using):
+    return Deliveries(conf.config())
+
+
+@pytest.fixture
+def rows(using):
+    return Delivery.objects.using(using)
+
+
+def message(nonce=None, **changes):
+    made = Message(nonce or uuid.uuid4().hex, "invoice:1", uuid.uuid4().hex, "task-1", DAY)
+    return replace(made, **changes)
+
+
+def another(first):
+    """Another delivery of the same message."""
+    return replace(first, owner=uuid.uuid4().hex)
+
+
+def test_a_message_that_nobody_began_is_the_first(deliveries, rows):
+    first = message()
+    assert deliveries.begin(first) == Begun(1, "")
+    row = rows.get()
+    assert (row.nonce, row.name, row.owner) == (first.nonce, "invoice:1", first.owner)
+    assert row.finished_at is None
+    assert (row.kept_until - row.began_at).total_seconds() == pytest.approx(DAY, abs=0.01)
+
+
+def test_a_message_whose_delivery_died_is_taken_over(deliveries):
+    first = message()
+    deliveries.begin(first)
+    second = another(first)
+    begun = deliveries.begin(second)
+    assert begun == Begun(2, "")
+    assert not begun.is_first
+    assert deliveries.newest(first.nonce, first.name) == (second.owner, "")
+
+
+def test_a_request_that_is_repeated_is_still_the_first(deliveries):
+    first = message()
+    deliveries.begin(first)
+    assert deliveries.begin(first).is_first
+
+
+def test_a_finished_message_stays_finished(deliveries, rows):
+    first = message()
+    deliveries.begin(first)
+    assert deliveries.finish(first, "success")
+    kept = rows.get().kept_until
+    for _ in range(2):
+        assert deliveries.begin(another(first)) == Begun(1, "success")
+    assert rows.get().kept_until == kept
+    assert rows.get().owner == first.owner
+    assert rows.get().finished_at is not None
+
+
+def test_only_the_newest_delivery_can_finish(deliveries, rows):
+    first = message()
+    deliveries.begin(first)
+    second = another(first)
+    deliveries.begin(second)
+    assert not deliveries.finish(first, "failure")
+    assert rows.get().outcome == ""
+    assert deliveries.finish(second, "success")
+    assert not deliveries.finish(second, "failure")
+    assert rows.get().outcome == "success"
+
+
+def test_of_deliveries_that_begin_at_once_no_two_are_the_first(deliveries, rows):
+    for _ in range(10):
+        first = message()
+        begun = at_once([lambda first=first: deliveries.begin(another(first))] * 6)
+        assert sum(each.is_first for each in begun) <= 1
+        assert rows.get(nonce=first.nonce).tries == 6
+
+
+def test_nobody_is_the_owner_of_an_unknown_message(deliveries):
+    assert deliveries.newest("unknown", "x") is None
+
+
+def test_nonces_differ_by_case_and_blanks(deliveries):
+    for nonce in ("a", "A", "a "):
+        assert deliveries.begin(message(nonce)).is_first
+
+
+@pytest.mark.parametrize("using", ["postgres", "mariadb"], indirect=True)
+def test_a_callers_transaction_that_is_rolled_back_undoes_nothing(using, deliveries, rows):
+    first = message()
+    with transaction.atomic(using=using):
+        deliveries.begin(first)
+        transaction.set_rollback(True, using=using)
+    assert rows.count() == 1
+
+
+class TestSweeping:
+    def test_deletes_what_was_kept_long_enough(self, deliveries, rows):
+        old, young, begun = message(kept=-1), message(), message(kept=-1)
+        for each in (old, young, begun):
+            deliveries.begin(each)
+        deliveries.finish(old, "success")
+        deliveries.finish(young, "success")
+        assert deliveries.sweep(5) == 2
+        assert rows.get().nonce == young.nonce
+
+    def test_spares_what_still_runs(self, deliveries, rows):
+        with lock("invoice:1") as lease:
+            running = message(owner=lease.owner, kept=-1)
+            deliveries.begin(running)
+            assert deliveries.sweep(5) == 0
+        assert deliveries.sweep(5) == 1
+
+    def test_does_a_bounded_number_at_a_time(self, deliveries, rows):
+        fill(deliveries, rows, 2 * BATCH + 10)
+        assert deliveries.sweep(1) == BATCH
+        assert deliveries.sweep(5) == BATCH + 10
+        assert rows.count() == 0
+
+    def test_can_leave_the_newest_alone(self, deliveries, rows):
+        kept = [message(kept=DAY + place) for place in range(20)]
+        for each in kept:
+            deliveries.begin(each)
+        assert deliveries.limit(20) is None
+        assert deliveries.sweep(5, until=deliveries.limit(15)) == 5
+        assert {row.nonce for row in rows.all()} == {each.nonce for each in kept[5:]}
+
+    def test_two_at_once_harm_nobody(self, deliveries, rows):
+        fill(deliveries, rows, 3 * BATCH)
+        at_once([lambda: deliveries.sweep(5)] * 3)
+        assert rows.count() == 0
+
+
+class TestCost:
+    @pytest.mark.parametrize("using", ["postgres"], indirect=True)
+    def test_one_statement_each_on_postgres(self, deliveries, postgres):
+        deliveries.begin(message())
+        first = message()
+        with postgres.statements() as seen:
+            deliveries.begin(first)
+        assert sum(seen.values()) == 1, seen
+        with postgres.statements() as seen:
+            deliveries.finish(first, "success")
+        assert sum(seen.values()) == 1, seen
+
+    @pytest.mark.parametrize("using", ["mariadb"], indirect=True)
+    def test_two_statements_and_one_on_mariadb(self, deliveries, mariadb):
+        deliveries.begin(message())
+        first = message()
+        with mariadb.statements() as seen:
+            deliveries.begin(first)
+        assert sum(seen.values()) == 2, seen
+        with mariadb.statements() as seen:
+            deliveries.finish(first, "success")
+        assert sum(seen.values()) == 1, seen
+
+
+def test_missing_tables_name_the_command_that_makes_them(make_alias, settings, tmp_path):
+    entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db.sqlite3")}
+    alias = make_alias(entry)
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": alias}}
+    with connections[alias].cursor() as cursor:
+        cursor.execute("DROP TABLE django_fencedlock_delivery")
+    with pytest.raises(BackendUnavailable, match="migrate django_fencedlock --database"):
+        Deliveries(conf.config()).begin(message())
+
+
+def fill(deliveries, rows, number):
+    deliveries.begin(message(kept=-1))
+    row = rows.get()
+    rows.bulk_create(
+        Delivery(
+            nonce=f"n{place}",
+            name=row.name,
+            owner="o",
+            task_id="t",
+            tries=1,
+            began_at=row.began_at,
+            outcome="success",
+            kept_until=row.kept_until,
+        )
+        for place in range(number - 1)
+    )
+
+
+def at_once(calls):
+    """Make the calls in threads that begin together; returns what they returned."""
+    start, answers, errors = threading.Barrier(len(calls)), [], []
+
+    def make(call):
+        start.wait()
+        try:
+            answers.append(call())
+        except Exception as exc:
+            errors.append(exc)
+        connections.close_all()
+
+    threads = [threading.Thread(target=make, args=[call]) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    return answers
