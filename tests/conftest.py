@@ -15,6 +15,7 @@ from tests.servers import (
     PgBouncer,
     Postgres,
     Proxy,
+    RabbitMQ,
     Redis,
     Server,
     ServerMissing,
@@ -25,6 +26,7 @@ from tests.servers import (
 
 _NOT_FOUND = "was not found on this machine"
 _alias_numbers = itertools.count(1)
+_app_numbers = itertools.count(1)
 
 
 def pytest_report_header() -> list[str]:
@@ -121,6 +123,14 @@ def pgbouncer() -> PgBouncer:
     return _optional(shared.pgbouncer)
 
 
+@pytest.fixture(scope="session")
+def rabbitmq() -> RabbitMQ:
+    """
+    Return the RabbitMQ that the tests share.
+    """
+    return _optional(shared.rabbitmq)
+
+
 @pytest.fixture
 def make_postgres(closing: Callable[[Server], Any]) -> Callable[..., Postgres]:
     """
@@ -168,6 +178,14 @@ def make_pgbouncer(closing: Callable[[Server], Any]) -> Callable[..., PgBouncer]
 
 
 @pytest.fixture
+def make_rabbitmq(closing: Callable[[Server], Any]) -> Callable[[], RabbitMQ]:
+    """
+    Start a RabbitMQ of the test's own, which it may kill.
+    """
+    return lambda: closing(RabbitMQ.launch(_optional(finding.rabbitmq)))
+
+
+@pytest.fixture
 def make_proxy(closing: Callable[[Proxy], Any]) -> Callable[[str, int], Proxy]:
     """
     Put a network that can fail in front of a host and port.
@@ -197,7 +215,7 @@ def make_alias(
         yield make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def child_environment(request: pytest.FixtureRequest) -> Callable[[], dict[str, str]]:
     """
     Return a function that returns the environment for a child process with these settings.
@@ -221,6 +239,21 @@ def child_environment(request: pytest.FixtureRequest) -> Callable[[], dict[str, 
         return {**os.environ, **variables}
 
     return environment
+
+
+@pytest.fixture
+def celery_app() -> Iterator[Any]:
+    """
+    Return an app of Celery of the test's own, in memory, which is the current one.
+    """
+    from celery import Celery, _state
+
+    before = _state._tls.current_app, _state.default_app
+    app = Celery(f"tests{next(_app_numbers)}", broker="memory://", backend="cache+memory://")
+    # The brokers of all apps in memory are one.
+    app.conf.task_default_queue = app.main
+    yield app
+    _state._tls.current_app, _state.default_app = before
 
 
 @pytest.fixture

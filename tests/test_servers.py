@@ -9,13 +9,14 @@ import threading
 import time
 from pathlib import Path
 
+import amqp
 import psycopg
 import pymysql
 import pytest
 import redis
 
 from tests.servers import Postgres, Redis, ServerNotOurs, shared, workspace
-from tests.servers.process import _processes, wait_until
+from tests.servers.process import _family, _processes, wait_until
 
 
 @pytest.fixture(params=["redis", "valkey"])
@@ -70,6 +71,19 @@ def is_cut(connection):
         return connection.recv(100) == b""
     except ConnectionResetError:
         return True
+
+
+def listening(pid):
+    """
+    Return the addresses, as /proc has them, that a process listens on.
+    """
+    sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]
+    ]
+    return [line[1][:-5] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
 
 
 def test_postgres_keeps_what_was_committed_before_it_was_killed(make_postgres):
@@ -287,6 +301,51 @@ def test_shared_pgbouncer_pools_the_shared_postgres(pgbouncer, postgres):
     with pgbouncer.connect() as connection:
         database = connection.execute("SHOW port").fetchone()
     assert database == (str(postgres.port),)
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_rabbitmq_keeps_persistent_messages(make_rabbitmq, end):
+    server = make_rabbitmq()
+    with server.connect() as connection:
+        channel = connection.channel()
+        channel.queue_declare("kept", durable=True, auto_delete=False)
+        message = amqp.Message("body", delivery_mode=2)
+        channel.basic_publish_confirm(message, routing_key="kept")
+    getattr(server, end)()
+    assert not server.answers()
+    server.start()
+    with server.connect() as connection:
+        assert connection.channel().basic_get("kept").body == "body"
+
+
+def test_paused_rabbitmq_hangs(make_rabbitmq):
+    server = make_rabbitmq()
+    server.pause()
+    with socket.create_connection((server.host, server.port)) as connection:
+        connection.sendall(b"AMQP\0\0\x09\x01")
+        assert is_silent(connection)
+        server.resume()
+        assert connection.recv(1) == b"\x01"
+
+
+def test_rabbitmq_listens_on_loopback_alone(make_rabbitmq):
+    server = make_rabbitmq()
+    addresses = [
+        address for pid in (server.process.pid, server._names.pid) for address in listening(pid)
+    ]
+    assert len(addresses) >= 3
+    assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
+
+
+def test_rabbitmq_leaves_no_process_and_nothing_at_home(make_rabbitmq):
+    cookie = Path("~/.erlang.cookie").expanduser()
+    before = cookie.exists()
+    server = make_rabbitmq()
+    pids = {*_family(server.process.pid), *_family(server._names.pid)}
+    assert len(pids) > 2
+    server.close()
+    assert not running(pids)
+    assert cookie.exists() == before
 
 
 def test_proxy_passes(echo):

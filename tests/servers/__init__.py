@@ -4,8 +4,8 @@ Real servers for the tests, on loopback, in temp directories, gone when the test
 ``shared`` has one of each for all tests of a process, started when first asked for. The classes
 start private ones, which a test may kill, pause and restart. ``Proxy`` is a network that fails.
 Programs come from the system, else from wheels (``finding``); FENCEDLOCK_TEST_POSTGRES_URL,
-_REDIS_URL, _VALKEY_URL and _MARIADB_URL name servers to use instead of the shared ones. What such
-a server holds may get deleted.
+_REDIS_URL, _VALKEY_URL, _MARIADB_URL and _RABBITMQ_URL name servers to use instead of the shared
+ones. What such a server holds may get deleted.
 """
 
 from .finding import ServerMissing
@@ -14,6 +14,7 @@ from .pgbouncer import PgBouncer
 from .postgres import Postgres
 from .process import stop_everything
 from .proxy import Proxy
+from .rabbitmq import RabbitMQ
 from .redis import Command, Redis
 from .server import Server, ServerNotOurs
 
@@ -23,6 +24,7 @@ __all__ = [
     "PgBouncer",
     "Postgres",
     "Proxy",
+    "RabbitMQ",
     "Redis",
     "Server",
     "ServerMissing",

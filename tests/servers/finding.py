@@ -132,12 +132,29 @@ def pgbouncer() -> Found:
     raise ServerMissing("PgBouncer", "apt-get install pgbouncer")
 
 
+@functools.cache
+def rabbitmq() -> Found:
+    """
+    Find a rabbitmq-server. There is no wheel.
+    """
+    for path in _system("rabbitmq-server", [Path("/usr/lib/rabbitmq/bin")]):
+        # Debian has a wrapper of the same name, which runs as root or as rabbitmq alone.
+        path = path.resolve()
+        if path.name == "rabbitmq-server" and path.with_name("rabbitmq-env").exists():
+            # Asked for its version, it would start.
+            names = [plugin.name for plugin in path.parents[1].glob("plugins/rabbit-*")]
+            version = names[0].partition("-")[2] if names else "unknown version"
+            return Found("rabbitmq", path, version, "the system")
+    raise ServerMissing("RabbitMQ", "apt-get install rabbitmq-server")
+
+
 FINDERS: dict[str, Callable[[], Found]] = {
     "postgres": postgres,
     "redis": redis,
     "valkey": valkey,
     "mariadb": mariadb,
     "pgbouncer": pgbouncer,
+    "rabbitmq": rabbitmq,
 }
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,9 @@ class Process:
         ready: Tells whether the server answers; asked repeatedly after the start.
         terminate: The signal for a clean stop.
         quit: The signal for a quick stop that loses nothing outside the server's own files.
+        environment: Variables that the server wants.
+        patience: How many seconds it may take to start.
+        ours: It runs as us, in our own directory, and not as the server user.
     """
 
     def __init__(
@@ -115,12 +118,18 @@ class Process:
         *,
         terminate: int = signal.SIGTERM,
         quit: int = signal.SIGKILL,  # noqa: A002
+        environment: Mapping[str, object] | None = None,
+        patience: float = 20,
+        ours: bool = False,
     ) -> None:
         self.log = directory / "server.log"
         self._command = [str(part) for part in command]
         self._ready = ready
         self._terminate = terminate
         self._quit = quit
+        self._environment = {name: str(value) for name, value in (environment or {}).items()}
+        self._patience = patience
+        self._ours = ours
         self._popen: subprocess.Popen[bytes] | None = None
 
     @property
@@ -141,18 +150,20 @@ class Process:
         Start the server and wait until it answers.
         """
         user = workspace.server_user()
-        ids = (str(os.getpid()), str(user.pw_uid), str(user.pw_gid))
+        uid, gid = (os.getuid(), os.getgid()) if self._ours else (user.pw_uid, user.pw_gid)
+        ids = (str(os.getpid()), str(uid), str(gid))
         with self.log.open("ab") as log:
             self._popen = _spawner.popen(
                 [sys.executable, "-I", "-S", str(_LAUNCHER), *ids, *self._command],
                 cwd="/",
-                env=clean_environment(),
+                env=clean_environment() | self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
         _started.append(self)
-        wait_until(self._answers, f"{self._command[0]} to answer; its log is {self.log}")
+        what = f"{self._command[0]} to answer; its log is {self.log}"
+        wait_until(self._answers, what, self._patience)
 
     def kill(self) -> None:
         """

@@ -12,6 +12,7 @@ from .finding import ServerMissing
 from .mariadb import MariaDB
 from .pgbouncer import PgBouncer
 from .postgres import Postgres
+from .rabbitmq import RabbitMQ
 from .redis import Redis
 from .server import Server
 
@@ -88,6 +89,13 @@ def pgbouncer() -> PgBouncer:
     """
     found = finding.pgbouncer()
     return _shared("pgbouncer", None, lambda: PgBouncer.launch(found, postgres()))
+
+
+def rabbitmq() -> RabbitMQ:
+    """
+    Return the shared RabbitMQ.
+    """
+    return _shared("rabbitmq", RabbitMQ, lambda: RabbitMQ.launch(finding.rabbitmq()))
 
 
 def _shared(name: str, at: Callable[[str], Any] | None, launch: Callable[[], Any]) -> Any:

@@ -1,0 +1,205 @@
+"""
+The tasks of the workers, plain and single.
+
+``task("skip")`` is the one under ``@single_instance("{key}", on_conflict="skip")``, with its lock
+on the alias ``default``; ``task("skip", "redis")`` has it on the alias ``redis``.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from celery import Task, shared_task
+from celery.exceptions import Ignore, Reject
+
+from django_fencedlock import current_lease
+from django_fencedlock.celery import single_instance
+from django_fencedlock.exceptions import BackendUnavailable
+from tests.models import Invoice
+
+from .journal import Journal
+
+#: The aliases in FENCEDLOCK of the workers: see tests/acceptance/conftest.py.
+ALIASES = ["default", "rows", "sessions", "redis", "unfenced"]
+
+_tasks: dict[tuple[str, str], Any] = {}
+
+
+class Mishap(Exception):
+    """
+    What a body raises that was told to.
+    """
+
+
+def task(kind: str, alias: str = "default") -> Any:
+    """
+    Return a task.
+    """
+    return _tasks[kind, alias]
+
+
+def run(
+    self: Any,
+    key: str,
+    value: Any = None,
+    *,
+    gate: bool = False,
+    seconds: float = 0.0,
+    grind: int = 0,
+    outcome: str = "return",
+) -> Any:
+    """
+    Do as told, and write down when that begins and ends.
+
+    Args:
+        key: Which spans of the journal are this call's; names the lock.
+        value: What is returned.
+        gate: Wait until the test opens the gate of the key.
+        seconds: Sleep for so long.
+        grind: Compute so many rounds in one call of C, in which no signal is seen.
+        outcome: return, raise, retry, ignore, reject or exit; "raise, return" has one per attempt.
+    """
+    journal = Journal()
+    # Not the context's: a lease of another name is none of ours.
+    lease = current_lease()
+    attempts = outcome.split(", ")
+    what = attempts[min(self.request.retries, len(attempts) - 1)]
+    facts = {
+        "task": self.name,
+        "id": self.request.id,
+        "value": value,
+        "retries": self.request.retries,
+        "redelivered": bool((self.request.delivery_info or {}).get("redelivered")),
+        "eager": bool(self.request.is_eager),
+        "token": lease.token if lease is not None and lease.fenced else None,
+        "lock": lease.name if lease is not None else None,
+    }
+    with journal.body(key, **facts):
+        if gate:
+            journal.wait_at_gate(key)
+        time.sleep(seconds)
+        if grind:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", grind)
+        return _end(self, what, value)
+
+
+def _end(self: Any, outcome: str, value: Any) -> Any:
+    if outcome == "return":
+        return value
+    if outcome == "raise":
+        raise Mishap(value)
+    if outcome == "retry":
+        raise self.retry(countdown=0.1, max_retries=3)
+    if outcome == "ignore":
+        raise Ignore
+    if outcome == "reject":
+        raise Reject("told to", requeue=False)
+    if outcome == "exit":
+        raise SystemExit(1)
+    raise ValueError(outcome)
+
+
+def _define(kind: str, alias: str = "default", **options: Any) -> Callable[[Any], Any]:
+    def define(function: Any) -> Any:
+        name = f"tests.{kind}" if alias == "default" else f"tests.{kind}.{alias}"
+        made = shared_task(name=name, bind=True, **options)(function)
+        _tasks[kind, alias] = made
+        return made
+
+    return define
+
+
+def _policies(alias: str) -> None:
+    fenced = alias != "unfenced"
+    terms: dict[str, Any] = {"backend": "redis" if alias == "unfenced" else alias, "fenced": fenced}
+    for policy in ("skip", "raise"):
+        _define(policy, alias)(single_instance("{key}", on_conflict=policy, **terms)(run))
+    _define("wait", alias)(
+        single_instance("{key}", on_conflict="wait", wait_timeout=20, **terms)(run)
+    )
+    _define("retry", alias)(
+        single_instance("{key}", on_conflict="retry", retry_countdown=0.3, **terms)(run)
+    )
+    if fenced:
+        _define("coalesce", alias)(single_instance("{key}", on_conflict="coalesce", **terms)(run))
+    # The ttl is longer than a test: whoever gets the lock didn't wait for it to run out.
+    late = {"acks_late": True, "reject_on_worker_lost": True}
+    _define("late", alias, **late)(
+        single_instance("{key}", on_conflict="wait", wait_timeout=20, **terms)(run)
+    )
+    _define("late_skip", alias, **late)(single_instance("{key}", **terms)(run))
+    if fenced:
+        _define("late_coalesce", alias, **late)(
+            single_instance("{key}", on_conflict="coalesce", ttl=2, **terms)(run)
+        )
+
+
+for _alias in ALIASES:
+    _policies(_alias)
+
+_define("plain")(run)
+_define("plain_late", acks_late=True)(run)
+_define("autoretry", autoretry_for=(Mishap,), max_retries=2, default_retry_delay=0.1)(
+    single_instance("{key}", on_conflict="raise")(run)
+)
+_define("limited", rate_limit="5/s")(single_instance("{key}")(run))
+_define("soft", soft_time_limit=1)(single_instance("{key}")(run))
+_define("hard", time_limit=1)(single_instance("{key}")(run))
+_define("short", acks_late=True)(single_instance("{key}", ttl=2)(run))
+_define("any_delivery", acks_late=True)(single_instance("{key}", redelivery="run")(run))
+_define("by_id")(
+    single_instance(lambda task, arguments: f"{arguments['key']}-{task.request.id}")(run)
+)
+_define("abort")(single_instance("{key}", ttl=1.5, on_lost="abort")(run))
+_define("max_hold")(single_instance("{key}", ttl=1, max_hold=1, on_lost="abort")(run))
+_define("skip", "down")(single_instance("{key}", backend="down")(run))
+_define("run", "down")(
+    single_instance("{key}", backend="down", fenced=False, on_backend_error="run")(run)
+)
+_define(
+    "autoretry", "down", autoretry_for=(BackendUnavailable,), max_retries=1, default_retry_delay=0.1
+)(single_instance("{key}", backend="down")(run))
+
+
+@_define("unnamed")
+@single_instance
+def unnamed(self: Any, key: str, value: Any = None, *, gate: bool = False) -> Any:
+    """
+    Has a lock for each set of arguments.
+    """
+    return run(self, key, value, gate=gate)
+
+
+@_define("pair")
+@single_instance("{key}")
+def pair(self: Task, key: str, first: int, second: int = 0) -> int:
+    """
+    Takes what starmap gives.
+    """
+    with Journal().body(key):
+        return first + second
+
+
+@_define("total")
+@single_instance("{key}-total")
+def total(self: Task, results: Any, key: str) -> Any:
+    """
+    The body of a chord.
+    """
+    with Journal().body(f"{key}-total"):
+        return results
+
+
+@_define("pay")
+@single_instance(Invoice, pk="invoice_id")
+def pay(self: Task, invoice_id: int, amount: int) -> int:
+    """
+    Write a fenced row under the task's own lock.
+    """
+    invoice = Invoice.objects.get(pk=invoice_id)
+    invoice.amount += amount
+    invoice.save()
+    lease = current_lease()
+    assert lease is not None
+    return lease.token

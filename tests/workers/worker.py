@@ -1,0 +1,199 @@
+"""
+A Celery worker, or beat, in a process of its own.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tests.servers import workspace
+from tests.servers.process import Process, _alive, _family, _processes, wait_until
+
+from . import app as celery_app
+from .broker import Broker
+from .journal import VARIABLE as JOURNAL
+from .journal import Journal
+
+# Looking for other workers costs a second.
+_QUICK = ["--without-mingle", "--without-gossip", "--without-heartbeat"]
+
+
+class _Celery:
+    """
+    A program of Celery's.
+    """
+
+    def __init__(
+        self,
+        arguments: list[object],
+        broker: Broker,
+        journal: Journal,
+        environment: Mapping[str, str],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.broker = broker
+        self.journal = journal
+        self.directory = workspace.new_directory("celery")
+        ready = self.directory / "ready"
+        command = [sys.executable, "-m", "celery", "-A", "tests.workers.app", *arguments]
+        variables = {
+            celery_app.VARIABLE: json.dumps(settings),
+            celery_app.READY: ready,
+            JOURNAL: journal.path,
+        }
+        # Cut off at the first start that fails: nobody would look at it longer.
+        self.process = Process(
+            command,
+            self.directory,
+            lambda process: ready.exists(),
+            environment={**environment, **variables},
+            patience=30,
+            ours=True,
+        )
+        self._ready = ready
+        self._seen = 0
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def start(self) -> None:
+        """
+        Start the program, and wait until it says that it is ready.
+        """
+        self._ready.unlink(missing_ok=True)
+        self.process.start()
+
+    def kill(self) -> None:
+        """
+        End it and its children as SIGKILL does, all at once.
+        """
+        self.process.kill()
+
+    def pause(self) -> None:
+        """
+        Stop it and its children, as SIGSTOP does.
+        """
+        self.process.pause()
+
+    def resume(self) -> None:
+        """
+        Let it and its children go on.
+        """
+        self.process.resume()
+
+    def send(self, number: int) -> None:
+        """
+        Send a signal to the main process.
+        """
+        os.kill(self.pid, number)
+
+    def wait_for_end(self, timeout: float = 20) -> None:
+        """
+        Wait until the main process has ended by itself, and with it its children.
+        """
+        family = _family(self.pid)
+        wait_until(lambda: not self.process.running, "the end of a Celery program", timeout)
+        wait_until(lambda: not _alive(family), "the end of its children", 5)
+        self.process.kill()
+
+    def stop(self, timeout: float = 20) -> None:
+        """
+        Have it finish what it is at, and end.
+        """
+        self.send(signal.SIGTERM)
+        self.wait_for_end(timeout)
+
+    def close(self) -> None:
+        """
+        Be done with it, whatever state it is in.
+        """
+        self.process.kill()
+
+    @property
+    def log(self) -> str:
+        """
+        Return everything that it logged.
+        """
+        path = self.process.log
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def mark_log(self) -> None:
+        """
+        Have ``new_log`` begin here.
+        """
+        self._seen = len(self.log)
+
+    @property
+    def new_log(self) -> str:
+        return self.log[self._seen :]
+
+
+class Worker(_Celery):
+    """
+    A worker.
+
+    Args:
+        broker: Where it gets its messages.
+        journal: Where bodies write down what they do.
+        environment: Of its process.
+        pool: prefork, threads, solo, gevent or eventlet.
+        concurrency: How many bodies may run at once.
+        transport: Transport options, such as ``{"visibility_timeout": 3}``.
+        arguments: More of the command line, such as ``"--max-tasks-per-child=1"``.
+        settings: More of Celery's settings.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        journal: Journal,
+        environment: Mapping[str, str],
+        *arguments: str,
+        pool: str = "prefork",
+        concurrency: int = 4,
+        transport: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.pool = pool
+        settings = broker.settings(**(transport or {})) | settings
+        self.name = f"{broker.queue}@{os.urandom(4).hex()}"
+        command = ["worker", "-P", pool, "-c", concurrency, "-n", self.name, "-l", "INFO"]
+        super().__init__([*command, *_QUICK, *arguments], broker, journal, environment, settings)
+        self.app = celery_app.make(settings)
+
+    def __repr__(self) -> str:
+        return f"<a worker with the pool {self.pool} on {self.broker.kind}>"
+
+    def children(self) -> list[int]:
+        """
+        Return the pids of the pool's processes.
+        """
+        return [pid for pid, parent, state in _processes() if parent == self.pid and state != "Z"]
+
+    def close(self) -> None:
+        super().close()
+        # Results that a failed test keeps alive would go on asking a server that is gone.
+        consumer = getattr(self.app.backend, "result_consumer", None)
+        if consumer is not None:
+            consumer.stop()
+            consumer._pubsub = None
+        self.app.close()
+
+
+class Beat(_Celery):
+    """
+    The sender of periodic tasks, with *schedule* as Celery's ``beat_schedule``.
+    """
+
+    def __init__(self, worker: Worker, environment: Mapping[str, str], schedule: Any) -> None:
+        settings = worker.broker.settings() | {
+            "beat_schedule": schedule,
+            "beat_max_loop_interval": 0.5,
+        }
+        file = workspace.new_directory("beat") / "schedule"
+        command = ["beat", "-s", file, "--pidfile=", "-l", "INFO"]
+        super().__init__(command, worker.broker, worker.journal, environment, settings)
