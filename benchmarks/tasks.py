@@ -1,0 +1,160 @@
+"""
+What `@single_instance` costs a worker and a publisher, as ratios to the same task without it.
+
+Run from the top of the checkout: ``python -m benchmarks.tasks``. A real worker on Redis drains
+queues of tasks that do nothing, each with a name of its own. Kinds of tasks take turns; the figure
+is the median of the rounds' ratios. Worker and servers share one CPU, or the ratios don't repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from redis import Redis as Client
+
+from tests.servers import Postgres, Redis, finding
+
+KINDS = ("bare", "unfenced", "fenced", "once", "fenced_once")
+#: Seconds for one queue to be drained.
+PATIENCE = 300
+
+_numbers = itertools.count(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tasks", type=int, default=5000)
+    parser.add_argument("--pool", default="prefork")
+    parser.add_argument("--concurrency", default="1")
+    parser.add_argument("--cpus", type=int, default=1, help="how many CPUs all of it shares")
+    parser.add_argument("--results", action="store_true", help="store results, in Redis")
+    parser.add_argument("--kinds", nargs="*", default=KINDS[:3])
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: options.cpus]))
+        redis = stack.enter_context(closing(Redis.launch(finding.redis())))
+        postgres = stack.enter_context(closing(Postgres.launch(finding.postgres())))
+        _configure(redis, postgres, options.results)
+        _prepare()
+        _report(stack.enter_context(_worker(options.pool, options.concurrency)), options)
+
+
+def _configure(redis: Redis, postgres: Postgres, results: bool) -> None:
+    base = redis.url.rpartition("/")[0]
+    given = {
+        "broker": f"{base}/0",
+        "locks": f"{base}/1",
+        "results": f"{base}/2" if results else None,
+        "database": postgres.django(),
+    }
+    os.environ["FENCEDLOCK_BENCHMARK"] = json.dumps(given)
+
+
+def _prepare() -> None:
+    from django.core.management import call_command
+
+    from benchmarks import drained  # noqa: F401
+
+    call_command("migrate", verbosity=0)
+
+
+@contextmanager
+def _worker(pool: str, concurrency: str) -> Iterator[int]:
+    arguments = ["-P", pool, "-c", concurrency, "-Q", "control", "-l", "ERROR", "-n", "drained@%h"]
+    quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "celery", "-A", "benchmarks.drained", "worker", *arguments, *quiet],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        _await_ready()
+        yield process.pid
+    finally:
+        # Its queues go with their server.
+        process.kill()
+        process.wait()
+
+
+def _await_ready() -> None:
+    from benchmarks import drained
+
+    deadline = time.monotonic() + 60
+    while not drained.app.control.ping(timeout=2, limit=1):
+        assert time.monotonic() < deadline, "The worker didn't start."
+
+
+def _report(worker: int, options: argparse.Namespace) -> None:
+    kinds = list(options.kinds)
+    client = Client.from_url(json.loads(os.environ["FENCEDLOCK_BENCHMARK"])["locks"])
+    for kind in kinds:
+        _drain(client, worker, kind, 200)
+    rounds = [
+        {
+            kind: _drain(client, worker, kind, options.tasks)
+            for kind in (kinds if turn % 2 else kinds[::-1])
+        }
+        for turn in range(options.rounds)
+    ]
+    per_task = 1e6 / options.tasks
+    for kind in kinds:
+        for place, what in enumerate(("published", "drained", "worker's CPU")):
+            ratio = statistics.median(each[kind][place] / each[kinds[0]][place] for each in rounds)
+            cost = statistics.median(each[kind][place] for each in rounds) * per_task
+            print(f"{kind:12} {what:12} {ratio:.3f}  {cost:6.0f} us a task")
+
+
+def _drain(client: Any, worker: int, kind: str, tasks: int) -> tuple[float, float, float]:
+    """
+    Publish to a queue that nobody reads, then have it read; returns the seconds that each took.
+
+    And those that the worker and its children computed, which other programs don't blur.
+    """
+    from benchmarks import drained
+
+    queue = f"queue{next(_numbers)}"
+    task = drained.app.tasks[kind]
+    client.delete(drained.BEGUN, drained.ENDED)
+    drained.mark.apply_async((drained.BEGUN,), queue=queue)
+    published = -time.perf_counter()
+    for number in range(tasks):
+        task.apply_async((number,), queue=queue)
+    published += time.perf_counter()
+    drained.mark.apply_async((drained.ENDED,), queue=queue)
+    computed = -_cpu(worker)
+    drained.app.control.add_consumer(queue, reply=True, timeout=30, limit=1)
+    deadline = time.monotonic() + PATIENCE
+    while not client.exists(drained.ENDED):
+        assert time.monotonic() < deadline, f"The worker didn't drain {kind} in {PATIENCE} s."
+        time.sleep(0.05)
+    computed += _cpu(worker)
+    drained.app.control.cancel_consumer(queue, reply=True, timeout=30, limit=1)
+    begun, ended = (float(client.get(key)) for key in (drained.BEGUN, drained.ENDED))
+    return published, ended - begun, computed
+
+
+def _cpu(worker: int) -> float:
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, fields = stat.parent.name, stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if str(worker) in (name, fields[1]):
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()
