@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from django.apps import AppConfig, apps
-from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
 
 from . import conf, model_checks
 from .services import service
@@ -42,15 +44,61 @@ def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[
     return _messages(model_checks.database_problems(databases or ()))
 
 
+@register(Tags.compatibility)
+def check_tasks(**kwargs: Any) -> list[CheckMessage]:
+    """Look at the Celery tasks under `single_instance`, in a project that has an app of Celery."""
+    celery_apps = _celery_apps()
+    # A project without such a task is spared what the decorator brings along.
+    if f"{__package__}.celery" not in sys.modules:
+        return []
+    from .celery import task_checks
+
+    return _messages(task_checks.problems(celery_apps))
+
+
 def _live_problems(databases: Sequence[str]) -> Iterator[conf.Problem]:
     for alias in conf.aliases():
         if conf.config(alias).fence_database in databases:
             yield from service(alias).backend.live_problems()
 
 
+def _celery_apps() -> list[Any]:
+    """The Celery apps of this process, with their tasks imported as a worker would."""
+    if "celery.app.base" not in sys.modules:
+        return []
+    from celery import _state
+
+    state: Any = _state
+    found = list(state._get_active_apps())
+    for app in found:
+        _import_tasks(app)
+    # Celery makes one by itself where a thread finds none; it has nobody's settings.
+    chosen = [app for app in found if app.set_as_current or app.main != "default"]
+    return chosen or found
+
+
+def _import_tasks(app: Any) -> None:
+    before = os.environ.get("CELERY_SKIP_CHECKS")
+    # Or else Celery runs Django's checks, these among them, as it imports tasks.
+    os.environ["CELERY_SKIP_CHECKS"] = "true"
+    try:
+        app.loader.import_default_modules()
+    except Exception:
+        # Not every process has what the tasks need. A worker that can't import them says so.
+        return
+    finally:
+        if before is None:
+            del os.environ["CELERY_SKIP_CHECKS"]
+        else:
+            os.environ["CELERY_SKIP_CHECKS"] = before
+
+
+_LEVELS = {"E": Error, "W": Warning, "I": Info}
+
+
 def _messages(problems: Iterable[conf.Problem]) -> list[CheckMessage]:
     return [
-        (Warning if problem.warning else Error)(
+        _LEVELS[problem.id[0]](
             problem.message, hint=problem.hint or None, id=f"django_fencedlock.{problem.id}"
         )
         for problem in problems

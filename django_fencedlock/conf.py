@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -81,6 +82,14 @@ def unleased() -> str:
     return cast(str, getattr(settings, "FENCEDLOCK_UNLEASED", "reject"))
 
 
+@cache
+def abort_signal() -> int:
+    """The signal by which a body in the main thread is interrupted when its lock is lost."""
+    for problem in _abort_signal_problems():
+        raise SettingsError(str(problem))
+    return int(_abort_signal())
+
+
 def aliases() -> list[str]:
     """The aliases that the settings name; ``default`` alone if they name none."""
     found = getattr(settings, "FENCEDLOCK", None)
@@ -115,6 +124,31 @@ def problems() -> Iterator[Problem]:
             "E012",
             f"FENCEDLOCK_UNLEASED is {unleased()!r}.",
             f"Set it to one of {', '.join(map(repr, UNLEASED))}.",
+        )
+    yield from _abort_signal_problems()
+
+
+def _abort_signal() -> Any:
+    # Celery has a use for SIGUSR2 in some set-ups, and users have; macOS has no real-time signals.
+    default = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else _own_signals()[-1]
+    return getattr(settings, "FENCEDLOCK_ABORT_SIGNAL", default)
+
+
+def _own_signals() -> list[int]:
+    """The signals that neither the system nor Celery sends: those of the application."""
+    found = [int(signal.SIGUSR2)] if hasattr(signal, "SIGUSR2") else [0]
+    if hasattr(signal, "SIGRTMIN"):
+        found += range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+    return found
+
+
+def _abort_signal_problems() -> Iterator[Problem]:
+    if _abort_signal() not in _own_signals():
+        yield Problem(
+            "E015",
+            f"FENCEDLOCK_ABORT_SIGNAL is {_abort_signal()!r}.",
+            "Make it signal.SIGUSR2, or one from signal.SIGRTMIN to signal.SIGRTMAX: Celery and "
+            "the system have a use for the others.",
         )
 
 
@@ -251,6 +285,8 @@ def _where(alias: str, key: str = "") -> str:
 def _forget(*, setting: str, **kwargs: Any) -> None:
     if setting in ("FENCEDLOCK", "DATABASES", "CACHES"):
         config.cache_clear()
+    elif setting == "FENCEDLOCK_ABORT_SIGNAL":
+        abort_signal.cache_clear()
 
 
 setting_changed.connect(_forget, dispatch_uid="django_fencedlock.conf")

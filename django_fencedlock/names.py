@@ -57,7 +57,11 @@ class Template:
 
     def _check(self) -> None:
         known = self._signature.parameters
-        for _, field, _, _ in Formatter().parse(self.text):
+        try:
+            parts = list(Formatter().parse(self.text))
+        except ValueError as exc:
+            raise ValueError(f"Lock name {self.text!r} is no template: {exc}.") from exc
+        for _, field, _, _ in parts:
             if field is None:
                 continue
             first = field.partition(".")[0].partition("[")[0]
@@ -72,7 +76,11 @@ class Template:
         """Make the name for one call; defaults apply, so that ``f(1)`` and ``f(a=1)`` are one."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return validate(_PlainFormatter().vformat(self.text, (), bound.arguments))
+        return self.fill(bound.arguments)
+
+    def fill(self, arguments: Mapping[str, Any]) -> str:
+        """Make the name for arguments that are bound to their parameters."""
+        return validate(_PlainFormatter().vformat(self.text, (), arguments))
 
 
 class _PlainFormatter(Formatter):

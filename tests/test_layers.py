@@ -19,7 +19,10 @@ ROOT = Path(django_fencedlock.__file__).parent
 
 # A name stands for the module and all that is inside of it.
 LAYERS: dict[int, list[str]] = {
-    0: ["exceptions", "findings", "lease", "logs", "names", "owners", "threads", "watchdog"],
+    0: [
+        *("exceptions", "findings", "journal", "lease", "logs", "names", "owners", "processes"),
+        *("threads", "watchdog"),
+    ],
     1: [
         *("aio", "backends.base", "conf", "fences", "models.tables", "sessions", "signals"),
         "transactions",
@@ -30,12 +33,12 @@ LAYERS: dict[int, list[str]] = {
     5: [
         *(f"models.{name}" for name in ("cascades", "fenced", "fencing", "fields", "guarded")),
         *(f"models.{name}" for name in ("querysets", "refusals", "versioned", "writes")),
-        *("doctor", "model_checks", "operations", "registry", "resync"),
+        *("celery", "doctor", "model_checks", "operations", "registry", "resync"),
     ],
     6: ["admin", "apps", "checks", "contrib", "management", "test"],
 }
 # The inits that only collect names. The root is for users: nothing below it imports from it.
-COLLECTORS = {"": 5, "backends": 2, "models": 5}
+COLLECTORS = {"": 5, "backends": 2, "celery": 5, "models": 5}
 # What one may import of one's own layer. Backends share nothing with each other.
 SIDEWAYS = {0, 1, 3, 5}
 #: Imports that break the rule, each with its reason.

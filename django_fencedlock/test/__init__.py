@@ -11,11 +11,13 @@ from .aids import assert_locked, assert_not_locked, expire, hold_lock, locks_off
 
 if TYPE_CHECKING:
     from .audit import assert_all_writes_fenced
+    from .tasks import eager_tasks
 
 __all__ = [
     "assert_all_writes_fenced",
     "assert_locked",
     "assert_not_locked",
+    "eager_tasks",
     "expire",
     "hold_lock",
     "locks_off",
@@ -29,4 +31,9 @@ def __getattr__(name: str) -> Any:
         from .audit import assert_all_writes_fenced
 
         return assert_all_writes_fenced
+    if name == "eager_tasks":
+        # It needs Celery, which not everybody has a use for.
+        from .tasks import eager_tasks
+
+        return eager_tasks
     raise AttributeError(name)

@@ -19,6 +19,15 @@ def locks_off() -> Iterator[None]:
 
 
 @pytest.fixture
+def eager_tasks() -> Iterator[None]:
+    """Run each Celery task at once where it is called, with its lock, for the whole test."""
+    from .tasks import eager_tasks as eager
+
+    with eager():
+        yield
+
+
+@pytest.fixture
 def hold_lock() -> Iterator[Callable[..., Lease]]:
     """Return a function that holds a lock as somebody else until the test is over."""
     with contextlib.ExitStack() as stack:

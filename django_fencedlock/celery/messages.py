@@ -1,0 +1,68 @@
+"""The messages that carry a task: what they are known by, and the next one of the same task."""
+
+from __future__ import annotations
+
+import uuid
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from celery import Signature, current_app
+from celery.signals import before_task_publish
+
+from .tasks import single_of
+
+if TYPE_CHECKING:
+    from .tasks import AnyTask
+
+#: Headers of ours. A message is known by DELIVERY, which all its deliveries share: a task's id
+#: is shared by retries, and may be chosen by users.
+DELIVERY = "fencedlock_delivery"
+CONFLICTS = "fencedlock_conflicts"
+
+_copied: ContextVar[str | None] = ContextVar("fencedlock_copied", default=None)
+
+
+class Again(Signature[Any]):
+    """The next message of a task that didn't get its lock."""
+
+    def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        # In eager mode Celery counts every Retry against max_retries; a conflict is none.
+        options["retries"] = self.options.get("retries", 0)
+        return super().apply(args, kwargs, **options)
+
+
+def again(task: AnyTask, request: Any, *, countdown: float, headers: dict[str, Any]) -> Again:
+    """Make the task's next message: in the same chain, chord and group, with as many retries."""
+    made: Any = task.signature_from_request(
+        request,
+        countdown=countdown,
+        retries=request.retries,
+        headers={**(request.headers or {}), **headers},
+    )
+    # Which it was made for isn't copied along.
+    return Again(made, app=task.app)
+
+
+def publish_copy(signature: Signature[Any], delivery: str) -> None:
+    """Publish a message that stands for one that was delivered before, and is known as that."""
+    mark = _copied.set(delivery)
+    try:
+        signature.apply_async()
+    finally:
+        _copied.reset(mark)
+
+
+def number(request: Any, header: str) -> int:
+    """What a header of ours counts; zero if the message has none."""
+    found = (request.headers or {}).get(header, 0)
+    return found if isinstance(found, int) else 0
+
+
+def _name_delivery(sender: str = "", headers: Any = None, **kwargs: Any) -> None:
+    task = current_app.tasks.get(sender)
+    if task is not None and single_of(task) is not None and headers is not None:
+        # Anew for each message: a retry carries the headers of the one before.
+        headers[DELIVERY] = _copied.get() or uuid.uuid4().hex
+
+
+before_task_publish.connect(_name_delivery, dispatch_uid="django_fencedlock.celery.messages")

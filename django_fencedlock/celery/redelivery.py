@@ -1,0 +1,242 @@
+"""
+One message, delivered more than once.
+
+Brokers deliver a message again if it wasn't acknowledged in time, or if they lost the worker. What
+is known of a message is in the database: whether a delivery of it began, and how it ended.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+from celery.exceptions import Ignore, Reject
+from celery.states import READY_STATES
+
+from ..exceptions import BackendUnavailable
+from ..fences.deliveries import Begun, Deliveries, Message
+from ..owners import Holder
+from .messages import DELIVERY, again, number, publish_copy
+from .outcomes import FAILURE, IGNORED, RETRY
+from .parcels import SERVE
+from .skipped import FINISHED
+
+if TYPE_CHECKING:
+    from .runs import Run
+
+logger = logging.getLogger(__name__)
+
+#: Seconds for which a record is kept at least.
+KEPT = 86400.0
+#: What kombu's transports have if the settings don't say; brokers without one have nothing longer.
+VISIBILITY_TIMEOUT = 3600.0
+#: The shortest time, in seconds, after which a message that was put off comes again.
+SHORTEST = 5.0
+#: Seconds for another delivery, which has the lock already, to say that it has.
+UNDECIDED = 1.0
+
+
+class Conflict(enum.Enum):
+    """What to do about a lock that somebody holds."""
+
+    ORDINARY = "it is another message's"
+    GONE = "try again: the holder has just gone"
+
+
+class Redelivery:
+    """What a run does lest its message be run twice. Does nothing where that can't be."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._deliveries = Deliveries(run.service.config)
+        #: The delivery that this run is; None if it needs no record.
+        self.message = self._message() if self._applies() else None
+        self._began = False
+
+    def _applies(self) -> bool:
+        run = self._run
+        if run.policy.redelivery != "defer" or run.is_called_directly or run.request.is_eager:
+            return False
+        if number(run.request, SERVE):
+            # The duty itself tells whether there is something to do.
+            return False
+        # Acknowledged before its body begins, a message doesn't come again. One that waits for
+        # its time in a worker does: it may be two of them that are due at the same moment.
+        info = run.request.delivery_info or {}
+        return bool(run.task.acks_late or info.get("redelivered") or run.request.eta)
+
+    def _message(self) -> Message:
+        run = self._run
+        return Message(
+            nonce=nonce(run.request, run.title),
+            name=run.name,
+            owner=run.owner.id,
+            task_id=run.request.id or "",
+            kept=kept(run.task.app),
+        )
+
+    def before(self) -> None:
+        """
+        Don't wait in line for another delivery of the same message. To be called before.
+
+        It would have the lock a moment before a worker has told how the other one ended.
+        """
+        if self.message is None or self._run.policy.on_conflict != "wait":
+            return
+        found = self._newest(self.message)
+        if found is None or found[1]:
+            return
+        holder = self._run.service.holder(self.message.name)
+        if holder is not None and holder.owner == found[0]:
+            self._come_later()
+
+    def conflict(self, holder: Holder | None) -> Conflict | str:
+        """
+        Look whether it is another delivery of the same message that has the lock.
+
+        If so, a copy is published that comes later, and `Ignore` is raised: the first delivery
+        does what there is to do, and the copy sees to it if that one dies. A text tells why there
+        is nothing to run any more.
+        """
+        if self.message is None or holder is None:
+            return Conflict.ORDINARY
+        deadline = time.monotonic() + UNDECIDED
+        while True:
+            found = self._newest(self.message)
+            if found is not None:
+                return self._known(holder, *found)
+            if not self._may_be_the_same(holder) or time.monotonic() >= deadline:
+                return Conflict.ORDINARY
+            # It got the lock, and hasn't recorded it yet; or it is the run that this one retries.
+            time.sleep(random.uniform(0.02, 0.1))
+            now = self._run.service.holder(self.message.name)
+            if now is None or now.owner != holder.owner:
+                return Conflict.GONE
+
+    def _known(self, holder: Holder, owner: str, outcome: str) -> Conflict | str:
+        """What to do about a message that was begun before."""
+        if outcome:
+            return self.judge(Begun(2, outcome)) or Conflict.ORDINARY
+        if owner == holder.owner or self._may_be_the_same(holder):
+            self._come_later()
+        return Conflict.ORDINARY
+
+    def begin(self) -> str | None:
+        """
+        Record that the run begins. To be called with the lock.
+
+        Returns:
+            Why there is nothing to run, or None if there is.
+        """
+        if self.message is None:
+            return None
+        try:
+            begun = self._deliveries.begin(self.message)
+        except BackendUnavailable as exc:
+            self._fail_open(exc)
+            return None
+        return self.judge(begun)
+
+    def judge(self, begun: Begun) -> str | None:
+        """Tell why a message is not to be run that `begun` is known of; None if it is."""
+        self._began = not begun.outcome
+        if self._began or self._is_to_be_repeated(begun.outcome):
+            return None
+        logger.info(
+            "Lock %r: a message of %s was delivered again after its end (%s)",
+            self._run.name,
+            self._run.title,
+            begun.outcome,
+        )
+        if self._is_settled(begun.outcome):
+            raise Ignore(f"an earlier delivery of the message ended: {begun.outcome}")
+        return FINISHED
+
+    def ended(self, outcome: str) -> None:
+        """Record the outcome. To be called before the lock is given back."""
+        if self.message is None or not outcome or not self._began:
+            return
+        try:
+            self._deliveries.finish(self.message, outcome)
+        except BackendUnavailable as exc:
+            # The work is done. At the worst a delivery that comes again does it again.
+            logger.warning("The end of a message wasn't recorded: %s", exc)
+
+    def _newest(self, message: Message) -> tuple[str, str] | None:
+        try:
+            return self._deliveries.newest(message.nonce, message.name)
+        except BackendUnavailable as exc:
+            self._fail_open(exc)
+            return None
+
+    def _fail_open(self, error: BackendUnavailable) -> None:
+        """Go on without the record, if that is what the policy wants."""
+        if self._run.policy.on_backend_error != "run":
+            raise error
+        logger.error("%s runs without a record of its message: %s", self._run.title, error)
+
+    def _may_be_the_same(self, holder: Holder) -> bool:
+        return f"[{self._run.request.id}]" in holder.words
+
+    def _come_later(self) -> None:
+        run = self._run
+        assert self.message is not None
+        longest = max(2 * SHORTEST, (run.policy.ttl or run.service.config.ttl) / 3)
+        countdown = random.uniform(SHORTEST, longest)
+        copy = again(run.task, run.request, countdown=countdown, headers={})
+        try:
+            publish_copy(copy, self.message.nonce)
+        except Exception as exc:
+            raise Reject(exc, requeue=True) from exc
+        raise Ignore(f"an earlier delivery of the message runs; comes again in {countdown:.0f} s")
+
+    def _is_to_be_repeated(self, outcome: str) -> bool:
+        """Whether it failed, and its worker died before it could say so."""
+        return outcome == FAILURE and not self._is_settled(outcome)
+
+    def _is_settled(self, outcome: str) -> bool:
+        """Whether the earlier delivery did all that a worker does after the body."""
+        task, request = self._run.task, self._run.request
+        if outcome in (RETRY, IGNORED):
+            return True
+        ignored = request.ignore_result or task.ignore_result
+        if ignored or not getattr(task.backend, "persistent", False):
+            # Nobody can tell. Nearly always it did; and to say it again would send the next
+            # task of a chain twice.
+            return True
+        try:
+            return _is_ready(task.AsyncResult(request.id))
+        except Exception as exc:
+            logger.warning("The result backend couldn't be asked for %s: %s", request.id, exc)
+            return True
+
+
+def _is_ready(result: Any) -> bool:
+    """Whether a result is there, or comes: a worker stores it after the lock was given back."""
+    deadline = time.monotonic() + UNDECIDED
+    while result.state not in READY_STATES:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def nonce(request: Any, task_name: str) -> str:
+    """What all deliveries of a message share, and no other message has."""
+    found = (request.headers or {}).get(DELIVERY)
+    if isinstance(found, str) and 0 < len(found) <= 36:
+        return found
+    # Published by somebody without our code.
+    told = f"{found or ''}\0{task_name}\0{request.id}\0{request.retries}"
+    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+
+def kept(app: Any) -> float:
+    """For how many seconds a record is kept: twice as long as a message may be out, or longer."""
+    given = (app.conf.broker_transport_options or {}).get("visibility_timeout")
+    timeout = given if isinstance(given, int | float) else VISIBILITY_TIMEOUT
+    return max(KEPT, 2.0 * timeout)

@@ -1,0 +1,189 @@
+"""
+What the living do for the dead: serve duties that are left over, and delete old records.
+
+Each worker's main process does it now and then; one of them is enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from celery import current_app
+
+from .. import conf
+from ..exceptions import FencedLockError
+from ..fences.deliveries import Deliveries
+from ..fences.duties import Duties, Open
+from ..lease import clock
+from .coalescing import MOST_TRIES, in_queue, serve, tell_given_up
+from .tasks import Single, single_of
+from .worker import every
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks for duties, at the least and at the most.
+OFTEN, SELDOM = 1.0, 15.0
+#: Seconds between two deletions of what is old.
+DELETED_EACH = 60.0
+#: Duties that are served in one look, and batches of old rows that are deleted at a time.
+MOST, BATCHES = 100, 50
+#: The pause after each message for a duty doubles, up to so many seconds: the queue may be long.
+LONGEST_PAUSE = 3600.0
+#: So many messages for a duty, of which no run began, are enough.
+MOST_RESCUES = 24
+#: Records of messages that are kept at the most, for each fence database.
+MOST_DELIVERIES = 1_000_000
+#: They are counted, which isn't free, at every so many deletions.
+COUNTED_EACH = 10
+
+
+class Rescue:
+    """The looks of one process after the duties and records of an app's tasks."""
+
+    def __init__(self, app: Celery, clock: Callable[[], float] = clock) -> None:
+        self._app = app
+        self._clock = clock
+        self._deletions = 0
+        self._delete_at = -math.inf
+        self._failing: set[str] = set()
+
+    def period(self) -> float:
+        """Seconds from one look to the next."""
+        coalescing = [_ttl(single) for _, single in self._singles() if _coalesces(single)]
+        return min(SELDOM, max(OFTEN, min(coalescing) / 2)) if coalescing else DELETED_EACH
+
+    def look(self) -> int:
+        """Serve what nobody serves, and delete what is old; returns how many were served."""
+        served = 0
+        deletes = self._clock() >= self._delete_at
+        for alias, singles in self._databases().items():
+            names = [name for name, single in singles.items() if _coalesces(single)]
+            try:
+                if names:
+                    served += self._serve(Duties(conf.config(alias)), names)
+                if deletes:
+                    self._delete(alias, names)
+                self._failing.discard(alias)
+            except FencedLockError as exc:
+                # Asked again soon; whoever asks has other things to do as well.
+                if alias not in self._failing:
+                    logger.warning("What tasks left behind can't be looked after: %s", exc)
+                self._failing.add(alias)
+        if deletes:
+            self._delete_at = self._clock() + DELETED_EACH
+            self._deletions += 1
+        return served
+
+    def _serve(self, duties: Duties, names: list[str]) -> int:
+        # Others' messages would be in vain: their workers may even have another broker.
+        found = duties.overdue(names, list(self._app.amqp.queues.consume_from), MOST)
+        if not found:
+            return 0
+        served = 0
+        # Of its own, and closed: a child that is forked later would have the app's connection too.
+        with self._app.connection_for_write() as connection:
+            for duty in found:
+                try:
+                    served += self._rescue(duties, duty, connection)
+                except FencedLockError:
+                    raise
+                except Exception as exc:
+                    # The rest would fail as well, each after a while.
+                    logger.warning("Left-over triggers wait for the broker: %s", exc)
+                    break
+        return served
+
+    def _rescue(self, duties: Duties, duty: Open, connection: Any) -> bool:
+        if duty.tries >= MOST_TRIES or duty.rescues >= MOST_RESCUES:
+            if duties.give_up(duty):
+                self._tell(duty)
+            return False
+        single = single_of(self._app.tasks[duty.place.task_name])
+        assert single is not None
+        pause = min(LONGEST_PAUSE, in_queue(_ttl(single)) * 2.0**duty.rescues)
+        # Claimed first: should this process die now, another looks again after the pause.
+        if not duties.claim(duty, pause):
+            return False
+        # Nobody has the id of this message. To keep its result is to listen for it here.
+        return serve(self._app, duty, connection=connection, retry=False, ignore_result=True)
+
+    def _tell(self, duty: Open) -> None:
+        if duty.tries >= MOST_TRIES:
+            tell_given_up(duty.place, duty.tries)
+            return
+        logger.error(
+            "Gave up task %s under lock %r: %d messages were sent and no run began. See whether "
+            "workers take from its queue, and whether its lock has another name now; then call it "
+            "again.",
+            duty.place.task_name,
+            duty.place.name,
+            duty.rescues,
+        )
+
+    def _delete(self, alias: str, names: list[str]) -> None:
+        deliveries = Deliveries(conf.config(alias))
+        deliveries.sweep(BATCHES)
+        if names:
+            Duties(conf.config(alias)).forget(BATCHES)
+        if self._deletions % COUNTED_EACH == 0:
+            over = deliveries.limit(MOST_DELIVERIES)
+            if over is not None:
+                logger.warning(
+                    "More than %d messages of tasks are on record; the oldest are deleted early.",
+                    MOST_DELIVERIES,
+                )
+                deliveries.sweep(BATCHES, until=over)
+
+    def _databases(self) -> dict[str, dict[str, Single]]:
+        """The tasks by an alias; one alias for each fence database."""
+        aliases: dict[str, str] = {}
+        found: dict[str, dict[str, Single]] = {}
+        for name, single in self._singles():
+            alias = single.policy.backend
+            first = aliases.setdefault(conf.config(alias).fence_database, alias)
+            found.setdefault(first, {})[name] = single
+        return found
+
+    def _singles(self) -> Iterator[tuple[str, Single]]:
+        tasks: dict[str, Any] = dict(self._app.tasks)
+        for name, task in tasks.items():
+            single = single_of(task)
+            if single is not None and (_coalesces(single) or single.policy.redelivery == "defer"):
+                yield name, single
+
+
+def _coalesces(single: Single) -> bool:
+    return single.policy.on_conflict == "coalesce"
+
+
+def _ttl(single: Single) -> float:
+    return single.policy.ttl or conf.config(single.policy.backend).ttl
+
+
+class _Regularly:
+    """The looks of a worker's main process."""
+
+    def __init__(self) -> None:
+        self._rescue: Rescue | None = None
+
+    def period(self) -> float:
+        return self._found().period()
+
+    def look(self) -> None:
+        self._found().look()
+
+    def _found(self) -> Rescue:
+        # Only the worker that runs knows which app it is for.
+        if self._rescue is None:
+            self._rescue = Rescue(current_app._get_current_object())  # type: ignore[attr-defined]
+        return self._rescue
+
+
+_regularly = _Regularly()
+every(_regularly.period, _regularly.look)

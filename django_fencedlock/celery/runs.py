@@ -1,0 +1,155 @@
+"""One run of a task: the lock around its body."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from ..exceptions import BackendUnavailable, LockNotAcquired
+from ..lease import Lease, clock, enter, leave
+from ..owners import new_owner, running_task, whoami
+from ..services import Service, service
+from .shield import Shield
+from .tasks import Single
+
+logger = logging.getLogger(__name__)
+
+#: The runs of this context, the innermost last.
+_running: ContextVar[tuple[Run, ...]] = ContextVar("fencedlock_runs", default=())
+
+
+class Run:
+    """
+    One run of a task, from the wish for its lock to the lock's return.
+
+    Each delivery, each retry and each call is a run with an owner and a token of its own.
+    """
+
+    def __init__(self, single: Single, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        task, rest = single.task_of(args)
+        self.single = single
+        self.policy = single.policy
+        self.task: Any = task
+        #: Captured here: other threads have none.
+        self.request: Any = None if task is None else task.request
+        self.title = single.title(task)
+        self.name = single.name(task, rest, kwargs)
+        self.args = args
+        self.kwargs = kwargs
+        self.service: Service = service(self.policy.backend)
+        self.who = whoami()
+        with self.announced():
+            # Made before the request is sent: a time limit may strike between grant and return.
+            self.owner = new_owner()
+        self.lease: Lease | None = None
+        self.shield = Shield()
+
+    @property
+    def is_called_directly(self) -> bool:
+        """Whether no message and no ``apply()`` stands behind this run."""
+        return self.request is None or bool(self.request.called_directly)
+
+    def raise_loss(self, lease: Lease) -> None:
+        """Fail if the lock was lost: the task isn't to say that it ran alone."""
+        if lease.lost and self.policy.on_lost != "ignore":
+            raise lease.loss()
+
+    @property
+    def aborts(self) -> bool:
+        """Whether the body is interrupted when its lock is lost."""
+        return self.policy.on_lost == "abort"
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether a run of this lock, in this very thread or greenlet, waits for this one's end."""
+        return any(
+            outer.name == self.name and outer.service is self.service and outer.who is self.who
+            for outer in _running.get()
+        )
+
+    def acquire(self) -> Lease:
+        """Take the lock, or raise `LockNotAcquired`."""
+        self._refuse_own_lock()
+        started = clock()
+        lease = self.service.acquire(
+            self.name,
+            ttl=self.policy.ttl or self.service.config.ttl,
+            timeout=self._patience(),
+            fenced=self.policy.fenced,
+            pattern=self.single.pattern(self.task),
+            who=self.who,
+            owner=self.owner,
+            cancel=self.shield.cancel,
+            max_hold=self.policy.max_hold,
+        )
+        if lease is None:
+            raise self.service.refusal(self.name, clock() - started, self.policy.fenced)
+        self.lease = lease
+        return lease
+
+    def _patience(self) -> float:
+        if self.policy.on_conflict != "wait":
+            return 0.0
+        timeout = self.policy.wait_timeout
+        return self.service.config.blocking_timeout if timeout is None else timeout
+
+    def _refuse_own_lock(self) -> None:
+        """
+        Refuse to run within a block that has the lock, but for a plain call.
+
+        To wait for it would be to wait for oneself.
+        """
+        held = self.service.lease_of(self.name, self.who)
+        if held is None or (self.is_called_directly and not self.is_nested):
+            return
+        if not self.service.backend.excludes:
+            return
+        raise LockNotAcquired(
+            f"Lock {self.name!r} is held by the very code that called {self.title}, which can't "
+            "go on before this call returns. Call it after the lock was given back.",
+            name=self.name,
+            alias=self.policy.backend,
+            holder=self.service.holder(self.name),
+        )
+
+    def call(self) -> Any:
+        """Run the body."""
+        with self.shield.lifted():
+            return self.single.function(*self.args, **self.kwargs)
+
+    def give_back(self, lease: Lease) -> None:
+        try:
+            self.service.release(lease, self.who)
+        except BackendUnavailable as exc:
+            # The work is done, and the lock runs out by itself.
+            logger.warning("Lock %r is left to run out: %s", lease.name, exc)
+
+    def give_back_left_over(self) -> None:
+        """Give back what a time limit, which may strike anywhere, kept from being given back."""
+        lease = self.lease or self.service.lease_of(self.name, self.who)
+        if lease is not None and lease.owner == self.owner.id and lease.is_open():
+            self.give_back(lease)
+
+    @contextmanager
+    def announced(self) -> Iterator[None]:
+        """Have every lock that is taken here tell the task in its words."""
+        task_id = None if self.request is None else self.request.id
+        mark = running_task.set((self.title, task_id or ""))
+        try:
+            yield
+        finally:
+            running_task.reset(mark)
+
+    @contextmanager
+    def entered(self, lease: Lease) -> Iterator[None]:
+        """Make it the context's lease, which fenced models and `current_lease()` see."""
+        mark = _running.set((*_running.get(), self))
+        enter(lease)
+        try:
+            yield
+        finally:
+            leave(lease)
+            _running.reset(mark)

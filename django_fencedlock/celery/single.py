@@ -1,0 +1,160 @@
+"""The decorator: which function it may wrap, and what Celery sees of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from celery import Task
+from celery.local import Proxy
+
+from .. import conf
+from ..lease import Duration
+from .performing import perform
+from .policy import (
+    MAX_CONFLICT_RETRIES,
+    TERMS,
+    OnBackendError,
+    OnConflict,
+    OnLost,
+    Policy,
+    Redelivery,
+    policy,
+)
+from .runs import Run
+from .tasks import Single, mark, single_of
+
+if TYPE_CHECKING:
+    from django.db.models import Model
+
+F = TypeVar("F", bound=Callable[..., Any])
+Name = str | type["Model"] | Callable[[Any, dict[str, Any]], str] | None
+
+
+def lock_name(task: Any, *args: Any, **kwargs: Any) -> str:
+    """
+    The name of the lock that a call of `task` with these arguments takes.
+
+    ``with lock(lock_name(charge, 42)):`` keeps the task from running meanwhile.
+    """
+    single = single_of(task)
+    if single is None:
+        raise TypeError(
+            f"{getattr(task, 'name', task)!r} isn't under @single_instance, so its calls have no "
+            "lock."
+        )
+    return single.name(task, args, kwargs)
+
+
+@overload
+def single_instance(name: F, /) -> F: ...
+@overload
+def single_instance(
+    name: Name = None,
+    *,
+    backend: str = conf.DEFAULT_ALIAS,
+    ttl: Duration | None = None,
+    fenced: bool = True,
+    on_conflict: OnConflict = "skip",
+    wait_timeout: Duration | None = None,
+    retry_countdown: Duration = 5,
+    max_conflict_retries: int = MAX_CONFLICT_RETRIES,
+    on_lost: OnLost = "raise",
+    max_hold: Duration | None = None,
+    redelivery: Redelivery = "defer",
+    on_backend_error: OnBackendError = "raise",
+    **arguments: str,
+) -> Callable[[F], F]: ...
+def single_instance(name: Any = None, **terms: Any) -> Any:
+    """
+    Have a Celery task run once at a time for each lock name; stands below ``@shared_task``.
+
+    Args:
+        name: A template over the task's parameters, ``"invoice:{invoice_id}"``; a fenced model,
+            ``single_instance(Invoice, pk="invoice_id")``; or a callable ``(task, arguments) ->
+            name``. Without one, the task's name and its arguments.
+        backend: The alias in ``FENCEDLOCK``; for a model, the one that its fencing names.
+        ttl: How long the lock lasts unless it is renewed, which happens by itself.
+        fenced: False for a lock that only saves work: no token, and no record in the database.
+        on_conflict: What a run does that doesn't get the lock. ``"skip"`` succeeds with a
+            `SkippedRun`; ``"retry"`` comes again later; ``"wait"`` blocks the worker; ``"raise"``
+            fails with `LockNotAcquired`; ``"coalesce"`` leaves the work to one further run, which
+            begins when the present one has ended, with the latest arguments.
+        wait_timeout: How long ``"wait"`` waits; without one, the setting BLOCKING_TIMEOUT.
+        retry_countdown: ``"retry"`` comes again after a random part of so many seconds, which
+            double from try to try, up to twelvefold.
+        max_conflict_retries: How often it does, before it raises `LockNotAcquired`. The task's own
+            ``max_retries`` is another matter.
+        on_lost: ``"raise"`` tells the body by `LeaseLost` at its next check or fenced write;
+            ``"abort"`` interrupts it; ``"ignore"`` lets it be.
+        max_hold: The lock isn't renewed any more once it was held so long.
+        redelivery: ``"defer"`` keeps two deliveries of one message from overlapping, and one that
+            was finished from running again; ``"run"`` takes each for a message of its own.
+        on_backend_error: ``"raise"``, or, with ``fenced=False`` alone, ``"run"`` without a lock.
+        **arguments: For a model: which parameter names which column of its lock.
+    """
+    if _is_bare(name, terms):
+        return _decorate(name, policy(), None, {})
+    arguments = {key: terms.pop(key) for key in list(terms) if key not in TERMS}
+    if isinstance(name, type) and hasattr(name, "fencing"):
+        terms.setdefault("backend", name.fencing.spec.backend)
+    checked = policy(**terms)
+    return lambda function: _decorate(function, checked, name, arguments)
+
+
+def _is_bare(given: object, terms: Mapping[str, object]) -> bool:
+    """Whether `given` is what is to be decorated, and not a callable that names locks."""
+    if _is_task(given):
+        raise _wrong_order(given)
+    if terms or not inspect.isfunction(given) or given.__name__ == "<lambda>":
+        return False
+    return tuple(inspect.signature(given).parameters) != ("task", "arguments")
+
+
+def _decorate(
+    function: Callable[..., Any], checked: Policy, name: object, arguments: Mapping[str, object]
+) -> Callable[..., Any]:
+    _forbid(function)
+    single = Single(function, checked, name, arguments)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return perform(Run(single, args, kwargs))
+
+    # Celery checks arguments by it at .delay(), and doesn't look through __wrapped__.
+    run.__signature__ = single.signature  # type: ignore[attr-defined]
+    mark(run, single)
+    return run
+
+
+def _forbid(function: Callable[..., Any]) -> None:
+    if _is_task(function):
+        raise _wrong_order(function)
+    if not callable(function):
+        raise TypeError(f"@single_instance stands over a function, not {function!r}.")
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(
+            f"@single_instance can't wrap the coroutine function {function.__qualname__}(): Celery "
+            "runs none. Take the lock inside, by `async with alock(...)`."
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"@single_instance can't wrap the generator {function.__qualname__}(): its body would "
+            "run after the lock was given back."
+        )
+
+
+def _is_task(given: object) -> bool:
+    # By type(): isinstance() would make Celery create the task that a proxy stands for.
+    return issubclass(type(given), Proxy | Task)
+
+
+def _wrong_order(task: object) -> TypeError:
+    return TypeError(
+        "@single_instance was put above the task; it has to stand below, next to the function:\n"
+        "    @shared_task\n"
+        "    @single_instance(...)\n"
+        "    def my_task(...):"
+    )

@@ -1,0 +1,97 @@
+"""Connections to databases that something thrown into a task left in the middle of a statement."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+#: What libpq calls idle, at work, and a transaction that waits for its next statement or its end.
+IDLE, ACTIVE, IN_TRANSACTION = 0, 1, (2, 3)
+
+
+def open_blocks() -> dict[str, int]:
+    """How many blocks of ``atomic()`` are open here, for each database that has one."""
+    return {
+        connection.alias: len(connection.atomic_blocks)
+        for connection in connections.all(initialized_only=True)
+        if connection.in_atomic_block
+    }
+
+
+def close_struck(before: Mapping[str, int]) -> None:
+    """
+    Close every connection of this thread that isn't as a body leaves it which ends by itself.
+
+    Django doesn't notice: the next task would get a connection that is "already in progress" of
+    another command, or a transaction that nobody ever commits.
+
+    Args:
+        before: What `open_blocks()` said before the body.
+    """
+    for connection in connections.all(initialized_only=True):
+        if connection.connection is not None:
+            blocks = before.get(connection.alias, 0)
+            if blocks == 0 and connection.in_atomic_block:
+                _forget_blocks(connection)
+            if not _is_quiet(connection):
+                _close(connection)
+
+
+def cancel_statements() -> None:
+    """
+    Have the server end the statements that connections of this thread wait for.
+
+    To be called before something is thrown into them. A block of ``atomic()`` closes what it can't
+    roll back, and the server would go on, with all its locks, until it has an answer for nobody.
+    """
+    for connection in connections.all(initialized_only=True):
+        raw: Any = connection.connection
+        with contextlib.suppress(Exception):
+            if connection.vendor == "postgresql" and raw.info.transaction_status == ACTIVE:
+                _cancel(raw)
+
+
+def _cancel(raw: Any) -> None:
+    # psycopg2 knows the short word only.
+    raw.cancel_safe(timeout=2) if hasattr(raw, "cancel_safe") else raw.cancel()
+
+
+def _forget_blocks(connection: BaseDatabaseWrapper) -> None:
+    """Close what was struck between its entry into a block, or its exit, and the note of it."""
+    connection.in_atomic_block = False
+    connection.needs_rollback = False
+    connection.savepoint_ids = []
+    connection.atomic_blocks = []
+    _close(connection)
+
+
+def _is_quiet(connection: BaseDatabaseWrapper) -> bool:
+    raw: Any = connection.connection
+    if raw is None:
+        return True
+    if connection.vendor == "postgresql":
+        status = raw.info.transaction_status
+        return status == IDLE or (connection.in_atomic_block and status in IN_TRANSACTION)
+    if connection.vendor == "sqlite":
+        return connection.in_atomic_block or not raw.in_transaction
+    # The other drivers can't tell.
+    return False
+
+
+def _close(connection: BaseDatabaseWrapper) -> None:
+    raw: Any = connection.connection
+    with contextlib.suppress(Exception):
+        if connection.vendor == "postgresql":
+            _cancel(raw)
+        elif connection.vendor == "sqlite":
+            # One in memory isn't closed.
+            raw.rollback()
+    try:
+        connection.close()
+    except Exception:
+        if not connection.in_atomic_block:
+            connection.connection = None

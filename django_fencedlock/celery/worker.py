@@ -1,0 +1,154 @@
+"""
+What goes on in a worker besides its tasks. Nothing else in the package hooks into the worker.
+
+Other parts say what is to be done, by `in_each_child()` and `every()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from celery import bootsteps, signals
+from django.db import connections
+
+from .. import sessions, threads
+from ..journal import Found
+from ..lease import clock
+from ..processes import Process
+from . import deaths
+from .burials import Burials
+from .forks import no_fork
+from .mending import Mender
+
+logger = logging.getLogger(__name__)
+
+#: Seconds from a failed round to the next.
+AFTER_FAILURE = 5.0
+
+_in_each_child: list[Callable[[], object]] = []
+_regular: list[tuple[Callable[[], float], Callable[[], object]]] = []
+
+
+def in_each_child(function: Callable[[], object]) -> None:
+    """Call `function` in each process of a prefork or solo pool, before its first task."""
+    _in_each_child.append(function)
+
+
+def every(seconds: Callable[[], float], function: Callable[[], object]) -> None:
+    """
+    Call `function` in the main process of each worker, whatever its pool, every `seconds()`.
+
+    From a thread of the system, first when the worker has started. Django's connections, and ours,
+    are closed after each call; it has to close whatever else it opens, or the next child that is
+    forked has it too. It should be short: for a moment no child is forked meanwhile.
+    """
+    _regular.append((seconds, function))
+
+
+class Rounds:
+    """The thread that does what is to be done regularly."""
+
+    def __init__(self, *, forks: bool) -> None:
+        self._forks = forks
+        self._end = threads.SimpleQueue[None]()
+
+    def start(self) -> None:
+        if _regular:
+            threads.start(self._run)
+
+    def stop(self) -> None:
+        self._end.put(None)
+
+    def _run(self) -> None:
+        threading.current_thread().name = "fencedlock-rounds"
+        due = [clock()] * len(_regular)
+        while True:
+            for place, (seconds, function) in enumerate(_regular[: len(due)]):
+                if due[place] <= clock():
+                    due[place] = clock() + self._do(seconds, function)
+            with contextlib.suppress(threads.Empty):
+                self._end.get(timeout=max(0.0, min(due) - clock()))
+                return
+
+    def _do(self, seconds: Callable[[], float], function: Callable[[], object]) -> float:
+        with no_fork():
+            try:
+                function()
+                return seconds()
+            except Exception:
+                logger.exception("What the worker does regularly failed")
+                return AFTER_FAILURE
+            finally:
+                connections.close_all()
+                if self._forks:
+                    # Without children these are those of the tasks too.
+                    sessions.close_all()
+
+
+class Housekeeping(bootsteps.StartStopStep):
+    """The part of a worker that all of this hangs on."""
+
+    name = "fencedlock"
+    # So it is made before the first child, and started after the pool.
+    requires = ("celery.worker.components:Pool",)
+
+    def create(self, worker: Any) -> None:
+        forks = _has_children(worker.pool_cls)
+        self._mender = Mender()
+        self._burials = Burials()
+        self._watch = self._death_watch() if forks else None
+        self._rounds = Rounds(forks=forks)
+
+    def start(self, worker: Any) -> None:
+        if self._watch:
+            self._watch.start()
+        self._rounds.start()
+
+    def register_with_event_loop(self, worker: Any, hub: Any) -> None:
+        if self._watch:
+            self._mender.listen(worker.pool, hub)
+
+    def stop(self, worker: Any) -> None:
+        # The watch goes on: the pool stops later, and its children may be killed until then.
+        self._rounds.stop()
+
+    def terminate(self, worker: Any) -> None:
+        self.stop(worker)
+
+    def _death_watch(self) -> deaths.DeathWatch | None:
+        if deaths.are_seen():
+            return deaths.DeathWatch(self._bury)
+        logger.info(
+            "This system doesn't tell a process of another one's end (pidfd_open(), Linux 5.3): "
+            "the locks of children that are killed are held until they run out"
+        )
+        return None
+
+    def _bury(self, child: Process, found: Found) -> None:
+        self._burials.add(child, found)
+        if found.entries:
+            # It was killed. One that Celery has replaced in its time holds nothing.
+            self._mender.ring()
+
+
+def _has_children(pool: type) -> bool:
+    return any(each.__module__ == "celery.concurrency.prefork" for each in pool.__mro__)
+
+
+@signals.celeryd_init.connect(weak=False, dispatch_uid="django_fencedlock.worker")
+def _install(instance: Any, **kwargs: object) -> None:
+    deaths.forget_watch()
+    instance.app.steps["worker"].add(Housekeeping)
+
+
+@signals.worker_process_init.connect(weak=False, dispatch_uid="django_fencedlock.worker_process")
+def _settle_child(**kwargs: object) -> None:
+    # The solo pool sends this signal too, in the main process, which nobody watches.
+    if deaths.is_watched():
+        deaths.announce()
+    for function in _in_each_child:
+        function()

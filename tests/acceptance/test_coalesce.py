@@ -1,0 +1,138 @@
+"""While one runs, any number of triggers become one further run, and none is lost."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from django_fencedlock.celery import SkippedRun
+from tests.servers.process import wait_until
+from tests.workers.looks import was_skipped
+from tests.workers.tasks import task
+
+ALIASES = ["default", "rows", "sessions", "redis"]
+
+
+def check(journal, key, alias="default"):
+    first = task("coalesce", alias).delay(key, 0, gate=True)
+    journal.wait_for_begun(key)
+    triggers = [task("coalesce", alias).delay(key, number) for number in range(1, 5)]
+    assert {was_skipped(trigger).reason for trigger in triggers} == {"coalesced"}
+    last = task("coalesce", alias).delay(key, 5)
+    assert was_skipped(last).reason == "coalesced"
+    journal.open_gate(key)
+    assert first.get(timeout=10) == 0
+    journal.wait_for_ended(key, 2)
+    # Whatever else would come is there by now.
+    task("coalesce", alias).delay(key, 6).get(timeout=10)
+    spans = journal.assert_no_overlap(key)
+    assert [span.value for span in spans][:2] == [0, 5]
+    assert [span.value for span in spans][2:] in ([6], [5, 6])
+    return spans
+
+
+def test_many_triggers_become_one_run_with_the_latest_arguments(any_worker, journal, key):
+    assert len(check(journal, key)) == 3
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_every_backend_coalesces(worker, journal, key, alias):
+    assert len(check(journal, key, alias)) == 3
+
+
+def test_a_lone_trigger_runs_once(worker, journal, key):
+    assert task("coalesce").delay(key, 42).get(timeout=10) == 42
+    assert task("coalesce").delay(key, 43).get(timeout=10) == 43
+    assert [span.value for span in journal.spans(key)] == [42, 43]
+
+
+@pytest.mark.parametrize("outcome", ["raise", "retry, return", "ignore"])
+def test_however_the_first_ends_the_second_runs(worker, journal, key, outcome):
+    task("coalesce").delay(key, "first", gate=True, outcome=outcome)
+    journal.wait_for_begun(key)
+    assert was_skipped(task("coalesce").delay(key, "second"))
+    journal.open_gate(key)
+    wait_until(lambda: "second" in values_done(journal, key), "the second run")
+    journal.assert_no_overlap(key)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_the_second_runs_though_the_first_was_killed(worker, journal, key, alias):
+    task("coalesce", alias).delay(key, "first", gate=True)
+    (span,) = journal.wait_for_begun(key)
+    assert was_skipped(task("coalesce", alias).delay(key, "second"))
+    os.kill(span.pid, signal.SIGKILL)
+    journal.open_gate(key)
+    wait_until(lambda: "second" in values_done(journal, key), "the second run", 40)
+
+
+def test_the_second_runs_though_the_whole_worker_was_killed(make_worker, journal, key):
+    worker = make_worker(concurrency=2)
+    task("late_coalesce").delay(key, "first", gate=True)
+    journal.wait_for_begun(key)
+    assert was_skipped(task("late_coalesce").delay(key, "second"))
+    worker.kill()
+    journal.open_gate(key)
+    make_worker(broker=worker.broker, concurrency=2)
+    wait_until(lambda: "second" in values_done(journal, key), "the second run", 30)
+
+
+@pytest.mark.parametrize("alias", ["rows", "redis"])
+def test_no_trigger_is_lost_while_children_are_killed(make_worker, journal, key, alias):
+    """A few triggers per name and then silence, so that a lost last one shows."""
+    worker = make_worker(concurrency=4)
+    triggers = {f"{key}-{number}": [] for number in range(12)}
+    kills = trigger_and_kill(worker, triggers, alias)
+
+    def unserved():
+        return {
+            name: len(results) - 1
+            for name, results in triggers.items()
+            if not is_served(journal, name, len(results) - 1)
+        }
+
+    # By then, whoever waits for a lease to run out, or sweeps, did so several times.
+    try:
+        wait_until(lambda: not unserved(), "every trigger to be served", 30)
+    except TimeoutError:
+        pytest.fail(f"{len(unserved())} of {len(triggers)} names were left: {unserved()}")
+    told = [SkippedRun.of(result.result) for results in triggers.values() for result in results]
+    assert sum(skip is not None and skip.reason == "coalesced" for skip in told) > 5
+    spans = [span for name in triggers for span in journal.spans(name)]
+    assert sum(span.outcome is None for span in spans) > 3, f"{kills} kills hit too few bodies"
+
+
+def trigger_and_kill(worker, triggers, alias):
+    chance = random.Random()
+    kills = 0
+    for names in ([*triggers][:6], [*triggers][6:]):
+        for _ in range(24):
+            name = chance.choice(names)
+            number = len(triggers[name])
+            made = task("late_coalesce", alias).s(name, number, seconds=0.4)
+            triggers[name].append(made.delay())
+            time.sleep(0.1)
+            if chance.random() < 0.3 and (children := worker.children()):
+                os.kill(chance.choice(children), signal.SIGKILL)
+                kills += 1
+    for name, results in triggers.items():
+        if not results:
+            results.append(task("late_coalesce", alias).delay(name, 0))
+    return kills
+
+
+def is_served(journal, name, number):
+    """
+    Tell whether a run ended that began after the trigger came, or was made by it.
+
+    Not by its arguments alone: messages overtake one another when they are delivered again.
+    """
+    came = [line["at"] for line in journal.notes(name, "arrived") if line["value"] == number]
+    ended = [span for span in journal.spans(name) if span.outcome is not None]
+    return any(span.value == number or (came and span.begun > max(came)) for span in ended)
+
+
+def values_done(journal, key):
+    return [span.value for span in journal.spans(key) if span.outcome is not None]

@@ -1,0 +1,125 @@
+"""What a run does that finds its lock held."""
+
+import pytest
+
+from django_fencedlock import lock
+from tests.servers.process import wait_until
+from tests.workers.looks import failure, is_free, was_skipped
+from tests.workers.tasks import ALIASES, task
+
+
+@pytest.fixture
+def held(journal, key):
+    """
+    Returns a function that has a body of the key begin, which ends when the gate is opened.
+    """
+
+    def hold(kind, alias="default", **arguments):
+        result = task(kind, alias).delay(key, "first", gate=True, **arguments)
+        journal.wait_for_begun(key)
+        return result
+
+    yield hold
+    journal.open_gate(key)
+
+
+def check_skip(worker, journal, key, held, alias="default"):
+    first = held("skip", alias)
+    (span,) = journal.spans(key)
+    skipped = was_skipped(task("skip", alias).delay(key, "second"))
+    assert (skipped.lock, skipped.reason, skipped.token) == (key, "held", span.token)
+    journal.open_gate(key)
+    assert first.get(timeout=10) == "first"
+    assert len(journal.spans(key)) == 1
+    assert task("skip", alias).delay(key, "third").get(timeout=10) == "third"
+
+
+def test_a_skipped_run_succeeds_and_says_who_has_the_lock(any_worker, journal, key, held):
+    check_skip(any_worker, journal, key, held)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_every_backend_skips(worker, journal, key, held, alias):
+    check_skip(worker, journal, key, held, alias)
+
+
+def test_a_skipped_run_names_its_holder(worker, journal, key, held):
+    first = held("skip")
+    skipped = was_skipped(task("skip").delay(key))
+    assert "tests.skip" in skipped.holder
+    assert first.id in skipped.holder
+    assert skipped.since
+
+
+def test_a_lock_of_another_process_is_a_conflict_too(worker, key):
+    with lock(key):
+        assert was_skipped(task("skip").delay(key))
+    assert task("skip").delay(key, 42).get(timeout=10) == 42
+
+
+@pytest.mark.parametrize("alias", ["default", "redis"])
+def test_raise_fails(any_worker, journal, key, held, alias):
+    held("raise", alias)
+    exc = failure(task("raise", alias).delay(key))
+    assert type(exc).__name__ == "LockNotAcquired"
+    assert key in str(exc)
+    assert len(journal.spans(key)) == 1
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_wait_waits_for_the_end(worker, journal, key, held, alias):
+    first = held("wait", alias)
+    others = [task("wait", alias).delay(key, number) for number in range(3)]
+    journal.open_gate(key)
+    assert first.get(timeout=10) == "first"
+    assert [other.get(timeout=20) for other in others] == [0, 1, 2]
+    assert len(journal.assert_no_overlap(key)) == 4
+    assert is_free(key, alias)
+
+
+@pytest.mark.parametrize("alias", ["default", "sessions", "redis"])
+def test_retry_comes_again(any_worker, journal, key, held, alias):
+    held("retry", alias)
+    second = task("retry", alias).delay(key, "second")
+    wait_until(lambda: second.state == "RETRY", "a retry", 10)
+    journal.open_gate(key)
+    assert second.get(timeout=20) == "second"
+    spans = journal.assert_no_overlap(key)
+    assert [span.value for span in spans] == ["first", "second"]
+    # A conflict is none of the task's own retries.
+    assert [span.retries for span in spans] == [0, 0]
+
+
+def test_conflicts_leave_the_own_retries_alone(worker, journal, key, held):
+    held("retry")
+    second = task("retry").delay(key, "second", outcome="retry, retry, retry, return")
+    wait_until(lambda: second.state == "RETRY", "a retry", 10)
+    journal.open_gate(key)
+    assert second.get(timeout=20) == "second"
+    spans = journal.assert_no_overlap(key)
+    assert [span.retries for span in spans] == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("alias", ["default", "redis"])
+def test_many_at_once_run_one_by_one(any_worker, journal, key, alias):
+    results = [task("wait", alias).delay(key, number, seconds=0.01) for number in range(12)]
+    assert [result.get(timeout=30) for result in results] == list(range(12))
+    assert len(journal.assert_no_overlap(key)) == 12
+
+
+def test_without_a_name_the_arguments_are_it(worker, journal, key):
+    first = task("unnamed").delay(key, 1, gate=True)
+    journal.wait_for_begun(key)
+    assert was_skipped(task("unnamed").delay(value=1, gate=True, key=key))
+    other = task("unnamed").delay(key, 2, gate=True)
+    journal.wait_for_begun(key, 2)
+    journal.open_gate(key)
+    assert [first.get(timeout=10), other.get(timeout=10)] == [1, 2]
+
+
+def test_other_names_are_no_conflict(worker, journal, key):
+    first = task("skip").delay(key, gate=True)
+    journal.wait_for_begun(key)
+    assert task("skip").delay(f"{key}-other", 42).get(timeout=10) == 42
+    journal.open_gate(key)
+    first.get(timeout=10)

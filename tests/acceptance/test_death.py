@@ -1,0 +1,155 @@
+"""Children and workers that are killed: their locks are free at once, and not before."""
+
+import os
+import signal
+
+import pytest
+from celery.exceptions import WorkerLostError
+
+from django_fencedlock import lock
+from tests.servers.process import wait_until
+from tests.workers.journal import now
+from tests.workers.looks import failure, is_free, wait_until_free, was_skipped
+from tests.workers.tasks import task
+
+ALIASES = ["default", "rows", "sessions", "redis", "unfenced"]
+
+
+def kill(span):
+    os.kill(span.pid, signal.SIGKILL)
+    return now()
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_killed_child_frees_its_lock(worker, journal, key, alias):
+    """Its lease had half a minute to live, and nobody contends for the lock."""
+    result = task("skip", alias).delay(key, seconds=60)
+    (span,) = journal.wait_for_begun(key)
+    killed = kill(span)
+    assert wait_until_free(key, alias) - killed < 1
+    assert isinstance(failure(result), WorkerLostError)
+
+
+def test_a_killed_child_frees_no_lock_of_another(worker, journal, key):
+    other = task("skip").delay(f"{key}-other", 42, gate=True)
+    task("skip").delay(key, seconds=60)
+    (living,), (killed,) = journal.wait_for_begun(f"{key}-other"), journal.wait_for_begun(key)
+    kill(killed)
+    wait_until_free(key)
+    assert was_skipped(task("skip").delay(f"{key}-other")).token == living.token
+    journal.open_gate(f"{key}-other")
+    assert other.get(timeout=10) == 42
+
+
+def test_the_next_child_takes_the_lock(worker, journal, key):
+    for number in range(3):
+        result = task("wait").delay(key, number, seconds=60)
+        span = journal.wait_for_begun(key, number + 1)[-1]
+        kill(span)
+        assert isinstance(failure(result), WorkerLostError)
+    assert task("wait").delay(key, 42).get(timeout=10) == 42
+    tokens = [span.token for span in journal.spans(key)]
+    assert tokens == sorted(set(tokens))
+
+
+@pytest.mark.parametrize("alias", ["default", "redis"])
+def test_one_that_waits_is_next(worker, journal, key, alias):
+    task("wait", alias).delay(key, seconds=60)
+    (span,) = journal.wait_for_begun(key)
+    waiting = task("wait", alias).delay(key, 42)
+    wait_until(lambda: waiting.id in str(active(worker)), "the second run to begin")
+    killed = kill(span)
+    assert waiting.get(timeout=10) == 42
+    second = journal.spans(key)[1]
+    assert 0 < second.begun - killed < 1
+
+
+def test_a_paused_child_keeps_its_lock(make_worker, journal, key):
+    worker = make_worker()
+    result = task("skip").delay(key, 42, gate=True)
+    (span,) = journal.wait_for_begun(key)
+    os.kill(span.pid, signal.SIGSTOP)
+    try:
+        # Time enough for whoever watches to be wrong.
+        assert was_skipped(task("skip").delay(key)).token == span.token
+        assert worker.children()
+        assert not lock(key, blocking_timeout=1).acquire(blocking=True)
+    finally:
+        os.kill(span.pid, signal.SIGCONT)
+    journal.open_gate(key)
+    assert result.get(timeout=10) == 42
+
+
+@pytest.mark.parametrize("alias", ["default", "redis"])
+def test_a_lost_run_is_delivered_again_and_runs(worker, journal, key, alias):
+    """Late acknowledgement, rejected when the worker is lost: delivered at once."""
+    result = task("late", alias).delay(key, 42, gate=True)
+    (span,) = journal.wait_for_begun(key)
+    killed = kill(span)
+    journal.wait_for_begun(key, 2)
+    journal.open_gate(key)
+    assert result.get(timeout=20) == 42
+    spans = journal.assert_no_overlap(key, {span.run: killed})
+    assert len(spans) == 2
+    assert spans[1].token > spans[0].token
+
+
+def test_a_lost_run_is_no_conflict_for_its_redelivery(worker, journal, key):
+    """Its policy is to skip at any conflict; the lock of the dead is none."""
+    result = task("late_skip").delay(key, 42, gate=True)
+    (span,) = journal.wait_for_begun(key)
+    kill(span)
+    journal.wait_for_begun(key, 2)
+    journal.open_gate(key)
+    assert result.get(timeout=20) == 42
+
+
+def test_children_that_come_later_are_watched_too(make_worker, journal, key):
+    worker = make_worker("--max-tasks-per-child=1", concurrency=2)
+    for number in range(4):
+        assert task("skip").delay(f"{key}-{number}", number).get(timeout=10) == number
+    task("skip").delay(key, seconds=60)
+    (span,) = journal.wait_for_begun(key)
+    assert span.pid != worker.pid
+    killed = kill(span)
+    assert wait_until_free(key) - killed < 1
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_killed_worker_is_found_dead_by_who_wants_the_lock(make_worker, journal, key, alias):
+    """There is nobody left to watch, but a process of the same host looks."""
+    worker = make_worker(concurrency=2)
+    task("skip", alias).delay(key, seconds=60)
+    (span,) = journal.wait_for_begun(key)
+    worker.kill()
+    killed = now()
+    name = "redis" if alias == "unfenced" else alias
+    with lock(key, backend=name, fenced=alias != "unfenced", blocking_timeout=5) as lease:
+        # Who waits at Redis looks every two seconds.
+        assert now() - killed < 4
+        assert alias == "unfenced" or lease.token > span.token
+
+
+def test_a_killed_main_process_takes_its_children_along(make_worker, journal, key):
+    worker = make_worker(concurrency=2)
+    task("skip").delay(key, seconds=60)
+    (span,) = journal.wait_for_begun(key)
+    worker.send(signal.SIGKILL)
+    wait_until(lambda: not os.path.exists(f"/proc/{span.pid}"), "the end of the child", 5)
+    with lock(key, blocking_timeout=5):
+        pass
+
+
+@pytest.mark.parametrize("pool", ["threads", "solo", "gevent"])
+def test_a_killed_worker_of_another_pool_is_found_dead(make_worker, journal, key, pool):
+    worker = make_worker(pool=pool)
+    task("skip").delay(key, seconds=60)
+    journal.wait_for_begun(key)
+    assert not is_free(key)
+    worker.kill()
+    with lock(key, blocking_timeout=5):
+        pass
+
+
+def active(worker):
+    return worker.app.control.inspect(destination=[worker.name], timeout=2).active()

@@ -1,0 +1,171 @@
+"""
+Children that are killed again and again: their locks are free at once, and no other ever is.
+
+With FENCEDLOCK_TEST_KILLS there are more of them, and the delays are shown.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import time
+
+import pytest
+
+from django_fencedlock import lock
+from tests.servers import Proxy, shared
+from tests.servers.process import wait_until
+from tests.workers import Worker
+from tests.workers.journal import now
+from tests.workers.looks import failure, is_free, wait_until_free
+from tests.workers.tasks import task
+
+ALIASES = ["default", "rows", "sessions", "redis", "unfenced"]
+KILLS = int(os.environ.get("FENCEDLOCK_TEST_KILLS", 6))
+# Some ten seconds in one call, which no signal but SIGKILL interrupts.
+LONG = 20_000_000
+
+
+def kill(pid):
+    killed = now()
+    os.kill(pid, signal.SIGKILL)
+    return killed
+
+
+def owner_of(name, alias):
+    holder = lock(name, backend="redis" if alias == "unfenced" else alias).holder()
+    return holder and holder.owner
+
+
+def kill_one_after_the_other(journal, key, alias="default", count=KILLS):
+    """Kill children in their bodies; returns the seconds from each death to its lock's freedom."""
+    delays = []
+    for number in range(count):
+        name = f"{key}-{number}"
+        task("skip", alias).delay(name, seconds=60)
+        (span,) = journal.wait_for_begun(name)
+        time.sleep(random.choice([0, 0, 0.05]))
+        killed = kill(span.pid)
+        delays.append(wait_until_free(name, alias) - killed)
+    return delays
+
+
+def assert_soon(delays):
+    median, worst = statistics.median(delays), max(delays)
+    if "FENCEDLOCK_TEST_KILLS" in os.environ:
+        print(f"{len(delays)} deaths: {median * 1000:.0f} ms, at worst {worst * 1000:.0f} ms")
+    assert median < 1
+    # On a busy machine Celery's main process may do something else for a while.
+    assert worst < 3
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_each_death_frees_its_lock_and_no_other(make_worker, journal, key, alias):
+    worker = make_worker()
+    living = task("skip", alias).delay(f"{key}-living", 42, gate=True)
+    journal.wait_for_begun(f"{key}-living")
+    owner = owner_of(f"{key}-living", alias)
+    delays = kill_one_after_the_other(journal, key, alias)
+    assert_soon(delays)
+    assert owner is not None
+    assert owner_of(f"{key}-living", alias) == owner
+    journal.open_gate(f"{key}-living")
+    assert living.get(timeout=20) == 42
+    assert worker.process.running
+
+
+@pytest.mark.parametrize("argument", ["--max-tasks-per-child=1", "--autoscale=4,1"])
+def test_every_child_is_watched(make_worker, journal, key, argument):
+    make_worker(argument)
+    assert_soon(kill_one_after_the_other(journal, key))
+
+
+def test_children_that_are_spawned_are_watched(make_worker, journal, key):
+    make_worker(worker_pool_start_method="spawn", worker_proc_alive_timeout=60)
+    # They start slowly.
+    assert_soon(kill_one_after_the_other(journal, key, count=3))
+
+
+def test_children_of_a_pool_without_an_event_loop_are_watched(make_worker, journal, key):
+    make_worker(broker="filesystem")
+    assert_soon(kill_one_after_the_other(journal, key, "redis"))
+
+
+def test_celery_learns_of_a_death_soon_too(make_worker, journal, key):
+    """By itself it takes up to five seconds."""
+    make_worker()
+    for number in range(4):
+        name = f"{key}-{number}"
+        result = task("skip").delay(name, seconds=60)
+        (span,) = journal.wait_for_begun(name)
+        killed = kill(span.pid)
+        failure(result)
+        assert now() - killed < 2.5
+
+
+@pytest.mark.parametrize("alias", ["default", "redis", "unfenced", "sessions"])
+def test_children_killed_at_any_moment_leave_no_lock(make_worker, journal, key, alias):
+    """While they take locks and give them back."""
+    worker = make_worker()
+    task("skip", alias).delay(f"{key}-first").get(timeout=20)
+    names = [f"{key}-{number}" for number in range(400)]
+    for name in names:
+        task("skip", alias).delay(name)
+    until = time.monotonic() + 4
+    while worker.broker.depth() and time.monotonic() < until:
+        time.sleep(random.uniform(0.02, 0.15))
+        if children := worker.children():
+            with contextlib.suppress(ProcessLookupError):
+                kill(random.choice(children))
+    wait_until(lambda: not worker.broker.depth(), "the queue to be empty", 60)
+    wait_until(lambda: len(worker.children()) == 4, "the pool to be whole", 20)
+    # The last ones may be in their bodies yet.
+    wait_until(lambda: all(is_free(name, alias) for name in names), "all locks to be free", 4)
+
+
+def test_a_body_that_is_revoked_in_vain_keeps_its_lock(worker, journal, key):
+    """Celery says that it was revoked long before it ends."""
+    result = task("skip").delay(key, grind=LONG)
+    (span,) = journal.wait_for_begun(key)
+    worker.app.control.revoke(
+        result.id, terminate=True, signal="SIGTERM", destination=[worker.name]
+    )
+    failure(result)
+    assert not is_free(key)
+    for _ in range(10):
+        time.sleep(0.05)
+        assert not is_free(key)
+    killed = kill(span.pid)
+    assert wait_until_free(key) - killed < 1
+
+
+def test_a_death_during_an_outage_is_seen_to_after_it(
+    make_broker, worker_environment, locks, journal, key, use, closing
+):
+    redis = shared.redis()
+    host, port = redis.url.rpartition("/")[0].removeprefix("redis://").split(":")
+    proxy = closing(Proxy(host, int(port)))
+    proxied = {**locks["redis"], "LOCATION": f"redis://{proxy.host}:{proxy.port}/0"}
+    environment = {
+        **worker_environment,
+        "FENCEDLOCK_TEST_LOCKS": json.dumps({**locks, "redis": proxied}),
+    }
+    worker = closing(Worker(make_broker("redis"), journal, environment))
+    use(worker)
+    worker.start()
+    task("skip", "redis").delay(key, seconds=60)
+    (span,) = journal.wait_for_begun(key)
+    proxy.black_hole()
+    kill(span.pid)
+    time.sleep(1)
+    assert not is_free(key, "redis")
+    # Other services are asked meanwhile.
+    task("skip").delay(f"{key}-other", seconds=60)
+    (other,) = journal.wait_for_begun(f"{key}-other")
+    killed = kill(other.pid)
+    assert wait_until_free(f"{key}-other") - killed < 1
+    proxy.pass_through()
+    mended = now()
+    assert wait_until_free(key, "redis", timeout=10) - mended < 5

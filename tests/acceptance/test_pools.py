@@ -1,0 +1,100 @@
+"""The same on every pool."""
+
+import time
+from importlib.util import find_spec
+
+import pytest
+
+from django_fencedlock import lock
+from django_fencedlock.models.tables import HeldLock
+from tests.workers.looks import failure, is_free, was_skipped
+from tests.workers.tasks import Mishap, task
+
+POOLS = ["prefork", "threads", "solo", "gevent", "eventlet"]
+
+
+@pytest.fixture(params=POOLS)
+def pool_worker(request, shared_worker):
+    if request.param in ("gevent", "eventlet") and not find_spec(request.param):
+        pytest.skip(f"{request.param} isn't installed")
+    return shared_worker(pool=request.param)
+
+
+@pytest.fixture(params=["threads", "gevent"])
+def one_process(request, shared_worker):
+    if not find_spec("gevent"):
+        pytest.skip("gevent isn't installed")
+    return shared_worker(pool=request.param)
+
+
+@pytest.mark.parametrize("alias", ["default", "rows", "sessions", "redis"])
+def test_a_body_runs_under_its_lock(pool_worker, journal, key, alias):
+    assert task("skip", alias).delay(key, 42).get(timeout=10) == 42
+    (span,) = journal.spans(key)
+    assert span.lock == key
+    assert is_free(key, alias)
+
+
+def test_an_exception_gives_the_lock_back(pool_worker, journal, key):
+    assert isinstance(failure(task("skip").delay(key, outcome="raise")), Mishap)
+    assert is_free(key)
+
+
+def test_retries_have_tokens_of_their_own(pool_worker, journal, key):
+    assert task("skip").delay(key, 42, outcome="retry, return").get(timeout=10) == 42
+    spans = journal.assert_no_overlap(key)
+    assert len({span.token for span in spans}) == 2
+
+
+def test_a_conflict_is_skipped(pool_worker, journal, key):
+    with lock(key):
+        assert was_skipped(task("skip").delay(key))
+        results = [task("skip").delay(f"{key}-{number}", number) for number in range(4)]
+        assert [result.get(timeout=10) for result in results] == list(range(4))
+
+
+@pytest.mark.parametrize("policy", ["wait", "retry"])
+@pytest.mark.parametrize("alias", ["default", "sessions", "redis"])
+def test_bodies_run_one_by_one(pool_worker, journal, key, policy, alias):
+    results = [task(policy, alias).delay(key, number, seconds=0.02) for number in range(5)]
+    assert [result.get(timeout=30) for result in results] == list(range(5))
+    assert len(journal.assert_no_overlap(key)) == 5
+    assert is_free(key, alias)
+
+
+@pytest.mark.parametrize("alias", ["default", "sessions", "redis"])
+def test_one_process_excludes_itself(one_process, journal, key, alias):
+    first = task("skip", alias).delay(key, 1, gate=True)
+    (span,) = journal.wait_for_begun(key)
+    assert was_skipped(task("skip", alias).delay(key, 2)).token == span.token
+    journal.open_gate(key)
+    assert first.get(timeout=10) == 1
+    assert len(journal.spans(key)) == 1
+
+
+@pytest.mark.parametrize("alias", ["default", "rows", "sessions", "redis"])
+def test_connections_that_celery_closes_are_none_of_the_lock(one_process, journal, key, alias):
+    """It closes all of Django's before and after each task; other tasks run beside this one."""
+    held = task("skip", alias).delay(key, 42, gate=True)
+    (span,) = journal.wait_for_begun(key)
+    for number in range(8):
+        task("plain").delay(f"{key}-plain", number).get(timeout=10)
+    assert was_skipped(task("skip", alias).delay(key)).token == span.token
+    journal.open_gate(key)
+    assert held.get(timeout=10) == 42
+    assert is_free(key, alias)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+def test_a_lease_outlives_its_ttl_while_its_body_runs(shared_worker, journal, key, pool):
+    shared_worker(pool=pool)
+    held = task("short").delay(key, 42, gate=True)
+    (span,) = journal.wait_for_begun(key)
+    before = HeldLock.objects.get(name=key).expires_at
+    deadline = time.monotonic() + 5
+    while HeldLock.objects.get(name=key).expires_at == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(2.2)
+    assert was_skipped(task("skip").delay(key)).token == span.token
+    journal.open_gate(key)
+    assert held.get(timeout=10) == 42

@@ -1,0 +1,65 @@
+"""Workers that are told to end."""
+
+import signal
+
+import pytest
+
+from tests.workers.looks import is_free, wait_until_free
+from tests.workers.tasks import task
+
+
+def test_a_warm_shutdown_waits_and_keeps_the_lease(make_worker, journal, key):
+    """The body takes longer than its lease would last."""
+    worker = make_worker(concurrency=2)
+    result = task("short").delay(key, 42, seconds=4)
+    journal.wait_for_begun(key)
+    worker.send(signal.SIGTERM)
+    worker.wait_for_end()
+    assert [span.outcome for span in journal.spans(key)] == ["returned"]
+    assert result.get(timeout=5) == 42
+    assert is_free(key)
+
+
+@pytest.mark.parametrize("kind", ["skip", "late_skip"])
+def test_a_cold_shutdown_gives_the_lock_back(make_worker, journal, key, kind):
+    worker = make_worker(concurrency=2)
+    task(kind).delay(key, seconds=30)
+    journal.wait_for_begun(key)
+    worker.send(signal.SIGQUIT)
+    worker.wait_for_end()
+    wait_until_free(key)
+
+
+def test_what_a_cold_shutdown_ended_is_run_by_another(make_worker, journal, key):
+    worker = make_worker(concurrency=2)
+    result = task("late").delay(key, 42, gate=True)
+    journal.wait_for_begun(key)
+    worker.send(signal.SIGQUIT)
+    worker.wait_for_end()
+    journal.open_gate(key)
+    make_worker(broker=worker.broker, concurrency=2)
+    assert result.get(timeout=20) == 42
+    spans = journal.spans(key)
+    assert [span.outcome for span in spans] == ["SystemExit", "returned"]
+    assert spans[0].token < spans[1].token
+
+
+def test_a_soft_shutdown_gives_the_lock_back(make_worker, journal, key):
+    worker = make_worker(concurrency=2, worker_soft_shutdown_timeout=1)
+    task("late").delay(key, seconds=30)
+    (span,) = journal.wait_for_begun(key)
+    worker.send(signal.SIGQUIT)
+    worker.wait_for_end()
+    wait_until_free(key)
+    assert journal.spans(key)[0].ended - span.begun > 0.9
+
+
+@pytest.mark.parametrize("pool", ["threads", "solo", "gevent"])
+def test_a_warm_shutdown_waits_on_every_pool(make_worker, journal, key, pool):
+    worker = make_worker(pool=pool)
+    task("skip").delay(key, 42, seconds=1)
+    journal.wait_for_begun(key)
+    worker.send(signal.SIGTERM)
+    worker.wait_for_end()
+    assert [span.outcome for span in journal.spans(key)] == ["returned"]
+    assert is_free(key)

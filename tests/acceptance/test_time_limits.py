@@ -1,0 +1,129 @@
+"""Time limits, revokes, and locks that are lost: what stops a body from outside."""
+
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
+
+from django_fencedlock.models.tables import HeldLock
+from tests.servers.process import wait_until
+from tests.workers.journal import now
+from tests.workers.looks import failure, is_free, wait_until_free
+from tests.workers.tasks import task
+
+# Some ten seconds in one call, unless the child is killed.
+LONG = 20_000_000
+
+
+@pytest.fixture
+def revoke(worker):
+    def send(result, number):
+        worker.app.control.revoke(
+            result.id, terminate=True, signal=number, destination=[worker.name]
+        )
+
+    return send
+
+
+def test_a_soft_limit_gives_the_lock_back(worker, journal, key):
+    result = task("soft").delay(key, seconds=20)
+    assert isinstance(failure(result), SoftTimeLimitExceeded)
+    assert [span.outcome for span in journal.spans(key)] == ["SoftTimeLimitExceeded"]
+    assert is_free(key)
+
+
+def test_a_hard_limit_gives_the_lock_back(worker, journal, key):
+    result = task("hard").delay(key, seconds=20)
+    assert isinstance(failure(result), TimeLimitExceeded)
+    assert wait_until_free(key) < journal.spans(key)[0].begun + 1 + 2
+
+
+def test_a_hard_limit_within_a_call_of_c_gives_the_lock_back(worker, journal, key):
+    """The child sees no signal until the call ends, and is killed."""
+    result = task("hard").delay(key, grind=LONG)
+    assert isinstance(failure(result), TimeLimitExceeded)
+    (span,) = journal.spans(key)
+    assert wait_until_free(key) < span.begun + 1 + 2
+    assert span.ended is None
+
+
+def test_a_limit_leaves_the_worker_fit(worker, journal, key):
+    """Its connections too: what follows takes the same lock, four times to meet each child."""
+    failure(task("soft").delay(key, seconds=20))
+    for number in range(8):
+        assert task("wait").delay(key, number).get(timeout=10) == number
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
+def test_a_revoked_body_gives_the_lock_back(worker, journal, key, revoke, number):
+    result = task("skip").delay(key, seconds=30)
+    journal.wait_for_begun(key)
+    revoke(result, number)
+    (span,) = journal.wait_for_ended(key)
+    assert wait_until_free(key) - span.ended < 1
+    # Celery writes REVOKED at once, and the child may write what became of it after that.
+    assert isinstance(failure(result), TaskRevokedError | SoftTimeLimitExceeded)
+
+
+def test_a_body_that_is_killed_by_a_revoke_gives_the_lock_back(worker, journal, key, revoke):
+    result = task("skip").delay(key, seconds=30)
+    journal.wait_for_begun(key)
+    before = now()
+    revoke(result, "SIGKILL")
+    assert wait_until_free(key) - before < 1.5
+    assert isinstance(failure(result), TaskRevokedError)
+
+
+def test_a_revoked_greenlet_gives_the_lock_back(shared_worker, journal, key):
+    """Its process lives on, so there is no death to be noticed."""
+    worker = shared_worker(pool="gevent")
+    result = task("skip").delay(key, seconds=30)
+    journal.wait_for_begun(key)
+    worker.app.control.revoke(result.id, terminate=True, destination=[worker.name])
+    (span,) = journal.wait_for_ended(key)
+    assert span.outcome == "GreenletExit"
+    wait_until_free(key)
+
+
+def test_a_hard_limit_of_a_greenlet_gives_the_lock_back(shared_worker, journal, key):
+    shared_worker(pool="gevent")
+    result = task("hard").delay(key, seconds=20)
+    assert isinstance(failure(result), TimeLimitExceeded)
+    (span,) = journal.wait_for_ended(key)
+    assert span.ended - span.begun < 3
+    wait_until_free(key)
+
+
+def test_a_task_that_is_revoked_before_it_begins_takes_no_lock(worker, journal, key):
+    result = task("skip").apply_async((key,), countdown=1)
+    worker.app.control.revoke(result.id, destination=[worker.name])
+    assert isinstance(failure(result), TaskRevokedError)
+    assert journal.spans(key) == []
+    assert is_free(key)
+
+
+def test_a_task_that_expired_takes_no_lock(worker, journal, key):
+    result = task("skip").apply_async((key,), countdown=1, expires=0.5)
+    assert isinstance(failure(result), TaskRevokedError)
+    assert journal.spans(key) == []
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+def test_a_lost_lock_ends_the_body(shared_worker, journal, key, pool):
+    """But for a sleeping thread, which nothing can wake."""
+    worker = shared_worker(pool=pool)
+    arguments = {"gate": True} if pool == "threads" else {"seconds": 20}
+    result = task("abort").delay(key, **arguments)
+    journal.wait_for_begun(key)
+    HeldLock.objects.filter(name=key).delete()
+    assert type(failure(result)).__name__ == "LeaseLost"
+    (span,) = journal.wait_for_ended(key)
+    assert span.ended - span.begun < 5
+    assert task("skip").delay(key, 42).get(timeout=10) == 42
+    assert worker.process.running
+
+
+def test_max_hold_ends_the_lease(worker, journal, key):
+    result = task("max_hold").delay(key, seconds=20)
+    assert type(failure(result)).__name__ == "LeaseLost"
+    (span,) = journal.wait_for_ended(key)
+    assert 1 < span.ended - span.begun < 6
+    wait_until(lambda: is_free(key), "the lock to be free")

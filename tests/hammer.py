@@ -1,0 +1,308 @@
+"""
+Strikes at runs at random moments, most of them near the end of the body, and tells what came of it.
+
+What is thrown at one run and hits another, or nobody's code, shows as "escaped".
+"""
+
+import contextlib
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from unittest import mock
+
+from django_fencedlock import threads
+from django_fencedlock.celery import aborting, strikes
+from django_fencedlock.celery.strikes import Abort
+from django_fencedlock.exceptions import LeaseLost
+from django_fencedlock.lease import Lease, clock
+from django_fencedlock.owners import new_owner
+
+
+def a_lease(name="x"):
+    """A lease that belongs to no service."""
+    return Lease(
+        name=name, alias="default", owner=new_owner(), token=1, ttl=60, since=clock(), control=None
+    )
+
+
+def is_within_run():
+    """Whether this thread or greenlet is within a run, by what the runs have noted."""
+    return strikes._place() in strikes._innermost
+
+
+def enter(leases, body):
+    """Run `body` within runs that have these leases, the outermost first."""
+    lease, *inner = leases
+    return aborting.run(lease, (lambda: enter(inner, body)) if inner else body)
+
+
+class Hammer:
+    """One thread or greenlet whose runs are struck at, from a thread of the system."""
+
+    def __init__(self, runs, *, length=0.0007, pause=None, nested=False, seed=0):
+        self.left = self.runs = runs
+        self.length = length
+        self.pause = pause
+        self.nested = nested
+        self.random = random.Random(seed)
+        self.outcomes = Counter()
+        self.wrong = []
+
+    def work(self):
+        """Run them all, whatever hits in between."""
+        while self.left > 0:
+            self.work_through()
+
+    def work_through(self):
+        """Run until one escapes."""
+        try:
+            while self.left > 0:
+                self.left -= 1
+                self.run_once()
+        except Abort:
+            self.outcomes["escaped"] += 1
+
+    def run_once(self):
+        leases = [a_lease("outer"), a_lease("inner")] if self.nested else [a_lease()]
+        loser = self.random.choice(leases)
+        self.lose_soon(loser)
+        try:
+            enter(leases, self.body)
+        except LeaseLost as exc:
+            self.outcomes["aborted" if loser.lost else "wrong"] += 1
+            if exc.owner != loser.owner:
+                self.outcomes["wrong"] += 1
+        else:
+            self.outcomes["ended"] += 1
+        # Where an abort that comes late would hit.
+        self.idle(self.random.uniform(0, 0.0003))
+
+    def body(self):
+        try:
+            self.idle(self.length)
+        except Exception:
+            self.outcomes["swallowed"] += 1
+
+    def idle(self, seconds):
+        if self.pause is not None:
+            self.pause(seconds)
+            return
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    def lose_soon(self, lease):
+        # A third somewhere within, the others about the end of the body.
+        sigma = self.length / 8
+        moment = (
+            self.random.uniform(0, self.length)
+            if self.random.random() < 0.3
+            else self.random.gauss(self.length * 0.85, sigma)
+        )
+        due = time.perf_counter() + max(0.0, moment)
+        strikers.put((due, lease))
+
+
+@contextlib.contextmanager
+def late_strikes():
+    """
+    Have each strike come a bit late, as if the one who strikes had been paused just before.
+
+    The signal is sent without a look at its run: several may be handled at once, and later.
+    """
+
+    def wait():
+        threads.original("time", "sleep")(random.uniform(0, 0.0002))
+
+    def strike_by_signal(cell):
+        wait()
+        signal.pthread_kill(cell._place[0], cell._number)
+
+    def late(function):
+        def call(subject, *args):
+            wait()
+            function(subject, *args)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(patch(strikes._BySignal, "strike", strike_by_signal))
+        stack.enter_context(patch(strikes, "_raise_in", late(strikes._raise_in)))
+        stack.enter_context(patch(strikes._InHub, "strike", late(strikes._InHub.strike)))
+        yield
+
+
+@contextlib.contextmanager
+def busy_switching():
+    """Have threads take turns often, so that the one who strikes gets his turn in a loop too."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.00005)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+class Strikers:
+    """A thread of the system that loses leases when their time has come."""
+
+    def __init__(self):
+        self.queue = threads.SimpleQueue()
+        self.runs = False
+
+    def put(self, task):
+        if not self.runs:
+            self.runs = True
+            threads.start(self._run)
+        self.queue.put(task)
+
+    def _run(self):
+        sleep = threads.original("time", "sleep")
+        waiting = []
+        while True:
+            try:
+                waiting.append(self.queue.get(timeout=0.00005 if waiting else None))
+                continue
+            except threads.Empty:
+                pass
+            now = time.perf_counter()
+            for task in [each for each in waiting if each[0] <= now]:
+                waiting.remove(task)
+                task[1].mark_lost("struck")
+            sleep(0)
+
+
+strikers = Strikers()
+
+
+def hammer_threads(count, runs, **options):
+    """Hammer `count` threads at once."""
+    hammers = [Hammer(runs, seed=place, **options) for place in range(count)]
+    workers = [threading.Thread(target=hammer.work) for hammer in hammers]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum((hammer.outcomes for hammer in hammers), Counter())
+
+
+class Sweep:
+    """
+    Strikes once, at one instruction after the other of what is around a body.
+
+    Stricter than Python itself, which interrupts between some instructions only.
+    """
+
+    FILES = (aborting.__file__, strikes.__file__)
+
+    def __init__(self, nested=False, outer=True, foreign=False):
+        self.nested = nested
+        self.outer = outer
+        #: Raise something else there, and lose the lock afterwards.
+        self.foreign = foreign
+        self.outcomes = Counter()
+
+    def run(self):
+        place = 1
+        while self.strike_at(place):
+            place += 1
+        return self.outcomes
+
+    def strike_at(self, place):
+        """Whether there is an instruction at `place`."""
+        leases = [a_lease("outer"), a_lease("inner")] if self.nested else [a_lease()]
+        loser = leases[0 if self.outer else -1]
+        tracer = _Tracer(self.FILES, place, None if self.foreign else lambda: lose(loser))
+        cells = []
+        try:
+            with mock.patch.object(aborting, "new_cell", noting(strikes.new_cell, cells)), tracer:
+                outcome = enter(leases, self.body)
+        except TimeLimit:
+            outcome = "time limit"
+        except LeaseLost as exc:
+            outcome = "aborted" if exc.owner == loser.owner else "wrong"
+        except Abort:
+            outcome = "escaped"
+        tracer.finish()
+        if is_within_run() and not self.foreign:
+            outcome = "left behind"
+        if any(cell.armed for cell in cells):
+            outcome = "still armed"
+        if not self.hits_nobody(leases):
+            outcome = "late"
+        strikes._innermost.pop(strikes._place(), None)
+        self.outcomes[outcome] += 1
+        return tracer.struck
+
+    def hits_nobody(self, leases):
+        """Where an abort that comes late would hit; and the next run has nothing to do with it."""
+        try:
+            for lease in leases:
+                thread = threading.Thread(target=lose, args=[lease])
+                thread.start()
+                thread.join()
+            for _ in range(100):
+                pass
+            aborting.run(a_lease("next"), self.body)
+        except Abort:
+            return False
+        return True
+
+    def body(self):
+        return "ended"
+
+
+def noting(make, made):
+    def make_and_note():
+        made.append(make())
+        return made[-1]
+
+    return make_and_note
+
+
+class TimeLimit(Exception):
+    """What a signal of somebody else raises."""
+
+
+def lose(lease):
+    lease.mark_lost("struck")
+
+
+class _Tracer:
+    def __init__(self, files, place, strike):
+        self.files = files
+        self.left = place
+        self.striker = strike and threading.Thread(target=strike, daemon=True)
+        self.struck = False
+
+    def __enter__(self):
+        # Python 3.12 looks, as the trace is set, whether any frame wants it so.
+        sys._getframe().f_trace_opcodes = True
+        sys.settrace(self.trace)
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def trace(self, frame, event, arg):
+        if frame.f_code.co_filename not in self.files or self.struck:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                self.struck = True
+                if self.striker is None:
+                    raise TimeLimit
+                self.striker.start()
+                # It may have to wait for what this thread holds.
+                self.striker.join(0.02)
+        return self.trace
+
+    def finish(self):
+        if self.struck and self.striker is not None:
+            self.striker.join(5)
+            assert not self.striker.is_alive()

@@ -1,0 +1,703 @@
+"""
+Bodies that are interrupted when their lock is lost, in each kind of place that runs them.
+
+What is thrown into running code may arrive anywhere: see `tests.hammer` for how that is searched.
+"""
+
+import contextlib
+import importlib.util
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from functools import partial
+
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded
+from django.db import Error, ProgrammingError, connection, connections, transaction
+from django.test import TestCase
+
+from django_fencedlock import LeaseLost, conf, lock, signals
+from django_fencedlock.celery import aborting, strikes
+from django_fencedlock.exceptions import SettingsError
+from django_fencedlock.services import service
+from django_fencedlock.test import lose
+from django_fencedlock.test.contract.base import listening
+from tests import hammer
+from tests.hammer import Hammer, Sweep, a_lease, busy_switching, enter, late_strikes
+from tests.servers.process import wait_until
+
+RUNS = int(os.environ.get("FENCEDLOCK_TEST_ABORTS", "300"))
+#: No body is meant to last so long.
+LONG = 20.0
+
+
+@pytest.fixture(autouse=True)
+def default_handler():
+    yield
+    signal.signal(conf.abort_signal(), signal.SIG_DFL)
+
+
+@pytest.fixture(params=["main thread", "other thread"])
+def place(request):
+    """Runs a function where the runs are, and returns or raises what it does."""
+    if request.param == "main thread":
+        assert isinstance(strikes.new_cell(), strikes._BySignal)
+        return lambda function: function()
+    return in_thread
+
+
+def in_thread(function):
+    answers = queue.SimpleQueue()
+
+    def work():
+        try:
+            answers.put((function(), None))
+        except BaseException as exc:
+            answers.put((None, exc))
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    answer, error = answers.get(timeout=3 * LONG)
+    if error is not None:
+        raise error
+    return answer
+
+
+@contextlib.contextmanager
+def lost_soon(lease, after=0.05):
+    """Lose `lease` from another thread."""
+    timer = threading.Timer(after, lambda: lease.mark_lost("taken away"))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def loop():
+    end = time.monotonic() + LONG
+    while time.monotonic() < end:
+        pass
+    return "ended"
+
+
+def sleep_in_slices():
+    for _ in range(int(LONG * 100)):
+        time.sleep(0.01)
+    return "ended"
+
+
+def loop_that_swallows():
+    end = time.monotonic() + LONG
+    while time.monotonic() < end:
+        with contextlib.suppress(Exception):
+            loop()
+    return "ended"
+
+
+@pytest.mark.parametrize("body", [loop, sleep_in_slices, loop_that_swallows])
+def test_a_body_is_interrupted_when_its_lock_is_lost(place, body):
+    lease = a_lease()
+    started = time.monotonic()
+    with lost_soon(lease), pytest.raises(LeaseLost, match="taken away") as caught:
+        place(lambda: aborting.run(lease, body))
+    assert time.monotonic() - started < LONG / 2
+    assert caught.value.owner == lease.owner
+    # Tells where it hit.
+    assert any(entry.name == body.__name__ for entry in caught.traceback) or caught.value.__cause__
+
+
+def test_a_signal_ends_a_call_of_the_system():
+    lease = a_lease()
+    with lost_soon(lease), pytest.raises(LeaseLost):
+        aborting.run(lease, lambda: time.sleep(LONG))
+
+
+def test_what_a_body_returns_or_raises_is_its_own(place):
+    def work():
+        assert aborting.run(a_lease(), lambda: 42) == 42
+        with pytest.raises(ZeroDivisionError):
+            aborting.run(a_lease(), lambda: 1 // 0)
+        assert not hammer.is_within_run()
+
+    place(work)
+
+
+def test_a_body_that_cleans_up_has_the_time(place):
+    lease, cleaned = a_lease(), []
+
+    def body():
+        try:
+            loop()
+        finally:
+            time.sleep(0.05)
+            cleaned.append(True)
+
+    with lost_soon(lease), pytest.raises(LeaseLost):
+        place(lambda: aborting.run(lease, body))
+    assert cleaned == [True]
+
+
+def test_a_lock_that_was_lost_before_runs_no_body(place):
+    lease = a_lease()
+    lease.mark_lost("taken away")
+    with pytest.raises(LeaseLost, match="taken away"):
+        place(lambda: aborting.run(lease, pytest.fail))
+
+
+def test_a_loss_after_the_end_hits_nobody(place):
+    def work():
+        lease = a_lease()
+        aborting.run(lease, lambda: None)
+        assert lease._callbacks == []
+        in_thread(lambda: lease.mark_lost("taken away"))
+        return Hammer(1).idle(0.01)
+
+    place(work)
+
+
+def test_a_body_that_swallows_everything_ends_by_itself(place):
+    """It was told, and no second time: that could hit what comes after it."""
+    lease = a_lease()
+
+    def body():
+        with contextlib.suppress(BaseException):
+            loop()
+        return "ended"
+
+    with lost_soon(lease):
+        assert place(lambda: aborting.run(lease, body)) == "ended"
+    assert lease.lost
+
+
+# Runs within runs
+
+
+def test_the_loss_of_the_outer_lock_ends_the_inner_body_as_well(place):
+    outer, inner = a_lease("outer"), a_lease("inner")
+
+    def work():
+        with pytest.raises(LeaseLost) as caught:
+            enter([outer, inner], loop)
+        assert not hammer.is_within_run()
+        return caught.value.owner
+
+    with lost_soon(outer):
+        assert place(work) == outer.owner
+
+
+def test_the_outer_body_goes_on_after_the_loss_of_an_inner_lock(place):
+    outer, inner = a_lease("outer"), a_lease("inner")
+
+    def body():
+        with pytest.raises(LeaseLost) as caught:
+            aborting.run(inner, loop)
+        return caught.value.owner
+
+    with lost_soon(inner):
+        assert place(lambda: aborting.run(outer, body)) == inner.owner
+
+
+def test_the_loss_of_both_ends_both(place):
+    """The abort of the inner run may have been the last that came through."""
+    outer, inner = a_lease("outer"), a_lease("inner")
+    went_on = []
+
+    def body():
+        with contextlib.suppress(LeaseLost):
+            aborting.run(inner, lose_both)
+        went_on.append(True)
+
+    def lose_both():
+        try:
+            loop()
+        finally:
+            # Noted only: whatever was thrown for it was swallowed.
+            strikes._innermost[strikes._place()]._outer.is_lost = True
+
+    with lost_soon(inner), pytest.raises(LeaseLost) as caught:
+        place(lambda: aborting.run(outer, body))
+    assert caught.value.owner == outer.owner
+    assert went_on == []
+
+
+def test_a_thread_of_the_body_is_not_struck_in_its_place():
+    lease, inner = a_lease(), a_lease("inner")
+
+    def body():
+        return in_thread(lambda: aborting.run(inner, lambda: time.sleep(0.3)))
+
+    with lost_soon(lease), pytest.raises(LeaseLost) as caught:
+        aborting.run(lease, body)
+    assert caught.value.owner == lease.owner
+    assert not inner.lost
+
+
+# Where it may arrive
+
+
+def sweep(**options):
+    outcomes = Sweep(**options).run()
+    assert set(outcomes) == {"aborted", "ended"}, outcomes
+    # Else nothing was swept.
+    assert min(outcomes.values()) > 10
+
+
+@pytest.mark.parametrize("nested", [{}, {"nested": True}, {"nested": True, "outer": False}])
+def test_no_instruction_around_a_body_lets_an_abort_escape(place, nested):
+    place(lambda: sweep(**nested))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_time_limit_that_strikes_leaves_nothing_to_be_struck(place, nested):
+    def work():
+        outcomes = Sweep(nested=nested, foreign=True).run()
+        assert set(outcomes) == {"time limit", "ended"}, outcomes
+
+    place(work)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("pause", [None, time.sleep])
+def test_aborts_at_random_moments_hit_their_own_run_alone(place, pause, nested):
+    def work():
+        one = Hammer(RUNS, pause=pause, nested=nested)
+        one.work()
+        return one.outcomes
+
+    with busy_switching(), late_strikes():
+        outcomes = place(work)
+    assert set(outcomes) == {"aborted", "ended"}, outcomes
+
+
+def test_several_threads_are_struck_at_once():
+    with busy_switching(), late_strikes():
+        outcomes = hammer.hammer_threads(4, RUNS // 4, pause=time.sleep)
+    assert set(outcomes) == {"aborted", "ended"}, outcomes
+
+
+def test_the_hammer_hits():
+    """An abort that isn't meant for one run hits others."""
+
+    def armed_only(cell):
+        return cell.armed and not cell.struck
+
+    with pytest.MonkeyPatch.context() as patch, busy_switching(), late_strikes():
+        patch.setattr(strikes.Cell, "may_be_struck", armed_only)
+        one = Hammer(2000)
+        while one.left and not one.outcomes["escaped"]:
+            one.work_through()
+    assert one.outcomes["escaped"]
+
+
+# The signal
+
+
+def test_a_handler_of_somebody_else_is_left_alone():
+    def mine(number, frame):
+        pass
+
+    signal.signal(conf.abort_signal(), mine)
+    with pytest.raises(SettingsError, match="Set FENCEDLOCK_ABORT_SIGNAL"):
+        aborting.run(a_lease(), pytest.fail)
+    assert signal.getsignal(conf.abort_signal()) is mine
+
+
+def test_another_signal_may_be_named(settings):
+    settings.FENCEDLOCK_ABORT_SIGNAL = signal.SIGUSR2
+    lease = a_lease()
+    try:
+        with lost_soon(lease), pytest.raises(LeaseLost):
+            aborting.run(lease, loop)
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("found", [signal.SIGTERM, signal.SIGUSR1, 0, "SIGUSR2", None])
+def test_a_signal_with_another_use_is_refused(settings, found):
+    settings.FENCEDLOCK_ABORT_SIGNAL = found
+    assert [problem.id for problem in conf.problems()] == ["E015"]
+    with pytest.raises(SettingsError, match="FENCEDLOCK_ABORT_SIGNAL is"):
+        aborting.run(a_lease(), pytest.fail)
+
+
+def test_a_signal_that_nobody_is_meant_to_get_does_nothing():
+    aborting.run(a_lease(), lambda: os.kill(os.getpid(), conf.abort_signal()))
+    os.kill(os.getpid(), conf.abort_signal())
+
+
+# With locks
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_body_learns_of_a_loss_that_it_noticed_itself(place):
+    """But not before others were told, which happens in its very thread."""
+    told = []
+
+    def work():
+        with lock("x", ttl=60) as lease, pytest.raises(LeaseLost, match="no longer knows"):
+            aborting.run(lease, lambda: (lose(lease), loop()))
+
+    with listening(signals.lock_lost, "x", "lost", told), pytest.raises(LeaseLost):
+        place(work)
+    assert told == ["lost"]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_max_hold_ends_a_body_that_hangs():
+    lease = service("default").acquire("x", ttl=0.5, timeout=0, max_hold=0.1)
+    with pytest.raises(LeaseLost, match=r"held for longer than max_hold=0\.1 s"):
+        aborting.run(lease, lambda: time.sleep(LONG))
+    assert lease.release() is False
+    with lock("x", blocking_timeout=5):
+        pass
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_lock_of_the_body_whose_block_was_struck_is_given_back(place):
+    """It would be renewed as long as the worker lives."""
+
+    def work():
+        lease = a_lease()
+        with lock("outside") as outside:
+            with lost_soon(lease), pytest.raises(LeaseLost):
+                aborting.run(lease, body)
+            assert outside.verify()
+        assert lock("inside").holder() is None
+
+    def body():
+        # Struck between the grant and the block that would give it back.
+        lock("inside").acquire()
+        lock("inside").acquire()
+        loop()
+
+    place(work)
+
+
+# Connections that were struck
+
+
+@pytest.fixture
+def postgres_kept_open(django_db_blocker):
+    """The connection of the main thread, as a worker keeps it from task to task."""
+    found = connections["postgres"]
+    before = found.settings_dict["CONN_MAX_AGE"]
+    found.settings_dict["CONN_MAX_AGE"] = 60
+    # One that is open already closes as it was told to.
+    found.close()
+    try:
+        yield found
+    finally:
+        found.settings_dict["CONN_MAX_AGE"] = before
+        found.close()
+
+
+def query(sql="SELECT pg_sleep(20)"):
+    with connections["postgres"].cursor() as cursor:
+        cursor.execute(sql)
+        return cursor.fetchone()
+
+
+def brief_query():
+    query("SELECT pg_sleep(5)")
+
+
+def brief_query_in_transaction():
+    with transaction.atomic(using="postgres"):
+        brief_query()
+
+
+def strike_at(body):
+    """Interrupt `body` in the middle of its query; then do as Celery does between two tasks."""
+    lease = a_lease()
+    started = time.monotonic()
+    with lost_soon(lease, after=0.2), pytest.raises(LeaseLost):
+        aborting.run(lease, body)
+    connections["postgres"].close_if_unusable_or_obsolete()
+    return time.monotonic() - started
+
+
+def in_transaction():
+    with transaction.atomic(using="postgres"):
+        query("SELECT 1")
+        query()
+
+
+def in_savepoint():
+    with transaction.atomic(using="postgres"), transaction.atomic(using="postgres"):
+        query()
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+@pytest.mark.parametrize("body", [query, in_transaction, in_savepoint])
+def test_the_next_task_has_a_connection_that_works(postgres_kept_open, postgres, body):
+    query("SELECT 1")
+    assert strike_at(body) < LONG / 2
+    assert query("SELECT 42") == (42,)
+    assert not postgres_kept_open.in_atomic_block
+    with transaction.atomic(using="postgres"):
+        assert query("SELECT 42") == (42,)
+    wait_until(
+        lambda: (
+            postgres.execute(
+                "SELECT count(*) FROM pg_stat_activity"
+                " WHERE state = 'active' AND query = 'SELECT pg_sleep(20)'"
+            )
+            == [(0,)]
+        ),
+        "the statement to end in the server",
+        10,
+    )
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+@pytest.mark.parametrize("run", [aborting.call, partial(aborting.run, a_lease())])
+@pytest.mark.parametrize("body", [brief_query, brief_query_in_transaction])
+def test_a_time_limit_leaves_a_connection_that_works(postgres_kept_open, run, body):
+    def handler(number, frame):
+        raise SoftTimeLimitExceeded
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+    main = threading.get_ident()
+    try:
+        timer.start()
+        with pytest.raises(SoftTimeLimitExceeded):
+            run(body)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    postgres_kept_open.close_if_unusable_or_obsolete()
+    assert query("SELECT 42") == (42,)
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+def test_the_connection_is_struck_indeed(postgres_kept_open, monkeypatch):
+    monkeypatch.setattr(aborting, "close_struck", lambda blocks: None)
+    strike_at(query)
+    with pytest.raises(Exception, match="already in progress"):
+        query("SELECT 42")
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+def test_a_connection_that_is_quiet_stays_open(postgres_kept_open):
+    query("SELECT 1")
+    raw = postgres_kept_open.connection
+    lease = a_lease()
+    with lost_soon(lease), pytest.raises(LeaseLost):
+        aborting.run(lease, loop)
+    assert postgres_kept_open.connection is raw
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+def test_the_callers_transaction_is_the_callers(postgres_kept_open):
+    """A quiet one goes on; one that was struck in a statement can only end."""
+    with transaction.atomic(using="postgres"):
+        query("SELECT 1")
+        lease = a_lease()
+        with lost_soon(lease), pytest.raises(LeaseLost):
+            aborting.run(lease, loop)
+        assert query("SELECT 42") == (42,)
+
+    with pytest.raises(Error), transaction.atomic(using="postgres"):
+        strike_at(query)
+        query("SELECT 42")
+    assert query("SELECT 42") == (42,)
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+def test_a_block_that_was_struck_on_its_way_in_or_out_is_left(postgres_kept_open):
+    """Else every task to come would write into a transaction that nobody commits."""
+    lease = a_lease()
+
+    def body():
+        transaction.atomic(using="postgres").__enter__()
+        query("SELECT 1")
+        loop()
+
+    with lost_soon(lease), pytest.raises(LeaseLost):
+        aborting.run(lease, body)
+    assert not postgres_kept_open.in_atomic_block
+    assert query("SELECT 42") == (42,)
+    assert postgres_kept_open.get_autocommit()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_sqlite_is_left_without_a_transaction():
+    lease = a_lease()
+
+    def body():
+        transaction.atomic().__enter__()
+        loop()
+
+    with lost_soon(lease), pytest.raises(LeaseLost):
+        aborting.run(lease, body)
+    assert not connection.in_atomic_block
+    assert connection.connection is None or not connection.connection.in_transaction
+
+
+def test_an_error_that_a_struck_connection_raised_instead_is_a_loss(place):
+    """Django resets the connection as a block ends, which a driver in a statement refuses."""
+    lease = a_lease()
+
+    def body():
+        try:
+            loop()
+        finally:
+            raise ProgrammingError("can't change 'autocommit' now")
+
+    with lost_soon(lease), pytest.raises(LeaseLost):
+        place(lambda: aborting.run(lease, body))
+
+
+def test_a_bodys_own_database_error_is_no_loss(place):
+    lease = a_lease()
+
+    def body():
+        in_thread(lambda: setattr(lease, "_why_lost", "taken away"))
+        raise ProgrammingError("no such column")
+
+    with pytest.raises(ProgrammingError):
+        place(lambda: aborting.run(lease, body))
+
+
+class TestInATestCase(TestCase):
+    def test_a_tests_own_transaction_goes_on(self):
+        lease = a_lease()
+
+        def body():
+            with transaction.atomic():
+                loop()
+
+        with lost_soon(lease), pytest.raises(LeaseLost):
+            aborting.run(lease, body)
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 42")
+            assert cursor.fetchone() == (42,)
+
+
+# Greenlets
+
+GEVENT = """
+    from gevent import monkey
+    monkey.patch_all()
+    import gevent
+    spawn = gevent.spawn
+    wait = gevent.joinall
+    sleep = gevent.sleep
+"""
+EVENTLET = """
+    import eventlet
+    eventlet.monkey_patch()
+    spawn = eventlet.spawn
+    wait = lambda greenlets: [each.wait() for each in greenlets]
+    sleep = eventlet.sleep
+"""
+GREEN = """
+    import time
+    import django
+    django.setup()
+    from django_fencedlock import LeaseLost, threads
+    from django_fencedlock.celery import aborting, strikes
+    from tests.hammer import Hammer, a_lease, enter, late_strikes
+
+    def lose_soon(lease):
+        def lose():
+            threads.original("time", "sleep")(0.05)
+            lease.mark_lost("taken away")
+        threads.start(lose)
+"""
+
+
+@pytest.fixture(params=["gevent", "eventlet"])
+def run_green(request, child_environment):
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} isn't installed")
+
+    def run(body):
+        scripts = [{"gevent": GEVENT, "eventlet": EVENTLET}[request.param], GREEN, body]
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", "".join(map(textwrap.dedent, scripts))],
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+
+    return run
+
+
+def test_a_greenlet_is_interrupted_where_it_waits(run_green):
+    run_green(
+        """
+        def work():
+            lease = a_lease()
+            lose_soon(lease)
+            try:
+                aborting.run(lease, lambda: time.sleep(20))
+            except LeaseLost:
+                return "lost"
+
+        started = time.monotonic()
+        found = []
+        bystander = spawn(lambda: (time.sleep(0.5), found.append("bystander")))
+        greenlets = [spawn(lambda: found.append(work())) for _ in range(5)]
+        wait([*greenlets, bystander])
+        assert found == ["lost"] * 5 + ["bystander"], found
+        # The main greenlet too, as in a management command.
+        assert work() == "lost"
+        assert time.monotonic() - started < 10
+        assert strikes._innermost == {}
+        """
+    )
+
+
+def test_runs_within_runs_of_a_greenlet(run_green):
+    run_green(
+        """
+        def work(loser):
+            leases = [a_lease("outer"), a_lease("inner")]
+            lose_soon(leases[loser])
+            try:
+                enter(leases, lambda: time.sleep(20))
+            except LeaseLost as exc:
+                assert exc.owner == leases[loser].owner
+                return loser
+
+        found = []
+        wait([spawn(lambda loser=loser: found.append(work(loser))) for loser in (0, 1, 0, 1)])
+        assert sorted(found) == [0, 0, 1, 1], found
+        """
+    )
+
+
+def test_aborts_of_greenlets_at_random_moments_hit_their_own_run_alone(run_green):
+    run_green(
+        f"""
+        from collections import Counter
+        for nested in (False, True):
+            for late in (False, True):
+                hammers = [
+                    Hammer({RUNS} // 20, seed=place, length=0.01, pause=time.sleep, nested=nested)
+                    for place in range(20)
+                ]
+                def work():
+                    wait([spawn(hammer.work) for hammer in hammers])
+                if late:
+                    with late_strikes():
+                        work()
+                else:
+                    work()
+                outcomes = sum((hammer.outcomes for hammer in hammers), Counter())
+                assert set(outcomes) == {{"aborted", "ended"}}, outcomes
+        """
+    )

@@ -1,0 +1,630 @@
+"""One runs, and any number of triggers become one further run."""
+
+import logging
+import threading
+import uuid
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from celery import current_app
+from celery.exceptions import Reject
+from django.db import connections
+from django.db.models import F
+
+from django_fencedlock import lock
+from django_fencedlock.celery import SkippedRun, single_instance
+from django_fencedlock.celery import rescue as rescuing
+from django_fencedlock.celery.coalescing import MOST_TRIES, Coalescing
+from django_fencedlock.celery.messages import DELIVERY
+from django_fencedlock.celery.parcels import NUMBER, SERVE
+from django_fencedlock.celery.rescue import MOST_RESCUES, Rescue
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.fences.duties import Duties
+from django_fencedlock.models import Delivery, Duty, Fence
+from django_fencedlock.services import service
+from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
+from tests.interleavings import ORDER, Broken, Explorer
+
+NAME = "index"
+ran: list[object] = []
+#: Called by bodies, once each.
+within: list = []
+
+
+def body(self, value):
+    ran.append(value)
+    if within:
+        return within.pop(0)(self) or value
+    return value
+
+
+def make(name, **options):
+    made = app.task(bind=True, shared=False, name=f"coalescing.{name}", **options)
+    return made(single_instance(NAME, on_conflict="coalesce")(body))
+
+
+rebuild = make("rebuild")
+other = make("other")
+late = make("late", acks_late=True)
+pickled = make("pickled", serializer="pickle")
+
+
+@pytest.fixture
+def here():
+    before = current_app._get_current_object()
+    app.set_current()
+    ran.clear()
+    within.clear()
+    yield
+    before.set_current()
+
+
+def meanwhile(*calls):
+    """Have a body make calls from another thread."""
+
+    def make_them(self=None):
+        def run():
+            try:
+                for call in calls:
+                    call()
+            except BaseException as exc:
+                failed.append(exc)
+            connections.close_all()
+
+        failed = []
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        for error in failed:
+            raise error
+
+    within.append(make_them)
+
+
+def coalesced(task, value, **more):
+    """Trigger a run, which has to leave the work to the next one."""
+    return lambda: reason(deliver(task, value, **more), "coalesced")
+
+
+def reason(done, expected):
+    found = SkippedRun.of(done.result)
+    assert found is not None, done
+    assert found.reason == expected
+
+
+def overdue():
+    """Let the time pass in which the living leave a duty alone."""
+    Duty.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
+
+
+@pytest.mark.django_db
+class TestEveryOrder:
+    """
+    Of the steps of a few runs, on the real tables: see `interleavings`.
+
+    None is lost, each run has the latest arguments, and without a death there is no run too many
+    and nothing for a rescue to do.
+    """
+
+    @pytest.mark.parametrize("kills", [0, 1, 2])
+    def test_of_two(self, kills):
+        found = Explorer(2, kills=kills)
+        found.explore()
+        assert found.states > 100
+        assert found.most_surplus == 0
+
+    def test_of_two_whose_messages_are_delivered_again(self):
+        found = Explorer(2, kills=1, late=True)
+        found.explore()
+        assert found.states > 1000
+
+    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("kills", [0, 1, 2])
+    def test_of_three(self, kills, seed):
+        found = Explorer(3, kills=kills, late=kills == 2, most=500, seed=seed)
+        found.explore()
+        assert found.ends
+        assert found.most_surplus == 0
+
+    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("kills", [0, 1])
+    def test_of_two_and_a_retry(self, kills, seed):
+        found = Explorer(2, kills=kills, retry=True, most=500, seed=seed)
+        found.explore()
+        assert found.ends
+
+
+@pytest.mark.django_db
+class TestWhatTheOrderIsGoodFor:
+    """Each of these slips loses something, and is found."""
+
+    def test_looking_before_the_lock_is_given_back(self):
+        place = ORDER.index("release")
+        order = (*ORDER[:place], "released", "release")
+        with pytest.raises(Broken, match="wait for a rescue"):
+            Explorer(2, order=order).explore()
+
+    def test_counting_after_the_second_try(self, monkeypatch):
+        lost = Coalescing.lost
+
+        def late(self):
+            if not hasattr(self, "tried") and not self._is_last_try:
+                self._is_last_try = True
+                return None
+            self._is_last_try = False
+            lost(self)
+            return "coalesced"
+
+        monkeypatch.setattr(Coalescing, "lost", late)
+        with pytest.raises(Broken, match="wait for a rescue"):
+            Explorer(2).explore()
+
+    def test_striking_off_what_was_only_begun(self, monkeypatch):
+        won = Coalescing.won
+
+        def hasty(self):
+            why = won(self)
+            self.ended("success")
+            return why
+
+        monkeypatch.setattr(Coalescing, "won", hasty)
+        with pytest.raises(Broken, match="are lost"):
+            Explorer(2, kills=1).explore()
+
+    def test_striking_off_what_a_message_that_serves_could_not_get(self, monkeypatch):
+        lost = Coalescing.lost
+
+        def careless(self):
+            if self._run.request.headers.get("fencedlock_serve"):
+                Duty.objects.update(done=F("wanted"))
+            return lost(self)
+
+        monkeypatch.setattr(Coalescing, "lost", careless)
+        with pytest.raises(Broken, match="are lost"):
+            Explorer(2, kills=1, late=True).explore()
+
+    def test_running_with_its_own_arguments_after_it_was_counted(self, monkeypatch):
+        monkeypatch.setattr("django_fencedlock.celery.coalescing.put_on", lambda run, given: None)
+        with pytest.raises(Broken, match="ran with"):
+            Explorer(3, most=5000).explore()
+
+    def test_counting_a_message_again_at_its_second_delivery(self, monkeypatch):
+        monkeypatch.setattr(Coalescing, "_message", None)
+        with pytest.raises(Broken, match="counted twice"):
+            Explorer(2, kills=1, late=True).explore()
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.usefixtures("here")
+class TestTasks:
+    def test_a_lone_one_runs_and_nothing_follows(self):
+        with sending() as sent:
+            assert deliver(rebuild, 1).result == 1
+            assert deliver(rebuild, 2).result == 2
+        assert ran == [1, 2]
+        assert sent == []
+
+    def test_triggers_become_one_further_run_with_the_latest_arguments(self):
+        meanwhile(*(coalesced(rebuild, value) for value in (2, 3, 4)))
+        with sending() as sent:
+            assert deliver(rebuild, 1).result == 1
+            (serve,) = sent
+            assert serve.headers[SERVE] == 4
+            assert deliver_sent(serve).result == 4
+        assert ran == [1, 4]
+        assert len(sent) == 1
+
+    def test_a_message_that_serves_comes_twice_and_runs_once(self):
+        meanwhile(coalesced(rebuild, 2))
+        with sending() as sent:
+            deliver(rebuild, 1)
+        deliver_sent(sent[0])
+        reason(deliver_sent(sent[0]), "served")
+        assert ran == [1, 2]
+        # The second didn't even ask for the lock, which it would have kept others from.
+        assert Fence.objects.get().token == 2
+
+    def test_a_message_that_serves_is_dropped_where_the_lock_is_held(self, monkeypatch):
+        meanwhile(coalesced(late, 2))
+        with sending() as sent:
+            deliver(late, 1)
+            # Its duty tells whether there is something to do, whoever has the lock.
+            monkeypatch.setattr(rescuing.Deliveries, "newest", broken)
+            with lock(NAME):
+                meanwhile(lambda: reason(deliver_sent(sent[0], redelivered=True), "coalesced"))
+                within.pop()()
+        assert len(sent) == 1
+        assert Duty.objects.get().wanted == 2
+        assert Delivery.objects.count() == 2
+
+    def test_arguments_that_came_after_the_message_was_sent_are_the_latest(self):
+        meanwhile(coalesced(rebuild, 2))
+        with sending() as sent:
+            deliver(rebuild, 1)
+            with lock(NAME):
+                meanwhile(coalesced(rebuild, 3))
+                within.pop()()
+            assert deliver_sent(sent[0]).result == 3
+        assert ran == [1, 3]
+
+    def test_the_message_that_serves_goes_where_the_trigger_went_and_out_of_its_chain(self):
+        headers = {"tenant": "a", DELIVERY: "n", NUMBER: 9, "x-death": [], "odd": {1}}
+        told = {"headers": headers, "timelimit": [60, 50]}
+        told |= {"chain": [other.si(9)], "group": "g", "callbacks": [other.si(9)]}
+        meanwhile(coalesced(rebuild, 2, **told, root_id="r"))
+        with sending() as sent:
+            deliver(rebuild, 1)
+        (serve,) = [each for each in sent if each.task == rebuild.name]
+        assert (serve.queue, serve.headers["tenant"]) == (QUEUE, "a")
+        assert serve.headers["timelimit"] == [60, 50]
+        assert serve.headers["group"] is None
+        assert serve.headers[DELIVERY] != "n"
+        assert {NUMBER, "x-death", "odd"}.isdisjoint(serve.headers)
+        del sent[:]
+        deliver_sent(serve)
+        assert sent == []
+
+    def test_binary_arguments_come_back(self):
+        app.conf.accept_content = ["json", "pickle"]
+        try:
+            value = {"when": datetime(2030, 1, 1, tzinfo=UTC), "what": {1, 2}, "who": "é"}
+            meanwhile(coalesced(pickled, value))
+            with sending() as sent:
+                deliver(pickled, 1)
+            assert Duty.objects.get().body.isascii()
+            assert sent[0].args[0] == value
+            within.append(lambda self: "which JSON knows")
+            deliver_sent(sent[0])
+            assert ran == [1, value]
+        finally:
+            app.conf.accept_content = ["json"]
+
+    def test_what_cannot_be_stored_is_a_clear_error(self):
+        with pytest.raises(TypeError, match="Pass plain values"):
+            rebuild(object())
+        assert lock(NAME).holder() is None
+
+    def test_a_plain_call_coalesces_too(self):
+        meanwhile(lambda: reason_of_call(rebuild(2)))
+        with sending() as sent:
+            assert rebuild(1) == 1
+        assert deliver_sent(sent[0]).result == 2
+
+    def test_tasks_that_share_a_lock_do_their_own(self):
+        meanwhile(coalesced(other, 2), coalesced(rebuild, 3))
+        with sending() as sent:
+            deliver(rebuild, 1)
+        assert sorted((each.task, each.args[0]) for each in sent) == [
+            ("coalescing.other", 2),
+            ("coalescing.rebuild", 3),
+        ]
+
+    def test_a_retry_keeps_its_count(self):
+        with sending() as sent:
+            with lock(NAME):
+                meanwhile(coalesced(rebuild, 1, retries=2))
+                within.pop()()
+            overdue()
+            Rescue(app).look()
+        assert sent[0].headers["retries"] == 2
+
+    @pytest.mark.parametrize("how", [ValueError("no"), SystemExit(1), Reject(requeue=True)])
+    def test_however_it_ends_the_others_are_served(self, how):
+        meanwhile(coalesced(rebuild, 2))
+        inner = within.pop()
+
+        def end(self):
+            inner()
+            raise how
+
+        within.append(end)
+        with sending() as sent:
+            try:
+                deliver(rebuild, 1)
+            except SystemExit:
+                # The process is being killed, and has no time.
+                assert sent == []
+                overdue()
+                Rescue(app).look()
+        assert [each.args[0] for each in sent] == [2] or not sent
+        if not sent:
+            overdue()
+            with sending() as sent:
+                Rescue(app).look()
+        assert deliver_sent(sent[0]).result == 2
+
+    def test_the_duty_is_kept_when_the_message_cannot_be_sent(self, monkeypatch, caplog):
+        meanwhile(coalesced(rebuild, 2))
+        monkeypatch.setattr("django_fencedlock.celery.coalescing.send", unreachable)
+        assert deliver(rebuild, 1).result == 1
+        assert "have to wait" in caplog.text
+        monkeypatch.undo()
+        overdue()
+        with sending() as sent:
+            assert Rescue(app).look() == 1
+        assert deliver_sent(sent[0]).result == 2
+
+    def test_the_end_is_no_failure_when_it_cannot_be_recorded(self, monkeypatch, caplog):
+        monkeypatch.setattr(Duties, "settle", broken)
+        assert deliver(rebuild, 1).result == 1
+        assert "wasn't recorded" in caplog.text
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.usefixtures("here")
+class TestRetries:
+    def retried(self):
+        def retry(self):
+            raise self.retry(countdown=60)
+
+        within.append(retry)
+        with sending() as sent:
+            assert deliver(rebuild, 1).state == "RETRY"
+        return sent[0]
+
+    def test_a_retry_runs(self):
+        again = self.retried()
+        assert again.headers[NUMBER] == 1
+        assert deliver_sent(again).result == 1
+        assert ran == [1, 1]
+
+    def test_a_retry_of_a_run_that_served_runs_too(self):
+        meanwhile(coalesced(rebuild, 2))
+
+        def retry(self):
+            raise self.retry(countdown=60)
+
+        within.append(retry)
+        with sending() as sent:
+            deliver(rebuild, 1)
+            deliver_sent(sent[0])
+            assert deliver_sent(sent[1]).result == 2
+        assert ran == [1, 2, 2]
+
+    def test_a_retry_that_newer_triggers_have_overtaken_is_not_needed(self):
+        again = self.retried()
+        deliver(rebuild, 2)
+        reason(deliver_sent(again), "served")
+        assert ran == [1, 2]
+
+    def test_a_retry_runs_for_newer_triggers_that_wait(self):
+        again = self.retried()
+        with lock(NAME):
+            meanwhile(coalesced(rebuild, 2))
+            within.pop()()
+        assert deliver_sent(again).result == 2
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.usefixtures("here")
+class TestMessagesAgain:
+    def told(self):
+        return {"id": uuid.uuid4().hex, "headers": {DELIVERY: uuid.uuid4().hex}}
+
+    def die(self, self_=None):
+        raise SystemExit(1)
+
+    def test_after_a_death_it_runs_with_the_latest_arguments(self):
+        told = self.told()
+        within.append(self.die)
+        with pytest.raises(SystemExit):
+            deliver(late, 1, **told)
+        with lock(NAME):
+            meanwhile(coalesced(late, 2, **self.told()))
+            within.pop()()
+        assert deliver(late, 1, **told, redelivered=True).result == 2
+        assert ran == [1, 2]
+
+    def test_after_a_rescue_it_has_nothing_to_do(self):
+        told = self.told()
+        within.append(self.die)
+        with pytest.raises(SystemExit):
+            deliver(late, 1, **told)
+        overdue()
+        with sending() as sent:
+            Rescue(app).look()
+        assert deliver_sent(sent[0]).result == 1
+        reason(deliver(late, 1, **told, redelivered=True), "served")
+        assert ran == [1, 1]
+
+    def test_who_finds_it_done_looks_for_others_as_well(self, monkeypatch):
+        told = self.told()
+        within.append(self.die)
+        with pytest.raises(SystemExit):
+            deliver(late, 1, **told)
+        Duty.objects.update(done=F("wanted"))
+        backend = service("default").backend
+        release = backend.release
+
+        def late_release(lease):
+            monkeypatch.undo()
+            meanwhile(coalesced(late, 2, **self.told()))
+            within.pop()()
+            return release(lease)
+
+        monkeypatch.setattr(backend, "release", late_release)
+        with sending() as sent:
+            reason(deliver(late, 1, **told), "served")
+        assert [each.args[0] for each in sent] == [2]
+
+    def test_a_finished_one_is_not_run_again(self):
+        told = self.told()
+        deliver(late, 1, **told)
+        assert deliver(late, 1, **told).state == "IGNORED"
+        assert Duty.objects.get().wanted == 1
+
+    def test_a_coalesced_one_is_not_counted_again(self):
+        told = self.told()
+        with lock(NAME):
+            for _ in range(3):
+                meanwhile(coalesced(late, 1, **told))
+                within.pop()()
+        assert Duty.objects.get().wanted == 1
+
+    def test_messages_that_serve_are_not_on_record(self):
+        meanwhile(coalesced(late, 2, **self.told()))
+        with sending() as sent:
+            deliver(late, 1, **self.told())
+        deliver_sent(sent[0])
+        assert Delivery.objects.count() == 2
+
+    def test_one_that_kills_its_worker_each_time_is_given_up(self, caplog):
+        told = self.told()
+        for _ in range(MOST_TRIES):
+            within.append(self.die)
+            with pytest.raises(SystemExit):
+                deliver(late, 1, **told)
+        for _ in range(2):
+            reason(deliver(late, 1, **told), "given up")
+        assert ran == [1] * MOST_TRIES
+        assert (
+            caplog.text.count(f"Gave up task coalescing.late under lock 'index': {MOST_TRIES} runs")
+            == 1
+        )
+        assert deliver(late, 2, **self.told()).result == 2
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.usefixtures("here")
+class TestRescue:
+    @pytest.fixture(autouse=True)
+    def left_over(self):
+        """Leave a duty behind that nobody sees to."""
+        with lock(NAME):
+            meanwhile(coalesced(rebuild, 7))
+            within.pop()()
+
+    def look(self, rescue=None):
+        with sending() as sent:
+            served = (rescue or Rescue(app)).look()
+        assert served == len(sent)
+        return sent
+
+    def test_serves_what_is_left_over(self):
+        assert self.look() == []
+        overdue()
+        (sent,) = self.look()
+        assert sent.headers["ignore_result"] is True
+        assert deliver_sent(sent).result == 7
+        overdue()
+        assert self.look() == []
+
+    def test_serves_once_in_a_while(self):
+        overdue()
+        assert len(self.look()) == 1
+        assert self.look() == []
+
+    def test_the_pauses_double(self):
+        pauses = []
+        for _ in range(9):
+            overdue()
+            self.look()
+            row = Duty.objects.get()
+            pauses.append(round((row.due_at - datetime.now(UTC)).total_seconds() / 30))
+        assert pauses == [1, 2, 4, 8, 16, 32, 64, 120, 120]
+
+    def test_of_several_workers_one_serves(self):
+        overdue()
+        found = []
+        with sending() as sent:
+            threads = [
+                threading.Thread(target=lambda: (found.append(Rescue(app).look()), close()))
+                for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert sum(found) == len(sent) == 1
+
+    def test_leaves_alone_what_is_held(self):
+        overdue()
+        with lock(NAME):
+            assert self.look() == []
+
+    def test_leaves_alone_what_its_app_does_not_have(self):
+        Duty.objects.update(task_name="gone.task")
+        overdue()
+        assert self.look() == []
+
+    def test_leaves_alone_what_is_for_others_queues(self):
+        Duty.objects.update(queue="slow")
+        overdue()
+        assert self.look() == []
+
+    def test_gives_up_what_kills_each_time_and_says_so_once(self, caplog):
+        for _ in range(MOST_TRIES):
+            overdue()
+            (sent,) = self.look()
+            within.append(lambda self: exec("raise SystemExit"))
+            with pytest.raises(SystemExit):
+                deliver_sent(sent)
+        overdue()
+        assert self.look() == self.look() == []
+        assert caplog.text.count(f"{MOST_TRIES} runs began and none ended") == 1
+        assert deliver(rebuild, 8).result == 8
+
+    def test_gives_up_what_no_worker_takes_and_says_so_once(self, caplog):
+        for _ in range(MOST_RESCUES):
+            overdue()
+            assert len(self.look()) == 1
+        overdue()
+        assert self.look() == self.look() == []
+        assert caplog.text.count("24 messages were sent and no run began") == 1
+
+    def test_a_broker_that_is_down_does_not_raise(self, monkeypatch, caplog):
+        monkeypatch.setattr("django_fencedlock.celery.coalescing.send", unreachable)
+        overdue()
+        assert self.look() == []
+        assert "wait for the broker" in caplog.text
+
+    def test_a_database_that_is_down_is_told_of_once(self, monkeypatch, caplog):
+        def down(*args):
+            raise BackendUnavailable("down", alias="default")
+
+        monkeypatch.setattr(Duties, "overdue", down)
+        rescue = Rescue(app)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert rescue.look() == 0
+        assert caplog.text.count("can't be looked after") == 1
+
+    def test_deletes_what_is_old_now_and_then(self, monkeypatch):
+        now = [0.0]
+        rescue = Rescue(app, clock=lambda: now[0])
+        deleted = []
+        monkeypatch.setattr(rescuing.Deliveries, "sweep", lambda *args: deleted.append(args) or 0)
+        for now[0] in (0.0, 1.0, 59.0, 61.0, 62.0, 122.0):
+            rescue.look()
+        assert len(deleted) == 3
+
+    def test_deletes_the_oldest_records_when_there_are_too_many(self, monkeypatch, caplog):
+        monkeypatch.setattr(rescuing, "MOST_DELIVERIES", 3)
+        for value in range(5):
+            deliver(late, value, id=str(value))
+        Rescue(app).look()
+        assert {row.task_id for row in Delivery.objects.all()} == {"2", "3", "4"}
+        assert "are deleted early" in caplog.text
+
+    def test_looks_as_often_as_the_shortest_ttl_wants(self, settings):
+        assert Rescue(app).period() == 15
+        settings.FENCEDLOCK = {"default": {"TTL": 8}}
+        assert Rescue(app).period() == 4
+        settings.FENCEDLOCK = {"default": {"TTL": 0.5}}
+        assert Rescue(app).period() == 1
+
+
+def broken(*args, **kwargs):
+    raise BackendUnavailable("no", alias="default")
+
+
+def unreachable(*args, **kwargs):
+    raise OSError("no broker")
+
+
+def reason_of_call(result):
+    assert SkippedRun.of(result).reason == "coalesced"
+
+
+def close():
+    connections.close_all()

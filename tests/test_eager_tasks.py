@@ -1,0 +1,281 @@
+"""Tasks in users' tests: run at once, each with its lock and its policy."""
+
+import subprocess
+import sys
+import textwrap
+from contextlib import ExitStack, nullcontext
+
+import pytest
+from celery import Celery, chain, chord, group
+from celery.exceptions import Ignore
+from celery.signals import task_prerun
+from django.db import transaction
+from django.test import TestCase, TransactionTestCase
+
+from django_fencedlock import LockNotAcquired, current_lease, lock
+from django_fencedlock import test as aids
+from django_fencedlock.celery import SkippedRun, single_instance
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.test import assert_not_locked, eager_tasks, hold_lock, locks_off
+
+pytest_plugins = ["django_fencedlock.test.fixtures"]
+
+
+@pytest.fixture
+def task(celery_app, eager_tasks):
+    """
+    Return a function that makes a task of a policy; it returns its token, and counts its runs.
+    """
+
+    def make(**policy):
+        options = policy.pop("options", {})
+
+        def charge(pk):
+            runs.append(pk)
+            return current_lease().token
+
+        runs = []
+        charge = single_instance("invoice:{pk}", **policy)(charge)
+        made = celery_app.task(charge, name="shop.charge", shared=False, **options)
+        made.runs = runs
+        return made
+
+    return make
+
+
+@pytest.fixture(params=["in a transaction", "without"])
+def db_(request):
+    """
+    Have the test run in a transaction of its own, as in a TestCase, or not.
+    """
+    kind = "db" if request.param == "in a transaction" else "transactional_db"
+    request.getfixturevalue(kind)
+
+
+@pytest.mark.usefixtures("db_")
+class TestPolicies:
+    def test_the_lock_is_taken_and_given_back(self, task):
+        charge = task()
+        assert [charge.delay(42).get() for _ in range(3)] == [1, 2, 3]
+        assert_not_locked("invoice:42")
+        assert charge.apply((42,)).get() == 4
+        assert charge(42) == 5
+
+    def test_skip(self, task, hold_lock):
+        charge = task()
+        held = hold_lock("invoice:42")
+        result = charge.delay(42)
+        assert result.successful()
+        assert SkippedRun.of(result.get()).token == held.token
+        assert charge.delay(43).get() == 1
+        assert charge.runs == [43]
+
+    def test_raise(self, task, hold_lock):
+        charge = task(on_conflict="raise")
+        hold_lock("invoice:42")
+        result = charge.delay(42)
+        assert result.failed()
+        with pytest.raises(LockNotAcquired, match="'invoice:42' is held by"):
+            result.get()
+
+    def test_wait_is_refused_at_once(self, task, hold_lock):
+        charge = task(on_conflict="wait", wait_timeout=100)
+        hold_lock("invoice:42")
+        with pytest.raises(LockNotAcquired):
+            charge.delay(42).get()
+
+    def test_retry_comes_at_once_until_there_were_enough(self, task, hold_lock):
+        charge = task(on_conflict="retry", retry_countdown=1000)
+        hold_lock("invoice:42")
+        with pytest.raises(LockNotAcquired):
+            charge.delay(42).get()
+        assert charge.runs == []
+
+    def test_retry_gets_the_lock_when_it_is_free(self, task):
+        charge = task(on_conflict="retry", options={"max_retries": 0})
+        tries = []
+
+        def count(**kwargs):
+            tries.append(1)
+            if len(tries) == 3:
+                held.close()
+
+        with ExitStack() as held:
+            held.enter_context(hold_lock("invoice:42"))
+            held.callback(task_prerun.disconnect, count)
+            task_prerun.connect(count)
+            assert charge.delay(42).get() == 2
+        assert len(tries) == 3
+        assert charge.runs == [42]
+
+    def test_the_own_retries_of_a_task_take_the_lock_anew(self, celery_app, eager_tasks):
+        tokens = []
+
+        @celery_app.task(bind=True, max_retries=2, shared=False)
+        @single_instance("invoice:{pk}")
+        def charge(self, pk):
+            tokens.append(current_lease().token)
+            raise self.retry(exc=ArithmeticError())
+
+        with pytest.raises(ArithmeticError):
+            charge.delay(42).get()
+        assert tokens == [1, 2, 3]
+
+    def test_a_canvas(self, task, hold_lock, celery_app):
+        charge = task()
+
+        @celery_app.task(shared=False)
+        def both(results):
+            return results
+
+        hold_lock("invoice:42")
+        assert group(charge.s(1), charge.s(42)).apply_async().get()[0] == 1
+        first, skipped = chord([charge.s(1), charge.s(42)])(both.s()).get()
+        assert (first, skipped["reason"]) == (2, "held")
+        assert chain(charge.si(42), charge.si(1)).delay().get() == 3
+
+    def test_a_task_that_calls_another_under_the_same_lock(self, task, celery_app):
+        charge = task()
+
+        @celery_app.task(shared=False)
+        @single_instance("invoice:{pk}")
+        def outer(pk):
+            return charge.delay(pk).get(disable_sync_subtasks=False)
+
+        assert SkippedRun.of(outer.delay(42).get()).holder
+
+
+class TestInTestCases:
+    """
+    The aid as a context manager, in Django's own test cases.
+    """
+
+    class Cases:
+        def test_it(self):
+            with eager_tasks(self.app), hold_lock("invoice:43"):
+                assert self.charge.delay(42).get() == 1
+                assert self.charge.delay(43).get()["reason"] == "held"
+                with self.block():
+                    assert self.charge.delay(42).get() == 2
+            assert Fence.objects.get(name="invoice:42").token == 2
+            assert not HeldLock.objects.exists()
+            assert not self.app.conf.task_always_eager
+
+        @classmethod
+        def setUpClass(cls):
+            super().setUpClass()
+            cls.app = Celery("cases", set_as_current=False)
+
+            @cls.app.task(shared=False)
+            @single_instance("invoice:{pk}")
+            def charge(pk):
+                return current_lease().token
+
+            cls.charge = charge
+
+    class TestRollback(Cases, TestCase):
+        block = staticmethod(transaction.atomic)
+
+    class TestTruncation(Cases, TransactionTestCase):
+        # SQLite has one writer at a time, so that a transaction would be in the way here.
+        block = staticmethod(nullcontext)
+
+
+@pytest.mark.django_db
+class TestTheAid:
+    def test_it_takes_what_it_set_back(self, celery_app):
+        celery_app.conf.task_eager_propagates = True
+        with pytest.raises(ZeroDivisionError), eager_tasks():
+            assert celery_app.conf.task_always_eager
+            assert not celery_app.conf.task_eager_propagates
+            raise ZeroDivisionError
+        assert not celery_app.conf.task_always_eager
+        assert celery_app.conf.task_eager_propagates
+
+    def test_before_the_settings_of_the_app_were_ever_read(self):
+        app = Celery("fresh", set_as_current=False)
+        with eager_tasks(app):
+            assert app.conf.task_always_eager
+        assert not app.conf.task_always_eager
+
+    def test_results_are_stored_if_the_app_says_so(self, task, celery_app):
+        celery_app.conf.task_store_eager_result = True
+        charge = task()
+        result = charge.delay(42)
+        assert celery_app.AsyncResult(result.id).get() == 1
+
+    def test_it_is_the_same_thing_from_the_package(self):
+        assert aids.eager_tasks is eager_tasks
+        with pytest.raises(AttributeError):
+            _ = aids.lazy_tasks
+
+
+class TestLocksOff:
+    def test_nothing_is_asked(self, task, locks_off):
+        charge = task()
+        assert [charge.delay(42).get() for _ in range(2)] == [1, 2]
+
+    def test_who_holds_a_lock_is_in_nobodys_way(self, task, locks_off, hold_lock):
+        hold_lock("invoice:42")
+        assert task().delay(42).get() == 2
+
+    def test_nor_is_the_task_that_called(self, task, locks_off, celery_app):
+        charge = task()
+
+        @celery_app.task(shared=False)
+        @single_instance("invoice:{pk}")
+        def outer(pk):
+            return charge.delay(pk).get(disable_sync_subtasks=False)
+
+        assert outer.delay(42).get() == 1
+        with lock("invoice:42"):
+            assert charge.delay(42).get() == 2
+
+    @pytest.mark.parametrize("on_conflict", ["skip", "retry", "wait", "raise", "coalesce"])
+    @pytest.mark.parametrize("redelivery", ["defer", "run"])
+    def test_under_every_policy(self, task, locks_off, on_conflict, redelivery):
+        charge = task(on_conflict=on_conflict, redelivery=redelivery)
+        assert [charge.delay(42).get() for _ in range(2)] == [1, 2]
+
+    @pytest.mark.parametrize("error", [ZeroDivisionError, Ignore])
+    def test_after_an_error(self, locks_off, celery_app, eager_tasks, error):
+        @celery_app.task(shared=False)
+        @single_instance
+        def fails():
+            raise error
+
+        assert not fails.delay().successful()
+        assert not fails.delay().successful()
+
+    @pytest.mark.django_db
+    def test_they_are_on_again_afterwards(self, task):
+        charge = task()
+        with locks_off(), hold_lock("invoice:42"):
+            assert charge.delay(42).get() == 2
+        with hold_lock("invoice:42"):
+            assert charge.delay(42).get()["reason"] == "held"
+
+
+@pytest.mark.django_db
+def test_a_service_that_is_down(task, settings):
+    settings.FENCEDLOCK = {
+        "default": {
+            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+            "LOCATION": "redis://127.0.0.1:1/0",
+        }
+    }
+    with pytest.raises(BackendUnavailable):
+        task().delay(42).get()
+
+
+def test_the_aids_import_no_celery_unless_asked():
+    script = """
+        import sys
+        import django_fencedlock.test.fixtures, django_fencedlock.test
+        assert "celery" not in sys.modules
+        django_fencedlock.test.eager_tasks
+        assert "celery" in sys.modules
+    """
+    code = textwrap.dedent(script)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,372 @@
+"""One message, delivered more than once."""
+
+import threading
+import uuid
+from dataclasses import replace
+
+import pytest
+from celery import current_app
+from celery.exceptions import Ignore, Reject
+from django.db import connections
+
+from django_fencedlock import conf, lock
+from django_fencedlock.celery import SkippedRun, redelivery, single_instance
+from django_fencedlock.celery.messages import DELIVERY
+from django_fencedlock.celery.redelivery import kept, nonce
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.fences.deliveries import Deliveries, Message
+from django_fencedlock.models import Delivery
+from django_fencedlock.owners import new_owner
+from django_fencedlock.services import service
+from tests.deliveries import app, deliver, deliver_sent, sending
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+NAME = "x"
+#: What the bodies did, and what they are to do.
+ran: list[object] = []
+ends: dict[str, object] = {}
+
+
+def body(self, value):
+    ran.append(value)
+    how = ends.get("how")
+    if isinstance(how, BaseException):
+        raise how
+    if how == "retry" and not self.request.retries:
+        raise self.retry(countdown=60)
+    return value
+
+
+def make(name, terms=None, **options):
+    options = {"bind": True, "shared": False, "acks_late": True, **options}
+    made = app.task(name=f"redelivery.{name}", **options)
+    return made(single_instance(NAME, **(terms or {}))(body))
+
+
+late = make("late")
+late_raise = make("late_raise", {"on_conflict": "raise"})
+early = make("early", acks_late=False)
+careless = make("careless", {"redelivery": "run"})
+open_ = make("open", {"fenced": False, "on_backend_error": "run"})
+silent = make("silent", ignore_result=True)
+patient = make("patient", autoretry_for=(ValueError,))
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    before = current_app._get_current_object()
+    app.set_current()
+    ran.clear()
+    ends.clear()
+    yield
+    before.set_current()
+
+
+def message():
+    return {"id": uuid.uuid4().hex, "headers": {DELIVERY: uuid.uuid4().hex}}
+
+
+def forget(told):
+    """Lose the result of a message, or never have stored it."""
+    app.AsyncResult(told["id"]).forget()
+
+
+class TestAfterItsEnd:
+    def test_a_message_that_succeeded_is_not_run_again(self):
+        told = message()
+        assert deliver(late, 1, **told).result == 1
+        assert deliver(late, 1, **told, redelivered=True).state == "IGNORED"
+        assert ran == [1]
+        assert app.AsyncResult(told["id"]).result == 1
+
+    def test_a_success_whose_result_was_not_stored_yet_is_told_as_a_skip(self):
+        told = message()
+        deliver(late, 1, **told)
+        forget(told)
+        done = deliver(late, 1, **told, redelivered=True)
+        assert SkippedRun.of(done.result).reason == "finished"
+        assert ran == [1]
+
+    def test_where_no_result_is_kept_nothing_is_told(self):
+        told = message()
+        deliver(silent, 1, **told)
+        assert deliver(silent, 1, **told).state == "IGNORED"
+
+    def test_a_failure_is_final(self):
+        told = message()
+        ends["how"] = ValueError("no")
+        assert deliver(late, 1, **told).state == "FAILURE"
+        assert deliver(late, 1, **told).state == "IGNORED"
+        assert ran == [1]
+
+    def test_a_failure_that_nobody_was_told_of_is_run_again(self):
+        told = message()
+        ends["how"] = ValueError("no")
+        deliver(late, 1, **told)
+        forget(told)
+        assert deliver(late, 1, **told).state == "FAILURE"
+        assert ran == [1, 1]
+
+    @pytest.mark.parametrize("task", [late, patient], ids=["retry", "autoretry"])
+    def test_a_retry_is_another_message(self, task):
+        told = message()
+        ends["how"] = "retry" if task is late else ValueError("no")
+        with sending() as sent:
+            assert deliver(task, 1, **told).state == "RETRY"
+            assert deliver(task, 1, **told).state == "IGNORED"
+        (again,) = sent
+        assert again.headers[DELIVERY] != told["headers"][DELIVERY]
+        ends.clear()
+        assert deliver_sent(again).result == 1
+        assert ran == [1, 1]
+
+    def test_the_last_try_of_autoretry_is_a_failure(self):
+        told = message()
+        ends["how"] = ValueError("no")
+        deliver(patient, 1, **told, retries=patient.max_retries)
+        assert Delivery.objects.get().outcome == "failure"
+
+    def test_ignore_is_an_end(self):
+        told = message()
+        ends["how"] = Ignore()
+        deliver(late, 1, **told)
+        assert deliver(late, 1, **told).state == "IGNORED"
+        assert ran == [1]
+
+    def test_what_goes_back_to_the_queue_has_not_ended(self):
+        told = message()
+        ends["how"] = Reject("later", requeue=True)
+        deliver(late, 1, **told)
+        ends.clear()
+        assert deliver(late, 1, **told).result == 1
+
+    def test_what_was_killed_has_not_ended(self):
+        told = message()
+        ends["how"] = SystemExit(1)
+        with pytest.raises(SystemExit):
+            deliver(late, 1, **told)
+        ends.clear()
+        assert Delivery.objects.get().outcome == ""
+        assert deliver(late, 1, **told).result == 1
+        assert Delivery.objects.get().tries == 2
+
+    def test_the_end_is_on_record_before_the_lock_is_free(self, monkeypatch):
+        seen = []
+        release = service("default").backend.release
+
+        def look(lease):
+            seen.append(Delivery.objects.get().outcome)
+            return release(lease)
+
+        monkeypatch.setattr(service("default").backend, "release", look)
+        deliver(late, 1, **message())
+        assert seen == ["success"]
+
+
+class TestWhileItRuns:
+    @pytest.fixture
+    def running(self):
+        """Have a delivery of a message run, as far as anybody can see."""
+        leases = []
+
+        def begin(told, *, recorded=True, task_id=None):
+            owner = replace(new_owner(), task_name="t", task_id=task_id or told["id"])
+            lease = service("default").acquire(NAME, ttl=30, timeout=0, who=object(), owner=owner)
+            leases.append(lease)
+            if recorded:
+                record(told, owner.id)
+            return lease
+
+        yield begin
+        for lease in leases:
+            service("default").release(lease, lease.who)
+
+    @pytest.mark.parametrize("task", [late, late_raise], ids=["skip", "raise"])
+    def test_a_second_delivery_comes_later_as_the_same_message(self, running, task):
+        told = message()
+        running(told)
+        with sending() as sent:
+            assert deliver(task, 1, **told, redelivered=True).state == "IGNORED"
+        (copy,) = sent
+        assert copy.headers[DELIVERY] == told["headers"][DELIVERY]
+        assert copy.id == told["id"]
+        assert copy.headers["eta"] is not None
+        assert ran == []
+
+    def test_the_copy_finds_it_done(self, running):
+        told = message()
+        lease = running(told)
+        with sending() as sent:
+            deliver(late, 1, **told)
+            Delivery.objects.update(outcome="success")
+            app.backend.store_result(told["id"], 1, "SUCCESS")
+            service("default").release(lease, lease.who)
+            assert deliver_sent(sent[0]).state == "IGNORED"
+        assert ran == []
+
+    def test_the_copy_runs_if_the_first_died(self, running):
+        told = message()
+        lease = running(told)
+        with sending() as sent:
+            deliver(late, 1, **told)
+            service("default").release(lease, lease.who)
+            assert deliver_sent(sent[0]).result == 1
+
+    def test_another_message_is_an_ordinary_conflict(self, running):
+        running(message())
+        with sending() as sent:
+            done = deliver(late, 1, **message())
+        assert SkippedRun.of(done.result).reason == "held"
+        assert sent == []
+
+    def test_a_first_delivery_that_is_about_to_record_itself_is_waited_for(self, running):
+        told = message()
+        lease = running(told, recorded=False)
+        timer = threading.Timer(0.2, record, [told, lease.owner])
+        timer.start()
+        with sending() as sent:
+            assert deliver(late, 1, **told).state == "IGNORED"
+        timer.join()
+        assert len(sent) == 1
+
+    def test_a_retry_waits_for_the_run_that_it_retries_to_be_gone(self, running):
+        told = message()
+        lease = running(message(), task_id=told["id"])
+        timer = threading.Timer(0.2, lease_back, [lease])
+        timer.start()
+        assert deliver(late, 1, **told).result == 1
+        timer.join()
+
+    def test_but_not_for_long(self, running, monkeypatch):
+        monkeypatch.setattr(redelivery, "UNDECIDED", 0.1)
+        told = message()
+        running(message(), task_id=told["id"])
+        assert SkippedRun.of(deliver(late, 1, **told).result).reason == "held"
+
+    def test_if_the_copy_cannot_be_sent_the_message_stays(self, running, monkeypatch):
+        told = message()
+        running(told)
+        monkeypatch.setattr(redelivery, "publish_copy", broken)
+        assert deliver(late, 1, **told).state == "REJECTED"
+
+    def test_a_plain_lock_of_that_name_is_an_ordinary_conflict(self):
+        with lock(NAME):
+            assert SkippedRun.of(deliver_elsewhere(late, 1).result).reason == "held"
+
+
+class TestWhatIsRecorded:
+    @pytest.mark.parametrize(
+        ("task", "more", "rows"),
+        [
+            (late, {}, 1),
+            (early, {}, 0),
+            (early, {"redelivered": True}, 1),
+            (early, {"eta": "2030-01-01T00:00:00+00:00"}, 1),
+            (careless, {"redelivered": True}, 0),
+        ],
+    )
+    def test_is_what_may_come_again(self, task, more, rows):
+        deliver(task, 1, **message(), **more)
+        assert Delivery.objects.count() == rows
+
+    def test_is_nothing_of_calls(self):
+        late(1)
+        late.apply((1,))
+        assert ran == [1, 1]
+        assert Delivery.objects.count() == 0
+
+    def test_names_what_it_is_of(self):
+        told = message()
+        deliver(late, 1, **told)
+        row = Delivery.objects.get()
+        assert (row.nonce, row.name, row.task_id) == (told["headers"][DELIVERY], NAME, told["id"])
+
+    def test_a_message_of_others_is_known_by_its_id_and_retries(self):
+        told = {"id": "chosen"}
+        deliver(late, 1, **told)
+        assert deliver(late, 1, **told).state == "IGNORED"
+        assert deliver(late, 1, **told, retries=1).result == 1
+        assert deliver(late_raise, 1, **told).result == 1
+
+    @pytest.mark.parametrize("given", ["", 5, "x" * 37, None])
+    def test_a_strange_nonce_is_none(self, given):
+        request = type("Request", (), {"headers": {DELIVERY: given}, "id": "i", "retries": 0})
+        assert len(nonce(request, "t")) == 32
+
+    def test_is_kept_for_longer_than_a_message_is_out(self):
+        assert kept(app) == 86400
+        app.conf.broker_transport_options = {"visibility_timeout": 100_000}
+        assert kept(app) == 200_000
+        app.conf.broker_transport_options = {}
+
+
+class TestWithoutAnAnswer:
+    @pytest.fixture
+    def table_away(self, settings, make_alias, tmp_path):
+        entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db.sqlite3")}
+        alias = make_alias(entry)
+        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": alias}}
+
+        def drop():
+            with connections[alias].cursor() as cursor:
+                cursor.execute("DROP TABLE django_fencedlock_delivery")
+
+        return drop
+
+    def test_a_run_does_not_begin_and_gives_its_lock_back(self, table_away):
+        table_away()
+        done = deliver(late, 1, **message())
+        assert done.state == "FAILURE"
+        assert isinstance(done.result.exception, BackendUnavailable)
+        assert ran == []
+        assert lock(NAME).holder() is None
+
+    def test_a_run_begins_all_the_same_if_that_is_wanted(self, table_away, caplog):
+        table_away()
+        assert deliver(open_, 1, **message()).result == 1
+        with lock(NAME, fenced=False):
+            assert SkippedRun.of(deliver_elsewhere(open_, 1).result).reason == "held"
+        assert "without a record of its message" in caplog.text
+
+    def test_a_run_that_ended_is_a_success_all_the_same(self, table_away, monkeypatch, caplog):
+        ends["how"] = None
+        finish = redelivery.Deliveries.finish
+
+        def late_drop(self, *args):
+            table_away()
+            return finish(self, *args)
+
+        monkeypatch.setattr(redelivery.Deliveries, "finish", late_drop)
+        assert deliver(late, 1, **message()).result == 1
+        assert "wasn't recorded" in caplog.text
+
+
+def record(told, owner):
+    Deliveries(conf.config()).begin(
+        Message(told["headers"][DELIVERY], NAME, owner, told["id"], 1000.0)
+    )
+    connections.close_all()
+
+
+def lease_back(lease):
+    service("default").release(lease, lease.who)
+    connections.close_all()
+
+
+def broken(*args):
+    raise OSError("no broker")
+
+
+def deliver_elsewhere(task, *args):
+    """Deliver in another thread, which holds nothing."""
+    found = []
+
+    def run():
+        found.append(deliver(task, *args, **message()))
+        connections.close_all()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]

@@ -1,0 +1,185 @@
+"""A soft time limit that strikes while a task is at its lock."""
+
+import signal
+import threading
+import time
+
+import pytest
+from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
+from celery.exceptions import SoftTimeLimitExceeded
+
+from django_fencedlock import current_lease
+from django_fencedlock.celery import single_instance
+from django_fencedlock.celery.shield import Shield
+from django_fencedlock.services import service
+from django_fencedlock.test import assert_not_locked, hold_lock
+
+pytestmark = pytest.mark.skipif(SIG_SOFT_TIMEOUT is None, reason="no soft time limits here")
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    """
+    Have the signal handled as in a child of a prefork pool.
+    """
+    before = signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
+    yield
+    signal.signal(SIG_SOFT_TIMEOUT, before)
+
+
+@single_instance("x")
+def charge():
+    runs.append(current_lease().token)
+
+
+runs: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def no_runs():
+    runs.clear()
+
+
+def strike():
+    signal.raise_signal(SIG_SOFT_TIMEOUT)
+
+
+def striking(monkeypatch, method, *, before):
+    """
+    Have the limit strike just before or after a method of the backend.
+    """
+    backend = service("default").backend
+    original = getattr(backend, method)
+
+    def struck(*args, **kwargs):
+        if before:
+            strike()
+        result = original(*args, **kwargs)
+        if not before:
+            strike()
+        return result
+
+    monkeypatch.setattr(backend, method, struck)
+
+
+@pytest.mark.django_db(transaction=True)
+class TestARun:
+    @pytest.mark.parametrize("before", [True, False])
+    @pytest.mark.parametrize(("method", "ran"), [("acquire", []), ("release", [1])])
+    def test_leaves_no_lock_behind(self, monkeypatch, method, before, ran):
+        striking(monkeypatch, method, before=before)
+        with pytest.raises(SoftTimeLimitExceeded):
+            charge()
+        assert runs == ran
+        assert_not_locked("x")
+        assert current_lease() is None
+        assert signal.getsignal(SIG_SOFT_TIMEOUT) is soft_timeout_sighandler
+        monkeypatch.undo()
+        charge()
+
+    def test_is_struck_in_its_body_at_once(self):
+        @single_instance("x")
+        def body():
+            try:
+                strike()
+            except SoftTimeLimitExceeded:
+                runs.append(1)
+
+        body()
+        assert runs == [1]
+
+    def test_is_struck_in_the_body_of_a_run_within(self):
+        outer = single_instance("y")(charge)
+
+        @single_instance("z")
+        def inner():
+            strike()
+
+        with pytest.raises(SoftTimeLimitExceeded):
+            single_instance("y")(inner)()
+        outer()
+        assert_not_locked("y")
+        assert_not_locked("z")
+
+    def test_is_struck_while_it_waits(self):
+        waits = single_instance("x", on_conflict="wait", wait_timeout=60)(charge)
+        threading.Timer(
+            0.2, signal.pthread_kill, (threading.main_thread().ident, SIG_SOFT_TIMEOUT)
+        ).start()
+        started = time.monotonic()
+        with hold_lock("x", let_wait=True), pytest.raises(SoftTimeLimitExceeded):
+            waits()
+        assert time.monotonic() - started < 10
+        assert runs == []
+
+    def test_at_any_moment(self):
+        """
+        Nothing here knows where the limit strikes; a run takes less than a millisecond.
+        """
+        struck = 0
+        for step in range(300):
+            killer = threading.Thread(target=_kill_main_thread_after, args=(step * 1e-5,))
+            try:
+                try:
+                    killer.start()
+                    charge()
+                finally:
+                    killer.join()
+            except SoftTimeLimitExceeded:
+                struck += 1
+            assert service("default").holder("x") is None
+            assert current_lease() is None
+        assert struck > 250
+
+
+def _kill_main_thread_after(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+    signal.pthread_kill(threading.main_thread().ident, SIG_SOFT_TIMEOUT)
+
+
+def test_the_shield_puts_a_limit_off_until_its_end():
+    with pytest.raises(SoftTimeLimitExceeded), Shield() as shield:
+        strike()
+        runs.append(1)
+    assert runs == [1]
+    deadline = time.monotonic() + 10
+    while not shield.cancel:
+        assert time.monotonic() < deadline
+
+
+def test_a_lifted_shield_lets_it_strike():
+    with Shield() as shield:
+        with pytest.raises(SoftTimeLimitExceeded), shield.lifted():
+            strike()
+        assert signal.getsignal(SIG_SOFT_TIMEOUT) is not soft_timeout_sighandler
+
+
+def test_what_struck_before_strikes_where_the_shield_is_lifted():
+    with Shield() as shield:
+        strike()
+        with pytest.raises(SoftTimeLimitExceeded), shield.lifted():
+            runs.append(1)
+    assert runs == []
+
+
+def test_handlers_of_others_are_left_alone():
+    mine = signal.signal(SIG_SOFT_TIMEOUT, lambda *given: runs.append(1))
+    assert mine is soft_timeout_sighandler
+    with Shield():
+        strike()
+        assert runs == [1]
+
+
+def test_other_threads_have_no_handlers():
+    with_shield = []
+
+    def run():
+        with Shield():
+            with_shield.append(signal.getsignal(SIG_SOFT_TIMEOUT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert with_shield == [soft_timeout_sighandler]

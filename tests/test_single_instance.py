@@ -1,0 +1,703 @@
+"""The decorator and the course of a run, with Celery's own code and messages in memory."""
+
+import functools
+import inspect
+import json
+import pickle
+import threading
+
+import pytest
+from celery import Celery, shared_task
+from celery.exceptions import MaxRetriesExceededError, Reject, Retry
+from django.db import connections, transaction
+from kombu.serialization import dumps, loads
+
+from django_fencedlock import LeaseLost, LockNotAcquired, current_lease, lock
+from django_fencedlock.celery import SkippedRun, lock_name, single_instance
+from django_fencedlock.celery.messages import CONFLICTS, DELIVERY
+from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, SettingsError
+from django_fencedlock.services import service
+from django_fencedlock.signals import lock_lost
+from django_fencedlock.test import (
+    assert_locked,
+    assert_not_locked,
+    eager_tasks,
+    hold_lock,
+    lose,
+)
+from tests.brokered import deliver, waiting
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@shared_task(name="tests.shared")
+def shared():
+    """
+    Do nothing: a task of every app.
+    """
+
+
+DOWN = {
+    "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+    "LOCATION": "redis://127.0.0.1:1/0",
+}
+
+
+@pytest.fixture
+def app(celery_app):
+    return celery_app
+
+
+@pytest.fixture
+def task(app):
+    """
+    Return a function that makes a task of a policy, which returns its token.
+    """
+
+    def make(*naming, options=None, **policy):
+        def charge(pk=42):
+            return current_lease().token
+
+        decorated = single_instance(*(naming or ("invoice:{pk}",)), **policy)(charge)
+        return app.task(decorated, name="shop.charge", shared=False, **(options or {}))
+
+    return make
+
+
+class TestTheDecorator:
+    def test_with_a_name(self, task):
+        assert task("x")() == 1
+        assert_not_locked("x")
+
+    def test_bare(self, app):
+        @app.task(name="shop.nightly", shared=False)
+        @single_instance
+        def nightly(when="now"):
+            assert_locked('shop.nightly(when="now")')
+            return when
+
+        assert nightly() == "now"
+
+    def test_with_empty_brackets(self, app):
+        @app.task(name="shop.nightly", shared=False)
+        @single_instance()
+        def nightly():
+            assert_locked("shop.nightly()")
+
+        nightly()
+
+    @pytest.mark.parametrize("terms", [{}, {"ttl": 5}])
+    def test_a_callable_that_names_locks(self, task, terms):
+        def name(task, arguments):
+            return f"made:{arguments['pk']}"
+
+        for naming in (name, lambda task, arguments: "made:42"):
+            charge = task(naming, **terms)
+            assert lock_name(charge) == "made:42"
+            charge.app.tasks.pop(charge.name)
+
+    def test_a_callable_with_terms_is_never_what_is_decorated(self):
+        decorator = single_instance(len, on_conflict="raise")
+        assert not hasattr(decorator, "_fencedlock_single")
+
+    def test_a_partial_names_locks(self, task):
+        charge = task(functools.partial(lambda prefix, task, arguments: f"{prefix}:1", "p"))
+        assert lock_name(charge) == "p:1"
+
+    def test_keeps_what_a_function_is(self):
+        @single_instance
+        def charge(pk: int, currency: str = "EUR") -> int:
+            """
+            Charge.
+            """
+
+        assert charge.__name__ == "charge"
+        assert "Charge." in charge.__doc__
+        assert str(inspect.signature(charge)) == "(pk: int, currency: str = 'EUR') -> int"
+        assert charge.__module__ == __name__
+
+    @pytest.mark.parametrize("terms", [None, {"name": "x"}, {"name": "x", "on_conflict": "raise"}])
+    @pytest.mark.parametrize("kind", ["task", "evaluated task", "shared task", "class"])
+    def test_above_the_task_is_the_wrong_order(self, app, terms, kind):
+        def charge():
+            pass
+
+        made = {
+            "task": lambda: app.task(charge, shared=False),
+            "evaluated task": lambda: app.task(charge, shared=False)._get_current_object(),
+            "shared task": lambda: shared,
+            "class": lambda: type("Charge", (app.Task,), {"name": "x", "run": charge})(),
+        }[kind]()
+        with pytest.raises(TypeError, match=r"(?s)stand below.*@shared_task\n +@single_instance"):
+            single_instance(made) if terms is None else single_instance(**terms)(made)
+
+    def test_the_wrong_order_does_not_create_the_task(self, app):
+        proxy = app.task(lambda: None, name="lazy", shared=False, lazy=True)
+        with pytest.raises(TypeError):
+            single_instance(proxy)
+        assert "lazy" not in app._tasks
+
+    def test_coroutines_and_generators_are_refused(self):
+        async def coroutine():
+            pass
+
+        def generator():
+            yield
+
+        async def agenerator():
+            yield
+
+        for function in (coroutine, generator, agenerator):
+            for decorate in (single_instance, single_instance("x")):
+                with pytest.raises(TypeError, match=f"{function.__name__}"):
+                    decorate(function)
+
+    @pytest.mark.parametrize("thing", [3, "x", None])
+    def test_what_is_no_function_is_refused(self, thing):
+        with pytest.raises(TypeError, match="over a function"):
+            single_instance("x")(thing)
+
+    @pytest.mark.parametrize(
+        ("terms", "words"),
+        [
+            ({"on_conflict": "queue"}, "'queue'.*'skip', 'retry', 'wait', 'raise', 'coalesce'"),
+            ({"on_lost": "die"}, "on_lost is 'die'"),
+            ({"on_backend_error": "skip"}, "on_backend_error is 'skip'"),
+            ({"redelivery": "drop"}, "'drop'.*'defer', 'run'"),
+            ({"max_conflict_retries": None}, "never fail where somebody sees it"),
+            ({"max_conflict_retries": -1}, "zero or more"),
+            ({"max_conflict_retries": True}, "whole number"),
+            ({"max_conflict_retries": 1.5}, "whole number"),
+            ({"wait_timeout": 3}, "here on_conflict is 'skip'"),
+            ({"on_conflict": "coalesce", "fenced": False}, "beside the fences"),
+            ({"on_backend_error": "run"}, "with fenced=False"),
+            ({"ttl": 0}, "ttl is 0; it has to be more than zero"),
+            ({"max_hold": -1}, "max_hold is -1"),
+            ({"on_conflict": "wait", "wait_timeout": -1}, "wait_timeout is -1"),
+            ({"retry_countdown": float("inf")}, "retry_countdown is inf"),
+        ],
+    )
+    def test_terms_that_can_not_be(self, terms, words):
+        with pytest.raises(ValueError, match=words):
+            single_instance("x", **terms)
+
+    @pytest.mark.parametrize("term", ["ttl", "max_hold", "retry_countdown"])
+    def test_durations_are_numbers(self, term):
+        with pytest.raises(TypeError, match=f"{term} is '5'"):
+            single_instance("x", **{term: "5"})
+
+    def test_an_alias_that_is_not_configured_fails_at_the_run(self, task):
+        with pytest.raises(SettingsError, match="no alias 'jobs'"):
+            task(backend="jobs")()
+
+
+class TestCalls:
+    def test_wrong_arguments_fail_where_the_task_is_called(self, task):
+        charge = task()
+        for call in (charge.delay, charge.apply_async, charge.s().delay):
+            with pytest.raises(TypeError):
+                call(*([1, 2, 3] if call != charge.apply_async else [[1, 2, 3]]))
+        with pytest.raises(TypeError):
+            charge(1, 2, 3)
+        assert_not_locked("invoice:1")
+
+    def test_wrong_arguments_of_a_bound_task(self, app):
+        @app.task(bind=True, shared=False)
+        @single_instance
+        def charge(self, pk):
+            pass
+
+        for args in ((), (1, 2)):
+            with pytest.raises(TypeError):
+                charge.delay(*args)
+        charge.delay(1)
+
+    def test_a_direct_call_locks(self, task):
+        charge = task()
+        with hold_lock("invoice:42"):
+            assert SkippedRun.of(charge()).reason == "held"
+        assert charge() == 2
+
+    @pytest.mark.parametrize("on_conflict", ["retry", "raise", "wait"])
+    def test_a_direct_call_has_nobody_to_come_again(self, task, on_conflict):
+        charge = task(on_conflict=on_conflict)
+        with hold_lock("invoice:42"), pytest.raises(LockNotAcquired):
+            charge()
+        assert waiting(charge.app) == 0
+
+    def test_the_function_itself_may_be_called(self):
+        @single_instance
+        def charge(pk):
+            return current_lease().name
+
+        assert charge(1) == f"{__name__}.{charge.__qualname__}(pk=1)"
+
+    def test_a_direct_call_in_a_block_that_has_the_lock_goes_in(self, task):
+        with lock("invoice:42") as lease:
+            assert task()() == lease.token
+
+    def test_a_message_run_in_a_block_that_has_the_lock_does_not(self, task):
+        charge = task(on_conflict="raise")
+        with lock("invoice:42"), pytest.raises(LockNotAcquired, match="the very code that called"):
+            charge.apply(throw=True)
+
+    def test_a_task_within_itself(self, app):
+        @app.task(shared=False)
+        @single_instance("x", on_conflict="wait", wait_timeout=100)
+        def outer(deep=True):
+            return outer(deep=False) if deep else "in"
+
+        with pytest.raises(LockNotAcquired, match="can't go on before this call returns"):
+            outer()
+        assert_not_locked("x")
+
+    def test_a_task_that_calls_one_with_another_lock(self, task, app):
+        charge = task()
+
+        @app.task(shared=False)
+        @single_instance("outer")
+        def outer():
+            inner = charge()
+            return inner, current_lease().name
+
+        assert outer() == (1, "outer")
+
+    def test_delivered(self, task):
+        charge = task()
+        results = [charge.delay(), charge.delay(43)]
+        for _ in results:
+            deliver(charge.app)
+        assert [result.get(timeout=5) for result in results] == [1, 1]
+
+    def test_delivered_twice_each_has_an_owner_of_its_own(self, task):
+        owners = []
+
+        @single_instance("x", redelivery="run")
+        def body():
+            owners.append(current_lease().owner)
+
+        app = task().app
+        app.task(body, name="body", shared=False).delay()
+        message = deliver(app)
+        deliver(app, message)
+        assert len(set(owners)) == 2
+
+    def test_sent_by_its_name_alone(self, task):
+        charge = task()
+        result = charge.app.send_task("shop.charge", kwargs={"pk": 7})
+        with hold_lock("invoice:7"):
+            deliver(charge.app)
+        assert SkippedRun.of(result.get(timeout=5))
+
+    def test_starmap_and_chunks(self, task):
+        charge = task()
+        assert charge.map([42, 43]).apply().get() == [1, 1]
+        assert charge.starmap([(42,), (43,)]).apply().get() == [2, 2]
+        with eager_tasks(charge.app):
+            assert charge.chunks([(42,), (43,)], 1)().get() == [[3], [3]]
+
+    def test_who_holds_the_lock_is_told_by_task_and_id(self, app):
+        @app.task(name="shop.charge", shared=False)
+        @single_instance("x")
+        def charge():
+            return str(assert_locked("x"))
+
+        assert charge.apply(task_id="id-1").get().startswith("task shop.charge[id-1] on ")
+        assert charge().startswith("task shop.charge on ")
+
+    @pytest.mark.parametrize("autoretry", [False, True])
+    def test_classes(self, app, autoretry):
+        class Charge(app.Task):
+            name = "shop.charge"
+
+            @single_instance("invoice:{pk}")
+            def run(self, pk):
+                assert self.name == "shop.charge"
+                return current_lease().name
+
+        options = {"autoretry_for": (ValueError,)} if autoretry else {}
+        charge = app.register_task(Charge(), **options)
+        assert charge(1) == "invoice:1"
+        charge.delay(2)
+        deliver(app)
+        assert_not_locked("invoice:2")
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        "error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, Reject, Retry]
+    )
+    def test_give_the_lock_back(self, error):
+        @single_instance("x")
+        def fails():
+            assert_locked("x")
+            raise error
+
+        with pytest.raises(error):
+            fails()
+        assert_not_locked("x")
+        assert current_lease() is None
+
+    def test_autoretry_takes_the_lock_anew(self, app):
+        tokens = []
+
+        @app.task(autoretry_for=(ValueError,), max_retries=2, default_retry_delay=0, shared=False)
+        @single_instance("x")
+        def fails():
+            tokens.append(current_lease().token)
+            raise ValueError
+
+        result = fails.delay()
+        for _ in range(3):
+            deliver(app)
+        assert tokens == [1, 2, 3]
+        with pytest.raises(ValueError):  # noqa: PT011
+            result.get(timeout=5)
+
+    def test_a_lost_lease_fails_the_task(self, app):
+        @app.task(shared=False)
+        @single_instance("x")
+        def loses():
+            lose(current_lease())
+            return "done"
+
+        result = loses.delay()
+        deliver(app)
+        with pytest.raises(LeaseLost, match="'x'"):
+            result.get(timeout=5)
+
+    def test_a_lost_lease_may_be_ignored(self):
+        @single_instance("x", on_lost="ignore")
+        def loses():
+            lose(current_lease())
+            return "done"
+
+        assert loses() == "done"
+
+    def test_the_own_error_of_a_body_that_lost_its_lease_goes_first(self):
+        @single_instance("x")
+        def loses():
+            lose(current_lease())
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            loses()
+
+    def test_a_name_that_lives_under_another_alias_is_no_conflict(self, task, settings):
+        settings.FENCEDLOCK = {"default": {}, "other": {}}
+        charge = task(backend="other")
+        with lock("invoice:42"), pytest.raises(AliasConflict):
+            threaded(charge)
+
+
+def threaded(function):
+    """
+    Call a function in a thread of its own, which is another holder.
+    """
+    caught = []
+
+    def run():
+        try:
+            function()
+        except Exception as exc:
+            caught.append(exc)
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if caught:
+        raise caught[0]
+
+
+class TestSkips:
+    def test_tell_who_holds_the_lock(self, task):
+        with hold_lock("invoice:42") as held:
+            skipped = task()()
+        assert isinstance(skipped, SkippedRun)
+        assert (skipped.lock, skipped.reason, skipped.token) == ("invoice:42", "held", held.token)
+        assert f"pid {held.holder.pid}" in skipped.holder
+        assert skipped.since is not None
+        assert repr(skipped).startswith("<SkippedRun 'invoice:42': held, held by ")
+
+    def test_come_through_a_result_backend(self, task):
+        charge = task()
+        result = charge.delay()
+        with hold_lock("invoice:42"):
+            deliver(charge.app)
+        found = result.get(timeout=5)
+        assert result.successful()
+        assert SkippedRun.of(found).lock == "invoice:42"
+
+    @pytest.mark.parametrize(
+        "through",
+        [
+            lambda value: loads(*[dumps(value, "json")[i] for i in (2, 0, 1)]),
+            lambda value: json.loads(json.dumps(value)),
+            lambda value: pickle.loads(pickle.dumps(value)),
+        ],
+        ids=["kombu", "json", "pickle"],
+    )
+    def test_come_through_serialisers(self, task, through):
+        with hold_lock("invoice:42"):
+            skipped = task()()
+        arrived = through(skipped)
+        assert arrived == skipped
+        assert SkippedRun.of(arrived) == skipped
+        assert SkippedRun.of(arrived).holder == skipped.holder
+
+    @pytest.mark.parametrize("value", [None, 3, {}, {"lock": "x"}, "skipped", [1]])
+    def test_can_be_told_from_other_results(self, value):
+        assert SkippedRun.of(value) is None
+
+
+class TestRetries:
+    def test_come_again_by_a_message(self, task):
+        charge = task(on_conflict="retry", retry_countdown=0)
+        result = charge.delay()
+        with hold_lock("invoice:42"):
+            first = deliver(charge.app)
+            assert result.state == "RETRY"
+            second = deliver(charge.app)
+        assert second.headers[CONFLICTS] == 1
+        assert second.headers["retries"] == 0
+        assert second.headers["id"] == first.headers["id"]
+        deliver(charge.app)
+        assert result.get(timeout=5) == 2
+        assert waiting(charge.app) == 0
+
+    def test_are_messages_of_the_tasks_own_app(self, task):
+        charge = task(on_conflict="retry", retry_countdown=0)
+        Celery("another", broker="memory://").set_current()
+        with eager_tasks(charge.app), hold_lock("invoice:42"):
+            assert isinstance(charge.delay().result, LockNotAcquired)
+        charge.delay()
+        with hold_lock("invoice:42"):
+            deliver(charge.app)
+        assert waiting(charge.app) == 1
+
+    def test_are_messages_of_their_own(self, task):
+        charge = task(on_conflict="retry", retry_countdown=0)
+        charge.delay()
+        with hold_lock("invoice:42"):
+            deliveries = [deliver(charge.app).headers[DELIVERY] for _ in range(3)]
+        assert len(set(deliveries)) == 3
+
+    def test_end_after_so_many(self, task):
+        charge = task(on_conflict="retry", retry_countdown=0, max_conflict_retries=3)
+        result = charge.delay()
+        with hold_lock("invoice:42"):
+            for _ in range(4):
+                deliver(charge.app)
+        assert waiting(charge.app) == 0
+        with pytest.raises(LockNotAcquired):
+            result.get(timeout=5)
+
+    @pytest.mark.parametrize("max_retries", [0, 1, None])
+    def test_do_not_eat_those_of_the_task(self, app, max_retries):
+        runs = []
+
+        @app.task(bind=True, max_retries=max_retries, default_retry_delay=0, shared=False)
+        @single_instance("x", on_conflict="retry", retry_countdown=0)
+        def charge(self):
+            runs.append(self.request.retries)
+            raise self.retry()
+
+        result = charge.delay()
+        with hold_lock("x"):
+            for _ in range(3):
+                deliver(app)
+        deliver(app)
+        assert runs == [0]
+        if max_retries == 0:
+            with pytest.raises(MaxRetriesExceededError):
+                result.get(timeout=5)
+            return
+        with hold_lock("x"):
+            for _ in range(2):
+                message = deliver(app)
+                assert message.headers["retries"] == 1
+        deliver(app)
+        assert runs == [0, 1]
+
+    def test_keep_where_and_how_a_message_was_sent(self, task):
+        charge = task(on_conflict="retry", retry_countdown=0)
+        charge.apply_async(
+            (1,),
+            {},
+            headers={"mine": 1},
+            link=charge.si(2),
+            link_error=charge.si(3),
+            expires=1000,
+            time_limit=50,
+            ignore_result=True,
+        )
+        with hold_lock("invoice:1"):
+            first = deliver(charge.app)
+            second = deliver(charge.app)
+        for key in ("expires", "timelimit", "ignore_result", "root_id", "group"):
+            assert second.headers[key] == first.headers[key], key
+        assert second.headers["mine"] == 1
+        assert second.payload[2] == first.payload[2]
+
+    def test_pauses_are_random_and_grow(self, task):
+        charge = task(on_conflict="retry", retry_countdown=100)
+        etas = []
+        charge.delay()
+        with hold_lock("invoice:42"):
+            for _ in range(8):
+                message = deliver(charge.app)
+                etas.append(message.headers["eta"])
+        assert etas[0] is None
+        assert len(set(etas)) == 8
+
+    def test_a_broker_that_takes_no_message_gets_this_one_back(self, task, monkeypatch, caplog):
+        charge = task(on_conflict="retry")
+        charge.delay()
+
+        def refuse(*given, **terms):
+            raise OSError("no broker")
+
+        monkeypatch.setattr(charge.app, "send_task", refuse)
+        with hold_lock("invoice:42"):
+            deliver(charge.app)
+        # As Celery does with a retry of a task's own: the broker has a place for such.
+        assert "reject requeue=False: no broker" in caplog.text
+
+
+class TestABackendThatIsDown:
+    def test_fails_the_task(self, task, settings):
+        settings.FENCEDLOCK = {"default": DOWN}
+        charge = task()
+        result = charge.delay()
+        deliver(charge.app)
+        with pytest.raises(BackendUnavailable):
+            result.get(timeout=5)
+
+    def test_works_with_autoretry(self, task, settings):
+        charge = task(options={"autoretry_for": (BackendUnavailable,), "default_retry_delay": 0})
+        settings.FENCEDLOCK = {"default": DOWN}
+        result = charge.delay()
+        deliver(charge.app)
+        assert result.state == "RETRY"
+        settings.FENCEDLOCK = {"default": {}}
+        deliver(charge.app)
+        assert result.get(timeout=5) == 1
+
+    def test_may_be_run_without_its_lock_and_loudly(self, app, settings, caplog):
+        settings.FENCEDLOCK = {"default": DOWN}
+
+        @app.task(name="shop.charge", shared=False)
+        @single_instance("x", fenced=False, on_backend_error="run")
+        def charge():
+            return current_lease()
+
+        assert charge() is None
+        assert "shop.charge runs without its lock 'x'" in caplog.text
+        assert caplog.records[-1].levelname == "ERROR"
+
+    def test_at_the_release_does_not_fail_what_is_done(self, task, monkeypatch, caplog):
+        def release(lease):
+            raise BackendUnavailable("gone", name=lease.name, alias="default")
+
+        charge = task()
+        monkeypatch.setattr(service("default").backend, "release", release)
+        assert charge() == 1
+        assert "left to run out" in caplog.text
+
+
+class TestTransactions:
+    @pytest.mark.django_db(databases=["default", "postgres"], transaction=True)
+    def test_of_the_caller_keep_the_lock_until_their_end(self, task, settings):
+        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+        charge = task()
+        with transaction.atomic(using="postgres"):
+            charge()
+            assert_locked("invoice:42")
+        assert_not_locked("invoice:42")
+
+    @pytest.mark.django_db(databases=["default", "postgres"], transaction=True)
+    def test_that_a_body_leaves_open_end_with_its_error(self, settings):
+        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+
+        @single_instance("x")
+        def fails():
+            with transaction.atomic(using="postgres"):
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fails()
+        assert_not_locked("x")
+
+
+@pytest.mark.django_db(databases=["default", "postgres"], transaction=True)
+class TestCost:
+    """
+    A run pays for its lock what a `with` block does.
+    """
+
+    @pytest.fixture(autouse=True)
+    def on_postgres(self, settings):
+        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+
+    def test_of_a_run(self, task, postgres):
+        charge = task()
+        charge()
+        with postgres.statements() as seen:
+            charge()
+        assert ours(seen) == 2
+
+    def test_of_a_delivery(self, task, postgres):
+        charge = task(redelivery="run")
+        charge.delay()
+        charge()
+        with postgres.statements() as seen:
+            deliver(charge.app)
+        assert ours(seen) == 2
+
+    def test_of_a_skip(self, task, postgres):
+        charge = task()
+        charge()
+        with hold_lock("invoice:42"), postgres.statements() as seen:
+            charge()
+        # The try, and two looks: whether who has it is dead, and who it is.
+        assert ours(seen) <= 3
+
+
+def ours(statements):
+    return sum(count for sql, count in statements.items() if "django_fencedlock" in sql)
+
+
+def test_lost_and_acquired_are_told_by_signals(task):
+    told = []
+
+    def receive(name, lease, reason, **kwargs):
+        told.append(name)
+
+    lock_lost.connect(receive)
+
+    @single_instance("x", on_lost="ignore")
+    def loses():
+        lose(current_lease())
+
+    loses()
+    lock_lost.disconnect(receive)
+    assert told == ["x"]
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    ("terms", "pattern"),
+    [
+        ((), "patterns.task"),
+        (("invoice:{invoice_id}",), "invoice:{invoice_id}"),
+        ((lambda task, arguments: "x",), "patterns.task"),
+    ],
+)
+def test_metrics_get_a_pattern_and_not_a_name(celery_app, terms, pattern):
+    def body(invoice_id):
+        return current_lease().pattern
+
+    task = celery_app.task(name="patterns.task", shared=False)(single_instance(*terms)(body))
+    assert task(42) == pattern
