@@ -453,7 +453,7 @@ def test_the_next_task_has_a_connection_that_works(postgres_kept_open, postgres,
             == [(0,)]
         ),
         "the statement to end in the server",
-        10,
+        15,
     )
 
 

@@ -22,6 +22,7 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.fences.duties import Duties
 from django_fencedlock.models import Delivery, Duty, Fence
 from django_fencedlock.services import service
+from tests import interleavings
 from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
 from tests.interleavings import ORDER, Broken, Explorer
 
@@ -95,6 +96,14 @@ def reason(done, expected):
 def overdue():
     """Let the time pass in which the living leave a duty alone."""
     Duty.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def its_own_tasks_alone():
+    """Every app has the shared tasks of all modules that were imported."""
+    for each in (app, interleavings.app):
+        for name in [name for name in each.tasks if name.startswith("tests.")]:
+            del each.tasks[name]
 
 
 @pytest.mark.django_db
@@ -508,6 +517,17 @@ class TestRescue:
         assert deliver_sent(sent).result == 7
         overdue()
         assert self.look() == []
+
+    def test_a_task_of_an_unknown_alias_is_in_nobodys_way(self):
+        lost = app.task(name="coalescing.lost", shared=False)(
+            single_instance(NAME, on_conflict="coalesce", backend="nowhere")(print)
+        )
+        try:
+            overdue()
+            assert len(self.look()) == 1
+            assert Rescue(app).period() > 0
+        finally:
+            del app.tasks[lost.name]
 
     def test_serves_once_in_a_while(self):
         overdue()

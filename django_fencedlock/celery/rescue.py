@@ -152,9 +152,13 @@ class Rescue:
 
     def _singles(self) -> Iterator[tuple[str, Single]]:
         tasks: dict[str, Any] = dict(self._app.tasks)
+        # A task without a lock service fails by itself, and is no reason to leave the others alone.
+        aliases = conf.aliases()
         for name, task in tasks.items():
             single = single_of(task)
-            if single is not None and (_coalesces(single) or single.policy.redelivery == "defer"):
+            if single is None or single.policy.backend not in aliases:
+                continue
+            if _coalesces(single) or single.policy.redelivery == "defer":
                 yield name, single
 
 

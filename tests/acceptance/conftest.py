@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from celery import _state
+from django.db import OperationalError
+from django.db.backends.base.operations import BaseDatabaseOperations
 
 from tests.servers import Redis, finding, shared, workspace
 from tests.workers import Beat, Broker, FilesystemBroker, Journal, RabbitBroker, RedisBroker, Worker
@@ -100,6 +102,27 @@ def key(request: pytest.FixtureRequest, journal: Journal) -> Iterator[str]:
     yield name
     # A test that failed would otherwise leave children of the shared worker waiting there.
     journal.open_gate(name)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patient_flush() -> Iterator[None]:
+    """
+    Empty the tables again if a worker, which reads several of them, was in the way.
+    """
+    flush = BaseDatabaseOperations.execute_sql_flush
+
+    def patiently(self: Any, sql_list: list[str]) -> None:
+        for left in reversed(range(10)):
+            try:
+                return flush(self, sql_list)
+            except OperationalError:
+                if not left:
+                    raise
+        raise AssertionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseDatabaseOperations, "execute_sql_flush", patiently)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +221,9 @@ def make_beat(
     return make
 
 
-@pytest.fixture(scope="session")
+# No longer than a module: their main processes look after the tables now and then, and other tests
+# count the statements of the shared server.
+@pytest.fixture(scope="module")
 def shared_workers(
     make_broker: Callable[[str], Broker], worker_environment: dict[str, str], journal: Journal
 ) -> Iterator[Callable[[str, str], Worker]]:
