@@ -28,7 +28,6 @@ class Shield:
         #: What a limit ends that comes while the shield is up: a wait for the lock.
         self.cancel = Cancel()
         self._struck: tuple[int, FrameType | None] | None = None
-        self._is_up = False
 
     def __enter__(self) -> Shield:
         self._raise()
@@ -54,12 +53,12 @@ class Shield:
             and threading.current_thread() is threading.main_thread()
         ):
             signal.signal(_LIMIT, self._note)
-            self._is_up = True
 
     def _lower(self) -> None:
-        if not self._is_up:
+        # The handler itself tells whether the shield is up: an abort, which isn't put off, may
+        # come between any two lines, and a note of ours could be wrong then.
+        if _LIMIT is None or signal.getsignal(_LIMIT) != self._note:
             return
-        self._is_up = False
         signal.signal(_LIMIT, pool.soft_timeout_sighandler)
         if self._struck is not None:
             struck, self._struck = self._struck, None
