@@ -272,9 +272,9 @@ def test_a_model_may_have_a_manager_of_its_own():
 
 
 def test_the_checks_have_nothing_to_say():
-    assert [
-        message for message in checks.run_checks(apps.get_app_configs()) if message.is_serious()
-    ] == []
+    # Of models: what Celery tasks another test's import registered is no matter of theirs.
+    found = checks.run_checks(apps.get_app_configs(), tags=[checks.Tags.models])
+    assert [message for message in found if message.is_serious()] == []
 
 
 # Columns and constraints
