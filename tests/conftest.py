@@ -10,6 +10,7 @@ from django.core.management import call_command
 from django.db import connections
 
 from django_fencedlock.services import drop_leases_of_test
+from tests.browser import Browser
 from tests.servers import (
     MariaDB,
     PgBouncer,
@@ -129,6 +130,24 @@ def rabbitmq() -> RabbitMQ:
     Return the RabbitMQ that the tests share.
     """
     return _optional(shared.rabbitmq)
+
+
+@pytest.fixture(scope="session")
+def shared_browser() -> Iterator[Browser]:
+    """
+    Return the browser that the tests share.
+    """
+    with contextlib.closing(_optional(Browser)) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(shared_browser: Browser) -> Browser:
+    """
+    Return a browser that remembers nothing of the tests before.
+    """
+    shared_browser.reset()
+    return shared_browser
 
 
 @pytest.fixture

@@ -148,6 +148,27 @@ def rabbitmq() -> Found:
     raise ServerMissing("RabbitMQ", "apt-get install rabbitmq-server")
 
 
+@functools.cache
+def chromium() -> Found:
+    """
+    Find a Chromium. There is no wheel.
+    """
+    for program in ("chromium", "chromium-browser", "google-chrome"):
+        for path in _system(program):
+            return _found("chromium", path, "the system")
+    raise ServerMissing("Chromium", "apt-get install chromium chromium-driver")
+
+
+@functools.cache
+def chromedriver() -> Found:
+    """
+    Find the chromedriver that goes with Chromium.
+    """
+    for path in _system("chromedriver", [Path("/usr/lib/chromium-browser")]):
+        return _found("chromedriver", path, "the system")
+    raise ServerMissing("chromedriver", "apt-get install chromium-driver")
+
+
 FINDERS: dict[str, Callable[[], Found]] = {
     "postgres": postgres,
     "redis": redis,
@@ -155,6 +176,8 @@ FINDERS: dict[str, Callable[[], Found]] = {
     "mariadb": mariadb,
     "pgbouncer": pgbouncer,
     "rabbitmq": rabbitmq,
+    "chromium": chromium,
+    "chromedriver": chromedriver,
 }
 
 
