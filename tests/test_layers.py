@@ -32,7 +32,7 @@ LAYERS: dict[int, list[str]] = {
     4: ["locks"],
     5: [
         *(f"models.{name}" for name in ("cascades", "fenced", "fencing", "fields", "guarded")),
-        *(f"models.{name}" for name in ("querysets", "refusals", "versioned", "writes")),
+        *(f"models.{name}" for name in ("naming", "querysets", "refusals", "versioned", "writes")),
         *("celery", "doctor", "model_checks", "operations", "registry", "resync"),
     ],
     6: ["admin", "apps", "checks", "contrib", "management", "test"],

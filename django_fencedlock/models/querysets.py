@@ -15,8 +15,9 @@ from django.db.models.deletion import Collector
 from ..fences.pins import is_newest
 from ..lease import Lease
 from .cascades import watch
-from .fencing import FencingOf, value_in
+from .fencing import FencingOf
 from .fields import REFUSED, constraint_name
+from .naming import Rows, naming_values, rows_of, tells_the_lock
 from .refusals import names_constraint, of_many, version_conflict
 from .writes import (
     Write,
@@ -28,8 +29,6 @@ from .writes import (
     write_for,
     write_for_new_row,
 )
-
-Rows = Sequence[tuple[str | None, Mapping[str, Any]]]
 
 #: The lease of a queryset that is about to save one object of the model.
 _handed_over: ContextVar[tuple[type[models.Model], Lease] | None] = ContextVar(
@@ -225,7 +224,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         """The leases for these objects; None if they are left to Django."""
         if not self._is_covered():
             return None
-        rows = _rows_of(self._fencing, objs)
+        rows = rows_of(self._fencing, objs)
         return self._unless_left_alone(
             gather(self._fencing, rows, self._database(), self._lease, "Updating")
         )
@@ -244,13 +243,13 @@ class FencedQuerySet(models.QuerySet[Any]):
         """
         fencing = self._fencing
         if self._objects is not None:
-            return _rows_of(fencing, self._objects)
+            return rows_of(fencing, self._objects)
         columns = fencing.columns
         if columns == ():
             return [(fencing.name_of({}), {})]
         rows = self._plain_rows()
         if columns is None or not fencing.plan.is_local:
-            return _rows_of(fencing, rows)
+            return rows_of(fencing, rows)
         found = (
             dict(zip(columns, row, strict=True)) for row in rows.values_list(*columns).distinct()
         )
@@ -259,7 +258,7 @@ class FencedQuerySet(models.QuerySet[Any]):
     def _moved(self, write: Write, values: Mapping[str, Any]) -> Write:
         """Rows that are given to another lock are written under that one's lease as well."""
         columns = self._fencing.columns or ()
-        changed = _naming_values(self.model, values, columns)
+        changed = naming_values(self.model, values, columns)
         if not changed:
             return write
         name = self._fencing.name_of({**write.columns, **changed})
@@ -364,7 +363,7 @@ class FencedQuerySet(models.QuerySet[Any]):
                 f"bulk_create(update_conflicts=True) of {label} can't compare tokens of the rows "
                 "that it overwrites, so mode 'high_water' refuses it."
             )
-        if not _tells_the_lock(self._fencing, unique_fields):
+        if not tells_the_lock(self._fencing, unique_fields):
             raise ImproperlyConfigured(
                 f"bulk_create(update_conflicts=True) of {label} might overwrite rows of another "
                 f"lock: {', '.join(self._fencing.columns or ('what names it',))} has to be among "
@@ -454,54 +453,6 @@ def _set_fences(objs: Sequence[Any], writes: Sequence[Write]) -> None:
         else:
             checked.add(write.grant.owner)
             obj.fence = new_rows_fence(write)
-
-
-def _rows_of(fencing: FencingOf, objs: Iterable[Any]) -> Rows:
-    """The names of objects, each with what tells their rows from others."""
-    keys: dict[str | None, list[Any]] = {}
-    columns: dict[str | None, Mapping[str, Any]] = {}
-    for obj in objs:
-        name = obj.fencing.name_to_write()
-        keys.setdefault(name, []).append(obj.pk)
-        if fencing.columns is not None and fencing.plan.is_local:
-            columns[name] = {column: getattr(obj, column) for column in fencing.columns}
-    # Where the fence's table can't tell by the name's columns, the rows go by their keys.
-    return [(name, columns.get(name, {"pk__in": pks})) for name, pks in keys.items()]
-
-
-def _tells_the_lock(fencing: FencingOf, unique_fields: Sequence[str] | None) -> bool:
-    """Whether rows that conflict in these fields have one lock, whichever they are."""
-    if fencing.columns is None:
-        return False
-    meta: Any = fencing.model._meta
-    if unique_fields is not None:
-        return set(fencing.columns) <= _attributes(meta, unique_fields)
-    # MySQL goes by any unique key of the table.
-    unique = [[field.name] for field in meta.concrete_fields if field.unique]
-    unique += [constraint.fields for constraint in meta.total_unique_constraints]
-    unique += meta.unique_together
-    unique += [[field.name for field in meta.pk_fields]]
-    return all(set(fencing.columns) <= _attributes(meta, names) for names in unique)
-
-
-def _attributes(meta: Any, names: Iterable[str]) -> set[str]:
-    fields: set[Any] = set()
-    for name in names:
-        fields.update(meta.pk_fields if name == "pk" else [meta.get_field(name)])
-    return {field.attname for field in fields}
-
-
-def _naming_values(
-    model: type[models.Model], values: Mapping[str, Any], columns: Sequence[str]
-) -> dict[str, Any]:
-    """Those of the values that an update() gives to columns of the lock's name."""
-    found = {}
-    for field in model._meta.concrete_fields:
-        if field.attname in columns:
-            for key in (field.name, field.attname):
-                if key in values:
-                    found[field.attname] = value_in(field, values[key])
-    return found
 
 
 @contextlib.contextmanager
