@@ -11,6 +11,7 @@ import sys
 import textwrap
 import unittest
 from collections.abc import Iterator
+from configparser import ConfigParser
 from pathlib import Path
 from typing import Any, NamedTuple, get_overloads
 
@@ -279,6 +280,14 @@ def test_arguments_of_single_instance() -> None:
     assert told == known
     assert set(told) == {*TERMS, "name"}
     assert {name: getattr(Policy(), name) for name in TERMS} == {name: told[name] for name in TERMS}
+
+
+def test_the_workflow_has_the_environments_of_tox() -> None:
+    config = ConfigParser()
+    config.read(ROOT / "tox.ini")
+    ours = {env for env in config["tox"]["env_list"].split() if env.startswith("py3")}
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert set(re.findall(r"env: (py[\w-]+)", workflow)) == ours
 
 
 def test_every_aid_is_in_the_table() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from asgiref.sync import sync_to_async
 from django.db import models
@@ -15,7 +15,7 @@ from ..lease import Lease, held_names
 from .fencing import Fencing, FencingOf
 from .fields import FenceField
 from .guarded import Doing, Guard, GuardedModel, is_claimed
-from .querysets import handed_over
+from .querysets import FencedManager, handed_over
 from .writes import Write, new_rows_fence, row_condition, write_for, write_for_new_row
 
 
@@ -29,8 +29,11 @@ class FencedModel(GuardedModel):
     """
 
     fence = FenceField()
-    fencing: Any = Fencing()
+    fencing = Fencing()
     _is_fenced = True
+    if TYPE_CHECKING:
+        # django-stubs would make it this very class's, and no model could have both mixins.
+        _default_manager: ClassVar[FencedManager[Self]]
 
     class Meta(GuardedModel.Meta):
         abstract = True

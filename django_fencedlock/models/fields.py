@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.db import models
 from django.db.models import Field, Q
@@ -26,7 +26,13 @@ class RefusedRow(models.CheckConstraint):
         """Nobody edits the column, so a form's validation needn't ask the database."""
 
 
-class StampField(models.BigIntegerField):  # type: ignore[type-arg]
+if TYPE_CHECKING:
+    _BigInteger = models.BigIntegerField[int, int]
+else:
+    _BigInteger = models.BigIntegerField
+
+
+class StampField(_BigInteger):
     """A number that the package writes: 0 at first, and rising. Not for forms nor fixtures."""
 
     #: The end of the constraint's name.

@@ -10,7 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 from uuid import UUID
 
 from django.db import Error, models, router, transaction
@@ -94,7 +94,7 @@ class Guard(ABC):
             self.instance.__dict__[self.column] = self.before
 
 
-class BaseRows(FencedQuerySet):
+class BaseRows(FencedQuerySet[Any]):
     """Rows that Django looks up for itself, as in cascades."""
 
     _peeked: list[Any] | None = None
@@ -138,7 +138,7 @@ class BaseRowsManager(models.Manager.from_queryset(BaseRows)):  # type: ignore[m
 class GuardedModel(models.Model):
     """What fenced and versioned models have in common."""
 
-    objects = FencedManager()
+    objects: ClassVar[FencedManager[Self]] = FencedManager()
     # It has a name of its own, so that a model's own filtered `objects` never takes its place.
     _guarded_rows = BaseRowsManager()
     _is_fenced = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections, models, transaction
@@ -30,6 +30,8 @@ from .writes import (
     write_for_new_row,
 )
 
+_Row = TypeVar("_Row", bound=models.Model, covariant=True)
+
 #: The lease of a queryset that is about to save one object of the model.
 _handed_over: ContextVar[tuple[type[models.Model], Lease] | None] = ContextVar(
     "fencedlock_handed_over", default=None
@@ -45,7 +47,7 @@ def handed_over(model: type[models.Model]) -> Lease | None:
     return found[1]
 
 
-class FencedQuerySet(models.QuerySet[Any]):
+class FencedQuerySet(models.QuerySet[_Row]):
     """
     A queryset whose writes are guarded as those of single objects are.
 
@@ -193,7 +195,8 @@ class FencedQuerySet(models.QuerySet[Any]):
 
     @property
     def _fencing(self) -> FencingOf:
-        return self.model.fencing  # type: ignore[no-any-return]
+        model: Any = self.model
+        return model.fencing  # type: ignore[no-any-return]
 
     def _database(self) -> str:
         self._for_write = True
@@ -460,8 +463,20 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-class FencedManager(models.Manager.from_queryset(FencedQuerySet)):  # type: ignore[misc]
+if TYPE_CHECKING:
+    _Manager = models.Manager
+else:
+    _Manager = models.Manager.from_queryset(FencedQuerySet)
+
+
+class FencedManager(_Manager[_Row]):
     """The manager of guarded models. A model's own `objects` should be a subclass of it."""
+
+    # Written out for type checkers, which don't see what from_queryset() copies.
+    def using_lease(self, lease: Lease) -> FencedQuerySet[_Row]:
+        """Write under `lease`, whatever the context holds."""
+        rows: Any = self.get_queryset()
+        return rows.using_lease(lease)  # type: ignore[no-any-return]
 
     def count(self) -> int:
         links = self._links()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -12,6 +12,7 @@ from django.db.models.sql.compiler import SQLCompiler
 from ..exceptions import VersionConflict
 from .fields import VersionField
 from .guarded import Doing, Guard, GuardedModel
+from .querysets import FencedManager
 from .refusals import version_conflict
 
 
@@ -25,6 +26,9 @@ class VersionedModel(GuardedModel):
 
     version = VersionField()
     _is_versioned = True
+    if TYPE_CHECKING:
+        # django-stubs would make it this very class's, and no model could have both mixins.
+        _default_manager: ClassVar[FencedManager[Self]]
 
     class Meta(GuardedModel.Meta):
         abstract = True

@@ -1,0 +1,104 @@
+"""A user's models, tasks and locks; each ``assert_type`` is a promise to type checkers."""
+
+from collections.abc import Coroutine
+from typing import Any, assert_type
+
+from celery import shared_task
+from django.db import models
+
+from django_fencedlock import Lease, LockNotAcquired, alock, current_lease, lock
+from django_fencedlock.celery import SkippedRun, single_instance
+from django_fencedlock.models import FencedModel, Fencing, VersionedModel
+
+
+class Account(FencedModel, VersionedModel):
+    balance = models.IntegerField(default=0)
+
+    # pyright wants to be told which of two parents' Meta is meant.
+    class Meta(FencedModel.Meta, VersionedModel.Meta):
+        pass
+
+
+class LedgerLine(FencedModel):
+    fencing = Fencing("account:{account_id}", unleased="warn")
+    account = models.ForeignKey(Account, on_delete=models.PROTECT)
+    amount = models.IntegerField()
+
+
+def blocks(pk: int) -> None:
+    with lock("invoice:42", ttl=30, blocking_timeout=5) as lease:
+        assert_type(lease, Lease)
+        assert_type(lease.token, int)
+        lease.check()
+        with lease.atomic():
+            pass
+    with Account.fencing.lock(pk=pk) as lease:
+        assert_type(lease, Lease)
+        account = Account.objects.get(pk=pk)
+        assert_type(account, Account)
+        account.balance += 1
+        account.save(lease=lease)
+        assert_type(account.fence, int)
+        assert_type(account.version, int)
+        Account.objects.using_lease(lease).filter(pk=pk).update(balance=0)
+    with Account(pk=pk).fencing.lock() as lease:
+        assert_type(lease, Lease)
+    taken = lock("invoice:42").acquire(blocking=False)
+    assert_type(taken, Lease | None)
+    assert_type(current_lease("invoice:42"), Lease | None)
+    try:
+        lock("x").acquire()
+    except LockNotAcquired as exc:
+        print(exc.name, exc.holder)
+
+
+async def asynchronous() -> None:
+    async with alock("invoice:42") as lease:
+        assert_type(lease, Lease)
+        await lease.averify()
+
+
+@lock("report:{user_id}", ttl=60)
+def build(user_id: int, fresh: bool = False) -> str:
+    return f"{user_id} {fresh}"
+
+
+@lock("feed:{url}")
+async def fetch(url: str) -> bytes:
+    return url.encode()
+
+
+def decorated() -> None:
+    assert_type(build(7, fresh=True), str)
+    download: Coroutine[Any, Any, bytes] = fetch("x")
+    download.close()
+
+
+@shared_task(acks_late=True)
+@single_instance("invoice:{invoice_id}", ttl=30, on_conflict="retry")
+def charge(invoice_id: int, currency: str = "EUR") -> str:
+    return f"{invoice_id} {currency}"
+
+
+@shared_task
+@single_instance
+def nightly() -> int:
+    return 1
+
+
+@single_instance(Account, pk="account_id")
+def deposit(account_id: int, amount: int) -> None:
+    return None
+
+
+def tasks() -> None:
+    # Called directly, it locks as well; a skip is for messages alone.
+    assert_type(charge(1, currency="USD"), str)
+    assert_type(nightly(), int)
+    assert_type(charge.delay(1).id, str)
+    deposit(account_id=1, amount=2)
+
+
+def told(result: Any) -> None:
+    if isinstance(result, SkippedRun):
+        print(result.lock, result.reason, result.holder, result.token)
