@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from django.apps import apps
 from django.db import DatabaseError
 
 from ..conf import AliasConfig, Problem, unknown
@@ -224,10 +225,7 @@ class Backend(ABC):
     ) -> BackendUnavailable:
         """The error for a service that failed, to be raised from `exc`."""
         about = f" of lock {name!r}" if name is not None else ""
-        remedy = ""
-        if is_table_missing(exc):
-            database = self.config.fence_database
-            remedy = f" Run: manage.py migrate django_fencedlock --database {database}"
+        remedy = remedy_for(exc, self.config.fence_database)
         return BackendUnavailable(
             f"Lock service {self.config.alias!r} ({self.label}) failed at the {doing}{about}: "
             f"{type(exc).__name__}: {str(exc).strip()}{remedy}",
@@ -246,3 +244,13 @@ def is_table_missing(exc: BaseException | None) -> bool:
             return True
         exc = exc.__cause__
     return False
+
+
+def remedy_for(exc: BaseException, database: str) -> str:
+    """What to do about missing tables, as a last sentence; empty if that isn't the trouble."""
+    if not is_table_missing(exc):
+        return ""
+    command = f"manage.py migrate django_fencedlock --database {database}"
+    if apps.is_installed("django_fencedlock"):
+        return f" Run: {command}"
+    return f" Add 'django_fencedlock' to INSTALLED_APPS, and run: {command}"

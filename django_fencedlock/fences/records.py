@@ -13,7 +13,7 @@ from django.conf import settings
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..backends.base import is_table_missing
+from ..backends.base import remedy_for
 from ..conf import AliasConfig, seconds
 from ..exceptions import BackendUnavailable
 from ..sessions import sessions
@@ -183,12 +183,9 @@ class Records:
 
     def _unavailable(self, doing: str, name: str | None, exc: Error) -> BackendUnavailable:
         about = "" if name is None else f" of lock {name!r}"
-        remedy = ""
-        if is_table_missing(exc):
-            remedy = f" Run: manage.py migrate django_fencedlock --database {self.using}"
         return BackendUnavailable(
             f"Fence database {self.using!r} failed at the {doing}{about}: "
-            f"{type(exc).__name__}: {str(exc).strip()}{remedy}",
+            f"{type(exc).__name__}: {str(exc).strip()}{remedy_for(exc, self.using)}",
             name=name,
             alias=self.config.alias,
         )

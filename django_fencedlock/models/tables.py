@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from django.apps import apps
+from django.core.exceptions import ImproperlyConfigured
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import OuterRef, Subquery
 from django.utils.translation import gettext_lazy as _
 
 from ..names import MAX_LENGTH
+
+if not apps.is_installed("django_fencedlock"):
+    raise ImproperlyConfigured(
+        "The models of django_fencedlock have no app. "
+        "Add 'django_fencedlock' to INSTALLED_APPS, and run: manage.py migrate django_fencedlock"
+    )
 
 
 class ExactCharField(models.CharField):  # type: ignore[type-arg]

@@ -12,9 +12,10 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.core.management.color import no_style
-from django.db import Error
+from django.db import DEFAULT_DB_ALIAS, Error
 
 from ... import conf, doctor, names, registry, resync
+from ...backends.base import remedy_for
 from ...exceptions import FencedLockError, SettingsError
 from ...findings import Level
 from ...registry import State
@@ -71,7 +72,9 @@ class Command(BaseCommand):
         except (SettingsError, LookupError, ValueError) as exc:
             raise CommandError(str(exc), returncode=FAILED) from exc
         except (Error, FencedLockError) as exc:
-            raise CommandError(f"{type(exc).__name__}: {exc}", returncode=FAILED) from exc
+            remedy = "" if isinstance(exc, FencedLockError) else remedy_for(exc, DEFAULT_DB_ALIAS)
+            told = f"{type(exc).__name__}: {str(exc).strip()}{remedy}"
+            raise CommandError(told, returncode=FAILED) from exc
         if code:
             sys.exit(code)
 
