@@ -3,13 +3,14 @@
 import threading
 import uuid
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from django.db import connections, transaction
 
 from django_fencedlock import conf, lock, sessions
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.fences.deliveries import Begun, Deliveries, Message
+from django_fencedlock.fences.deliveries import SETTLED, Begun, Deliveries, Message
 from django_fencedlock.fences.records import BATCH
 from django_fencedlock.models import Delivery
 
@@ -64,7 +65,7 @@ def test_a_message_whose_delivery_died_is_taken_over(deliveries):
     begun = deliveries.begin(second)
     assert begun == Begun(2, "")
     assert not begun.is_first
-    assert deliveries.newest(first.nonce, first.name) == (second.owner, "")
+    assert deliveries.newest(first.nonce, first.name) == (second.owner, Begun(2, ""))
 
 
 def test_a_request_that_is_repeated_is_still_the_first(deliveries):
@@ -83,6 +84,19 @@ def test_a_finished_message_stays_finished(deliveries, rows):
     assert rows.get().kept_until == kept
     assert rows.get().owner == first.owner
     assert rows.get().finished_at is not None
+
+
+def test_an_end_is_past_after_a_while(deliveries, rows):
+    first = message()
+    deliveries.begin(first)
+    deliveries.finish(first, "failure")
+    for ago, is_past in ((0, False), (SETTLED - 5, False), (SETTLED, True)):
+        row = rows.get()
+        row.finished_at -= timedelta(seconds=ago)
+        row.save()
+        known = Begun(1, "failure", is_past)
+        assert deliveries.newest(first.nonce, first.name) == (first.owner, known)
+        assert deliveries.begin(another(first)) == known
 
 
 def test_only_the_newest_delivery_can_finish(deliveries, rows):

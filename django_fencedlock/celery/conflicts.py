@@ -8,7 +8,8 @@ from typing import Any
 from celery.exceptions import Reject, Retry
 
 from ..exceptions import LockNotAcquired
-from .messages import CONFLICTS, again, number
+from .messages import CONFLICTS, again, number, publish_copy
+from .redelivery import nonce
 from .runs import Run
 from .skipped import skipped
 
@@ -31,7 +32,8 @@ def come_again(run: Run, refusal: LockNotAcquired) -> None:
     following = again(run.task, run.request, countdown=countdown, headers={CONFLICTS: tries + 1})
     if not run.request.is_eager:
         try:
-            following.apply_async()
+            # The same message still: another delivery of it may be about, or come.
+            publish_copy(following, nonce(run.request, run.title))
         except Exception as exc:
             # As Celery does: the broker is to put it where dead letters go.
             raise Reject(exc, requeue=False) from exc

@@ -88,11 +88,11 @@ class Redelivery:
         if self.message is None or self._run.policy.on_conflict != "wait":
             return
         found = self._newest(self.message)
-        if found is None or found[1]:
+        if found is None or found[1].outcome:
             return
         holder = self._run.service.holder(self.message.name)
         if holder is not None and holder.owner == found[0]:
-            self._come_later()
+            self._come_later("runs")
 
     def conflict(self, holder: Holder | None) -> Conflict | str:
         """
@@ -117,12 +117,12 @@ class Redelivery:
             if now is None or now.owner != holder.owner:
                 return Conflict.GONE
 
-    def _known(self, holder: Holder, owner: str, outcome: str) -> Conflict | str:
+    def _known(self, holder: Holder, owner: str, begun: Begun) -> Conflict | str:
         """What to do about a message that was begun before."""
-        if outcome:
-            return self.judge(Begun(2, outcome)) or Conflict.ORDINARY
+        if begun.outcome:
+            return self.judge(begun) or Conflict.ORDINARY
         if owner == holder.owner or self._may_be_the_same(holder):
-            self._come_later()
+            self._come_later("runs")
         return Conflict.ORDINARY
 
     def begin(self) -> str | None:
@@ -144,7 +144,7 @@ class Redelivery:
     def judge(self, begun: Begun) -> str | None:
         """Tell why a message is not to be run that `begun` is known of; None if it is."""
         self._began = not begun.outcome
-        if self._began or self._is_to_be_repeated(begun.outcome):
+        if self._began:
             return None
         logger.info(
             "Lock %r: a message of %s was delivered again after its end (%s)",
@@ -152,9 +152,13 @@ class Redelivery:
             self._run.title,
             begun.outcome,
         )
-        if self._is_settled(begun.outcome):
+        if self._is_told(begun.outcome):
             raise Ignore(f"an earlier delivery of the message ended: {begun.outcome}")
-        return FINISHED
+        if not begun.is_past:
+            # A worker stores the result after the lock was given back: it may be about to.
+            self._come_later("has just ended")
+        # Its worker died before it could tell. A failure may as well be tried again.
+        return None if begun.outcome == FAILURE else FINISHED
 
     def ended(self, outcome: str) -> None:
         """Record the outcome. To be called before the lock is given back."""
@@ -166,7 +170,7 @@ class Redelivery:
             # The work is done. At the worst a delivery that comes again does it again.
             logger.warning("The end of a message wasn't recorded: %s", exc)
 
-    def _newest(self, message: Message) -> tuple[str, str] | None:
+    def _newest(self, message: Message) -> tuple[str, Begun] | None:
         try:
             return self._deliveries.newest(message.nonce, message.name)
         except BackendUnavailable as exc:
@@ -182,7 +186,7 @@ class Redelivery:
     def _may_be_the_same(self, holder: Holder) -> bool:
         return f"[{self._run.request.id}]" in holder.words
 
-    def _come_later(self) -> None:
+    def _come_later(self, why: str) -> None:
         run = self._run
         assert self.message is not None
         longest = max(2 * SHORTEST, (run.policy.ttl or run.service.config.ttl) / 3)
@@ -192,13 +196,9 @@ class Redelivery:
             publish_copy(copy, self.message.nonce)
         except Exception as exc:
             raise Reject(exc, requeue=True) from exc
-        raise Ignore(f"an earlier delivery of the message runs; comes again in {countdown:.0f} s")
+        raise Ignore(f"an earlier delivery of the message {why}; comes again in {countdown:.0f} s")
 
-    def _is_to_be_repeated(self, outcome: str) -> bool:
-        """Whether it failed, and its worker died before it could say so."""
-        return outcome == FAILURE and not self._is_settled(outcome)
-
-    def _is_settled(self, outcome: str) -> bool:
+    def _is_told(self, outcome: str) -> bool:
         """Whether the earlier delivery did all that a worker does after the body."""
         task, request = self._run.task, self._run.request
         if outcome in (RETRY, IGNORED):
@@ -209,20 +209,10 @@ class Redelivery:
             # task of a chain twice.
             return True
         try:
-            return _is_ready(task.AsyncResult(request.id))
+            return task.AsyncResult(request.id).state in READY_STATES
         except Exception as exc:
             logger.warning("The result backend couldn't be asked for %s: %s", request.id, exc)
             return True
-
-
-def _is_ready(result: Any) -> bool:
-    """Whether a result is there, or comes: a worker stores it after the lock was given back."""
-    deadline = time.monotonic() + UNDECIDED
-    while result.state not in READY_STATES:
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def nonce(request: Any, task_name: str) -> str:

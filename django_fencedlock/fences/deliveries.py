@@ -7,6 +7,7 @@ the lock was got. So whoever has the lock knows of every end before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,11 @@ from .records import BATCH, Records, Statements, listed, update
 
 DELIVERY = "django_fencedlock_delivery"
 
+#: Seconds after which an end is past: whatever a worker does after it has been done, or never is.
+SETTLED = 10.0
+
 _READ = f"FROM {DELIVERY} WHERE nonce = %(nonce)s"
+_KNOWN = "tries, outcome, finished_at <= {settled}"
 _DEAD = f"""NOT EXISTS (
     SELECT 1 FROM {HELD} h
     WHERE h.name = d.name AND h.owner = d.owner AND h.expires_at > {{now}})"""
@@ -49,6 +54,8 @@ class Begun:
     tries: int
     #: How an earlier delivery ended; empty if none did.
     outcome: str
+    #: Whether that was more than a moment ago.
+    is_past: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -76,11 +83,20 @@ def begin(statements: Statements, cursor: Any, message: Message) -> Begun:
         f"ELSE {statements.later('kept')} END",
         "owner": f"CASE WHEN {old}outcome <> '' THEN {old}owner ELSE %(owner)s END",
     }
-    given = {**message.given(), **statements.times(kept=message.kept)}
+    given = {**message.given(), **statements.times(kept=message.kept, settled=-SETTLED)}
     sql = statements.upsert(DELIVERY, new, ["nonce"], again)
-    found = statements.written(cursor, sql, given, "tries, outcome", _READ)
+    found = statements.written(cursor, sql, given, _known(statements), _READ)
     assert found is not None
-    return Begun(*found)
+    return _begun(found)
+
+
+def _known(statements: Statements) -> str:
+    return _KNOWN.format(settled=statements.later("settled"))
+
+
+def _begun(row: Sequence[Any]) -> Begun:
+    tries, outcome, is_past = row
+    return Begun(tries, outcome, bool(is_past))
 
 
 class Deliveries(Records):
@@ -112,18 +128,19 @@ class Deliveries(Records):
 
         return self.run("end of a delivery", message.name, work)
 
-    def newest(self, nonce: str, name: str) -> tuple[str, str] | None:
+    def newest(self, nonce: str, name: str) -> tuple[str, Begun] | None:
         """
-        Which run the newest delivery of a message became, and how it ended, if it has.
+        Which run the newest delivery of a message became, and what is known of the message.
 
         None if none was begun.
         """
 
-        def work(statements: Statements) -> tuple[str, str] | None:
+        def work(statements: Statements) -> tuple[str, Begun] | None:
             with statements.connection.cursor() as cursor:
-                cursor.execute(f"SELECT owner, outcome {_READ}", {"nonce": nonce})
+                given = {"nonce": nonce, **statements.times(settled=-SETTLED)}
+                cursor.execute(f"SELECT owner, {_known(statements)} {_READ}", given)
                 found = cursor.fetchone()
-                return None if found is None else (str(found[0]), str(found[1]))
+                return None if found is None else (str(found[0]), _begun(found[1:]))
 
         return self.run("look at a delivery", name, work)
 
