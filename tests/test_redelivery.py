@@ -1,8 +1,10 @@
 """One message, delivered more than once."""
 
 import threading
+import time
 import uuid
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from celery import current_app
@@ -12,12 +14,14 @@ from django.db import connections
 from django_fencedlock import conf, lock
 from django_fencedlock.celery import SkippedRun, redelivery, single_instance
 from django_fencedlock.celery.messages import DELIVERY
+from django_fencedlock.celery.parcels import NUMBER
 from django_fencedlock.celery.redelivery import kept, nonce
-from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.fences.deliveries import Deliveries, Message
+from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired
+from django_fencedlock.fences.deliveries import SETTLED, Deliveries, Message
 from django_fencedlock.models import Delivery
 from django_fencedlock.owners import new_owner
 from django_fencedlock.services import service
+from django_fencedlock.test import hold_lock
 from tests.deliveries import app, deliver, deliver_sent, sending
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -31,6 +35,8 @@ ends: dict[str, object] = {}
 def body(self, value):
     ran.append(value)
     how = ends.get("how")
+    if isinstance(how, dict):
+        return how[value](self) if value in how else value
     if isinstance(how, BaseException):
         raise how
     if how == "retry" and not self.request.retries:
@@ -41,12 +47,17 @@ def body(self, value):
 def make(name, terms=None, **options):
     options = {"bind": True, "shared": False, "acks_late": True, **options}
     made = app.task(name=f"redelivery.{name}", **options)
-    return made(single_instance(NAME, **(terms or {}))(body))
+    return made(single_instance(**{"name": NAME, **(terms or {})})(body))
 
 
 late = make("late")
+late_coalesce = make("late_coalesce", {"on_conflict": "coalesce"})
+late_retry = make("late_retry", {"on_conflict": "retry"})
 late_raise = make("late_raise", {"on_conflict": "raise"})
 early = make("early", acks_late=False)
+nesting = make("nesting", {"name": "{value}"})
+nesting_retry = make("nesting_retry", {"name": "{value}", "on_conflict": "retry"})
+nesting_coalesce = make("nesting_coalesce", {"name": "{value}", "on_conflict": "coalesce"})
 careless = make("careless", {"redelivery": "run"})
 open_ = make("open", {"fenced": False, "on_backend_error": "run"})
 silent = make("silent", ignore_result=True)
@@ -72,6 +83,13 @@ def forget(told):
     app.AsyncResult(told["id"]).forget()
 
 
+def let_pass():
+    """Have the ends that are on record be of a while ago."""
+    for row in Delivery.objects.all():
+        row.finished_at -= timedelta(seconds=SETTLED)
+        row.save()
+
+
 class TestAfterItsEnd:
     def test_a_message_that_succeeded_is_not_run_again(self):
         told = message()
@@ -80,11 +98,30 @@ class TestAfterItsEnd:
         assert ran == [1]
         assert app.AsyncResult(told["id"]).result == 1
 
-    def test_a_success_whose_result_was_not_stored_yet_is_told_as_a_skip(self):
+    @pytest.mark.parametrize("task", [late, late_coalesce], ids=["skip", "coalesce"])
+    @pytest.mark.parametrize("end", [None, ValueError("no")], ids=["success", "failure"])
+    def test_an_end_of_a_moment_ago_without_a_result_is_looked_at_later(self, task, end):
+        """Its worker may be about to store the result; nobody's worker waits for that."""
         told = message()
-        deliver(late, 1, **told)
+        ends["how"] = end
+        deliver(task, 1, **told)
         forget(told)
-        done = deliver(late, 1, **told, redelivered=True)
+        began = time.monotonic()
+        with sending() as sent:
+            assert deliver(task, 1, **told, redelivered=True).state == "IGNORED"
+        assert time.monotonic() - began < redelivery.UNDECIDED / 2
+        (copy,) = sent
+        assert copy.headers[DELIVERY] == told["headers"][DELIVERY]
+        assert copy.headers["eta"] is not None
+        assert ran == [1]
+
+    @pytest.mark.parametrize("task", [late, late_coalesce], ids=["skip", "coalesce"])
+    def test_a_success_whose_result_was_never_stored_is_told_as_a_skip(self, task):
+        told = message()
+        deliver(task, 1, **told)
+        forget(told)
+        let_pass()
+        done = deliver(task, 1, **told, redelivered=True)
         assert SkippedRun.of(done.result).reason == "finished"
         assert ran == [1]
 
@@ -105,6 +142,7 @@ class TestAfterItsEnd:
         ends["how"] = ValueError("no")
         deliver(late, 1, **told)
         forget(told)
+        let_pass()
         assert deliver(late, 1, **told).state == "FAILURE"
         assert ran == [1, 1]
 
@@ -220,6 +258,18 @@ class TestWhileItRuns:
         assert SkippedRun.of(done.result).reason == "held"
         assert sent == []
 
+    def test_it_is_the_same_message_after_a_conflict_too(self, running):
+        """Delivered twice while another message runs, it comes again twice, and runs once."""
+        told = message()
+        lease = running(message())
+        with sending() as sent:
+            for _ in range(2):
+                assert deliver(late_retry, 1, **told).state == "RETRY"
+        service("default").release(lease, lease.who)
+        assert {copy.headers[DELIVERY] for copy in sent} == {told["headers"][DELIVERY]}
+        assert [deliver_sent(copy).state for copy in sent] == ["SUCCESS", "IGNORED"]
+        assert ran == [1]
+
     def test_a_first_delivery_that_is_about_to_record_itself_is_waited_for(self, running):
         told = message()
         lease = running(told, recorded=False)
@@ -253,6 +303,57 @@ class TestWhileItRuns:
     def test_a_plain_lock_of_that_name_is_an_ordinary_conflict(self):
         with lock(NAME):
             assert SkippedRun.of(deliver_elsewhere(late, 1).result).reason == "held"
+
+
+class TestCallsWithin:
+    """
+    A body calls its own task, for another lock. Celery gives it the message's request, or a copy.
+    """
+
+    @pytest.fixture(params=["task", "function"])
+    def calls(self, request):
+        is_task = request.param == "task"
+        return lambda task, *args: task(*args) if is_task else task.run(*args)
+
+    def test_are_no_delivery(self, calls):
+        def look(task):
+            assert calls(task, 2) == 2
+            row = Delivery.objects.get()
+            assert (row.name, row.tries, row.outcome) == ("1", 1, "")
+            return "looked"
+
+        ends["how"] = {1: look}
+        assert deliver(nesting, 1, **message()).result == "looked"
+        assert Delivery.objects.get().outcome == "success"
+
+    def test_have_nobody_to_come_again(self, calls):
+        ends["how"] = {1: lambda task: calls(task, 2)}
+        with sending() as sent, hold_lock("2"):
+            done = deliver(nesting_retry, 1, **message())
+        assert isinstance(done.result.exception, LockNotAcquired)
+        assert sent == []
+
+    def test_are_no_retry(self, calls):
+        for _ in range(2):
+            deliver(nesting_coalesce, 2)
+        ends["how"] = {1: lambda task: calls(task, 2)}
+        assert deliver(nesting_coalesce, 1, headers={NUMBER: 1}, retries=1).result == 2
+
+    def test_are_no_delivery_where_the_run_has_no_lock(self, calls, monkeypatch):
+        """
+        Its lock service was down, and is no more.
+        """
+        backend = service("default").backend
+
+        def fail_once(*args):
+            monkeypatch.undo()
+            raise BackendUnavailable("down")
+
+        monkeypatch.setattr(backend, "acquire", fail_once)
+        ends["how"] = {1: lambda task: calls(task, 2)}
+        assert deliver(open_, 1, **message()).result == 2
+        assert ran == [1, 2]
+        assert Delivery.objects.count() == 0
 
 
 class TestWhatIsRecorded:

@@ -36,7 +36,8 @@ def _perform(run: Run, books: Bookkeeping) -> Any:
         if run.policy.on_backend_error != "run":
             raise
         logger.error("%s runs without its lock %r: %s", run.title, run.name, exc)
-        return aborting.call(run.call)
+        with run.running():
+            return aborting.call(run.call)
     return _hold(run, found, books) if isinstance(found, Lease) else _nothing(run, found)
 
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from celery.app.task import Context
+
 from ..exceptions import BackendUnavailable, LockNotAcquired
 from ..lease import Lease, clock, enter, leave
 from ..owners import new_owner, running_task, whoami
@@ -34,7 +36,7 @@ class Run:
         self.policy = single.policy
         self.task: Any = task
         #: Captured here: other threads have none.
-        self.request: Any = None if task is None else task.request
+        self.request: Any = None if task is None else _request_of(task)
         self.title = single.title(task)
         self.name = single.name(task, rest, kwargs)
         self.args = args
@@ -146,10 +148,28 @@ class Run:
     @contextmanager
     def entered(self, lease: Lease) -> Iterator[None]:
         """Make it the context's lease, which fenced models and `current_lease()` see."""
+        with self.running():
+            enter(lease)
+            try:
+                yield
+            finally:
+                leave(lease)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Be the run whose body this is."""
         mark = _running.set((*_running.get(), self))
-        enter(lease)
         try:
             yield
         finally:
-            leave(lease)
             _running.reset(mark)
+
+
+def _request_of(task: Any) -> Any:
+    """Celery's request of this call: one that says no more than the id if no message made it."""
+    request = task.request
+    # Within the body of a message, Celery gives a call of the same task the message's request, or
+    # a copy: with its headers, its chain and its retries.
+    if any(outer.task is task and outer.request.id == request.id for outer in _running.get()):
+        return Context(id=request.id)
+    return request
