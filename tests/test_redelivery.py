@@ -1,5 +1,6 @@
 """One message, delivered more than once."""
 
+import contextlib
 import threading
 import time
 import uuid
@@ -27,6 +28,8 @@ from tests.deliveries import app, deliver, deliver_sent, sending
 pytestmark = pytest.mark.django_db(transaction=True)
 
 NAME = "x"
+#: A run that is no more.
+DEAD = "0" * 32
 #: What the bodies did, and what they are to do.
 ran: list[object] = []
 ends: dict[str, object] = {}
@@ -53,6 +56,7 @@ def make(name, terms=None, **options):
 late = make("late")
 late_coalesce = make("late_coalesce", {"on_conflict": "coalesce"})
 late_retry = make("late_retry", {"on_conflict": "retry"})
+late_wait = make("late_wait", {"on_conflict": "wait", "wait_timeout": 30})
 late_raise = make("late_raise", {"on_conflict": "raise"})
 early = make("early", acks_late=False)
 nesting = make("nesting", {"name": "{value}"})
@@ -270,23 +274,91 @@ class TestWhileItRuns:
         assert [deliver_sent(copy).state for copy in sent] == ["SUCCESS", "IGNORED"]
         assert ran == [1]
 
+    def test_who_would_wait_for_it_comes_later_at_once(self, running, monkeypatch):
+        told = message()
+        running(told)
+        monkeypatch.setattr(service("default").backend, "acquire", broken)
+        with sending() as sent:
+            assert deliver(late_wait, 1, **told).state == "IGNORED"
+        assert len(sent) == 1
+
+    def test_who_would_wait_for_one_that_has_ended_does(self, running):
+        """It is about to give the lock back."""
+        told = message()
+        lease = running(told)
+        finish(told, lease.owner)
+        app.backend.store_result(told["id"], 1, "SUCCESS")
+        with sending() as sent, soon(lease_back, lease):
+            assert deliver(late_wait, 1, **told).state == "IGNORED"
+        assert (sent, ran) == ([], [])
+
+    def test_who_waits_for_another_message_does(self, running):
+        """Though a delivery of its own began before, and died."""
+        told = message()
+        record(told, DEAD)
+        lease = running(message())
+        with sending() as sent, soon(lease_back, lease):
+            assert deliver(late_wait, 1, **told).result == 1
+        assert sent == []
+
+    def test_who_waits_for_nobody_runs(self):
+        told = message()
+        record(told, DEAD)
+        assert deliver(late_wait, 1, **told).result == 1
+
+    def test_one_that_ended_long_ago_is_no_conflict_of_anybody(self, running):
+        told = message()
+        deliver(late, 1, **told)
+        running(message())
+        with sending() as sent:
+            assert deliver(late, 1, **told).state == "IGNORED"
+        assert sent == []
+
+    def test_a_failure_to_be_repeated_meets_conflicts_as_any_other(self, running):
+        told = message()
+        ends["how"] = ValueError("no")
+        deliver(late, 1, **told)
+        forget(told)
+        let_pass()
+        running(message())
+        assert SkippedRun.of(deliver(late, 1, **told).result).reason == "held"
+
+    def test_the_run_of_a_third_delivery_is_known_by_its_task(self, running):
+        """The first died, and the second hasn't recorded yet that it runs."""
+        told = message()
+        record(told, DEAD)
+        running(told, recorded=False)
+        with sending() as sent:
+            assert deliver(late, 1, **told).state == "IGNORED"
+        assert len(sent) == 1
+
+    def test_the_run_of_another_delivery_is_known_by_its_record(self, running):
+        told = message()
+        running(told, task_id="unknown")
+        with sending() as sent:
+            assert deliver(late, 1, **told).state == "IGNORED"
+        assert len(sent) == 1
+
+    def test_a_message_whose_delivery_died_is_in_the_way_of_nobody(self, running):
+        told = message()
+        record(told, DEAD)
+        running(message())
+        with sending() as sent:
+            assert SkippedRun.of(deliver(late, 1, **told).result).reason == "held"
+        assert sent == []
+
     def test_a_first_delivery_that_is_about_to_record_itself_is_waited_for(self, running):
         told = message()
         lease = running(told, recorded=False)
-        timer = threading.Timer(0.2, record, [told, lease.owner])
-        timer.start()
-        with sending() as sent:
+        with sending() as sent, soon(record, told, lease.owner):
             assert deliver(late, 1, **told).state == "IGNORED"
-        timer.join()
         assert len(sent) == 1
 
     def test_a_retry_waits_for_the_run_that_it_retries_to_be_gone(self, running):
         told = message()
         lease = running(message(), task_id=told["id"])
-        timer = threading.Timer(0.2, lease_back, [lease])
-        timer.start()
-        assert deliver(late, 1, **told).result == 1
-        timer.join()
+        with soon(lease_back, lease):
+            assert deliver(late, 1, **told).result == 1
 
     def test_but_not_for_long(self, running, monkeypatch):
         monkeypatch.setattr(redelivery, "UNDECIDED", 0.1)
@@ -443,11 +515,26 @@ class TestWithoutAnAnswer:
         assert "wasn't recorded" in caplog.text
 
 
+@contextlib.contextmanager
+def soon(function, *args):
+    """Have something done by another thread in a moment."""
+    timer = threading.Timer(0.2, function, args)
+    timer.start()
+    yield
+    timer.join()
+
+
 def record(told, owner):
-    Deliveries(conf.config()).begin(
-        Message(told["headers"][DELIVERY], NAME, owner, told["id"], 1000.0)
-    )
+    Deliveries(conf.config()).begin(delivery(told, owner))
     connections.close_all()
+
+
+def finish(told, owner):
+    assert Deliveries(conf.config()).finish(delivery(told, owner), "success")
+
+
+def delivery(told, owner):
+    return Message(told["headers"][DELIVERY], NAME, owner, told["id"], 1000.0)
 
 
 def lease_back(lease):

@@ -16,6 +16,7 @@ from django_fencedlock import LeaseLost, LockNotAcquired, current_lease, lock
 from django_fencedlock.celery import SkippedRun, lock_name, single_instance
 from django_fencedlock.celery.messages import CONFLICTS, DELIVERY
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, SettingsError
+from django_fencedlock.models import Duty
 from django_fencedlock.services import service
 from django_fencedlock.signals import lock_lost
 from django_fencedlock.test import (
@@ -389,6 +390,13 @@ class TestErrors:
         with lock("invoice:42"), pytest.raises(AliasConflict):
             threaded(charge)
 
+    def test_a_name_that_lives_under_another_alias_is_no_trigger(self, task, settings):
+        settings.FENCEDLOCK = {"default": {}, "other": {}}
+        charge = task(backend="other", on_conflict="coalesce")
+        with lock("invoice:42"), pytest.raises(AliasConflict):
+            threaded(charge)
+        assert Duty.objects.count() == 0
+
 
 def threaded(function):
     """
@@ -655,6 +663,15 @@ class TestCost:
         with postgres.statements() as seen:
             deliver(charge.app)
         assert ours(seen) == 2
+
+    def test_of_a_delivery_on_record(self, task, postgres):
+        charge = task(options={"acks_late": True})
+        charge()
+        charge.delay()
+        with postgres.statements() as seen:
+            deliver(charge.app)
+        # One when it begins, one when it has ended.
+        assert ours(seen) == 2 + 2
 
     def test_of_a_skip(self, task, postgres):
         charge = task()
