@@ -3,25 +3,35 @@
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 
 import pytest
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 
 
+GEVENT = """
+    from gevent import monkey
+    monkey.patch_all()
+    import gevent
+"""
+EVENTLET = """
+    import eventlet
+    eventlet.monkey_patch()
+"""
+
+
 @pytest.fixture
 def run_green(child_environment):
-    def run(body, database):
+    def run(body, database, patch=GEVENT, **alias):
         script = f"""
-            from gevent import monkey
-            monkey.patch_all()
-            import django, gevent, time
+            import django, time
             from django.conf import settings
             django.setup()
-            settings.FENCEDLOCK = {{"default": {{"FENCE_DATABASE": {database!r}}}}}
+            settings.FENCEDLOCK = {{"default": {{"FENCE_DATABASE": {database!r}, **{alias!r}}}}}
             from django_fencedlock import LockNotAcquired, current_lease, lock
         """
-        code = textwrap.dedent(script) + textwrap.dedent(body)
+        code = "".join(map(textwrap.dedent, (patch, script, body)))
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=child_environment(),
@@ -84,4 +94,34 @@ def test_a_greenlet_killed_while_it_waits_leaves_nothing_held(run_green):
         assert lock("x").acquire(blocking=False).release()
         """,
         "postgres",
+    )
+
+
+@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+def test_greenlets_have_session_locks_at_the_same_time(run_green, library):
+    """All of them ask one thread of the system, at once."""
+    if find_spec(library) is None:
+        pytest.skip(f"{library} isn't installed")
+    run_green(
+        f"""
+        from {library} import sleep, spawn
+
+        def work(number):
+            for turn in range(5):
+                with lock(f"x{{number}}") as lease:
+                    sleep(0)
+                    assert lease.verify()
+            with lock("all", blocking_timeout=20):
+                done.append(number)
+
+        done = []
+        greenlets = [spawn(work, number) for number in range(10)]
+        end = time.monotonic() + 20
+        while len(done) < 10 and time.monotonic() < end:
+            sleep(0.01)
+        assert sorted(done) == list(range(10)), done
+        """,
+        "postgres",
+        {"gevent": GEVENT, "eventlet": EVENTLET}[library],
+        BACKEND="django_fencedlock.backends.postgres.PostgresBackend",
     )

@@ -135,8 +135,9 @@ class Home:
                     os.set_blocking(end, False)
                 threads.start(self._run)
             hand = self._wake[1]
+        # Eventlet's own would have the hub wait for the pipe, which two greenlets can't.
         with contextlib.suppress(BlockingIOError):
-            os.write(hand, b"!")
+            threads.original("os", "write")(hand, b"!")
 
     def do(self, work: Callable[[], object]) -> None:
         """Have the thread do `work`, whatever comes of it."""
@@ -290,7 +291,7 @@ class Home:
         left = self._next_look - clock()
         found = self._poll.poll(None if math.isinf(left) else max(0.0, left) * 1000)
         with contextlib.suppress(BlockingIOError):
-            os.read(ear, 4096)
+            threads.original("os", "read")(ear, 4096)
         return [self._watched[fileno] for fileno, _ in found if fileno != ear]
 
     def _work_off(self) -> None:
