@@ -25,8 +25,9 @@ from django.test.utils import isolate_apps
 import django_fencedlock
 from django_fencedlock import conf, exceptions, signals
 from django_fencedlock import test as aids
-from django_fencedlock.celery import single_instance
+from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.celery.policy import TERMS, Policy
+from django_fencedlock.celery.skipped import REASONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(django_fencedlock.__file__).parent
@@ -288,6 +289,13 @@ def test_the_workflow_has_the_environments_of_tox() -> None:
     ours = {env for env in config["tox"]["env_list"].split() if env.startswith("py3")}
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     assert set(re.findall(r"env: (py[\w-]+)", workflow)) == ours
+
+
+def test_every_reason_of_a_skip_is_told() -> None:
+    table = _table(ROOT / "docs/celery.md", "| `reason` | why the task didn't run |")
+    assert [ast.literal_eval(row[0]) for row in table] == list(REASONS)
+    for reason in REASONS:
+        assert f'"{reason}"' in str(SkippedRun.__doc__)
 
 
 def test_every_aid_is_in_the_table() -> None:

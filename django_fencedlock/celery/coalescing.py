@@ -16,7 +16,7 @@ from ..fences.duties import Duties, Open, Place, Turn
 from ..transactions import open_ones, when_all_ended
 from .messages import number
 from .parcels import NUMBER, SERVE, pack, put_on, send, unpack
-from .skipped import COALESCED, SERVED
+from .skipped import COALESCED, GIVEN_UP, SERVED
 from .tasks import single_of
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 #: A duty is given up when so many runs began it and none of them ended.
 MOST_TRIES = 10
-#: Why a task didn't run whose runs die each time.
-GIVEN_UP = "given up"
 #: Seconds for which the living leave a new duty to those whose business it is.
 GRACE = 2.0
 #: The shortest time, in seconds, that a message has to come through its queue.

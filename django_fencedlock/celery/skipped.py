@@ -7,8 +7,14 @@ from typing import Any
 from ..exceptions import LockNotAcquired
 from ..owners import Holder
 
-#: Why a task didn't run.
-HELD, COALESCED, SERVED, FINISHED = "held", "coalesced", "served", "finished"
+# Why a task didn't run: see `SkippedRun`.
+HELD = "held"
+COALESCED = "coalesced"
+SERVED = "served"
+FINISHED = "finished"
+GIVEN_UP = "given up"
+
+REASONS = (HELD, COALESCED, SERVED, FINISHED, GIVEN_UP)
 
 _MARK = "fencedlock_skipped"
 
@@ -21,8 +27,9 @@ class SkippedRun(dict[str, Any]):
 
     Attributes:
         reason: ``"held"`` (somebody else has the lock), ``"coalesced"`` (a run that comes after
-            the present one does the work), ``"served"`` (that run has been, or is on its way) or
-            ``"finished"`` (an earlier delivery of the message did it).
+            the present one does the work), ``"served"`` (that run has been, or is on its way),
+            ``"finished"`` (an earlier delivery of the message did it) or ``"given up"`` (the
+            message was delivered again and again, and each of its runs was killed).
         lock: The name of the lock.
         holder: Who has it, in words; None if it can't be told.
         token: The holder's token, if it has one.
