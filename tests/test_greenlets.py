@@ -99,7 +99,7 @@ def test_a_greenlet_killed_while_it_waits_leaves_nothing_held(run_green):
 
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
 def test_greenlets_have_session_locks_at_the_same_time(run_green, library):
-    """All of them ask one thread of the system, at once."""
+    """All of them ask one thread of the system, at once; and who waits keeps nobody waiting."""
     if find_spec(library) is None:
         pytest.skip(f"{library} isn't installed")
     run_green(
@@ -112,6 +112,7 @@ def test_greenlets_have_session_locks_at_the_same_time(run_green, library):
                     sleep(0)
                     assert lease.verify()
             with lock("all", blocking_timeout=20):
+                sleep(0.01)
                 done.append(number)
 
         done = []
