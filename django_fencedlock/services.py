@@ -9,7 +9,7 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -81,12 +81,13 @@ class Service:
         owner: Owner | None = None,
         cancel: Cancel | None = None,
         max_hold: float | None = None,
+        seen: list[Holder] | None = None,
     ) -> Lease | None:
         """
         Take lock `name` within `timeout` seconds, or again if `who` has it; else None.
 
         Once it was held for `max_hold` seconds nothing renews it any more. What is entered again
-        keeps the bound that it has.
+        keeps the bound that it has. `seen` gets who was in the way, if that is known and is news.
         """
         who = who or whoami()
         if lease := self._enter_again(name, who, fenced):
@@ -101,6 +102,7 @@ class Service:
             in_transaction=transactions.in_transaction(self.config.fence_database),
             timeout=timeout,
             cancel=Cancel() if cancel is None else cancel,
+            seen=[] if seen is None else seen,
         )
         lease = self._obtain(request, started + timeout)
         if lease is None:
@@ -185,6 +187,7 @@ class Service:
         if request.connection is not None:
             # In a test's own transaction this very thread would have to give the lock back.
             return None
+        request.seen.clear()
         if self.backend.supports_waiting:
             return self.backend.wait(request, left)
         return self._poll(request, deadline)
@@ -405,10 +408,12 @@ class Service:
         """Who has lock `name` now, by the service's word."""
         return self.backend.holder(name)
 
-    def refusal(self, name: str, waited: float, fenced: bool = True) -> LockNotAcquired:
-        """The error that tells who has the lock that wasn't got."""
+    def refusal(
+        self, name: str, waited: float, fenced: bool = True, seen: Sequence[Holder] = ()
+    ) -> LockNotAcquired:
+        """The error that tells who has the lock that wasn't got; `seen` is what `acquire()` saw."""
         try:
-            holder = self.holder(name)
+            holder = seen[0] if seen else self.holder(name)
         except BackendUnavailable:
             holder = None
         by = f"held by {holder}" if holder else "taken; its holder has just gone, or can't be told"

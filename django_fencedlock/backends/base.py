@@ -70,6 +70,8 @@ class Request:
     #: doesn't wait for a holder.
     timeout: float = 0.0
     cancel: Cancel = field(default_factory=Cancel)
+    #: Who was in the way at a try that didn't wait, for a backend to note that read it anyhow.
+    seen: list[Holder] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,11 @@ class DatabaseBackend(Backend):
             return False
         if row.conflicts_with(self.config.alias, self.label):
             raise self.conflict(request, row.alias, row.backend, row.holder())
-        return self.evict_if_gone(request.name, row.owner, row.process)
+        if self.evict_if_gone(request.name, row.owner, row.process):
+            return True
+        if row.live:
+            request.seen[:] = [row.holder()]
+        return False
 
     def is_free(self, name: str) -> bool:
         try:

@@ -12,7 +12,7 @@ from celery.app.task import Context
 
 from ..exceptions import BackendUnavailable, LockNotAcquired
 from ..lease import Lease, clock, enter, leave
-from ..owners import new_owner, running_task, whoami
+from ..owners import Holder, new_owner, running_task, whoami
 from ..services import Service, service
 from .shield import Shield
 from .tasks import Single
@@ -76,6 +76,7 @@ class Run:
         """Take the lock, or raise `LockNotAcquired`."""
         self._refuse_own_lock()
         started = clock()
+        seen: list[Holder] = []
         lease = self.service.acquire(
             self.name,
             ttl=self.policy.ttl or self.service.config.ttl,
@@ -86,9 +87,10 @@ class Run:
             owner=self.owner,
             cancel=self.shield.cancel,
             max_hold=self.policy.max_hold,
+            seen=seen,
         )
         if lease is None:
-            raise self.service.refusal(self.name, clock() - started, self.policy.fenced)
+            raise self.service.refusal(self.name, clock() - started, self.policy.fenced, seen)
         self.lease = lease
         return lease
 
