@@ -12,7 +12,7 @@ from celery import current_app
 from celery.exceptions import Ignore, Reject
 from django.db import connections
 
-from django_fencedlock import conf, lock
+from django_fencedlock import conf, current_lease, lock
 from django_fencedlock.celery import SkippedRun, redelivery, single_instance
 from django_fencedlock.celery.messages import DELIVERY
 from django_fencedlock.celery.parcels import NUMBER
@@ -22,7 +22,7 @@ from django_fencedlock.fences.deliveries import SETTLED, Deliveries, Message
 from django_fencedlock.models import Delivery
 from django_fencedlock.owners import new_owner
 from django_fencedlock.services import service
-from django_fencedlock.test import hold_lock
+from django_fencedlock.test import hold_lock, lose
 from tests.deliveries import app, deliver, deliver_sent, sending
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -167,6 +167,11 @@ class TestAfterItsEnd:
         told = message()
         ends["how"] = ValueError("no")
         deliver(patient, 1, **told, retries=patient.max_retries)
+        assert Delivery.objects.get().outcome == "failure"
+
+    def test_a_run_that_lost_its_lock_is_on_record_as_the_failure_that_it_is(self):
+        ends["how"] = {1: lambda task: lose(current_lease())}
+        assert deliver(late, 1, **message()).state == "FAILURE"
         assert Delivery.objects.get().outcome == "failure"
 
     def test_ignore_is_an_end(self):

@@ -16,8 +16,9 @@ from django_fencedlock import LeaseLost, LockNotAcquired, current_lease, lock
 from django_fencedlock.celery import SkippedRun, lock_name, single_instance
 from django_fencedlock.celery.messages import CONFLICTS, DELIVERY
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, SettingsError
-from django_fencedlock.models import Duty
-from django_fencedlock.services import service
+from django_fencedlock.models import Duty, HeldLock
+from django_fencedlock.owners import whoami
+from django_fencedlock.services import Service, service
 from django_fencedlock.signals import lock_lost
 from django_fencedlock.test import (
     assert_locked,
@@ -367,6 +368,37 @@ class TestErrors:
         with pytest.raises(LeaseLost, match="'x'"):
             result.get(timeout=5)
 
+    def test_a_loss_that_shows_at_the_release_fails_the_task(self):
+        @single_instance("x")
+        def loses():
+            HeldLock.objects.filter(name="x").delete()
+
+        with pytest.raises(LeaseLost, match="at the release"):
+            loses()
+
+    @pytest.mark.parametrize("method", ["acquire", "release"])
+    @pytest.mark.parametrize("before", [True, False])
+    def test_what_strikes_beside_the_body_leaves_no_lock(self, monkeypatch, method, before):
+        """
+        The end of the worker, or an abort of the caller: neither is put off.
+        """
+        struck = functools.partial(strike, getattr(Service, method), before, [])
+        monkeypatch.setattr(Service, method, functools.partialmethod(struck))
+        with pytest.raises(SystemExit):
+            single_instance("x")(lambda: None)()
+        monkeypatch.undo()
+        assert service("default").lease_of("x", whoami()) is None
+        assert_not_locked("x")
+
+    def test_a_block_of_the_caller_keeps_its_lock(self):
+        with lock("x") as lease:
+            single_instance("x")(lambda: None)()
+            assert lease.verify()
+            with pytest.raises(ZeroDivisionError):
+                single_instance("x")(lambda: 1 / 0)()
+            assert lease.verify()
+        assert_not_locked("x")
+
     def test_a_lost_lease_may_be_ignored(self):
         @single_instance("x", on_lost="ignore")
         def loses():
@@ -396,6 +428,20 @@ class TestErrors:
         with lock("invoice:42"), pytest.raises(AliasConflict):
             threaded(charge)
         assert Duty.objects.count() == 0
+
+
+def strike(method, before, struck, self, *args, **kwargs):
+    """
+    Have the process told to exit as a method is called, once, or as it returns.
+    """
+    if before and not struck:
+        struck.append(True)
+        raise SystemExit
+    result = method(self, *args, **kwargs)
+    if not struck:
+        struck.append(True)
+        raise SystemExit
+    return result
 
 
 def threaded(function):
@@ -428,6 +474,21 @@ class TestSkips:
         assert f"pid {held.holder.pid}" in skipped.holder
         assert skipped.since is not None
         assert repr(skipped).startswith("<SkippedRun 'invoice:42': held, held by ")
+
+    def test_who_waited_in_vain_is_told_who_has_it_now(self, task, monkeypatch):
+        first = hold_lock("invoice:42", let_wait=True)
+        first.__enter__()
+
+        def pass_on(request, deadline):
+            first.__exit__(None, None, None)
+            holders.append(lock("invoice:42", backend="default").acquire())
+
+        holders = []
+        monkeypatch.setattr(service("default"), "_poll", pass_on)
+        charge = task(on_conflict="wait", wait_timeout=1)
+        with pytest.raises(LockNotAcquired) as caught:
+            threaded(charge)
+        assert caught.value.holder.owner == holders[0].owner
 
     def test_come_through_a_result_backend(self, task):
         charge = task()
@@ -676,10 +737,11 @@ class TestCost:
     def test_of_a_skip(self, task, postgres):
         charge = task()
         charge()
-        with hold_lock("invoice:42"), postgres.statements() as seen:
-            charge()
-        # The try, and two looks: whether who has it is dead, and who it is.
-        assert ours(seen) <= 3
+        with hold_lock("invoice:42") as lease, postgres.statements() as seen:
+            skipped = charge()
+        # The try, and a look: who has it, and whether he is dead.
+        assert ours(seen) == 2
+        assert (skipped.token, skipped.holder) == (lease.token, str(lease.holder))
 
 
 def ours(statements):
