@@ -82,12 +82,14 @@ class Service:
         cancel: Cancel | None = None,
         max_hold: float | None = None,
         seen: list[Holder] | None = None,
+        before_waiting: Callable[[Sequence[Holder]], object] | None = None,
     ) -> Lease | None:
         """
         Take lock `name` within `timeout` seconds, or again if `who` has it; else None.
 
         Once it was held for `max_hold` seconds nothing renews it any more. What is entered again
-        keeps the bound that it has. `seen` gets who was in the way, if that is known and is news.
+        keeps the bound that it has. `seen` gets who was in the way, if that is known and is news;
+        so does `before_waiting`, which may raise.
         """
         who = who or whoami()
         if lease := self._enter_again(name, who, fenced):
@@ -103,6 +105,7 @@ class Service:
             timeout=timeout,
             cancel=Cancel() if cancel is None else cancel,
             seen=[] if seen is None else seen,
+            before_waiting=before_waiting,
         )
         lease = self._obtain(request, started + timeout)
         if lease is None:
@@ -187,6 +190,8 @@ class Service:
         if request.connection is not None:
             # In a test's own transaction this very thread would have to give the lock back.
             return None
+        if request.before_waiting is not None:
+            request.before_waiting(request.seen)
         request.seen.clear()
         if self.backend.supports_waiting:
             return self.backend.wait(request, left)

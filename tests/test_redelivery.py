@@ -19,7 +19,7 @@ from django_fencedlock.celery.parcels import NUMBER
 from django_fencedlock.celery.redelivery import kept, nonce
 from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired
 from django_fencedlock.fences.deliveries import SETTLED, Deliveries, Message
-from django_fencedlock.models import Delivery
+from django_fencedlock.models import Delivery, HeldLock
 from django_fencedlock.owners import new_owner
 from django_fencedlock.services import service
 from django_fencedlock.test import hold_lock, lose
@@ -282,10 +282,18 @@ class TestWhileItRuns:
     def test_who_would_wait_for_it_comes_later_at_once(self, running, monkeypatch):
         told = message()
         running(told)
-        monkeypatch.setattr(service("default").backend, "acquire", broken)
+        monkeypatch.setattr(service("default"), "_poll", broken)
         with sending() as sent:
             assert deliver(late_wait, 1, **told).state == "IGNORED"
         assert len(sent) == 1
+
+    @pytest.mark.parametrize("task", [late, late_wait])
+    def test_a_delivery_whose_process_is_gone_is_in_nobodys_way(self, running, task):
+        told = message()
+        running(told)
+        # As if the pid were another process's by now.
+        HeldLock.objects.update(pid_started=1)
+        assert deliver(task, 1, **told).result == 1
 
     def test_who_would_wait_for_one_that_has_ended_does(self, running):
         """It is about to give the lock back."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..exceptions import LockNotAcquired
+from ..owners import Holder
 from .coalescing import Coalescing
 from .outcomes import outcome
 from .redelivery import Conflict, Redelivery
@@ -31,8 +33,11 @@ class Bookkeeping:
 
     def before(self) -> str | None:
         """To be called before the lock is asked for."""
-        self._redelivery.before()
         return self._coalescing.before() if self._coalescing else None
+
+    def before_waiting(self, seen: Sequence[Holder]) -> None:
+        """To be called with who has the lock, if that is known, before one waits for him."""
+        self._redelivery.before_waiting(seen)
 
     def lost(self, refusal: LockNotAcquired) -> str | None:
         """

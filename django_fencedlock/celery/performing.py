@@ -45,7 +45,7 @@ def _acquire(run: Run, books: Bookkeeping) -> Lease | str:
     """Get the lock, or tell why there is no need to."""
     while True:
         try:
-            return run.acquire()
+            return run.acquire(books.before_waiting)
         except AliasConflict:
             raise
         except LockNotAcquired as refusal:

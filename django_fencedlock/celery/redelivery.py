@@ -12,6 +12,7 @@ import hashlib
 import logging
 import random
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore, Reject
@@ -79,18 +80,16 @@ class Redelivery:
             kept=kept(run.task.app),
         )
 
-    def before(self) -> None:
+    def before_waiting(self, seen: Sequence[Holder]) -> None:
         """
-        Don't wait in line for another delivery of the same message. To be called before.
+        Don't wait in line for another delivery of the same message.
 
         It would have the lock a moment before a worker has told how the other one ended.
         """
-        if self.message is None or self._run.policy.on_conflict != "wait":
+        found = None if self.message is None else self._newest(self.message)
+        if self.message is None or found is None or found[1].outcome:
             return
-        found = self._newest(self.message)
-        if found is None or found[1].outcome:
-            return
-        holder = self._run.service.holder(self.message.name)
+        holder = seen[0] if seen else self._run.service.holder(self.message.name)
         if holder is not None and holder.owner == found[0]:
             self._come_later("runs")
 

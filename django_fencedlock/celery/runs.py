@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -72,8 +72,8 @@ class Run:
             for outer in _running.get()
         )
 
-    def acquire(self) -> Lease:
-        """Take the lock, or raise `LockNotAcquired`."""
+    def acquire(self, before_waiting: Callable[[Sequence[Holder]], object]) -> Lease:
+        """Take the lock, or raise `LockNotAcquired`, or what `before_waiting` raises."""
         self._refuse_own_lock()
         started = clock()
         seen: list[Holder] = []
@@ -88,6 +88,7 @@ class Run:
             cancel=self.shield.cancel,
             max_hold=self.policy.max_hold,
             seen=seen,
+            before_waiting=before_waiting,
         )
         if lease is None:
             raise self.service.refusal(self.name, clock() - started, self.policy.fenced, seen)
