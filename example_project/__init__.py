@@ -1,1 +1,5 @@
-"""A small Django project that shows what django_fencedlock is for."""
+"""A Django project that shows what django_fencedlock is for."""
+
+from .celery import app as celery_app
+
+__all__ = ["celery_app"]

@@ -1,34 +1,77 @@
 """
 Settings of the example.
 
-EXAMPLE_DATA names the directory of the SQLite file; without it, that is example_project/var.
+Everything that is a server comes from the environment, by variables that begin with EXAMPLE_; the
+README has the list. With none of them set, files in a directory will do.
 """
 
 import os
-from pathlib import Path
 
-DATA = Path(os.environ.get("EXAMPLE_DATA") or Path(__file__).parent / "var")
-DATA.mkdir(parents=True, exist_ok=True)
+from . import environment
 
-SECRET_KEY = "an example has no secrets"
+DATA = environment.data_directory()
+
+SECRET_KEY = os.environ.get("EXAMPLE_SECRET_KEY") or "an example has no secrets"
+# On unless it is "0". Without ALLOWED_HOSTS, Django then answers to this machine's own names alone.
+DEBUG = os.environ.get("EXAMPLE_DEBUG", "1") != "0"
+ALLOWED_HOSTS = [host for host in os.environ.get("EXAMPLE_HOSTS", "").split(",") if host]
+ROOT_URLCONF = "example_project.urls"
+STATIC_URL = "static/"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["django_fencedlock", "example_project.accounts"]
 
-DATABASES = {
-    "default": {
-        "ENGINE": "django.db.backends.sqlite3",
-        "NAME": DATA / "db.sqlite3",
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.messages",
+    "django.contrib.sessions",
+    "django.contrib.staticfiles",
+    "django_fencedlock",
+    "example_project.accounts",
+    # The simulator goes here: "example_project.simulator",
+]
+
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [environment.HERE / "templates"],
+        "APP_DIRS": True,
         "OPTIONS": {
-            # A transaction takes the file when it begins. Django's default takes it at the first
-            # write: what was read before that may be old by then.
-            "transaction_mode": "IMMEDIATE",
-            "timeout": 20,
-            # Readers and the one writer don't wait for each other.
-            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
         },
+    },
+]
+STATICFILES_DIRS = [environment.HERE / "static"]
+
+DATABASES = {"default": environment.database(DATA)}
+CACHES = {
+    "default": {
+        # One that all processes share, as a Redis would be.
+        "BACKEND": "django.core.cache.backends.filebased.FileBasedCache",
+        "LOCATION": DATA / "cache",
     }
 }
 
-# The default, written out: leases are rows of the database above.
-FENCEDLOCK = {"default": {"BACKEND": "django_fencedlock.backends.database.DatabaseBackend"}}
+FENCEDLOCK = {"default": environment.locks()}
+
+CELERY_BROKER_URL, CELERY_BROKER_TRANSPORT_OPTIONS = environment.broker(DATA)
+CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
+CELERY_RESULT_BACKEND = environment.results(DATA)
+# Not "celery", which another project on the same broker may have.
+CELERY_TASK_DEFAULT_QUEUE = "example"
+CELERY_TIMEZONE = "UTC"
