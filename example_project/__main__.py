@@ -9,8 +9,6 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
-from pathlib import Path
 
 
 def main() -> int:
@@ -23,21 +21,15 @@ def _demo(arguments: argparse.Namespace) -> int:
     if not hasattr(signal, "SIGSTOP"):
         print("This system has no SIGSTOP, so the demo can't pause a process.", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="fencedlock-demo-") as temporary:
-        directory = Path(arguments.keep or temporary).resolve()
-        directory.mkdir(parents=True, exist_ok=True)
-        # Before Django reads the settings; the workers inherit it.
-        os.environ["EXAMPLE_DATA"] = str(directory)
-        from .demo import demo
+    from .demo import show
 
-        return demo()
-
-
-def _worker(arguments: argparse.Namespace) -> int:
-    from .worker import work
-
-    work(arguments)
-    return 0
+    return show.run(
+        redis=arguments.redis,
+        postgres=arguments.postgres,
+        keep=arguments.keep,
+        serve=arguments.serve,
+        port=arguments.port,
+    )
 
 
 def _manage(arguments: argparse.Namespace) -> int:
@@ -53,21 +45,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="pause a lock's holder past its lease, and watch")
-    demo.add_argument("--keep", metavar="DIR", help="leave the database in DIR; else it is removed")
+    demo.add_argument("--redis", action="store_true", help="locks and messages on a Redis")
+    demo.add_argument(
+        "--postgres", action="store_true", help="the data and the locks on PostgreSQL"
+    )
+    demo.add_argument("--serve", action="store_true", help="then serve the admin, until Ctrl-C")
+    demo.add_argument("--port", type=int, default=0, help="for --serve; else one that is free")
+    demo.add_argument("--keep", metavar="DIR", help="leave the files in DIR; else they are removed")
     demo.set_defaults(run=_demo)
 
     manage = commands.add_parser("manage", help="run a command of Django's", add_help=False)
     manage.add_argument("command", nargs=argparse.REMAINDER)
     manage.set_defaults(run=_manage)
-
-    # Started by the demo.
-    worker = commands.add_parser("worker")
-    worker.add_argument("--account", type=int, required=True)
-    worker.add_argument("--amount", type=int, required=True)
-    worker.add_argument("--ttl", type=float, required=True)
-    worker.add_argument("--ask", action="store_true", help="wait for an answer before writing")
-    worker.add_argument("--checked", action="store_true", help="check the token when writing")
-    worker.set_defaults(run=_worker)
     return parser
 
 

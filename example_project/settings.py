@@ -7,6 +7,8 @@ README has the list. With none of them set, files in a directory will do.
 
 import os
 
+from celery.schedules import crontab
+
 from . import environment
 
 DATA = environment.data_directory()
@@ -18,6 +20,7 @@ ALLOWED_HOSTS = [host for host in os.environ.get("EXAMPLE_HOSTS", "").split(",")
 ROOT_URLCONF = "example_project.urls"
 STATIC_URL = "static/"
 USE_TZ = True
+TIME_ZONE = "UTC"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 INSTALLED_APPS = [
@@ -29,6 +32,9 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "django_fencedlock",
     "example_project.accounts",
+    "example_project.billing",
+    "example_project.shop",
+    "example_project.demo",
     # The simulator goes here: "example_project.simulator",
 ]
 
@@ -67,11 +73,28 @@ CACHES = {
     }
 }
 
-FENCEDLOCK = {"default": environment.locks()}
+FENCEDLOCK = {
+    "default": environment.locks(),
+    # For the demonstration: nobody wants to wait for half a minute until a lease has run out. The
+    # shorter it is, the sooner an answer has to be there.
+    "demo": {**environment.locks(), "TTL": 4.5, "OPTIONS": {"TIMEOUT": 1.5}},
+}
 
 CELERY_BROKER_URL, CELERY_BROKER_TRANSPORT_OPTIONS = environment.broker(DATA)
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_RESULT_BACKEND = environment.results(DATA)
 # Not "celery", which another project on the same broker may have.
 CELERY_TASK_DEFAULT_QUEUE = "example"
-CELERY_TIMEZONE = "UTC"
+CELERY_TIMEZONE = TIME_ZONE
+CELERY_BEAT_SCHEDULE = {
+    "nightly-close": {
+        "task": "example_project.accounts.tasks.close_day",
+        "schedule": crontab(hour=0, minute=10),
+    },
+}
+
+# The payment service: its books, and the share of messages that it loses.
+GATEWAY_FILE = DATA / "gateway.sqlite3"
+GATEWAY_LOSES = 0.1
+# Where warehouses put what they have, in a file each.
+WAREHOUSES = DATA / "warehouses"

@@ -1,1 +1,1 @@
-"""The app of the example: accounts with a balance."""
+"""Accounts with a ledger, and their nightly close."""

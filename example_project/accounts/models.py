@@ -1,10 +1,85 @@
-"""A plain model, which knows nothing of locks."""
+from datetime import date
+from decimal import Decimal
 
-from django.db import models
+from django.db import models, transaction
+from django.db.models import Sum
+
+from django_fencedlock.models import FencedModel, Fencing
 
 
-class Account(models.Model):
-    balance = models.IntegerField()
+class Account(FencedModel):
+    """An account. Whoever has its lock may change it and its ledger."""
+
+    fencing = Fencing("account:{pk}")
+
+    number = models.CharField(max_length=20, unique=True)
+    balance = models.DecimalField(max_digits=12, decimal_places=2, default=0)
 
     def __str__(self) -> str:
-        return f"account {self.pk}: {self.balance}"
+        return f"account {self.number}"
+
+    def post(self, amount: Decimal, reference: str) -> bool:
+        """
+        Book an amount, once for each reference; returns whether it was this call that did.
+
+        Read the account under its lock first.
+        """
+        with transaction.atomic():
+            _, new = self.entries.get_or_create(reference=reference, defaults={"amount": amount})
+            if new:
+                self.balance += amount
+                self.save(update_fields=["balance"])
+        return new
+
+    def total(self) -> Decimal:
+        """Return what the balance has to be, by the ledger."""
+        return self.entries.aggregate(total=Sum("amount", default=Decimal()))["total"]
+
+
+class Entry(FencedModel):
+    """A line of an account's ledger. All lines of an account have the account's lock."""
+
+    fencing = Fencing("account:{account_id}")
+
+    account = models.ForeignKey(Account, models.PROTECT, related_name="entries")
+    amount = models.DecimalField(max_digits=12, decimal_places=2)
+    reference = models.CharField(max_length=100)
+    booked_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        verbose_name_plural = "entries"
+        constraints = [
+            # A task may run again after its worker has died: it books nothing twice.
+            models.UniqueConstraint(fields=["account", "reference"], name="booked_once"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.amount} for {self.reference}"
+
+
+class ClosingQuerySet(models.QuerySet["Closing"]):
+    def replace(self, day: date, balances: dict[int, Decimal]) -> None:
+        """Put these balances, by account, in the place of a day's closings."""
+        self.filter(day=day).delete()
+        self.bulk_create(
+            Closing(day=day, account_id=account, balance=balance)
+            for account, balance in balances.items()
+        )
+
+
+class Closing(models.Model):
+    """An account's balance at the end of a day. A plain model, written in fenced transactions."""
+
+    day = models.DateField()
+    account = models.ForeignKey(Account, models.PROTECT, related_name="closings")
+    balance = models.DecimalField(max_digits=12, decimal_places=2)
+
+    objects = ClosingQuerySet.as_manager()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["account", "day"], name="closed_once"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.account} on {self.day}: {self.balance}"

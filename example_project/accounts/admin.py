@@ -1,0 +1,50 @@
+from decimal import Decimal
+from typing import Any
+
+from django.contrib import admin
+
+from django_fencedlock.admin import FencedModelAdmin
+
+from .models import Account, Closing, Entry
+
+
+class ReadOnly:
+    """What tasks write, people look at."""
+
+    def has_add_permission(self, *args: Any) -> bool:
+        return False
+
+    def has_change_permission(self, *args: Any) -> bool:
+        return False
+
+    def has_delete_permission(self, *args: Any) -> bool:
+        return False
+
+
+class EntryInline(ReadOnly, admin.TabularInline):
+    model = Entry
+    fields = ["booked_at", "reference", "amount"]
+    readonly_fields = fields
+
+
+@admin.register(Account)
+class AccountAdmin(FencedModelAdmin):
+    list_display = ["number", "balance", "by_the_ledger", "agree"]
+    search_fields = ["number"]
+    readonly_fields = ["balance", "by_the_ledger"]
+    inlines = [EntryInline]
+
+    @admin.display(description="by the ledger")
+    def by_the_ledger(self, account: Account) -> Decimal:
+        return account.total()
+
+    @admin.display(boolean=True)
+    def agree(self, account: Account) -> bool:
+        return account.balance == account.total()
+
+
+@admin.register(Closing)
+class ClosingAdmin(ReadOnly, admin.ModelAdmin):
+    list_display = ["day", "account", "balance"]
+    list_filter = ["day"]
+    date_hierarchy = "day"

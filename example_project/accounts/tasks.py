@@ -1,0 +1,41 @@
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+
+from celery import shared_task
+from django.db.models import Sum
+from django.utils import timezone
+
+from django_fencedlock import LeaseLost, StaleFence, current_lease
+from django_fencedlock.celery import single_instance
+
+from .models import Account, Closing, Entry
+
+
+# Refused as stale, or told that the lock is lost: take the lock anew, read anew.
+@shared_task(acks_late=True, autoretry_for=(StaleFence, LeaseLost), retry_backoff=True)
+@single_instance(Account, pk="account_id", on_conflict="retry", retry_countdown=1)
+def book(account_id: int, amount: str, reference: str) -> bool:
+    """Book an amount, as text since JSON has no decimals."""
+    account = Account.objects.get(pk=account_id)
+    return account.post(Decimal(amount), reference)
+
+
+# One close at a time, whatever the day; a second one is skipped. One that hangs is interrupted.
+@shared_task(acks_late=True, autoretry_for=(StaleFence, LeaseLost), retry_backoff=True)
+@single_instance("nightly-close", max_hold=timedelta(hours=1), on_lost="abort")
+def close_day(day: str | None = None) -> int:
+    """Record every account's balance at the end of a day, by default of yesterday."""
+    closed = date.fromisoformat(day) if day else timezone.localdate() - timedelta(days=1)
+    balances = reckon(closed)
+    # Everything in here is under the lock: plain models, deletions, raw SQL. It is short, since
+    # whoever wants the lock next waits for its end.
+    with current_lease("nightly-close").atomic():
+        Closing.objects.replace(closed, balances)
+    return len(balances)
+
+
+def reckon(day: date) -> dict[int, Decimal]:
+    """Return the balances at the end of a day, by account."""
+    end = timezone.make_aware(datetime.combine(day + timedelta(days=1), time.min))
+    booked = Entry.objects.filter(booked_at__lt=end).values_list("account")
+    return dict(booked.annotate(Sum("amount")).order_by("account"))

@@ -1,0 +1,1 @@
+"""Invoices, charged through a payment service that loses requests and answers."""

@@ -1,0 +1,29 @@
+from django.contrib import admin, messages
+from django.db.models import QuerySet
+from django.http import HttpRequest
+
+from django_fencedlock.admin import FencedModelAdmin
+
+from .models import Customer, Invoice
+from .tasks import charge
+
+
+@admin.register(Customer)
+class CustomerAdmin(admin.ModelAdmin):
+    list_display = ["name", "email"]
+    search_fields = ["name"]
+
+
+@admin.register(Invoice)
+class InvoiceAdmin(FencedModelAdmin):
+    list_display = ["number", "customer", "amount", "status", "receipt"]
+    list_filter = ["status"]
+    readonly_fields = ["status", "receipt"]
+    actions = ["charge_now"]
+
+    @admin.action(description="Charge selected invoices")
+    def charge_now(self, request: HttpRequest, invoices: QuerySet[Invoice]) -> None:
+        # Once for each click and invoice: runs of one invoice come one after the other.
+        for invoice in invoices:
+            charge.delay(invoice.pk)
+        self.message_user(request, "They are being charged.", messages.SUCCESS)

@@ -1,0 +1,34 @@
+from celery import shared_task
+from django.db import transaction
+
+from django_fencedlock import LeaseLost, LockNotAcquired, StaleFence, current_lease
+from django_fencedlock.celery import single_instance
+
+from ..accounts.models import Account
+from . import gateway
+from .models import Invoice
+
+AGAIN = (gateway.NoAnswer, gateway.StaleRequest, StaleFence, LeaseLost, LockNotAcquired)
+
+
+@shared_task(acks_late=True, autoretry_for=AGAIN, retry_backoff=True, max_retries=8)
+@single_instance(Invoice, pk="invoice_id", ttl=60, on_conflict="retry")
+def charge(invoice_id: int) -> str:
+    """Have an invoice paid. Whatever goes wrong on the way, it may run again."""
+    invoice = Invoice.objects.get(pk=invoice_id)
+    if invoice.status == Invoice.OPEN:
+        token = current_lease(invoice.fencing.name()).token
+        receipt = gateway.charge(f"invoice-{invoice.pk}", invoice.amount, token)
+        settle(invoice, receipt)
+    return invoice.receipt
+
+
+def settle(invoice: Invoice, receipt: str) -> None:
+    """Note that an invoice is paid and book it: both or neither, each under its own lock."""
+    # Everybody takes the invoice's lock before the account's, so that nobody waits in a circle.
+    # The transaction is inside of both: locks are given back when it is committed.
+    with Account.fencing.lock(pk=invoice.account_id), transaction.atomic():
+        account = Account.objects.get(pk=invoice.account_id)
+        account.post(invoice.amount, reference=f"invoice {invoice.number}")
+        invoice.status, invoice.receipt = Invoice.PAID, receipt
+        invoice.save()

@@ -1,0 +1,12 @@
+from typing import Any
+
+from django.core.management.base import BaseCommand
+
+from ...seed import seed
+
+
+class Command(BaseCommand):
+    help = "Add some accounts, invoices, a sale and a warehouse, if they aren't there."
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        seed()

@@ -1,0 +1,44 @@
+"""What stays up after the demonstration: the site, for this machine alone."""
+
+import secrets
+
+from django.contrib.auth import get_user_model
+from django.contrib.staticfiles.handlers import StaticFilesHandler
+from django.core.servers.basehttp import ThreadedWSGIServer, WSGIRequestHandler
+from django.core.wsgi import get_wsgi_application
+from django.db import connection
+
+from .seed import seed
+
+HOST, USER = "127.0.0.1", "demo"
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, *args: object) -> None:
+        """Leave the terminal to the demonstration."""
+
+
+def serve(port: int) -> None:
+    """Serve the site until Ctrl-C; port 0 is one that is free."""
+    seed()
+    password = _make_login()
+    connection.close()
+    server = ThreadedWSGIServer((HOST, port), _Quiet)
+    server.daemon_threads = True
+    server.set_app(StaticFilesHandler(get_wsgi_application()))
+    site = f"http://{HOST}:{server.server_port}"
+    print(f"\nThe site is at {site}/\n\n   user      {USER}\n   password  {password}\n")
+    print("Ctrl-C ends it, and everything that was started for it.", flush=True)
+    with server:
+        server.serve_forever()
+
+
+def _make_login() -> str:
+    """Make a superuser with a new password, and return that."""
+    password = secrets.token_urlsafe(9)
+    user, _ = get_user_model().objects.get_or_create(
+        username=USER, defaults={"is_staff": True, "is_superuser": True}
+    )
+    user.set_password(password)
+    user.save()
+    return password

@@ -1,0 +1,127 @@
+"""The demonstration from its set-up to its end."""
+
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import django
+from django.db import Error
+
+from .. import environment
+from . import servers
+from .processes import DemoFailed, Process
+
+MADE = """\
+Set up in {seconds:.1f} s: a database ({database}), locks ({locks}),
+messages ({broker}), and a Celery worker with two processes (prefork).
+"""
+DONE = "As told: the lock alone let a stale write through, the token kept it out."
+NEXT = """
+Where to go next
+  {python} -m example_project demo --serve
+      does it again, and then keeps {site} up
+  {python} -m example_project demo --redis --postgres
+      the same on servers, either of them or both
+  example_project/README.md
+      the accounts, invoices and sales of this example: code to copy
+  README.md, docs/fenced_writes.md, docs/celery.md
+      what is promised, and what isn't
+"""
+
+
+def run(*, redis: bool, postgres: bool, keep: str | None, serve: bool, port: int) -> int:
+    """Set everything up, play it and tidy up; returns the exit code of the process."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # So that whatever was started is ended first.
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        with contextlib.ExitStack() as stack:
+            prepare(stack, redis=redis, postgres=postgres, keep=keep)
+            play(stack, serve=serve, port=port)
+    except (DemoFailed, Error) as exc:
+        print(f"\nThe demo failed: {exc}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def prepare(stack: contextlib.ExitStack, *, redis: bool, postgres: bool, keep: str | None) -> None:
+    """Have the settings lead to a directory and to servers; those that are named go first."""
+    variables = os.environ
+    if keep is None:
+        temporary = tempfile.TemporaryDirectory(prefix="fencedlock-", ignore_cleanup_errors=True)
+        keep = stack.enter_context(temporary)
+    variables["EXAMPLE_DATA"] = keep
+    if postgres and not variables.get("EXAMPLE_DATABASE_URL"):
+        variables["EXAMPLE_DATABASE_URL"] = stack.enter_context(servers.postgres())
+    if redis and not variables.get("EXAMPLE_LOCKS"):
+        socket = stack.enter_context(servers.redis())
+        variables["EXAMPLE_LOCKS"] = f"unix://{socket}"
+        variables.setdefault("EXAMPLE_BROKER_URL", f"redis+socket://{socket}")
+    if postgres:
+        variables.setdefault("EXAMPLE_LOCKS", "postgres")
+
+
+def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
+    """Make the tables, start the worker, and tell the story twice."""
+    began = time.monotonic()
+    django.setup()
+    # These can be imported only now that Django is set up.
+    from django.conf import settings
+    from django.core.management import call_command
+
+    from .serving import serve as serve_site
+    from .stage import Stage
+    from .story import INTRODUCTION, Scene
+
+    call_command("migrate", verbosity=0)
+    queue = f"demo-{secrets.token_hex(4)}"
+    stage = stack.enter_context(contextlib.closing(Stage()))
+    worker = stack.enter_context(contextlib.closing(_worker(settings.DATA / "worker.log", queue)))
+    worker.wait_until(lambda: (told := stage.hear(0.1)) and told.event == "ready")
+    print(_made(time.monotonic() - began))
+    print(INTRODUCTION)
+    print("1. FENCING OFF. A plain model: nobody looks at the token\n")
+    Scene(stage, worker, queue, fenced=False).play()
+    print("2. FENCING ON. A FencedModel: each write checks the token\n")
+    Scene(stage, worker, queue, fenced=True).play()
+    print(DONE)
+    if serve:
+        serve_site(port)
+    else:
+        python = os.path.relpath(sys.executable)
+        print(NEXT.format(python=python, site=_site()))
+
+
+def _worker(log: Path, queue: str) -> Process:
+    command = [sys.executable, "-m", "celery", "-A", "example_project", "worker", "-l", "INFO"]
+    # Its own queue, so that it gets no other's messages and nobody else its own; and the project's.
+    command += ["-P", "prefork", "-c", "2", "-Q", f"{queue},example", "-n", f"{queue}@%h"]
+    # Looking for other workers costs a second.
+    command += ["--without-mingle", "--without-gossip", "--without-heartbeat"]
+    return Process(command, log, cwd=environment.HERE.parent)
+
+
+def _made(seconds: float) -> str:
+    from django.conf import settings
+    from django.db import connection
+
+    return MADE.format(
+        seconds=seconds,
+        database=connection.display_name,
+        locks=settings.FENCEDLOCK["default"]["BACKEND"].rpartition(".")[2],
+        broker=settings.CELERY_BROKER_URL.partition(":")[0].partition("+")[0],
+    )
+
+
+def _site() -> str:
+    from django.apps import apps
+
+    simulator = apps.is_installed("example_project.simulator")
+    return "the admin and the simulator" if simulator else "the admin"
