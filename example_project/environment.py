@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 HERE = Path(__file__).resolve().parent
 
@@ -36,13 +36,16 @@ def database(data: Path) -> dict[str, Any]:
         raise ValueError(
             f"EXAMPLE_DATABASE_URL begins with {parts.scheme!r}; use {' or '.join(ENGINES)}."
         )
+    options = dict(parse_qsl(parts.query))
     return {
         "ENGINE": ENGINES[parts.scheme],
         "NAME": parts.path.lstrip("/"),
         "USER": unquote(parts.username or ""),
         "PASSWORD": unquote(parts.password or ""),
-        "HOST": parts.hostname or "",
+        # A host that is a directory, with the server's socket, can't stand where hosts do.
+        "HOST": parts.hostname or options.pop("host", ""),
         "PORT": str(parts.port or ""),
+        "OPTIONS": options,
     }
 
 

@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 number, patience, uid, gid = map(int, sys.argv[1:5])
 another = {} if uid == os.getuid() else {"user": uid, "group": gid, "extra_groups": [gid]}
 
 
 def end_with_parent() -> None:
+    """Wait for the end of whoever started this, and end the program."""
     sys.stdin.buffer.read()
     child.send_signal(number)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -24,10 +26,21 @@ def end_with_parent() -> None:
     child.kill()
 
 
+def end_what_is_left() -> None:
+    """Kill what the program has left, be it stopped; and see it gone."""
+    until = time.monotonic() + patience
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+        while time.monotonic() < until:
+            os.killpg(child.pid, 0)
+            time.sleep(0.005)
+
+
 for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(ignored, lambda *_: None)
-child = subprocess.Popen(sys.argv[5:], stdin=subprocess.DEVNULL, **another)
+child = subprocess.Popen(sys.argv[5:], stdin=subprocess.DEVNULL, process_group=0, **another)
 threading.Thread(target=end_with_parent, daemon=True).start()
 child.wait()
-# Whatever the program has left, be it stopped; and this process, which is of the same group.
-os.killpg(0, signal.SIGKILL)
+end_what_is_left()
+# At once: the other thread may be reading still.
+os._exit(0)

@@ -105,7 +105,7 @@ def _postgres_user() -> pwd.struct_passwd | None:
 @contextlib.contextmanager
 def _directory(user: pwd.struct_passwd | None = None) -> Iterator[Path]:
     # Short: the path of a socket has room for some hundred characters.
-    with tempfile.TemporaryDirectory(prefix="fencedlock-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="fencedlock-demo-") as temporary:
         directory = Path(temporary).resolve()
         if user is not None:
             os.chown(directory, user.pw_uid, user.pw_gid)

@@ -55,7 +55,9 @@ def prepare(stack: contextlib.ExitStack, *, redis: bool, postgres: bool, keep: s
     """Have the settings lead to a directory and to servers; those that are named go first."""
     variables = os.environ
     if keep is None:
-        temporary = tempfile.TemporaryDirectory(prefix="fencedlock-", ignore_cleanup_errors=True)
+        temporary = tempfile.TemporaryDirectory(
+            prefix="fencedlock-demo-", ignore_cleanup_errors=True
+        )
         keep = stack.enter_context(temporary)
     variables["EXAMPLE_DATA"] = keep
     if postgres and not variables.get("EXAMPLE_DATABASE_URL"):

@@ -63,7 +63,7 @@ class Stage:
     """Where the worker's processes are heard, one event after the other."""
 
     def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="fencedlock-")
+        self._directory = tempfile.TemporaryDirectory(prefix="fencedlock-demo-")
         path = Path(self._directory.name, "stage.sock")
         self._heard: queue.SimpleQueue[Told] = queue.SimpleQueue()
         self._socket = socket.socket(socket.AF_UNIX)

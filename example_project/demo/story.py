@@ -22,11 +22,12 @@ RIGHT = OPENING + DEPOSIT + WITHDRAWAL
 #: Seconds that nobody may say anything before the demonstration gives up.
 PATIENCE = 25
 
-INTRODUCTION = f"""\
-Two tasks book on one account, under the account's lock, each in a process of
-its own: A adds {DEPOSIT:g}, B takes {-WITHDRAWAL:g} off. It has {OPENING:g}, so {RIGHT:g} is right in the end.
-The lock is a lease of {TTL:g} s. It is renewed as long as its process runs.
-"""
+INTRODUCTION = (
+    "Two tasks book on one account, under the account's lock, each in a process of\n"
+    f"its own. A adds {DEPOSIT:g} to the balance of {OPENING:g}, B takes {-WITHDRAWAL:g} off: "
+    f"{RIGHT:g} is right.\n"
+    f"The lock is a lease of {TTL:g} s. It is renewed as long as its process runs.\n"
+)
 
 WORDS = {
     "begins": "wants the lock too. It is held, under token {holder}, so B waits",
@@ -139,7 +140,8 @@ class Scene:
             verdict = "WRONG: A, under token 1, has overwritten what B wrote under 2."
         if found != expected:
             raise DemoFailed(f"expected {expected}, found {found}.")
-        print(f"\n   The balance is {balance}, its ledger adds up to {total}.\n   {verdict}\n")
+        print(f"\n   The balance is {balance:.2f}, its ledger adds up to {total:.2f}.")
+        print(f"   {verdict}\n")
 
     def _say(self, pid: int, what: str) -> None:
         seconds = time.monotonic() - self._began
