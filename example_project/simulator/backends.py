@@ -1,0 +1,189 @@
+"""
+The lock services on the switch: what each needs, and the settings that a process gets for it.
+
+Another service is one more class here, and its place in `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from .. import servers
+
+#: Seconds for which a client asks a service that doesn't answer.
+TIMEOUT = 1.0
+
+
+@dataclass(frozen=True)
+class World:
+    """What belongs to one simulation alone: its files, and what its names begin with."""
+
+    name: str
+    directory: Path
+    #: The server of the lock service, unless that is a file.
+    server: str = ""
+
+
+class Backend:
+    """A lock service: the base of those on the switch."""
+
+    key: str
+    label: str
+    #: Whether anything can come between a client and the service.
+    has_network = True
+    #: Why not, for people.
+    why_no_network = ""
+    #: Whether the service can forget a lock.
+    can_be_emptied = False
+    #: Whether who comes first is served first.
+    is_fair = True
+    #: What becomes of the lock of a holder that died.
+    when_killed = "its lease has to run out first"
+
+    def missing(self) -> str:
+        """Say what it would need and how to get it; nothing, if all is there."""
+        return ""
+
+    def start(self) -> str:
+        """Return the URL of its server, which is started if need be."""
+        return ""
+
+    def address(self, server: str) -> tuple[str, int] | None:
+        """Where a client's way to the service can be cut; None if it can't."""
+        return None
+
+    def settings(self, world: World, at: tuple[str, int] | None = None) -> dict[str, Any]:
+        """Django's settings for one process that reaches the service at an address, or directly."""
+        raise NotImplementedError
+
+
+class Database(Backend):
+    key = "database"
+    label = "Database row (SQLite)"
+    has_network = False
+    why_no_network = (
+        "The lease is a row of the very SQLite file that the counter is in: between a client and "
+        "a file there is no network to cut."
+    )
+    is_fair = False
+
+    def settings(self, world: World, at: tuple[str, int] | None = None) -> dict[str, Any]:
+        return _settings(
+            {"default": _sqlite(world)},
+            {"BACKEND": "django_fencedlock.backends.database.DatabaseBackend"},
+        )
+
+
+class Redis(Backend):
+    key = "redis"
+    label = "Redis"
+    can_be_emptied = True
+    why_no_network = "This Redis is reached over a unix socket or TLS, which aren't proxied here."
+
+    def missing(self) -> str:
+        return servers.redis_missing()
+
+    def start(self) -> str:
+        return servers.redis()
+
+    def address(self, server: str) -> tuple[str, int] | None:
+        parts = urlsplit(server)
+        return (parts.hostname or "127.0.0.1", parts.port or 6379) if _is_plain(parts) else None
+
+    def settings(self, world: World, at: tuple[str, int] | None = None) -> dict[str, Any]:
+        location = world.server if at is None else _moved(world.server, *at)
+        service = {
+            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+            "LOCATION": location,
+            "KEY_PREFIX": world.name,
+            "OPTIONS": {"TIMEOUT": TIMEOUT},
+        }
+        return _settings({"default": _sqlite(world)}, service, redis_url=world.server)
+
+
+class Postgres(Backend):
+    key = "postgres"
+    label = "PostgreSQL advisory lock"
+    why_no_network = "This PostgreSQL is reached over a unix socket, which isn't proxied here."
+    when_killed = "its session ends with it, and the lock is free at once"
+
+    def missing(self) -> str:
+        return servers.postgres_missing()
+
+    def start(self) -> str:
+        return servers.postgres()
+
+    def address(self, server: str) -> tuple[str, int] | None:
+        parts = urlsplit(server)
+        return (parts.hostname, parts.port or 5432) if parts.hostname else None
+
+    def settings(self, world: World, at: tuple[str, int] | None = None) -> dict[str, Any]:
+        direct = _postgres(world)
+        databases = {"default": direct}
+        options: dict[str, Any] = {"TIMEOUT": TIMEOUT}
+        if at is not None:
+            # The session that has the locks goes another way than the writes.
+            databases["service"] = direct | {"HOST": at[0], "PORT": str(at[1])}
+            options["DATABASE"] = "service"
+        service = {
+            "BACKEND": "django_fencedlock.backends.postgres.PostgresBackend",
+            "OPTIONS": options,
+        }
+        return _settings(databases, service, schema=world.name)
+
+
+BACKENDS: dict[str, Backend] = {each.key: each for each in (Database(), Redis(), Postgres())}
+
+
+def _settings(
+    databases: Mapping[str, Any], service: Mapping[str, Any], schema: str = "", redis_url: str = ""
+) -> dict[str, Any]:
+    return {
+        "SECRET_KEY": "a simulation has no secrets",
+        "USE_TZ": True,
+        "DEFAULT_AUTO_FIELD": "django.db.models.BigAutoField",
+        "INSTALLED_APPS": ["django_fencedlock", "example_project.simulator"],
+        "DATABASES": databases,
+        "FENCEDLOCK": {"default": service},
+        "SIMULATOR_SCHEMA": schema,
+        "SIMULATOR_REDIS_URL": redis_url,
+    }
+
+
+def _sqlite(world: World) -> dict[str, Any]:
+    return {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": str(world.directory / "world.sqlite3"),
+        "OPTIONS": {
+            "transaction_mode": "IMMEDIATE",
+            "timeout": 10,
+            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
+        },
+    }
+
+
+def _postgres(world: World) -> dict[str, Any]:
+    parts = urlsplit(world.server)
+    return {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": parts.path.lstrip("/") or "postgres",
+        "USER": unquote(parts.username or ""),
+        "PASSWORD": unquote(parts.password or ""),
+        "HOST": parts.hostname or "",
+        "PORT": str(parts.port or ""),
+        "OPTIONS": {"options": f"-c search_path={world.name}"},
+    }
+
+
+def _is_plain(parts: Any) -> bool:
+    return parts.scheme == "redis"
+
+
+def _moved(url: str, host: str, port: int) -> str:
+    parts = urlsplit(url)
+    secret, at, _ = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{secret}{at}{host}:{port}"))

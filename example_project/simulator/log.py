@@ -1,0 +1,58 @@
+"""What happened in a run, in order, for whoever asks or waits for more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+#: Of a long play, the beginning is forgotten.
+MOST = 2000
+
+
+class Log:
+    """
+    Events of one run; each gets a number, and its time in seconds since the run began.
+
+    Its condition guards all that belongs to the run.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self._clock = clock
+        self._began = clock()
+        self._events: list[dict[str, Any]] = []
+        self._next = 1
+        #: Raised by whatever changes, an event or a state.
+        self.version = 0
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return self._clock() - self._began
+
+    def add(self, events: Iterable[dict[str, Any]]) -> None:
+        with self.changed:
+            for event in events:
+                told = {**event, "seq": self._next, "at": round(event["at"] - self._began, 3)}
+                if told.get("deadline") is not None:
+                    told["deadline"] = round(told["deadline"] - self._began, 3)
+                self._events.append(told)
+                self._next += 1
+            del self._events[:-MOST]
+            self.touch()
+
+    def touch(self) -> None:
+        """Say that something changed."""
+        with self.changed:
+            self.version += 1
+            self.changed.notify_all()
+
+    def after(self, seq: int) -> list[dict[str, Any]]:
+        with self.changed:
+            return [event for event in self._events if event["seq"] > seq]
+
+    def wait_for(self, condition: Callable[[], Any], seconds: float) -> bool:
+        """Wait until something that others change is so."""
+        with self.changed:
+            return bool(self.changed.wait_for(condition, seconds))

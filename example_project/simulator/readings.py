@@ -1,0 +1,148 @@
+"""One sentence, sometimes two, on what just happened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .mirror import Mirror, Seen
+
+EMPTIED = (
+    "Redis is emptied: it knows neither that somebody has the lock, nor which tokens it gave out."
+)
+
+
+def waits(mirror: Mirror, client: Seen) -> str:
+    holder = mirror.holders.get(mirror.service or 0)
+    return f"{client.name} waits: {holder or 'somebody'} has the lock."
+
+
+def acquired(mirror: Mirror, client: Seen, waited: bool) -> str:
+    read = f"The counter reads {client.value}."
+    others = mirror.believers(but=client)
+    if others:
+        other = others[0]
+        return (
+            f"{client.name} has the lock, with token {client.token}, while {other.name} still "
+            f"takes itself for the holder, with token {other.token}. {read}"
+        )
+    how = "is next: it has" if waited else "has"
+    return f"{client.name} {how} the lock, with token {client.token}. {read}"
+
+
+def revived(client: Seen) -> str:
+    return (
+        f"{client.name} renews its lease, although it had run out: nobody else had come, so token "
+        f"{client.token} is still the newest."
+    )
+
+
+def lost(mirror: Mirror, client: Seen) -> str:
+    if mirror.newest is not None and client.token is not None and mirror.newest > client.token:
+        newer = mirror.holders[mirror.newest]
+        return (
+            f"{client.name} learns that it has lost the lock: {newer} got it, with token "
+            f"{mirror.newest}."
+        )
+    return (
+        f"{client.name} can't renew its lease and gives it up by its own clock. Code that doesn't "
+        "ask goes on all the same."
+    )
+
+
+def wrote(mirror: Mirror, client: Seen, told: dict[str, Any]) -> str:
+    """What a write means, just before it is noted."""
+    token, value, before = told["token"], told["value"], mirror.value
+    newest = mirror.newest or token
+    overwrote, stale = told["seen"] != before, token < newest
+    if stale and overwrote:
+        return (
+            f"{client.name}'s write under token {token} is accepted after {mirror.holders[newest]} "
+            f"wrote under token {newest}: nobody compared them. The counter goes from {before} to "
+            f"{value}, and what was written since {client.name} read it is lost."
+        )
+    if stale:
+        return (
+            f"{client.name}'s write under token {token} is accepted, though token {newest} is out: "
+            f"{mirror.holders[newest]} has read {before} already, and hasn't written yet."
+        )
+    if overwrote:
+        return (
+            f"{client.name} writes {value}, from the {told['seen']} that it read. It is the rightful "
+            f"holder, and yet the {before} written meanwhile is lost."
+        )
+    return f"{client.name} writes {value}, under token {token}."
+
+
+def refused(mirror: Mirror, client: Seen) -> str:
+    return (
+        f"{client.name}'s write under token {client.token} is refused, StaleFence: token "
+        f"{mirror.newest} has been granted since. The counter stays {mirror.value}."
+    )
+
+
+def released(client: Seen) -> str:
+    return f"{client.name} gives the lock back."
+
+
+def dropped(client: Seen, message: str) -> str:
+    if message:
+        return f"{client.name} drops its lease; it can't tell the lock service."
+    return f"{client.name} drops its lease, which it had lost: LeaseLost."
+
+
+def failed(client: Seen, doing: str) -> str:
+    if doing == "acquire":
+        return (
+            f"{client.name} gets no answer from the lock service, which is never taken for a lock: "
+            "BackendUnavailable."
+        )
+    return f"{client.name} couldn't write: the database didn't answer."
+
+
+def ran_out(client: Seen, lasts_on: bool) -> str:
+    whom = f"{client.name}'s lease"
+    if lasts_on:
+        return (
+            f"The time of {whom} is over. Its session lives, so PostgreSQL keeps the lock until "
+            "somebody wants it."
+        )
+    why = " It stands still, and can't know." if client.paused else ""
+    why = " It runs, and couldn't renew it." if client.cut and not client.paused else why
+    return f"{whom} has run out: the lock is free.{why}"
+
+
+def freed(who: str, lasts_on: bool) -> str:
+    if lasts_on:
+        return f"{who}'s session has ended with it: the lock is free at once."
+    return f"The lease that {who} left behind has run out: the lock is free."
+
+
+def killed(client: Seen) -> str:
+    if client.token is not None:
+        return f"{client.name} is dead, and has given nothing back."
+    return f"{client.name}'s process has ended."
+
+
+def paused(client: Seen) -> str:
+    if client.believes:
+        return (
+            f"{client.name} stands still (SIGSTOP). Nothing in it runs, so nothing renews its lease."
+        )
+    return f"{client.name} stands still (SIGSTOP)."
+
+
+def woke(client: Seen) -> str:
+    if client.about_to_write:
+        return f"{client.name} goes on (SIGCONT), and can't know how long it stood still."
+    return f"{client.name} goes on (SIGCONT)."
+
+
+def cut(client: Seen) -> str:
+    if client.believes:
+        return f"{client.name} no longer reaches the lock service. It does reach the counter."
+    return f"{client.name} no longer reaches the lock service."
+
+
+def mended(client: Seen) -> str:
+    return f"{client.name} reaches the lock service again."

@@ -1,0 +1,99 @@
+"""
+The referee: makes the tables and the counter, and tells what the services and the rows say.
+
+It reaches everything directly, whoever is cut off; and it tidies up when the simulation is over.
+"""
+
+import shutil
+import sys
+import time
+from datetime import UTC, datetime
+
+from django.core.management import call_command
+from django.db import Error, connection
+
+from django_fencedlock import lock
+from django_fencedlock.exceptions import BackendUnavailable
+
+from .puppet import begin, obey, say
+
+
+class Referee:
+    def __init__(self, directory: str) -> None:
+        from django.conf import settings
+
+        self._directory = directory
+        self._schema: str = settings.SIMULATOR_SCHEMA
+        self._redis_url: str = settings.SIMULATOR_REDIS_URL
+        self._key_prefix: str = settings.FENCEDLOCK["default"].get("KEY_PREFIX", "")
+
+    def prepare(self) -> None:
+        """Make the tables."""
+        if self._schema:
+            with connection.cursor() as cursor:
+                cursor.execute(f'CREATE SCHEMA "{self._schema}"')
+        call_command("migrate", verbosity=0)
+        say("prepared")
+
+    def count(self, run: str, fencing: str) -> None:
+        """Set a counter to 0 for a new run."""
+        from .models import COUNTERS
+
+        COUNTERS[fencing].objects.create(run=run)
+        say("counting", run=run)
+
+    def look(self, run: str, fencing: str) -> None:
+        """Tell the counter's value, and who has the lock by its service's word."""
+        from .models import COUNTERS, LOCK
+
+        since = time.monotonic()
+        try:
+            holder = lock(LOCK.format(run=run)).holder()
+            row = COUNTERS[fencing].objects.filter(pk=run).first()
+        except (BackendUnavailable, Error) as exc:
+            say("looked", run=run, since=since, message=str(exc))
+            return
+        token = None if holder is None else holder.token
+        left = None
+        if holder is not None and holder.expires_at is not None:
+            left = (holder.expires_at - datetime.now(UTC)).total_seconds()
+        value = None if row is None else row.value
+        say("looked", run=run, since=since, token=token, left=left, value=value)
+
+    def empty(self) -> None:
+        """Have Redis forget all that this simulation put there: the lock, and the counter of tokens."""
+        keys = self._forget_keys()
+        say("emptied", keys=keys)
+
+    def tidy_up(self) -> None:
+        """Leave nothing behind: no schema, no keys, no files."""
+        if self._schema:
+            connection.close()
+            with connection.cursor() as cursor:
+                cursor.execute(f'DROP SCHEMA IF EXISTS "{self._schema}" CASCADE')
+        if self._redis_url:
+            self._forget_keys()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _forget_keys(self) -> int:
+        import redis
+
+        with redis.Redis.from_url(self._redis_url, socket_timeout=5) as client:
+            found = list(client.scan_iter(match=f"*{self._key_prefix}:*", count=1000))
+            return client.delete(*found) if found else 0
+
+
+def main() -> None:
+    begin(parent=int(sys.argv[1]))
+    referee = Referee(directory=sys.argv[2])
+    commands = {
+        "prepare": referee.prepare,
+        "count": referee.count,
+        "look": referee.look,
+        "empty": referee.empty,
+    }
+    obey(commands, at_end=referee.tidy_up)
+
+
+if __name__ == "__main__":
+    main()

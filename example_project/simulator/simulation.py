@@ -1,0 +1,289 @@
+"""One simulation: real processes, what is done to them, and what is known of them."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .backends import BACKENDS, World
+from .log import Log
+from .mirror import NAMES, Mirror, Seen
+from .plans import Plan
+from .processes import Puppet
+from .proxy import Proxy
+
+#: Seconds that a process may take to start, and a referee to make the tables.
+PATIENCE = 30
+#: Seconds between two looks at the service while somebody is in play.
+LOOK_EACH = 0.25
+#: How long a client may be paused by the clock.
+LONGEST_PAUSE = 60
+
+
+class Refused(Exception):
+    """What was asked for can't be done now. The message says why, for people."""
+
+
+class Simulation:
+    """
+    A world, a run in it, and the processes that play.
+
+    The condition of the log guards the mirror and the tables of processes; what takes long is done
+    outside of it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.backend = BACKENDS[plan.backend]
+        self.log = Log()
+        self.mirror = Mirror(lasts_on=plan.backend == "postgres")
+        self.closed = False
+        self._world: World | None = None
+        self._referee: Puppet | None = None
+        self._prepared = False
+        self._run = ""
+        self._clients: dict[str, Puppet] = {}
+        self._proxies: dict[str, Proxy] = {}
+        self._wakings: dict[str, float] = {}
+        self._opening = threading.Lock()
+        self._looking = False
+        self._looked_at = 0.0
+        self._emptied = 0
+        self._stop = threading.Event()
+
+    # Starting and ending
+
+    def open(self) -> None:
+        """Make the world, if it isn't there: tables, and a counter at 0."""
+        with self._opening:
+            if self._referee is not None:
+                return
+            if self.closed:
+                raise Refused("The simulation has ended.")
+            name = f"simulator_{secrets.token_hex(6)}"
+            directory = Path(tempfile.mkdtemp(prefix="fencedlock-simulator-"))
+            self._world = World(name, directory, self.backend.start())
+            settings = self.backend.settings(self._world)
+            self._run = name
+            self._referee = Puppet("referee", [str(directory)], settings, self._hear_referee)
+            self._referee.tell("prepare")
+            self._referee.tell("count", run=self._run, fencing=self.plan.fencing)
+            if not self.log.wait_for(lambda: self._prepared or self.closed, PATIENCE):
+                raise Refused(f"The referee wasn't ready within {PATIENCE} s.")
+            threading.Thread(target=self._tick, name="simulator-clock", daemon=True).start()
+
+    def close(self) -> None:
+        """End every process, and leave nothing behind."""
+        with self.log.changed:
+            self.closed = True
+            self.log.touch()
+        self._stop.set()
+        with self._opening:
+            for client in list(self._clients.values()):
+                client.kill()
+            for proxy in self._proxies.values():
+                proxy.close()
+            if self._referee is not None:
+                self._referee.dismiss()
+
+    # What can be done
+
+    def start(self, name: str) -> None:
+        """Start a client's process, unless it runs; returns when it is ready."""
+        self.open()
+        with self.log.changed:
+            if self.closed:
+                raise Refused("The simulation has ended.")
+            if self.mirror.clients[name].state == "off":
+                self.log.add(self.mirror.starting(name, time.monotonic()))
+                hear = functools.partial(self._hear, name)
+                self._clients[name] = Puppet("client", [name], self._settings(name), hear)
+        started = self.log.wait_for(
+            lambda: self.closed or self.mirror.clients[name].state != "starting", PATIENCE
+        )
+        if not started or self.mirror.clients[name].state == "off":
+            raise Refused(f"{name} couldn't be started.")
+
+    def acquire(self, name: str) -> None:
+        self.start(name)
+        facts = {"run": self._run, "ttl": self.plan.ttl, "fencing": self.plan.fencing}
+        self._command(name, "acquire", **facts)
+
+    def write(self, name: str) -> None:
+        self._command(name, "write")
+
+    def release(self, name: str) -> None:
+        self._command(name, "release")
+
+    def pause(self, name: str, seconds: float | None = None) -> None:
+        """Stop a client's process, for so many seconds or until it is woken."""
+        with self.log.changed:
+            self._require(name, "pause")
+            self._clients[name].pause()
+            now = time.monotonic()
+            if seconds is not None:
+                self._wakings[name] = now + min(seconds, LONGEST_PAUSE)
+            self.log.add(self.mirror.paused(name, now))
+
+    def wake(self, name: str) -> None:
+        with self.log.changed:
+            self._require(name, "wake")
+            self._wakings.pop(name, None)
+            self.log.add(self.mirror.woke(name, time.monotonic()))
+            self._clients[name].wake()
+
+    def cut(self, name: str) -> None:
+        """Let nothing pass between a client and the lock service."""
+        self.start(name)
+        with self.log.changed:
+            self._require(name, "cut")
+            self._proxies[name].cut()
+            self.log.add(self.mirror.cut(name, time.monotonic()))
+
+    def mend(self, name: str) -> None:
+        with self.log.changed:
+            self._require(name, "mend")
+            self._proxies[name].mend()
+            self.log.add(self.mirror.mended(name, time.monotonic()))
+
+    def kill(self, name: str) -> None:
+        with self.log.changed:
+            self._require(name, "kill")
+            self._clients[name].kill()
+        self.log.wait_for(lambda: self.mirror.clients[name].state == "off", 5)
+
+    def empty(self, name: str = "") -> None:
+        """Have the lock service forget everything."""
+        self.open()
+        if not self.backend.can_be_emptied:
+            raise Refused(f"{self.backend.label} can't be emptied.")
+        emptied = self._emptied
+        assert self._referee is not None
+        self._referee.tell("empty")
+        self.log.wait_for(lambda: self._emptied > emptied or self.closed, 5)
+
+    def why_not(self, name: str, action: str) -> str:
+        """Say why something can't be done with a client now; nothing, if it can."""
+        with self.log.changed:
+            return _why_not(self.mirror.clients[name], action, self)
+
+    # Inside
+
+    def _command(self, name: str, action: str, **facts: Any) -> None:
+        with self.log.changed:
+            self._require(name, action)
+            client = self.mirror.clients[name]
+            client.busy = True
+            if action == "acquire":
+                client.state = "asking"
+            client.about_to_write = action == "write" and client.paused
+            self._clients[name].tell(action, **facts)
+            self.log.touch()
+
+    def _require(self, name: str, action: str) -> None:
+        if why := self.why_not(name, action):
+            raise Refused(why)
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        assert self._world is not None
+        address = self.backend.address(self._world.server)
+        if address is None:
+            return self.backend.settings(self._world)
+        if name in self._proxies:
+            self._proxies.pop(name).close()
+        proxy = self._proxies[name] = Proxy(*address)
+        return self.backend.settings(self._world, (proxy.host, proxy.port))
+
+    def can_cut(self) -> bool:
+        """Whether something is between the clients and the service that can go dead."""
+        if self._world is None:
+            return self.backend.has_network
+        return self.backend.address(self._world.server) is not None
+
+    def _hear(self, name: str, told: dict[str, Any] | None) -> None:
+        with self.log.changed:
+            if self.closed:
+                return
+            if told is None:
+                self._wakings.pop(name, None)
+                self.log.add(self.mirror.ended(name, time.monotonic()))
+            else:
+                self.log.add(self.mirror.hear(name, told))
+
+    def _hear_referee(self, told: dict[str, Any] | None) -> None:
+        with self.log.changed:
+            if told is None:
+                self._prepared = False
+                self.closed = True
+            elif told["event"] == "counting":
+                self._prepared = True
+            elif told["event"] == "looked":
+                self._looking = False
+                self.log.add(self.mirror.looked(told))
+            elif told["event"] == "emptied":
+                self._emptied += 1
+                self.log.add(self.mirror.emptied(told["at"]))
+            self.log.touch()
+
+    def _tick(self) -> None:
+        """Wake who has slept for long enough, and look at the service now and then."""
+        while not self._stop.wait(0.05):
+            now = time.monotonic()
+            with self.log.changed:
+                for name in [name for name, at in self._wakings.items() if at <= now]:
+                    self.wake(name)
+                self._look_if_due(now)
+
+    def _look_if_due(self, now: float) -> None:
+        mirror = self.mirror
+        in_play = mirror.service is not None or mirror.overdue(now)
+        due = self._looked_at + (0.0 if mirror.overdue(now) else LOOK_EACH)
+        if in_play and not self._looking and now >= due and self._referee is not None:
+            self._looking, self._looked_at = True, now
+            self._referee.tell("look", run=self._run, fencing=self.plan.fencing)
+
+
+def _why_not(client: Seen, action: str, simulation: Simulation) -> str:
+    who = client.name
+    if action == "start":
+        return "" if client.state == "off" else f"{who} runs."
+    if action == "acquire":
+        if client.paused:
+            return f"{who} stands still."
+        if client.state in ("off", "idle") or (client.state == "holding" and not client.busy):
+            return ""
+        return f"{who} is busy."
+    if action == "cut":
+        if not simulation.can_cut():
+            return simulation.backend.why_no_network
+        return f"{who} is cut off already." if client.cut else ""
+    if action == "mend":
+        return "" if client.cut else f"{who} isn't cut off."
+    if client.state in ("off", "starting"):
+        return f"{who} doesn't run."
+    if action == "pause":
+        return f"{who} stands still already." if client.paused else ""
+    if action == "wake":
+        return "" if client.paused else f"{who} doesn't stand still."
+    if action == "kill":
+        return ""
+    if client.state != "holding":
+        return f"{who} has no lock."
+    if client.busy:
+        return f"{who} is busy."
+    if action == "release" and client.paused:
+        return f"{who} stands still."
+    return ""
+
+
+ACTIONS: dict[str, Callable[..., None]] = {
+    name: getattr(Simulation, name)
+    for name in ("acquire", "write", "release", "pause", "wake", "cut", "mend", "kill", "empty")
+}
+__all__ = ["ACTIONS", "NAMES", "Refused", "Simulation"]
