@@ -39,10 +39,8 @@ class Backend:
     why_no_network = ""
     #: Whether the service can forget a lock.
     can_be_emptied = False
-    #: Whether who comes first is served first.
-    is_fair = True
-    #: What becomes of the lock of a holder that died.
-    when_killed = "its lease has to run out first"
+    #: The service keeps a lock whose time is over until somebody wants it.
+    lasts_on = False
 
     def missing(self) -> str:
         """Say what it would need and how to get it; nothing, if all is there."""
@@ -69,7 +67,6 @@ class Database(Backend):
         "The lease is a row of the very SQLite file that the counter is in: between a client and "
         "a file there is no network to cut."
     )
-    is_fair = False
 
     def settings(self, world: World, at: tuple[str, int] | None = None) -> dict[str, Any]:
         return _settings(
@@ -108,8 +105,8 @@ class Redis(Backend):
 class Postgres(Backend):
     key = "postgres"
     label = "PostgreSQL advisory lock"
+    lasts_on = True
     why_no_network = "This PostgreSQL is reached over a unix socket, which isn't proxied here."
-    when_killed = "its session ends with it, and the lock is free at once"
 
     def missing(self) -> str:
         return servers.postgres_missing()

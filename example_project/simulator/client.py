@@ -10,7 +10,7 @@ from django_fencedlock.backends.base import Renewal
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.lease import Lease
 
-from .puppet import begin, obey, say
+from .puppet import begin, die_with, obey, say
 
 #: Seconds for which a client stands in line.
 PATIENCE = 120
@@ -89,7 +89,8 @@ class Client:
 
 
 def main() -> None:
-    begin(parent=int(sys.argv[1]))
+    die_with(int(sys.argv[1]))
+    begin()
     client = Client()
     commands = {"acquire": client.acquire, "write": client.write, "release": client.release}
     obey(commands, at_end=lambda: None)

@@ -82,6 +82,19 @@ class Mirror:
             return []
         return list(handler(self.clients[name], told))
 
+    def is_live(self) -> bool:
+        """Whether time matters: somebody has the lock, wants it, or stands still."""
+        return self.service is not None or any(
+            each.believes or each.paused or each.busy or each.state in ("starting", "waiting")
+            for each in self.clients.values()
+        )
+
+    def verdict(self, at: float) -> list[Event]:
+        """Say what it comes to in the end."""
+        tone = "error" if self.lost_updates else "success"
+        text = readings.verdict(self)
+        return [{"at": at, "who": None, "kind": "verdict", "text": text, "tone": tone}]
+
     # What clients tell
 
     def _ready(self, client: Seen, told: Event) -> Iterator[Event]:

@@ -73,10 +73,15 @@ class Player:
             self.simulation.log.touch()
 
     def _do_step(self) -> None:
-        step = self.steps[self.done]
-        perform(self.simulation, step)
+        if self.done == 0:
+            # So that no later step waits for a process to start.
+            for name in sorted({step.who for step in self.steps} - {"?"}):
+                self.simulation.begin(name)
+        perform(self.simulation, self.steps[self.done])
         with self.simulation.log.changed:
             self.done += 1
+            if self.finished:
+                self.simulation.log.add(self.simulation.mirror.verdict(time.monotonic()))
             self.simulation.log.touch()
 
 

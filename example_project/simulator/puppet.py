@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+#: Seconds that a process has left when it is wanted no more.
+AT_LAST = 5.0
 _PR_SET_PDEATHSIG = 1
 _mouth = threading.Lock()
 
@@ -29,9 +31,8 @@ def say(event: str, **facts: Any) -> None:
         sys.stdout.flush()
 
 
-def begin(parent: int) -> None:
+def begin() -> None:
     """Read the settings and set Django up."""
-    _die_with(parent)
     from django.conf import settings
 
     settings.configure(**json.loads(sys.stdin.readline()))
@@ -54,13 +55,15 @@ def _listen(waiting: queue.SimpleQueue[dict[str, Any]], at_end: Callable[[], obj
     for line in sys.stdin:
         waiting.put(json.loads(line))
     # The simulator is gone, or done with this process, which may be in the middle of a wait.
+    threading.Timer(AT_LAST, os._exit, [1]).start()
     try:
         at_end()
     finally:
         os._exit(0)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
+    """Be killed when the simulator dies, also while standing still."""
     # A process that is stopped reads no end of stdin. Elsewhere than on Linux it is woken by the
     # system, being in a process group that its parent's death leaves alone.
     if sys.platform == "linux":

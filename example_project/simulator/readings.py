@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,42 @@ if TYPE_CHECKING:
 EMPTIED = (
     "Redis is emptied: it knows neither that somebody has the lock, nor which tokens it gave out."
 )
+
+
+#: What counts when several things happen at once.
+_WEIGHTS = {"verdict": 9, "error": 5, "refused": 4, "success": 2, "warning": 1}
+#: Seconds within which things happen at once.
+AT_ONCE = 0.5
+
+
+def latest(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What tells most of the things that happened last."""
+    told = [event for event in events if event.get("text")]
+    if not told:
+        return None
+    together = [event for event in told if event["at"] > told[-1]["at"] - AT_ONCE]
+    return max(together, key=lambda event: (_weight(event), event["seq"]))
+
+
+def _weight(event: dict[str, Any]) -> int:
+    return _WEIGHTS.get(event["kind"]) or _WEIGHTS.get(event.get("tone", ""), 1)
+
+
+def verdict(mirror: Mirror) -> str:
+    """What it comes to in the end."""
+    accepted = _count(mirror.accepted, "write was", "writes were")
+    end = f"In the end {accepted} accepted and the counter is {mirror.value}"
+    if mirror.lost_updates:
+        lost = _count(mirror.lost_updates, "update is", "updates are")
+        return f"{end}: wrong. {lost.capitalize()} lost, and nobody was told."
+    if mirror.rejected:
+        return f"{end}: right. What came too late was refused, and its writer told."
+    return f"{end}: right."
+
+
+def _count(number: int, one: str, many: str) -> str:
+    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    return f"{words[number] if number < len(words) else number} {one if number == 1 else many}"
 
 
 def waits(mirror: Mirror, client: Seen) -> str:

@@ -84,7 +84,8 @@ class Referee:
 
 
 def main() -> None:
-    begin(parent=int(sys.argv[1]))
+    # Not killed with the simulator: it has to tidy up, and is never stopped.
+    begin()
     referee = Referee(directory=sys.argv[2])
     commands = {
         "prepare": referee.prepare,

@@ -7,13 +7,12 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .backends import BACKENDS, World
 from .log import Log
-from .mirror import NAMES, Mirror, Seen
+from .mirror import Mirror, Seen
 from .plans import Plan
 from .processes import Puppet
 from .proxy import Proxy
@@ -42,7 +41,7 @@ class Simulation:
         self.plan = plan
         self.backend = BACKENDS[plan.backend]
         self.log = Log()
-        self.mirror = Mirror(lasts_on=plan.backend == "postgres")
+        self.mirror = Mirror(lasts_on=self.backend.lasts_on)
         self.closed = False
         self._world: World | None = None
         self._referee: Puppet | None = None
@@ -94,8 +93,8 @@ class Simulation:
 
     # What can be done
 
-    def start(self, name: str) -> None:
-        """Start a client's process, unless it runs; returns when it is ready."""
+    def begin(self, name: str) -> None:
+        """Start a client's process, unless it runs."""
         self.open()
         with self.log.changed:
             if self.closed:
@@ -104,6 +103,10 @@ class Simulation:
                 self.log.add(self.mirror.starting(name, time.monotonic()))
                 hear = functools.partial(self._hear, name)
                 self._clients[name] = Puppet("client", [name], self._settings(name), hear)
+
+    def start(self, name: str) -> None:
+        """Start a client's process, unless it runs; returns when it is ready."""
+        self.begin(name)
         started = self.log.wait_for(
             lambda: self.closed or self.mirror.clients[name].state != "starting", PATIENCE
         )
@@ -251,8 +254,6 @@ class Simulation:
 
 def _why_not(client: Seen, action: str, simulation: Simulation) -> str:
     who = client.name
-    if action == "start":
-        return "" if client.state == "off" else f"{who} runs."
     if action == "acquire":
         if client.paused:
             return f"{who} stands still."
@@ -282,8 +283,5 @@ def _why_not(client: Seen, action: str, simulation: Simulation) -> str:
     return ""
 
 
-ACTIONS: dict[str, Callable[..., None]] = {
-    name: getattr(Simulation, name)
-    for name in ("acquire", "write", "release", "pause", "wake", "cut", "mend", "kill", "empty")
-}
-__all__ = ["ACTIONS", "NAMES", "Refused", "Simulation"]
+#: What people can do to a client.
+ACTIONS = ("acquire", "write", "release", "pause", "wake", "cut", "mend", "kill")

@@ -1,0 +1,262 @@
+// The page of the simulator: asks the server what happened, and shows it.
+
+import { Timeline } from "./timeline.js";
+
+const one = (selector, within = document) => within.querySelector(selector);
+const all = (selector, within = document) => [...within.querySelectorAll(selector)];
+
+const start = JSON.parse(one("#start").textContent);
+const form = one("#switches");
+const timeline = new Timeline(one("#timeline"), one("#scroll"));
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+
+let run = 0;
+let state = null;
+let events = [];
+let offset = 0; // of the server's clock: seconds since the run began, minus ours
+let asking = null;
+
+try {
+  // What was chosen in the admin.
+  document.documentElement.dataset.theme = localStorage.getItem("theme") || "auto";
+} catch {
+  // No storage, no choice.
+}
+
+// Asking the server
+
+async function post(url, facts = {}) {
+  const body = new URLSearchParams({ ...facts, csrfmiddlewaretoken: form.csrfmiddlewaretoken.value });
+  const answer = await fetch(url, { method: "POST", body, credentials: "same-origin" });
+  if (answer.ok) {
+    complain("");
+    return answer.json();
+  }
+  const text = await answer.text();
+  let said = text.slice(0, 300);
+  try {
+    said = JSON.parse(text).error;
+  } catch {
+    if (answer.status === 403 && text.includes("CSRF")) said = "The page is out of date. Load it anew.";
+  }
+  complain(said);
+  return null;
+}
+
+async function begin(trouble = "") {
+  asking?.abort();
+  const plan = Object.fromEntries(new FormData(form));
+  const begun = await post(start.urls.start, plan);
+  if (!begun) return;
+  run = begun.run;
+  events = [];
+  complain(trouble);
+  follow(run);
+}
+
+async function follow(mine) {
+  let version = 0;
+  while (mine === run) {
+    asking = new AbortController();
+    const after = events.at(-1)?.seq ?? 0;
+    const query = new URLSearchParams({ run: mine, version, after });
+    try {
+      const answer = await fetch(`${start.urls.events}?${query}`, { signal: asking.signal });
+      if (mine !== run) return;
+      if (answer.status === 410) {
+        complain("The simulation has ended, as nobody looked at it. Start anew.");
+        return;
+      }
+      if (!answer.ok) throw new Error(String(answer.status));
+      const told = await answer.json();
+      if (told.run !== mine) {
+        // Another tab of this browser has begun anew: there is one simulation for both.
+        run = mine = told.run;
+        events = [];
+        for (const [key, value] of Object.entries(told.plan)) form.elements[key].value = value;
+      }
+      version = told.version;
+      show(told);
+      if (told.closed) return;
+    } catch (error) {
+      if (error.name === "AbortError" || mine !== run) return;
+      complain("The server doesn't answer. Is it still running?");
+      await new Promise((resolve) => setTimeout(resolve, 2000));
+    }
+  }
+}
+
+// Showing
+
+function show(told) {
+  state = told;
+  offset = told.now - performance.now() / 1000;
+  const fresh = told.events;
+  events.push(...fresh);
+  const reading = one("#reading");
+  const words = told.reading?.text ?? "Nothing has happened yet.";
+  if (reading.textContent !== words) reading.textContent = words;
+  reading.dataset.tone = told.reading?.tone ?? "";
+  showScore(told.score);
+  showScript(told);
+  told.clients.forEach(showClient);
+  showLog(fresh);
+  const why = one("#why-no-cut");
+  why.textContent = told.why_no_cut && `Cut off isn't offered: ${told.why_no_cut}`;
+  why.hidden = !told.why_no_cut;
+  draw();
+}
+
+function showScore(score) {
+  for (const [key, value] of Object.entries(score)) {
+    const place = one(`#score-${key}`);
+    place.textContent = value ?? "–";
+    if (key === "lost") place.classList.toggle("bad", value > 0);
+  }
+}
+
+function showScript({ script, obstacle, trouble }) {
+  const playing = script.doing === "play";
+  const steps = script.steps.length;
+  one("#play .word").textContent = playing ? "Stop" : "Play";
+  one("#play [aria-hidden]").textContent = playing ? "■" : "▶";
+  allow(one("#play"), playing || (!script.doing && !script.finished && !obstacle));
+  allow(one("#step"), !script.doing && !script.finished && !obstacle);
+  one(".player").dataset.finished = script.finished && steps > 0 ? "yes" : "";
+  const next = one("#next");
+  if (!steps) next.textContent = "No script. Use the buttons of the clients.";
+  else if (script.finished) next.textContent = "The scenario is over.";
+  else next.textContent = `${script.doing ? "Now" : "Next"}, ${script.done + 1} of ${steps}: ${script.steps[script.done]}.`;
+  one("#play").hidden = one("#step").hidden = !steps;
+  const list = one("#steps");
+  if (list.dataset.run !== String(run)) {
+    list.dataset.run = run;
+    list.replaceChildren(...script.steps.map((caption) => element("li", { textContent: caption })));
+  }
+  all("li", list).forEach((item, index) => {
+    item.classList.toggle("done", index < script.done);
+    if (index === script.done) item.setAttribute("aria-current", "step");
+    else item.removeAttribute("aria-current");
+  });
+  one("#obstacle").textContent = obstacle;
+  one("#obstacle").hidden = !obstacle;
+  if (trouble) complain(trouble);
+}
+
+function showClient(client) {
+  const card = one(`[data-client="${client.name}"]`);
+  const counts = client.holds ? `; read ${client.value}` : "";
+  one(".words", card).textContent = client.words + counts;
+  card.toggleAttribute("data-holds", client.holds);
+  const focused = document.activeElement?.dataset?.action;
+  const mine = card.contains(document.activeElement);
+  for (const button of all("[data-action]", card)) {
+    const why = client.why_not[button.dataset.action];
+    allow(button, !why, why);
+  }
+  one(".pair", card).hidden = client.paused;
+  one('[data-action="wake"]', card).hidden = !client.paused;
+  one('[data-action="cut"]', card).hidden = client.cut;
+  one('[data-action="mend"]', card).hidden = !client.cut;
+  // Its button was swapped for the opposite one under the keyboard's focus.
+  const opposite = { pause: "wake", wake: "pause", cut: "mend", mend: "cut" }[focused];
+  const visible = (button) => button.offsetParent !== null;
+  if (mine && opposite && !visible(one(`[data-action="${focused}"]`, card))) {
+    one(`[data-action="${opposite}"]`, card).focus();
+  }
+}
+
+function showLog(fresh) {
+  const log = one("#log");
+  if (log.dataset.run !== String(run)) {
+    log.dataset.run = run;
+    log.replaceChildren();
+  }
+  for (const event of fresh) {
+    if (!event.text) continue;
+    const item = element("li");
+    item.dataset.tone = event.tone ?? "";
+    if (event.message) item.title = event.message;
+    item.append(
+      element("time", { textContent: `${event.at.toFixed(1)} s` }),
+      element("span", { textContent: event.text }),
+    );
+    log.prepend(item);
+  }
+}
+
+function draw() {
+  if (!state) return;
+  const last = events.at(-1)?.at ?? 0;
+  const now = state.live ? offset + performance.now() / 1000 : Math.max(last + 0.6, 0.6);
+  timeline.draw(events, Math.max(now, last));
+}
+
+function complain(words) {
+  const place = one("#trouble");
+  place.textContent = words;
+  place.hidden = !words;
+}
+
+function allow(button, may, why = "") {
+  button.setAttribute("aria-disabled", String(!may));
+  button.title = why;
+}
+
+function element(name, properties = {}) {
+  return Object.assign(document.createElement(name), properties);
+}
+
+// What people do
+
+function onPress(button, act) {
+  button.addEventListener("click", () => {
+    if (button.getAttribute("aria-disabled") !== "true") act();
+  });
+}
+
+onPress(one("#play"), () => post(start.urls.script, { do: state?.script.doing === "play" ? "stop" : "play" }));
+onPress(one("#step"), () => post(start.urls.script, { do: "step" }));
+onPress(one("#again"), () => begin());
+
+for (const card of all("[data-client]")) {
+  for (const button of all("[data-action]", card)) {
+    const action = button.dataset.action;
+    onPress(button, () => {
+      const facts = { client: card.dataset.client, action };
+      if (action === "pause") facts.seconds = one("select", card).value;
+      post(start.urls.act, facts);
+    });
+  }
+}
+
+form.addEventListener("submit", (event) => event.preventDefault());
+form.addEventListener("change", (event) => {
+  if (event.target.name === "scenario") {
+    // Another scenario brings what suits it.
+    const suits = start.defaults[event.target.value];
+    for (const key of ["backend", "fencing"]) {
+      const value = suits[key];
+      const choice = one(`option[value="${value}"]`, form.elements[key]);
+      if (choice && !choice.disabled) form.elements[key].value = value;
+    }
+  }
+  showAddress();
+  begin();
+});
+
+function showAddress() {
+  const query = new URLSearchParams(new FormData(form));
+  query.delete("csrfmiddlewaretoken");
+  history.replaceState(null, "", `?${query}`);
+  showAbout();
+}
+
+function showAbout() {
+  one("#about").textContent = start.defaults[form.elements.scenario.value].about;
+}
+
+setInterval(() => state?.live && !document.hidden && draw(), calm.matches ? 1000 : 100);
+addEventListener("resize", draw);
+showAbout();
+begin(one("#trouble").textContent);

@@ -1,0 +1,74 @@
+"""What the page is told of a simulation, as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .house import Room
+from .mirror import Seen
+from .readings import latest
+from .simulation import ACTIONS, Simulation
+
+
+def tell(room: Room, after: int = 0) -> dict[str, Any]:
+    """Tell all that is so now, and what happened after an event."""
+    simulation, player = room.simulation, room.player
+    mirror, log = simulation.mirror, simulation.log
+    with log.changed:
+        return {
+            "run": room.number,
+            "version": log.version,
+            "now": round(log.now(), 3),
+            "live": mirror.is_live() or bool(player.doing),
+            "closed": simulation.closed,
+            "plan": simulation.plan.query(),
+            "obstacle": simulation.plan.obstacle(),
+            "trouble": player.trouble,
+            "reading": latest(log.after(0)),
+            "events": log.after(after),
+            "clients": [_client(each, simulation) for each in mirror.clients.values()],
+            "why_no_cut": "" if simulation.can_cut() else simulation.backend.why_no_network,
+            "score": {
+                "value": mirror.value,
+                "lost": mirror.lost_updates,
+                "highest": mirror.highest,
+                "accepted": mirror.accepted,
+                "rejected": mirror.rejected,
+            },
+            "script": {
+                "done": player.done,
+                "doing": player.doing,
+                "finished": player.finished,
+                "steps": [step.caption for step in player.steps],
+            },
+        }
+
+
+def _client(client: Seen, simulation: Simulation) -> dict[str, Any]:
+    return {
+        "name": client.name,
+        "words": _words(client),
+        "value": client.value,
+        "holds": client.state == "holding",
+        "paused": client.paused,
+        "cut": client.cut,
+        "why_not": {action: simulation.why_not(client.name, action) for action in ACTIONS},
+    }
+
+
+def _words(client: Seen) -> str:
+    words = {
+        "off": "not started",
+        "starting": "starts",
+        "idle": "has no lock",
+        "asking": "asks for the lock",
+        "waiting": "waits for the lock",
+        "holding": f"has the lock, token {client.token}",
+    }[client.state]
+    if client.state == "holding" and client.lost:
+        words = f"has lost the lock, token {client.token}"
+    elif client.state == "holding" and client.ran_out:
+        words = f"its lease ran out, token {client.token}"
+    if client.paused:
+        words += "; about to write, stands still" if client.about_to_write else "; stands still"
+    return words + ("; cut off" if client.cut else "")
