@@ -42,7 +42,6 @@ def postgres() -> str:
     return os.environ.get("EXAMPLE_POSTGRES_URL") or _once("postgres", _start_postgres)
 
 
-@functools.cache
 def redis_missing() -> str:
     """Say how to get a Redis; nothing, if there is one. Starts nothing."""
     if importlib.util.find_spec("redis") is None:
@@ -55,7 +54,6 @@ def redis_missing() -> str:
     )
 
 
-@functools.cache
 def postgres_missing() -> str:
     """Say how to get a PostgreSQL; nothing, if there is one. Starts nothing."""
     if importlib.util.find_spec("psycopg") is None:

@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from django.conf import settings
+
 from .plans import Plan
-from .player import Player
+from .player import PACE, Player
 from .simulation import Refused, Simulation
 
 #: Simulations at once. Each has up to five processes.
@@ -23,7 +25,7 @@ class Room:
     def __init__(self, number: int, plan: Plan) -> None:
         self.number = number
         self.simulation = Simulation(plan)
-        self.player = Player(self.simulation)
+        self.player = Player(self.simulation, pace=getattr(settings, "SIMULATOR_PACE", PACE))
         self.seen_at = 0.0
 
     def close(self) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 #: Of a long play, the beginning is forgotten.
 MOST = 2000
+#: What may come before a run begins: processes start, which takes a moment.
+PRELUDE = ("starting", "ready")
 
 
 class Log:
     """
-    Events of one run; each gets a number, and its time in seconds since the run began.
+    Events of one run; each gets a number, and its time in seconds since the run began:
+    since something other happened than that processes started.
 
     Its condition guards all that belongs to the run.
     """
@@ -21,23 +24,23 @@ class Log:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._clock = clock
-        self._began = clock()
+        self._began: float | None = None
         self._events: list[dict[str, Any]] = []
         self._next = 1
         #: Raised by whatever changes, an event or a state.
         self.version = 0
 
     def now(self) -> float:
-        """Seconds since the run began."""
-        return self._clock() - self._began
+        """Seconds since the run began; 0 before that."""
+        return 0.0 if self._began is None else self._clock() - self._began
 
     def add(self, events: Iterable[dict[str, Any]]) -> None:
         with self.changed:
             for event in events:
-                told = {**event, "seq": self._next, "at": round(event["at"] - self._began, 3)}
-                if told.get("deadline") is not None:
-                    told["deadline"] = round(told["deadline"] - self._began, 3)
-                self._events.append(told)
+                if self._began is None and event["kind"] not in PRELUDE:
+                    self._began = event["at"]
+                at = 0.0 if self._began is None else round(event["at"] - self._began, 3)
+                self._events.append({**event, "seq": self._next, "at": at})
                 self._next += 1
             del self._events[:-MOST]
             self.touch()

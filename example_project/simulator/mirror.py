@@ -116,9 +116,7 @@ class Mirror:
         self.newest = max(token, self.newest or 0)
         yield from self._service_is(token, told["at"])
         text = readings.acquired(self, client, waited)
-        yield _event(
-            client, told, text=text, token=token, value=told["value"], deadline=client.deadline
-        )
+        yield _event(client, told, text=text, token=token, value=told["value"])
 
     def _renewed(self, client: Seen, told: Event) -> Iterator[Event]:
         if client.token != told["token"]:
@@ -129,7 +127,7 @@ class Mirror:
         if revived:
             text = readings.revived(client)
             yield from self._service_is(client.token, told["at"])
-        yield _event(client, told, text=text, token=client.token, deadline=client.deadline)
+        yield _event(client, told, text=text, token=client.token)
 
     def _lost(self, client: Seen, told: Event) -> Iterator[Event]:
         if client.token != told["token"]:
@@ -234,7 +232,7 @@ class Mirror:
         if told["token"] == client.token and (told["left"] or 0) > 0:
             # Renewed, and stopped before it could say so.
             client.deadline = at + told["left"]
-            yield _event(client, told, kind="renewed", token=client.token, deadline=client.deadline)
+            yield _event(client, told, kind="renewed", token=client.token)
             return
         client.ran_out = True
         text = readings.ran_out(client, self.lasts_on)

@@ -171,6 +171,11 @@ class Simulation:
         self._referee.tell("empty")
         self.log.wait_for(lambda: self._emptied > emptied or self.closed, 5)
 
+    def pids(self) -> dict[str, int]:
+        """The processes of the clients that run."""
+        with self.log.changed:
+            return {name: each.pid for name, each in self._clients.items() if each.running}
+
     def why_not(self, name: str, action: str) -> str:
         """Say why something can't be done with a client now; nothing, if it can."""
         with self.log.changed:

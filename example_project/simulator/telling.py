@@ -26,7 +26,7 @@ def tell(room: Room, after: int = 0) -> dict[str, Any]:
             "trouble": player.trouble,
             "reading": latest(log.after(0)),
             "events": log.after(after),
-            "clients": [_client(each, simulation) for each in mirror.clients.values()],
+            "clients": _clients(simulation),
             "why_no_cut": "" if simulation.can_cut() else simulation.backend.why_no_network,
             "score": {
                 "value": mirror.value,
@@ -44,9 +44,16 @@ def tell(room: Room, after: int = 0) -> dict[str, Any]:
         }
 
 
-def _client(client: Seen, simulation: Simulation) -> dict[str, Any]:
+def _clients(simulation: Simulation) -> list[dict[str, Any]]:
+    pids = simulation.pids()
+    seen = simulation.mirror.clients.values()
+    return [_client(each, simulation, pids.get(each.name)) for each in seen]
+
+
+def _client(client: Seen, simulation: Simulation, pid: int | None) -> dict[str, Any]:
     return {
         "name": client.name,
+        "pid": pid,
         "words": _words(client),
         "value": client.value,
         "holds": client.state == "holding",

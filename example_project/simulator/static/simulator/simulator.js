@@ -147,6 +147,7 @@ function showClient(client) {
   const card = one(`[data-client="${client.name}"]`);
   const counts = client.holds ? `; read ${client.value}` : "";
   one(".words", card).textContent = client.words + counts;
+  one(".pid", card).textContent = client.pid ? `process ${client.pid}` : "";
   card.toggleAttribute("data-holds", client.holds);
   const focused = document.activeElement?.dataset?.action;
   const mine = card.contains(document.activeElement);

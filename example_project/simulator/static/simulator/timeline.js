@@ -85,8 +85,8 @@ export class Timeline {
 
   draw(events, now) {
     const played = events.filter((event) => !["starting", "ready"].includes(event.kind));
-    const origin = (played[0]?.at ?? now) - 0.3;
-    const length = Math.max(now - origin, 0.5) + 0.4;
+    const origin = -0.3; // room for the first mark
+    const length = now - origin + 0.4;
     const room = this.scroll.clientWidth;
     const scale = Math.min(MOST, Math.max(LEAST, room / Math.max(length, 8)));
     const width = Math.max(room, Math.ceil(length * scale));
@@ -102,9 +102,9 @@ export class Timeline {
       this.#service(found.service);
       for (const bar of found.pauses) this.#pause(bar);
       for (const bar of found.waits) this.#wait(bar);
-      for (const bar of found.leases) this.#lease(bar);
+      for (const bar of found.leases) this.#lease(bar, found.marks);
       for (const bar of found.cuts) this.#cut(bar);
-      this.#values(found.values, played[0].at);
+      this.#values(found.values);
       for (const mark of found.marks) this.#mark(mark);
       this.#line("now", this.x(now), TOP - 4, this.x(now), HEIGHT);
     }
@@ -133,13 +133,15 @@ export class Timeline {
     }
   }
 
-  #lease(bar) {
+  #lease(bar, marks) {
     const y = laneTop(bar.who) + 14;
     const [x, w] = this.#span(bar);
     this.#rect("lease", x, y, w, 22);
     const first = bar.over[0] ? this.x(bar.over[0].from) - x : w;
-    if (first > 20) {
-      this.#text("on-lease", x + 6, y + 15, first > 62 ? `token ${bar.token}` : bar.token);
+    const near = (mark) => mark.who === bar.who && mark.at >= bar.from && this.x(mark.at) < x + 64;
+    if (first > 16) {
+      const short = first < 62 || marks.some(near);
+      this.#text("on-lease", x + 6, y + 15, short ? bar.token : `token ${bar.token}`);
     }
     for (const over of bar.over) {
       const [from, width] = this.#span({ from: over.from, to: over.to ?? bar.to });
@@ -169,8 +171,8 @@ export class Timeline {
     if (w > 50) this.#text("on-cut", x + 2, laneTop(bar.who) + 11, "cut off");
   }
 
-  #values(bars, began) {
-    const first = { from: began, to: bars[0]?.from ?? null, value: 0, first: true };
+  #values(bars) {
+    const first = { from: 0, to: bars[0]?.from ?? null, value: 0, first: true };
     for (const bar of [first, ...bars]) {
       const [x, w] = this.#span(bar);
       const kind = bar.bad ? "value bad" : bar.first ? "value first" : "value";

