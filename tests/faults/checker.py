@@ -1,0 +1,386 @@
+"""
+Compares a history with what is promised.
+
+Tokens make it simple: nothing has to be searched for, every check goes once through the history.
+The tables say how strictly their rows are fenced; ``STRICT`` ones let no former holder write.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .history import FAIL, OK, Entry, History, Operation
+
+SECOND = 1_000_000_000
+#: Tables whose writes are refused as soon as a newer grant is recorded; of which none gets lost.
+STRICT = ("tally", "plain")
+#: Tables that have a fence column.
+WITH_TOKEN = ("tally", "gauge")
+
+
+@dataclass(frozen=True)
+class Violation:
+    """
+    A promise that was broken: its number in docs/fault_lab.md, and how.
+    """
+
+    promise: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.promise}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """
+    What may be expected of a run.
+
+    Args:
+        ttl: Of its locks, in seconds.
+        forgets: The lock service may have lost its memory, or been out of reach.
+        slack: Seconds after the ttl within which a waiter has a dead holder's lock.
+    """
+
+    ttl: float
+    forgets: bool = False
+    slack: float = 5.0
+
+
+def violations(history: History, terms: Terms) -> list[Violation]:
+    """
+    Return all that is wrong with a history.
+    """
+    return [found for check in CHECKS for found in check(_Index(history), terms)]
+
+
+class _Index:
+    """
+    A history, sorted in the ways that the checks need.
+    """
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.grants: dict[str, list[Entry]] = defaultdict(list)
+        self.writes: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+        for entry in history.trail:
+            if entry.kind == "fence":
+                self.grants[entry.name].append(entry)
+            else:
+                self.writes[entry.kind, entry.name].append(entry)
+        self.acquired: dict[str, list[Operation]] = defaultdict(list)
+        for operation in history.of("acquire", OK):
+            self.acquired[operation.name].append(operation)
+        self.by_stamp = {each.stamp: each for each in history.of("write")}
+
+    def committed(self) -> Iterator[tuple[Entry, Operation]]:
+        """
+        Yield each committed write with the operation that it came of.
+        """
+        for entries in self.writes.values():
+            for entry in entries:
+                if entry.stamp in self.by_stamp:
+                    yield entry, self.by_stamp[entry.stamp]
+
+
+Check = Callable[[_Index, Terms], Iterator[Violation]]
+
+
+def unique_tokens(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I1: no token is granted twice under a name, and each is newer than all before."""
+    for name, entries in index.grants.items():
+        for earlier, later in pairwise(entries):
+            if later.after <= earlier.after:
+                yield Violation("I1", f"{name}: token {later.after} recorded after {earlier.after}")
+    for name, operations in index.acquired.items():
+        seen: dict[int | None, Operation] = {}
+        for each in operations:
+            if each.token in seen:
+                other = seen[each.token]
+                yield Violation(
+                    "I1", f"{name}: {each.client} and {other.client} both got token {each.token}"
+                )
+            seen[each.token] = each
+
+
+def tokens_rise(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I2: of two acquisitions one after the other, the later has the higher token."""
+    for name, operations in index.acquired.items():
+        by_end = sorted(operations, key=_end)
+        highest = _running_highest(by_end)
+        ends = [_end(each) for each in by_end]
+        for each in operations:
+            place = bisect_left(ends, each.begun)
+            if place and highest[place - 1] >= _token(each):
+                yield Violation(
+                    "I2",
+                    f"{name}: {each.client} got token {each.token}, asked for after token "
+                    f"{highest[place - 1]} was had",
+                )
+
+
+def fences_never_fall(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I3: in the order of the commits, the tokens of a row's writes never go down."""
+    for (table, name), entries in index.writes.items():
+        if table not in WITH_TOKEN:
+            continue
+        for earlier, later in pairwise(entries):
+            if (later.token or 0) < (earlier.token or 0):
+                yield Violation(
+                    "I3", f"{table} {name}: a write under {later.token} follows {earlier.token}"
+                )
+
+
+def none_after_newer_grant(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I4: nothing is committed whose COMMIT was asked for when a newer holder had his lock."""
+    tops: dict[str, tuple[list[int], list[int]]] = {}
+    for name, operations in index.acquired.items():
+        by_end = sorted(operations, key=_end)
+        tops[name] = [_end(each) for each in by_end], _running_highest(by_end)
+    for entry, write in index.committed():
+        if entry.kind not in STRICT or write.name not in tops:
+            continue
+        ends, highest = tops[write.name]
+        place = bisect_left(ends, write.begun)
+        if place and highest[place - 1] > _token(write):
+            yield Violation(
+                "I4",
+                f"{entry.kind} {write.name}: {write.client} wrote under token {write.token} after "
+                f"token {highest[place - 1]} was had",
+            )
+
+
+def none_past_recorded_grant(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I4, by the database's own order: each write is under the newest grant before it."""
+    for name, grants in index.grants.items():
+        places = [entry.place for entry in grants]
+        for table in STRICT:
+            for entry in index.writes.get((table, name), []):
+                write = index.by_stamp.get(entry.stamp)
+                newest = bisect_right(places, entry.place) - 1
+                if write is None or newest < 0:
+                    continue
+                if (grants[newest].after, grants[newest].stamp) != (write.token, write.owner):
+                    yield Violation(
+                        "I4",
+                        f"{table} {name}: a write under token {write.token} was committed when "
+                        f"{grants[newest].after} was recorded",
+                    )
+
+
+def none_is_lost(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I5: each write builds on what the one before it wrote."""
+    for (table, name), entries in index.writes.items():
+        for entry in entries if table in STRICT else ():
+            if entry.after != (entry.before or 0) + 1:
+                yield Violation(
+                    "I5",
+                    f"{table} {name}: {entry.after} was written over {entry.before}: "
+                    "a write got lost",
+                )
+
+
+def answers_are_true(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I6: what was confirmed is committed once, what was refused is not, and nothing is amiss."""
+    times: dict[str, int] = defaultdict(int)
+    for entries in index.writes.values():
+        for entry in entries:
+            times[entry.stamp] += 1
+            if entry.stamp not in index.by_stamp:
+                yield Violation("I6", f"{entry.kind} {entry.name}: nobody wrote {entry.stamp!r}")
+    for write in index.by_stamp.values():
+        count = times[write.stamp]
+        wrong = (write.outcome == OK and count != 1) or (write.outcome == FAIL and count)
+        if wrong or count > 1:
+            yield Violation(
+                "I6",
+                f"{write.table} {write.name}: a write under token {write.token} that was answered "
+                f"by {write.outcome!r} was committed {count} times",
+            )
+    for (table, name), count in index.history.counts.items():
+        entries = index.writes.get((table, name), [])
+        last = entries[-1].after if entries else 0
+        if count != last:
+            yield Violation("I6", f"{table} {name}: the counter is {count}, its last write {last}")
+
+
+def tokens_were_issued(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I7: whoever writes, or believes to have a lock, has a grant that was recorded."""
+    recorded = {
+        (name, entry.after, entry.stamp)
+        for name, entries in index.grants.items()
+        for entry in entries
+    }
+    believed = [each for operations in index.acquired.values() for each in operations]
+    for each in [*believed, *(write for _, write in index.committed())]:
+        if (each.name, each.token, each.owner) not in recorded:
+            yield Violation(
+                "I7", f"{each.name}: token {each.token} of {each.client} was never recorded"
+            )
+    for entry, write in index.committed():
+        if entry.kind in WITH_TOKEN and entry.token != write.token:
+            yield Violation(
+                "I7",
+                f"{entry.kind} {entry.name}: a write under token {write.token} left {entry.token}",
+            )
+
+
+def entering_again_is_no_grant(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I8: whoever takes his lock once more has the same token, and still has it afterwards."""
+    for each in index.history.of("reenter", OK):
+        if each.token != each.outer or each.released:
+            yield Violation(
+                "I8",
+                f"{each.name}: {each.client} entered token {each.outer} again, got {each.token}"
+                + (" and lost the outer one by leaving" if each.released else ""),
+            )
+    for each in index.history.of("inherit", OK):
+        yield Violation("I8", f"{each.name}: a child wrote under token {each.token} of its parent")
+
+
+def the_dead_are_replaced(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I9: who waits for a dead holder's lock has it within the ttl and some slack."""
+    for strike in index.history.strikes:
+        if strike["what"] != "kill":
+            continue
+        bound = strike["at"] + int((terms.ttl + terms.slack) * SECOND)
+        for name in held_by(index.history, strike["client"], strike["at"]):
+            if late := _waited_in_vain(index.history, name, strike["at"], bound):
+                yield Violation(
+                    "I9",
+                    f"{name}: {late.client} waited from the death of {strike['client']} for more "
+                    f"than {terms.ttl + terms.slack:g} s",
+                )
+
+
+def held_by(history: History, client: str, at: int) -> list[str]:
+    """
+    Return the locks that a client had, by its own account.
+    """
+    mine = [each for each in history.operations if each.client == client]
+    released = {each.owner: each.begun for each in mine if each.kind == "release"}
+    return [
+        each.name
+        for each in mine
+        if each.kind == "acquire"
+        and each.ok
+        and _end(each) <= at <= released.get(each.owner, at)
+    ]
+
+
+def _waited_in_vain(history: History, name: str, since: int, bound: int) -> Operation | None:
+    asked = [each for each in history.of("acquire") if each.name == name]
+    if any(each.ok and since <= _end(each) <= bound for each in asked):
+        return None
+    for each in asked:
+        if each.begun <= since and each.outcome in (OK, FAIL) and _end(each) > bound:
+            return each
+    return None
+
+
+def former_holders_change_nothing(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I10: a holder whose time isn't over is refused by his service only if a newer came."""
+    if terms.forgets:
+        return
+    for kind in ("verify", "renew"):
+        for each in index.history.of(kind, FAIL):
+            if each.left > 0 and not each.lost and not _is_overtaken(index, each):
+                yield Violation(
+                    "I10",
+                    f"{each.name}: {kind} of token {each.token} was refused {each.left:.2f} s "
+                    "before its end, and nobody newer had come",
+                )
+
+
+def none_is_refused_needlessly(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I12: the newest holder isn't refused as a former one."""
+    for each in index.history.of("write", FAIL):
+        if each.table in STRICT and each.error == "StaleFence" and not _is_overtaken(index, each):
+            yield Violation(
+                "I12",
+                f"{each.table} {each.name}: {each.client} was refused as stale under token "
+                f"{each.token}, and nobody newer had come",
+            )
+
+
+def _is_overtaken(index: _Index, operation: Operation) -> bool:
+    """Whether a newer grant may have been under way when `operation` was answered."""
+    end = operation.ended or 0
+    newer = [entry for entry in index.grants[operation.name] if entry.after > _token(operation)]
+    known = {each.owner: each for each in index.acquired[operation.name]}
+    return any(entry.stamp not in known or known[entry.stamp].begun < end for entry in newer)
+
+
+def takeovers(history: History) -> int:
+    """
+    Count the grants to somebody else whose predecessor had not given his lock back.
+    """
+    count = 0
+    for name in {each.name for each in history.operations}:
+        granted = sorted(
+            (each for each in history.of("acquire", OK) if each.name == name), key=_token
+        )
+        released = {
+            each.owner: each.begun for each in history.of("release") if each.name == name
+        }
+        for earlier, later in pairwise(granted):
+            gone = released.get(earlier.owner)
+            if earlier.client != later.client and (gone is None or gone > _end(later)):
+                count += 1
+    return count
+
+
+def refusals(history: History) -> int:
+    """
+    Count the writes that were refused.
+    """
+    return len(history.of("write", FAIL))
+
+
+def _end(operation: Operation) -> int:
+    assert operation.ended is not None
+    return operation.ended
+
+
+def _token(operation: Operation) -> int:
+    return operation.token or 0
+
+
+def _running_highest(operations: list[Operation]) -> list[int]:
+    highest: list[int] = []
+    for each in operations:
+        highest.append(max(_token(each), highest[-1] if highest else 0))
+    return highest
+
+
+CHECKS: tuple[Check, ...] = (
+    unique_tokens,
+    tokens_rise,
+    fences_never_fall,
+    none_after_newer_grant,
+    none_past_recorded_grant,
+    none_is_lost,
+    answers_are_true,
+    tokens_were_issued,
+    entering_again_is_no_grant,
+    the_dead_are_replaced,
+    former_holders_change_nothing,
+    none_is_refused_needlessly,
+)
+
+
+def facts(history: History) -> dict[str, int]:
+    """
+    Count what a run is made of.
+    """
+    return {
+        "grants": len(history.of("acquire", OK)),
+        "writes": len(history.of("write", OK)),
+        "unknown": len([each for each in history.of("write") if each.outcome not in (OK, FAIL)]),
+        "strikes": len(history.strikes),
+        "takeovers": takeovers(history),
+        "refusals": refusals(history),
+        "inherits": len(history.of("inherit", OK, FAIL)),
+    }

@@ -1,0 +1,337 @@
+"""
+A client: takes locks, thinks, and writes under them, until it is told to stop or killed.
+"""
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from django.db import Error, close_old_connections, connections, models, transaction
+
+from django_fencedlock import lock
+from django_fencedlock.exceptions import (
+    FencedLockError,
+    LeaseLost,
+    LockNotAcquired,
+    NoLease,
+    StaleFence,
+)
+from django_fencedlock.lease import Lease, clock
+
+from .history import FAIL, OK, UNKNOWN, Scribe, new_stamp
+from .models import PROTECTED, Gauge, Plain, Tally
+
+#: Nothing has happened, and nothing will.
+REFUSALS = (LeaseLost, LockNotAcquired, NoLease, StaleFence)
+#: It may have happened.
+TROUBLES = (Error, FencedLockError, OSError)
+#: What a client does under its lock, and how often in relation to each other.
+WAYS = {"save": 6, "held": 2, "update": 2, "atomic": 3, "gauge": 2}
+
+
+class Client:
+    """
+    One client.
+
+    Args:
+        name: Of its account, and for its seed.
+        lab: What the lab says: seed, ttl, rows, using, directory, fenced, starve, fork.
+    """
+
+    def __init__(self, name: str, lab: dict[str, Any]) -> None:
+        self.scribe = Scribe(Path(lab["directory"]), name)
+        self.random = random.Random(f"{lab['seed']} {name}")
+        self.ttl: float = lab["ttl"]
+        self.rows: int = lab["rows"]
+        self.using: str = lab["using"]
+        self.fenced: bool = lab["fenced"]
+        self.habits: dict[str, float] = lab["habits"]
+        self.ways: dict[str, int] = lab.get("ways") or WAYS
+        self.end = Path(lab["directory"]) / "stop"
+
+    def run(self) -> None:
+        """
+        Work until the file ``stop`` is there.
+        """
+        while not self.end.exists():
+            close_old_connections()
+            self.work_once()
+
+    def work_once(self) -> None:
+        """
+        Take one lock, work under it, and give it back.
+        """
+        pk = self.random.randint(1, self.rows)
+        name = f"row:{pk}"
+        number = self.scribe.invoke("acquire", name)
+        wait = self.random.uniform(1, 4) * self.ttl
+        try:
+            lease = lock(name, ttl=self.ttl, blocking_timeout=wait).acquire()
+        except TROUBLES as exc:
+            self.scribe.answer(number, UNKNOWN, error=repr(exc))
+            # It is as a rule not back in a moment.
+            time.sleep(self.random.uniform(0, 0.2))
+            return
+        if lease is None:
+            self.scribe.answer(number, FAIL)
+            return
+        self.scribe.answer(number, OK, token=lease.token, owner=lease.owner)
+        try:
+            self.work_under(lease, pk)
+        finally:
+            self.release(lease)
+
+    def work_under(self, lease: Lease, pk: int) -> None:
+        """
+        Write some times.
+        """
+        for _ in range(self.random.choice([1, 1, 2, 3])):
+            way = self.random.choices(list(self.ways), list(self.ways.values()))[0]
+            try:
+                getattr(self, f"write_by_{way}")(lease, pk)
+            except REFUSALS:
+                # Most code would end here; what goes on has to be refused again.
+                if self.random.random() < 0.7:
+                    return
+            except TROUBLES:
+                return
+            self.do_something_else(lease)
+
+    def do_something_else(self, lease: Lease) -> None:
+        """
+        Ask the lock service, or take the lock once more.
+        """
+        chance = self.random.random()
+        if chance < 0.15:
+            self.ask("verify", lease, lease.verify)
+        elif chance < 0.3:
+            self.ask("renew", lease, lease.renew)
+        elif chance < 0.4:
+            self.enter_again(lease)
+        elif chance < 0.4 + self.habits.get("fork", 0):
+            self.leave_to_child(lease)
+
+    # Writing
+
+    def write_by_save(self, lease: Lease, pk: int) -> None:
+        row = Tally.objects.using(self.using).get(pk=pk)
+        read = row.count
+        self.think()
+        with self.writing("tally", lease, read) as stamp:
+            self.save(row, read, stamp)
+
+    def write_by_gauge(self, lease: Lease, pk: int) -> None:
+        row = Gauge.objects.using(self.using).get(pk=pk)
+        read = row.count
+        self.think()
+        with self.writing("gauge", lease, read) as stamp:
+            self.save(row, read, stamp)
+
+    def write_by_update(self, lease: Lease, pk: int) -> None:
+        read = Tally.objects.using(self.using).get(pk=pk).count
+        self.think()
+        with self.writing("tally", lease, read) as stamp:
+            rows = Tally.objects if self.fenced else _bare(Tally)
+            rows.using(self.using).filter(pk=pk).update(count=read + 1, stamp=stamp)
+
+    def write_by_held(self, lease: Lease, pk: int) -> None:
+        """
+        Go on thinking after the write, in a transaction that is open.
+        """
+        row = Tally.objects.using(self.using).get(pk=pk)
+        read = row.count
+        self.think()
+        with (
+            self.writing("tally", lease, read) as stamp,
+            self.committing(transaction.atomic(self.using)),
+        ):
+            self.save(row, read, stamp)
+            self.think()
+
+    def write_by_atomic(self, lease: Lease, pk: int) -> None:
+        """
+        Read and write a plain row in a transaction under the lease.
+        """
+        block = lease.atomic(self.using) if self.fenced else transaction.atomic(self.using)
+        with self.writing("plain", lease, None) as stamp, self.committing(block):
+            read = Plain.objects.using(self.using).get(pk=pk).count
+            self.think()
+            self.scribe.write(number=self._number, event="fact", read=read)
+            Plain.objects.using(self.using).filter(pk=pk).update(count=read + 1, stamp=stamp)
+            self.think()
+
+    def save(self, row: Any, read: int, stamp: str) -> None:
+        if self.fenced:
+            row.count, row.stamp = read + 1, stamp
+            row.save()
+        else:
+            rows = _bare(type(row)).using(self.using).filter(pk=row.pk)
+            rows.update(count=read + 1, stamp=stamp)
+
+    @contextlib.contextmanager
+    def writing(self, table: str, lease: Lease, read: int | None) -> Iterator[str]:
+        """
+        Note a write and what came of it.
+        """
+        stamp = new_stamp()
+        facts = {"table": table, "stamp": stamp, "token": lease.token, "owner": lease.owner}
+        self._number = self.scribe.invoke("write", lease.name, read=read, **facts)
+        try:
+            yield stamp
+        except REFUSALS as exc:
+            self.scribe.answer(self._number, FAIL, error=type(exc).__name__)
+            raise
+        except TROUBLES as exc:
+            self.scribe.answer(self._number, UNKNOWN, error=repr(exc))
+            raise
+        self.scribe.answer(self._number, OK)
+
+    @contextlib.contextmanager
+    def committing(self, block: Any) -> Iterator[None]:
+        """
+        Note when the COMMIT of a transaction is asked for.
+        """
+        with block:
+            yield
+            self.scribe.commit(self._number)
+
+    def think(self) -> None:
+        """
+        Take some time, now and then more than a ttl.
+        """
+        chance = self.random.random()
+        if chance < self.habits.get("starve", 0):
+            _starve(self.random.uniform(1.2, 2.2) * self.ttl)
+        elif chance < 0.6:
+            time.sleep(self.random.uniform(0, 0.1) * self.ttl)
+        elif chance < 0.9:
+            time.sleep(self.random.uniform(0.1, 0.5) * self.ttl)
+        else:
+            time.sleep(self.random.uniform(0.5, 1.4) * self.ttl)
+
+    # All but writing
+
+    def release(self, lease: Lease) -> None:
+        number = self.scribe.invoke(
+            "release", lease.name, token=lease.token, owner=lease.owner, lost=lease.lost
+        )
+        try:
+            kept = lease.release()
+        except TROUBLES as exc:
+            self.scribe.answer(number, UNKNOWN, error=repr(exc))
+        else:
+            self.scribe.answer(number, OK if kept else FAIL)
+
+    def ask(self, kind: str, lease: Lease, question: Callable[[], Any]) -> None:
+        """
+        Ask for a lease at the lock service; note how much of it was left after the answer.
+        """
+        deadline, lost = lease.deadline, lease.lost
+        number = self.scribe.invoke(kind, lease.name, token=lease.token, owner=lease.owner)
+        try:
+            outcome = FAIL if question() is False else OK
+        except LeaseLost:
+            outcome = FAIL
+        except TROUBLES:
+            outcome = UNKNOWN
+        self.scribe.answer(number, outcome, left=deadline - clock(), lost=lost)
+
+    def enter_again(self, lease: Lease) -> None:
+        """
+        Take the lock that is held once more, and give that back.
+        """
+        number = self.scribe.invoke("reenter", lease.name, outer=lease.token, owner=lease.owner)
+        try:
+            with lock(lease.name) as again:
+                token = again.token
+        except LeaseLost:
+            self.scribe.answer(number, FAIL)
+        except TROUBLES as exc:
+            self.scribe.answer(number, UNKNOWN, error=repr(exc))
+        else:
+            self.scribe.answer(number, OK, token=token, released=lease.released)
+
+    def leave_to_child(self, lease: Lease) -> None:
+        """
+        Have a child after a fork try to write under the lease of its parent.
+        """
+        number = self.scribe.invoke("inherit", lease.name, token=lease.token, owner=lease.owner)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(_write_as_child(lease, self.using))
+        _, status = os.waitpid(pid, 0)
+        self.scribe.answer(number, FAIL if status == 0 else OK, status=status)
+
+
+def _bare(model: Any) -> Any:
+    """
+    A query set past the fence, as raw SQL would be.
+    """
+    return models.QuerySet(model)
+
+
+def _write_as_child(lease: Lease, using: str) -> int:
+    # The sockets are the parent's, and are not to be closed either.
+    connections[using].connection = None
+    pk = int(lease.name.partition(":")[2])
+    try:
+        row = Tally.objects.using(using).get(pk=pk)
+        row.stamp = "child"
+        row.save(lease=lease)
+    except REFUSALS:
+        return 0
+    except BaseException:
+        return 2
+    return 1
+
+
+def _starve(seconds: float) -> None:
+    """
+    Hold the interpreter, so that no thread renews anything.
+    """
+    end = time.monotonic() + seconds
+    text, pattern = "a" * 23, _catastrophe()
+    while time.monotonic() < end:
+        pattern.match(text)
+
+
+def _catastrophe() -> Any:
+    import re
+
+    # Each more character doubles the time of a match, all of it in one call of C.
+    return re.compile(r"(a|a)*b")
+
+
+def prepare(using: str, rows: int) -> None:
+    """
+    Make the tables and the rows, and have the database write its trail.
+    """
+    from django.core.management import call_command
+
+    from . import trail
+
+    call_command("migrate", database=using, run_syncdb=True, verbosity=0)
+    for model in PROTECTED.values():
+        for pk in range(1, rows + 1):
+            _bare(model).using(using).create(pk=pk)
+    trail.lay(using)
+
+
+def collect(using: str) -> dict[str, Any]:
+    """
+    Return the trail, and the counters at the end.
+    """
+    from .models import Trail
+
+    fields = ("pk", "kind", "name", "before", "after", "token", "stamp")
+    counts = [
+        (table, f"row:{pk}", count)
+        for table, model in PROTECTED.items()
+        for pk, count in _bare(model).using(using).values_list("pk", "count")
+    ]
+    trail = Trail.objects.using(using).order_by("pk").values_list(*fields)
+    return {"trail": list(trail), "counts": counts}

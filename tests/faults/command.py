@@ -1,0 +1,106 @@
+"""
+The command that runs the matrix, and the table at its end.
+"""
+
+import argparse
+import contextlib
+import itertools
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.servers import ServerMissing
+
+from .faults import FAULTS
+from .nemesis import Fault
+from .report import table
+from .runs import CALM, HELD, VIOLATED, Plan, Result, run
+from .sites import SITES, Site
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """
+    Run the matrix; return 1 if a promise was broken, 2 if a run showed nothing.
+    """
+    options = _parser().parse_args(arguments)
+    results: list[Result] = []
+    skipped: dict[str, str] = {}
+    with contextlib.suppress(KeyboardInterrupt):
+        for result in _runs(options, skipped):
+            print(result, flush=True)
+            results.append(result)
+    print(table(results, skipped))
+    return _status(results, options.unfenced)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10, help="how long it may take in all")
+    parser.add_argument("--seed", default=str(random.SystemRandom().randrange(10**6)))
+    parser.add_argument("--backend", action="append", choices=list(SITES))
+    parser.add_argument("--fault", action="append", choices=[each.name for each in FAULTS])
+    parser.add_argument("--seconds", type=float, default=15, help="how long one run takes at least")
+    parser.add_argument("--ttl", type=float, default=1.0)
+    parser.add_argument("--clients", type=int, default=5)
+    parser.add_argument("--unfenced", action="store_true", help="write past the fences")
+    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "fault-lab")
+    return parser
+
+
+def _runs(options: argparse.Namespace, skipped: dict[str, str]) -> Iterator[Result]:
+    end = time.monotonic() + options.minutes * 60
+    pairs = [
+        (site, fault)
+        for fault in FAULTS
+        for site in (options.backend or SITES)
+        if site in fault.sites and (not options.fault or fault.name in options.fault)
+    ]
+    print(f"seed {options.seed}, {len(pairs)} combinations", flush=True)
+    with contextlib.ExitStack() as stack:
+        sites: dict[str, Site] = {}
+        for number in itertools.count():
+            for name, fault in pairs:
+                if time.monotonic() > end:
+                    return
+                if why := _missing(name, fault, sites, stack):
+                    skipped[f"{fault.name} on {name}"] = why
+                else:
+                    yield run(sites[name], _plan(fault, options, f"{options.seed}.{number}"))
+
+
+def _missing(
+    name: str, fault: Fault, sites: dict[str, Site], stack: contextlib.ExitStack
+) -> str | None:
+    if why := fault.missing():
+        return why
+    try:
+        if name not in sites:
+            sites[name] = stack.enter_context(contextlib.closing(SITES[name]()))
+    except ServerMissing as exc:
+        return str(exc)
+    return None
+
+
+def _plan(fault: Fault, options: argparse.Namespace, seed: str) -> Plan:
+    return Plan(
+        fault=fault,
+        seed=seed,
+        seconds=options.seconds,
+        most=options.seconds * 4,
+        directory=options.keep,
+        fenced=not options.unfenced,
+        ttl=options.ttl,
+        clients=options.clients,
+    )
+
+
+def _status(results: Sequence[Result], unfenced: bool) -> int:
+    verdicts = {result.verdict for result in results}
+    if unfenced:
+        # What isn't found corrupt shows that the checker is blind.
+        return 1 if verdicts & {HELD, CALM} else 0
+    if VIOLATED in verdicts:
+        return 1
+    return 2 if CALM in verdicts or not results else 0

@@ -1,0 +1,205 @@
+"""
+What happened in a run: each process's own account of it, and the database's.
+
+A process appends one line when it asks for something and one when it has the answer, each in one
+write, so that a kill loses nothing that was written and leaves no half of a line but the last.
+"""
+
+import itertools
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+#: Outcomes. One that is unknown, or has no answer, may have happened or not.
+OK, FAIL, UNKNOWN = "ok", "fail", "unknown"
+#: The account of the nemesis.
+NEMESIS = "nemesis"
+
+
+def now() -> int:
+    """
+    Return nanoseconds on the clock that all processes of the machine share, and nobody sets.
+    """
+    return time.monotonic_ns()
+
+
+@dataclass
+class Operation:
+    """
+    Something that a client asked for.
+
+    Args:
+        kind: acquire, write, release, verify, renew, reenter or inherit.
+        name: The name of the lock.
+        begun: When it was asked for; of a write, when its COMMIT was.
+        ended: When the answer was there; None if none came.
+        outcome: OK, FAIL (refused, nothing has happened) or UNKNOWN.
+        facts: What else is known: token, owner, read, stamp, table...
+    """
+
+    kind: str
+    name: str
+    begun: int
+    ended: int | None = None
+    outcome: str = UNKNOWN
+    client: str = ""
+    token: int | None = None
+    owner: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["facts"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == OK
+
+
+@dataclass(frozen=True)
+class Entry:
+    """
+    A line of the trail that the database's triggers wrote.
+    """
+
+    place: int
+    kind: str
+    name: str
+    before: int | None
+    after: int
+    token: int | None
+    stamp: str
+
+
+@dataclass
+class History:
+    """
+    All that is known of a run.
+
+    Args:
+        operations: What the clients asked for.
+        trail: What the database committed, in its order.
+        strikes: What the nemesis did: dicts with ``what``, ``at`` and, for some, ``client``.
+        counts: The counters of the rows at the end, by table and name.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    trail: list[Entry] = field(default_factory=list)
+    strikes: list[dict[str, Any]] = field(default_factory=list)
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def of(self, kind: str, *outcomes: str) -> list[Operation]:
+        """
+        Return the operations of a kind, as they were asked for.
+        """
+        found = [each for each in self.operations if each.kind == kind]
+        if outcomes:
+            found = [each for each in found if each.outcome in outcomes]
+        return sorted(found, key=lambda each: each.begun)
+
+
+class Scribe:
+    """
+    Writes the account of one process.
+    """
+
+    def __init__(self, directory: Path, client: str) -> None:
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        self.client = client
+        self._descriptor = os.open(directory / f"{client}.jsonl", flags, 0o644)
+        self._numbers = itertools.count()
+
+    def invoke(self, kind: str, name: str, **facts: Any) -> int:
+        """
+        Note that something is asked for, before it is; return its number.
+        """
+        number = next(self._numbers)
+        self.write(number=number, event="invoke", kind=kind, name=name, **facts)
+        return number
+
+    def commit(self, number: int) -> None:
+        """
+        Note that a write's COMMIT is asked for.
+        """
+        self.write(number=number, event="commit")
+
+    def answer(self, number: int, outcome: str, **facts: Any) -> None:
+        """
+        Note the answer.
+        """
+        self.write(number=number, event=outcome, **facts)
+
+    def write(self, **line: Any) -> None:
+        """
+        Append a line.
+        """
+        os.write(self._descriptor, (json.dumps({"at": now(), **line}) + "\n").encode())
+
+
+def new_stamp() -> str:
+    """
+    Return what marks one write.
+    """
+    return uuid.uuid4().hex
+
+
+def read_operations(directory: Path) -> list[Operation]:
+    """
+    Read what all clients have written so far.
+    """
+    return [
+        operation
+        for path in sorted(directory.glob("*.jsonl"))
+        if path.stem != NEMESIS
+        for operation in _operations(path.stem, read_lines(path))
+    ]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """
+    Read the lines of a file; the last may be torn.
+    """
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def entries(rows: Iterable[Iterable[Any]]) -> list[Entry]:
+    """
+    Make the trail of its rows.
+    """
+    return sorted((Entry(*row) for row in rows), key=lambda entry: entry.place)
+
+
+_OUTCOMES = {OK, FAIL, UNKNOWN}
+_OWN = ("kind", "name", "token", "owner")
+
+
+def _operations(client: str, lines: Iterable[dict[str, Any]]) -> Iterator[Operation]:
+    found: dict[int, Operation] = {}
+    for line in lines:
+        number, event, at = line.pop("number"), line.pop("event"), line.pop("at")
+        if event == "invoke":
+            own = {key: line.pop(key) for key in _OWN if key in line}
+            found[number] = Operation(begun=at, client=client, facts=line, **own)
+        elif event == "commit":
+            found[number].begun = at
+        elif event in _OUTCOMES:
+            _complete(found[number], at, event, line)
+    yield from found.values()
+
+
+def _complete(operation: Operation, at: int, outcome: str, line: dict[str, Any]) -> None:
+    operation.ended, operation.outcome = at, outcome
+    for key in ("token", "owner"):
+        if key in line:
+            setattr(operation, key, line.pop(key))
+    operation.facts |= line

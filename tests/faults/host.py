@@ -1,0 +1,85 @@
+"""
+A process that has everything loaded, and forks a client whenever the lab wants one.
+
+``python -m tests.faults.host`` reads one order a line, as JSON, and answers each with a line.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def main() -> None:
+    """
+    Follow orders until there are no more.
+    """
+    import django
+
+    django.setup()
+    from . import client
+    from .settings import LAB
+
+    # Nobody waits for the clients, and none may stay as a zombie that looks alive.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    _say(ready=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["do"] == "client":
+            job: Callable[[], Any] = client.Client(order["name"], LAB).run
+        elif order["do"] == "prepare":
+            job = _writing(order["to"], lambda: client.prepare(LAB["using"], LAB["rows"]))
+        else:
+            job = _writing(order["to"], lambda: client.collect(LAB["using"]))
+        _say(pid=_fork(job))
+
+
+def _say(**answer: Any) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _fork(job: Callable[[], Any]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.close(0)
+            job()
+            status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Sessions are given back as at the end of any process.
+        import atexit
+
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _writing(path: str, job: Callable[[], Any]) -> Callable[[], None]:
+    def work() -> None:
+        whole = Path(path).with_suffix(".part")
+        whole.write_text(json.dumps(job()))
+        # Whoever waits for the file finds all of it.
+        whole.rename(path)
+
+    return work
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""
+Starting clients, from the lab's side.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.servers.process import _alive, _stopped, wait_until
+
+from .settings import VARIABLE
+
+_ROOT = Path(__file__).parent.parent.parent
+#: Seconds that anything may take that isn't under attack.
+PATIENCE = 60
+
+
+class Host:
+    """
+    A process that forks clients, all with the same settings.
+    """
+
+    def __init__(self, lab: Mapping[str, Any], log: Path, **environment: str) -> None:
+        self._log = log
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.host"],
+            cwd=_ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(_ROOT),
+                "DJANGO_SETTINGS_MODULE": "tests.faults.settings",
+                VARIABLE: json.dumps(lab),
+                **environment,
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("ab"),
+            text=True,
+        )
+        self._hear()
+
+    def client(self, name: str) -> int:
+        """
+        Start a client and return its pid.
+        """
+        return self._order(do="client", name=name)
+
+    def ask(self, what: str, path: Path) -> Any:
+        """
+        Have a process of its own do something, and return what it says.
+        """
+        path.unlink(missing_ok=True)
+        pid = self._order(do=what, to=str(path))
+        wait_until(lambda: path.exists() or not _alive([pid]), f"{what} by the lab", PATIENCE)
+        if not path.exists():
+            raise RuntimeError(f"{what} failed:\n{self._log.read_text()[-4000:]}")
+        return json.loads(path.read_text())
+
+    def close(self) -> None:
+        """
+        End the process. Its clients die with it.
+        """
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def _order(self, **order: Any) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        pid: int = self._hear()["pid"]
+        return pid
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"The lab's host ended:\n{self._log.read_text()[-4000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Crew:
+    """
+    The clients of a run: so many, whatever becomes of each.
+    """
+
+    def __init__(self, hosts: list[Host], size: int) -> None:
+        self._hosts = hosts
+        self._size = size
+        self._born = 0
+        #: The pids of the living, by the names of their accounts.
+        self.pids: dict[str, int] = {}
+
+    def fill(self) -> None:
+        """
+        Start clients for those that are gone.
+        """
+        self.bury()
+        taken = {int(name.split("-")[1]) for name in self.pids}
+        for place in set(range(self._size)) - taken:
+            name = f"client-{place}-{self._born}"
+            self._born += 1
+            self.pids[name] = self._hosts[place % len(self._hosts)].client(name)
+
+    def bury(self) -> None:
+        """
+        Forget those that are gone.
+        """
+        self.pids = {name: pid for name, pid in self.pids.items() if _alive([pid])}
+
+    def kill(self, name: str) -> None:
+        """
+        End a client as SIGKILL does; returns when it is gone.
+        """
+        pid = self.pids[name]
+        _send(pid, signal.SIGKILL)
+        wait_until(lambda: not _alive([pid]), "a client to be gone")
+
+    @contextlib.contextmanager
+    def paused(self, *names: str) -> Iterator[None]:
+        """
+        Have clients stand still inside the block.
+        """
+        pids = [self.pids[name] for name in names]
+        try:
+            for pid in pids:
+                _send(pid, signal.SIGSTOP)
+            wait_until(lambda: _stopped(pids), "clients to stand still")
+            yield
+        finally:
+            for pid in pids:
+                _send(pid, signal.SIGCONT)
+
+    def wait_for_end(self, timeout: float) -> list[str]:
+        """
+        Wait until all have ended; return the names of those that didn't, and end them.
+        """
+        with contextlib.suppress(TimeoutError):
+            wait_until(lambda: not _alive(list(self.pids.values())), "clients to end", timeout)
+        self.bury()
+        late = list(self.pids)
+        for name in late:
+            self.kill(name)
+        return late
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,133 @@
+"""
+What is done to clients: faults of processes. Those of servers are in ``server_faults``.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .checker import held_by
+from .history import NEMESIS, History, Scribe, now, read_operations
+from .hosts import Crew
+from .sites import SITES, Site
+
+EVERYWHERE = tuple(SITES)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """
+    Something that goes wrong, again and again.
+
+    Args:
+        name: As it is called on the command line.
+        strike: Has it happen once, and returns when it is over.
+        sites: Where it can happen.
+        needs: How much has to have happened, or the run shows nothing: least counts by name.
+        forgets: The lock service may lose its memory, or be out of reach.
+        far: Which of the clients reach the servers through proxies: "none", "some" or "all".
+        habits: Of the clients: how often they starve their threads, or fork.
+        environments: Of the processes; clients are spread over them.
+        privilege: Tells what is missing on this machine; None if nothing is.
+    """
+
+    name: str
+    strike: "Callable[[Lab], None]"
+    sites: tuple[str, ...] = EVERYWHERE
+    needs: Mapping[str, int] = field(
+        default_factory=lambda: {"strikes": 2, "takeovers": 1, "refusals": 1}
+    )
+    forgets: bool = False
+    far: str = "none"
+    habits: Mapping[str, float] = field(default_factory=dict)
+    environments: "Callable[[Path], list[dict[str, str]]]" = lambda directory: [{}]
+    missing: Callable[[], str | None] = lambda: None
+
+
+class Lab:
+    """
+    What a nemesis has at hand in a run.
+    """
+
+    def __init__(
+        self, site: Site, crew: Crew, directory: Path, ttl: float, chance: random.Random
+    ) -> None:
+        self.site: Any = site
+        self.crew = crew
+        self.ttl = ttl
+        self.random = chance
+        self.strikes: list[dict[str, Any]] = []
+        self._directory = directory
+        self._scribe = Scribe(directory, NEMESIS)
+
+    def note(self, what: str, **facts: Any) -> None:
+        """
+        Note that something is done.
+        """
+        self.strikes.append({"what": what, "at": now(), **facts})
+        self._scribe.write(what=what, **facts)
+
+    def sleep(self, least: float, most: float) -> None:
+        """
+        Wait for so many times the ttl.
+        """
+        time.sleep(self.random.uniform(least, most) * self.ttl)
+
+    def anybody(self) -> str:
+        """
+        Return the name of a client, most often one that has a lock.
+        """
+        self.crew.fill()
+        holders = self.holders() if self.random.random() < 0.8 else []
+        return self.random.choice(holders or list(self.crew.pids))
+
+    def holders(self) -> list[str]:
+        """
+        Return those that have a lock just now.
+        """
+        history = History(read_operations(self._directory))
+        at = now()
+        return [name for name in self.crew.pids if held_by(history, name, at)]
+
+
+def pause(lab: Lab) -> None:
+    """Have a client stand still for longer than its ttl."""
+    who = lab.anybody()
+    with lab.crew.paused(who):
+        lab.note("pause", client=who)
+        lab.sleep(1.3, 2.5)
+
+
+def pause_many(lab: Lab) -> None:
+    """Have most clients stand still at once."""
+    lab.crew.fill()
+    who = lab.random.sample(list(lab.crew.pids), max(1, len(lab.crew.pids) - 1))
+    with lab.crew.paused(*who):
+        lab.note("pause", client=",".join(who))
+        lab.sleep(1.2, 2)
+
+
+def kill(lab: Lab) -> None:
+    """Kill a client."""
+    who = lab.anybody()
+    lab.note("kill", client=who)
+    lab.crew.kill(who)
+    lab.sleep(0.2, 1)
+
+
+def watch(lab: Lab) -> None:
+    """Do nothing: it is the clients' own habits that are bad."""
+    lab.note("watch")
+    lab.sleep(0.5, 1)
+
+
+PROCESS_FAULTS = (
+    Fault("pause", pause),
+    Fault("pause-many", pause_many),
+    Fault("kill", kill, needs={"strikes": 3, "takeovers": 1}),
+    Fault("starve", watch, habits={"starve": 0.12}),
+    Fault("fork", watch, habits={"fork": 0.4}, needs={"inherits": 3}),
+)

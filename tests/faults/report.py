@@ -1,0 +1,37 @@
+"""
+The table at the end.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from .runs import CALM, Result
+
+_COLUMNS = ("grants", "writes", "strikes", "takeovers", "refusals")
+_HEAD = ("backend", "fault", "runs", *_COLUMNS, "violations", "too calm", "hung")
+
+
+def table(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
+    """
+    Return what came of all runs, by backend and fault, as a table in Markdown.
+    """
+    groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        groups[result.site, result.plan.fault.name].append(result)
+    rows = [_row(*key, group) for key, group in sorted(groups.items())]
+    rows.append(_row("all", "all", list(results)))
+    lines = [_line(_HEAD), _line(["---"] * len(_HEAD)), *map(_line, rows)]
+    lines += [f"not run: {what}: {why}" for what, why in sorted(skipped.items())]
+    return "\n".join(lines)
+
+
+def _row(site: str, fault: str, group: Sequence[Result]) -> list[str]:
+    sums = [sum(result.facts[column] for result in group) for column in _COLUMNS]
+    wrong = sum(len(result.violations) for result in group)
+    calm = sum(result.verdict == CALM for result in group)
+    hung = sum(len(result.hung) for result in group)
+    return [site, fault, *map(str, [len(group), *sums, wrong, calm, hung])]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

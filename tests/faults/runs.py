@@ -1,0 +1,176 @@
+"""
+One run: clients at work, one fault, and what the checker says of it.
+"""
+
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import checker
+from .checker import Terms, Violation
+from .history import History, entries, read_operations
+from .hosts import Crew, Host
+from .nemesis import Fault, Lab
+from .sites import Site
+
+HELD, VIOLATED, CALM = "held", "VIOLATED", "too calm"
+#: Violations that fencing is there to prevent.
+CORRUPTION = {"I3", "I4", "I5"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    How a run goes.
+
+    Args:
+        fault: What goes wrong.
+        seed: Of the nemesis and of the clients.
+        seconds: How long it lasts at least.
+        most: How long it lasts at the most, if too little has happened.
+        fenced: False has clients write past the fence: the checker has to find that.
+        directory: Where accounts are kept.
+    """
+
+    fault: Fault
+    seed: str
+    seconds: float
+    most: float
+    directory: Path
+    fenced: bool = True
+    ttl: float = 1.0
+    clients: int = 5
+    rows: int = 2
+
+
+@dataclass
+class Result:
+    """
+    What came of a run.
+    """
+
+    site: str
+    plan: Plan
+    verdict: str
+    violations: list[Violation] = field(default_factory=list)
+    facts: dict[str, int] = field(default_factory=dict)
+    #: Clients that didn't end within their time.
+    hung: list[str] = field(default_factory=list)
+    kept: Path | None = None
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {what}" for what, count in self.facts.items())
+        text = f"{self.site} {self.plan.fault.name} seed {self.plan.seed}: {self.verdict}; {counts}"
+        lines = [text, *(f"  {each}" for each in self.violations[:10])]
+        if self.hung:
+            lines.append(f"  hung: {', '.join(self.hung)}")
+        if self.kept:
+            lines.append(f"  kept in {self.kept}")
+        return "\n".join(lines)
+
+
+def run(site: Site, plan: Plan) -> Result:
+    """
+    Do a run. Its accounts are kept if it isn't as it should be.
+    """
+    plan.directory.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix=f"{site.name}-{plan.fault.name}-", dir=plan.directory))
+    with _Run(site, plan, directory) as running:
+        running.work()
+        result = running.finish()
+    if result.verdict == HELD and not result.hung:
+        shutil.rmtree(directory)
+    else:
+        result.kept = directory
+        (directory / "verdict").write_text(f"{result}\n")
+    return result
+
+
+class _Run:
+    def __init__(self, site: Site, plan: Plan, directory: Path) -> None:
+        self.site, self.plan, self.directory = site, plan, directory
+        self.terms = Terms(plan.ttl, forgets=plan.fault.forgets)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "_Run":
+        with ExitStack() as stack:
+            self.site.renew(self.directory)
+            stack.callback(self.site.heal)
+            self.near = self._host(stack)
+            self.near.ask("prepare", self.directory / "prepared")
+            self.crew = Crew(list(self._hosts(stack)), self.plan.clients)
+            chance = random.Random(self.plan.seed)
+            self.lab = Lab(self.site, self.crew, self.directory, self.plan.ttl, chance)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def work(self) -> None:
+        """Have clients work and things go wrong for as long as it takes."""
+        self.crew.fill()
+        begun = time.monotonic()
+        while True:
+            self.lab.sleep(0.3, 0.8)
+            self.plan.fault.strike(self.lab)
+            self.crew.fill()
+            passed = time.monotonic() - begun
+            if passed > self.plan.most or (passed > self.plan.seconds and self._has_shown_it()):
+                return
+
+    def finish(self) -> Result:
+        """Mend everything, and look what has become of it."""
+        self.site.heal()
+        (self.directory / "stop").touch()
+        hung = self.crew.wait_for_end(timeout=20 + 10 * self.plan.ttl)
+        history = self._history()
+        found = checker.violations(history, self.terms)
+        facts = checker.facts(history)
+        verdict = VIOLATED if found else HELD if _suffices(facts, self.plan) else CALM
+        return Result(self.site.name, self.plan, verdict, found, facts, hung)
+
+    def _has_shown_it(self) -> bool:
+        if self.plan.fenced:
+            return _suffices(checker.facts(self._history(trail=False)), self.plan)
+        found = checker.violations(self._history(), self.terms)
+        return any(each.promise in CORRUPTION for each in found)
+
+    def _history(self, trail: bool = True) -> History:
+        history = History(read_operations(self.directory), strikes=self.lab.strikes)
+        if trail:
+            path = self.directory / "trail.json"
+            found = self.near.ask("collect", path)
+            history.trail = entries(found["trail"])
+            history.counts = {(table, name): count for table, name, count in found["counts"]}
+            history.operations = read_operations(self.directory)
+        return history
+
+    def _hosts(self, stack: ExitStack) -> Iterator[Host]:
+        for environment in self.plan.fault.environments(self.directory):
+            ways = {"none": (False,), "some": (False, True), "all": (True,)}
+            for far in ways[self.plan.fault.far]:
+                yield self._host(stack, far, environment)
+
+    def _host(
+        self, stack: ExitStack, far: bool = False, environment: Mapping[str, str] | None = None
+    ) -> Host:
+        lab = self.site.lab(far) | {
+            "seed": self.plan.seed,
+            "ttl": self.plan.ttl,
+            "rows": self.plan.rows,
+            "fenced": self.plan.fenced,
+            "directory": str(self.directory),
+            "habits": dict(self.plan.fault.habits),
+        }
+        log = self.directory / "clients.log"
+        return stack.enter_context(closing(Host(lab, log, **(environment or {}))))
+
+
+def _suffices(facts: Mapping[str, int], plan: Plan) -> bool:
+    return all(facts[what] >= least for what, least in plan.fault.needs.items())

@@ -1,0 +1,268 @@
+"""
+Where a run takes place: a lock service, the database of its fences, and the ways to both.
+"""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.servers import MariaDB, PgBouncer, Postgres, Proxy, Redis, finding
+
+from .settings import VARIABLE as VARIABLE
+
+#: Seconds within which a lock service has to answer a request.
+TIMEOUT = 1.0
+
+_DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
+_POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
+_REDIS = "django_fencedlock.backends.redis.RedisBackend"
+
+
+class Site:
+    """
+    The servers of one backend.
+
+    Clients reach them directly, or, those that are far away, through proxies that can fail.
+    """
+
+    name = ""
+    backend = _DATABASE
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self.proxies: list[Proxy] = []
+        self.start()
+
+    def start(self) -> None:
+        """
+        Start the servers.
+        """
+
+    def renew(self, directory: Path) -> None:
+        """
+        Forget all runs before.
+        """
+        raise NotImplementedError
+
+    def database(self, far: bool) -> dict[str, Any]:
+        """
+        Return the entry in DATABASES.
+        """
+        raise NotImplementedError
+
+    def lab(self, far: bool = False) -> dict[str, Any]:
+        """
+        Return what clients are told of the site.
+        """
+        lock = {
+            "BACKEND": self.backend,
+            "OPTIONS": {"TIMEOUT": TIMEOUT, **self.options()},
+            **self.location(far),
+        }
+        databases = {"default": self.database(far)}
+        return {"databases": databases, "locks": {"default": lock}, "using": "default"}
+
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def location(self, far: bool) -> dict[str, str]:
+        return {}
+
+    def heal(self) -> None:
+        """
+        Have everything answer again.
+        """
+        for proxy in self.proxies:
+            proxy.pass_through()
+
+    def versions(self) -> list[str]:
+        """
+        Return the servers that the site is made of.
+        """
+        return []
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _keep(self, thing: Any) -> Any:
+        return self._stack.enter_context(contextlib.closing(thing))
+
+    def _proxy(self, host: str, port: int) -> Proxy:
+        proxy: Proxy = self._keep(Proxy(host, port))
+        self.proxies.append(proxy)
+        return proxy
+
+
+class SQLite(Site):
+    """
+    Leases as rows of a file.
+    """
+
+    name = "sqlite"
+
+    def renew(self, directory: Path) -> None:
+        self._file = directory / "db.sqlite3"
+
+    def database(self, far: bool) -> dict[str, Any]:
+        return {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": str(self._file),
+            "OPTIONS": {
+                "transaction_mode": "IMMEDIATE",
+                "timeout": 5,
+                "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
+            },
+        }
+
+    def versions(self) -> list[str]:
+        import sqlite3
+
+        return [f"SQLite {sqlite3.sqlite_version}"]
+
+
+class OnPostgres(Site):
+    """
+    Fences in a PostgreSQL.
+    """
+
+    def start(self) -> None:
+        self.postgres: Postgres = self._keep(Postgres.launch(finding.postgres()))
+        self.postgres_proxy = self._proxy(self.postgres.host, self.postgres.port)
+
+    def renew(self, directory: Path) -> None:
+        self.postgres.empty()
+        self.database_name = self.postgres.create_database()
+
+    def database(self, far: bool) -> dict[str, Any]:
+        entry = self.postgres.django(self.database_name)
+        if far:
+            entry |= {"HOST": self.postgres_proxy.host, "PORT": str(self.postgres_proxy.port)}
+        # Who would hang for ever on a connection that has gone silent learns nothing.
+        return entry | {"OPTIONS": {"connect_timeout": 5, "tcp_user_timeout": 8000}}
+
+    def versions(self) -> list[str]:
+        return [str(finding.postgres())]
+
+
+class PostgresRows(OnPostgres):
+    """
+    Leases as rows of a PostgreSQL.
+    """
+
+    name = "rows"
+
+
+class PostgresSessions(OnPostgres):
+    """
+    Leases as advisory locks of sessions.
+    """
+
+    name = "postgres"
+    backend = _POSTGRES
+
+
+class Pooled(OnPostgres):
+    """
+    Leases as rows of a PostgreSQL behind a pooler of transactions.
+    """
+
+    name = "pgbouncer"
+
+    def start(self) -> None:
+        super().start()
+        found = finding.pgbouncer()
+        self.pgbouncer: PgBouncer = self._keep(PgBouncer.launch(found, self.postgres, pool_size=8))
+
+    def renew(self, directory: Path) -> None:
+        # It keeps sessions open, of databases that are gone as well.
+        self.pgbouncer.restart()
+        super().renew(directory)
+
+    def database(self, far: bool) -> dict[str, Any]:
+        entry = self.pgbouncer.django(self.database_name)
+        # A cursor or a prepared statement belongs to a session; here the next may be another.
+        options = {"connect_timeout": 5, "prepare_threshold": None}
+        return entry | {"DISABLE_SERVER_SIDE_CURSORS": True, "OPTIONS": options}
+
+    def versions(self) -> list[str]:
+        return [*super().versions(), str(finding.pgbouncer())]
+
+
+class OnRedis(OnPostgres):
+    """
+    Leases as keys of a Redis, fences in a PostgreSQL.
+    """
+
+    name = "redis"
+    backend = _REDIS
+    _find: Callable[[], finding.Found] = staticmethod(finding.redis)
+
+    def start(self) -> None:
+        super().start()
+        self.redis: Redis = self.launch()
+        self.redis_proxy = self._proxy(self.redis.host, self.redis.port)
+
+    def launch(self, *arguments: str, replica_of: Redis | None = None) -> Redis:
+        """
+        Start one more server.
+        """
+        found = self._find()
+        server: Redis = self._keep(Redis.launch(found, *arguments, replica_of=replica_of))
+        return server
+
+    def renew(self, directory: Path) -> None:
+        super().renew(directory)
+        self.redis.empty()
+
+    def location(self, far: bool) -> dict[str, str]:
+        at = self.redis_proxy if far else self.redis
+        return {"LOCATION": f"redis://{at.host}:{at.port}/0"}
+
+    def versions(self) -> list[str]:
+        return [*super().versions(), str(self._find())]
+
+
+class OnValkey(OnRedis):
+    """
+    The same on a Valkey.
+    """
+
+    name = "valkey"
+    _find = staticmethod(finding.valkey)
+
+
+class OnMariaDB(Site):
+    """
+    Leases as rows of a MariaDB.
+    """
+
+    name = "mariadb"
+    _numbers = 0
+
+    def start(self) -> None:
+        self.mariadb: MariaDB = self._keep(MariaDB.launch(finding.mariadb()))
+        self.mariadb_proxy = self._proxy(self.mariadb.host, self.mariadb.port)
+
+    def renew(self, directory: Path) -> None:
+        self.mariadb.empty()
+        type(self)._numbers += 1
+        self._database_name = f"lab_{self._numbers}"
+        self.mariadb.execute(f"CREATE DATABASE {self._database_name}")
+
+    def database(self, far: bool) -> dict[str, Any]:
+        entry = self.mariadb.django(self._database_name)
+        if far:
+            entry |= {"HOST": self.mariadb_proxy.host, "PORT": str(self.mariadb_proxy.port)}
+        return entry
+
+    def versions(self) -> list[str]:
+        return [str(finding.mariadb())]
+
+
+SITES: dict[str, type[Site]] = {
+    site.name: site
+    for site in (
+        *(SQLite, PostgresRows, Pooled, OnMariaDB, PostgresSessions, OnRedis, OnValkey),
+    )
+}
