@@ -38,6 +38,12 @@ def on(settings, keep_connections):
     return use
 
 
+def execute(alias, *statements):
+    with connections[alias].cursor() as cursor:
+        for statement in statements:
+            cursor.execute(statement)
+
+
 def ours(counter):
     """The statements that touch the package's tables or begin and end its transactions."""
     return sum(
@@ -113,6 +119,24 @@ class TestOnMariaDB:
         with mariadb.statements() as seen:
             lease.release()
         assert sum(seen.values()) == 1
+
+    def test_a_trigger_on_the_fences_changes_no_token(self, on):
+        on("mariadb")
+        fences = Fence._meta.db_table
+        statements = ["CREATE TABLE audit (id BIGINT AUTO_INCREMENT PRIMARY KEY, token BIGINT)"]
+        for event in ("insert", "update"):
+            statements.append(
+                f"CREATE TRIGGER audit_{event} AFTER {event} ON {fences} FOR EACH ROW "
+                "INSERT INTO audit (token) VALUES (NEW.token + 50)"
+            )
+        try:
+            execute("mariadb", *statements)
+            for token in (1, 2):
+                with lock("x") as lease:
+                    assert lease.token == token
+        finally:
+            drops = [f"DROP TRIGGER IF EXISTS audit_{event}" for event in ("insert", "update")]
+            execute("mariadb", *drops, "DROP TABLE IF EXISTS audit")
 
     def test_a_thousand_leases_are_renewed_by_a_few_statements(self, on, mariadb):
         backend = on("mariadb").backend

@@ -77,7 +77,17 @@ class MySQLLedger(PortableLedger):
             "owner = VALUES(owner)",
             given,
         )
-        return cursor.lastrowid if cursor.rowcount else None
+        if not cursor.rowcount:
+            return None
+        # A trigger on the fences that fills an AUTO_INCREMENT has the answer bring 0.
+        return cursor.lastrowid or self._token_of(cursor, given)
+
+    def _token_of(self, cursor: Any, given: dict[str, Any]) -> int | None:
+        cursor.execute(
+            f"SELECT token FROM {FENCE} WHERE name = %(name)s AND owner = %(owner)s", given
+        )
+        row = cursor.fetchone()
+        return row[0] if row else None
 
     def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
         # Assignments take effect from left to right: owner goes by the token that was there.
