@@ -264,9 +264,7 @@ def held_by(history: History, client: str, at: int) -> list[str]:
     return [
         each.name
         for each in mine
-        if each.kind == "acquire"
-        and each.ok
-        and _end(each) <= at <= released.get(each.owner, at)
+        if each.kind == "acquire" and each.ok and _end(each) <= at <= released.get(each.owner, at)
     ]
 
 
@@ -322,9 +320,7 @@ def takeovers(history: History) -> int:
         granted = sorted(
             (each for each in history.of("acquire", OK) if each.name == name), key=_token
         )
-        released = {
-            each.owner: each.begun for each in history.of("release") if each.name == name
-        }
+        released = {each.owner: each.begun for each in history.of("release") if each.name == name}
         for earlier, later in pairwise(granted):
             gone = released.get(earlier.owner)
             if earlier.client != later.client and (gone is None or gone > _end(later)):

@@ -135,8 +135,7 @@ class Client:
         read = Tally.objects.using(self.using).get(pk=pk).count
         self.think()
         with self.writing("tally", lease, read) as stamp:
-            rows = Tally.objects if self.fenced else _bare(Tally)
-            rows.using(self.using).filter(pk=pk).update(count=read + 1, stamp=stamp)
+            self.update(Tally, pk, read, stamp)
 
     def write_by_held(self, lease: Lease, pk: int) -> None:
         """
@@ -169,8 +168,13 @@ class Client:
             row.count, row.stamp = read + 1, stamp
             row.save()
         else:
-            rows = _bare(type(row)).using(self.using).filter(pk=row.pk)
-            rows.update(count=read + 1, stamp=stamp)
+            self.update(type(row), row.pk, read, stamp)
+
+    def update(self, model: Any, pk: int, read: int, stamp: str) -> None:
+        rows = model.objects if self.fenced else _bare(model)
+        # Past the fence, the token is written down and compared with nothing.
+        token = {} if self.fenced else {"fence": self._token}
+        rows.using(self.using).filter(pk=pk).update(count=read + 1, stamp=stamp, **token)
 
     @contextlib.contextmanager
     def writing(self, table: str, lease: Lease, read: int | None) -> Iterator[str]:
@@ -178,6 +182,7 @@ class Client:
         Note a write and what came of it.
         """
         stamp = new_stamp()
+        self._token = lease.token
         facts = {"table": table, "stamp": stamp, "token": lease.token, "owner": lease.owner}
         self._number = self.scribe.invoke("write", lease.name, read=read, **facts)
         try:

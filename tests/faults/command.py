@@ -16,7 +16,7 @@ from tests.servers import ServerMissing
 from .faults import FAULTS
 from .nemesis import Fault
 from .report import table
-from .runs import CALM, HELD, VIOLATED, Plan, Result, run
+from .runs import BROKEN, CALM, VIOLATED, Plan, Result, run
 from .sites import SITES, Site
 
 
@@ -66,8 +66,12 @@ def _runs(options: argparse.Namespace, skipped: dict[str, str]) -> Iterator[Resu
                     return
                 if why := _missing(name, fault, sites, stack):
                     skipped[f"{fault.name} on {name}"] = why
-                else:
-                    yield run(sites[name], _plan(fault, options, f"{options.seed}.{number}"))
+                    continue
+                result = run(sites[name], _plan(fault, options, f"{options.seed}.{number}"))
+                if result.verdict == BROKEN:
+                    # Who knows what state its servers are in.
+                    sites.pop(name).close()
+                yield result
 
 
 def _missing(
@@ -77,7 +81,8 @@ def _missing(
         return why
     try:
         if name not in sites:
-            sites[name] = stack.enter_context(contextlib.closing(SITES[name]()))
+            sites[name] = SITES[name]()
+            stack.callback(sites[name].close)
     except ServerMissing as exc:
         return str(exc)
     return None
@@ -100,7 +105,7 @@ def _status(results: Sequence[Result], unfenced: bool) -> int:
     verdicts = {result.verdict for result in results}
     if unfenced:
         # What isn't found corrupt shows that the checker is blind.
-        return 1 if verdicts & {HELD, CALM} else 0
-    if VIOLATED in verdicts:
+        return 0 if verdicts == {VIOLATED} else 1
+    if verdicts & {VIOLATED, BROKEN} or any(result.hung for result in results):
         return 1
     return 2 if CALM in verdicts or not results else 0

@@ -3,6 +3,7 @@ All faults.
 """
 
 from .nemesis import PROCESS_FAULTS
+from .server_faults import SERVER_FAULTS
 
-FAULTS = (*PROCESS_FAULTS,)
+FAULTS = (*PROCESS_FAULTS, *SERVER_FAULTS)
 BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -22,18 +22,24 @@ class Tally(Counted, FencedModel):
 
     fencing = Fencing("row:{pk}")
 
+    def __str__(self) -> str:
+        return f"Tally {self.pk}"
+
 
 class Gauge(Counted, FencedModel):
     """Compares with its own column alone."""
 
     fencing = Fencing("row:{pk}", mode="high_water")
 
+    def __str__(self) -> str:
+        return f"Gauge {self.pk}"
+
 
 class Plain(Counted):
     """Fenced only inside of lease.atomic()."""
 
     def __str__(self) -> str:
-        return str(self.pk)
+        return f"Plain {self.pk}"
 
 
 class Trail(models.Model):

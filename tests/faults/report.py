@@ -5,10 +5,10 @@ The table at the end.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from .runs import CALM, Result
+from .runs import BROKEN, CALM, Result
 
 _COLUMNS = ("grants", "writes", "strikes", "takeovers", "refusals")
-_HEAD = ("backend", "fault", "runs", *_COLUMNS, "violations", "too calm", "hung")
+_HEAD = ("backend", "fault", "runs", *_COLUMNS, "violations", "too calm", "broken", "hung")
 
 
 def table(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
@@ -29,8 +29,9 @@ def _row(site: str, fault: str, group: Sequence[Result]) -> list[str]:
     sums = [sum(result.facts[column] for result in group) for column in _COLUMNS]
     wrong = sum(len(result.violations) for result in group)
     calm = sum(result.verdict == CALM for result in group)
+    broken = sum(result.verdict == BROKEN for result in group)
     hung = sum(len(result.hung) for result in group)
-    return [site, fault, *map(str, [len(group), *sums, wrong, calm, hung])]
+    return [site, fault, *map(str, [len(group), *sums, wrong, calm, broken, hung])]
 
 
 def _line(cells: Sequence[str]) -> str:

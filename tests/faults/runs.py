@@ -6,6 +6,8 @@ import random
 import shutil
 import tempfile
 import time
+import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ from .hosts import Crew, Host
 from .nemesis import Fault, Lab
 from .sites import Site
 
-HELD, VIOLATED, CALM = "held", "VIOLATED", "too calm"
+#: BROKEN is the lab itself.
+HELD, VIOLATED, CALM, BROKEN = "held", "VIOLATED", "too calm", "BROKEN"
 #: Violations that fencing is there to prevent.
 CORRUPTION = {"I3", "I4", "I5"}
 
@@ -58,7 +61,7 @@ class Result:
     plan: Plan
     verdict: str
     violations: list[Violation] = field(default_factory=list)
-    facts: dict[str, int] = field(default_factory=dict)
+    facts: Counter[str] = field(default_factory=Counter)
     #: Clients that didn't end within their time.
     hung: list[str] = field(default_factory=list)
     kept: Path | None = None
@@ -80,9 +83,13 @@ def run(site: Site, plan: Plan) -> Result:
     """
     plan.directory.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix=f"{site.name}-{plan.fault.name}-", dir=plan.directory))
-    with _Run(site, plan, directory) as running:
-        running.work()
-        result = running.finish()
+    try:
+        with _Run(site, plan, directory) as running:
+            running.work()
+            result = running.finish()
+    except Exception:
+        result = Result(site.name, plan, BROKEN)
+        (directory / "error").write_text(traceback.format_exc())
     if result.verdict == HELD and not result.hung:
         shutil.rmtree(directory)
     else:
@@ -133,7 +140,7 @@ class _Run:
         found = checker.violations(history, self.terms)
         facts = checker.facts(history)
         verdict = VIOLATED if found else HELD if _suffices(facts, self.plan) else CALM
-        return Result(self.site.name, self.plan, verdict, found, facts, hung)
+        return Result(self.site.name, self.plan, verdict, found, Counter(facts), hung)
 
     def _has_shown_it(self) -> bool:
         if self.plan.fenced:

@@ -262,7 +262,5 @@ class OnMariaDB(Site):
 
 SITES: dict[str, type[Site]] = {
     site.name: site
-    for site in (
-        *(SQLite, PostgresRows, Pooled, OnMariaDB, PostgresSessions, OnRedis, OnValkey),
-    )
+    for site in (*(SQLite, PostgresRows, Pooled, OnMariaDB, PostgresSessions, OnRedis, OnValkey),)
 }

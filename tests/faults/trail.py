@@ -41,9 +41,7 @@ def _statements(connection: Any) -> Iterator[str]:
         yield from _trigger(connection, f"fence_{event.lower()}", event, Fence, statement)
 
 
-def _trigger(
-    connection: Any, label: str, event: str, model: Any, statement: str
-) -> Iterator[str]:
+def _trigger(connection: Any, label: str, event: str, model: Any, statement: str) -> Iterator[str]:
     table = connection.ops.quote_name(model._meta.db_table)
     head = f"CREATE TRIGGER note_{label} AFTER {event} ON {table} FOR EACH ROW"
     if connection.vendor == "postgresql":
@@ -53,4 +51,5 @@ def _trigger(
         yield f"{head} {statement}"
     else:
         # Older ones have no CONCAT.
-        yield f"{head} BEGIN {statement.replace("CONCAT('row:', NEW.id)", "'row:' || NEW.id")}; END"
+        statement = statement.replace("CONCAT('row:', NEW.id)", "'row:' || NEW.id")
+        yield f"{head} BEGIN {statement}; END"

@@ -1,0 +1,229 @@
+"""
+What is done to servers, and to the ways that lead to them.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+
+from tests.servers import Proxy
+from tests.servers.process import _family, run_as_server_user, wait_until
+
+from .nemesis import Fault, Lab
+
+ON_POSTGRES = ("rows", "postgres", "redis", "valkey")
+ON_REDIS = ("redis", "valkey")
+PROXIED = ("rows", "postgres", "mariadb", "redis", "valkey")
+#: No takeover and no refusal is to be expected: nobody outlives his lease unawares.
+BARE = {"strikes": 2}
+TAKEN = {"strikes": 2, "takeovers": 1}
+
+
+# Redis
+
+
+def empty(lab: Lab) -> None:
+    """Have Redis forget everything, while a holder thinks."""
+    lab.anybody()
+    lab.note("empty")
+    lab.site.redis.empty()
+    lab.sleep(0.5, 1.5)
+
+
+def restart_redis(lab: Lab) -> None:
+    """Kill Redis and start it again, without its memory."""
+    lab.anybody()
+    lab.note("restart redis")
+    lab.site.redis.kill()
+    lab.sleep(0, 0.5)
+    lab.site.redis.start()
+    lab.sleep(0.5, 1.5)
+
+
+def fail_over(lab: Lab) -> None:
+    """Replace Redis by a replica that lacks the last writes."""
+    site = lab.site
+    replica = site.launch(replica_of=site.redis)
+    # From here on it gets nothing more, and the primary goes on granting.
+    replica.promote()
+    lab.sleep(0.5, 1.5)
+    lab.note("fail over")
+    old, site.redis = site.redis, replica
+    site.redis_proxy.retarget(replica.host, replica.port)
+    old.kill()
+    site.redis_proxy.cut()
+    lab.sleep(0.5, 1.5)
+
+
+# Databases
+
+
+def restart_database(lab: Lab) -> None:
+    """Kill the database and start it again."""
+    server = _database(lab)
+    lab.anybody()
+    lab.note("restart database")
+    server.kill()
+    lab.sleep(0, 0.3)
+    server.start()
+    lab.sleep(1, 2)
+
+
+def end_sessions(lab: Lab) -> None:
+    """End all sessions at the database, as an administrator may."""
+    lab.anybody()
+    lab.note("end sessions")
+    server = _database(lab)
+    if hasattr(server, "terminate_sessions"):
+        server.terminate_sessions()
+    else:
+        _kill_connections(server)
+    lab.sleep(0.7, 1.5)
+
+
+def fill_disk(lab: Lab) -> None:
+    """Have no file of the database grow, nor be written beyond some place."""
+    server = lab.site.postgres
+    lab.anybody()
+    lab.note("fill disk")
+    _limit_files(server.process.pid, lab.random.choice([200_000, 500_000]))
+    lab.sleep(1, 2)
+    _limit_files(server.process.pid, "unlimited")
+    if not server.process.running:
+        server.process.start()
+    _wait_for_postgres(server)
+    lab.sleep(1, 2)
+
+
+def _limit_files(pid: int, size: int | str) -> None:
+    # New processes inherit it from the first. The soft limit alone, so that it can be lifted.
+    for member in _family(pid):
+        with contextlib.suppress(RuntimeError):
+            run_as_server_user(shutil.which("prlimit"), "--pid", member, f"--fsize={size}:")
+
+
+def _no_prlimit() -> str | None:
+    return None if shutil.which("prlimit") else "prlimit (of util-linux) was not found"
+
+
+def _wait_for_postgres(server: Any) -> None:
+    def answers() -> bool:
+        try:
+            server.execute("SELECT 1")
+        except psycopg.Error:
+            return False
+        return True
+
+    wait_until(answers, "PostgreSQL to recover", 30)
+
+
+def _kill_connections(server: Any) -> None:
+    mine = "SELECT CONNECTION_ID()"
+    with server.connect() as connection, connection.cursor() as cursor:
+        cursor.execute(mine)
+        own = cursor.fetchone()[0]
+        cursor.execute("SELECT id FROM information_schema.processlist WHERE user = %s", ["root"])
+        for (session,) in cursor.fetchall():
+            if session != own:
+                with contextlib.suppress(Exception):
+                    cursor.execute(f"KILL {session}")
+
+
+def _database(lab: Lab) -> Any:
+    return getattr(lab.site, "mariadb", None) or lab.site.postgres
+
+
+# The network
+
+
+@contextlib.contextmanager
+def _healed(proxies: list[Proxy]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for proxy in proxies:
+            proxy.pass_through()
+
+
+def _some(lab: Lab) -> list[Proxy]:
+    proxies: list[Proxy] = lab.site.proxies
+    return lab.random.sample(proxies, lab.random.randint(1, len(proxies)))
+
+
+def lose_replies(lab: Lab) -> None:
+    """Let requests through and lose the answers."""
+    proxies = _some(lab)
+    with _healed(proxies):
+        lab.note("lose replies")
+        for proxy in proxies:
+            proxy.drop_replies()
+        lab.sleep(0.8, 2.2)
+    lab.sleep(0.5, 1)
+
+
+def hold_back(lab: Lab) -> None:
+    """Hold everything back, and deliver it late: after others have come."""
+    proxies = _some(lab)
+    with _healed(proxies):
+        lab.note("hold back")
+        for proxy in proxies:
+            proxy.black_hole()
+        lab.sleep(1.2, 2.5)
+    lab.sleep(0.5, 1)
+
+
+def slow_down(lab: Lab) -> None:
+    """Have requests and answers take a good part of the ttl."""
+    proxies = _some(lab)
+    with _healed(proxies):
+        lab.note("slow down")
+        for proxy in proxies:
+            proxy.delay(lab.random.uniform(0, 0.5) * lab.ttl, lab.random.uniform(0, 0.5) * lab.ttl)
+        lab.sleep(1, 3)
+    lab.sleep(0.5, 1)
+
+
+def cut(lab: Lab) -> None:
+    """Cut connections in the middle of what they carry."""
+    proxies = _some(lab)
+    with _healed(proxies):
+        lab.note("cut")
+        for _ in range(3):
+            for proxy in proxies:
+                way = lab.random.choice(["to_server", "to_client"])
+                proxy.cut_after(**{way: lab.random.randint(1, 3000)})
+            lab.sleep(0.1, 0.6)
+
+
+def bury_half_open(lab: Lab) -> None:
+    """Kill a holder whose connections stay open, for the server doesn't hear of it."""
+    proxies: list[Proxy] = lab.site.proxies
+    far = [name for name in lab.holders() if int(name.split("-")[1]) % 2]
+    if not far:
+        lab.sleep(0.2, 0.4)
+        return
+    with _healed(proxies):
+        for proxy in proxies:
+            proxy.black_hole()
+        who = lab.random.choice(far)
+        lab.note("half open", client=who)
+        lab.crew.kill(who)
+        lab.sleep(2, 4)
+
+
+SERVER_FAULTS = (
+    Fault("empty", empty, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
+    Fault("restart-redis", restart_redis, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
+    Fault("fail-over", fail_over, ON_REDIS, TAKEN, forgets=True, far="all"),
+    Fault("restart-database", restart_database, (*ON_POSTGRES, "mariadb"), BARE, forgets=True),
+    Fault("end-sessions", end_sessions, (*ON_POSTGRES, "mariadb"), BARE, forgets=True),
+    Fault("full-disk", fill_disk, ON_POSTGRES, BARE, forgets=True, missing=_no_prlimit),
+    Fault("lose-replies", lose_replies, PROXIED, TAKEN, forgets=True, far="some"),
+    Fault("hold-back", hold_back, PROXIED, TAKEN, forgets=True, far="some"),
+    Fault("slow", slow_down, PROXIED, BARE, forgets=True, far="all"),
+    Fault("cut", cut, PROXIED, BARE, forgets=True, far="all"),
+    Fault("half-open", bury_half_open, PROXIED, TAKEN, forgets=True, far="some"),
+)

@@ -1,0 +1,296 @@
+"""The checker finds what is wrong, in histories made by hand, and nothing in one that is right."""
+
+import pytest
+
+from tests.faults.checker import SECOND, Terms, refusals, takeovers, violations
+from tests.faults.history import (
+    FAIL,
+    OK,
+    UNKNOWN,
+    Entry,
+    History,
+    Operation,
+    Scribe,
+    read_operations,
+)
+
+TERMS = Terms(ttl=1, slack=1)
+
+
+class Story:
+    """
+    Makes a history, one thing after the other; each takes a second.
+
+    By itself it makes one that is right; what is wrong has to be told.
+    """
+
+    def __init__(self):
+        self.history = History()
+        self.second = 0
+        self.counts = {}
+
+    def tick(self):
+        self.second += 1
+        return self.second * SECOND
+
+    def operation(self, kind, client, outcome=OK, begun=None, ended=None, **facts):
+        own = {key: facts.pop(key) for key in ("token", "owner") if key in facts}
+        made = Operation(
+            kind,
+            "row:1",
+            begun=begun or self.tick(),
+            ended=ended or (self.tick() if outcome != UNKNOWN else None),
+            outcome=outcome,
+            client=client,
+            facts=facts,
+            **own,
+        )
+        self.history.operations.append(made)
+        return made
+
+    def entry(self, kind, before, after, token, stamp):
+        place = len(self.history.trail) + 1
+        self.history.trail.append(Entry(place, kind, "row:1", before, after, token, stamp))
+
+    def grant(self, client, token, recorded=True, **facts):
+        owner = facts.pop("owner", f"{client}/{token}")
+        if recorded:
+            self.entry("fence", None, token, token, owner)
+        return self.operation("acquire", client, token=token, owner=owner, **facts)
+
+    def write(self, lease, outcome=OK, table="tally", committed=None, read=None, **facts):
+        count = self.counts.get(table, 0)
+        read = count if read is None else read
+        stamp = f"stamp {self.second}"
+        if committed if committed is not None else outcome == OK:
+            token = None if table == "plain" else facts.pop("left", lease.token)
+            self.entry(table, count, read + 1, token, stamp)
+            self.counts[table] = read + 1
+        return self.operation(
+            "write",
+            lease.client,
+            outcome,
+            token=lease.token,
+            owner=lease.owner,
+            table=table,
+            stamp=stamp,
+            **facts,
+        )
+
+    def ask(self, lease, kind, outcome, left=0.5, lost=False, **facts):
+        return self.operation(
+            kind, lease.client, outcome, token=lease.token, owner=lease.owner, left=left, lost=lost
+        )
+
+    def release(self, lease):
+        return self.operation("release", lease.client, token=lease.token, owner=lease.owner)
+
+    def found(self, terms=TERMS):
+        counts = {(table, "row:1"): count for table, count in self.counts.items()}
+        self.history.counts = self.history.counts or counts
+        return {each.promise for each in violations(self.history, terms)}
+
+
+@pytest.fixture
+def story():
+    return Story()
+
+
+def test_nothing_is_wrong_with_a_takeover(story):
+    first = story.grant("a", 1)
+    story.write(first)
+    second = story.grant("b", 2)
+    story.write(first, FAIL, error="StaleFence")
+    story.ask(first, "verify", FAIL, left=-1)
+    story.write(second)
+    story.write(second, table="plain")
+    story.release(second)
+    assert story.found() == set()
+    assert takeovers(story.history) == refusals(story.history) == 1
+
+
+def test_a_lock_that_was_given_back_is_not_taken_over(story):
+    story.release(story.grant("a", 1))
+    story.grant("b", 2)
+    assert takeovers(story.history) == 0
+
+
+def test_the_same_token_twice_by_the_holders_words(story):
+    story.grant("a", 1, owner="x")
+    story.grant("b", 1, recorded=False)
+    assert "I1" in story.found()
+
+
+def test_the_same_token_twice_by_the_database(story):
+    story.entry("fence", None, 1, 1, "x")
+    story.entry("fence", 1, 1, 1, "y")
+    assert story.found() == {"I1"}
+
+
+def test_a_token_that_falls(story):
+    story.entry("fence", None, 1, 1, "b/1")
+    story.entry("fence", 1, 2, 2, "a/2")
+    story.grant("a", 2, recorded=False)
+    story.grant("b", 1, recorded=False)
+    assert story.found() == {"I2"}
+
+
+def test_tokens_of_grants_at_once_may_be_either_way_round(story):
+    story.entry("fence", None, 1, 1, "b/1")
+    story.entry("fence", 1, 2, 2, "a/2")
+    story.grant("a", 2, recorded=False, begun=1, ended=20)
+    story.grant("b", 1, recorded=False, begun=2, ended=30)
+    assert story.found() == set()
+
+
+def test_a_row_whose_fence_falls(story):
+    first, second = story.grant("a", 1), story.grant("b", 2)
+    story.write(second, table="gauge")
+    story.write(first, table="gauge")
+    assert story.found() == {"I3"}
+
+
+def test_a_write_after_a_newer_holder_came(story):
+    first = story.grant("a", 1)
+    story.grant("b", 2)
+    story.write(first)
+    assert story.found() == {"I4"}
+
+
+def test_a_write_between_the_record_of_a_grant_and_its_answer(story):
+    first = story.grant("a", 1)
+    story.entry("fence", 1, 2, 2, "b/2")
+    story.write(first)
+    story.grant("b", 2, recorded=False)
+    assert story.found() == {"I4"}
+
+
+def test_a_commit_after_a_newer_holder_came_though_it_was_written_before(story):
+    first = story.grant("a", 1)
+    write = story.write(first)
+    story.grant("b", 2)
+    write.begun = story.tick()
+    write.ended = story.tick()
+    assert story.found() == {"I4"}
+
+
+def test_weak_rows_may_be_written_until_the_newer_holder_writes(story):
+    first = story.grant("a", 1)
+    story.grant("b", 2)
+    story.write(first, table="gauge")
+    assert story.found() == set()
+
+
+@pytest.mark.parametrize("table", ["tally", "plain"])
+def test_a_lost_update(story, table):
+    lease = story.grant("a", 1)
+    story.write(lease, table=table)
+    story.write(lease, table=table)
+    story.write(lease, table=table, read=1)
+    assert story.found() == {"I5"}
+
+
+def test_a_confirmed_write_that_is_gone(story):
+    story.write(story.grant("a", 1), OK, committed=False)
+    assert story.found() == {"I6"}
+
+
+def test_a_refused_write_that_is_there(story):
+    story.write(story.grant("a", 1), FAIL, committed=True, error="LeaseLost")
+    assert story.found() == {"I6"}
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_write_without_an_answer_may_be_there_or_not(story, committed):
+    story.write(story.grant("a", 1), UNKNOWN, committed=committed)
+    assert story.found() == set()
+
+
+def test_a_write_that_is_there_twice(story):
+    story.write(story.grant("a", 1))
+    last = story.history.trail[-1]
+    story.entry("tally", 1, 2, 1, last.stamp)
+    story.counts["tally"] = 2
+    assert story.found() == {"I6"}
+
+
+def test_a_write_of_nobody(story):
+    story.grant("a", 1)
+    story.entry("tally", 0, 1, 1, "from somewhere")
+    story.counts["tally"] = 1
+    assert story.found() == {"I6"}
+
+
+def test_a_counter_that_was_changed_unseen(story):
+    story.write(story.grant("a", 1))
+    story.history.counts = {("tally", "row:1"): 7}
+    assert story.found() == {"I6"}
+
+
+def test_a_holder_whose_grant_was_never_recorded(story):
+    story.grant("a", 1, recorded=False)
+    assert story.found() == {"I7"}
+
+
+def test_a_write_that_leaves_another_token(story):
+    story.write(story.grant("a", 2), left=1)
+    assert story.found() == {"I7"}
+
+
+def test_entering_again_under_a_new_token(story):
+    lease = story.grant("a", 1)
+    story.operation("reenter", "a", token=2, outer=1, owner=lease.owner, released=False)
+    assert story.found() == {"I8"}
+
+
+def test_leaving_the_inner_block_gives_the_lock_back(story):
+    lease = story.grant("a", 1)
+    story.operation("reenter", "a", token=1, outer=1, owner=lease.owner, released=True)
+    assert story.found() == {"I8"}
+
+
+def test_a_child_that_writes_under_its_parents_lease(story):
+    lease = story.grant("a", 1)
+    story.operation("inherit", "a", OK, token=1, owner=lease.owner)
+    assert story.found() == {"I8"}
+
+
+@pytest.mark.parametrize(("seconds", "promises"), [(1, set()), (3, {"I9"})])
+def test_a_waiter_for_the_lock_of_the_dead(story, seconds, promises):
+    story.grant("a", 1)
+    began = story.tick()
+    killed = story.tick()
+    story.history.strikes = [{"what": "kill", "client": "a", "at": killed}]
+    story.operation("acquire", "b", FAIL, begun=began, ended=killed + seconds * SECOND)
+    assert story.found() == promises
+
+
+@pytest.mark.parametrize("kind", ["verify", "renew"])
+def test_a_holder_who_is_refused_for_no_reason(story, kind):
+    story.ask(story.grant("a", 1), kind, FAIL)
+    assert story.found() == {"I10"}
+    assert story.found(Terms(ttl=1, forgets=True)) == set()
+
+
+def test_a_holder_who_is_refused_since_a_newer_came(story):
+    first = story.grant("a", 1)
+    story.grant("b", 2)
+    story.ask(first, "renew", FAIL)
+    assert story.found() == set()
+
+
+def test_the_newest_holder_is_refused_as_stale(story):
+    story.write(story.grant("a", 1), FAIL, error="StaleFence")
+    assert story.found() == {"I12"}
+
+
+def test_accounts_survive_a_kill_in_mid_line(tmp_path):
+    scribe = Scribe(tmp_path, "client-0-0")
+    number = scribe.invoke("acquire", "row:1")
+    scribe.answer(number, OK, token=1, owner="x")
+    scribe.invoke("write", "row:1", token=1, owner="x", stamp="s", table="tally")
+    with (tmp_path / "client-0-0.jsonl").open("a") as file:
+        file.write('{"at": 12, "num')
+    acquired, write = read_operations(tmp_path)
+    assert (acquired.outcome, acquired.token, acquired.client) == (OK, 1, "client-0-0")
+    assert (write.outcome, write.ended, write.stamp) == (UNKNOWN, None, "s")
