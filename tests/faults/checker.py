@@ -335,6 +335,11 @@ def refusals(history: History) -> int:
     return len(history.of("write", FAIL))
 
 
+def _delivered_again(history: History) -> int:
+    messages = [each.name for each in history.of("deliver")]
+    return len(messages) - len(set(messages))
+
+
 def _end(operation: Operation) -> int:
     assert operation.ended is not None
     return operation.ended
@@ -378,5 +383,6 @@ def facts(history: History) -> dict[str, int]:
         "strikes": len(history.strikes),
         "takeovers": takeovers(history),
         "refusals": refusals(history),
+        "redelivered": _delivered_again(history),
         "inherits": len(history.of("inherit", OK, FAIL)),
     }

@@ -211,12 +211,12 @@ class Client:
         chance = self.random.random()
         if chance < self.habits.get("starve", 0):
             _starve(self.random.uniform(1.2, 2.2) * self.ttl)
-        elif chance < 0.6:
+        elif chance < 0.5:
             time.sleep(self.random.uniform(0, 0.1) * self.ttl)
-        elif chance < 0.9:
-            time.sleep(self.random.uniform(0.1, 0.5) * self.ttl)
+        elif chance < 0.8:
+            time.sleep(self.random.uniform(0.1, 0.6) * self.ttl)
         else:
-            time.sleep(self.random.uniform(0.5, 1.4) * self.ttl)
+            time.sleep(self.random.uniform(0.6, 1.6) * self.ttl)
 
     # All but writing
 

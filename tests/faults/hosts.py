@@ -16,7 +16,7 @@ from tests.servers.process import _alive, _stopped, wait_until
 
 from .settings import VARIABLE
 
-_ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 #: Seconds that anything may take that isn't under attack.
 PATIENCE = 60
 
@@ -30,10 +30,10 @@ class Host:
         self._log = log
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.host"],
-            cwd=_ROOT,
+            cwd=ROOT,
             env={
                 **os.environ,
-                "PYTHONPATH": str(_ROOT),
+                "PYTHONPATH": str(ROOT),
                 "DJANGO_SETTINGS_MODULE": "tests.faults.settings",
                 VARIABLE: json.dumps(lab),
                 **environment,

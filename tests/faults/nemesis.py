@@ -11,7 +11,6 @@ from typing import Any
 
 from .checker import held_by
 from .history import NEMESIS, History, Scribe, now, read_operations
-from .hosts import Crew
 from .sites import SITES, Site
 
 EVERYWHERE = tuple(SITES)
@@ -31,7 +30,8 @@ class Fault:
         far: Which of the clients reach the servers through proxies: "none", "some" or "all".
         habits: Of the clients: how often they starve their threads, or fork.
         environments: Of the processes; clients are spread over them.
-        privilege: Tells what is missing on this machine; None if nothing is.
+        missing: Tells what is missing on this machine; None if nothing is.
+        celery: Has the clients be tasks: ``celery``, ``task`` and ``on_lost`` of them.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Fault:
     habits: Mapping[str, float] = field(default_factory=dict)
     environments: "Callable[[Path], list[dict[str, str]]]" = lambda directory: [{}]
     missing: Callable[[], str | None] = lambda: None
+    celery: Mapping[str, Any] | None = None
 
 
 class Lab:
@@ -53,7 +54,7 @@ class Lab:
     """
 
     def __init__(
-        self, site: Site, crew: Crew, directory: Path, ttl: float, chance: random.Random
+        self, site: Site, crew: Any, directory: Path, ttl: float, chance: random.Random
     ) -> None:
         self.site: Any = site
         self.crew = crew
@@ -83,6 +84,16 @@ class Lab:
         self.crew.fill()
         holders = self.holders() if self.random.random() < 0.8 else []
         return self.random.choice(holders or list(self.crew.pids))
+
+    def await_holder(self, is_meant: Callable[[str], bool] = bool) -> str | None:
+        """
+        Return one of those that have a lock; None if there is none for a while.
+        """
+        for _ in range(40):
+            if found := [name for name in self.holders() if is_meant(name)]:
+                return self.random.choice(found)
+            time.sleep(0.05)
+        return None
 
     def holders(self) -> list[str]:
         """

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from . import checker
 from .checker import Terms, Violation
@@ -19,6 +20,7 @@ from .history import History, entries, read_operations
 from .hosts import Crew, Host
 from .nemesis import Fault, Lab
 from .sites import Site
+from .workers import Workers
 
 #: BROKEN is the lab itself.
 HELD, VIOLATED, CALM, BROKEN = "held", "VIOLATED", "too calm", "BROKEN"
@@ -67,7 +69,7 @@ class Result:
     kept: Path | None = None
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{count} {what}" for what, count in self.facts.items())
+        counts = ", ".join(f"{count} {what}" for what, count in self.facts.items() if count)
         text = f"{self.site} {self.plan.fault.name} seed {self.plan.seed}: {self.verdict}; {counts}"
         lines = [text, *(f"  {each}" for each in self.violations[:10])]
         if self.hung:
@@ -110,7 +112,7 @@ class _Run:
             stack.callback(self.site.heal)
             self.near = self._host(stack)
             self.near.ask("prepare", self.directory / "prepared")
-            self.crew = Crew(list(self._hosts(stack)), self.plan.clients)
+            self.crew = self._crew(stack)
             chance = random.Random(self.plan.seed)
             self.lab = Lab(self.site, self.crew, self.directory, self.plan.ttl, chance)
             self._stack = stack.pop_all()
@@ -158,6 +160,13 @@ class _Run:
             history.operations = read_operations(self.directory)
         return history
 
+    def _crew(self, stack: ExitStack) -> Crew | Workers:
+        plan = self.plan
+        if plan.fault.celery is None:
+            return Crew(list(self._hosts(stack)), plan.clients)
+        lab = self._lab(far=False) | plan.fault.celery
+        return stack.enter_context(closing(Workers(lab, self.directory, plan.clients, plan.rows)))
+
     def _hosts(self, stack: ExitStack) -> Iterator[Host]:
         for environment in self.plan.fault.environments(self.directory):
             ways = {"none": (False,), "some": (False, True), "all": (True,)}
@@ -167,7 +176,11 @@ class _Run:
     def _host(
         self, stack: ExitStack, far: bool = False, environment: Mapping[str, str] | None = None
     ) -> Host:
-        lab = self.site.lab(far) | {
+        log = self.directory / "clients.log"
+        return stack.enter_context(closing(Host(self._lab(far), log, **(environment or {}))))
+
+    def _lab(self, far: bool) -> dict[str, Any]:
+        return self.site.lab(far) | {
             "seed": self.plan.seed,
             "ttl": self.plan.ttl,
             "rows": self.plan.rows,
@@ -175,8 +188,6 @@ class _Run:
             "directory": str(self.directory),
             "habits": dict(self.plan.fault.habits),
         }
-        log = self.directory / "clients.log"
-        return stack.enter_context(closing(Host(lab, log, **(environment or {}))))
 
 
 def _suffices(facts: Mapping[str, int], plan: Plan) -> bool:

@@ -27,7 +27,7 @@ TAKEN = {"strikes": 2, "takeovers": 1}
 
 def empty(lab: Lab) -> None:
     """Have Redis forget everything, while a holder thinks."""
-    lab.anybody()
+    lab.await_holder()
     lab.note("empty")
     lab.site.redis.empty()
     lab.sleep(0.5, 1.5)
@@ -35,7 +35,7 @@ def empty(lab: Lab) -> None:
 
 def restart_redis(lab: Lab) -> None:
     """Kill Redis and start it again, without its memory."""
-    lab.anybody()
+    lab.await_holder()
     lab.note("restart redis")
     lab.site.redis.kill()
     lab.sleep(0, 0.5)
@@ -49,7 +49,8 @@ def fail_over(lab: Lab) -> None:
     replica = site.launch(replica_of=site.redis)
     # From here on it gets nothing more, and the primary goes on granting.
     replica.promote()
-    lab.sleep(0.5, 1.5)
+    lab.sleep(0.3, 1)
+    lab.await_holder()
     lab.note("fail over")
     old, site.redis = site.redis, replica
     site.redis_proxy.retarget(replica.host, replica.port)
@@ -64,7 +65,7 @@ def fail_over(lab: Lab) -> None:
 def restart_database(lab: Lab) -> None:
     """Kill the database and start it again."""
     server = _database(lab)
-    lab.anybody()
+    lab.await_holder()
     lab.note("restart database")
     server.kill()
     lab.sleep(0, 0.3)
@@ -74,7 +75,7 @@ def restart_database(lab: Lab) -> None:
 
 def end_sessions(lab: Lab) -> None:
     """End all sessions at the database, as an administrator may."""
-    lab.anybody()
+    lab.await_holder()
     lab.note("end sessions")
     server = _database(lab)
     if hasattr(server, "terminate_sessions"):
@@ -87,7 +88,7 @@ def end_sessions(lab: Lab) -> None:
 def fill_disk(lab: Lab) -> None:
     """Have no file of the database grow, nor be written beyond some place."""
     server = lab.site.postgres
-    lab.anybody()
+    lab.await_holder()
     lab.note("fill disk")
     _limit_files(server.process.pid, lab.random.choice([200_000, 500_000]))
     lab.sleep(1, 2)
@@ -148,6 +149,11 @@ def _healed(proxies: list[Proxy]) -> Iterator[None]:
             proxy.pass_through()
 
 
+def _is_far(name: str) -> bool:
+    # Where some clients are far away, these are.
+    return int(name.split("-")[1]) % 2 == 1
+
+
 def _some(lab: Lab) -> list[Proxy]:
     proxies: list[Proxy] = lab.site.proxies
     return lab.random.sample(proxies, lab.random.randint(1, len(proxies)))
@@ -156,17 +162,19 @@ def _some(lab: Lab) -> list[Proxy]:
 def lose_replies(lab: Lab) -> None:
     """Let requests through and lose the answers."""
     proxies = _some(lab)
+    lab.await_holder(_is_far)
     with _healed(proxies):
         lab.note("lose replies")
         for proxy in proxies:
             proxy.drop_replies()
-        lab.sleep(0.8, 2.2)
+        lab.sleep(1.2, 2.5)
     lab.sleep(0.5, 1)
 
 
 def hold_back(lab: Lab) -> None:
     """Hold everything back, and deliver it late: after others have come."""
     proxies = _some(lab)
+    lab.await_holder(_is_far)
     with _healed(proxies):
         lab.note("hold back")
         for proxy in proxies:
@@ -201,14 +209,12 @@ def cut(lab: Lab) -> None:
 def bury_half_open(lab: Lab) -> None:
     """Kill a holder whose connections stay open, for the server doesn't hear of it."""
     proxies: list[Proxy] = lab.site.proxies
-    far = [name for name in lab.holders() if int(name.split("-")[1]) % 2]
-    if not far:
-        lab.sleep(0.2, 0.4)
+    who = lab.await_holder(_is_far)
+    if who is None:
         return
     with _healed(proxies):
         for proxy in proxies:
             proxy.black_hole()
-        who = lab.random.choice(far)
         lab.note("half open", client=who)
         lab.crew.kill(who)
         lab.sleep(2, 4)

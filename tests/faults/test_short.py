@@ -1,0 +1,83 @@
+"""
+A few runs of the fault lab, some seconds each; ``python -m tests.faults`` does all of them.
+
+Seeds are fixed, but not what comes of them: processes run as they will. A run that shows nothing
+goes on until it does.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.faults.faults import BY_NAME
+from tests.faults.runs import CORRUPTION, HELD, VIOLATED, Plan, Result, run
+from tests.faults.sites import SITES, Site
+from tests.servers import ServerMissing
+
+#: Seconds that a run takes at least, and at the most if nothing happens.
+LEAST, MOST = 2.5, 60
+
+
+@pytest.fixture(scope="module")
+def sites() -> Iterator[dict[str, Site]]:
+    """The sites that were started so far: each serves all of its runs."""
+    started: dict[str, Site] = {}
+    with ExitStack() as stack:
+        stack.callback(lambda: [site.close() for site in started.values()])
+        yield started
+
+
+@pytest.fixture
+def do_run(sites, tmp_path):
+    """Do a run; its accounts are kept with the files of pytest's run."""
+
+    def do(site: str, fault: str, fenced: bool = True) -> Result:
+        if site not in sites:
+            try:
+                sites[site] = SITES[site]()
+            except ServerMissing as exc:
+                if os.environ.get("FENCEDLOCK_TEST_REQUIRE"):
+                    raise
+                pytest.skip(str(exc))
+        return run(sites[site], plan(fault, tmp_path, fenced))
+
+    return do
+
+
+def plan(fault: str, directory: Path, fenced: bool) -> Plan:
+    return Plan(
+        fault=BY_NAME[fault],
+        seed="short",
+        seconds=LEAST,
+        most=MOST,
+        directory=directory,
+        fenced=fenced,
+        ttl=0.7,
+        clients=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("site", "fault"),
+    [
+        ("sqlite", "pause"),
+        ("mariadb", "pause"),
+        ("postgres", "pause"),
+        ("redis", "fail-over"),
+        ("rows", "lose-replies"),
+    ],
+)
+def test_nothing_stale_gets_through(do_run, site, fault):
+    result = do_run(site, fault)
+    assert result.verdict == HELD, str(result)
+    assert not result.hung, str(result)
+
+
+@pytest.mark.parametrize("site", ["rows", "redis"])
+def test_without_fencing_the_same_run_is_found_corrupt(do_run, site):
+    result = do_run(site, "pause", fenced=False)
+    assert result.verdict == VIOLATED, str(result)
+    assert {each.promise for each in result.violations} <= CORRUPTION, str(result)

@@ -1,0 +1,190 @@
+"""
+Clients that are Celery tasks, from the lab's side: a worker, and somebody who sends to it.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+from tests.servers import Redis, finding
+from tests.servers.process import Process, _alive, _processes, _stopped, wait_until
+
+from .hosts import ROOT
+from .settings import VARIABLE
+
+#: Messages that wait for a child, at the most.
+QUEUED = 6
+_QUICK = ["--without-mingle", "--without-gossip", "--without-heartbeat"]
+
+
+class Workers:
+    """
+    A worker whose children are the clients of a run. See Crew.
+
+    Args:
+        lab: What the worker is told; ``celery``, ``task`` and ``on_lost`` are for Celery.
+        directory: For its log and accounts.
+        size: How many children it has.
+        rows: How many locks there are.
+    """
+
+    def __init__(self, lab: Mapping[str, Any], directory: Path, size: int, rows: int) -> None:
+        self._broker = Redis.launch(finding.redis())
+        self._rows = rows
+        ready = directory / "ready"
+        settings = {**_settings(self._broker.url), **lab["celery"]}
+        self._app = Celery("tests.faults.sender", set_as_current=False)
+        self._app.conf.update(settings)
+        variables = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "DJANGO_SETTINGS_MODULE": "tests.faults.settings",
+            VARIABLE: json.dumps({**lab, "celery": settings, "ready": str(ready)}),
+        }
+        command = [sys.executable, "-m", "celery", "-A", "tests.faults.tasks", "worker"]
+        command += ["-c", str(size), "-l", "WARNING", *_QUICK]
+        self._process = Process(
+            command,
+            directory,
+            lambda process: ready.exists(),
+            environment=variables,
+            patience=60,
+            ours=True,
+        )
+        self._ready = ready
+        self._ends = threading.Event()
+        self._sender = threading.Thread(target=self._send, daemon=True)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """
+        The children that live, by the names of their accounts.
+        """
+        return {f"child-{pid}": pid for pid in self._children()}
+
+    def fill(self) -> None:
+        """
+        Start the worker if it isn't running. It sees to its children itself.
+        """
+        if not self._process.running:
+            self._ready.unlink(missing_ok=True)
+            self._process.start()
+        if not self._sender.is_alive():
+            self._sender.start()
+        wait_until(self._children, "a child of the worker", 30)
+
+    def kill(self, name: str) -> None:
+        """
+        End a child as SIGKILL does.
+        """
+        pid = int(name.removeprefix("child-"))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not _alive([pid]), "a child to be gone")
+
+    def kill_all(self) -> None:
+        """
+        End the worker with its children, as a machine that stops does.
+        """
+        self._process.kill()
+
+    def shut_down(self, number: int) -> None:
+        """
+        Have the worker end by a signal, and wait until it has.
+        """
+        os.kill(self._process.pid, number)
+        with contextlib.suppress(TimeoutError):
+            wait_until(lambda: not self._process.running, "the worker to end", 20)
+        self._process.kill()
+
+    @contextlib.contextmanager
+    def paused(self, *names: str) -> Iterator[None]:
+        """
+        Have children stand still inside the block.
+        """
+        pids = [int(name.removeprefix("child-")) for name in names]
+        try:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            wait_until(lambda: _stopped(pids), "children to stand still")
+            yield
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def all_paused(self) -> Iterator[None]:
+        """
+        Have the worker stand still with all its children.
+        """
+        self._process.pause()
+        try:
+            yield
+        finally:
+            self._process.resume()
+
+    def wait_for_end(self, timeout: float) -> list[str]:
+        """
+        Have the worker finish what it is at; return its name if it doesn't in time.
+        """
+        self._ends.set()
+        self._sender.join()
+        self._app.control.purge()
+        if not self._process.running:
+            return []
+        os.kill(self._process.pid, signal.SIGTERM)
+        try:
+            wait_until(lambda: not self._process.running, "the worker to end", timeout)
+        except TimeoutError:
+            return ["worker"]
+        finally:
+            self._process.kill()
+        return []
+
+    def close(self) -> None:
+        """
+        End everything, in whatever state it is.
+        """
+        self._ends.set()
+        if self._sender.is_alive():
+            self._sender.join()
+        self._process.kill()
+        self._app.close()
+        self._broker.close()
+
+    def _children(self) -> list[int]:
+        main = self._process.pid
+        return [pid for pid, parent, state in _processes() if parent == main and state != "Z"]
+
+    def _send(self) -> None:
+        places = itertools.cycle(range(1, self._rows + 1))
+        with self._broker.client() as client:
+            while not self._ends.wait(0.05):
+                if client.llen("celery") < QUEUED:
+                    self._app.send_task("faults.work", [next(places)])
+
+
+def _settings(url: str) -> dict[str, Any]:
+    return {
+        "broker_url": url,
+        # By default it looks every 100 s or so for the messages of dead workers.
+        "broker_transport_options": {
+            "visibility_timeout": 3600,
+            "unacked_restore_interval": 1,
+            "unacked_restore_throttle": 1,
+        },
+        "broker_connection_retry_on_startup": True,
+        "worker_prefetch_multiplier": 1,
+        "task_ignore_result": True,
+    }
