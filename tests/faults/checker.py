@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .history import FAIL, OK, Entry, History, Operation
+from .history import FAIL, OK, UNKNOWN, Entry, History, Operation
 
 SECOND = 1_000_000_000
 #: Tables whose writes are refused as soon as a newer grant is recorded; of which none gets lost.
@@ -379,7 +379,9 @@ def facts(history: History) -> dict[str, int]:
     return {
         "grants": len(history.of("acquire", OK)),
         "writes": len(history.of("write", OK)),
-        "unknown": len([each for each in history.of("write") if each.outcome not in (OK, FAIL)]),
+        "unknown": sum(
+            each.outcome == UNKNOWN and each.ended is not None for each in history.operations
+        ),
         "strikes": len(history.strikes),
         "takeovers": takeovers(history),
         "refusals": refusals(history),

@@ -19,6 +19,8 @@ ON_REDIS = ("redis", "valkey")
 PROXIED = ("rows", "postgres", "mariadb", "redis", "valkey")
 #: No takeover and no refusal is to be expected: nobody outlives his lease unawares.
 BARE = {"strikes": 2}
+#: Somebody was left without an answer.
+UNANSWERED = {"strikes": 2, "unknown": 2}
 TAKEN = {"strikes": 2, "takeovers": 1}
 
 
@@ -224,12 +226,14 @@ SERVER_FAULTS = (
     Fault("empty", empty, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
     Fault("restart-redis", restart_redis, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
     Fault("fail-over", fail_over, ON_REDIS, TAKEN, forgets=True, far="all"),
-    Fault("restart-database", restart_database, (*ON_POSTGRES, "mariadb"), BARE, forgets=True),
-    Fault("end-sessions", end_sessions, (*ON_POSTGRES, "mariadb"), BARE, forgets=True),
-    Fault("full-disk", fill_disk, ON_POSTGRES, BARE, forgets=True, missing=_no_prlimit),
+    Fault(
+        "restart-database", restart_database, (*ON_POSTGRES, "mariadb"), UNANSWERED, forgets=True
+    ),
+    Fault("end-sessions", end_sessions, (*ON_POSTGRES, "mariadb"), UNANSWERED, forgets=True),
+    Fault("full-disk", fill_disk, ON_POSTGRES, UNANSWERED, forgets=True, missing=_no_prlimit),
     Fault("lose-replies", lose_replies, PROXIED, TAKEN, forgets=True, far="some"),
     Fault("hold-back", hold_back, PROXIED, TAKEN, forgets=True, far="some"),
     Fault("slow", slow_down, PROXIED, BARE, forgets=True, far="all"),
-    Fault("cut", cut, PROXIED, BARE, forgets=True, far="all"),
+    Fault("cut", cut, PROXIED, UNANSWERED, forgets=True, far="all"),
     Fault("half-open", bury_half_open, PROXIED, TAKEN, forgets=True, far="some"),
 )
