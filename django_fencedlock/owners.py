@@ -10,7 +10,7 @@ import threading
 import uuid
 from concurrent.futures import Future
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -67,28 +67,21 @@ class Holder:
 def new_owner() -> Owner:
     """Make an owner that nobody was before."""
     task_name, task_id = running_task.get()
-    return replace(
-        _process(os.getpid()),
-        id=uuid.uuid4().hex,
-        thread=threading.current_thread().name[:100],
-        task_name=task_name[:200],
-        task_id=task_id[:100],
+    return Owner(
+        uuid.uuid4().hex,
+        *_place(os.getpid()),
+        threading.current_thread().name[:100],
+        task_name[:200],
+        task_id[:100],
     )
 
 
 @lru_cache(maxsize=1)
-def _process(pid: int) -> Owner:
+def _place(pid: int) -> tuple[str, str, str, int, int]:
     # Keyed by the pid, so that a child after fork asks again.
     process = this_process()
-    return Owner(
-        id="",
-        host=socket.gethostname()[:100],
-        boot_id=process.boot_id,
-        pid_namespace=process.pid_namespace,
-        pid=pid,
-        pid_started=process.started,
-        thread="",
-    )
+    host = socket.gethostname()[:100]
+    return host, process.boot_id, process.pid_namespace, pid, process.started
 
 
 #: Seconds that an event loop may take to tell which task waits.

@@ -19,7 +19,7 @@ Every script may be run twice: redis-py repeats requests by itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha1
 from typing import Any
 
@@ -103,6 +103,11 @@ local function take_mine()
 end
 """
 
+#: Executes one command, as the method `execute_command()` of a client does; and many at once, whose
+#: answers may be exceptions.
+Ask = Callable[..., Any]
+AskMany = Callable[[Sequence[tuple[object, ...]]], list[Any]]
+
 
 class Script:
     """One script: sent by its hash, and whole to a server that doesn't know it."""
@@ -112,36 +117,26 @@ class Script:
         # What EVALSHA names a script by.
         self.sha = sha1(self.text.encode()).hexdigest()
 
-    def run(self, client: Any, keys: Sequence[str], *args: object) -> Any:
+    def run(self, ask: Ask, keys: Sequence[str], *args: object) -> Any:
         """Run it on one lock."""
         try:
-            return client.evalsha(self.sha, len(keys), *keys, *args)
+            return ask("EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:
-            return client.eval(self.text, len(keys), *keys, *args)
+            return ask("EVAL", self.text, len(keys), *keys, *args)
 
     def run_many(
-        self, client: Any, calls: Sequence[tuple[Sequence[str], Sequence[object]]]
+        self,
+        ask_many: AskMany,
+        calls: Sequence[tuple[Sequence[str], Sequence[object]]],
     ) -> list[Any]:
         """Run it on many locks in one batch; an answer may be an exception."""
-        answers = _batch(client, ("EVALSHA", self.sha), calls)
+        given = [(len(keys), *keys, *args) for keys, args in calls]
+        answers = ask_many([("EVALSHA", self.sha, *each) for each in given])
         unknown = [place for place, each in enumerate(answers) if isinstance(each, NoScriptError)]
         if unknown:
-            again = _batch(client, ("EVAL", self.text), [calls[place] for place in unknown])
+            again = ask_many([("EVAL", self.text, *given[place]) for place in unknown])
             for place, answer in zip(unknown, again, strict=True):
                 answers[place] = answer
-        return answers
-
-
-def _batch(
-    client: Any,
-    command: tuple[str, str],
-    calls: Sequence[tuple[Sequence[str], Sequence[object]]],
-) -> list[Any]:
-    with client.pipeline(transaction=False) as pipeline:
-        for keys, args in calls:
-            # Not evalsha(): pipelines of a cluster lack the method, though they know the command.
-            pipeline.execute_command(*command, len(keys), *keys, *args)
-        answers: list[Any] = pipeline.execute(raise_on_error=False)
         return answers
 
 

@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -18,7 +19,19 @@ from ..processes import Process
 from . import redis_client
 from .base import Request
 from .redis_client import Client, Mailbox, Mailboxes, RedisError
-from .redis_scripts import ACQUIRE, BEAT, GATE, LEAVE, RECHECK, RELEASE, RENEW, REPAIR
+from .redis_lines import ask_many_through, lines
+from .redis_scripts import (
+    ACQUIRE,
+    BEAT,
+    GATE,
+    LEAVE,
+    RECHECK,
+    RELEASE,
+    RENEW,
+    REPAIR,
+    Ask,
+    AskMany,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +96,26 @@ class InLine(NamedTuple):
 
 
 class _Link:
-    """A client, and connections to wait on."""
+    """A client, connections to ask on, and others to wait on."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, *, is_ours: bool) -> None:
         self.client = client
+        self._is_ours = is_ours
+        self._lines = lines(client) if is_ours else None
+        self.ask: Ask = self._lines.ask if self._lines else client.execute_command
+        self.ask_many: AskMany = (
+            self._lines.ask_many if self._lines else partial(ask_many_through, client)
+        )
         self.mailboxes = Mailboxes(client)
         self.waiting = 0
+
+    def close(self) -> None:
+        """Close what is idle, but not what belongs to others."""
+        self.mailboxes.close()
+        if self._lines:
+            self._lines.close()
+        if self._is_ours:
+            self.client.connection_pool.disconnect(inuse_connections=False)
 
 
 class Store:
@@ -113,7 +140,7 @@ class Store:
         """
         keys = self._keys(request.name)
         waits = () if arrival is None else (arrival,)
-        answer = ACQUIRE.run(self.client, keys, *_terms(request), *waits)
+        answer = ACQUIRE.run(self._link.ask, keys, *_terms(request), *waits)
         if not isinstance(answer, list):
             return int(answer)
         milliseconds, arrival, handed, held = answer
@@ -124,32 +151,32 @@ class Store:
 
     def leave(self, request: Request) -> int | None:
         """Leave the line; returns the token if the lock came at the last moment."""
-        token = LEAVE.run(self.client, self._keys(request.name), *_terms(request))
+        token = LEAVE.run(self._link.ask, self._keys(request.name), *_terms(request))
         return None if token is None else int(token)
 
     def give_back(self, name: str, owner: str) -> bool:
         """Have `owner` hold nothing, and wait for nothing any more; whether he had the lock."""
         keys = self._keys(name)
-        answer = RELEASE.run(self.client, keys, owner)
+        answer = RELEASE.run(self._link.ask, keys, owner)
         self._recheck(keys, answer)
         return bool(answer != 0)
 
     def repair(self, request: Request, recorded: int) -> int | None:
         """Draw a token newer than `recorded`; None if the lock isn't this owner's any more."""
         keys, (owner, ttl, words, _) = self._keys(request.name), _terms(request)
-        token = REPAIR.run(self.client, keys, owner, ttl, words, recorded, recorded + 1)
+        token = REPAIR.run(self._link.ask, keys, owner, ttl, words, recorded, recorded + 1)
         return None if token is None else int(token)
 
     def renew(self, leases: Sequence[Lease]) -> list[bool | None]:
         """Renew leases in one batch: whether each was, or None if that one couldn't be asked."""
         calls = [(self._keys(lease.name), _renewal(lease)) for lease in leases]
-        answers = RENEW.run_many(self.client, calls)
+        answers = RENEW.run_many(self._link.ask_many, calls)
         return [bool(answer) if isinstance(answer, int) else None for answer in answers]
 
     def release(self, lease: Lease) -> bool:
         """Free the lock, or hand it on; False if somebody else came before."""
         keys = self._keys(lease.name)
-        answer = RELEASE.run(self.client, keys, lease.owner, _token(lease))
+        answer = RELEASE.run(self._link.ask, keys, lease.owner, _token(lease))
         with contextlib.suppress(RedisError):
             self._recheck(keys, answer)
         return bool(answer != 0)
@@ -211,9 +238,7 @@ class Store:
     def close(self) -> None:
         """Close what is idle."""
         for link in [*self._links.values()]:
-            link.mailboxes.close()
-            if redis_client.is_ours(self._config):
-                link.client.connection_pool.disconnect(inuse_connections=False)
+            link.close()
 
     @property
     def client(self) -> Client:
@@ -230,7 +255,8 @@ class Store:
                     client = redis_client.make_client(self._config, self._timeout)
                     if hub is not None:
                         client = redis_client.with_own_pool(client)
-                    found = self._links[hub] = _Link(client)
+                    is_ours = redis_client.is_ours(self._config)
+                    found = self._links[hub] = _Link(client, is_ours=is_ours)
         return found
 
     def _recheck(self, keys: Keys, handed: Any) -> None:
@@ -241,7 +267,7 @@ class Store:
         reached it yet.
         """
         while isinstance(handed, list) and handed and handed[2] >= GATE:
-            handed = RECHECK.run(self.client, keys, _text(handed[0]), _text(handed[1]))
+            handed = RECHECK.run(self._link.ask, keys, _text(handed[0]), _text(handed[1]))
 
     def _keys(self, name: str) -> Keys:
         return Keys.of(self._config.key_prefix, name)

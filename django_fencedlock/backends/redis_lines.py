@@ -1,0 +1,107 @@
+"""Connections that the Redis backend keeps to itself, for the few requests of every lock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from redis import ConnectionPool
+from redis.exceptions import ResponseError
+
+T = TypeVar("T")
+Command = tuple[object, ...]
+
+
+class Lines:
+    """
+    Asks a server on connections that are nobody else's.
+
+    The driver's pool examines a connection each time before it lends it, and counts it for its
+    metrics; its packer looks at each argument four times. That takes longer than the request.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._idle: deque[Any] = deque()
+
+    def ask(self, *command: object) -> Any:
+        """Execute one command."""
+        return self._talk(_packed(command), _answer)
+
+    def ask_many(self, commands: Sequence[Command]) -> list[Any]:
+        """Execute commands that are sent at once; an answer may be an exception."""
+        read = partial(_answers, count=len(commands))
+        return self._talk(b"".join(map(_packed, commands)), read)
+
+    def close(self) -> None:
+        """Close what is idle."""
+        while self._idle:
+            self._idle.pop().disconnect()
+
+    def _talk(self, packed: bytes, read: Callable[[Any], T]) -> T:
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._pool.make_connection()
+
+        def once() -> T:
+            connection.send_packed_command([packed])
+            return read(connection)
+
+        done = False
+        try:
+            answer: T = connection.retry.call_with_retry(once, lambda _: connection.disconnect())
+            done = True
+        except ResponseError:
+            done = True
+            raise
+        finally:
+            # Whatever strikes before the answer is read would leave it to the next who asks.
+            if not done:
+                connection.disconnect()
+            self._idle.append(connection)
+        return answer
+
+
+def lines(client: Any) -> Lines | None:
+    """Lines to the server of a client; None if they can't do all that its own pool does."""
+    pool = client.connection_pool
+    # Sentinels' pool drops what led to a former primary.
+    plain = type(pool) is ConnectionPool
+    utf8 = pool.connection_kwargs.get("encoding", "utf-8") == "utf-8"
+    return Lines(pool) if plain and utf8 else None
+
+
+def ask_many_through(client: Any, commands: Sequence[Command]) -> list[Any]:
+    """See Lines.ask_many()."""
+    with client.pipeline(transaction=False) as pipeline:
+        for command in commands:
+            # Not evalsha(): pipelines of a cluster lack the method, though they know the command.
+            pipeline.execute_command(*command)
+        answers: list[Any] = pipeline.execute(raise_on_error=False)
+        return answers
+
+
+def _answer(connection: Any) -> Any:
+    return connection.read_response()
+
+
+def _answers(connection: Any, count: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(count):
+        try:
+            found.append(connection.read_response())
+        except ResponseError as exc:
+            found.append(exc)
+    return found
+
+
+def _packed(command: Command) -> bytes:
+    """A command as it goes over the wire."""
+    parts = [b"*%d\r\n" % len(command)]
+    for argument in command:
+        part = str(argument).encode()
+        parts.append(b"$%d\r\n%b\r\n" % (len(part), part))
+    return b"".join(parts)
