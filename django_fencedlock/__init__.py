@@ -10,6 +10,7 @@ from .exceptions import (
 )
 from .lease import Lease, current_lease
 from .locks import alock, lock
+from .releasing import force_release
 
 __version__ = "0.1.0"
 
@@ -23,5 +24,6 @@ __all__ = [
     "VersionConflict",
     "alock",
     "current_lease",
+    "force_release",
     "lock",
 ]

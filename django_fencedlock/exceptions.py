@@ -60,6 +60,16 @@ class BackendUnavailable(FencedLockError):
     alias: str
 
 
+class ReleaseBlocked(FencedLockError):
+    """An open transaction keeps the fence of a lock from being lifted, so it isn't released."""
+
+    fields = ("name", "alias", "holder", "blocker")
+    name: str
+    alias: str
+    holder: Holder | None
+    blocker: str | None
+
+
 class TransactionInTheWay(FencedLockError):
     """The caller's own open transaction makes this grant useless or impossible."""
 

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from . import logs, signals, threads
 from .backends.base import Backend, Renewal
@@ -20,6 +20,9 @@ BEATS = 3
 TIDY_AFTER = 1.0
 #: Seconds for which the thread waits for new leases before it ends.
 LINGER = 30.0
+
+#: Why a lease is lost, unless more is known.
+REFUSED = "the lock service refused to renew it: somebody else had come"
 
 
 class Keeper:
@@ -40,6 +43,8 @@ class Keeper:
         self._backend = backend
         self._lost = lost
         self._clock = clock
+        #: Tells, by owner, of leases that somebody took away, why they were refused.
+        self.explain: Callable[[Sequence[Lease]], Mapping[str, str]] = lambda leases: {}
         backend.lost_hook = self.lose
         self._reset()
 
@@ -98,10 +103,12 @@ class Keeper:
             dead = [lease for lease in self._due if lease.owner in owners]
             for lease in dead:
                 del self._due[lease]
+        told = self.explain(dead) if dead else {}
         for lease in dead:
             # Whoever wants a lock that ran out may end the session, when that has no other.
             too_long = lease.expired and lease.held_too_long
-            self._lost(lease, _too_long(lease) if too_long else "the session that held it ended")
+            ended = _too_long(lease) if too_long else "the session that held it ended"
+            self._lost(lease, told.get(lease.owner, ended))
 
     def end(self, lease: Lease) -> None:
         """Give up a lease that was held for too long."""
@@ -124,6 +131,7 @@ class Keeper:
             finally:
                 self._end_batch()
             # A release waits for the end of the batch, and shouldn't wait for receivers.
+            self._give_up_refused(batch, answers)
             self._tell(batch, answers)
         for lease in ended:
             self.end(lease)
@@ -191,7 +199,6 @@ class Keeper:
         if answer is Renewal.KEPT:
             lease.extend_from(since, ttl)
         elif answer is Renewal.LOST:
-            self._give_up(lease, "the lock service refused to renew it: somebody else had come")
             return
         elif lease.expired:
             self._give_up(lease, f"it couldn't be renewed within its ttl of {lease.ttl:g} s")
@@ -203,6 +210,14 @@ class Keeper:
                     if answer is Renewal.KEPT
                     else self._clock() + min(1.0, lease.ttl / BEATS / 4)
                 )
+
+    def _give_up_refused(self, batch: list[Lease], answers: list[Renewal]) -> None:
+        refused = [
+            lease for lease, answer in zip(batch, answers, strict=True) if answer is Renewal.LOST
+        ]
+        told = self.explain(refused) if refused else {}
+        for lease in refused:
+            self._give_up(lease, told.get(lease.owner, REFUSED))
 
     def _give_up(self, lease: Lease, why: str) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ PREFIX = "lock_"
 #: Whatever a record may carry, without its beginning. A record has those that are known.
 KEYS = frozenset(
     {
-        *("name", "alias", "token", "owner", "holder", "reason", "waited", "held_for"),
+        *("name", "alias", "token", "owner", "holder", "reason", "waited", "held_for", "by"),
         *("model", "pk", "row_token"),
     }
 )

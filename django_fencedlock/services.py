@@ -30,7 +30,8 @@ from .exceptions import (
 )
 from .fences import ledger_for
 from .fences.pinning import pinned_atomic
-from .keeper import Keeper
+from .fences.revoking import told
+from .keeper import REFUSED, Keeper
 from .lease import Duration, Lease, clock
 from .owners import Holder, Owner, new_owner, whoami
 from .sessions import Sessions, under_test
@@ -53,6 +54,7 @@ class Service:
         self.config = conf.config(alias)
         self.backend: Backend = conf.backend_class(self.config.backend)(self.config)
         self.keeper = Keeper(self.backend, self.lose)
+        self.keeper.explain = self.taken_away
         self._reset()
         _living.add(self)
 
@@ -270,7 +272,7 @@ class Service:
     def verify(self, lease: Lease) -> bool:
         if self.backend.verify(lease):
             return not lease.lost
-        self.lose(lease, "the lock service no longer knows this holder")
+        self.lose(lease, self._why(lease, "the lock service no longer knows this holder"))
         return False
 
     def renew(self, lease: Lease, ttl: Duration | None) -> None:
@@ -289,7 +291,7 @@ class Service:
             return
         lease.ttl = before
         if answer is Renewal.LOST:
-            self.lose(lease, "the lock service refused to renew it: somebody else had come")
+            self.lose(lease, self._why(lease, REFUSED))
             raise lease.loss()
         raise BackendUnavailable(
             f"The lease of lock {lease.name!r} couldn't be renewed: lock service "
@@ -352,7 +354,8 @@ class Service:
         finally:
             journal.erase(lease.owner)
         if not kept:
-            self.lose(lease, "the lock service no longer knew this holder at the release")
+            why = "the lock service no longer knew this holder at the release"
+            self.lose(lease, self._why(lease, why))
         lease.released = True
         if not lease.lost:
             self._signal(signals.lock_released, name=lease.name, lease=lease)
@@ -457,6 +460,13 @@ class Service:
             f"free, but {ledger.obstacle.format(using=using)}, and the next grant has to wait for "
             f"its end: {blocker}{last}"
         )
+
+    def taken_away(self, leases: Sequence[Lease]) -> dict[str, str]:
+        """Tell, by owner, by whom those of these leases were taken away that were."""
+        return told(self.config.fence_database, [lease.owner for lease in leases])
+
+    def _why(self, lease: Lease, otherwise: str) -> str:
+        return otherwise if lease.lost else self.taken_away([lease]).get(lease.owner, otherwise)
 
     def lose(self, lease: Lease, why: str) -> None:
         """Note a loss, and tell of it once."""

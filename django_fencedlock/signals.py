@@ -23,6 +23,10 @@ lock_not_acquired = Signal()
 lock_released = Signal()
 #: Carries ``lease`` and ``reason``. Sent from the thread that noticed, often the keeper's.
 lock_lost = Signal()
+#: Carries ``holder``, from whom the lock was taken away, ``by`` whom, ``token``, the fence's from
+#: then on (None if the lock isn't fenced), and ``freed``: False if the holder has yet to give it
+#: back. Sent where it was done; the holder's process sends `lock_lost`.
+lock_force_released = Signal()
 #: Carries ``leases`` and ``answers``, a `Renewal` for each: a batch of the keeper, or one lease
 #: that its holder renewed.
 leases_renewed = Signal()

@@ -33,7 +33,7 @@ LAYERS: dict[int, list[str]] = {
     5: [
         *(f"models.{name}" for name in ("cascades", "fenced", "fencing", "fields", "guarded")),
         *(f"models.{name}" for name in ("naming", "querysets", "refusals", "versioned", "writes")),
-        *("celery", "doctor", "model_checks", "operations", "registry", "resync"),
+        *("celery", "doctor", "model_checks", "operations", "registry", "releasing", "resync"),
     ],
     6: ["admin", "apps", "checks", "contrib", "management", "test"],
 }

@@ -9,9 +9,10 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock.models import Delivery, Duty, Fence, HeldLock
+from django_fencedlock.models import Delivery, Duty, Fence, ForcedRelease, HeldLock
 from tests import mirror
 
+TABLES = (Delivery, Duty, Fence, ForcedRelease, HeldLock)
 ALIASES = [
     # SQLite edits no schema within a test's transaction.
     pytest.param("default", marks=pytest.mark.django_db(transaction=True)),
@@ -50,7 +51,7 @@ def test_down_removes_the_tables_and_up_makes_the_same_again(migrated: str) -> N
     for name in mirror.names():
         _run(alias, files / f"{name}.up.sql")
     assert _schema(alias) == before
-    assert set(before) == {model._meta.db_table for model in (Delivery, Duty, Fence, HeldLock)}
+    assert set(before) == {model._meta.db_table for model in TABLES}
     Fence.objects.using(alias).create(name="x", token=1, owner="me")
 
 

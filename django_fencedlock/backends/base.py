@@ -96,6 +96,27 @@ class Renewal(enum.Enum):
     UNKNOWN = "the service couldn't be asked"
 
 
+class Taken(enum.Enum):
+    """What became of a lock that was to be taken away from its holder."""
+
+    FREED = "it is free, or whoever waits has it"
+    NOT_HIS = "the holder didn't have it any more"
+    LEFT_TO_HOLDER = "the holder gives it back when it is next renewed"
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingSession:
+    """A session of a server, with which a lock and maybe others fall."""
+
+    #: Tells it from all other sessions that the server ever had.
+    id: str
+    words: str
+    #: The names of the other locks that it holds, each with its holder.
+    others: tuple[tuple[str, str], ...] = ()
+    #: How many more it holds that the registry doesn't know.
+    unlisted: int = 0
+
+
 class Backend(ABC):
     """
     One lock service.
@@ -172,6 +193,25 @@ class Backend(ABC):
             process.pid,
         )
         return True
+
+    def take_away(
+        self, name: str, owner: str, *, token: int | None = None, session: str = ""
+    ) -> Taken:
+        """
+        Free the lock of an owner who lives, so that he can't renew it; never another's.
+
+        Wakes who waits, as a release does. His fence was lifted before.
+
+        Args:
+            token: The fence's, to be passed by the next grant; None if the lock isn't fenced.
+            session: The id of the session to be ended, where a lock lives as long as that.
+        """
+        freed = self.evict(name, owner, fenced=token is not None)
+        return Taken.FREED if freed else Taken.NOT_HIS
+
+    def holding_session(self, name: str) -> HoldingSession | None:
+        """Tell which session holds a lock, where a lock can be freed by the end of one."""
+        return None
 
     @abstractmethod
     def holder(self, name: str) -> Holder | None:

@@ -16,7 +16,7 @@ from ..lease import Lease, clock
 from ..owners import Holder
 from ..sessions import sessions
 from ..transactions import lent_by_test
-from .base import Backend, Grant, Renewal, Request, is_table_missing
+from .base import Backend, Grant, Renewal, Request, Taken, is_table_missing
 
 T = TypeVar("T")
 Work = Callable[[Ledger, BaseDatabaseWrapper], T]
@@ -152,6 +152,19 @@ class DatabaseBackend(Backend):
                 # Somebody else is just taking it over.
                 return False
             raise self.unavailable("eviction", exc, name) from exc
+
+    def take_away(
+        self, name: str, owner: str, *, token: int | None = None, session: str = ""
+    ) -> Taken:
+        lent = lent_by_test(self.config.fence_database)
+        try:
+            # A row that a renewal has locked is free in a moment, as SQLite's file is.
+            cleared = self._run(
+                lambda ledger, used: ledger.clear(used, [HeldBy(name, owner)]), lent
+            )
+        except Error as exc:
+            raise self.unavailable("forced release", exc, name) from exc
+        return Taken.FREED if cleared else Taken.NOT_HIS
 
     def holder(self, name: str) -> Holder | None:
         row = self._look(name, LOOKING)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig, Problem, seconds
 from ..exceptions import BackendUnavailable
@@ -17,7 +18,7 @@ from ..fences import Row, ledger_for
 from ..lease import Lease
 from ..owners import Holder
 from ..sessions import sessions
-from .base import Renewal, is_table_missing
+from .base import HoldingSession, Renewal, Taken, is_table_missing
 
 try:
     import psycopg  # noqa: F401
@@ -27,12 +28,15 @@ except ImportError as exc:
         "Run: pip install 'django-fencedlock[postgres]'"
     ) from exc
 
+from . import postgres_forcing as forcing
 from . import postgres_statements as sql
 from .postgres_home import Hold
-from .postgres_hung import end_orphan
+from .postgres_hung import end_hung_holders, end_orphan
 from .postgres_probe import probe
 from .postgres_sessions import read_application_name
 from .postgres_taking import TIMEOUT, TakesSessionLocks
+
+T = TypeVar("T")
 
 
 class PostgresBackend(TakesSessionLocks):
@@ -116,13 +120,37 @@ class PostgresBackend(TakesSessionLocks):
         # An unfenced lock has no row, and ends with its session alone.
         if not fenced:
             return False
+        return self._on_private("eviction", name, lambda private: end_orphan(private, name, owner))
+
+    def take_away(
+        self, name: str, owner: str, *, token: int | None = None, session: str = ""
+    ) -> Taken:
+        def end_hung() -> bool:
+            ended = partial(self._end_hung, name)
+            return bool(owner) and self._ask("forced release", ended, name)
+
+        return self._on_private(
+            "forced release",
+            name,
+            lambda private: forcing.take_away(
+                private, name, owner, self._key(name), session, end_hung
+            ),
+        )
+
+    def _end_hung(self, name: str) -> bool:
+        return end_hung_holders(self._home.session(), [name])
+
+    def holding_session(self, name: str) -> HoldingSession | None:
+        return self._on_private(
+            "look", name, lambda private: forcing.holding_session(private, name, self._key(name))
+        )
+
+    def _on_private(self, doing: str, name: str, work: Callable[[BaseDatabaseWrapper], T]) -> T:
+        # Not asked of the session for locks: this process may hold none, now or ever.
         try:
-            # Not asked of the session for locks: this process may hold none, now or ever.
-            return sessions(self.config.fence_database, self._timeout).run(
-                lambda private: end_orphan(private, name, owner)
-            )
+            return sessions(self.config.fence_database, self._timeout).run(work)
         except Error as exc:
-            raise self.unavailable("eviction", exc, name) from exc
+            raise self.unavailable(doing, exc, name) from exc
 
     # Looking
 

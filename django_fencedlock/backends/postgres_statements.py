@@ -7,6 +7,7 @@ from dataclasses import fields
 from ..fences import Row
 from ..fences.ledger import FENCE, HELD, LOCK_WAIT
 from ..fences.postgresql import INTO_HELD, LAZY_LIMITS, SET_ALL, TIMES, VALUES
+from ..fences.revoking import FORCED, IS_FORCED
 
 #: Every advisory lock that is held in this database, by its server process and 64-bit key.
 LOCKS = """locks AS MATERIALIZED (
@@ -65,10 +66,11 @@ WAIT_UNFENCED = f"WITH {_WAIT_FOR_KEY} SELECT l.ok, NULL::bigint, false, pg_back
 UNLOCK = "SELECT pg_advisory_unlock(%(key)s::bigint)"
 
 # The key is free before the row is gone, which harms nobody: the row is deleted by its owner.
+# Returns: whether the session had the key; whether the lock had been taken away by force.
 RELEASE = f"""
 WITH {LAZY_LIMITS},
 d AS (DELETE FROM {HELD} h USING s WHERE h.name = %(name)s AND h.owner = %(owner)s)
-SELECT pg_advisory_unlock(%(key)s::bigint)
+SELECT pg_advisory_unlock(%(key)s::bigint), {IS_FORCED.format(owner="%(owner)s")}
 """
 
 CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s RETURNING true"
@@ -97,6 +99,36 @@ JOIN pg_stat_activity a ON a.pid = h.session_pid AND a.backend_start = h.session
 WHERE h.name = %(name)s AND h.owner = %(owner)s
 """
 
+#: Whether the session of an owner's row still has the key.
+HAS_KEY = f"""
+WITH {LOCKS}
+SELECT 1 FROM {HELD} h JOIN locks k ON k.pid = h.session_pid AND k.key = h.session_key
+WHERE h.name = %(name)s AND h.owner = %(owner)s
+"""
+
+# When it began is NULL, and so 0, if this role may not look into it.
+_STARTED = "coalesce((extract(epoch FROM {0}) * 1000000)::bigint, 0)"
+#: The session that has a key: its process and start, name, role, and the number of its keys.
+HOLDING_SESSION = f"""
+WITH {LOCKS}
+SELECT k.pid, {_STARTED.format("a.backend_start")}, a.application_name, a.usename,
+(SELECT count(*) FROM locks x WHERE x.pid = k.pid)
+FROM locks k JOIN pg_stat_activity a ON a.pid = k.pid WHERE k.key = %(key)s
+"""
+#: What the registry knows of the locks of a session.
+RECORDED_ON = f"""
+SELECT h.name, h.owner, h.host, h.pid, h.thread, h.task_name, h.task_id FROM {HELD} h
+WHERE h.session_pid = %(pid)s AND {_STARTED.format("h.session_started")} = %(started)s
+ORDER BY h.name
+"""
+#: End a session, whatever it holds, if it is the one that was meant and still has the key.
+END_SESSION = f"""
+WITH {LOCKS}
+SELECT pg_terminate_backend(a.pid) FROM locks k JOIN pg_stat_activity a ON a.pid = k.pid
+WHERE k.key = %(key)s AND a.pid = %(pid)s
+AND {_STARTED.format("a.backend_start")} = %(started)s AND a.pid <> pg_backend_pid()
+"""
+
 #: Renew one row, right after a wait; no row if it is somebody else's by now.
 EXTEND = f"""
 WITH {LAZY_LIMITS}
@@ -107,23 +139,25 @@ WHERE h.name = %(name)s AND h.owner = %(owner)s RETURNING true
 
 # A renewal proves that each key is held, by the session that got it. Rows that somebody has locked
 # are passed over. Not to be prepared: the plan without the arrays' lengths is far slower.
+# Nor is a lock renewed that was taken away by force: it looks as if its row were gone.
 # Returns for each owner: whether the key is held, the row was renewed, the row is there.
 RENEW = f"""
 WITH {LAZY_LIMITS}, {LOCKS},
 w AS MATERIALIZED (
-    SELECT w.name, w.owner, w.ttl, k.key IS NOT NULL AS held
+    SELECT w.name, w.owner, w.ttl, k.key IS NOT NULL AS held, r.owner IS NOT NULL AS forced
     FROM s CROSS JOIN unnest(
         %(names)s::text[], %(owners)s::text[], %(ttls)s::double precision[],
         %(keys)s::bigint[], %(pids)s::bigint[]) AS w(name, owner, ttl, key, pid)
-    LEFT JOIN locks k ON k.key = w.key AND k.pid = w.pid),
+    LEFT JOIN locks k ON k.key = w.key AND k.pid = w.pid
+    LEFT JOIN {FORCED} r ON r.owner = w.owner),
 p AS MATERIALIZED (
     SELECT h.name, w.ttl FROM {HELD} h JOIN w ON h.name = w.name AND h.owner = w.owner
-    WHERE w.held FOR UPDATE OF h SKIP LOCKED),
+    WHERE w.held AND NOT w.forced FOR UPDATE OF h SKIP LOCKED),
 u AS (
     UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
     FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
     RETURNING h.owner)
-SELECT w.owner, w.held, u.owner IS NOT NULL, x.owner IS NOT NULL
+SELECT w.owner, w.held, u.owner IS NOT NULL, x.owner IS NOT NULL AND NOT w.forced
 FROM w LEFT JOIN u ON u.owner = w.owner
 LEFT JOIN {HELD} x ON x.name = w.name AND x.owner = w.owner
 """
@@ -133,6 +167,7 @@ VERIFY = f"""
 WITH {LOCKS}
 SELECT EXISTS (SELECT 1 FROM locks k WHERE k.key = %(key)s AND k.pid = pg_backend_pid()),
 EXISTS (SELECT 1 FROM {HELD} x WHERE x.name = %(name)s AND x.owner = %(owner)s)
+AND NOT {IS_FORCED.format(owner="%(owner)s")}
 """
 VERIFY_UNFENCED = f"""
 WITH {LOCKS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from django.db import Error, OperationalError
 
@@ -324,7 +324,8 @@ class TakesSessionLocks(Backend):
         session = hold.session
         try:
             statement = sql.RELEASE if hold.recorded else sql.UNLOCK
-            return cast(bool, session.one(statement, hold.values())[0])
+            unlocked, *forced = session.one(statement, hold.values())
+            return bool(unlocked) and not any(forced)
         except Error as exc:
             if session.closed:
                 # When it ended can't be told: others may have had the lock by now.

@@ -21,8 +21,9 @@ from ..findings import Finding
 from ..lease import Lease, clock
 from ..owners import Holder, Owner
 from ..sessions import sessions
+from ..transactions import lent_by_test
 from . import redis_client, redis_health
-from .base import Backend, Grant, Renewal, Request
+from .base import Backend, Grant, Renewal, Request, Taken
 from .redis_client import RedisError
 from .redis_store import InLine, Store, Told
 
@@ -324,18 +325,29 @@ class RedisBackend(Backend):
             self._pending.append(HeldBy(name, owner))
         return had
 
+    def take_away(
+        self, name: str, owner: str, *, token: int | None = None, session: str = ""
+    ) -> Taken:
+        with self._asked("forced release", name):
+            had = self._store.take_away(name, owner, token or 0)
+        if token is not None:
+            # At once: whoever did it looks at the registry next.
+            self._pending.append(HeldBy(name, owner))
+            self._clear_rows(lent_by_test(self.config.fence_database))
+        return Taken.FREED if had else Taken.NOT_HIS
+
     def tidy(self) -> None:
         self._clear_rows()
         self._store.close_idle_mailboxes()
 
-    def _clear_rows(self) -> None:
+    def _clear_rows(self, lent: BaseDatabaseWrapper | None = None) -> None:
         leases = []
         while self._pending:
             leases.append(self._pending.popleft())
         if not leases:
             return
         try:
-            self._run(lambda ledger, private: ledger.clear(private, leases))
+            self._run(lambda ledger, used: ledger.clear(used, leases), lent)
         except Error as exc:
             logger.warning(
                 "Rows of alias %r weren't cleared: %s",

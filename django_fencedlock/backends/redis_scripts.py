@@ -213,6 +213,28 @@ redis.call('DEL', KEYS[1])
 return 1
 """)
 
+# The counter goes above the holder's token, or he would renew what seems to have run out.
+# ARGV     owner, token of the lifted fence (0 if unfenced)
+# returns  0 if somebody else has the lock; else 1, or handed, as in acquire
+TAKE_AWAY = Script(f"""
+{_MINE}
+if held and not mine then return 0 end
+if ARGV[2] ~= '0' then
+  local drawn = tonumber(string.match(redis.call('GET', KEYS[2]) or '', '^%d+')) or 0
+  if drawn < tonumber(ARGV[2]) then
+    redis.call('SET', KEYS[2], ARGV[2] .. ':', 'PX', {_SEQ_TTL})
+  end
+end
+if redis.call('EXISTS', KEYS[3]) == 1 then
+  {_DRAW}
+  {_QUEUE}
+  local owner, alive = first_alive()
+  if owner then return hand_to(owner, alive) end
+end
+redis.call('DEL', KEYS[1])
+return 1
+""")
+
 # The owner is whom the lock was handed to. Redis serves those who are blocked on a mailbox when the
 # command ends that filled it, before anybody's next: if the message is still there, he wasn't.
 # The message stays: a living waiter who was between two commands has to be woken by it.

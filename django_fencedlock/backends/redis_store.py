@@ -31,6 +31,7 @@ from .redis_scripts import (
     REPAIR,
     Ask,
     AskMany,
+    TAKE_AWAY,
 )
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,13 @@ class Store:
         """Have `owner` hold nothing, and wait for nothing any more; whether he had the lock."""
         keys = self._keys(name)
         answer = RELEASE.run(self._link.ask, keys, owner)
+        self._recheck(keys, answer)
+        return bool(answer != 0)
+
+    def take_away(self, name: str, owner: str, token: int) -> bool:
+        """Free the lock, or hand it on, so that `owner` can't renew it; False if it isn't his."""
+        keys = self._keys(name)
+        answer = TAKE_AWAY.run(self.client, keys, owner, token)
         self._recheck(keys, answer)
         return bool(answer != 0)
 

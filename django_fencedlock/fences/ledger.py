@@ -94,6 +94,7 @@ class Row:
     alias: str
     backend: str
     owner: str
+    fenced: bool
     token: int | None
     host: str
     boot_id: str
@@ -246,7 +247,7 @@ class Ledger(ABC):
         """The time by which rows of the registry expire."""
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT {self.clock}", self.parameters(connection))
-            return _time(cursor.fetchone()[0])
+            return as_time(cursor.fetchone()[0])
 
     def left_by(
         self, connection: BaseDatabaseWrapper, alias: str, process: Process
@@ -297,7 +298,9 @@ class Ledger(ABC):
 def _row(values: Sequence[Any], token: int | None, live: Any) -> Row:
     named = dict(zip(_READ, values, strict=True))
     for column in ("acquired_at", "expires_at"):
-        named[column] = _time(named[column])
+        named[column] = as_time(named[column])
+    # SQLite and MySQL have numbers for it.
+    named["fenced"] = bool(named["fenced"])
     return Row(**named, token=token, live=bool(live))
 
 
@@ -307,7 +310,7 @@ def session_words(number: int, program: str | None, state: str | None, seconds: 
     return f"server session {number}{by}, {state or 'state unknown'}, begun {seconds:.1f} s ago"
 
 
-def _time(value: Any) -> datetime:
+def as_time(value: Any) -> datetime:
     """A time as drivers give it: aware, naive in UTC, or a text (SQLite)."""
     found = parse_datetime(value) if isinstance(value, str) else value
     assert isinstance(found, datetime)

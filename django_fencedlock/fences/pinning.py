@@ -16,6 +16,7 @@ from ..exceptions import OutcomeUnknown, StaleFence, TransactionInTheWay, WrongD
 from ..lease import Lease
 from . import ledger_for
 from .pins import Grant, is_newest
+from .revoking import notes
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,8 @@ def _stale(lease: Lease, connection: BaseDatabaseWrapper) -> StaleFence:
     row = ledger.look(connection, lease.name)
     holder = row.holder() if newest and row and row.owner == newest[1] else None
     why = f"the newest token is {newest[0]}" if newest else "its fence is gone"
-    to = f", granted to {holder}" if holder else ""
+    note = notes(connection, [lease.owner]).get(lease.owner)
+    to = f", granted to {holder}" if holder else f": {note}" if note else ""
     logger.error(
         "Refused a stale transaction: lock=%r writer_token=%s holder=%s",
         lease.name,

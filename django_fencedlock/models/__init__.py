@@ -3,7 +3,7 @@
 from .fenced import FencedModel
 from .fencing import Fencing
 from .querysets import FencedManager, FencedQuerySet
-from .tables import Delivery, Duty, Fence, HeldLock
+from .tables import Delivery, Duty, Fence, ForcedRelease, HeldLock
 from .versioned import VersionedModel
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "FencedModel",
     "FencedQuerySet",
     "Fencing",
+    "ForcedRelease",
     "HeldLock",
     "VersionedModel",
 ]

@@ -13,6 +13,7 @@ from .. import logs, signals
 from ..exceptions import StaleFence, VersionConflict
 from ..fences import ledger_for
 from ..fences.pins import Grant
+from ..fences.revoking import notes
 from ..owners import Holder
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ class Refusal:
         token, owner = newest
         row = ledger.look(connection, self.grant.name)
         if row is None or row.owner != owner:
-            return self.error(None, f"the newest token is {token}")
+            note = notes(connection, [self.grant.owner]).get(self.grant.owner)
+            return self.error(None, f"the newest token is {token}{f': {note}' if note else ''}")
         holder = row.holder()
         return self.error(None, f"the newest token is {token}, granted to {holder}", holder)
 

@@ -1,7 +1,8 @@
 """
 The tables: `Fence`, the newest grant of each name, and `HeldLock`, the registry.
 
-Beside them, for tasks alone, `Duty`, what is still to be run, and `Delivery`, what was begun.
+Beside them `ForcedRelease`, who took a lock away; and for tasks alone, `Duty`, what is still to be
+run, and `Delivery`, what was begun.
 """
 
 from __future__ import annotations
@@ -100,9 +101,30 @@ class HeldLock(models.Model):
     class Meta:
         verbose_name = _("held lock")
         verbose_name_plural = _("held locks")
+        permissions = [("release_heldlock", "Can release held lock by force")]
 
     def __str__(self) -> str:
         return str(self.name)
+
+
+class ForcedRelease(models.Model):
+    """
+    By whom a lock was taken away from a holder, who learns it from here.
+
+    The keeper of a session lock gives it back when it finds its owner noted.
+    """
+
+    owner = models.CharField(_("former owner"), max_length=32, primary_key=True)
+    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
+    released_by = models.CharField(_("released by"), max_length=200)
+    released_at = models.DateTimeField(_("released"), db_index=True)
+
+    class Meta:
+        verbose_name = _("forced release")
+        verbose_name_plural = _("forced releases")
+
+    def __str__(self) -> str:
+        return f"{self.name} by {self.released_by}"
 
 
 class Duty(models.Model):

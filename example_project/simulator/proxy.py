@@ -69,9 +69,7 @@ class Proxy:
             await self._alive.wait()
             far_reader, far_writer = await asyncio.open_connection(*self._target)
             try:
-                await asyncio.gather(
-                    self._pump(reader, far_writer), self._pump(far_reader, writer)
-                )
+                await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
             finally:
                 far_writer.close()
         except (OSError, asyncio.CancelledError):

@@ -163,9 +163,7 @@ def killed(client: Seen) -> str:
 
 def paused(client: Seen) -> str:
     if client.believes:
-        return (
-            f"{client.name} stands still (SIGSTOP). Nothing in it runs, so nothing renews its lease."
-        )
+        return f"{client.name} stands still (SIGSTOP). Nothing in it runs, so nothing renews its lease."
     return f"{client.name} stands still (SIGSTOP)."
 
 

@@ -24,13 +24,24 @@ A test sleeps only where time itself is its subject, and then for about a second
 import pytest
 
 # Before they are imported: then a failing assert tells its values.
-_PARTS = ("base", "dying", "exclusion", "holding", "losing", "outages", "transactions", "waiting")
+_PARTS = (
+    "base",
+    "dying",
+    "exclusion",
+    "forcing",
+    "holding",
+    "losing",
+    "outages",
+    "transactions",
+    "waiting",
+)
 for _part in _PARTS:
     pytest.register_assert_rewrite(f"{__name__}.{_part}")
 
 from .base import Contract  # noqa: E402
 from .dying import DeathContract  # noqa: E402
 from .exclusion import ExclusionContract  # noqa: E402
+from .forcing import ForcedReleaseContract  # noqa: E402
 from .holding import HoldingContract, NameContract  # noqa: E402
 from .losing import ExpiryContract, LossContract  # noqa: E402
 from .outages import DataLossContract, OutageContract  # noqa: E402
@@ -53,6 +64,7 @@ class LockContract(
     NameContract,
     LossContract,
     DeathContract,
+    ForcedReleaseContract,
     TransactionContract,
 ):
     """What every backend has to do."""

@@ -1,0 +1,281 @@
+"""What becomes of a lock that is taken away from a holder who lives."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from ... import signals
+from ...backends.base import Renewal
+from ...exceptions import LeaseLost, LockNotAcquired, ReleaseBlocked, StaleFence
+from ...lease import Lease, clock
+from ...models.tables import HeldLock
+from ...releasing import Outcome, Release, force_release, held_by
+from ..holders import AnotherProcess, AnotherThread, wait_until
+from . import acts
+from .base import Contract, connected, listening
+
+#: Seconds within which somebody is told that the fence can't be lifted.
+BOUND = 10.0
+
+
+class ForcedReleaseContract(Contract):
+    """A lock was taken from its holder by force, who may not have noticed yet."""
+
+    def force(self, name: str, **terms: Any) -> Release:
+        return force_release(name, by="the boss", backend=self.alias, **terms)
+
+    def notice(self, lease: Lease) -> None:
+        """Have the holder find out; where a session holds the lock, that frees it."""
+        with pytest.raises(LeaseLost, match="released by force, by the boss, at 2"):
+            lease.renew()
+
+    @property
+    def left_to_holder(self) -> bool:
+        return not self.service.backend.supports_ttl
+
+    def test_the_former_holders_writes_are_refused_before_it_notices(self, name: str) -> None:
+        lease = self.take(name)
+        done = self.force(name)
+        assert done.outcome is (Outcome.LEFT_TO_HOLDER if self.left_to_holder else Outcome.FREED)
+        assert done.token == lease.token + 1
+        assert self.recorded(name) == (done.token, "")
+        assert not lease.lost
+        with pytest.raises(StaleFence, match="the boss"), lease.atomic(self.database):
+            pass
+        self.notice(lease)
+        assert lease.lost
+
+    def test_an_evicted_keeper_does_not_renew_its_way_back(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        lease = self.take(name)
+        self.force(name)
+        assert self.service.backend.renew([lease]) == [Renewal.LOST]
+        assert not lease.lost
+        assert self.is_free_for(thread, name)
+        assert self.service.backend.renew([lease]) == [Renewal.LOST]
+        assert lease.release() is False
+        assert self.is_free_for(thread, name)
+
+    def test_the_keeper_tells_the_holder_who_did_it(self, name: str) -> None:
+        told: list[str] = []
+
+        def receive(name: str, reason: str, **kwargs: Any) -> None:
+            told.append(reason)
+
+        lost: list[Lease] = []
+        with connected(signals.lock_lost, receive):
+            lease = self.take(name, ttl=1.0)
+            lease.on_lost(lost.append)
+            self.force(name)
+            wait_until(lambda: told, "the loss to be noticed")
+        assert lost == [lease]
+        assert "by the boss" in told[0]
+        with pytest.raises(LeaseLost, match="by the boss"):
+            lease.check()
+        assert self.is_free(name)
+
+    def test_a_release_after_it_is_told_as_well(self, name: str) -> None:
+        with pytest.raises(LeaseLost, match="by the boss"), self.lock(name):
+            self.force(name)
+        assert self.is_free(name)
+
+    def test_verifying_tells_it(self, name: str) -> None:
+        lease = self.take(name)
+        self.force(name)
+        assert not lease.verify()
+        with pytest.raises(LeaseLost, match="by the boss"):
+            lease.check()
+
+    def test_who_waits_gets_it_next(self, name: str, thread: AnotherThread) -> None:
+        lease = self.take(name)
+        waiting = thread.start(self.take_when_free, name)
+        wait_until(lambda: self.sees_waiter(name), "somebody to wait")
+        token = self.force(name).token
+        if self.left_to_holder:
+            self.notice(lease)
+        successor = waiting.result()
+        assert token is not None
+        assert successor.token > token
+        assert self.recorded(name) == (successor.token, successor.owner)
+        with pytest.raises(LeaseLost):
+            lease.renew()
+        assert successor.verify()
+        thread.call(successor.release)
+
+    def sees_waiter(self, name: str) -> bool:
+        """Whether somebody waits; where nobody can tell, yes."""
+        known = self.service.backend.waiting([name])
+        return known.get(name, 1) > 0
+
+    def test_a_lock_that_is_not_fenced(self, name: str, thread: AnotherThread) -> None:
+        lease = self.take(name, fenced=False)
+        found = held_by(name, self.alias)
+        assert found is not None
+        assert not found.fenced
+        done = self.force(name)
+        if self.left_to_holder:
+            # It has no row by which its holder could learn it.
+            assert done.outcome is Outcome.NEEDS_END_OF_SESSION
+            assert lease.verify()
+            done = self.force(name, owner=found.owner, end_session=True)
+        assert done.outcome is Outcome.FREED
+        assert done.token is None
+        assert "isn't fenced" in str(done)
+        assert self.recorded(name) is None
+        assert not lease.verify()
+        assert self.is_free_for(thread, name)
+
+    def test_a_lock_that_nobody_has(self, name: str) -> None:
+        with self.lock(name):
+            pass
+        self.service.backend.tidy()
+        before = self.recorded(name)
+        assert self.force(name).outcome is Outcome.NOT_HELD
+        assert self.recorded(name) == before
+
+    def test_a_lock_that_has_changed_hands_is_left_alone(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        former = self.take(name)
+        former.release()
+        successor = thread.call(self.take, name)
+        before = self.recorded(name)
+        done = self.force(name, owner=former.owner)
+        assert done.outcome is Outcome.CHANGED_HANDS
+        assert done.holder is not None
+        assert done.holder.owner == successor.owner
+        assert self.recorded(name) == before
+        assert successor.verify()
+        successor_ends(thread, successor)
+
+    def test_a_lock_that_changes_hands_at_that_moment_is_left_alone(
+        self, name: str, thread: AnotherThread, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        former = self.take(name)
+        take_away = self.service.backend.take_away
+        taken: list[Lease] = []
+
+        def after_another_came(*args: Any, **kwargs: Any) -> Any:
+            former.release()
+            taken.append(thread.call(self.take, name))
+            return take_away(*args, **kwargs)
+
+        monkeypatch.setattr(self.service.backend, "take_away", after_another_came)
+        assert self.force(name).outcome is Outcome.CHANGED_HANDS
+        (successor,) = taken
+        assert successor.verify()
+        assert self.recorded(name) == (successor.token, successor.owner)
+        successor_ends(thread, successor)
+
+    def test_twice_is_as_good_as_once(self, name: str) -> None:
+        lease = self.take(name)
+        token = self.force(name).token
+        again = self.force(name, owner=lease.owner)
+        assert self.recorded(name) == (token, "")
+        expected = Outcome.LEFT_TO_HOLDER if self.left_to_holder else Outcome.NOT_HELD
+        assert again.outcome is expected
+        self.notice(lease)
+
+    def test_the_signal_and_the_log_tell_of_it(
+        self, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        heard: list[dict[str, Any]] = []
+        lost: list[str] = []
+
+        def receive(**facts: Any) -> None:
+            heard.append(facts)
+
+        with (
+            connected(signals.lock_force_released, receive),
+            listening(signals.lock_lost, name, "lost", lost),
+            caplog.at_level(logging.WARNING, "django_fencedlock.releasing"),
+        ):
+            lease = self.take(name)
+            self.force(name)
+            self.notice(lease)
+        (facts,) = heard
+        assert facts["sender"] is type(self.service.backend)
+        assert (facts["name"], facts["alias"], facts["by"]) == (name, self.alias, "the boss")
+        assert facts["token"] == lease.token + 1
+        assert facts["holder"].owner == lease.owner
+        assert facts["freed"] is not self.left_to_holder
+        assert lost == ["lost"]
+        (record,) = [each for each in caplog.records if each.name.endswith(".releasing")]
+        assert record.levelno == logging.WARNING
+        assert "by the boss" in record.getMessage()
+        assert record.lock_by == "the boss"  # type: ignore[attr-defined]
+        assert record.lock_name == name  # type: ignore[attr-defined]
+
+    def test_an_open_transaction_under_the_lease_is_in_the_way_and_named(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        lease = thread.call(self.take, name)
+        block = lease.atomic(self.database)
+        thread.call(block.__enter__)
+        started = clock()
+        try:
+            with pytest.raises(ReleaseBlocked) as caught:
+                self.force(name)
+        finally:
+            thread.call(block.__exit__, None, None, None)
+        assert clock() - started < BOUND + self.slack
+        assert caught.value.holder.owner == lease.owner  # type: ignore[union-attr]
+        assert "can't be lifted" in str(caught.value)
+        if not self.one_writer:
+            assert caught.value.blocker is not None
+            assert "session" in caught.value.blocker
+        assert lease.verify()
+        assert self.recorded(name) == (lease.token, lease.owner)
+        assert self.force(name).done
+        assert not thread.call(lease.verify)
+        thread.call(lease.release)
+
+    def test_a_stopped_process_loses_it_and_learns_it(
+        self, name: str, process: AnotherProcess, thread: AnotherThread
+    ) -> None:
+        process.call(acts.hold, self.alias, name, 0.0, 3.0)
+        found = held_by(name, self.alias)
+        assert found is not None
+        process.pause()
+        if self.left_to_holder:
+            assert self.force(name).outcome is Outcome.LEFT_TO_HOLDER
+            assert found.session is not None
+            assert self.force(name, end_session="1.1").outcome is Outcome.LEFT_TO_HOLDER
+            assert self.lock(name).acquire(blocking=False) is None
+        done = self.force(name, owner=found.owner, end_session=self.left_to_holder)
+        assert done.outcome is Outcome.FREED
+        assert self.is_free_for(thread, name)
+        process.resume()
+        process.call(acts.wait_for_the_loss, name)
+        assert "by the boss" in process.call(acts.why_lost, name)
+        assert process.call(acts.let_go, name) is False
+        process.healthy = True
+
+    def test_a_row_whose_lock_is_gone_goes_too(self, name: str) -> None:
+        lease = self.take(name)
+        self.force(name)
+        self.notice(lease)
+        assert not HeldLock.objects.using(self.database).filter(name=name).exists()
+
+    def test_the_holder_may_take_it_again(self, name: str) -> None:
+        lease = self.take(name)
+        self.force(name)
+        self.notice(lease)
+        lease.release()
+        again = self.take(name)
+        assert again.token > lease.token + 1
+        assert self.service.backend.renew([again]) == [Renewal.KEPT]
+        with pytest.raises(LockNotAcquired):
+            self.refused(name)
+        assert again.release()
+
+    def refused(self, name: str) -> None:
+        raise self.service.refusal(name, 0.0)
+
+
+def successor_ends(thread: AnotherThread, successor: Lease) -> None:
+    assert thread.call(successor.release)
