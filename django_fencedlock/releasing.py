@@ -84,7 +84,8 @@ class Release:
         return self.outcome in (Outcome.FREED, Outcome.LEFT_TO_HOLDER)
 
     def __str__(self) -> str:
-        lock = f"Lock {self.name!r} (alias {self.alias!r})"
+        lock = f"Lock {self.name!r}"
+        lock += f" (alias {self.alias!r})" if self.alias else ""
         return _WORDS[self.outcome].format(lock=lock, holder=self.holder, fence=self._fence())
 
     def _fence(self) -> str:

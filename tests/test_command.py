@@ -6,16 +6,20 @@ import os
 import pty
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
+from uuid import uuid4
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connections
+from django.db import connections, transaction
 from django.db.models import F
 
-from django_fencedlock import lock
+from django_fencedlock import LeaseLost, current_lease, lock
 from django_fencedlock.doctor import probe
 from django_fencedlock.findings import Level
+from django_fencedlock.management import releasing
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.registry import State
 from django_fencedlock.services import service
@@ -23,15 +27,16 @@ from tests.models import Invoice
 from tests.test_docs import ROOT, _table
 from tests.test_resync import restored, written
 
+POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-def run(*arguments):
+def run(*arguments, **options):
     """What the command prints, what it complains of, and its exit code."""
     out, err = io.StringIO(), io.StringIO()
     try:
-        call_command("fencedlock", *arguments, stdout=out, stderr=err)
+        call_command("fencedlock", *arguments, stdout=out, stderr=err, **options)
         code = 0
     except SystemExit as exc:
         code = exc.code
@@ -123,6 +128,153 @@ class TestShow:
 
     def test_a_name_that_cannot_be(self):
         assert run("show", "")[1:] == ("A lock name can't be empty.", 2)
+
+
+class Terminal(io.StringIO):
+    """Somebody at a terminal, who answers one line after the other."""
+
+    def isatty(self):
+        return True
+
+
+class TestRelease:
+    def test_asks_and_does_it(self):
+        lease = lock("invoice:1").acquire()
+        out, _, code = run("release", "invoice:1", stdin=Terminal("y\n"))
+        assert code == 0
+        assert f"is held by {lease.holder}." in out
+        assert "The fence is lifted first" in out
+        assert "Release it by force? [y/N]\n" in out
+        assert out.endswith("His writes are refused: the fence is at 2.\n")
+        assert Fence.objects.get().token == 2
+        assert not HeldLock.objects.exists()
+        with pytest.raises(LeaseLost, match=f"by {releasing.whoami()}"):
+            lease.renew()
+
+    @pytest.mark.parametrize("answer", ["n\n", "\n", "", "yesterday\n"])
+    def test_does_nothing_without_a_yes(self, answer):
+        with lock("invoice:1"):
+            _, err, code = run("release", "invoice:1", stdin=Terminal(answer))
+            assert (err, code) == ("Nothing was done.", 1)
+        assert Fence.objects.get().token == 1
+
+    def test_does_nothing_without_a_terminal(self):
+        with lock("invoice:1"):
+            _, err, code = run("release", "invoice:1", stdin=io.StringIO("y\n"))
+            assert "no terminal" in err
+            assert code == 1
+            assert run("release", "invoice:1", "--format", "json")[2] == 2
+        assert Fence.objects.get().token == 1
+
+    def test_for_scripts(self):
+        lease = lock("invoice:1").acquire()
+        found, code = run_json("release", "invoice:1", "--yes", "--by", "a script")
+        assert code == 0
+        assert (found["outcome"], found["done"], found["token"]) == ("freed", True, 2)
+        assert found["holder"]["owner"] == lease.owner
+        with pytest.raises(LeaseLost, match="by a script"):
+            lease.renew()
+        found, code = run_json("release", "invoice:1", "--yes")
+        assert (found["outcome"], found["done"], code) == ("not held", False, 1)
+
+    def test_a_lock_that_has_changed_hands(self):
+        with lock("invoice:1"):
+            out, _, code = run("release", "invoice:1", "--owner", "0" * 32, "--yes")
+            assert code == 1
+            assert "has changed hands" in out
+
+    def test_one_that_changes_hands_while_it_is_asked(self):
+        former = lock("invoice:1").acquire()
+
+        class Slow(Terminal):
+            def readline(self):
+                former.release()
+                with ThreadPoolExecutor(1) as another:
+                    another.submit(lock("invoice:1").acquire).result()
+                    another.submit(connections.close_all)
+                return "y\n"
+
+        out, _, code = run("release", "invoice:1", stdin=Slow())
+        assert code == 1
+        assert "has changed hands" in out
+        assert Fence.objects.get().token == 2
+
+    def test_an_unfenced_lock(self):
+        lease = lock("cache", fenced=False).acquire()
+        out, _, code = run("release", "cache", stdin=Terminal("y\n"))
+        assert code == 0
+        assert "It isn't fenced" in out
+        assert not lease.verify()
+
+    def test_no_session_to_end(self):
+        with lock("invoice:1"):
+            _, err, code = run("release", "invoice:1", "--end-session", "--yes")
+            assert code == 2
+            assert "live in no session" in err
+
+    def test_several_aliases(self, settings, redis_server):
+        redis = {"BACKEND": REDIS, "LOCATION": redis_server.url, "KEY_PREFIX": uuid4().hex}
+        settings.FENCEDLOCK = {"default": {}, "jobs": redis}
+        with lock("x"), lock("x", backend="jobs", fenced=False):
+            _, err, code = run("release", "x", "--yes")
+            assert code == 2
+            assert "several aliases" in err
+            assert run("release", "x", "--yes", "--alias", "jobs")[2] == 0
+            with pytest.raises(LeaseLost):
+                current_lease("x").renew()
+            service("jobs").drop_all()
+
+    def test_a_service_that_does_not_answer(self, settings, make_redis):
+        server = make_redis()
+        settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
+        server.kill()
+        _, err, code = run("release", "x", "--yes")
+        assert code == 2
+        assert "couldn't be asked" in err
+
+    def test_an_open_transaction(self):
+        with lock("x") as lease:
+            entered, leave = threading.Event(), threading.Event()
+
+            def hold():
+                with transaction.atomic():
+                    Fence.objects.update(owner=F("owner"))
+                    entered.set()
+                    leave.wait(60)
+                connections.close_all()
+
+            with ThreadPoolExecutor(1) as another:
+                doing = another.submit(hold)
+                assert entered.wait(60)
+                try:
+                    _, err, code = run("release", "x", "--yes")
+                finally:
+                    leave.set()
+                    doing.result()
+            assert code == 2
+            assert "ReleaseBlocked: " in err
+            assert "its fence can't be lifted" in err
+            assert lease.verify()
+
+    @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+    def test_the_end_of_a_session(self, settings):
+        settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
+        lease, other = lock("x").acquire(), lock("y").acquire()
+        out, _, code = run("release", "x", stdin=Terminal("y\n"))
+        assert code == 0
+        assert "gives it back when it next renews it" in out
+        out, err, code = run("release", "x", "--end-session", stdin=Terminal("y\nn\n"))
+        assert (err, code) == ("Nothing was done.", 1)
+        assert "It holds 'y' too" in out
+        assert other.verify()
+        found, code = run_json("release", "x", "--end-session", "--yes")
+        assert code == 0
+        assert (found["outcome"], found["fell_with_it"]) == ("freed", ["y"])
+        assert not other.verify()
+        with pytest.raises(LeaseLost, match="the session that held it ended"):
+            other.check()
+        with pytest.raises(LeaseLost, match="released by force"):
+            lease.check()
 
 
 class TestDoctor:
@@ -242,7 +394,7 @@ def test_the_page_tells_every_action_state_and_level():
         timeout=60,
     ).stdout
     actions = {row[0] for row in _table(page, "| action | what it does | exit code |")}
-    assert actions == {"list", "show", "doctor", "resync"}
+    assert actions == {"list", "show", "release", "doctor", "resync"}
     assert all(f"\n    {action}" in out for action in actions), out
     states = {
         row[0] for row in _table(page, "| state | the lock service says | the registry says |")

@@ -1,4 +1,4 @@
-"""The admin's pages of held locks and of fences. They show, and change nothing."""
+"""The admin's pages of held locks and of fences. They show, and change no rows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from django.utils.translation import ngettext
 
 from ..models import Fence, HeldLock
 from ..registry import Entry, Listing, State, entries
+from .releasing import ReleasesByForce
 
 STATES = {
     State.HELD: _("held"),
@@ -39,7 +40,7 @@ EXPLAINED = {
 class ReadOnly(admin.ModelAdmin):  # type: ignore[type-arg]
     """Shows rows, and lets nobody touch them: what holds a lock is in a process."""
 
-    actions = None
+    actions: Any = None
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
@@ -97,7 +98,7 @@ def observed(queryset: QuerySet[HeldLock]) -> tuple[list[HeldLock], Listing]:
 
 
 @admin.register(HeldLock)
-class HeldLockAdmin(ReadOnly):
+class HeldLockAdmin(ReleasesByForce, ReadOnly):
     """What is locked, by whom, and for how long."""
 
     list_display = (

@@ -143,6 +143,8 @@ class Records:
         self.config = config
         self.using = config.fence_database
         self._timeout = seconds(config.options.get("TIMEOUT", TIMEOUT), "TIMEOUT")
+        #: Seconds to wait for SQLite's file.
+        self._patience = self._timeout
 
     def run(self, doing: str, name: str | None, work: Callable[[Statements], T]) -> T:
         """
@@ -164,7 +166,7 @@ class Records:
         lent = lent_by_test(self.using)
         if lent is not None:
             return work(Statements(lent))
-        patience = BRIEFLY if in_transaction(self.using) else self._timeout
+        patience = BRIEFLY if in_transaction(self.using) else self._patience
 
         def patiently(private: BaseDatabaseWrapper) -> T:
             ledger_for(private).patience(private, patience)

@@ -16,6 +16,7 @@ from typing import Any
 from django.db import Error, IntegrityError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from ..conf import AliasConfig
 from ..sessions import Sessions
 from ..transactions import lent_by_test
 from .ledger import BATCH, FENCE, HELD, as_time
@@ -68,6 +69,11 @@ class Revoked:
 
 class Revoking(Records):
     """The forced releases of one alias."""
+
+    def __init__(self, config: AliasConfig) -> None:
+        super().__init__(config)
+        # Somebody sits before a page, or a terminal.
+        self._patience = min(self._timeout, 2.0)
 
     def revoke(self, name: str, owner: str, by: str, *, fenced: bool, seen: int | None) -> Revoked:
         """

@@ -16,7 +16,7 @@ def table(
     paint: Callable[[int, str], Paint | None] = lambda column, text: None,
 ) -> list[str]:
     """Align columns; `paint` gives the colour of a cell by its column and its text."""
-    rows = [[_one_line(cell) for cell in row] for row in rows]
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(_width, column)) for column in zip_longest(head, *rows, fillvalue="")]
 
     def line(cells: Sequence[str]) -> str:
@@ -31,7 +31,8 @@ def table(
     return [line(head), *map(line, rows)]
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Show what can't be seen, or does something to a terminal, as an escape."""
     # A lock name may hold anything: nothing of it may move the cursor or colour the terminal.
     return "".join(
         each if unicodedata.category(each)[0] != "C" else each.encode("unicode_escape").decode()

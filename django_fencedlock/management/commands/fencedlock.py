@@ -1,4 +1,4 @@
-"""``manage.py fencedlock``: looks at locks, examines what they rest on, mends fences."""
+"""``manage.py fencedlock``: looks at locks, frees them by force, examines, mends fences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from ...backends.base import remedy_for
 from ...exceptions import FencedLockError, SettingsError
 from ...findings import Level
 from ...registry import State
-from ..tables import duration, table
+from ...releasing import Outcome, Release
+from .. import releasing
+from ..releasing import Refused
+from ..tables import duration, one_line, table
 
 #: The exit code for what couldn't be asked or done.
 FAILED = 2
 
 
 class Command(BaseCommand):
-    help = "Looks at held locks, examines the lock services, and mends fences after a restore."
+    help = "Looks at locks, releases them by force, examines lock services, and mends fences."
+    stealth_options = ("stdin",)
     # A doctor is wanted most when the checks fail.
     requires_system_checks = ()
 
@@ -45,6 +49,24 @@ class Command(BaseCommand):
 
         shown = action("show", "all that is known of one lock")
         shown.add_argument("name", help="the lock's name")
+
+        released = action("release", "take one lock from its holder by force")
+        released.add_argument("name", help="the lock's name")
+        _add_alias(released)
+        released.add_argument(
+            "--owner", help="only from this holder; a lock that has changed hands is left alone"
+        )
+        released.add_argument(
+            "--by",
+            default=releasing.whoami(),
+            help="who does it, for the holder and the log to tell (default: %(default)s)",
+        )
+        released.add_argument(
+            "--end-session",
+            action="store_true",
+            help="end the session of a PostgreSQL lock, with all other locks that it has",
+        )
+        released.add_argument("--yes", action="store_true", help="don't ask")
 
         examined = action("doctor", "try each lock service, and look at what it rests on")
         _add_alias(examined)
@@ -69,6 +91,8 @@ class Command(BaseCommand):
         act: Callable[..., int] = getattr(self, f"_{options['action']}")
         try:
             code = act(**options)
+        except Refused as exc:
+            raise CommandError(str(exc), returncode=1) from exc
         except (SettingsError, LookupError, ValueError) as exc:
             raise CommandError(str(exc), returncode=FAILED) from exc
         except (Error, FencedLockError) as exc:
@@ -126,6 +150,36 @@ class Command(BaseCommand):
             rows += _details(entry)
         for line in table(("LOCK", found.name), rows, _second(colours)):
             self.stdout.write(line)
+
+    def _release(
+        self,
+        name: str,
+        alias: list[str] | None,
+        owner: str | None,
+        by: str,
+        end_session: bool,
+        yes: bool,
+        **options: Any,
+    ) -> int:
+        as_json = options["format"] == "json"
+        if as_json and not yes:
+            raise ValueError("--format json asks nothing: say it with --yes.")
+        found, unanswered = releasing.find(names.validate(name), _known(alias) or conf.aliases())
+        for each, why in unanswered.items():
+            self.stderr.write(f"Alias {each!r} couldn't be asked: {why}")
+        if found is None:
+            done = Release(name, "" if alias is None else alias[0], Outcome.NOT_HELD)
+        elif end_session and found.session is None:
+            raise ValueError(f"Locks of alias {found.alias!r} live in no session to be ended.")
+        else:
+            if not yes and (owner is None or owner == found.owner):
+                releasing.confirm(found, end_session, self.stdout.write, options.get("stdin"))
+            done = releasing.release(found, by, owner, end_session)
+        if as_json:
+            self._json(releasing.plain(done, found, end_session))
+        else:
+            self.stdout.write(one_line(str(done)))
+        return 0 if done.done else FAILED if found is None and unanswered else 1
 
     def _doctor(self, alias: list[str] | None, timeout: float, **options: Any) -> int:
         aliases = _known(alias)

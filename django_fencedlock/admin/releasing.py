@@ -1,0 +1,300 @@
+"""Releasing locks by force in the admin: the action, the pages that ask, and what is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from django.contrib import admin, messages
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.auth.models import AbstractBaseUser
+from django.core.exceptions import BadRequest, PermissionDenied
+from django.db import connections, transaction
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import path, reverse
+from django.utils.http import urlencode
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, ngettext
+
+from ..backends.base import HoldingSession
+from ..exceptions import BackendUnavailable, FencedLockError
+from ..lease import clock
+from ..models import HeldLock
+from ..registry import Entry, State, entries
+from ..releasing import Outcome, Release, force_release
+from ..services import service
+
+logger = logging.getLogger(__name__)
+
+#: Locks that are released at once.
+MOST = 100
+#: Seconds after which no further one is tried: the page has to be answered.
+LIMIT = 20.0
+#: Locks that are told of one by one.
+TOLD = 10
+
+#: What the form says is to be done.
+RELEASE, ASK_AGAIN, END_SESSION = "release", "ask_again", "end_session"
+
+_CANT = {
+    State.LOST: gettext_lazy("Somebody else has it by now; it will be left alone."),
+    State.UNKNOWN: gettext_lazy("Its lock service can't be asked, so it can't be released."),
+}
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A lock with the holder who was seen: nobody else is to lose it."""
+
+    name: str
+    alias: str
+    owner: str
+    session: str = ""
+
+    def __str__(self) -> str:
+        return json.dumps([self.name, self.alias, self.owner, self.session])
+
+    @classmethod
+    def read(cls, text: str) -> Marked:
+        try:
+            found = json.loads(text)
+        except ValueError as exc:
+            raise BadRequest("No lock of this form.") from exc
+        if not (isinstance(found, list) and len(found) == 4 and _are_texts(found)):
+            raise BadRequest("No lock of this form.")
+        return cls(*found)
+
+
+def _are_texts(found: list[Any]) -> bool:
+    return all(isinstance(each, str) for each in found)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A lock on a page that asks."""
+
+    entry: Entry
+    session: HoldingSession | None = None
+
+    @property
+    def mark(self) -> Marked:
+        entry, session = self.entry, self.session
+        return Marked(entry.name, entry.alias, entry.owner, session.id if session else "")
+
+    @property
+    def why_not(self) -> Any:
+        """Why it can't be released."""
+        return _CANT.get(self.entry.state)
+
+    @property
+    def seconds(self) -> int:
+        """Seconds within which its process renews it, where it is to give the lock back."""
+        ttl = (self.entry.expires_at - self.entry.renewed_at).total_seconds()
+        return max(1, round(ttl / 3))
+
+
+class _Page(Protocol):
+    """What the mixin needs of a ModelAdmin."""
+
+    admin_site: Any
+    opts: Any
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[HeldLock]: ...
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool: ...
+
+
+class ReleasesByForce:
+    """Adds the action, the button's address and the pages to the admin of held locks."""
+
+    actions: Any = ("release_by_force",)
+
+    def has_release_permission(self, request: HttpRequest) -> bool:
+        page = cast(_Page, self)
+        user = cast(Any, request.user)
+        return page.has_view_permission(request) and user.has_perm(
+            f"{page.opts.app_label}.release_heldlock"
+        )
+
+    @admin.action(
+        permissions=["release"], description=gettext_lazy("Release selected locks by force")
+    )
+    def release_by_force(
+        self, request: HttpRequest, queryset: QuerySet[HeldLock]
+    ) -> HttpResponse | None:
+        if queryset.count() > MOST:
+            text = _("At most %d locks can be released at once. Nothing was done.")
+            messages.error(request, text % MOST)
+            return None
+        return self._ask(request, shown(queryset.order_by("name")))
+
+    def get_urls(self) -> list[Any]:
+        page = cast(_Page, self)
+        view: Any = page.admin_site.admin_view(self.release_view)
+        for using in connections:
+            # Else a fence would be lifted beside a transaction that SQLite lets nobody pass, and
+            # the log of what was done would be undone by a later error.
+            view = transaction.non_atomic_requests(using)(view)
+        name = f"{page.opts.app_label}_{page.opts.model_name}_release"
+        return [path("release/", view, name=name), *super().get_urls()]  # type: ignore[misc]
+
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        row = kwargs.get("obj")
+        if row is not None and self.has_release_permission(request):
+            context["release_url"] = f"{self._url('release')}?{urlencode({'name': row.pk})}"
+        answer: HttpResponse = super().render_change_form(  # type: ignore[misc]
+            request, context, *args, **kwargs
+        )
+        return answer
+
+    def release_view(self, request: HttpRequest) -> HttpResponse:
+        """Ask, or do what was confirmed."""
+        if not self.has_release_permission(request):
+            raise PermissionDenied
+        if request.method != "POST":
+            rows = cast(_Page, self).get_queryset(request).filter(pk=request.GET.get("name", ""))
+            return self._ask(request, shown(rows))
+        marks = [Marked.read(text) for text in request.POST.getlist("lock")[:MOST]]
+        step = request.POST.get("step")
+        if step == ASK_AGAIN:
+            names = {mark.name: mark for mark in marks}
+            rows = cast(_Page, self).get_queryset(request).filter(pk__in=names)
+            # One that has changed hands since the first question isn't in the second.
+            seen = [each for each in shown(rows) if each.mark == names[each.entry.name]]
+            return self._ask(request, seen, again=True)
+        if step not in (RELEASE, END_SESSION):
+            raise BadRequest("Nothing is to be done.")
+        self._release(request, marks, end_session=step == END_SESSION)
+        return HttpResponseRedirect(self._url("changelist"))
+
+    def _url(self, name: str) -> str:
+        page = cast(_Page, self)
+        base = f"admin:{page.opts.app_label}_{page.opts.model_name}"
+        return reverse(f"{base}_{name}", current_app=page.admin_site.name)
+
+    def _ask(
+        self, request: HttpRequest, locks: Sequence[Shown], again: bool = False
+    ) -> HttpResponse:
+        if not locks:
+            messages.warning(request, _("That lock has been given back, or has changed hands."))
+            return HttpResponseRedirect(self._url("changelist"))
+        page = cast(_Page, self)
+        some = [each for each in locks if not each.why_not]
+        context = {
+            **page.admin_site.each_context(request),
+            "title": _("End sessions?") if again else _("Release by force?"),
+            "opts": page.opts,
+            "media": getattr(self, "media", ""),
+            "locks": locks,
+            "some": some,
+            "has_sessions": any(each.session and each.session.id for each in some),
+            "again": again,
+            "release_url": self._url("release"),
+        }
+        request.current_app = page.admin_site.name
+        return TemplateResponse(
+            request, "admin/django_fencedlock/heldlock/release_confirmation.html", context
+        )
+
+    def _release(self, request: HttpRequest, marks: Sequence[Marked], end_session: bool) -> None:
+        by = f"{cast(AbstractBaseUser, request.user).get_username()} (admin)"
+        until = clock() + LIMIT
+        done: list[Release] = []
+        away: set[str] = set()
+        for mark in marks:
+            if mark.alias in away or clock() > until:
+                messages.error(request, _("Lock “%s” wasn't tried: it took too long.") % mark.name)
+                continue
+            try:
+                release = force_release(
+                    mark.name,
+                    by=by,
+                    backend=mark.alias,
+                    owner=mark.owner,
+                    end_session=mark.session if end_session else False,
+                )
+            except FencedLockError as exc:
+                if isinstance(exc, BackendUnavailable):
+                    away.add(mark.alias)
+                text = _("Lock “%(name)s” wasn't released: %(why)s")
+                messages.error(request, text % {"name": mark.name, "why": exc})
+                continue
+            if release.done:
+                _log(request, release)
+            if release.outcome is Outcome.FREED:
+                done.append(release)
+            else:
+                _tell(request, release)
+        _tell_done(request, done)
+
+
+def shown(rows: Iterable[HeldLock]) -> list[Shown]:
+    """Locks as their services see them now, and the sessions that some of them live on."""
+    found = list(rows)
+    if not found:
+        return []
+    sessions: dict[str, HoldingSession | None] = {}
+    listed = list(entries(found[0]._state.db or "default", found, {}))
+    for entry in listed:
+        if entry.state is State.UNKNOWN:
+            continue
+        try:
+            sessions[entry.name] = service(entry.alias).backend.holding_session(entry.name)
+        except FencedLockError:
+            logger.debug("The session of lock %r can't be told", entry.name, exc_info=True)
+    return [Shown(entry, sessions.get(entry.name)) for entry in listed]
+
+
+def _log(request: HttpRequest, release: Release) -> None:
+    what = _("Released by force; it was held by %s.") % release.holder
+    if release.token is not None:
+        what += " " + _("The fence was lifted to %d.") % release.token
+    if release.outcome is Outcome.LEFT_TO_HOLDER:
+        what += " " + _("Its process has yet to give it back.")
+    LogEntry.objects.log_actions(
+        user_id=cast(Any, request.user).pk,
+        # The row is gone, or somebody else's.
+        queryset=[HeldLock(name=release.name)],
+        action_flag=CHANGE,
+        change_message=what,
+        single_object=True,
+    )
+
+
+def _tell(request: HttpRequest, release: Release) -> None:
+    facts = {"name": release.name, "holder": release.holder}
+    if release.outcome is Outcome.LEFT_TO_HOLDER:
+        text = _(
+            "Lock “%(name)s”: writes of %(holder)s are refused from now on. The lock is free as "
+            "soon as its process has noticed, at its next renewal. If that hangs, end the session."
+        )
+        messages.warning(request, text % facts)
+    elif release.outcome is Outcome.NOT_HELD:
+        messages.info(request, _("Lock “%(name)s” had been given back already.") % facts)
+    else:
+        text = _("Lock “%(name)s” has changed hands, and was left alone: %(holder)s has it.")
+        messages.error(request, text % facts)
+
+
+def _tell_done(request: HttpRequest, done: Sequence[Release]) -> None:
+    if len(done) > TOLD:
+        text = ngettext(
+            "%(count)d lock was released by force: %(names)s.",
+            "%(count)d locks were released by force: %(names)s.",
+            len(done),
+        )
+        names = ", ".join(f"“{each.name}”" for each in done)
+        messages.success(request, text % {"count": len(done), "names": names})
+        return
+    for each in done:
+        text = _("Lock “%(name)s” of %(holder)s was released by force.")
+        text %= {"name": each.name, "holder": each.holder}
+        if each.token is None:
+            text += " " + _("It isn't fenced: what that holder writes isn't refused.")
+        messages.success(request, text)

@@ -1,0 +1,366 @@
+"""Releasing locks by force in the admin: who may, what it asks, what it does and tells."""
+
+import html
+import json
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Permission, User
+from django.contrib.messages import get_messages
+from django.db import connections, transaction
+from django.db.models import F
+from django.test import Client, override_settings
+from django.urls import reverse
+from django.utils import translation
+
+from django_fencedlock import LeaseLost, lock
+from django_fencedlock.admin import releasing
+from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.releasing import force_release
+from django_fencedlock.services import service
+from tests.servers import shared
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
+REDIS = "django_fencedlock.backends.redis.RedisBackend"
+LIST = "/admin/django_fencedlock/heldlock/"
+RELEASE = f"{LIST}release/"
+
+
+def log_in(client, *codenames):
+    user = User.objects.create_user("anna", is_staff=True)
+    user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
+    client.force_login(user)
+    return client
+
+
+@pytest.fixture
+def viewer(client):
+    return log_in(client, "view_heldlock")
+
+
+@pytest.fixture
+def anna(client):
+    return log_in(client, "view_heldlock", "release_heldlock")
+
+
+def marks(answer):
+    """What the page that asks would send."""
+    found = re.findall(r'name="lock" value="([^"]*)"', answer.content.decode())
+    return [html.unescape(each) for each in found]
+
+
+def told(answer):
+    return [(message.level_tag, str(message)) for message in get_messages(answer.wsgi_request)]
+
+
+def choose(client, *names):
+    """Run the action of the list."""
+    data = {"action": "release_by_force", "_selected_action": names}
+    return client.post(LIST, data)
+
+
+def confirm(client, asked, step="release"):
+    return client.post(RELEASE, {"lock": marks(asked), "step": step})
+
+
+class TestPermission:
+    def test_without_it_nothing_is_shown(self, viewer):
+        with lock("invoice:42"):
+            for path in (LIST, reverse("admin:django_fencedlock_heldlock_change", args=["x"])):
+                assert "elease" not in viewer.get(path).content.decode().replace("Released", "")
+            page = viewer.get(f"{LIST}invoice_3A42/change/").content.decode()
+            assert "Release by force" not in page
+            assert "action-select" not in viewer.get(LIST).content.decode()
+
+    def test_without_it_nothing_is_reached(self, viewer):
+        with lock("invoice:42") as lease:
+            mark = str(releasing.Marked("invoice:42", "default", lease.owner))
+            assert viewer.get(RELEASE, {"name": "invoice:42"}).status_code == 403
+            for step in ("release", "ask_again", "end_session"):
+                answer = viewer.post(RELEASE, {"lock": mark, "step": step})
+                assert answer.status_code == 403
+            choose(viewer, "invoice:42")
+            lease.renew()
+        assert not LogEntry.objects.exists()
+
+    def test_without_viewing_it_is_no_use(self, client):
+        log_in(client, "release_heldlock")
+        with lock("invoice:42"):
+            assert client.get(RELEASE, {"name": "invoice:42"}).status_code == 403
+            assert choose(client, "invoice:42").status_code == 403
+
+    def test_nobody_else(self, client):
+        answer = client.get(RELEASE, {"name": "invoice:42"})
+        assert answer.status_code == 302
+        assert "login" in answer.url
+
+    def test_with_it_the_action_and_the_button_are_there(self, anna):
+        with lock("invoice:42"):
+            assert 'value="release_by_force"' in anna.get(LIST).content.decode()
+            page = anna.get(f"{LIST}invoice_3A42/change/").content.decode()
+        assert f'href="{RELEASE}?name=invoice%3A42"' in page
+        # Nothing else may be done with it.
+        assert 'name="_save"' not in page
+        assert "deletelink" not in page
+
+    def test_a_forged_form_does_nothing(self):
+        client = log_in(Client(enforce_csrf_checks=True), "view_heldlock", "release_heldlock")
+        with lock("invoice:42") as lease:
+            mark = str(releasing.Marked("invoice:42", "default", lease.owner))
+            answer = client.post(RELEASE, {"lock": mark, "step": "release"})
+            assert answer.status_code == 403
+            lease.renew()
+
+    def test_looking_releases_nothing(self, anna):
+        with lock("invoice:42") as lease:
+            mark = str(releasing.Marked("invoice:42", "default", lease.owner))
+            answer = anna.get(RELEASE, {"name": "invoice:42", "lock": mark, "step": "release"})
+            assert answer.status_code == 200
+            lease.renew()
+
+
+class TestReleasing:
+    def test_one_lock(self, anna):
+        lease = lock("invoice:42").acquire()
+        asked = anna.get(RELEASE, {"name": "invoice:42"})
+        page = asked.content.decode()
+        assert str(lease.holder) in html.unescape(page)
+        assert "The fence is lifted" in page
+        answer = confirm(anna, asked)
+        assert (answer.status_code, answer.url) == (302, LIST)
+        assert told(answer) == [
+            ("success", f"Lock “invoice:42” of {lease.holder} was released by force.")
+        ]
+        assert Fence.objects.get().token == 2
+        with pytest.raises(LeaseLost, match=r"by anna \(admin\)"):
+            lease.renew()
+        entry = LogEntry.objects.get()
+        assert (entry.user.username, entry.object_id) == ("anna", "invoice:42")
+        assert entry.change_message == (
+            f"Released by force; it was held by {lease.holder}. The fence was lifted to 2."
+        )
+
+    def test_several_by_the_action(self, anna):
+        leases = [lock(name).acquire() for name in ("a", "b", "c")]
+        asked = choose(anna, "a", "c")
+        assert [json.loads(mark)[0] for mark in marks(asked)] == ["a", "c"]
+        assert [level for level, _ in told(confirm(anna, asked))] == ["success"] * 2
+        assert [lease.verify() for lease in leases] == [False, True, False]
+        assert LogEntry.objects.count() == 2
+
+    def test_many_are_told_at_once(self, anna):
+        names = [f"lock {number}" for number in range(releasing.TOLD + 1)]
+        for name in names:
+            lock(name).acquire()
+        ((level, text),) = told(confirm(anna, choose(anna, *names)))
+        assert level == "success"
+        assert text.startswith("11 locks were released by force: “lock 0”, ")
+
+    def test_too_many(self, anna, monkeypatch):
+        monkeypatch.setattr(releasing, "MOST", 1)
+        with lock("a"), lock("b"):
+            answer = choose(anna, "a", "b")
+            assert answer.status_code == 302
+            assert told(answer) == [
+                ("error", "At most 1 locks can be released at once. Nothing was done.")
+            ]
+
+    def test_one_that_changed_hands_since_is_left_alone(self, anna):
+        former = lock("invoice:42").acquire()
+        asked = anna.get(RELEASE, {"name": "invoice:42"})
+        former.release()
+        with lock("invoice:42") as lease:
+            ((level, text),) = told(confirm(anna, asked))
+            assert level == "error"
+            assert "has changed hands" in text
+            assert str(lease.holder) in text
+            lease.renew()
+        assert not LogEntry.objects.exists()
+
+    def test_one_that_was_given_back_since(self, anna):
+        former = lock("invoice:42").acquire()
+        asked = anna.get(RELEASE, {"name": "invoice:42"})
+        former.release()
+        assert told(confirm(anna, asked)) == [
+            ("info", "Lock “invoice:42” had been given back already.")
+        ]
+        answer = anna.get(RELEASE, {"name": "invoice:42"})
+        assert (answer.status_code, answer.url) == (302, LIST)
+
+    def test_a_failure_is_named_and_keeps_nothing_else_from_being_done(self, anna):
+        free, pinned = lock("a").acquire(), lock("b").acquire()
+        asked = choose(anna, "a", "b")
+        with someone_writing():
+            answer = confirm(anna, asked)
+        levels = {text.split("”")[0]: level for level, text in told(answer)}
+        assert levels == {"Lock “a": "error", "Lock “b": "error"}
+        assert "its fence can't be lifted" in told(answer)[0][1]
+        free.release()
+        anna.get(LIST)
+        levels = [level for level, _ in told(confirm(anna, asked))]
+        assert sorted(levels) == ["info", "success"]
+        assert not pinned.verify()
+
+    def test_an_unfenced_lock(self, anna):
+        lock("cache", fenced=False).acquire()
+        asked = anna.get(RELEASE, {"name": "cache"})
+        assert "fenced: nothing that" in asked.content.decode()
+        ((level, text),) = told(confirm(anna, asked))
+        assert level == "success"
+        assert "isn't refused" in text
+
+    def test_within_a_transaction_for_each_request(self, anna):
+        """The fence couldn't be lifted beside it: SQLite has one writer."""
+        lease = lock("invoice:42").acquire()
+        with each_request_in_transaction():
+            asked = anna.get(RELEASE, {"name": "invoice:42"})
+            assert [level for level, _ in told(confirm(anna, asked))] == ["success"]
+        assert not lease.verify()
+
+    @pytest.mark.parametrize(
+        "data",
+        [{"step": "no"}, {"step": "release", "lock": "x"}, {"step": "release", "lock": "[1]"}],
+    )
+    def test_a_form_that_is_none_of_ours(self, anna, data):
+        assert anna.post(RELEASE, data).status_code == 400
+
+    def test_an_alias_that_there_is_not(self, anna):
+        mark = str(releasing.Marked("invoice:42", "nope", "me"))
+        ((level, text),) = told(anna.post(RELEASE, {"lock": mark, "step": "release"}))
+        assert level == "error"
+        assert "nope" in text
+
+    def test_hostile_names_are_text(self, anna):
+        with lock('<b>"x"</b>'):
+            asked = anna.get(RELEASE, {"name": '<b>"x"</b>'})
+        assert '<b>"x"' not in asked.content.decode()
+        assert json.loads(marks(asked)[0])[0] == '<b>"x"</b>'
+
+    def test_its_texts_can_be_translated(self, anna):
+        with lock("invoice:42"), translation.override("de"):
+            page = anna.get(RELEASE, {"name": "invoice:42"}, headers={"accept-language": "de"})
+        assert page.status_code == 200
+
+
+def test_a_service_that_is_gone(anna, make_redis):
+    server = make_redis()
+    redis = {"BACKEND": REDIS, "LOCATION": server.url, "OPTIONS": {"TIMEOUT": 0.5}}
+    with override_settings(FENCEDLOCK={"default": redis}):
+        lock("a").acquire()
+        lock("b").acquire()
+        asked = choose(anna, "a", "b")
+        assert len(marks(asked)) == 2
+        server.kill()
+        again = choose(anna, "a", "b")
+        assert marks(again) == []
+        assert "be asked, so it can" in html.unescape(again.content.decode())
+        (_, one), (_, other) = told(confirm(anna, asked))
+        assert "wasn't released: " in one
+        assert "wasn't tried" in other
+        service("default").drop_all()
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+class TestSessions:
+    """Locks that live on a session; in one database with the admin, as a project has them."""
+
+    @pytest.fixture(autouse=True)
+    def on_postgres(self, settings):
+        shared.postgres()
+        settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
+        settings.DATABASE_ROUTERS = [f"{__name__}.ToPostgres"]
+
+    def test_it_is_left_to_its_holder(self, anna):
+        lease = lock("x").acquire()
+        asked = anna.get(RELEASE, {"name": "x"})
+        assert "normally within 10 seconds" in asked.content.decode()
+        ((level, text),) = told(confirm(anna, asked))
+        assert level == "warning"
+        assert "writes of" in text
+        assert "has yet to give it back" in LogEntry.objects.get().change_message
+        with pytest.raises(LeaseLost, match="by anna"):
+            lease.renew()
+        assert lock("x").holder() is None
+
+    def test_the_second_question_names_all_that_falls(self, anna):
+        lease, other = lock("x").acquire(), lock("y").acquire()
+        asked = anna.get(RELEASE, {"name": "x"})
+        again = confirm(anna, asked, step="ask_again")
+        page = html.unescape(again.content.decode())
+        assert "These locks end with it:" in page
+        assert "<strong>y</strong>" in page
+        assert lease.verify()
+        ((level, _),) = told(confirm(anna, again, step="end_session"))
+        assert level == "success"
+        assert not other.verify()
+        assert not lease.verify()
+        with pytest.raises(LeaseLost, match="by anna"):
+            lease.check()
+
+    def test_one_that_changed_hands_is_not_asked_about_again(self, anna):
+        former = lock("x").acquire()
+        asked = anna.get(RELEASE, {"name": "x"})
+        former.release()
+        with lock("x") as lease:
+            again = confirm(anna, asked, step="ask_again")
+            assert again.status_code == 302
+            assert confirm(anna, asked, step="end_session").status_code == 302
+            assert lease.verify()
+
+    def test_after_it_was_left_to_a_holder_it_can_be_ended(self, anna):
+        lock("x").acquire()
+        force_release("x", by="somebody")
+        again = confirm(anna, anna.get(RELEASE, {"name": "x"}), step="ask_again")
+        ((level, _),) = told(confirm(anna, again, step="end_session"))
+        assert level == "success"
+        assert lock("x").holder() is None
+
+
+class ToPostgres:
+    """Reads the registry where these tests have it."""
+
+    def db_for_read(self, model, **hints):
+        return "postgres" if model in (HeldLock, Fence) else None
+
+
+def someone_writing():
+    """Somebody's transaction that has SQLite's file."""
+    return _Writer()
+
+
+class _Writer:
+    def __enter__(self):
+        entered, self._leave = threading.Event(), threading.Event()
+
+        def write():
+            with transaction.atomic():
+                Fence.objects.update(owner=F("owner"))
+                entered.set()
+                self._leave.wait(60)
+            connections.close_all()
+
+        self._thread = ThreadPoolExecutor(1)
+        self._writing = self._thread.submit(write)
+        assert entered.wait(60)
+
+    def __exit__(self, *exc):
+        self._leave.set()
+        self._writing.result()
+        self._thread.shutdown()
+
+
+def each_request_in_transaction():
+    return _Atomic()
+
+
+class _Atomic:
+    def __enter__(self):
+        connections["default"].settings_dict["ATOMIC_REQUESTS"] = True
+
+    def __exit__(self, *exc):
+        connections["default"].settings_dict["ATOMIC_REQUESTS"] = False
