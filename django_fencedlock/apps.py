@@ -13,7 +13,9 @@ class FencedLockConfig(AppConfig):
     def ready(self) -> None:
         # Registers the system checks.
         from . import checks  # noqa: F401
+        from .history import history
         from .services import drop_leases_of_test
 
+        history.connect()
         # What a test runner sends after it emptied a database.
         post_migrate.connect(drop_leases_of_test, sender=self)

@@ -29,6 +29,7 @@ DEFAULTS: Mapping[str, Any] = {
     "FENCE_DATABASE": "default",
     "OPTIONS": {},
 }
+HISTORY, MOST_HISTORY = 20, 1000
 UNLEASED = ("reject", "warn", "allow")
 VENDORS = ("postgresql", "sqlite", "mysql")
 
@@ -83,6 +84,21 @@ def unleased() -> str:
 
 
 @cache
+def history() -> int:
+    """How many events of each kind the history keeps of a lock; 0 if it isn't written at all."""
+    # What is wrong with it must not get into the way of a lock: a check tells.
+    return cast(int, _history()) if _is_count(_history()) else 0
+
+
+def _history() -> Any:
+    return getattr(settings, "FENCEDLOCK_HISTORY", HISTORY)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_HISTORY
+
+
+@cache
 def abort_signal() -> int:
     """The signal by which a body in the main thread is interrupted when its lock is lost."""
     for problem in _abort_signal_problems():
@@ -126,6 +142,12 @@ def problems() -> Iterator[Problem]:
             f"Set it to one of {', '.join(map(repr, UNLEASED))}.",
         )
     yield from _abort_signal_problems()
+    if not _is_count(_history()):
+        yield Problem(
+            "E016",
+            f"FENCEDLOCK_HISTORY is {_history()!r}.",
+            f"Set it to an int from 0, which switches it off, to {MOST_HISTORY}.",
+        )
 
 
 def _abort_signal() -> Any:
@@ -287,6 +309,8 @@ def _forget(*, setting: str, **kwargs: Any) -> None:
         config.cache_clear()
     elif setting == "FENCEDLOCK_ABORT_SIGNAL":
         abort_signal.cache_clear()
+    elif setting == "FENCEDLOCK_HISTORY":
+        history.cache_clear()
 
 
 setting_changed.connect(_forget, dispatch_uid="django_fencedlock.conf")

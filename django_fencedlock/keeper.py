@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from . import logs, signals, threads
 from .backends.base import Backend, Renewal
 from .lease import Lease, clock
+from .unfenced import rows as unfenced_rows
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,7 @@ class Keeper:
             self._batch_done.set()
 
     def _tell(self, batch: list[Lease], answers: list[Renewal]) -> None:
+        unfenced_rows.renewed(self._backend, batch, answers)
         signals.send(
             signals.leases_renewed,
             type(self._backend),

@@ -31,10 +31,13 @@ from .exceptions import (
 from .fences import ledger_for
 from .fences.pinning import pinned_atomic
 from .fences.revoking import told
+from .history import history
 from .keeper import REFUSED, Keeper
 from .lease import Duration, Lease, clock
 from .owners import Holder, Owner, new_owner, whoami
+from .scribe import scribe
 from .sessions import Sessions, under_test
+from .unfenced import rows as unfenced_rows
 
 T = TypeVar("T")
 
@@ -128,6 +131,7 @@ class Service:
         lease.who = who
         lease.max_hold = max_hold
         self.keeper.keep(lease)
+        history.granted(lease)
         self._signal(signals.lock_acquired, name=name, lease=lease, waited=waited)
         return lease
 
@@ -285,6 +289,7 @@ class Service:
         since = clock()
         answer = self.backend.renew([lease])[0]
         self._signal(signals.leases_renewed, leases=[lease], answers=[answer])
+        unfenced_rows.renewed(self.backend, [lease], [answer])
         if answer is Renewal.KEPT:
             lease.extend_from(since)
             self.keeper.postpone(lease)
@@ -357,6 +362,8 @@ class Service:
             why = "the lock service no longer knew this holder at the release"
             self.lose(lease, self._why(lease, why))
         lease.released = True
+        history.released(lease)
+        unfenced_rows.ended(lease)
         if not lease.lost:
             self._signal(signals.lock_released, name=lease.name, lease=lease)
         return not lease.lost
@@ -472,6 +479,7 @@ class Service:
         """Note a loss, and tell of it once."""
         self.keeper.forget(lease)
         if lease.mark_lost(why):
+            unfenced_rows.ended(lease)
             facts = logs.about(lease, reason=why, held_for=lease.held_for())
             logger.warning("Lost lock %r (alias %r): %s", lease.name, lease.alias, why, extra=facts)
             self._signal(signals.lock_lost, name=lease.name, lease=lease, reason=why)
@@ -513,6 +521,7 @@ def drop_leases_of_test(**kwargs: object) -> None:
     if under_test():
         for each in list(_living):
             each.drop_all()
+        scribe.forget()
 
 
 def _forget_settings(*, setting: str, **kwargs: object) -> None:

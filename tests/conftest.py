@@ -9,6 +9,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 
+from django_fencedlock.scribe import Scribe, scribe
 from django_fencedlock.services import drop_leases_of_test
 from tests.browser import Browser
 from tests.servers import (
@@ -60,6 +61,19 @@ def no_leases_left_behind() -> Iterator[None]:
     """
     yield
     drop_leases_of_test()
+
+
+@pytest.fixture
+def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scribe]:
+    """
+    Return the scribe, which notes what happens, and writes it when the test says so.
+    """
+    monkeypatch.setattr(scribe, "is_quiet", lambda: False)
+    monkeypatch.setattr(scribe, "start", lambda run: None)
+    scribe._reset()
+    yield scribe
+    scribe.close()
+    scribe._reset()
 
 
 @pytest.fixture(scope="session")

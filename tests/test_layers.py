@@ -24,11 +24,11 @@ LAYERS: dict[int, list[str]] = {
         *("threads", "watchdog"),
     ],
     1: [
-        *("aio", "backends.base", "conf", "fences", "models.tables", "sessions", "signals"),
-        "transactions",
+        *("aio", "backends.base", "conf", "fences", "models.tables", "scribe", "sessions"),
+        *("signals", "transactions"),
     ],
     2: ["backends.database", "backends.postgres*", "backends.redis*"],
-    3: ["keeper", "services"],
+    3: ["history", "keeper", "services", "unfenced"],
     4: ["locks"],
     5: [
         *(f"models.{name}" for name in ("cascades", "fenced", "fencing", "fields", "guarded")),

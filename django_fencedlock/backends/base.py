@@ -15,6 +15,7 @@ from django.db import DatabaseError
 
 from ..conf import AliasConfig, Problem, unknown
 from ..exceptions import AliasConflict, BackendUnavailable
+from ..fences import Entry
 from ..findings import Finding
 from ..lease import Lease
 from ..owners import Holder, Owner
@@ -131,6 +132,8 @@ class Backend(ABC):
     supports_waiting = False
     #: A lease runs out by itself when it isn't renewed; else the lock lives as long as a session.
     supports_ttl = True
+    #: Unfenced locks are in the registry from their grant on; else once they are renewed.
+    records_unfenced = False
     #: It keeps others out. Only what switches locks off for a test doesn't.
     excludes = True
     #: Keys of OPTIONS that the backend knows.
@@ -212,6 +215,17 @@ class Backend(ABC):
     def holding_session(self, name: str) -> HoldingSession | None:
         """Tell which session holds a lock, where a lock can be freed by the end of one."""
         return None
+
+    def entry(self, lease: Lease) -> Entry:
+        """The row of the registry that a lease would have."""
+        return Entry(
+            name=lease.name,
+            alias=self.config.alias,
+            backend=self.label,
+            owner=lease.holder,
+            ttl=lease.ttl,
+            fenced=lease.fenced,
+        )
 
     @abstractmethod
     def holder(self, name: str) -> Holder | None:

@@ -37,6 +37,7 @@ class DatabaseBackend(Backend):
     """
 
     label = "database"
+    records_unfenced = True
     option_names = frozenset({"TIMEOUT"})
 
     def __init__(self, config: AliasConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig, Problem, seconds
 from ..exceptions import BackendUnavailable
-from ..fences import Row, ledger_for
+from ..fences import Entry, Row, ledger_for
 from ..lease import Lease
 from ..owners import Holder
 from ..sessions import sessions
@@ -151,6 +152,15 @@ class PostgresBackend(TakesSessionLocks):
             return sessions(self.config.fence_database, self._timeout).run(work)
         except Error as exc:
             raise self.unavailable(doing, exc, name) from exc
+
+    def entry(self, lease: Lease) -> Entry:
+        hold: Hold = lease.handle
+        return replace(
+            super().entry(lease),
+            session_pid=hold.session.pid,
+            session_started=hold.session.started,
+            session_key=hold.key,
+        )
 
     # Looking
 

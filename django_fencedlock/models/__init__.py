@@ -3,7 +3,7 @@
 from .fenced import FencedModel
 from .fencing import Fencing
 from .querysets import FencedManager, FencedQuerySet
-from .tables import Delivery, Duty, Fence, ForcedRelease, HeldLock
+from .tables import Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent
 from .versioned import VersionedModel
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "Fencing",
     "ForcedRelease",
     "HeldLock",
+    "LockEvent",
     "VersionedModel",
 ]

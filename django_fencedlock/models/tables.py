@@ -1,8 +1,8 @@
 """
 The tables: `Fence`, the newest grant of each name, and `HeldLock`, the registry.
 
-Beside them `ForcedRelease`, who took a lock away; and for tasks alone, `Duty`, what is still to be
-run, and `Delivery`, what was begun.
+Beside them `ForcedRelease`, who took a lock away, and `LockEvent`, what happened lately; and for
+tasks alone `Duty`, what is still to be run, and `Delivery`, what was begun.
 """
 
 from __future__ import annotations
@@ -125,6 +125,41 @@ class ForcedRelease(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name} by {self.released_by}"
+
+
+class LockEvent(models.Model):
+    """
+    Something that happened to a lock, for people to read.
+
+    Written in the background, and left out where that can't be done: nothing may rely on it. The
+    newest of each kind are kept, both of a name and in all.
+    """
+
+    class Kind(models.TextChoices):
+        GRANTED = "granted", _("granted")
+        LOST = "lost", _("lost")
+        REFUSED = "refused", _("write refused")
+        FORCED = "forced", _("released by force")
+
+    happened_at = models.DateTimeField(_("when"))
+    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
+    kind = models.CharField(_("what"), max_length=10, choices=Kind)
+    alias = models.CharField(_("alias"), max_length=100)
+    token = models.BigIntegerField(_("token"), null=True)
+    holder = models.CharField(_("whom it happened to"), max_length=400)
+    note = models.CharField(_("note"), max_length=400)
+    times = models.BigIntegerField(_("times"), help_text=_("So often within about a second."))
+
+    class Meta:
+        verbose_name = _("event")
+        verbose_name_plural = _("history")
+        indexes = [
+            models.Index(fields=["name", "kind", "id"], name="fencedlock_event_of_name"),
+            models.Index(fields=["kind", "id"], name="fencedlock_event_of_kind"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind}"
 
 
 class Duty(models.Model):

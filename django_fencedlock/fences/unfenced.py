@@ -1,0 +1,56 @@
+"""The SQL of registry rows for unfenced locks, which no grant writes: the background does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .ledger import COLUMNS, HELD, Entry
+from .records import Statements, listed
+
+#: Rows that are written by one statement. SQLite's limit was 999 parameters for long.
+BATCH = 40
+
+
+def enter(statements: Statements, entries: Sequence[tuple[Entry, float]]) -> None:
+    """
+    Add rows, each with its lock's age in seconds; none where another lock service has the name.
+
+    The row of a former holder of the same service has to go first, once its time is over.
+    """
+    with statements.cursor(atomic=True) as cursor:
+        for start in range(0, len(entries), BATCH):
+            part = entries[start : start + BATCH]
+            cursor.execute(*_make_room(statements, [entry for entry, _ in part]))
+            cursor.execute(*_insert(statements, part))
+
+
+def _make_room(statements: Statements, entries: Sequence[Entry]) -> tuple[str, dict[str, Any]]:
+    names, given = listed("n", [entry.name for entry in entries])
+    first = entries[0]
+    return (
+        f"DELETE FROM {HELD} WHERE name IN ({names}) AND alias = %(alias)s "
+        f"AND backend = %(backend)s AND expires_at <= {statements.now}",
+        {**given, **statements.times(), "alias": first.alias, "backend": first.backend},
+    )
+
+
+def _insert(
+    statements: Statements, entries: Sequence[tuple[Entry, float]]
+) -> tuple[str, dict[str, Any]]:
+    times = {f"age{place}": -age for place, (_, age) in enumerate(entries)}
+    times |= {f"ttl{place}": entry.ttl for place, (entry, _) in enumerate(entries)}
+    given = statements.times(**times)
+    rows = []
+    for place, (entry, _) in enumerate(entries):
+        given |= {f"{column}{place}": value for column, value in entry.values().items()}
+        marks = [f"%({column}{place})s" for column in COLUMNS]
+        ends = [statements.later(f"age{place}"), statements.now, statements.later(f"ttl{place}")]
+        rows.append(f"({', '.join(marks + ends)})")
+    columns = ", ".join((*COLUMNS, "acquired_at", "renewed_at", "expires_at"))
+    mysql = statements.connection.vendor == "mysql"
+    return (
+        f"INSERT {'IGNORE ' if mysql else ''}INTO {HELD} ({columns}) VALUES {', '.join(rows)}"
+        f"{'' if mysql else ' ON CONFLICT (name) DO NOTHING'}",
+        given,
+    )
