@@ -20,6 +20,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from . import threads
+from .backends.base import is_table_missing
 from .fences import ledger_for
 from .fences.records import Statements
 from .lease import clock
@@ -160,7 +161,10 @@ class Scribe:
 
     def _rest(self, database: str, error: Error) -> None:
         if database not in self._rests_until:
-            logger.warning(
+            # Whoever uses unfenced locks alone needs no tables.
+            level = logging.INFO if is_table_missing(error) else logging.WARNING
+            logger.log(
+                level,
                 "The history of locks can't be written to %r (%s: %s); locks aren't touched by "
                 "that. It is tried again every %d s.",
                 database,

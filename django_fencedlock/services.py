@@ -21,6 +21,7 @@ from django.dispatch import Signal
 
 from . import aio, conf, journal, logs, signals, threads, transactions
 from .backends.base import Backend, Cancel, Grant, Renewal, Request
+from .contenders import contenders
 from .exceptions import (
     BackendUnavailable,
     LeaseLost,
@@ -199,9 +200,10 @@ class Service:
         if request.before_waiting is not None:
             request.before_waiting(request.seen)
         request.seen.clear()
-        if self.backend.supports_waiting:
-            return self.backend.wait(request, left)
-        return self._poll(request, deadline)
+        with contenders.noted(request, self.config):
+            if self.backend.supports_waiting:
+                return self.backend.wait(request, left)
+            return self._poll(request, deadline)
 
     def _poll(self, request: Request, deadline: float) -> Grant | None:
         pause = FIRST_PAUSE

@@ -9,10 +9,18 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock.models import Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent
+from django_fencedlock.models import (
+    Contender,
+    Delivery,
+    Duty,
+    Fence,
+    ForcedRelease,
+    HeldLock,
+    LockEvent,
+)
 from tests import mirror
 
-TABLES = (Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent)
+TABLES = (Contender, Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent)
 ALIASES = [
     # SQLite edits no schema within a test's transaction.
     pytest.param("default", marks=pytest.mark.django_db(transaction=True)),

@@ -132,7 +132,7 @@ class Backend(ABC):
     supports_waiting = False
     #: A lease runs out by itself when it isn't renewed; else the lock lives as long as a session.
     supports_ttl = True
-    #: Unfenced locks are in the registry from their grant on; else once they are renewed.
+    #: Unfenced locks are in the registry from their grant on; else once they were renewed.
     records_unfenced = False
     #: It keeps others out. Only what switches locks off for a test doesn't.
     excludes = True

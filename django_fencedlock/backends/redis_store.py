@@ -29,9 +29,9 @@ from .redis_scripts import (
     RELEASE,
     RENEW,
     REPAIR,
+    TAKE_AWAY,
     Ask,
     AskMany,
-    TAKE_AWAY,
 )
 
 logger = logging.getLogger(__name__)

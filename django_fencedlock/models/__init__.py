@@ -3,10 +3,11 @@
 from .fenced import FencedModel
 from .fencing import Fencing
 from .querysets import FencedManager, FencedQuerySet
-from .tables import Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent
+from .tables import Contender, Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent
 from .versioned import VersionedModel
 
 __all__ = [
+    "Contender",
     "Delivery",
     "Duty",
     "Fence",

@@ -4,3 +4,7 @@
 -- Create model LockEvent
 --
 DROP TABLE `django_fencedlock_lockevent` CASCADE;
+--
+-- Create model Contender
+--
+DROP TABLE `django_fencedlock_contender` CASCADE;

@@ -1,0 +1,131 @@
+"""Unfenced locks in the registry, where no grant writes them."""
+
+import pytest
+
+from django_fencedlock import lock
+from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.registry import State, listing
+from django_fencedlock.services import service
+from django_fencedlock.unfenced import rows as unfenced_rows
+from tests.test_registry import BACKENDS
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+
+
+@pytest.fixture(params=["redis", "postgres"])
+def rows(request, settings, redis_server, postgres):
+    terms = dict(BACKENDS[request.param])
+    if request.param == "redis":
+        redis_server.empty()
+        terms["LOCATION"] = redis_server.url
+    settings.FENCEDLOCK = {"default": terms}
+    return HeldLock.objects.using("postgres" if request.param == "postgres" else "default")
+
+
+def renew_all():
+    """Have the keeper do what it does each third of a ttl."""
+    keeper = service("default").keeper
+    with keeper._lock:
+        keeper._due = dict.fromkeys(keeper._due, 0.0)
+    keeper.tick()
+
+
+def test_one_that_was_renewed_is_in_the_registry_until_its_release(writing, rows):
+    with lock("report", fenced=False, ttl=60) as lease, lock("invoice"):
+        lease.granted_at -= 100
+        writing.flush()
+        assert [row.name for row in rows.all()] == ["invoice"]
+        renew_all()
+        writing.flush()
+        row = rows.get(name="report")
+        assert (row.owner, row.fenced, row.token) == (lease.owner, False, None)
+        entry = next(each for each in listing().entries if each.name == "report")
+        assert (entry.state, entry.holder) == (State.HELD, str(lease.holder))
+        assert 99 < entry.held_for < 130
+        assert 30 < entry.remaining <= 60
+    writing.flush()
+    assert not rows.filter(name="report").exists()
+    assert not Fence.objects.using(rows.db).filter(name="report").exists()
+
+
+def test_a_short_one_costs_nothing(writing, rows):
+    with lock("report", fenced=False):
+        pass
+    assert unfenced_rows.is_empty()
+
+
+def test_a_row_is_renewed_with_its_lease(writing, rows):
+    with lock("report", fenced=False, ttl=60):
+        renew_all()
+        writing.flush()
+        first = rows.get()
+        renew_all()
+        writing.flush()
+        again = rows.get()
+        assert again.acquired_at == first.acquired_at
+        assert again.expires_at > first.expires_at
+
+
+def test_the_row_of_one_who_died_makes_room(writing, rows):
+    with lock("report", fenced=False, ttl=60):
+        renew_all()
+        writing.flush()
+        # As if its process were killed: nobody clears the row.
+        unfenced_rows.forget()
+    row = rows.get()
+    row.owner = "b" * 32
+    row.save(using=rows.db)
+    with lock("report", fenced=False, ttl=60) as lease:
+        renew_all()
+        writing.flush()
+        # The time of the other isn't over.
+        assert rows.get().owner == "b" * 32
+        rows.update(expires_at=row.acquired_at)
+        renew_all()
+        writing.flush()
+        assert rows.get().owner == lease.owner
+
+
+def test_a_name_that_another_service_has_is_left_to_it(writing, rows):
+    with lock("report", fenced=False, ttl=60):
+        renew_all()
+        writing.flush()
+        row = rows.get()
+        row.alias, row.owner = "other", "c" * 32
+        row.save(using=rows.db)
+        rows.update(expires_at=row.acquired_at)
+        renew_all()
+        writing.flush()
+        assert rows.get().alias == "other"
+
+
+def test_one_that_is_lost(writing, rows):
+    with lock("report", fenced=False, ttl=60) as lease:
+        renew_all()
+        writing.flush()
+        service("default").lose(lease, "for a test")
+        writing.flush()
+        assert not rows.exists()
+        service("default").drop_all()
+        lease._why_lost = ""
+
+
+def test_one_that_ends_while_it_is_written(writing, rows):
+    lease = lock("report", fenced=False, ttl=60).acquire()
+    renew_all()
+    (page,) = unfenced_rows.pages()
+    lease.release()
+    writing._write(page, 5)
+    writing.flush()
+    assert not rows.exists()
+
+
+def test_many_at_once(writing, rows):
+    leases = [lock(f"report {number}", fenced=False, ttl=60).acquire() for number in range(100)]
+    renew_all()
+    writing.flush()
+    assert rows.count() == 100
+    for lease in leases:
+        lease.release()
+    writing.flush()
+    assert rows.count() == 0
