@@ -1,5 +1,6 @@
 """While one runs, any number of triggers become one further run, and none is lost."""
 
+import contextlib
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import pytest
 
 from django_fencedlock.celery import SkippedRun
 from tests.servers.process import wait_until
+from tests.workers.journal import now
 from tests.workers.looks import was_skipped
 from tests.workers.tasks import task
 
@@ -79,12 +81,16 @@ def test_the_second_runs_though_the_whole_worker_was_killed(make_worker, journal
     wait_until(lambda: "second" in values_done(journal, key), "the second run", 30)
 
 
+#: How many bodies are killed, and how many children besides, wherever they are.
+AIMED, BLIND = 8, 6
+
+
 @pytest.mark.parametrize("alias", ["rows", "redis"])
 def test_no_trigger_is_lost_while_children_are_killed(make_worker, journal, key, alias):
     """A few triggers per name and then silence, so that a lost last one shows."""
     worker = make_worker(concurrency=4)
     triggers = {f"{key}-{number}": [] for number in range(12)}
-    kills = trigger_and_kill(worker, triggers, alias)
+    killed = trigger_and_kill(worker, journal, triggers, alias)
 
     def unserved():
         return {
@@ -100,27 +106,55 @@ def test_no_trigger_is_lost_while_children_are_killed(make_worker, journal, key,
         pytest.fail(f"{len(unserved())} of {len(triggers)} names were left: {unserved()}")
     told = [SkippedRun.of(result.result) for results in triggers.values() for result in results]
     assert sum(skip is not None and skip.reason == "coalesced" for skip in told) > 5
-    spans = [span for name in triggers for span in journal.spans(name)]
-    assert sum(span.outcome is None for span in spans) > 3, f"{kills} kills hit too few bodies"
+    spans = {span.run: span for name in triggers for span in journal.spans(name)}
+    assert [spans[run].outcome for run in killed] == [None] * AIMED
 
 
-def trigger_and_kill(worker, triggers, alias):
+def trigger_and_kill(worker, journal, triggers, alias):
+    """
+    Trigger runs, and kill while they come: bodies, and children wherever they are.
+
+    Returns:
+        The runs that were killed in their bodies.
+    """
     chance = random.Random()
-    kills = 0
-    for names in ([*triggers][:6], [*triggers][6:]):
-        for _ in range(24):
-            name = chance.choice(names)
-            number = len(triggers[name])
-            made = task("late_coalesce", alias).s(name, number, seconds=0.4)
-            triggers[name].append(made.delay())
-            time.sleep(0.1)
-            if chance.random() < 0.3 and (children := worker.children()):
-                os.kill(chance.choice(children), signal.SIGKILL)
-                kills += 1
+    killed = []
+    orders = [*["aimed"] * AIMED, *["blind"] * BLIND, *["none"] * 30]
+    chance.shuffle(orders)
+    for place, order in enumerate(orders):
+        # First the one half of the names, and then the other, so that each comes to an end.
+        name = chance.choice([*triggers][place * 2 // len(orders) :: 2])
+        made = task("late_coalesce", alias).s(name, len(triggers[name]), seconds=0.4)
+        triggers[name].append(made.delay())
+        time.sleep(0.08)
+        if order == "aimed":
+            killed.append(kill_a_body(journal, triggers, killed))
+        elif order == "blind" and (children := worker.children()):
+            os.kill(chance.choice(children), signal.SIGKILL)
     for name, results in triggers.items():
         if not results:
             results.append(task("late_coalesce", alias).delay(name, 0))
-    return kills
+    return killed
+
+
+def kill_a_body(journal, names, killed):
+    """
+    Kill a child within a body of one of these names, once one is; returns the run.
+    """
+    hit = []
+
+    def kill_one():
+        for span in [span for name in names for span in journal.spans(name)][::-1]:
+            # One that has just begun won't end before it is killed.
+            if span.ended is None and now() - span.begun < 0.2 and span.run not in killed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(span.pid, signal.SIGKILL)
+                    hit.append(span.run)
+                    return True
+        return False
+
+    wait_until(kill_one, "a body to be killed", 10)
+    return hit[0]
 
 
 def is_served(journal, name, number):

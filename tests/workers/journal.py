@@ -28,6 +28,9 @@ def now() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
+_OF_SPANS = {"event", "run", "at", "key", "pid"}
+
+
 @dataclass
 class Span:
     """
@@ -71,6 +74,8 @@ class Journal:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or Path(os.environ[VARIABLE])
+        self._lines: list[dict[str, Any]] = []
+        self._read = 0
 
     # For bodies.
 
@@ -124,11 +129,15 @@ class Journal:
         """
         Return all lines.
         """
-        if not self.path.exists():
-            return []
-        # One that is being written may be seen in part.
-        whole, _, _ = self.path.read_text().rpartition("\n")
-        return [json.loads(line) for line in whole.splitlines()]
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                # Tests ask often, and a journal of many tests is long.
+                file.seek(self._read)
+                # One that is being written may be seen in part.
+                whole, end, _ = file.read().rpartition(b"\n")
+            self._read += len(whole + end)
+            self._lines += map(json.loads, whole.splitlines())
+        return self._lines
 
     def spans(self, key: str) -> list[Span]:
         """
@@ -138,9 +147,10 @@ class Journal:
         for line in self.lines():
             if line["key"] != key or "run" not in line:
                 continue
-            event, run, at = line.pop("event"), line.pop("run"), line.pop("at")
-            if event == "begun":
-                spans[run] = Span(run, line.pop("key"), line.pop("pid"), at, facts=line)
+            run, at = line["run"], line["at"]
+            if line["event"] == "begun":
+                facts = {name: value for name, value in line.items() if name not in _OF_SPANS}
+                spans[run] = Span(run, key, line["pid"], at, facts=facts)
             else:
                 spans[run].ended, spans[run].outcome = at, line["outcome"]
         return sorted(spans.values(), key=lambda span: span.begun)
