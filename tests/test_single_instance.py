@@ -13,6 +13,7 @@ from django.db import connections, transaction
 from kombu.serialization import dumps, loads
 
 from django_fencedlock import LeaseLost, LockNotAcquired, current_lease, lock
+from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.celery import SkippedRun, lock_name, single_instance
 from django_fencedlock.celery.messages import CONFLICTS, DELIVERY
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, SettingsError
@@ -376,14 +377,23 @@ class TestErrors:
         with pytest.raises(LeaseLost, match="at the release"):
             loses()
 
-    @pytest.mark.parametrize("method", ["acquire", "release"])
-    @pytest.mark.parametrize("before", [True, False])
-    def test_what_strikes_beside_the_body_leaves_no_lock(self, monkeypatch, method, before):
+    @pytest.mark.parametrize(
+        ("within", "method", "before"),
+        [
+            (DatabaseBackend, "acquire", True),
+            (Service, "acquire", False),
+            (Service, "release", True),
+            (DatabaseBackend, "release", True),
+            (DatabaseBackend, "release", False),
+            (Service, "release", False),
+        ],
+    )
+    def test_what_strikes_beside_the_body_leaves_no_lock(self, monkeypatch, within, method, before):
         """
         The end of the worker, or an abort of the caller: neither is put off.
         """
-        struck = functools.partial(strike, getattr(Service, method), before, [])
-        monkeypatch.setattr(Service, method, functools.partialmethod(struck))
+        struck = functools.partial(strike, getattr(within, method), before, [])
+        monkeypatch.setattr(within, method, lambda *args, **kwargs: struck(*args, **kwargs))
         with pytest.raises(SystemExit):
             single_instance("x")(lambda: None)()
         monkeypatch.undo()

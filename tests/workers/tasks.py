@@ -130,6 +130,9 @@ def _policies(alias: str) -> None:
     )
     _define("late_skip", alias, **late)(single_instance("{key}", **terms)(run))
     if fenced:
+        _define("late_retry", alias, **late)(
+            single_instance("{key}", on_conflict="retry", retry_countdown=0.3, **terms)(run)
+        )
         _define("late_coalesce", alias, **late)(
             single_instance("{key}", on_conflict="coalesce", ttl=2, **terms)(run)
         )
