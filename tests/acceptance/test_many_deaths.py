@@ -11,8 +11,10 @@ import random
 import signal
 import statistics
 import time
+from pathlib import Path
 
 import pytest
+from celery.app.defaults import NAMESPACES
 
 from django_fencedlock import lock
 from tests.servers import Proxy, shared
@@ -82,8 +84,11 @@ def test_every_child_is_watched(make_worker, journal, key, argument):
     assert_soon(kill_one_after_the_other(journal, key))
 
 
+@pytest.mark.skipif("pool_start_method" not in NAMESPACES["worker"], reason="Celery only forks")
 def test_children_that_are_spawned_are_watched(make_worker, journal, key):
-    make_worker(worker_pool_start_method="spawn", worker_proc_alive_timeout=60)
+    worker = make_worker(worker_pool_start_method="spawn", worker_proc_alive_timeout=60)
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in worker.children()]
+    assert sum("spawn_main" in command for command in commands) == 4, commands
     # They start slowly.
     assert_soon(kill_one_after_the_other(journal, key, count=3))
 

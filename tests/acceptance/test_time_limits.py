@@ -1,9 +1,13 @@
 """Time limits, revokes, and locks that are lost: what stops a body from outside."""
 
+from importlib.util import find_spec
+
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
+from django_fencedlock.celery import lock_name
 from django_fencedlock.models.tables import HeldLock
+from tests.models import Invoice
 from tests.servers.process import wait_until
 from tests.workers.journal import now
 from tests.workers.looks import failure, is_free, wait_until_free
@@ -92,6 +96,18 @@ def test_a_hard_limit_of_a_greenlet_gives_the_lock_back(shared_worker, journal, 
     wait_until_free(key)
 
 
+@pytest.mark.parametrize("pool", ["threads", "solo", "eventlet"])
+def test_limits_that_the_pool_ignores_end_no_lock(shared_worker, journal, key, pool):
+    if pool == "eventlet" and not find_spec(pool):
+        pytest.skip("eventlet isn't installed")
+    shared_worker(pool=pool)
+    result = task("hard").delay(key, 42, seconds=1.5)
+    (span,) = journal.wait_for_begun(key)
+    wait_until(lambda: now() - span.begun > 1.2 or not is_free(key), "the limit to be past")
+    assert not is_free(key)
+    assert result.get(timeout=10) == 42
+
+
 def test_a_task_that_is_revoked_before_it_begins_takes_no_lock(worker, journal, key):
     result = task("skip").apply_async((key,), countdown=1)
     worker.app.control.revoke(result.id, destination=[worker.name])
@@ -119,6 +135,18 @@ def test_a_lost_lock_ends_the_body(shared_worker, journal, key, pool):
     assert span.ended - span.begun < 5
     assert task("skip").delay(key, 42).get(timeout=10) == 42
     assert worker.process.running
+
+
+def test_a_fenced_write_under_a_lost_lock_is_refused(worker, journal, key):
+    invoice = Invoice.objects.create()
+    result = task("pay").delay(invoice.pk, amount=41, gate=key)
+    journal.wait_for_begun(key)
+    HeldLock.objects.filter(name=lock_name(task("pay"), invoice.pk, 0)).delete()
+    with Invoice.fencing.lock(pk=invoice.pk):
+        journal.open_gate(key)
+        assert type(failure(result)).__name__ == "StaleFence"
+    invoice.refresh_from_db()
+    assert invoice.amount == 0
 
 
 def test_max_hold_ends_the_lease(worker, journal, key):

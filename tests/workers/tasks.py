@@ -196,12 +196,15 @@ def total(self: Task, results: Any, key: str) -> Any:
 
 @_define("pay")
 @single_instance(Invoice, pk="invoice_id")
-def pay(self: Task, invoice_id: int, amount: int) -> int:
+def pay(self: Task, invoice_id: int, amount: int, gate: str = "") -> int:
     """
-    Write a fenced row under the task's own lock.
+    Write a fenced row under the task's own lock; read it, and wait at a gate, before.
     """
     invoice = Invoice.objects.get(pk=invoice_id)
     invoice.amount += amount
+    if gate:
+        with Journal().body(gate):
+            Journal().wait_at_gate(gate)
     invoice.save()
     lease = current_lease()
     assert lease is not None
