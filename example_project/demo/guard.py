@@ -6,6 +6,7 @@ input, a pipe that the system closes however its parent ends.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import threading
 import time
 
 number, patience, uid, gid = map(int, sys.argv[1:5])
+PR_SET_CHILD_SUBREAPER = 36
 another = {} if uid == os.getuid() else {"user": uid, "group": gid, "extra_groups": [gid]}
 
 
@@ -32,12 +34,23 @@ def end_what_is_left() -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
         while time.monotonic() < until:
+            reap()
             os.killpg(child.pid, 0)
             time.sleep(0.005)
 
 
+def reap() -> None:
+    """Take note of those that have ended: until somebody does, they are still there."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-child.pid, os.WNOHANG)[0]:
+            pass
+
+
 for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(ignored, lambda *_: None)
+if sys.platform == "linux":
+    # Children whose parent has ended become ours; elsewhere init has them, and some time.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 child = subprocess.Popen(sys.argv[5:], stdin=subprocess.DEVNULL, process_group=0, **another)
 threading.Thread(target=end_with_parent, daemon=True).start()
 child.wait()

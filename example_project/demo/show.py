@@ -95,7 +95,9 @@ def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
     Scene(stage, worker, queue, fenced=True).play()
     print(DONE)
     if serve:
-        serve_site(port)
+        # Ctrl-C is how it is meant to end.
+        with contextlib.suppress(KeyboardInterrupt):
+            serve_site(port)
     else:
         python = os.path.relpath(sys.executable)
         print(NEXT.format(python=python, site=_site()))
@@ -107,7 +109,8 @@ def _worker(log: Path, queue: str) -> Process:
     command += ["-P", "prefork", "-c", "2", "-Q", f"{queue},example", "-n", f"{queue}@%h"]
     # Looking for other workers costs a second.
     command += ["--without-mingle", "--without-gossip", "--without-heartbeat"]
-    return Process(command, log, cwd=environment.HERE.parent)
+    # Its own way to end takes five seconds; and a task whose process stands still never ends.
+    return Process(command, log, stop=signal.SIGKILL, cwd=environment.HERE.parent)
 
 
 def _made(seconds: float) -> str:
