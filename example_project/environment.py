@@ -78,21 +78,23 @@ def locks() -> dict[str, Any]:
     return {"BACKEND": BACKENDS["redis"], "LOCATION": said, "KEY_PREFIX": "example"}
 
 
-def broker(data: Path) -> tuple[str, dict[str, Any]]:
-    """Return Celery's broker and its options: EXAMPLE_BROKER_URL, or files."""
+def broker(data: Path) -> dict[str, Any]:
+    """Return Celery's settings for its broker: EXAMPLE_BROKER_URL, or files."""
     url = os.environ.get("EXAMPLE_BROKER_URL")
     if url:
-        return url, {}
+        return {"url": url, "transport": None, "options": {}}
     messages, control = data / "messages", data / "control"
     for directory in (messages, control):
         directory.mkdir(exist_ok=True)
-    return "filesystem://", {
+    options = {
         "data_folder_in": str(messages),
         "data_folder_out": str(messages),
         "control_folder": str(control),
         # By default it looks once a second.
         "polling_interval": 0.05,
     }
+    transport = "example_project.messages:Transport"
+    return {"url": "filesystem://", "transport": transport, "options": options}
 
 
 def results(data: Path) -> str:

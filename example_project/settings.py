@@ -80,7 +80,10 @@ FENCEDLOCK = {
     "demo": {**environment.locks(), "TTL": 4.5, "OPTIONS": {"TIMEOUT": 1.5}},
 }
 
-CELERY_BROKER_URL, CELERY_BROKER_TRANSPORT_OPTIONS = environment.broker(DATA)
+BROKER = environment.broker(DATA)
+CELERY_BROKER_URL = BROKER["url"]
+CELERY_BROKER_TRANSPORT = BROKER["transport"]
+CELERY_BROKER_TRANSPORT_OPTIONS = BROKER["options"]
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_RESULT_BACKEND = environment.results(DATA)
 # Not "celery", which another project on the same broker may have.
