@@ -3,10 +3,7 @@
 import ast
 import contextlib
 import inspect
-import os
 import re
-import signal
-import subprocess
 import sys
 import textwrap
 import types
@@ -326,27 +323,6 @@ def test_the_two_commands_are_marked(marker: str, command: str) -> None:
     assert f"\n<!-- {marker} -->\n```\n{SET_UP}{command}\n```\n" in text
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can't be paused here")
-def test_the_demo_ends_as_told(tmp_path: Path) -> None:
-    done = _demo(tmp_path).communicate(timeout=60)
-    assert "The balance is 150.00" in done[0], done
-    assert "The balance is 120.00" in done[0], done
-    assert "As told" in done[0]
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can't be paused here")
-def test_the_demo_leaves_no_process_when_it_is_ended(tmp_path: Path) -> None:
-    demo = _demo(tmp_path)
-    assert demo.stdout is not None
-    line = next(line for line in demo.stdout if "SIGSTOP" in line)
-    worker = int(re.findall(r"process (\d+)", line)[0])
-    demo.terminate()
-    demo.communicate(timeout=30)
-    assert demo.returncode != 0
-    with pytest.raises(ProcessLookupError):
-        os.kill(worker, 0)
-
-
 def test_every_check_has_a_section_and_every_section_a_check() -> None:
     sections = set(re.findall(r"^## ([EIW]\d+)$", (ROOT / "docs/checks.md").read_text(), re.M))
     assert sections == set(_check_ids())
@@ -437,20 +413,6 @@ def _run(block: Block) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": f"docs_{block.page.stem}"}
     exec(code, names)
     return names
-
-
-def _demo(tmp_path: Path) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", "example_project", "demo"],
-        cwd=ROOT,
-        env={
-            **{k: v for k, v in os.environ.items() if k != "DJANGO_SETTINGS_MODULE"},
-            "TMPDIR": str(tmp_path),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def _check_ids() -> Iterator[str]:

@@ -20,9 +20,9 @@ def book(account_id: int, amount: str, reference: str) -> bool:
     return account.post(Decimal(amount), reference)
 
 
-# One close at a time, whatever the day; a second one is skipped. One that hangs is interrupted.
+# One close at a time, whatever the day; a second one is skipped. One that hangs loses the lock.
 @shared_task(acks_late=True, autoretry_for=(StaleFence, LeaseLost), retry_backoff=True)
-@single_instance("nightly-close", max_hold=timedelta(hours=1), on_lost="abort")
+@single_instance("nightly-close", max_hold=timedelta(hours=1))
 def close_day(day: str | None = None) -> int:
     """Record every account's balance at the end of a day, by default of yesterday."""
     closed = date.fromisoformat(day) if day else timezone.localdate() - timedelta(days=1)

@@ -1,6 +1,7 @@
 import json
 
 from django.core.exceptions import ValidationError
+from django.db import transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import get_object_or_404
 from django.views.decorators.http import require_http_methods
@@ -26,7 +27,9 @@ def customer(request: HttpRequest, pk: int) -> HttpResponse:
         sent = json.loads(request.body)
         changed = Customer(pk=pk, version=int(version), name=sent["name"], email=sent["email"])
         changed.clean_fields()
-        changed.save(force_update=True)
+        # A refusal undoes the transaction that it is in: here, only this one.
+        with transaction.atomic():
+            changed.save(force_update=True)
     except (ValueError, KeyError, TypeError, ValidationError) as exc:
         return JsonResponse({"error": f"This is no customer: {exc}"}, status=400)
     except VersionConflict as exc:

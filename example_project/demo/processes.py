@@ -27,6 +27,7 @@ class Process:
         patience: Seconds that it may take to end; then it is killed.
         user: Who it runs as, if not as we do.
         cwd: The directory that it runs in.
+        temporary: Where it puts temporary files, which one that is killed leaves behind.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Process:
         patience: int = 5,
         user: pwd.struct_passwd | None = None,
         cwd: Path = Path("/"),
+        temporary: str | None = None,
     ) -> None:
         self._name = Path(str(command[0])).name
         self._log = log
@@ -50,6 +52,7 @@ class Process:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=cwd,
+                env={**os.environ, "TMPDIR": temporary} if temporary else None,
                 start_new_session=True,
             )
 

@@ -85,7 +85,9 @@ def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
     call_command("migrate", verbosity=0)
     queue = f"demo-{secrets.token_hex(4)}"
     stage = stack.enter_context(contextlib.closing(Stage()))
-    worker = stack.enter_context(contextlib.closing(_worker(settings.DATA / "worker.log", queue)))
+    temporary = stack.enter_context(_temporary())
+    log = settings.DATA / "worker.log"
+    worker = stack.enter_context(contextlib.closing(_worker(log, queue, temporary)))
     worker.wait_until(lambda: (told := stage.hear(0.1)) and told.event == "ready")
     print(_made(time.monotonic() - began))
     print(INTRODUCTION)
@@ -103,14 +105,19 @@ def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
         print(NEXT.format(python=python, site=_site()))
 
 
-def _worker(log: Path, queue: str) -> Process:
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="fencedlock-demo-", ignore_cleanup_errors=True)
+
+
+def _worker(log: Path, queue: str, temporary: str) -> Process:
     command = [sys.executable, "-m", "celery", "-A", "example_project", "worker", "-l", "INFO"]
     # Its own queue, so that it gets no other's messages and nobody else its own; and the project's.
     command += ["-P", "prefork", "-c", "2", "-Q", f"{queue},example", "-n", f"{queue}@%h"]
     # Looking for other workers costs a second.
     command += ["--without-mingle", "--without-gossip", "--without-heartbeat"]
     # Its own way to end takes five seconds; and a task whose process stands still never ends.
-    return Process(command, log, stop=signal.SIGKILL, cwd=environment.HERE.parent)
+    stop, cwd = signal.SIGKILL, environment.HERE.parent
+    return Process(command, log, stop=stop, cwd=cwd, temporary=temporary)
 
 
 def _made(seconds: float) -> str:

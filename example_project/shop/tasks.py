@@ -3,6 +3,7 @@ from pathlib import Path
 
 from celery import shared_task
 from django.conf import settings
+from django.db import transaction
 
 from django_fencedlock import LeaseLost, StaleFence
 from django_fencedlock.celery import single_instance
@@ -21,13 +22,14 @@ def import_stock(warehouse: str) -> int:
         for article, count in counted(warehouse).items()
     ]
     # One statement, under the lock that all of its rows have; what names the lock is a part of
-    # unique_fields.
-    Stock.objects.bulk_create(
-        rows,
-        update_conflicts=True,
-        unique_fields=["warehouse", "article"],
-        update_fields=["count"],
-    )
+    # unique_fields. If it is refused, so is everything in the transaction: in a test, in this one.
+    with transaction.atomic():
+        Stock.objects.bulk_create(
+            rows,
+            update_conflicts=True,
+            unique_fields=["warehouse", "article"],
+            update_fields=["count"],
+        )
     return len(rows)
 
 

@@ -1,0 +1,156 @@
+"""What goes wrong without the fence, and how it ends with it."""
+
+from decimal import Decimal
+
+from django.contrib.auth.models import User
+from django.db import transaction
+from django.test import TestCase
+from django.urls import reverse
+from django.utils import timezone
+
+from django_fencedlock import LeaseLost, LockNotAcquired, NoLease, StaleFence, lock
+from django_fencedlock.celery import SkippedRun
+from django_fencedlock.test import assert_all_writes_fenced, eager_tasks, hold_lock
+
+from ..demo.models import PlainAccount
+from ..overtaking import overtaken
+from . import tasks
+from .models import Account, Closing
+
+
+class AccountTestCase(TestCase):
+    def setUp(self) -> None:
+        self.account = Account.objects.create(number="1000")
+        self.name = self.account.fencing.name()
+        with self.account.fencing.lock():
+            self.account.post(Decimal(100), "opening balance")
+
+    def post(self, model: type, amount: int) -> None:
+        """Read and write, as every booking does, under the lock."""
+        with lock(self.name):
+            model.objects.get(pk=self.account.pk).post(Decimal(amount), f"{amount}")
+
+    def b(self) -> None:
+        """Do what B does while A stands still; B's own lock is over by then."""
+        PlainAccount.objects.get(pk=self.account.pk).post(Decimal(-30), "B")
+
+    def books(self) -> tuple[Decimal, Decimal]:
+        """Return the balance, and what it has to be."""
+        self.account.refresh_from_db()
+        return self.account.balance, self.account.total()
+
+
+class BookingTests(AccountTestCase):
+    def test_without_the_fence_a_booking_is_lost(self) -> None:
+        with (
+            self.assertRaises(LeaseLost),  # too late
+            overtaken(PlainAccount.objects, "get", self.name, self.b),
+        ):
+            self.post(PlainAccount, 50)
+        self.assertEqual(self.books(), (150, 120))
+
+    def test_with_it_the_stale_booking_is_refused(self) -> None:
+        with (
+            self.assertRaises(StaleFence),
+            overtaken(Account.objects, "get", self.name, self.b),
+        ):
+            self.post(Account, 50)
+        self.assertEqual(self.books(), (70, 70))
+
+    def test_the_task_then_does_it_anew(self) -> None:
+        with eager_tasks(), overtaken(Account.objects, "get", self.name, self.b):
+            booked = tasks.book.delay(self.account.pk, "50", "A").get()
+        self.assertTrue(booked)
+        self.assertEqual(self.books(), (120, 120))
+
+    def test_nothing_is_booked_without_the_lock(self) -> None:
+        with self.assertRaises(NoLease):
+            self.account.post(Decimal(50), "no lock")
+        self.assertEqual(self.books(), (100, 100))
+
+    def test_a_task_that_runs_twice_books_once(self) -> None:
+        with assert_all_writes_fenced():
+            self.assertTrue(tasks.book(self.account.pk, "50", "A"))
+            self.assertFalse(tasks.book(self.account.pk, "50", "A"))
+        self.assertEqual(self.books(), (150, 150))
+
+    def test_a_task_waits_its_turn(self) -> None:
+        with eager_tasks(), hold_lock(self.name):
+            result = tasks.book.delay(self.account.pk, "50", "A")
+        with self.assertRaises(LockNotAcquired):  # in a test, the holder never goes
+            result.get()
+        self.assertEqual(self.books(), (100, 100))
+
+
+class ClosingTests(AccountTestCase):
+    today = timezone.localdate()
+
+    def correct(self) -> None:
+        """Close the day again while the first close stands still: a booking had been forgotten."""
+        self.b()
+        Closing.objects.replace(self.today, {self.account.pk: Decimal(70)})
+
+    def closed(self) -> list[Decimal]:
+        return list(Closing.objects.values_list("balance", flat=True))
+
+    def test_without_the_fence_an_older_close_replaces_a_newer_one(self) -> None:
+        with (
+            self.assertRaises(LeaseLost),  # too late
+            overtaken(tasks, "reckon", "nightly-close", self.correct),
+            lock("nightly-close"),
+        ):
+            balances = tasks.reckon(self.today)
+            with transaction.atomic():
+                Closing.objects.replace(self.today, balances)
+        self.assertEqual(self.closed(), [100])
+
+    def test_with_it_the_older_close_is_refused(self) -> None:
+        with (
+            self.assertRaises(LeaseLost),  # before it has written
+            overtaken(tasks, "reckon", "nightly-close", self.correct),
+        ):
+            tasks.close_day(self.today.isoformat())
+        self.assertEqual(self.closed(), [70])
+
+    def test_the_task_then_does_it_anew(self) -> None:
+        with eager_tasks(), overtaken(tasks, "reckon", "nightly-close", self.b):
+            tasks.close_day.delay(self.today.isoformat()).get()
+        self.assertEqual(self.closed(), [70])
+
+    def test_every_write_of_a_close_is_fenced(self) -> None:
+        with assert_all_writes_fenced():
+            self.assertEqual(tasks.close_day(self.today.isoformat()), 1)
+        self.assertEqual(self.closed(), [100])
+
+    def test_a_second_close_is_skipped_while_one_is_under_way(self) -> None:
+        with eager_tasks(), hold_lock("nightly-close"):
+            result = tasks.close_day.delay().get()
+        self.assertEqual(SkippedRun.of(result).reason, "held")
+
+    def test_by_default_yesterday_is_closed(self) -> None:
+        tasks.close_day()
+        self.assertEqual(self.closed(), [])  # the account's first entry is of today
+
+
+class AdminTests(AccountTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.client.force_login(User.objects.create_superuser("boss"))
+
+    def test_it_shows_whether_balance_and_ledger_agree(self) -> None:
+        page = self.client.get(reverse("admin:accounts_account_changelist"))
+        self.assertContains(page, "icon-yes")
+        PlainAccount.objects.filter(pk=self.account.pk).update(balance=7)
+        page = self.client.get(reverse("admin:accounts_account_changelist"))
+        self.assertContains(page, "icon-no")
+
+    def test_nobody_types_over_an_account_that_is_being_booked_on(self) -> None:
+        url = reverse("admin:accounts_account_change", args=[self.account.pk])
+        inline = {"entries-TOTAL_FORMS": 0, "entries-INITIAL_FORMS": 0}
+        with hold_lock(self.name):
+            page = self.client.post(url, {"number": "2000", **inline})
+        self.assertContains(page, "is being processed by")
+        self.account.refresh_from_db()
+        self.assertEqual(self.account.number, "1000")
+        page = self.client.post(url, {"number": "2000", **inline})
+        self.assertEqual(page.status_code, 302)
