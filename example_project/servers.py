@@ -25,6 +25,9 @@ from typing import Any
 #: Seconds that a server may take to answer.
 PATIENCE = 20
 
+_REDIS_OPTIONS = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
+_INITDB_OPTIONS = ("--no-sync", "-A", "trust", "-U", "postgres", "--encoding=UTF8", "--locale=C")
+
 _starting = threading.RLock()
 
 
@@ -82,8 +85,7 @@ def _start_redis() -> str:
         raise ServerMissing(redis_missing())
     port, directory = _free_port(), _directory()
     _run(
-        [program, "--bind", "127.0.0.1", "--port", port, "--dir", directory]
-        + ["--save", "", "--appendonly", "no"],
+        [program, *_REDIS_OPTIONS, "--port", port, "--dir", directory],
         directory,
         lambda: _accepts(port),
     )
@@ -98,8 +100,7 @@ def _start_postgres() -> str:
     data = directory / "data"
     user = _server_user()
     subprocess.run(
-        [program.with_name("initdb"), "--no-sync", "-A", "trust", "-U", "postgres"]
-        + ["--encoding=UTF8", "--locale=C", "-D", data],
+        [program.with_name("initdb"), *_INITDB_OPTIONS, "-D", data],
         check=True,
         capture_output=True,
         cwd="/",

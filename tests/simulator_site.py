@@ -6,6 +6,7 @@ from django.urls import include, path
 
 SECRET_KEY = "only for tests"
 DEBUG = True
+SIMULATOR_PACE = 0.05
 ALLOWED_HOSTS = ["127.0.0.1", "localhost"]
 ROOT_URLCONF = __name__
 STATIC_URL = "static/"

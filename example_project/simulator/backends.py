@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from .. import servers
 
@@ -172,7 +172,7 @@ def _postgres(world: World) -> dict[str, Any]:
         "PASSWORD": unquote(parts.password or ""),
         "HOST": parts.hostname or "",
         "PORT": str(parts.port or ""),
-        "OPTIONS": {"options": f"-c search_path={world.name}"},
+        "OPTIONS": dict(parse_qsl(parts.query)) | {"options": f"-c search_path={world.name}"},
     }
 
 

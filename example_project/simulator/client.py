@@ -1,4 +1,4 @@
-"""A client of the lock service: takes the lock, reads the counter, writes it, gives the lock back."""
+"""A client of the lock service: takes the lock, reads the counter, writes it, and lets go."""
 
 import sys
 from typing import Any

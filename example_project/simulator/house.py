@@ -1,4 +1,4 @@
-"""Who plays: one simulation for each browser, few of them at once, and none for longer than wanted."""
+"""Who plays: one simulation for each browser, few at once, and none for longer than wanted."""
 
 from __future__ import annotations
 
@@ -70,6 +70,15 @@ class House:
         if before is not None:
             threading.Thread(target=before.close, name="simulator-end", daemon=True).start()
         return room
+
+    def end(self, key: str, number: int) -> None:
+        """End a run, unless another one has begun since."""
+        with self._lock:
+            room = self._rooms.get(key)
+            if room is None or room.number != number:
+                return
+            del self._rooms[key]
+        room.close()
 
     def sweep(self) -> None:
         """End what nobody looks at any more."""

@@ -27,8 +27,8 @@ class Log:
         self._began: float | None = None
         self._events: list[dict[str, Any]] = []
         self._next = 1
-        #: Raised by whatever changes, an event or a state.
-        self.version = 0
+        #: Raised by whatever changes, an event or a state. Who knows nothing yet knows 0.
+        self.version = 1
 
     def now(self) -> float:
         """Seconds since the run began; 0 before that."""

@@ -1,4 +1,4 @@
-"""Plays a scenario, step by step or all through, each step when the one before has had its effect."""
+"""Plays a scenario, all through or by steps, each when the one before has had its effect."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Puppet:
         deadline = time.monotonic() + 2
         while self.running and time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
-                if os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG):
+                if os.waitpid(self.pid, os.WUNTRACED | os.WNOHANG)[0]:
                     return
             time.sleep(0.001)
 

@@ -1,8 +1,8 @@
 """
 What the simulator's processes have in common: they do what they are told, and tell what happens.
 
-Commands come as lines of JSON on stdin, the first of them being the settings; what happened goes out
-as lines of JSON on stdout. Each has the time of the system's monotonic clock, which is one for all
+Commands come as lines of JSON on stdin, after one with the settings; what happened goes out as
+lines of JSON on stdout. Each has the time of the system's monotonic clock, which is one for all
 processes of a machine.
 """
 

@@ -14,7 +14,7 @@ EMPTIED = (
 
 
 #: What counts when several things happen at once.
-_WEIGHTS = {"verdict": 9, "error": 5, "refused": 4, "success": 2, "warning": 1}
+_WEIGHTS = {"verdict": 9, "error": 5, "refused": 4, "acquired": 3, "success": 2, "warning": 1}
 #: Seconds within which things happen at once.
 AT_ONCE = 0.5
 
@@ -105,8 +105,8 @@ def wrote(mirror: Mirror, client: Seen, told: dict[str, Any]) -> str:
         )
     if overwrote:
         return (
-            f"{client.name} writes {value}, from the {told['seen']} that it read. It is the rightful "
-            f"holder, and yet the {before} written meanwhile is lost."
+            f"{client.name} writes {value}, from the {told['seen']} that it read. It is the "
+            f"rightful holder, and yet the {before} written meanwhile is lost."
         )
     return f"{client.name} writes {value}, under token {token}."
 
@@ -163,7 +163,7 @@ def killed(client: Seen) -> str:
 
 def paused(client: Seen) -> str:
     if client.believes:
-        return f"{client.name} stands still (SIGSTOP). Nothing in it runs, so nothing renews its lease."
+        return f"{client.name} stands still (SIGSTOP). Nothing in it runs, nor renews its lease."
     return f"{client.name} stands still (SIGSTOP)."
 
 

@@ -61,7 +61,7 @@ class Referee:
         say("looked", run=run, since=since, token=token, left=left, value=value)
 
     def empty(self) -> None:
-        """Have Redis forget all that this simulation put there: the lock, and the counter of tokens."""
+        """Have Redis forget the lock and the counter of tokens, all that is this simulation's."""
         keys = self._forget_keys()
         say("emptied", keys=keys)
 

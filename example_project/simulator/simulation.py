@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import secrets
+import signal
+import subprocess
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from ..servers import ServerMissing
 from .backends import BACKENDS, World
 from .log import Log
 from .mirror import Mirror, Seen
@@ -65,16 +68,24 @@ class Simulation:
                 return
             if self.closed:
                 raise Refused("The simulation has ended.")
+            if not hasattr(signal, "SIGSTOP"):
+                raise Refused("This system has no SIGSTOP, so no process could be paused.")
             name = f"simulator_{secrets.token_hex(6)}"
             directory = Path(tempfile.mkdtemp(prefix="fencedlock-simulator-"))
-            self._world = World(name, directory, self.backend.start())
+            try:
+                server = self.backend.start()
+            except (ServerMissing, OSError, RuntimeError, subprocess.SubprocessError) as exc:
+                directory.rmdir()
+                raise Refused(f"{self.backend.label} couldn't be started: {exc}") from exc
+            self._world = World(name, directory, server)
             settings = self.backend.settings(self._world)
             self._run = name
             self._referee = Puppet("referee", [str(directory)], settings, self._hear_referee)
             self._referee.tell("prepare")
             self._referee.tell("count", run=self._run, fencing=self.plan.fencing)
-            if not self.log.wait_for(lambda: self._prepared or self.closed, PATIENCE):
-                raise Refused(f"The referee wasn't ready within {PATIENCE} s.")
+            self.log.wait_for(lambda: self._prepared or self.closed, PATIENCE)
+            if not self._prepared:
+                raise Refused("The tables couldn't be made. The server's console says why.")
             threading.Thread(target=self._tick, name="simulator-clock", daemon=True).start()
 
     def close(self) -> None:

@@ -8,5 +8,6 @@ urlpatterns = [
     path("start/", views.start, name="start"),
     path("script/", views.script, name="script"),
     path("act/", views.act, name="act"),
+    path("end/", views.end, name="end"),
     path("events/", views.events, name="events"),
 ]

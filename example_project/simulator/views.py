@@ -9,7 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, HttpResponseForbidden, JsonResponse
+from django.http import (
+    HttpRequest,
+    HttpResponse,
+    HttpResponseForbidden,
+    JsonResponse,
+    QueryDict,
+)
 from django.shortcuts import render
 from django.urls import NoReverseMatch, reverse
 from django.views.decorators.cache import never_cache
@@ -137,6 +143,14 @@ def act(request: HttpRequest) -> HttpResponse:
     return _answer(request, do)
 
 
+@require_POST
+@for_this_machine
+def end(request: HttpRequest) -> HttpResponse:
+    """End a run, as its page is left."""
+    house.end(_key(request), _number(request.POST, "run"))
+    return HttpResponse(status=204)
+
+
 @require_GET
 @never_cache
 @for_this_machine
@@ -146,15 +160,15 @@ def events(request: HttpRequest) -> HttpResponse:
     if room is None:
         return JsonResponse({"error": "The simulation has ended."}, status=410)
     if request.GET.get("run") == str(room.number):
-        version, log = _number(request, "version"), room.simulation.log
+        version, log = _number(request.GET, "version"), room.simulation.log
         log.wait_for(lambda: log.version > version or room.simulation.closed, PATIENCE)
-        after = _number(request, "after")
+        after = _number(request.GET, "after")
     else:
         after = 0
     return JsonResponse(telling.tell(room, after))
 
 
-_URLS = ("start", "script", "act", "events")
+_URLS = ("start", "script", "act", "end", "events")
 
 
 def _answer(request: HttpRequest, do: Callable[[], Room]) -> HttpResponse:
@@ -192,8 +206,8 @@ def _seconds(request: HttpRequest) -> float | None:
     return float(given)
 
 
-def _number(request: HttpRequest, name: str) -> int:
-    given = request.GET.get(name, "")
+def _number(facts: QueryDict, name: str) -> int:
+    given = facts.get(name, "")
     return int(given) if given.isdigit() else 0
 
 

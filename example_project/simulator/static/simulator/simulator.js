@@ -10,6 +10,12 @@ const form = one("#switches");
 const timeline = new Timeline(one("#timeline"), one("#scroll"));
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
+const BEGINNING = "Press Play, or Step for one step at a time, and see what happens.";
+const BY_HAND = "Have a client acquire the lock, and see what happens.";
+const SILENCE = "The server doesn't answer. Is it still running?";
+
+const MOST = 2000; // events that are kept
+
 let run = 0;
 let state = null;
 let events = [];
@@ -60,28 +66,34 @@ async function follow(mine) {
     asking = new AbortController();
     const after = events.at(-1)?.seq ?? 0;
     const query = new URLSearchParams({ run: mine, version, after });
+    let told;
     try {
       const answer = await fetch(`${start.urls.events}?${query}`, { signal: asking.signal });
-      if (mine !== run) return;
       if (answer.status === 410) {
-        complain("The simulation has ended, as nobody looked at it. Start anew.");
+        if (mine === run) complain("The simulation has ended, as nobody looked at it. Start anew.");
         return;
       }
-      if (!answer.ok) throw new Error(String(answer.status));
-      const told = await answer.json();
-      if (told.run !== mine) {
-        // Another tab of this browser has begun anew: there is one simulation for both.
-        run = mine = told.run;
-        events = [];
-        for (const [key, value] of Object.entries(told.plan)) form.elements[key].value = value;
-      }
-      version = told.version;
-      show(told);
-      if (told.closed) return;
-    } catch (error) {
-      if (error.name === "AbortError" || mine !== run) return;
-      complain("The server doesn't answer. Is it still running?");
+      told = await answer.json();
+    } catch {
+      if (asking.signal.aborted || mine !== run) return;
+      complain(SILENCE);
       await new Promise((resolve) => setTimeout(resolve, 2000));
+      continue;
+    }
+    if (mine !== run) return;
+    if (one("#trouble").textContent === SILENCE) complain("");
+    if (told.run !== mine) {
+      // Another tab of this browser has begun anew: there is one simulation for both.
+      run = mine = told.run;
+      events = [];
+      for (const [key, value] of Object.entries(told.plan)) form.elements[key].value = value;
+      showAbout();
+    }
+    version = told.version;
+    show(told);
+    if (told.closed) {
+      complain(told.trouble || "The simulation has ended. Start anew.");
+      return;
     }
   }
 }
@@ -93,8 +105,9 @@ function show(told) {
   offset = told.now - performance.now() / 1000;
   const fresh = told.events;
   events.push(...fresh);
+  if (events.length > MOST) events.splice(0, events.length - MOST);
   const reading = one("#reading");
-  const words = told.reading?.text ?? "Nothing has happened yet.";
+  const words = told.reading?.text ?? (told.script.steps.length ? BEGINNING : BY_HAND);
   if (reading.textContent !== words) reading.textContent = words;
   reading.dataset.tone = told.reading?.tone ?? "";
   showScore(told.score);
@@ -148,7 +161,7 @@ function showClient(client) {
   const counts = client.holds ? `; read ${client.value}` : "";
   one(".words", card).textContent = client.words + counts;
   one(".pid", card).textContent = client.pid ? `process ${client.pid}` : "";
-  card.toggleAttribute("data-holds", client.holds);
+  card.toggleAttribute("data-believes", client.believes);
   const focused = document.activeElement?.dataset?.action;
   const mine = card.contains(document.activeElement);
   for (const button of all("[data-action]", card)) {
@@ -256,6 +269,12 @@ function showAddress() {
 function showAbout() {
   one("#about").textContent = start.defaults[form.elements.scenario.value].about;
 }
+
+addEventListener("pagehide", () => {
+  const csrfmiddlewaretoken = form.csrfmiddlewaretoken.value;
+  navigator.sendBeacon(start.urls.end, new URLSearchParams({ run, csrfmiddlewaretoken }));
+});
+addEventListener("pageshow", (event) => event.persisted && begin());
 
 setInterval(() => state?.live && !document.hidden && draw(), calm.matches ? 1000 : 100);
 addEventListener("resize", draw);

@@ -6,6 +6,7 @@ const TOP = 24;
 const SERVICE = 36;
 const LANE = 44;
 const HEIGHT = TOP + SERVICE + NAMES.length * LANE + SERVICE;
+const LONGEST = 120; // seconds that are drawn
 const LEAST = 26; // pixels for a second
 const MOST = 90;
 
@@ -85,7 +86,7 @@ export class Timeline {
 
   draw(events, now) {
     const played = events.filter((event) => !["starting", "ready"].includes(event.kind));
-    const origin = -0.3; // room for the first mark
+    const origin = Math.max(-0.3, now - LONGEST); // there is room for the first mark
     const length = now - origin + 0.4;
     const room = this.scroll.clientWidth;
     const scale = Math.min(MOST, Math.max(LEAST, room / Math.max(length, 8)));
@@ -96,9 +97,12 @@ export class Timeline {
     this.svg.setAttribute("width", width);
     this.svg.setAttribute("height", HEIGHT);
     this.parts = [DEFINITIONS];
-    this.#grid(width, scale, empty);
+    this.#grid(width, scale, origin, empty);
     if (!empty) {
       const found = model(played);
+      for (const [name, list] of Object.entries(found)) {
+        found[name] = list.filter((each) => (name === "marks" ? this.x(each.at) > 0 : this.#shows(each)));
+      }
       this.#service(found.service);
       for (const bar of found.pauses) this.#pause(bar);
       for (const bar of found.waits) this.#wait(bar);
@@ -112,14 +116,14 @@ export class Timeline {
     if (this.follows) this.scroll.scrollLeft = this.scroll.scrollWidth;
   }
 
-  #grid(width, scale, empty) {
+  #grid(width, scale, origin, empty) {
     for (let y = TOP, row = 0; row <= 6; row += 1) {
       this.#line("lane", 0, y, width, y);
       y += row === 0 || row === 5 ? SERVICE : LANE;
     }
     if (empty) return;
-    for (let second = 0; second * scale < width; second += 1) {
-      const x = (second + 0.3) * scale;
+    for (let second = Math.ceil(origin); (second - origin) * scale < width; second += 1) {
+      const x = this.x(second);
       this.#line("tick", x, TOP - 4, x, HEIGHT);
       if (scale >= 40 || second % 2 === 0) this.#text("second", x + 3, TOP - 9, `${second} s`);
     }
@@ -173,7 +177,7 @@ export class Timeline {
 
   #values(bars) {
     const first = { from: 0, to: bars[0]?.from ?? null, value: 0, first: true };
-    for (const bar of [first, ...bars]) {
+    for (const bar of this.#shows(first) ? [first, ...bars] : bars) {
       const [x, w] = this.#span(bar);
       const kind = bar.bad ? "value bad" : bar.first ? "value first" : "value";
       this.#rect(kind, x, counterTop + 7, w, SERVICE - 14);
@@ -210,8 +214,13 @@ export class Timeline {
     }
   }
 
+  #shows(bar) {
+    return bar.to === null || this.x(bar.to) > 0;
+  }
+
   #span(bar) {
-    const from = this.x(bar.from);
+    // What began before the drawing does begins with it.
+    const from = Math.max(-3, this.x(bar.from));
     return [from, Math.max(2, this.x(Math.max(bar.from, bar.to ?? this.now)) - from)];
   }
 
