@@ -57,6 +57,8 @@ def _runs(options: argparse.Namespace, skipped: dict[str, str]) -> Iterator[Resu
         for site in (options.backend or SITES)
         if site in fault.sites and (not options.fault or fault.name in options.fault)
     ]
+    # Whatever ends too early has seen some of everything.
+    random.Random(options.seed).shuffle(pairs)
     print(f"seed {options.seed}, {len(pairs)} combinations", flush=True)
     with contextlib.ExitStack() as stack:
         sites: dict[str, Site] = {}
@@ -93,7 +95,7 @@ def _plan(fault: Fault, options: argparse.Namespace, seed: str) -> Plan:
         fault=fault,
         seed=seed,
         seconds=options.seconds,
-        most=options.seconds * 4,
+        most=options.seconds * 6,
         directory=options.keep,
         fenced=not options.unfenced,
         ttl=options.ttl,

@@ -82,7 +82,7 @@ class Lab:
         Return the name of a client, most often one that has a lock.
         """
         self.crew.fill()
-        holders = self.holders() if self.random.random() < 0.8 else []
+        holders = self.holders() if self.random.random() < 0.9 else []
         return self.random.choice(holders or list(self.crew.pids))
 
     def await_holder(self, is_meant: Callable[[str], bool] = bool) -> str | None:

@@ -168,9 +168,14 @@ class _Run:
         return stack.enter_context(closing(Workers(lab, self.directory, plan.clients, plan.rows)))
 
     def _hosts(self, stack: ExitStack) -> Iterator[Host]:
-        for environment in self.plan.fault.environments(self.directory):
+        fault = self.plan.fault
+        environments = fault.environments(self.directory)
+        if fault.far == "none" and environments == [{}]:
+            yield self.near
+            return
+        for environment in environments:
             ways = {"none": (False,), "some": (False, True), "all": (True,)}
-            for far in ways[self.plan.fault.far]:
+            for far in ways[fault.far]:
                 yield self._host(stack, far, environment)
 
     def _host(

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.servers import MariaDB, PgBouncer, Postgres, Proxy, Redis, finding
-
-from .settings import VARIABLE as VARIABLE
+from tests.servers import Clock, MariaDB, PgBouncer, Postgres, Proxy, Redis, Server, finding
 
 #: Seconds within which a lock service has to answer a request.
 TIMEOUT = 1.0
@@ -32,6 +30,7 @@ class Site:
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self.proxies: list[Proxy] = []
+        self._clock: Clock | None = None
         self.start()
 
     def start(self) -> None:
@@ -68,6 +67,22 @@ class Site:
 
     def location(self, far: bool) -> dict[str, str]:
         return {}
+
+    @property
+    def server(self) -> Server:
+        """
+        Return what decides who has a lock.
+        """
+        raise NotImplementedError
+
+    def clock(self) -> Clock:
+        """
+        Return the wall clock of the lock service, which may be set.
+        """
+        if self._clock is None:
+            self._clock = Clock()
+            self.server.go_by(self._clock)
+        return self._clock
 
     def heal(self) -> None:
         """
@@ -129,6 +144,10 @@ class OnPostgres(Site):
     def start(self) -> None:
         self.postgres: Postgres = self._keep(Postgres.launch(finding.postgres()))
         self.postgres_proxy = self._proxy(self.postgres.host, self.postgres.port)
+
+    @property
+    def server(self) -> Server:
+        return self.postgres
 
     def renew(self, directory: Path) -> None:
         self.postgres.empty()
@@ -203,6 +222,10 @@ class OnRedis(OnPostgres):
         self.redis: Redis = self.launch()
         self.redis_proxy = self._proxy(self.redis.host, self.redis.port)
 
+    @property
+    def server(self) -> Server:
+        return self.redis
+
     def launch(self, *arguments: str, replica_of: Redis | None = None) -> Redis:
         """
         Start one more server.
@@ -243,6 +266,10 @@ class OnMariaDB(Site):
     def start(self) -> None:
         self.mariadb: MariaDB = self._keep(MariaDB.launch(finding.mariadb()))
         self.mariadb_proxy = self._proxy(self.mariadb.host, self.mariadb.port)
+
+    @property
+    def server(self) -> Server:
+        return self.mariadb
 
     def renew(self, directory: Path) -> None:
         self.mariadb.empty()

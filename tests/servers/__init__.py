@@ -8,6 +8,7 @@ _REDIS_URL, _VALKEY_URL, _MARIADB_URL and _RABBITMQ_URL name servers to use inst
 ones. What such a server holds may get deleted.
 """
 
+from .clock import Clock
 from .finding import ServerMissing
 from .mariadb import MariaDB
 from .pgbouncer import PgBouncer
@@ -19,6 +20,7 @@ from .redis import Command, Redis
 from .server import Server, ServerNotOurs
 
 __all__ = [
+    "Clock",
     "Command",
     "MariaDB",
     "PgBouncer",

@@ -145,6 +145,12 @@ class Process:
     def running(self) -> bool:
         return self._popen is not None and self._popen.poll() is None
 
+    def add_environment(self, variables: Mapping[str, object]) -> None:
+        """
+        Have more variables from the next start on.
+        """
+        self._environment |= {name: str(value) for name, value in variables.items()}
+
     def start(self) -> None:
         """
         Start the server and wait until it answers.

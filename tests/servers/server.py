@@ -2,6 +2,7 @@
 What all servers have in common.
 """
 
+from .clock import Clock
 from .process import Process
 
 
@@ -89,6 +90,14 @@ class Server:
         Let a paused server go on.
         """
         self.process.resume()
+
+    def go_by(self, clock: Clock) -> None:
+        """
+        Restart the server, with a wall clock that can be set.
+        """
+        self.stop()
+        self.process.add_environment(clock.environment)
+        self.start()
 
     def close(self) -> None:
         """
