@@ -15,7 +15,7 @@ import pymysql
 import pytest
 import redis
 
-from tests.servers import Postgres, Redis, ServerNotOurs, shared, workspace
+from tests.servers import Clock, Postgres, Redis, ServerNotOurs, clock, shared, workspace
 from tests.servers.process import _family, _processes, wait_until
 
 
@@ -346,6 +346,30 @@ def test_rabbitmq_leaves_no_process_and_nothing_at_home(make_rabbitmq):
     server.close()
     assert not running(pids)
     assert cookie.exists() == before
+
+
+@pytest.mark.skipif(clock.missing() is not None, reason=str(clock.missing()))
+class TestClock:
+    def test_a_server_goes_by_a_clock_that_is_set(self, make_redis):
+        server, watch = make_redis(), Clock()
+        server.go_by(watch)
+        server.execute("SET", "lock", "me", "PX", 30_000)
+        watch.jump(-20)
+        assert 45_000 < server.execute("PTTL", "lock") <= 50_000
+        watch.jump(60)
+        assert server.execute("EXISTS", "lock") == 0
+        assert abs(int(server.execute("TIME")[0]) - time.time() - 40) < 5
+
+    def test_clocks_that_nobody_sets_go_on(self):
+        watch = Clock()
+        watch.set(3600)
+        code = "import time; print(time.time(), time.monotonic())"
+        printed = subprocess.check_output(
+            [sys.executable, "-c", code], env={**os.environ, **watch.environment}, text=True
+        )
+        wall, monotonic = map(float, printed.split())
+        assert abs(wall - time.time() - 3600) < 60
+        assert abs(monotonic - time.monotonic()) < 60
 
 
 def test_proxy_passes(echo):

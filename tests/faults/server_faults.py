@@ -27,21 +27,33 @@ TAKEN = {"strikes": 2, "takeovers": 1}
 # Redis
 
 
+@contextlib.contextmanager
+def _while_holding(lab: Lab, chance: float = 0.5) -> Iterator[None]:
+    """Have a holder stand still meanwhile, so that he goes on as if nothing had happened."""
+    who = lab.await_holder()
+    if who is None or lab.random.random() > chance:
+        yield
+        return
+    with lab.crew.paused(who):
+        yield
+        lab.sleep(0.5, 1)
+
+
 def empty(lab: Lab) -> None:
     """Have Redis forget everything, while a holder thinks."""
-    lab.await_holder()
-    lab.note("empty")
-    lab.site.redis.empty()
+    with _while_holding(lab):
+        lab.note("empty")
+        lab.site.redis.empty()
     lab.sleep(0.5, 1.5)
 
 
 def restart_redis(lab: Lab) -> None:
     """Kill Redis and start it again, without its memory."""
-    lab.await_holder()
-    lab.note("restart redis")
-    lab.site.redis.kill()
-    lab.sleep(0, 0.5)
-    lab.site.redis.start()
+    with _while_holding(lab):
+        lab.note("restart redis")
+        lab.site.redis.kill()
+        lab.sleep(0, 0.5)
+        lab.site.redis.start()
     lab.sleep(0.5, 1.5)
 
 
@@ -52,12 +64,12 @@ def fail_over(lab: Lab) -> None:
     # From here on it gets nothing more, and the primary goes on granting.
     replica.promote()
     lab.sleep(0.3, 1)
-    lab.await_holder()
-    lab.note("fail over")
-    old, site.redis = site.redis, replica
-    site.redis_proxy.retarget(replica.host, replica.port)
-    old.kill()
-    site.redis_proxy.cut()
+    with _while_holding(lab, chance=0.8):
+        lab.note("fail over")
+        old, site.redis = site.redis, replica
+        site.redis_proxy.retarget(replica.host, replica.port)
+        old.kill()
+        site.redis_proxy.cut()
     lab.sleep(0.5, 1.5)
 
 
@@ -231,7 +243,7 @@ SERVER_FAULTS = (
     ),
     Fault("end-sessions", end_sessions, (*ON_POSTGRES, "mariadb"), UNANSWERED, forgets=True),
     Fault("full-disk", fill_disk, ON_POSTGRES, UNANSWERED, forgets=True, missing=_no_prlimit),
-    Fault("lose-replies", lose_replies, PROXIED, TAKEN, forgets=True, far="some"),
+    Fault("lose-replies", lose_replies, PROXIED, UNANSWERED, forgets=True, far="some"),
     Fault("hold-back", hold_back, PROXIED, TAKEN, forgets=True, far="some"),
     Fault("slow", slow_down, PROXIED, BARE, forgets=True, far="all"),
     Fault("cut", cut, PROXIED, UNANSWERED, forgets=True, far="all"),
