@@ -13,7 +13,8 @@ from .checker import held_by
 from .history import NEMESIS, History, Scribe, now, read_operations
 from .sites import SITES, Site
 
-EVERYWHERE = tuple(SITES)
+#: A site of which little may be expected has faults of its own.
+EVERYWHERE = tuple(name for name in SITES if name != "forgetful")
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class Fault:
         forgets: The lock service may lose its memory, or be out of reach.
         far: Which of the clients reach the servers through proxies: "none", "some" or "all".
         habits: Of the clients: how often they starve their threads, or fork.
+        ways: In which clients write, and how often each; None for all of them.
         environments: Of the processes; clients are spread over them.
         missing: Tells what is missing on this machine; None if nothing is.
+        tolerates: Promises that this breaks by its nature.
         celery: Has the clients be tasks: ``celery``, ``task`` and ``on_lost`` of them.
     """
 
@@ -43,9 +46,11 @@ class Fault:
     forgets: bool = False
     far: str = "none"
     habits: Mapping[str, float] = field(default_factory=dict)
+    ways: Mapping[str, int] | None = None
     environments: "Callable[[Path], list[dict[str, str]]]" = lambda directory: [{}]
     missing: Callable[[], str | None] = lambda: None
     celery: Mapping[str, Any] | None = None
+    tolerates: frozenset[str] = frozenset()
 
 
 class Lab:
@@ -135,9 +140,13 @@ def watch(lab: Lab) -> None:
     lab.sleep(0.5, 1)
 
 
+#: What runs in transactions that stay open while their holder stands still.
+OPEN = {"held": 1, "atomic": 1}
+
 PROCESS_FAULTS = (
     Fault("pause", pause),
     Fault("pause-many", pause_many),
+    Fault("open-transaction", pause, needs={"strikes": 3}, ways=OPEN),
     Fault("kill", kill, needs={"strikes": 3, "takeovers": 1}),
     Fault("starve", watch, habits={"starve": 0.12}),
     Fault("fork", watch, habits={"fork": 0.4}, needs={"inherits": 3}),

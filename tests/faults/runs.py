@@ -138,16 +138,24 @@ class _Run:
         self.site.heal()
         (self.directory / "stop").touch()
         hung = self.crew.wait_for_end(timeout=20 + 10 * self.plan.ttl)
-        history = self._history()
-        found = checker.violations(history, self.terms)
-        facts = checker.facts(history)
+        found, facts = self._judge(self._history())
         verdict = VIOLATED if found else HELD if _suffices(facts, self.plan) else CALM
-        return Result(self.site.name, self.plan, verdict, found, Counter(facts), hung)
+        return Result(self.site.name, self.plan, verdict, found, facts, hung)
+
+    def _judge(self, history: History) -> tuple[list[Violation], Counter[str]]:
+        """Return what is wrong, but for what the fault breaks by its nature; and the counts."""
+        found = checker.violations(history, self.terms)
+        wrong = [each for each in found if each.promise not in self.plan.fault.tolerates]
+        facts = Counter(checker.facts(history))
+        facts["tolerated"] = len(found) - len(wrong)
+        return wrong, facts
 
     def _has_shown_it(self) -> bool:
-        if self.plan.fenced:
+        if self.plan.fenced and not self.plan.fault.tolerates:
             return _suffices(checker.facts(self._history(trail=False)), self.plan)
-        found = checker.violations(self._history(), self.terms)
+        found, facts = self._judge(self._history())
+        if self.plan.fenced:
+            return _suffices(facts, self.plan)
         return any(each.promise in CORRUPTION for each in found)
 
     def _history(self, trail: bool = True) -> History:
@@ -192,6 +200,7 @@ class _Run:
             "fenced": self.plan.fenced,
             "directory": str(self.directory),
             "habits": dict(self.plan.fault.habits),
+            "ways": self.plan.fault.ways,
         }
 
 

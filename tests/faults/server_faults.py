@@ -241,6 +241,15 @@ SERVER_FAULTS = (
     Fault(
         "restart-database", restart_database, (*ON_POSTGRES, "mariadb"), UNANSWERED, forgets=True
     ),
+    Fault(
+        "lost-commits",
+        restart_database,
+        ("forgetful",),
+        {"strikes": 3},
+        forgets=True,
+        # What was confirmed is gone. Nothing stale comes in its place.
+        tolerates=frozenset({"I6"}),
+    ),
     Fault("end-sessions", end_sessions, (*ON_POSTGRES, "mariadb"), UNANSWERED, forgets=True),
     Fault("full-disk", fill_disk, ON_POSTGRES, UNANSWERED, forgets=True, missing=_no_prlimit),
     Fault("lose-replies", lose_replies, PROXIED, UNANSWERED, forgets=True, far="some"),

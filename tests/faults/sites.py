@@ -5,7 +5,7 @@ Where a run takes place: a lock service, the database of its fences, and the way
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.servers import Clock, MariaDB, PgBouncer, Postgres, Proxy, Redis, Server, finding
 
@@ -141,8 +141,11 @@ class OnPostgres(Site):
     Fences in a PostgreSQL.
     """
 
+    settings: ClassVar[dict[str, str]] = {}
+
     def start(self) -> None:
-        self.postgres: Postgres = self._keep(Postgres.launch(finding.postgres()))
+        server = Postgres.launch(finding.postgres(), **self.settings)
+        self.postgres: Postgres = self._keep(server)
         self.postgres_proxy = self._proxy(self.postgres.host, self.postgres.port)
 
     @property
@@ -170,6 +173,15 @@ class PostgresRows(OnPostgres):
     """
 
     name = "rows"
+
+
+class Forgetful(OnPostgres):
+    """
+    Leases as rows of a PostgreSQL whose last commits a crash undoes.
+    """
+
+    name = "forgetful"
+    settings: ClassVar[dict[str, str]] = {"synchronous_commit": "off", "wal_writer_delay": "2000ms"}
 
 
 class PostgresSessions(OnPostgres):
@@ -287,7 +299,8 @@ class OnMariaDB(Site):
         return [str(finding.mariadb())]
 
 
-SITES: dict[str, type[Site]] = {
-    site.name: site
-    for site in (*(SQLite, PostgresRows, Pooled, OnMariaDB, PostgresSessions, OnRedis, OnValkey),)
-}
+_ALL: tuple[type[Site], ...] = (
+    *(SQLite, PostgresRows, Pooled, OnMariaDB),
+    *(PostgresSessions, OnRedis, OnValkey, Forgetful),
+)
+SITES = {site.name: site for site in _ALL}
