@@ -552,6 +552,25 @@ def test_one_who_was_overtaken_before_his_grant_was_recorded_gets_none(
 
 
 @recorded
+def test_only_a_redis_that_forgot_is_said_to_have_forgotten(backend, client, monkeypatch, caplog):
+    record = RedisBackend._record
+
+    def record_late(self, request, token):
+        monkeypatch.setattr(RedisBackend, "_record", record)
+        # His key runs out, and another comes.
+        client.delete(keys_of(backend).lock)
+        assert take(backend, fenced=True).token == 2
+        return record(self, request, token)
+
+    monkeypatch.setattr(RedisBackend, "_record", record_late)
+    assert take(backend, fenced=True) is None
+    assert "forgotten" not in caplog.text
+    client.flushall()
+    assert take(backend, fenced=True).token == 3
+    assert "forgotten" in caplog.text
+
+
+@recorded
 def test_a_redis_that_goes_on_forgetting_grants_nothing(backend, client, monkeypatch):
     grow(backend, 3)
     client.flushall()

@@ -209,14 +209,17 @@ class RedisBackend(Backend):
         if row is not None and row.conflicts_with(self.config.alias, self.label):
             raise self.conflict(request, row.alias, row.backend, row.holder())
         recorded = newest[0] if newest else 0
-        logger.warning(
-            "Redis of alias %r had forgotten the tokens of lock %r, which go on from %d",
-            self.config.alias,
-            request.name,
-            recorded,
-            extra=logs.facts(name=request.name, alias=self.config.alias, token=recorded),
-        )
-        return self._store.repair(request, recorded)
+        token = self._store.repair(request, recorded)
+        # Who was too slow, and has lost the lock by now, is refused in the same way.
+        if token is not None:
+            logger.warning(
+                "Redis of alias %r had forgotten the tokens of lock %r, which go on from %d",
+                self.config.alias,
+                request.name,
+                recorded,
+                extra=logs.facts(name=request.name, alias=self.config.alias, token=recorded),
+            )
+        return token
 
     def _read(self, request: Request) -> tuple[Row | None, Newest | None]:
         def read(
