@@ -330,6 +330,8 @@ def collect(using: str) -> dict[str, Any]:
     """
     Return the trail, and the counters at the end.
     """
+    from django_fencedlock.models import Fence, HeldLock
+
     from .models import Trail
 
     fields = ("pk", "kind", "name", "before", "after", "token", "stamp")
@@ -339,4 +341,9 @@ def collect(using: str) -> dict[str, Any]:
         for pk, count in _bare(model).using(using).values_list("pk", "count")
     ]
     trail = Trail.objects.using(using).order_by("pk").values_list(*fields)
-    return {"trail": list(trail), "counts": counts}
+    return {
+        "trail": list(trail),
+        "counts": counts,
+        "held": HeldLock.objects.using(using).count(),
+        "fences": Fence.objects.using(using).count(),
+    }

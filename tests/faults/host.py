@@ -25,7 +25,7 @@ def main() -> None:
     import django
 
     django.setup()
-    from . import client
+    from . import client, loaded
     from .settings import LAB
 
     # Nobody waits for the clients, and none may stay as a zombie that looks alive.
@@ -34,7 +34,9 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if order["do"] == "client":
-            job: Callable[[], Any] = client.Client(order["name"], LAB).run
+            job: Callable[[], Any] = _running(client.Client, order["name"], LAB)
+        elif order["do"] == "load":
+            job = _running(loaded.LoadedClient, order["name"], LAB)
         elif order["do"] == "prepare":
             job = _writing(order["to"], lambda: client.prepare(LAB["using"], LAB["rows"]))
         else:
@@ -69,6 +71,11 @@ def _fork(job: Callable[[], Any]) -> int:
         atexit._run_exitfuncs()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _running(kind: Callable[..., Any], name: str, lab: Any) -> Callable[[], None]:
+    # Made in the process itself: its account is nobody else's to hold open.
+    return lambda: kind(name, lab).run()
 
 
 def _writing(path: str, job: Callable[[], Any]) -> Callable[[], None]:

@@ -45,11 +45,11 @@ class Host:
         )
         self._hear()
 
-    def client(self, name: str) -> int:
+    def client(self, name: str, order: str = "client") -> int:
         """
         Start a client and return its pid.
         """
-        return self._order(do="client", name=name)
+        return self._order(do=order, name=name)
 
     def ask(self, what: str, path: Path) -> Any:
         """
@@ -94,8 +94,9 @@ class Crew:
     The clients of a run: so many, whatever becomes of each.
     """
 
-    def __init__(self, hosts: list[Host], size: int) -> None:
+    def __init__(self, hosts: list[Host], size: int, order: str = "client") -> None:
         self._hosts = hosts
+        self._order = order
         self._size = size
         self._born = 0
         #: The pids of the living, by the names of their accounts.
@@ -110,7 +111,7 @@ class Crew:
         for place in set(range(self._size)) - taken:
             name = f"client-{place}-{self._born}"
             self._born += 1
-            self.pids[name] = self._hosts[place % len(self._hosts)].client(name)
+            self.pids[name] = self._hosts[place % len(self._hosts)].client(name, self._order)
 
     def bury(self) -> None:
         """

@@ -20,7 +20,7 @@ def table(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
         groups[result.site, result.plan.fault.name].append(result)
     rows = [_row(*key, group) for key, group in sorted(groups.items())]
     rows.append(_row("all", "all", list(results)))
-    lines = [_line(_HEAD), _line(["---"] * len(_HEAD)), *map(_line, rows)]
+    lines = [line(_HEAD), line(["---"] * len(_HEAD)), *map(line, rows)]
     lines += [f"not run: {what}: {why}" for what, why in sorted(skipped.items())]
     return "\n".join(lines)
 
@@ -34,5 +34,8 @@ def _row(site: str, fault: str, group: Sequence[Result]) -> list[str]:
     return [site, fault, *map(str, [len(group), *sums, wrong, calm, broken, hung])]
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
+    """
+    Return a row of a table in Markdown.
+    """
     return f"| {' | '.join(cells)} |"

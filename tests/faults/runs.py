@@ -24,6 +24,8 @@ from .workers import Workers
 
 #: BROKEN is the lab itself.
 HELD, VIOLATED, CALM, BROKEN = "held", "VIOLATED", "too calm", "BROKEN"
+#: Strikes after which a run that shows nothing isn't given more time.
+ENOUGH = 8
 #: Violations that fencing is there to prevent.
 CORRUPTION = {"I3", "I4", "I5"}
 
@@ -130,7 +132,11 @@ class _Run:
             self.plan.fault.strike(self.lab)
             self.crew.fill()
             passed = time.monotonic() - begun
-            if passed > self.plan.most or (passed > self.plan.seconds and self._has_shown_it()):
+            # On a machine that stands still now and then, little happens in much time.
+            patience = 2 if len(self.lab.strikes) < ENOUGH else 1
+            if passed > patience * self.plan.most:
+                return
+            if passed > self.plan.seconds and self._has_shown_it():
                 return
 
     def finish(self) -> Result:

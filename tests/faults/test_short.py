@@ -18,7 +18,7 @@ from tests.faults.sites import SITES, Site
 from tests.servers import ServerMissing
 
 #: Seconds that a run takes at least, and at the most if nothing happens.
-LEAST, MOST = 2, 60
+LEAST, MOST = 2, 40
 
 
 @pytest.fixture(scope="module")
