@@ -49,13 +49,13 @@ bare = app.task(body, name="bare")
 unfenced = app.task(
     single_instance("bench:{number}", backend="redis", fenced=False)(body), name="unfenced"
 )
-fenced = app.task(single_instance("bench:{number}")(body), name="fenced")
+fenced = app.task(single_instance("bench:{number}", backend="redis")(body), name="fenced")
 once = app.task(
     single_instance("bench:{number}", backend="redis", fenced=False, redelivery="run")(body),
     name="once",
 )
 fenced_once = app.task(
-    single_instance("bench:{number}", redelivery="run")(body), name="fenced_once"
+    single_instance("bench:{number}", backend="redis", redelivery="run")(body), name="fenced_once"
 )
 
 

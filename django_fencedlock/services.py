@@ -9,7 +9,7 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -101,19 +101,21 @@ class Service:
         if lease := self._enter_again(name, who, fenced):
             return lease
         started = clock()
+        home = connections[self.config.fence_database]
+        is_tests_own = transactions.is_tests_own(home)
         request = Request(
             name=name,
             owner=owner or new_owner(),
             ttl=ttl,
             fenced=fenced,
-            connection=transactions.lent_by_test(self.config.fence_database),
-            in_transaction=transactions.in_transaction(self.config.fence_database),
+            connection=home if is_tests_own else None,
+            in_transaction=home.in_atomic_block and not is_tests_own,
             timeout=timeout,
             cancel=Cancel() if cancel is None else cancel,
             seen=[] if seen is None else seen,
             before_waiting=before_waiting,
         )
-        lease = self._obtain(request, started + timeout)
+        lease = self._obtain(request, home, started + timeout)
         if lease is None:
             waited = clock() - started
             logger.info(
@@ -162,29 +164,34 @@ class Service:
         lease.entries += 1
         return lease
 
-    def _obtain(self, request: Request, deadline: float) -> Lease | None:
+    def _obtain(self, request: Request, home: BaseDatabaseWrapper, deadline: float) -> Lease | None:
         lease = None
         owner = request.owner.id
         try:
             # Before it is asked for: the process may be killed while the answer is under way.
             journal.enter(self.config.alias, request.name, owner, request.ttl, request.fenced)
-            lease = self._ask_for_lease(request, deadline)
+            lease = self._ask_for_lease(request, home, deadline)
         finally:
             if lease is None:
                 journal.erase(owner)
         return lease
 
-    def _ask_for_lease(self, request: Request, deadline: float) -> Lease | None:
+    def _ask_for_lease(
+        self, request: Request, home: BaseDatabaseWrapper, deadline: float
+    ) -> Lease | None:
         while True:
             grant = self._grant(request, deadline)
             if grant is None:
                 return None
-            lease = self._lease(request, grant)
-            with self._given_back_on_error(lease):
+            lease = self._lease(request, grant, home)
+            try:
                 # Once more before the caller's code runs: it may have been paused since.
                 if not lease.expired or self._revive(lease):
-                    self._require_visible(request, lease)
+                    self._require_visible(request, lease, home)
                     return lease
+            except BaseException:
+                self._give_back(lease)
+                raise
             self._give_back(lease)
             if clock() >= deadline:
                 return None
@@ -216,7 +223,7 @@ class Service:
                     return grant
         return None
 
-    def _lease(self, request: Request, grant: Grant) -> Lease:
+    def _lease(self, request: Request, grant: Grant, home: BaseDatabaseWrapper) -> Lease:
         lease = Lease(
             name=request.name,
             alias=self.config.alias,
@@ -228,7 +235,7 @@ class Service:
             database=self.config.fence_database,
             handle=grant.handle,
         )
-        lease.home = connections[self.config.fence_database]
+        lease.home = home
         if request.connection is not None:
             lease.lent = True
             lease.is_over = transactions.test_has_ended(request.connection)
@@ -241,11 +248,12 @@ class Service:
         lease.extend_from(since)
         return not lease.expired
 
-    def _require_visible(self, request: Request, lease: Lease) -> None:
+    def _require_visible(
+        self, request: Request, lease: Lease, connection: BaseDatabaseWrapper
+    ) -> None:
         """Refuse a grant that the caller's transaction can't see: its snapshot is older."""
         if not (request.in_transaction and request.fenced):
             return
-        connection = connections[self.config.fence_database]
         if ledger_for(connection).newest(connection, lease.name) != (lease.token, lease.owner):
             raise TransactionInTheWay(
                 f"Lock {lease.name!r} was granted with token {lease.token}, but this transaction "
@@ -254,14 +262,6 @@ class Service:
                 name=lease.name,
                 alias=lease.alias,
             )
-
-    @contextlib.contextmanager
-    def _given_back_on_error(self, lease: Lease) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._give_back(lease)
-            raise
 
     def _give_back(self, lease: Lease) -> None:
         """Give back a grant that the caller never got."""

@@ -6,13 +6,15 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from django.db import Error, InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.test import utils as test_utils
 
+from . import prepared
 from .watchdog import cut, watchdog
 
 T = TypeVar("T")
@@ -98,6 +100,7 @@ class Sessions:
     def _reset(self) -> None:
         self._idle: list[BaseDatabaseWrapper] = []
         self._room = threading.BoundedSemaphore(MOST)
+        self._prepares = True
 
     def run(self, work: Callable[[BaseDatabaseWrapper], T]) -> T:
         """
@@ -105,13 +108,17 @@ class Sessions:
 
         So `work` may be done twice: it has to be idempotent.
         """
+        if not self._room.acquire(timeout=self.timeout):
+            raise OperationalError(
+                f"all {MOST} private connections to {self.using!r} were busy for {self.timeout:g} s"
+            )
         try:
-            with self._lent(self._idle_one()) as connection:
-                return work(connection)
-        except _DeadWhileIdle:
-            pass
-        with self._lent(None) as connection:
-            return work(connection)
+            if idle := self._idle_one():
+                with contextlib.suppress(_DeadWhileIdle):
+                    return self._do(work, idle, was_idle=True)
+            return self._do(work, self._new(), was_idle=False)
+        finally:
+            self._room.release()
 
     def close(self) -> None:
         """Close what is idle."""
@@ -128,28 +135,41 @@ class Sessions:
         except IndexError:
             return None
 
-    @contextlib.contextmanager
-    def _lent(self, idle: BaseDatabaseWrapper | None) -> Iterator[BaseDatabaseWrapper]:
-        if not self._room.acquire(timeout=self.timeout):
-            raise OperationalError(
-                f"all {MOST} private connections to {self.using!r} were busy for {self.timeout:g} s"
-            )
-        connection = idle or private(self.using, self.timeout)
+    def _new(self) -> BaseDatabaseWrapper:
+        connection = private(self.using, self.timeout)
+        if self._prepares:
+            prepared.allow(connection)
+        return connection
+
+    def _do(
+        self,
+        work: Callable[[BaseDatabaseWrapper], T],
+        connection: BaseDatabaseWrapper,
+        *,
+        was_idle: bool,
+    ) -> T:
         keep = False
+        watch = watchdog.begin(self.timeout, partial(_cut, connection))
         try:
-            with watchdog.limit(self.timeout, lambda: _cut(connection)):
-                yield connection
+            try:
+                done = work(connection)
+            finally:
+                watchdog.end(watch)
             keep = True
+            return done
         except Error as exc:
+            if prepared.met_another_session(connection, exc):
+                # Through a pooler that passed for the server.
+                self._prepares = False
+                raise _DeadWhileIdle from exc
             keep = not isinstance(exc, OperationalError | InterfaceError) or _usable(connection)
-            if keep or idle is None:
+            if keep or not was_idle:
                 raise
             raise _DeadWhileIdle from exc
         finally:
             # Any other exception (a killed greenlet, a timer in the thread) may have struck
             # in mid-statement; such a session can't be used again.
             self._take_back(connection, keep)
-            self._room.release()
 
     def _take_back(self, connection: BaseDatabaseWrapper, keep: bool) -> None:
         if keep and len(self._idle) < KEPT and not under_test():
@@ -160,7 +180,7 @@ class Sessions:
 
 
 class _DeadWhileIdle(Exception):
-    """The server went away since the connection was last used."""
+    """The connection can't be used any more, and nothing was done on it."""
 
 
 def _usable(connection: BaseDatabaseWrapper) -> bool:

@@ -19,7 +19,7 @@ def lent_by_test(using: str) -> BaseDatabaseWrapper | None:
     Only there are the test's tables and rows to be seen, and nothing may outlive the test.
     """
     connection = connections[using]
-    return connection if _is_tests_own(connection) else None
+    return connection if is_tests_own(connection) else None
 
 
 def test_has_ended(connection: BaseDatabaseWrapper) -> Callable[[], bool]:
@@ -30,20 +30,23 @@ def test_has_ended(connection: BaseDatabaseWrapper) -> Callable[[], bool]:
 
 def in_transaction(using: str) -> bool:
     """Whether the caller has a transaction of his own open on database `using`."""
-    connection = connections[using]
-    return connection.in_atomic_block and not _is_tests_own(connection)
+    return is_open(connections[using])
+
+
+def is_open(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the caller has a transaction of his own open on one of his connections."""
+    return connection.in_atomic_block and not is_tests_own(connection)
 
 
 def open_ones() -> list[BaseDatabaseWrapper]:
     """The caller's connections that have a transaction of his own open."""
     return [
-        connection
-        for connection in connections.all(initialized_only=True)
-        if connection.in_atomic_block and not _is_tests_own(connection)
+        connection for connection in connections.all(initialized_only=True) if is_open(connection)
     ]
 
 
-def _is_tests_own(connection: BaseDatabaseWrapper) -> bool:
+def is_tests_own(connection: BaseDatabaseWrapper) -> bool:
+    """Whether a ``TestCase`` has wrapped the connection in a transaction that it rolls back."""
     blocks = connection.atomic_blocks
     return bool(blocks) and bool(blocks[0]._from_testcase)  # type: ignore[attr-defined]
 

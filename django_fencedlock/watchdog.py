@@ -30,17 +30,16 @@ class Watchdog:
     @contextlib.contextmanager
     def limit(self, seconds: float, bite: Callable[[], object]) -> Iterator[None]:
         """Call `bite` from another thread if the block isn't left within `seconds`."""
-        watch = next(self._ids)
-        self._add(watch, clock() + seconds, bite)
+        watch = self.begin(seconds, bite)
         try:
             yield
         finally:
-            # Under the lock: a bite that has begun is over before the block is left, so it
-            # never hits a connection that was handed on.
-            with self._changed:
-                self._watched.pop(watch, None)
+            self.end(watch)
 
-    def _add(self, watch: int, deadline: float, bite: Callable[[], object]) -> None:
+    def begin(self, seconds: float, bite: Callable[[], object]) -> int:
+        """Call `bite` from another thread unless `end()` is called within `seconds`."""
+        watch = next(self._ids)
+        deadline = clock() + seconds
         with self._changed:
             self._watched[watch] = (deadline, bite)
             if not self._runs:
@@ -49,6 +48,14 @@ class Watchdog:
             if deadline < self._wakes_at:
                 self._wakes_at = deadline
                 self._changed.notify()
+        return watch
+
+    def end(self, watch: int) -> None:
+        """Don't call any more what `begin()` was given."""
+        # Under the lock: a bite that has begun is over before this returns, so it never hits a
+        # connection that was handed on.
+        with self._changed:
+            self._watched.pop(watch, None)
 
     def _run(self) -> None:
         while True:

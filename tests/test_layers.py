@@ -24,7 +24,8 @@ LAYERS: dict[int, list[str]] = {
         *("threads", "watchdog"),
     ],
     1: [
-        *("aio", "backends.base", "conf", "fences", "models.tables", "scribe", "sessions"),
+        *("aio", "backends.base", "conf", "fences", "models.tables", "prepared", "scribe"),
+        "sessions",
         *("signals", "transactions"),
     ],
     2: ["backends.database", "backends.postgres*", "backends.redis*"],

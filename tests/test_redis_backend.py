@@ -407,7 +407,7 @@ def test_a_recheck_run_twice_does_what_it_does_once(backend, client):
 def release_without_recheck(client, backend, request):
     from django_fencedlock.backends.redis_scripts import RELEASE
 
-    return RELEASE.run(client.execute_command, keys_of(backend), request.owner.id, 0)
+    return RELEASE.run(client, keys_of(backend), request.owner.id, 0)
 
 
 def snapshot(client, backend):

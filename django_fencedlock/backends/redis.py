@@ -85,12 +85,15 @@ class RedisBackend(Backend):
 
     def acquire(self, request: Request) -> Grant | None:
         since = clock()
-        with self._given_back_on_error(request):
+        try:
             answer = self._store.claim(request)
             if isinstance(answer, InLine) and self._evict_dead(request, answer):
                 since = clock()
                 answer = self._store.claim(request)
             return None if isinstance(answer, InLine) else self._granted(request, answer, since)
+        except BaseException as exc:
+            self._give_back_after(request, exc)
+            raise
 
     def _evict_dead(self, request: Request, refused: InLine) -> bool:
         """Free the lock if the process is gone of him who was in the way."""
@@ -129,11 +132,14 @@ class RedisBackend(Backend):
     def _given_back_on_error(self, request: Request) -> Iterator[None]:
         try:
             yield
-        except RedisError as exc:
-            raise self.unavailable("acquiring", exc, request.name) from exc
-        except BaseException:
-            self._give_back(request)
+        except BaseException as exc:
+            self._give_back_after(request, exc)
             raise
+
+    def _give_back_after(self, request: Request, exc: BaseException) -> None:
+        if isinstance(exc, RedisError):
+            raise self.unavailable("acquiring", exc, request.name) from exc
+        self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
         try:
@@ -305,8 +311,10 @@ class RedisBackend(Backend):
             return self._store.verify(lease)
 
     def release(self, lease: Lease) -> bool:
-        with self._asked("release", lease.name):
+        try:
             released = self._store.release(lease)
+        except RedisError as exc:
+            raise self.unavailable("release", exc, lease.name) from exc
         if lease.fenced:
             self._clear_row(lease)
         return released

@@ -26,8 +26,8 @@ class Lines:
         self._pool = pool
         self._idle: deque[Any] = deque()
 
-    def ask(self, *command: object) -> Any:
-        """Execute one command."""
+    def execute_command(self, *command: object) -> Any:
+        """Execute one command, as a client's method of this name does."""
         return self._talk(_packed(command), _answer)
 
     def ask_many(self, commands: Sequence[Command]) -> list[Any]:
@@ -74,9 +74,11 @@ def lines(client: Any) -> Lines | None:
     return Lines(pool) if plain and utf8 else None
 
 
-def ask_many_through(client: Any, commands: Sequence[Command]) -> list[Any]:
-    """See Lines.ask_many()."""
-    with client.pipeline(transaction=False) as pipeline:
+def ask_many(asked: Any, commands: Sequence[Command]) -> list[Any]:
+    """Have a client, or lines, execute commands that are sent at once; see Lines.ask_many()."""
+    if isinstance(asked, Lines):
+        return asked.ask_many(commands)
+    with asked.pipeline(transaction=False) as pipeline:
         for command in commands:
             # Not evalsha(): pipelines of a cluster lack the method, though they know the command.
             pipeline.execute_command(*command)

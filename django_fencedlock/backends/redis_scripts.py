@@ -19,11 +19,13 @@ Every script may be run twice: redis-py repeats requests by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import sha1
 from typing import Any
 
 from redis.exceptions import NoScriptError
+
+from .redis_lines import ask_many
 
 #: Seconds of the longest blocking pop; each ends in a sign of life.
 BEAT = 2.0
@@ -103,11 +105,6 @@ local function take_mine()
 end
 """
 
-#: Executes one command, as the method `execute_command()` of a client does; and many at once, whose
-#: answers may be exceptions.
-Ask = Callable[..., Any]
-AskMany = Callable[[Sequence[tuple[object, ...]]], list[Any]]
-
 
 class Script:
     """One script: sent by its hash, and whole to a server that doesn't know it."""
@@ -117,24 +114,24 @@ class Script:
         # What EVALSHA names a script by.
         self.sha = sha1(self.text.encode()).hexdigest()
 
-    def run(self, ask: Ask, keys: Sequence[str], *args: object) -> Any:
-        """Run it on one lock."""
+    def run(self, asked: Any, keys: Sequence[str], *args: object) -> Any:
+        """Run it on one lock. Who is asked is a client, or `Lines`."""
         try:
-            return ask("EVALSHA", self.sha, len(keys), *keys, *args)
+            return asked.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:
-            return ask("EVAL", self.text, len(keys), *keys, *args)
+            return asked.execute_command("EVAL", self.text, len(keys), *keys, *args)
 
     def run_many(
         self,
-        ask_many: AskMany,
+        asked: Any,
         calls: Sequence[tuple[Sequence[str], Sequence[object]]],
     ) -> list[Any]:
         """Run it on many locks in one batch; an answer may be an exception."""
         given = [(len(keys), *keys, *args) for keys, args in calls]
-        answers = ask_many([("EVALSHA", self.sha, *each) for each in given])
+        answers = ask_many(asked, [("EVALSHA", self.sha, *each) for each in given])
         unknown = [place for place, each in enumerate(answers) if isinstance(each, NoScriptError)]
         if unknown:
-            again = ask_many([("EVAL", self.text, *given[place]) for place in unknown])
+            again = ask_many(asked, [("EVAL", self.text, *given[place]) for place in unknown])
             for place, answer in zip(unknown, again, strict=True):
                 answers[place] = answer
         return answers

@@ -7,7 +7,6 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from ..processes import Process
 from . import redis_client
 from .base import Request
 from .redis_client import Client, Mailbox, Mailboxes, RedisError
-from .redis_lines import ask_many_through, lines
+from .redis_lines import lines
 from .redis_scripts import (
     ACQUIRE,
     BEAT,
@@ -30,8 +29,6 @@ from .redis_scripts import (
     RENEW,
     REPAIR,
     TAKE_AWAY,
-    Ask,
-    AskMany,
 )
 
 logger = logging.getLogger(__name__)
@@ -103,10 +100,8 @@ class _Link:
         self.client = client
         self._is_ours = is_ours
         self._lines = lines(client) if is_ours else None
-        self.ask: Ask = self._lines.ask if self._lines else client.execute_command
-        self.ask_many: AskMany = (
-            self._lines.ask_many if self._lines else partial(ask_many_through, client)
-        )
+        #: Who is asked to run scripts.
+        self.asked: Any = self._lines or client
         self.mailboxes = Mailboxes(client)
         self.waiting = 0
 
@@ -141,7 +136,7 @@ class Store:
         """
         keys = self._keys(request.name)
         waits = () if arrival is None else (arrival,)
-        answer = ACQUIRE.run(self._link.ask, keys, *_terms(request), *waits)
+        answer = ACQUIRE.run(self._link.asked, keys, *_terms(request), *waits)
         if not isinstance(answer, list):
             return int(answer)
         milliseconds, arrival, handed, held = answer
@@ -152,39 +147,39 @@ class Store:
 
     def leave(self, request: Request) -> int | None:
         """Leave the line; returns the token if the lock came at the last moment."""
-        token = LEAVE.run(self._link.ask, self._keys(request.name), *_terms(request))
+        token = LEAVE.run(self._link.asked, self._keys(request.name), *_terms(request))
         return None if token is None else int(token)
 
     def give_back(self, name: str, owner: str) -> bool:
         """Have `owner` hold nothing, and wait for nothing any more; whether he had the lock."""
         keys = self._keys(name)
-        answer = RELEASE.run(self._link.ask, keys, owner)
+        answer = RELEASE.run(self._link.asked, keys, owner)
         self._recheck(keys, answer)
         return bool(answer != 0)
 
     def take_away(self, name: str, owner: str, token: int) -> bool:
         """Free the lock, or hand it on, so that `owner` can't renew it; False if it isn't his."""
         keys = self._keys(name)
-        answer = TAKE_AWAY.run(self.client, keys, owner, token)
+        answer = TAKE_AWAY.run(self._link.asked, keys, owner, token)
         self._recheck(keys, answer)
         return bool(answer != 0)
 
     def repair(self, request: Request, recorded: int) -> int | None:
         """Draw a token newer than `recorded`; None if the lock isn't this owner's any more."""
         keys, (owner, ttl, words, _) = self._keys(request.name), _terms(request)
-        token = REPAIR.run(self._link.ask, keys, owner, ttl, words, recorded, recorded + 1)
+        token = REPAIR.run(self._link.asked, keys, owner, ttl, words, recorded, recorded + 1)
         return None if token is None else int(token)
 
     def renew(self, leases: Sequence[Lease]) -> list[bool | None]:
         """Renew leases in one batch: whether each was, or None if that one couldn't be asked."""
         calls = [(self._keys(lease.name), _renewal(lease)) for lease in leases]
-        answers = RENEW.run_many(self._link.ask_many, calls)
+        answers = RENEW.run_many(self._link.asked, calls)
         return [bool(answer) if isinstance(answer, int) else None for answer in answers]
 
     def release(self, lease: Lease) -> bool:
         """Free the lock, or hand it on; False if somebody else came before."""
         keys = self._keys(lease.name)
-        answer = RELEASE.run(self._link.ask, keys, lease.owner, _token(lease))
+        answer = RELEASE.run(self._link.asked, keys, lease.owner, _token(lease))
         with contextlib.suppress(RedisError):
             self._recheck(keys, answer)
         return bool(answer != 0)
@@ -275,7 +270,7 @@ class Store:
         reached it yet.
         """
         while isinstance(handed, list) and handed and handed[2] >= GATE:
-            handed = RECHECK.run(self._link.ask, keys, _text(handed[0]), _text(handed[1]))
+            handed = RECHECK.run(self._link.asked, keys, _text(handed[0]), _text(handed[1]))
 
     def _keys(self, name: str) -> Keys:
         return Keys.of(self._config.key_prefix, name)

@@ -34,7 +34,7 @@ class Again(Signature[Any]):
 def again(task: AnyTask, request: Any, *, countdown: float, headers: dict[str, Any]) -> Again:
     """Make the task's next message: in the same chain, chord and group, with as many retries."""
     # Celery 5.5 forgets that.
-    more = {"ignore_result": True} if request.ignore_result else {}
+    more: dict[str, Any] = {"ignore_result": True} if request.ignore_result else {}
     made: Any = task.signature_from_request(
         request,
         countdown=countdown,

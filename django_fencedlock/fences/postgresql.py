@@ -9,8 +9,9 @@ from typing import Any
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from .. import prepared
 from ..lease import Lease
-from .ledger import COLUMNS, FENCE, HELD, LOCK_WAIT, TAKEN_OVER, Entry, Ledger, session_words
+from .ledger import COLUMNS, FENCE, HELD, LOCK_WAIT, TAKEN_OVER, Entry, Held, Ledger, session_words
 
 # The limits are set within the statement that they are for: a SET of the session would leak to
 # other clients through a pooler. The statement that follows has to read from s, or it never runs.
@@ -22,7 +23,16 @@ LIMITS = (
 # A renewal or a deletion that a crash undoes costs nothing.
 LAZY_LIMITS = LIMITS.replace("'on'", "'off'")
 
-VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
+# Where statements are prepared, the server has to know the types of their parameters.
+_TYPES = {
+    "fenced": "boolean",
+    "pid": "bigint",
+    "pid_started": "bigint",
+    "session_pid": "bigint",
+    "session_started": "timestamptz",
+    "session_key": "bigint",
+}
+VALUES = ", ".join(f"%({column})s::{_TYPES.get(column, 'text')}" for column in COLUMNS)
 TIMES = "c.now, c.now, c.now + %(ttl)s * interval '1 second'"
 SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in TAKEN_OVER)
 INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join(COLUMNS)}, acquired_at, renewed_at, expires_at)"
@@ -46,14 +56,14 @@ ENTER = f"WITH {LIMITS} {_CLAIM_ROW}"
 
 #: True if the name is live at another lock service.
 CONFLICT = f"""EXISTS (
-    SELECT 1 FROM {HELD} x WHERE x.name = %(name)s AND x.expires_at > clock_timestamp()
-    AND (x.alias <> %(alias)s OR x.backend <> %(backend)s))"""
+    SELECT 1 FROM {HELD} x WHERE x.name = %(name)s::text AND x.expires_at > clock_timestamp()
+    AND (x.alias <> %(alias)s::text OR x.backend <> %(backend)s::text))"""
 
 # The fence comes first: whether its token rises decides everything.
 RECORD = f"""
 WITH {LIMITS}, f AS (
     INSERT INTO {FENCE} AS f (name, token, owner)
-    SELECT %(name)s, %(token)s::bigint, %(owner)s FROM s WHERE NOT {CONFLICT}
+    SELECT %(name)s::text, %(token)s::bigint, %(owner)s::text FROM s WHERE NOT {CONFLICT}
     ON CONFLICT (name) DO UPDATE SET token = EXCLUDED.token, owner = EXCLUDED.owner
     WHERE f.token < EXCLUDED.token
     RETURNING f.token)
@@ -62,6 +72,8 @@ SELECT {VALUES}, {TIMES} FROM f, (SELECT clock_timestamp() AS now) c
 ON CONFLICT (name) DO UPDATE SET {SET_ALL}
 RETURNING h.name
 """
+
+CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
 
 # Rows that a contender has locked are left out: he may be waiting for something else in turn.
 RENEW = f"""
@@ -100,20 +112,28 @@ class PostgresLedger(Ledger):
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
         if not entry.fenced:
             return self.enter(connection, entry), None
-        with connection.cursor() as cursor:
+        with prepared.cursor(connection) as cursor:
             cursor.execute(CLAIM, {**entry.values(), "ttl": entry.ttl})
             row = cursor.fetchone()
         return (False, None) if row is None else (True, row[0])
 
     def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
-        with connection.cursor() as cursor:
+        with prepared.cursor(connection) as cursor:
             cursor.execute(ENTER, {**entry.values(), "ttl": entry.ttl})
             return cursor.fetchone() is not None
 
     def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
-        with connection.cursor() as cursor:
+        with prepared.cursor(connection) as cursor:
             cursor.execute(RECORD, {**entry.values(), "ttl": entry.ttl, "token": token})
             return cursor.fetchone() is not None
+
+    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
+        if len(leases) != 1:
+            return super().clear(connection, leases)
+        with prepared.cursor(connection) as cursor:
+            cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
+            cleared: int = cursor.rowcount
+        return cleared
 
     def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
         given: dict[str, Any] = {

@@ -2,7 +2,8 @@
 The tables: `Fence`, the newest grant of each name, and `HeldLock`, the registry.
 
 Beside them `ForcedRelease`, who took a lock away, `LockEvent`, what happened lately, and
-`Contender`, who waits; for tasks alone `Duty`, what is still to be run, and `Delivery`, what was begun.
+`Contender`, who waits; for tasks alone `Duty`, what is still to be run, and `Delivery`, what was
+begun.
 """
 
 from __future__ import annotations
