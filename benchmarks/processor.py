@@ -9,7 +9,12 @@ from pathlib import Path
 
 def computed(roots: Iterable[int]) -> float:
     """The CPU seconds so far of processes and of all that they started, where they still run."""
-    return sum(_of_threads(pid) for root in roots for pid in _family(root)) / 1e9
+    return sum(by_itself(pid) for root in roots for pid in _family(root))
+
+
+def by_itself(pid: int) -> float:
+    """The CPU seconds so far of one process."""
+    return _of_threads(pid) / 1e9
 
 
 def _family(pid: int) -> Iterator[int]:

@@ -18,11 +18,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 from redis import Redis as Client
 
+from benchmarks.processor import by_itself, computed
 from tests.servers import Postgres, Redis, finding
 
 KINDS = ("bare", "unfenced", "fenced", "once", "fenced_once")
@@ -48,7 +48,8 @@ def main() -> None:
         postgres = stack.enter_context(closing(Postgres.launch(finding.postgres())))
         _configure(redis, postgres, options.results)
         _prepare()
-        _report(stack.enter_context(_worker(options.pool, options.concurrency)), options)
+        worker = stack.enter_context(_worker(options.pool, options.concurrency))
+        _report(worker, [redis.process.pid, postgres.process.pid], options)
 
 
 def _configure(redis: Redis, postgres: Postgres, results: bool) -> None:
@@ -95,31 +96,39 @@ def _await_ready() -> None:
         assert time.monotonic() < deadline, "The worker didn't start."
 
 
-def _report(worker: int, options: argparse.Namespace) -> None:
+#: What is measured of a round: two times, and three parts of the CPU's, which other programs don't
+#: blur as they do the clock.
+MEASURED = ("published", "drained", "main process", "its children", "servers")
+
+
+def _report(worker: int, servers: list[int], options: argparse.Namespace) -> None:
     kinds = list(options.kinds)
     client = Client.from_url(json.loads(os.environ["FENCEDLOCK_BENCHMARK"])["locks"])
     for kind in kinds:
-        _drain(client, worker, kind, 200)
+        _drain(client, worker, servers, kind, 200)
     rounds = [
         {
-            kind: _drain(client, worker, kind, options.tasks)
+            kind: _drain(client, worker, servers, kind, options.tasks)
             for kind in (kinds if turn % 2 else kinds[::-1])
         }
         for turn in range(options.rounds)
     ]
     per_task = 1e6 / options.tasks
+    print(f"load {os.getloadavg()[0]:.1f}")
     for kind in kinds:
-        for place, what in enumerate(("published", "drained", "worker's CPU")):
+        for place, what in enumerate(MEASURED):
             ratio = statistics.median(each[kind][place] / each[kinds[0]][place] for each in rounds)
             cost = statistics.median(each[kind][place] for each in rounds) * per_task
             print(f"{kind:12} {what:12} {ratio:.3f}  {cost:6.0f} us a task")
+        ratio = statistics.median(sum(each[kind][2:]) / sum(each[kinds[0]][2:]) for each in rounds)
+        print(f"{kind:12} {'all CPU':12} {ratio:.3f}")
 
 
-def _drain(client: Any, worker: int, kind: str, tasks: int) -> tuple[float, float, float]:
+def _drain(
+    client: Any, worker: int, servers: list[int], kind: str, tasks: int
+) -> tuple[float, ...]:
     """
-    Publish to a queue that nobody reads, then have it read; returns the seconds that each took.
-
-    And those that the worker and its children computed, which other programs don't blur.
+    Publish to a queue that nobody reads, then have it read; returns the seconds of `MEASURED`.
     """
     from benchmarks import drained
 
@@ -132,28 +141,22 @@ def _drain(client: Any, worker: int, kind: str, tasks: int) -> tuple[float, floa
         task.apply_async((number,), queue=queue)
     published += time.perf_counter()
     drained.mark.apply_async((drained.ENDED,), queue=queue)
-    computed = -_cpu(worker)
+    before = _cpu(worker, servers)
     drained.app.control.add_consumer(queue, reply=True, timeout=30, limit=1)
     deadline = time.monotonic() + PATIENCE
     while not client.exists(drained.ENDED):
         assert time.monotonic() < deadline, f"The worker didn't drain {kind} in {PATIENCE} s."
         time.sleep(0.05)
-    computed += _cpu(worker)
+    spent = [after - then for then, after in zip(before, _cpu(worker, servers), strict=True)]
     drained.app.control.cancel_consumer(queue, reply=True, timeout=30, limit=1)
     begun, ended = (float(client.get(key)) for key in (drained.BEGUN, drained.ENDED))
-    return published, ended - begun, computed
+    return published, ended - begun, *spent
 
 
-def _cpu(worker: int) -> float:
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, fields = stat.parent.name, stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if str(worker) in (name, fields[1]):
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+def _cpu(worker: int, servers: list[int]) -> tuple[float, float, float]:
+    """What the worker's main process, its children and the servers have computed."""
+    main = by_itself(worker)
+    return main, computed([worker]) - main, computed(servers)
 
 
 if __name__ == "__main__":

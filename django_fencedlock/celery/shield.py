@@ -8,7 +8,7 @@ a run is at its lock; the body, and a wait for the lock, it ends as ever.
 
 from __future__ import annotations
 
-import signal
+import importlib
 import threading
 from types import FrameType, TracebackType
 from typing import Any
@@ -18,6 +18,8 @@ from billiard import pool
 from .. import threads
 from ..backends.base import Cancel
 
+# The one of Python takes ten times as long, for the enums that it makes of the numbers.
+_signal: Any = importlib.import_module("_signal")
 _LIMIT: Any = getattr(pool, "SIG_SOFT_TIMEOUT", None)
 
 
@@ -49,17 +51,17 @@ class Shield:
         # Nobody else's handler, and no pool but prefork's: the others have no soft limit.
         if (
             _LIMIT is not None
-            and signal.getsignal(_LIMIT) is pool.soft_timeout_sighandler
+            and _signal.getsignal(_LIMIT) is pool.soft_timeout_sighandler
             and threading.current_thread() is threading.main_thread()
         ):
-            signal.signal(_LIMIT, self._note)
+            _signal.signal(_LIMIT, self._note)
 
     def _lower(self) -> None:
         # The handler itself tells whether the shield is up: an abort, which isn't put off, may
         # come between any two lines, and a note of ours could be wrong then.
-        if _LIMIT is None or signal.getsignal(_LIMIT) != self._note:
+        if _LIMIT is None or _signal.getsignal(_LIMIT) != self._note:
             return
-        signal.signal(_LIMIT, pool.soft_timeout_sighandler)
+        _signal.signal(_LIMIT, pool.soft_timeout_sighandler)
         if self._struck is not None:
             struck, self._struck = self._struck, None
             pool.soft_timeout_sighandler(*struck)

@@ -74,6 +74,10 @@ RETURNING h.name
 """
 
 CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
+# An owner holds one name only, so no wrong pair is ever found.
+CLEAR_MANY = f"""
+DELETE FROM {HELD} WHERE name = ANY(%(names)s::text[]) AND owner = ANY(%(owners)s::text[])
+"""
 
 # Rows that a contender has locked are left out: he may be waiting for something else in turn.
 RENEW = f"""
@@ -128,12 +132,17 @@ class PostgresLedger(Ledger):
             return cursor.fetchone() is not None
 
     def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
-        if len(leases) != 1:
-            return super().clear(connection, leases)
-        with prepared.cursor(connection) as cursor:
-            cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
-            cleared: int = cursor.rowcount
-        return cleared
+        if len(leases) == 1:
+            with prepared.cursor(connection) as cursor:
+                cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
+                return int(cursor.rowcount)
+        given = {
+            "names": [lease.name for lease in leases],
+            "owners": [lease.owner for lease in leases],
+        }
+        with connection.cursor() as cursor:
+            cursor.execute(CLEAR_MANY, given)
+            return int(cursor.rowcount)
 
     def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
         given: dict[str, Any] = {
