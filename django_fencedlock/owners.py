@@ -42,11 +42,16 @@ class Owner:
         return Process(self.boot_id, self.pid_namespace, self.pid, self.pid_started)
 
     def __str__(self) -> str:
-        place = f"{self.host}, pid {self.pid}"
-        if self.task_name:
-            task_id = f"[{self.task_id}]" if self.task_id else ""
-            return f"task {self.task_name}{task_id} on {place}"
-        return f"{place}, thread {self.thread}" if self.thread else place
+        return place_in_words(self.host, self.pid, self.thread, self.task_name, self.task_id)
+
+
+def place_in_words(host: str, pid: int, thread: str, task_name: str, task_id: str) -> str:
+    """Where an owner runs, for people to read."""
+    place = f"{host}, pid {pid}"
+    if task_name:
+        told = f"[{task_id}]" if task_id else ""
+        return f"task {task_name}{told} on {place}"
+    return f"{place}, thread {thread}" if thread else place
 
 
 @dataclass(frozen=True, slots=True)

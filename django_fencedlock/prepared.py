@@ -15,6 +15,8 @@ from typing import Any
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+#: The attribute of a connection that keeps its cursor, or None.
+_CURSOR = "_fencedlock_cursor"
 #: How often a statement is executed before the server is told to keep its plan.
 AFTER = 5
 # invalid_sql_statement_name, duplicate_prepared_statement
@@ -22,23 +24,16 @@ _ANOTHER_SESSION = ("26000", "42P05")
 
 
 def allow(connection: BaseDatabaseWrapper) -> None:
-    """Have a private connection's statements prepared, once it is seen to be direct."""
-    if connection.vendor != "postgresql":
-        return
-    init = connection.init_connection_state
-
-    def init_and_look() -> None:
-        init()
-        connection._fencedlock_cursor = _cursor_of(connection.connection)  # type: ignore[attr-defined]
-
-    connection.init_connection_state = init_and_look  # type: ignore[method-assign]
+    """Have a private connection's statements prepared, if it is seen to be direct."""
+    if connection.vendor == "postgresql" and not hasattr(connection, _CURSOR):
+        with connection.wrap_database_errors:
+            setattr(connection, _CURSOR, _cursor_of(connection.connection))
 
 
 @contextlib.contextmanager
 def cursor(connection: BaseDatabaseWrapper) -> Iterator[Any]:
     """A cursor for a statement that is executed again and again, with named parameters."""
-    connection.ensure_connection()
-    found = getattr(connection, "_fencedlock_cursor", None)
+    found = getattr(connection, _CURSOR, None)
     if found is None:
         with connection.cursor() as plain:
             yield plain
@@ -50,7 +45,7 @@ def cursor(connection: BaseDatabaseWrapper) -> Iterator[Any]:
 
 def met_another_session(connection: BaseDatabaseWrapper, error: Error) -> bool:
     """Whether a statement failed, undone, since it was prepared in another session."""
-    prepares = getattr(connection, "_fencedlock_cursor", None) is not None
+    prepares = getattr(connection, _CURSOR, None) is not None
     return prepares and getattr(error.__cause__, "sqlstate", None) in _ANOTHER_SESSION
 
 

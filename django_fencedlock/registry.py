@@ -21,7 +21,7 @@ from .sessions import Sessions
 T = TypeVar("T")
 
 #: So many locks are asked of in one request.
-BATCH = 1000
+BATCH = 10_000
 #: Seconds for finding out who keeps a fence locked.
 BRIEFLY = 2.0
 

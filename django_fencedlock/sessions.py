@@ -116,7 +116,7 @@ class Sessions:
             if idle := self._idle_one():
                 with contextlib.suppress(_DeadWhileIdle):
                     return self._do(work, idle, was_idle=True)
-            return self._do(work, self._new(), was_idle=False)
+            return self._do(work, private(self.using, self.timeout), was_idle=False)
         finally:
             self._room.release()
 
@@ -135,12 +135,6 @@ class Sessions:
         except IndexError:
             return None
 
-    def _new(self) -> BaseDatabaseWrapper:
-        connection = private(self.using, self.timeout)
-        if self._prepares:
-            prepared.allow(connection)
-        return connection
-
     def _do(
         self,
         work: Callable[[BaseDatabaseWrapper], T],
@@ -152,6 +146,9 @@ class Sessions:
         watch = watchdog.begin(self.timeout, partial(_cut, connection))
         try:
             try:
+                if was_idle and self._prepares:
+                    # Not for one that is used once: it takes a round trip to know.
+                    prepared.allow(connection)
                 done = work(connection)
             finally:
                 watchdog.end(watch)

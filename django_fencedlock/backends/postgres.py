@@ -17,7 +17,7 @@ from ..conf import AliasConfig, Problem, seconds
 from ..exceptions import BackendUnavailable
 from ..fences import Entry, Row, ledger_for
 from ..lease import Lease
-from ..owners import Holder
+from ..owners import Holder, place_in_words
 from ..sessions import sessions
 from .base import HoldingSession, Renewal, Taken, is_table_missing
 
@@ -184,9 +184,23 @@ class PostgresBackend(TakesSessionLocks):
 
     def holders(self, names: Sequence[str]) -> dict[str, Holder | None]:
         given = {"names": list(names), "keys": [self._key(name) for name in names]}
-        found = self._look(None, sql.HOLDERS, given)
         holders: dict[str, Holder | None] = dict.fromkeys(names)
-        return holders | {facts[0]: self._holder(facts) for facts in found}
+        for name, application, owner, token, acquired_at, expires_at, *place in self._look(
+            None, sql.HOLDERS, given
+        ):
+            holders[name] = (
+                Holder(
+                    owner,
+                    place_in_words(*place),
+                    self.config.alias,
+                    token,
+                    acquired_at,
+                    expires_at,
+                )
+                if owner
+                else self._stranger(application)
+            )
+        return holders
 
     def waiting(self, names: Sequence[str]) -> dict[str, int]:
         given = {"names": list(names), "keys": [self._key(name) for name in names]}
@@ -197,6 +211,9 @@ class PostgresBackend(TakesSessionLocks):
         facts = dict(zip((*sql.ROW, "token", "live"), values, strict=False))
         if facts.get("owner"):
             return Row(**facts).holder()
+        return self._stranger(application)
+
+    def _stranger(self, application: str | None) -> Holder:
         return Holder("", read_application_name(application), self.config.alias)
 
     def _look(

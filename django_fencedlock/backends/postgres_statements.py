@@ -189,11 +189,11 @@ LEFT JOIN {HELD} h ON h.name = %(name)s AND h.session_pid = k.pid AND h.session_
 LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner
 WHERE k.key = %(key)s
 """
-#: The same of many names; those that nobody has are left out.
+#: The same of many names, for people; those that nobody has are left out.
 HOLDERS = f"""
 WITH {LOCKS}
-SELECT w.name, a.application_name, {", ".join(f"h.{column}" for column in ROW)},
-f.token, h.expires_at > clock_timestamp()
+SELECT w.name, a.application_name, h.owner, f.token, h.acquired_at, h.expires_at,
+h.host, h.pid, h.thread, h.task_name, h.task_id
 FROM unnest(%(names)s::text[], %(keys)s::bigint[]) AS w(name, key)
 JOIN locks k ON k.key = w.key LEFT JOIN pg_stat_activity a ON a.pid = k.pid
 LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid AND h.session_key = k.key

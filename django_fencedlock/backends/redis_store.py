@@ -18,7 +18,7 @@ from ..processes import Process
 from . import redis_client
 from .base import Request
 from .redis_client import Client, Mailbox, Mailboxes, RedisError
-from .redis_lines import lines
+from .redis_lines import ask_many, lines
 from .redis_scripts import (
     ACQUIRE,
     BEAT,
@@ -201,12 +201,8 @@ class Store:
 
     def held_by(self, names: Sequence[str]) -> dict[str, Told | None]:
         """What the keys of many locks say, in one batch."""
-        with self.client.pipeline(transaction=False) as pipeline:
-            for name in names:
-                key = self._keys(name).lock
-                pipeline.get(key)
-                pipeline.pttl(key)
-            answers = pipeline.execute()
+        keys = [self._keys(name).lock for name in names]
+        answers = self._ask_many([(word, key) for key in keys for word in ("GET", "PTTL")])
         held = map(Held.read, answers[::2])
         return {
             name: (each, milliseconds) if each.owner else None
@@ -215,10 +211,15 @@ class Store:
 
     def waiting(self, names: Sequence[str]) -> dict[str, int]:
         """The lengths of many lines, in one batch."""
-        with self.client.pipeline(transaction=False) as pipeline:
-            for name in names:
-                pipeline.zcard(self._keys(name).queue)
-            return dict(zip(names, pipeline.execute(), strict=True))
+        commands = [("ZCARD", self._keys(name).queue) for name in names]
+        return dict(zip(names, self._ask_many(commands), strict=True))
+
+    def _ask_many(self, commands: Sequence[tuple[str, ...]]) -> list[Any]:
+        answers = ask_many(self._link.asked, commands)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
 
     @contextlib.contextmanager
     def mailbox(self, request: Request) -> Iterator[Mailbox]:
