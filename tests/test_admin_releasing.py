@@ -315,7 +315,9 @@ class TestSessions:
     def test_after_it_was_left_to_a_holder_it_can_be_ended(self, anna):
         lock("x").acquire()
         force_release("x", by="somebody")
-        again = confirm(anna, anna.get(RELEASE, {"name": "x"}), step="ask_again")
+        asked = anna.get(RELEASE, {"name": "x"})
+        assert "released by force already, by somebody at" in asked.content.decode()
+        again = confirm(anna, asked, step="ask_again")
         ((level, _),) = told(confirm(anna, again, step="end_session"))
         assert level == "success"
         assert lock("x").holder() is None

@@ -178,7 +178,9 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
 
     @admin.display(description=_("token"))
     def token_number(self, row: Any) -> Any:
-        return _("unfenced") if row.token is None else row.token
+        # A newer grant, or a forced release, has its fence.
+        superseded = _("superseded") if row.fenced else _("unfenced")
+        return superseded if row.token is None else row.token
 
     @admin.display(description=_("held for"))
     def held_for(self, row: Any) -> str:

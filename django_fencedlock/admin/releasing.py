@@ -23,6 +23,7 @@ from django.utils.translation import gettext_lazy, ngettext
 
 from ..backends.base import HoldingSession
 from ..exceptions import BackendUnavailable, FencedLockError
+from ..fences.revoking import Note, notes
 from ..lease import clock
 from ..models import HeldLock
 from ..registry import Entry, State, entries
@@ -80,6 +81,8 @@ class Shown:
 
     entry: Entry
     session: HoldingSession | None = None
+    #: By whom it was taken away before, if its holder hasn't given it back yet.
+    before: Note | None = None
 
     @property
     def mark(self) -> Marked:
@@ -186,14 +189,16 @@ class ReleasesByForce:
             return HttpResponseRedirect(self._url("changelist"))
         page = cast(_Page, self)
         some = [each for each in locks if not each.why_not]
+        sessions = {each.session.id for each in some if each.session and each.session.id}
+        end = ngettext("End the session?", "End the sessions?", len(sessions) or 1)
         context = {
             **page.admin_site.each_context(request),
-            "title": _("End sessions?") if again else _("Release by force?"),
+            "title": end if again else _("Release by force?"),
             "opts": page.opts,
             "media": getattr(self, "media", ""),
             "locks": locks,
             "some": some,
-            "has_sessions": any(each.session and each.session.id for each in some),
+            "sessions": len(sessions),
             "again": again,
             "release_url": self._url("release"),
         }
@@ -239,8 +244,10 @@ def shown(rows: Iterable[HeldLock]) -> list[Shown]:
     found = list(rows)
     if not found:
         return []
+    using = found[0]._state.db or "default"
     sessions: dict[str, HoldingSession | None] = {}
-    listed = list(entries(found[0]._state.db or "default", found, {}))
+    listed = list(entries(using, found, {}))
+    before = notes(connections[using], [entry.owner for entry in listed])
     for entry in listed:
         if entry.state is State.UNKNOWN:
             continue
@@ -248,7 +255,7 @@ def shown(rows: Iterable[HeldLock]) -> list[Shown]:
             sessions[entry.name] = service(entry.alias).backend.holding_session(entry.name)
         except FencedLockError:
             logger.debug("The session of lock %r can't be told", entry.name, exc_info=True)
-    return [Shown(entry, sessions.get(entry.name)) for entry in listed]
+    return [Shown(entry, sessions.get(entry.name), before.get(entry.owner)) for entry in listed]
 
 
 def _log(request: HttpRequest, release: Release) -> None:
