@@ -21,7 +21,7 @@ from django.db import OperationalError, connections, transaction
 from redis.crc import key_slot
 
 from django_fencedlock.backends import base
-from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request
+from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request, Taken
 from django_fencedlock.backends.redis import RedisBackend
 from django_fencedlock.backends.redis_client import server_problems
 from django_fencedlock.backends.redis_scripts import BEAT, CLAIM
@@ -375,6 +375,7 @@ SCRIPTS = {
     "renew": lambda store, me: store.renew([lease_of(me, Grant(1, 0))]),
     "release": lambda store, me: store.release(lease_of(me, Grant(None, 0))) and None,
     "give_back": lambda store, me: store.give_back(me.name, me.owner.id) and None,
+    "take_away": lambda store, me: store.take_away(me.name, me.owner.id, 5) and None,
 }
 
 
@@ -388,7 +389,7 @@ def test_a_script_run_twice_does_what_it_does_once(backend, client, state, scrip
     second = SCRIPTS[script](store, me)
     assert snapshot(client, backend) == after_first
     # A release can't tell the second time whether it was the first that gave the lock back.
-    assert script in ("release", "give_back") or first == second
+    assert script in ("release", "give_back", "take_away") or first == second
 
 
 def test_a_recheck_run_twice_does_what_it_does_once(backend, client):
@@ -805,6 +806,50 @@ def test_an_eviction_wakes_who_waits(backend, client):
     assert backend.evict("lock", dead.owner, fenced=False)
     assert waiter.result()
     assert waiter.done_at - evicted < 0.2
+
+
+def test_what_is_taken_away_is_handed_to_the_first_in_line_at_once(backend, client):
+    former = take(backend, fenced=False)
+    first, second = (start_waiter(client, backend) for _ in range(2))
+    done = clock()
+    assert backend.take_away("lock", former.owner) is Taken.FREED
+    assert backend.holder("lock").owner == first.request.owner.id
+    assert first.result()
+    assert first.done_at - done < 0.2
+    assert backend.renew([former]) == [Renewal.LOST]
+    assert backend.verify(first.lease)
+    backend.release(first.lease)
+    assert second.result()
+
+
+def test_what_is_taken_away_has_its_counter_lifted(backend, client):
+    store, me = backend._store, wish(fenced=True)
+    for _ in range(2):
+        token = store.claim(me)
+        assert store.take_away("lock", me.owner.id, token + 7)
+        # As if it had run out and nobody came, which would be renewed.
+        assert store.renew([lease_of(me, Grant(token, 0))]) == [False]
+        assert backend.is_free("lock")
+        me = wish(fenced=True)
+        assert store.claim(me) == token + 8
+        store.give_back("lock", me.owner.id)
+        me = wish(fenced=True)
+
+
+def test_a_lease_that_ran_out_is_taken_away_as_well(backend, client):
+    store, me = backend._store, wish(fenced=True)
+    token = store.claim(me)
+    client.delete(keys_of(backend).lock)
+    assert store.take_away("lock", me.owner.id, token + 1)
+    assert store.renew([lease_of(me, Grant(token, 0))]) == [False]
+
+
+def test_nothing_is_taken_away_from_somebody_else(backend, client):
+    store, me = backend._store, wish(fenced=True)
+    store.claim(me)
+    before = snapshot(client, backend)
+    assert not store.take_away("lock", new_owner().id, 50)
+    assert snapshot(client, backend) == before
 
 
 def test_one_who_died_in_line_is_evicted_from_it(backend, client):

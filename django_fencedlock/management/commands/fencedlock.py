@@ -140,7 +140,9 @@ class Command(BaseCommand):
             says = asked.error or (f"held by {asked.holder}" if asked.holder else "nobody has it")
             rows.append((where, says))
         for fence in found.fences:
-            newest = f"newest token {fence.token}, of owner {fence.owner or 'nobody (resynced)'}"
+            newest = (
+                f"newest token {fence.token}, of owner {fence.owner or 'nobody (it was lifted)'}"
+            )
             rows.append((f"database {fence.database!r}", newest))
             if fence.pinned_by:
                 rows.append(("", f"the next grant waits for {fence.pinned_by}"))

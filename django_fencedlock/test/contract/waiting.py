@@ -7,6 +7,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
+from ...exceptions import LeaseLost
+from ...releasing import force_release
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes, another_thread, wait_until
 from . import acts
 from .base import (
@@ -50,6 +54,29 @@ class WaitingContract(Contract):
             for each in waiting:
                 each.result(PATIENCE)
         assert served == list(range(6))
+
+    def test_the_first_in_line_gets_what_was_released_by_force(self, name: str) -> None:
+        served: list[int] = []
+
+        def wait(place: int) -> int:
+            with self.lock(name, blocking_timeout=PATIENCE) as lease:
+                served.append(place)
+                return lease.token
+
+        with contextlib.ExitStack() as stack:
+            former = self.take(name)
+            waiting = []
+            for place in range(3):
+                thread = stack.enter_context(another_thread())
+                waiting.append(thread.start(wait, place))
+                self.wait_for_waiters(name, place + 1)
+            done = force_release(name, by="the boss", backend=self.alias)
+            with pytest.raises(LeaseLost):
+                former.renew()
+            tokens = [each.result(PATIENCE) for each in waiting]
+        assert served == [0, 1, 2]
+        assert done.token is not None
+        assert [done.token, *tokens] == list(range(done.token, done.token + 4))
 
     def test_those_who_wait_are_counted(self, name: str, thread: AnotherThread) -> None:
         def wait() -> None:
