@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from functools import partial
 from typing import TypeVar
 
+from django.conf import settings
 from django.db import Error, connections
+from django.db.models import Count, QuerySet, Sum
 
 from . import conf
 from .exceptions import BackendUnavailable, SettingsError
 from .fences import ledger_for
-from .models.tables import HeldLock
+from .fences.contenders import STALE
+from .models.tables import Contender, HeldLock, LockEvent
 from .owners import Holder, Owner
 from .services import service
 from .sessions import Sessions
 
 T = TypeVar("T")
+#: By alias and name, as far as the services could be asked.
+Holders = dict[str, dict[str, Holder | None]]
 
 #: So many locks are asked of in one request.
 BATCH = 10_000
 #: Seconds for finding out who keeps a fence locked.
 BRIEFLY = 2.0
+#: So many are shown of one lock.
+MOST_WAITERS, MOST_EVENTS = 100, 100
 
 
 class State(StrEnum):
@@ -69,8 +77,10 @@ class Entry:
     remaining: float
     #: What part of the ttl that is.
     part_left: float
-    #: How many stand in line for it.
+    #: How many stand in line for it, or have waited for it for more than a second.
     waiting: int = 0
+    #: How many writes under former grants were refused, as far as the history goes back.
+    refused: int = 0
     #: Who has it instead, if it is lost.
     taken_by: str = ""
 
@@ -104,19 +114,44 @@ def entries(database: str, rows: Sequence[HeldLock], unanswered: dict[str, str])
     """Tell how things stand with `rows`, in their order; each service is asked once."""
     connection = connections[database]
     now = ledger_for(connection).now(connection)
-    holders: dict[str, dict[str, Holder | None]] = {}
+    holders = _holders(rows, unanswered)
+    everything = [row.name for row in rows]
+    refused = _asked_of(partial(_refused, database), everything)
+    noted = _asked_of(partial(_noted, database, now), everything)
     waiting: dict[str, int] = {}
+    for alias, asked in holders.items():
+        try:
+            waiting |= _asked_of(service(alias).backend.waiting, list(asked))
+        except BackendUnavailable as exc:
+            unanswered[alias] = str(exc)
+    for row in rows:
+        yield _entry(
+            row,
+            now,
+            holders,
+            # Threads of one process may stand in line before the service's own.
+            waiting=max(waiting.get(row.name, 0), noted.get(row.name, 0)),
+            refused=refused.get(row.name, 0),
+        )
+
+
+def states(database: str, rows: Sequence[HeldLock]) -> list[State]:
+    """Tell the states of `rows`, in their order, and no more; each service is asked once."""
+    connection = connections[database]
+    now = ledger_for(connection).now(connection)
+    holders = _holders(rows, {})
+    return [_state(row, now, holders) for row in rows]
+
+
+def _holders(rows: Sequence[HeldLock], unanswered: dict[str, str]) -> Holders:
+    found: Holders = {}
     for alias in {row.alias for row in rows}:
         names = [row.name for row in rows if row.alias == alias]
         try:
-            holders[alias] = _asked_of(service(alias).backend.holders, names)
-            waiting |= _asked_of(service(alias).backend.waiting, names)
+            found[alias] = _asked_of(service(alias).backend.holders, names)
         except (BackendUnavailable, SettingsError) as exc:
             unanswered[alias] = str(exc)
-    for row in rows:
-        asked = holders.get(row.alias)
-        holder = None if asked is None else asked.get(row.name)
-        yield _entry(row, now, asked is not None, holder, waiting.get(row.name, 0))
+    return found
 
 
 def _asked_of(ask: Callable[[Sequence[str]], dict[str, T]], names: Sequence[str]) -> dict[str, T]:
@@ -126,10 +161,26 @@ def _asked_of(ask: Callable[[Sequence[str]], dict[str, T]], names: Sequence[str]
     return found
 
 
-def _entry(row: HeldLock, now: datetime, asked: bool, holder: Holder | None, waiting: int) -> Entry:
+def _refused(database: str, names: Sequence[str]) -> dict[str, int]:
+    found = LockEvent.objects.using(database).filter(kind=LockEvent.Kind.REFUSED, name__in=names)
+    return dict(found.values_list("name").annotate(Sum("times")))
+
+
+def _noted(database: str, now: datetime, names: Sequence[str]) -> dict[str, int]:
+    found = _believed(database, now).filter(name__in=names)
+    return dict(found.values_list("name").annotate(Count("owner")))
+
+
+def _believed(database: str, now: datetime) -> QuerySet[Contender]:
+    """The contenders whose process still says so."""
+    since = naive(now - timedelta(seconds=STALE))
+    return Contender.objects.using(database).filter(seen_at__gt=since)
+
+
+def _entry(row: HeldLock, now: datetime, holders: Holders, *, waiting: int, refused: int) -> Entry:
     acquired, renewed, expires = map(_aware, (row.acquired_at, row.renewed_at, row.expires_at))
     remaining, ttl = (expires - now).total_seconds(), (expires - renewed).total_seconds()
-    state = _state(row, remaining, ttl, holder) if asked else State.UNKNOWN
+    state = _state(row, now, holders)
     words = Owner(row.owner, row.host, "", "", row.pid, 0, row.thread, row.task_name, row.task_id)
     return Entry(
         name=row.name,
@@ -152,11 +203,17 @@ def _entry(row: HeldLock, now: datetime, asked: bool, holder: Holder | None, wai
         remaining=remaining,
         part_left=max(0.0, min(1.0, remaining / ttl)) if ttl > 0 else 0.0,
         waiting=waiting,
-        taken_by=str(holder) if state is State.LOST else "",
+        refused=refused,
+        taken_by=str(holders[row.alias].get(row.name)) if state is State.LOST else "",
     )
 
 
-def _state(row: HeldLock, remaining: float, ttl: float, holder: Holder | None) -> State:
+def _state(row: HeldLock, now: datetime, holders: Holders) -> State:
+    if row.alias not in holders:
+        return State.UNKNOWN
+    renewed, expires = _aware(row.renewed_at), _aware(row.expires_at)
+    remaining, ttl = (expires - now).total_seconds(), (expires - renewed).total_seconds()
+    holder = holders[row.alias].get(row.name)
     if holder is None:
         return State.FREE if remaining > 0 else State.EXPIRED
     if holder.owner != row.owner:
@@ -166,6 +223,11 @@ def _state(row: HeldLock, remaining: float, ttl: float, holder: Holder | None) -
         # registry wasn't.
         return State.HELD if service(row.alias).backend.supports_ttl else State.EXPIRED
     return State.EXPIRING if remaining < ttl / 3 else State.HELD
+
+
+def naive(value: datetime) -> datetime:
+    """A time as the tables have it."""
+    return value if settings.USE_TZ else value.replace(tzinfo=None)
 
 
 def _aware(value: datetime) -> datetime:
@@ -198,6 +260,32 @@ class Asked:
 
 
 @dataclass
+class Waiter:
+    """Somebody who has waited for a lock for more than a second."""
+
+    words: str
+    alias: str
+    owner: str
+    since: datetime
+    waited: float
+
+
+@dataclass
+class Happened:
+    """An event of a lock's history."""
+
+    at: datetime
+    kind: str
+    alias: str
+    token: int | None
+    #: Whom it happened to.
+    holder: str
+    note: str
+    #: So often within about a second.
+    times: int
+
+
+@dataclass
 class Portrait:
     """All that is known of a lock name."""
 
@@ -205,6 +293,10 @@ class Portrait:
     fences: list[Fenced] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     services: list[Asked] = field(default_factory=list)
+    #: The oldest first.
+    waiters: list[Waiter] = field(default_factory=list)
+    #: The newest first.
+    history: list[Happened] = field(default_factory=list)
 
     @property
     def is_held(self) -> bool:
@@ -225,8 +317,35 @@ def portrait(name: str) -> Portrait:
             found.fences.append(Fenced(database, *newest, pinned_by=_pinned_by(database, name)))
         rows = list(HeldLock.objects.using(database).filter(name=name))
         found.entries += entries(database, rows, {})
+        found.waiters += waiters(database, name)
+        found.history += history(database, name)
     found.services += [_asked(alias, name) for alias in conf.aliases()]
     return found
+
+
+def waiters(database: str, name: str) -> Iterator[Waiter]:
+    """Tell who has waited for a lock for more than a second; the oldest first."""
+    connection = connections[database]
+    now = ledger_for(connection).now(connection)
+    for row in _believed(database, now).filter(name=name).order_by("since")[:MOST_WAITERS]:
+        since = _aware(row.since)
+        waited = (now - since).total_seconds()
+        yield Waiter(row.words, row.alias, row.owner, since, waited)
+
+
+def history(database: str, name: str) -> Iterator[Happened]:
+    """Tell what happened to a lock lately; the newest first."""
+    rows = LockEvent.objects.using(database).filter(name=name)
+    for row in rows.order_by("-happened_at", "-id")[:MOST_EVENTS]:
+        yield Happened(
+            at=_aware(row.happened_at),
+            kind=row.kind,
+            alias=row.alias,
+            token=row.token,
+            holder=row.holder,
+            note=row.note,
+            times=row.times,
+        )
 
 
 def _pinned_by(database: str, name: str) -> str:

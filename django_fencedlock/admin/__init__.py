@@ -1,6 +1,6 @@
 """The admin: pages of held locks and fences, and `FencedModelAdmin` for models of yours."""
 
 from .fenced import FencedModelAdmin
-from .held_locks import FenceAdmin, HeldLockAdmin
+from .held_locks import FenceAdmin, HeldLockAdmin, LockEventAdmin
 
-__all__ = ["FenceAdmin", "FencedModelAdmin", "HeldLockAdmin"]
+__all__ = ["FenceAdmin", "FencedModelAdmin", "HeldLockAdmin", "LockEventAdmin"]

@@ -6,26 +6,22 @@ from typing import Any
 
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
-from django.db.models import Model, QuerySet
-from django.http import HttpRequest
-from django.template.defaultfilters import floatformat
+from django.http import HttpRequest, HttpResponse
+from django.urls import reverse
+from django.utils.formats import date_format
 from django.utils.html import format_html
+from django.utils.http import urlencode
 from django.utils.safestring import SafeString
+from django.utils.timezone import template_localtime
+from django.utils.translation import gettext as _now
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
-from ..models import Fence, HeldLock
-from ..registry import Entry, Listing, State, entries
+from ..models import Fence, HeldLock, LockEvent
+from ..registry import Entry, State, entries, history, waiters
+from .listing import STATES, FewValues, HeldLocks, StateFilter
+from .readonly import ReadOnly
 from .releasing import ReleasesByForce
-
-STATES = {
-    State.HELD: _("held"),
-    State.EXPIRING: _("expiring"),
-    State.EXPIRED: _("expired"),
-    State.LOST: _("lost"),
-    State.FREE: _("free"),
-    State.UNKNOWN: _("unknown"),
-}
 
 EXPLAINED = {
     State.HELD: _("The lock service says that this holder has the lock."),
@@ -36,65 +32,9 @@ EXPLAINED = {
     State.UNKNOWN: _("The lock service can't be asked."),
 }
 
-
-class ReadOnly(admin.ModelAdmin):  # type: ignore[type-arg]
-    """Shows rows, and lets nobody touch them: what holds a lock is in a process."""
-
-    actions: Any = None
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return False
-
-
-class StateFilter(admin.SimpleListFilter):
-    """By what the lock services say now, for which each is asked once."""
-
-    title = _("state")
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [(state.value, STATES[state]) for state in State]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[HeldLock]) -> QuerySet[HeldLock]:
-        if self.value() is None:
-            return queryset
-        _, listing = observed(queryset)
-        names = [each.name for each in listing.entries if each.state == self.value()]
-        return queryset.filter(pk__in=names)
-
-
-class FewValues(admin.AllValuesFieldListFilter):
-    """The values that there are; nothing to choose from a single one."""
-
-    def has_output(self) -> bool:
-        return len(self.lookup_choices) > 1
-
-
-class HeldLocks(ChangeList):
-    """The page's locks, as the lock services see them: each is asked once for the whole page."""
-
-    listing: Listing
-
-    def get_results(self, request: HttpRequest) -> None:
-        super().get_results(request)
-        self.result_list, self.listing = observed(self.result_list)
-
-
-def observed(queryset: QuerySet[HeldLock]) -> tuple[list[HeldLock], Listing]:
-    """Rows, each with its entry of the registry; and the listing of those."""
-    rows = list(queryset)
-    listing = Listing()
-    if rows:
-        listing.entries += entries(queryset.db, rows, listing.unanswered)
-    for row, entry in zip(rows, listing.entries, strict=True):
-        row.entry = entry  # type: ignore[attr-defined]
-    return rows, listing
+#: What stands for nothing.
+NONE = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 @admin.register(HeldLock)
@@ -105,9 +45,12 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
         "name",
         "state_at_service",
         "holder",
+        "service",
         "token_number",
-        "times",
+        "held_for",
+        "lease_left",
         "waiting",
+        "refused",
     )
     list_filter = (
         StateFilter,
@@ -120,9 +63,12 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
     search_help_text = _("Searches names, task ids and hosts.")
     ordering = ("acquired_at",)
     list_per_page = 100
+    list_max_show_all = 0
     show_full_result_count = False
+    # Each count would ask all lock services.
+    show_facets = admin.ShowFacets.NEVER
     fieldsets = (
-        (None, {"fields": ("name", "state_explained", "token_number", "lease_left", "waiting")}),
+        (None, {"fields": ("name", "state_explained", "token_number", "lease_left", "refused")}),
         (_("Holder"), {"fields": ("holder", "task_name", "task_id", "host", "pid", "thread")}),
         (_("Lock service"), {"fields": ("alias", "backend", "fenced", "owner", "session_pid")}),
         (_("Times"), {"fields": ("acquired_at", "renewed_at", "expires_at", "held_for")}),
@@ -143,6 +89,21 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
             row.entry = next(entries(row._state.db, [row], {}))
         return row
 
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        row = kwargs.get("obj")
+        if row is not None:
+            names = dict(LockEvent.Kind.choices)
+            happened = [(each, names[each.kind]) for each in history(row._state.db, row.name)]
+            waiting = list(waiters(row._state.db, row.name))
+            context |= {
+                "waiters": [(each, in_words(each.waited)) for each in waiting],
+                "others_waiting": max(0, row.entry.waiting - len(waiting)),
+                "happened": happened,
+            }
+        return super().render_change_form(request, context, *args, **kwargs)
+
     def state(self, row: Any) -> SafeString:
         found: Entry = row.entry
         return format_html(
@@ -152,13 +113,9 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
             STATES[found.state],
         )
 
-    @admin.display(description=_("state"), ordering="alias")
+    @admin.display(description=_("state"), ordering="expires_at")
     def state_at_service(self, row: Any) -> SafeString:
-        return format_html(
-            '{}<br><span class="fencedlock-small">{}</span>',
-            self.state(row),
-            row.alias if row.alias == row.backend else f"{row.alias} ({row.backend})",
-        )
+        return self.state(row)
 
     @admin.display(description=_("state"))
     def state_explained(self, row: Any) -> SafeString:
@@ -176,34 +133,50 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
             place,
         )
 
+    @admin.display(description=_("lock service"), ordering="alias")
+    def service(self, row: Any) -> SafeString:
+        where = row.alias if row.alias == row.backend else f"{row.alias} ({row.backend})"
+        return _labelled(_("lock service"), where)
+
     @admin.display(description=_("token"))
-    def token_number(self, row: Any) -> Any:
+    def token_number(self, row: Any) -> SafeString:
+        if not row.fenced:
+            return _labelled(_("token"), _("unfenced"))
         # A newer grant, or a forced release, has its fence.
-        superseded = _("superseded") if row.fenced else _("unfenced")
-        return superseded if row.token is None else row.token
+        return _labelled(_("token"), _("superseded") if row.token is None else row.token)
 
-    @admin.display(description=_("held for"))
-    def held_for(self, row: Any) -> str:
-        return in_words(row.entry.held_for)
+    @admin.display(description=_("held for"), ordering="-acquired_at")
+    def held_for(self, row: Any) -> SafeString:
+        return _labelled(_("held for"), in_words(row.entry.held_for))
 
-    @admin.display(description=_("lease left"))
+    @admin.display(description=_("lease left"), ordering="expires_at")
     def lease_left(self, row: Any) -> SafeString:
         found: Entry = row.entry
-        return format_html(
-            '<meter class="fencedlock-left" low="{}" optimum="1" value="{}"></meter> '
-            '<span class="fencedlock-small">{} s</span>',
-            "0.33",
+        left = in_words(max(0.0, found.remaining))
+        bar = format_html(
+            '<meter class="fencedlock-left" min="0" low="0.33" optimum="1" max="1" value="{}" '
+            'aria-label="{}"></meter> <span class="fencedlock-small">{}</span>',
             f"{found.part_left:.2f}",
-            floatformat(max(0.0, found.remaining), 0),
+            _now("lease left"),
+            left,
         )
-
-    @admin.display(description=_("held for, lease left"), ordering="-acquired_at")
-    def times(self, row: Any) -> SafeString:
-        return format_html("{}<br>{}", self.held_for(row), self.lease_left(row))
+        return _labelled(_("lease left"), bar)
 
     @admin.display(description=_("waiting"))
-    def waiting(self, row: Any) -> Any:
-        return row.entry.waiting or _("nobody")
+    def waiting(self, row: Any) -> SafeString:
+        return _labelled(_("waiting"), row.entry.waiting or NONE)
+
+    @admin.display(description=_("writes refused"))
+    def refused(self, row: Any) -> SafeString:
+        times = row.entry.refused
+        if not times:
+            return _labelled(_("writes refused"), NONE)
+        query = urlencode({"q": row.name, "kind__exact": LockEvent.Kind.REFUSED})
+        path = reverse("admin:django_fencedlock_lockevent_changelist")
+        return _labelled(
+            _("writes refused"),
+            format_html('<a class="fencedlock-refused" href="{}?{}">{}</a>', path, query, times),
+        )
 
 
 @admin.register(Fence)
@@ -215,6 +188,45 @@ class FenceAdmin(ReadOnly):
     list_per_page = 100
     show_full_result_count = False
     fields = ("name", "token", "owner")
+
+
+@admin.register(LockEvent)
+class LockEventAdmin(ReadOnly):
+    """What happened to locks lately."""
+
+    list_display = ("when", "lock_name", "what", "token_number", "holder", "note")
+    list_filter = ("kind", ("alias", FewValues))
+    search_fields = ("name", "holder", "note")
+    search_help_text = _("Searches names, holders and notes.")
+    date_hierarchy = "happened_at"
+    ordering = ("-happened_at", "-id")
+    list_per_page = 100
+    show_full_result_count = False
+
+    class Media:
+        css = {"all": ("django_fencedlock/held_locks.css",)}
+
+    @admin.display(description=_("when"), ordering="happened_at")
+    def when(self, row: LockEvent) -> str:
+        return date_format(template_localtime(row.happened_at), "Y-m-d H:i:s")
+
+    @admin.display(description=_("lock name"), ordering="name")
+    def lock_name(self, row: LockEvent) -> SafeString:
+        return _labelled(_("lock name"), row.name)
+
+    @admin.display(description=_("what"), ordering="kind")
+    def what(self, row: LockEvent) -> str:
+        words = str(LockEvent.Kind(row.kind).label)
+        return words if row.times == 1 else f"{words} {TIMES} {row.times}"
+
+    @admin.display(description=_("token"), ordering="token")
+    def token_number(self, row: LockEvent) -> SafeString:
+        return _labelled(_("token"), NONE if row.token is None else row.token)
+
+
+def _labelled(label: Any, value: Any) -> SafeString:
+    """A value with the head of its column, which is shown where there are no columns."""
+    return format_html('<span class="fencedlock-label">{}</span> {}', label, value)
 
 
 def in_words(seconds: float) -> str:

@@ -40,8 +40,8 @@ class Migration(migrations.Migration):
                 ('times', models.BigIntegerField(help_text='So often within about a second.', verbose_name='times')),
             ],
             options={
-                'verbose_name': 'event',
-                'verbose_name_plural': 'history',
+                'verbose_name': 'lock event',
+                'verbose_name_plural': 'lock events',
                 'indexes': [models.Index(fields=['name', 'kind', 'id'], name='fencedlock_event_of_name'), models.Index(fields=['kind', 'id'], name='fencedlock_event_of_kind')],
             },
         ),

@@ -152,8 +152,8 @@ class LockEvent(models.Model):
     times = models.BigIntegerField(_("times"), help_text=_("So often within about a second."))
 
     class Meta:
-        verbose_name = _("event")
-        verbose_name_plural = _("history")
+        verbose_name = _("lock event")
+        verbose_name_plural = _("lock events")
         indexes = [
             models.Index(fields=["name", "kind", "id"], name="fencedlock_event_of_name"),
             models.Index(fields=["kind", "id"], name="fencedlock_event_of_kind"),

@@ -4,6 +4,141 @@
     const EVERY = 5000;
     const REMEMBERED = 'fencedlock-paused';
 
+    // The admin counts and checks the boxes that there were when the page was loaded.
+    const actions = window.Actions;
+    if (actions) {
+        window.Actions = function(boxes, options) {
+            const living = document.getElementsByClassName('action-select');
+            living.forEach = Array.prototype.forEach;
+            actions(living, options);
+        };
+    }
+
+    const remembered = function() {
+        try {
+            return localStorage.getItem(REMEMBERED) === 'yes';
+        } catch {
+            return false;
+        }
+    };
+
+    const remember = function(paused) {
+        try {
+            localStorage.setItem(REMEMBERED, paused ? 'yes' : 'no');
+        } catch {
+            // Not allowed to: the next page begins anew.
+        }
+    };
+
+    const say = function(element, text) {
+        // What is written again is read out again.
+        if (element.textContent !== text) {
+            element.textContent = text;
+        }
+    };
+
+    const put = function(here, there) {
+        if (here && there && here.innerHTML !== there.innerHTML) {
+            here.innerHTML = there.innerHTML;
+        }
+    };
+
+    const keyOf = (row) => row.querySelector('.field-name a')?.getAttribute('href');
+
+    const rowsOf = (table) => Array.from(table.tBodies[0].rows);
+
+    const update = function(mine, fresh) {
+        Array.from(mine.cells).forEach(function(cell, place) {
+            if (!cell.classList.contains('action-checkbox')) {
+                put(cell, fresh.cells[place]);
+            }
+        });
+    };
+
+    // Rows that stay keep their elements, and with them checkmarks and focus.
+    const merge = function(table, freshTable) {
+        const mine = new Map(rowsOf(table).map((row) => [keyOf(row), row]));
+        const fresh = rowsOf(freshTable);
+        const staying = new Set(fresh.map(keyOf));
+        let changed = false;
+        mine.forEach(function(row, key) {
+            if (!staying.has(key)) {
+                row.remove();
+                changed = true;
+            }
+        });
+        const body = table.tBodies[0];
+        let place = body.firstElementChild;
+        fresh.forEach(function(row) {
+            const old = mine.get(keyOf(row));
+            if (!old) {
+                body.insertBefore(document.adoptNode(row), place);
+                changed = true;
+            } else {
+                update(old, row);
+                if (old === place) {
+                    place = place.nextElementSibling;
+                } else {
+                    body.insertBefore(old, place);
+                }
+            }
+        });
+        return changed;
+    };
+
+    const recount = function(fresh) {
+        const counter = document.querySelector('span.action-counter');
+        const across = document.querySelector('input.select-across');
+        if (!counter || (across && across.value === '1')) {
+            return;
+        }
+        const there = fresh.querySelector('span.action-counter');
+        if (there) {
+            counter.dataset.actionsIcnt = there.dataset.actionsIcnt;
+        }
+        // What the admin counts at.
+        window.dispatchEvent(new Event('pageshow'));
+    };
+
+    // From none to some, or the other way: the list comes, or goes, as a whole.
+    const exchange = function(fresh) {
+        const footer = document.querySelector('#changelist-form .changelist-footer, #changelist-form .paginator');
+        ['#changelist-form .actions', '#changelist-form .results'].forEach(function(selector) {
+            document.querySelector(selector)?.remove();
+            const there = fresh.querySelector(selector);
+            if (there) {
+                footer.before(document.adoptNode(there));
+            }
+        });
+        const boxes = document.querySelectorAll('tr input.action-select');
+        if (boxes.length && window.Actions) {
+            window.Actions(boxes);
+        }
+    };
+
+    const replace = function(fresh) {
+        const here = document.getElementById('result_list');
+        const there = fresh.getElementById('result_list');
+        const focused = document.activeElement?.getAttribute('href');
+        put(document.getElementById('fencedlock-notices'), fresh.getElementById('fencedlock-notices'));
+        put(document.querySelector('.paginator'), fresh.querySelector('.paginator'));
+        if (Boolean(here) !== Boolean(there)) {
+            exchange(fresh);
+        } else if (here && merge(here, there)) {
+            recount(fresh);
+        }
+        if (focused && !document.activeElement?.hasAttribute('href')) {
+            const again = `#changelist-form a[href="${CSS.escape(focused)}"]`;
+            document.querySelector(again)?.focus({preventScroll: true});
+        }
+    };
+
+    const marksText = function() {
+        const selection = getSelection();
+        const form = document.getElementById('changelist-form');
+        return !selection.isCollapsed && selection.containsNode(form, true);
+    };
+
     const start = function() {
         const control = document.getElementById('fencedlock-refresh');
         if (!control) {
@@ -11,109 +146,16 @@
         }
         const button = control.querySelector('button');
         const status = control.querySelector('span');
-        let paused = localStorage.getItem(REMEMBERED) === 'yes';
+        let paused = remembered();
         let last = new Date();
 
         const show = function() {
-            button.setAttribute('aria-pressed', String(paused));
             button.textContent = paused ? button.dataset.resume : button.dataset.pause;
-            status.textContent = paused ? status.dataset.paused : status.dataset.live;
-        };
-
-        const put = function(fresh, selector) {
-            const here = document.querySelector(selector);
-            const there = fresh.querySelector(selector);
-            if (here && there) {
-                here.replaceWith(there);
-            }
-        };
-
-        const boxes = (page) => Array.from(page.querySelectorAll('#result_list .action-select'));
-
-        // The admin's own script counts and toggles the boxes that were there at first. Those move
-        // to the fresh rows, and keep what is selected; the others are seen to here.
-        const putRows = function(fresh) {
-            const known = new Map(boxes(document).map((box) => [box.value, box]));
-            for (const box of boxes(fresh)) {
-                const old = known.get(box.value);
-                if (old) {
-                    known.delete(box.value);
-                    box.closest('tr').classList.toggle('selected', old.checked);
-                    box.replaceWith(old);
-                }
-            }
-            known.forEach(function(box) {
-                box.checked = false;
-            });
-            const rows = fresh.querySelectorAll('#result_list tbody > tr');
-            document.querySelector('#result_list tbody').replaceChildren(...rows);
-            count();
-        };
-
-        const count = function() {
-            const counter = document.querySelector('.action-counter');
-            const toggle = document.getElementById('action-toggle');
-            if (!counter || !toggle) {
-                return;
-            }
-            const all = boxes(document);
-            const sel = all.filter((box) => box.checked).length;
-            const text = ngettext('%(sel)s of %(cnt)s selected', '%(sel)s of %(cnt)s selected', sel);
-            counter.textContent = interpolate(text, {sel: sel, cnt: all.length}, true);
-            toggle.checked = sel > 0 && sel === all.length;
-        };
-
-        const watchBoxes = function() {
-            const table = document.getElementById('result_list');
-            if (!table) {
-                return;
-            }
-            // On the table, so that the admin's own script has had its turn.
-            table.addEventListener('change', count);
-            table.addEventListener('click', function(event) {
-                if (event.target.id === 'action-toggle') {
-                    for (const box of boxes(document)) {
-                        box.checked = event.target.checked;
-                        box.closest('tr').classList.toggle('selected', box.checked);
-                    }
-                    count();
-                }
-            });
-        };
-
-        const focusIn = function(list) {
-            const active = document.activeElement;
-            if (!list || !list.contains(active)) {
-                return null;
-            }
-            return active.classList.contains('action-select') ?
-                `#result_list .action-select[value="${CSS.escape(active.value)}"]` :
-                `#result_list a[href="${CSS.escape(active.getAttribute('href') || '')}"]`;
-        };
-
-        const replace = function(fresh) {
-            const list = document.getElementById('result_list');
-            if (Boolean(list) !== Boolean(fresh.getElementById('result_list'))) {
-                // From none to some, or the other way: the page has another shape.
-                location.reload();
-                return;
-            }
-            const focused = focusIn(list);
-            if (list) {
-                putRows(fresh);
-            }
-            put(fresh, '#fencedlock-notices');
-            put(fresh, '.paginator');
-            if (focused) {
-                const again = document.querySelector(focused);
-                if (again) {
-                    again.focus({preventScroll: true});
-                }
-            }
+            say(status, paused ? status.dataset.paused : status.dataset.live);
         };
 
         const refresh = async function() {
-            if (paused || document.hidden) {
+            if (paused || document.hidden || marksText()) {
                 return;
             }
             try {
@@ -121,22 +163,25 @@
                 if (!answer.ok) {
                     throw new Error(answer.status);
                 }
-                replace(new DOMParser().parseFromString(await answer.text(), 'text/html'));
+                const page = await answer.text();
+                if (paused || marksText()) {
+                    return;
+                }
+                replace(new DOMParser().parseFromString(page, 'text/html'));
                 last = new Date();
                 show();
-            } catch (error) {
-                status.textContent = `${status.dataset.failed} ${last.toLocaleTimeString()}.`;
+            } catch {
+                say(status, `${status.dataset.failed} ${last.toLocaleTimeString()}.`);
             }
         };
 
         button.addEventListener('click', function() {
             paused = !paused;
-            localStorage.setItem(REMEMBERED, paused ? 'yes' : 'no');
+            remember(paused);
             show();
             refresh();
         });
         control.hidden = false;
-        watchBoxes();
         show();
         // One after the other: a slow server isn't asked again before it has answered.
         const next = () => setTimeout(async function() {

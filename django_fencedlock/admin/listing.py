@@ -1,0 +1,107 @@
+"""The list of held locks as the lock services see them, and its filters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from django.contrib import admin
+from django.contrib.admin.views.main import ChangeList
+from django.db import connections
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.utils.translation import gettext_lazy as _
+
+from ..fences import ledger_for
+from ..models import HeldLock
+from ..registry import Listing, State, entries, naive, states
+
+STATES = {
+    State.HELD: _("held"),
+    State.EXPIRING: _("expiring"),
+    State.EXPIRED: _("expired"),
+    State.LOST: _("lost"),
+    State.FREE: _("free"),
+    State.UNKNOWN: _("unknown"),
+}
+
+#: So many locks are looked at for their state, which only the services know: in one request to
+#: each.
+LOOKED_AT = 1000
+
+
+class StateFilter(admin.SimpleListFilter):
+    """By what the lock services say now. Applied by the list, after all else has narrowed it."""
+
+    title = _("state")
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return [(state.value, STATES[state]) for state in State]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[HeldLock]) -> QuerySet[HeldLock]:
+        return queryset
+
+
+class FewValues(admin.AllValuesFieldListFilter):
+    """The values that there are; nothing to choose from a single one."""
+
+    def has_output(self) -> bool:
+        return len(self.lookup_choices) > 1
+
+    def choices(self, changelist: Any) -> Iterator[Any]:
+        for choice in super().choices(changelist):
+            # What has no task has an empty name of one.
+            display = choice["display"] or _("none")
+            yield {**choice, "display": display}
+
+
+class HeldLocks(ChangeList):
+    """The page's locks, as the lock services see them: each is asked once for the whole page."""
+
+    listing: Listing
+    #: Of how many the state was asked for the filter, if there are more.
+    looked_at = 0
+
+    def get_queryset(
+        self, request: HttpRequest, exclude_parameters: Any = None
+    ) -> QuerySet[HeldLock]:
+        queryset = super().get_queryset(request, exclude_parameters)
+        wanted = next(
+            (spec.value() for spec in self.filter_specs if isinstance(spec, StateFilter)), None
+        )
+        return self._in_state(queryset, State(wanted)) if wanted in list(State) else queryset
+
+    def get_results(self, request: HttpRequest) -> None:
+        super().get_results(request)
+        self.result_list, self.listing = observed(self.result_list)
+
+    def _in_state(self, queryset: QuerySet[HeldLock], wanted: State) -> QuerySet[HeldLock]:
+        rows = list(candidates(queryset, wanted)[: LOOKED_AT + 1])
+        if len(rows) > LOOKED_AT:
+            self.looked_at = LOOKED_AT
+        asked = rows[:LOOKED_AT]
+        found = zip(asked, states(queryset.db, asked), strict=True)
+        return queryset.filter(pk__in=[row.pk for row, state in found if state is wanted])
+
+
+def candidates(queryset: QuerySet[HeldLock], wanted: State) -> QuerySet[HeldLock]:
+    """The locks that may be in a state by what the registry knows, the likeliest first."""
+    connection = connections[queryset.db]
+    now = naive(ledger_for(connection).now(connection))
+    if wanted is State.EXPIRED:
+        return queryset.filter(expires_at__lte=now).order_by("expires_at")
+    if wanted is State.EXPIRING:
+        return queryset.filter(expires_at__gt=now).order_by("expires_at")
+    return queryset.filter(expires_at__gt=now) if wanted is State.FREE else queryset
+
+
+def observed(queryset: QuerySet[HeldLock]) -> tuple[list[HeldLock], Listing]:
+    """Rows, each with its entry of the registry; and the listing of those."""
+    rows = list(queryset)
+    listing = Listing()
+    if rows:
+        listing.entries += entries(queryset.db, rows, listing.unanswered)
+    for row, entry in zip(rows, listing.entries, strict=True):
+        row.entry = entry  # type: ignore[attr-defined]
+    return rows, listing
