@@ -3,6 +3,7 @@ import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 from uuid import uuid4
 
 import pytest
@@ -12,7 +13,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from django_fencedlock import lock
-from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.models import Contender, Fence, HeldLock, LockEvent
 from django_fencedlock.owners import running_task
 from django_fencedlock.services import service
 from django_fencedlock.test import lose
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
 LIST = "/admin/django_fencedlock/heldlock/"
 FENCES = "/admin/django_fencedlock/fence/"
+EVENTS = "/admin/django_fencedlock/lockevent/"
 
 
 @pytest.fixture
@@ -60,13 +62,23 @@ def states(html: str) -> dict[str, str]:
     return found
 
 
+def cell(html: str, field: str) -> str:
+    """The text of the first cell of a column."""
+    found = re.search(rf'<td class="field-{field}">(.*?)</td>', html, re.DOTALL)
+    assert found
+    return " ".join(re.sub(r"<.*?>", " ", found[1]).split())
+
+
 def test_a_held_lock(page: Callable[..., str], in_task: None) -> None:
     with lock("invoice:42") as lease:
         html = page()
     assert states(html) == {"invoice:42": "held"}
     assert "billing.charge" in html
     assert "0714a454" in html
-    assert f'<td class="field-token_number">{lease.token}</td>' in html
+    assert cell(html, "token_number") == f"token {lease.token}"
+    assert cell(html, "service") == "lock service default database"
+    assert cell(html, "refused") == "writes refused \N{EN DASH}"
+    assert cell(html, "waiting") == "waiting \N{EN DASH}"
 
 
 def test_an_unfenced_lock(page: Callable[..., str]) -> None:
@@ -157,7 +169,7 @@ def test_a_lock_that_is_gone(page: Callable[..., str]) -> None:
     page(reverse("admin:django_fencedlock_heldlock_change", args=["gone"]), status=302)
 
 
-@pytest.mark.parametrize("path", [LIST, FENCES, f"{LIST}invoice_3A42/change/"])
+@pytest.mark.parametrize("path", [LIST, FENCES, EVENTS, f"{LIST}invoice_3A42/change/"])
 def test_nothing_without_permission(client: Client, path: str) -> None:
     client.force_login(User.objects.create_user("staff", is_staff=True))
     with lock("invoice:42"):
@@ -182,18 +194,119 @@ def test_fences(client: Client) -> None:
     assert Fence.objects.get().token == 1
 
 
-@pytest.mark.parametrize("count", [1, 150])
-def test_queries_are_constant(client: Client, django_assert_num_queries: Any, count: int) -> None:
-    client.force_login(User.objects.create_superuser("root"))
-    with lock("x"):
+@pytest.fixture(params=[1, 10_000])
+def many_held(request: pytest.FixtureRequest, redis_server: Redis) -> Iterator[int]:
+    """
+    Hold so many locks of one Redis.
+    """
+    redis = {"BACKEND": REDIS, "LOCATION": redis_server.url, "KEY_PREFIX": uuid4().hex}
+    with override_settings(FENCEDLOCK={"default": redis}), lock("lock 0"):
         row = HeldLock.objects.get()
-        for number in range(count):
-            row.name = f"lock {number}"
-            row.save(force_insert=True)
-        # Two for the login, four for the filters, the count, the page itself and the time; services
-        # are asked on connections of their own.
-        with django_assert_num_queries(9):
-            assert client.get(LIST).status_code == 200
+        store = service("default").backend._store  # type: ignore[attr-defined]
+        rows = []
+        with store.client.pipeline(transaction=False) as pipeline:
+            for number in range(1, request.param):
+                owner = f"{number:032x}"
+                rows.append(HeldLock(**{**values(row), "name": f"lock {number}", "owner": owner}))
+                pipeline.set(store._keys(f"lock {number}").lock, f"{owner}:1:", px=600_000)
+            pipeline.execute()
+        HeldLock.objects.bulk_create(rows, batch_size=1000)
+        yield request.param
+
+
+def values(row: HeldLock) -> dict[str, Any]:
+    return {field.attname: getattr(row, field.attname) for field in row._meta.concrete_fields}
+
+
+def test_queries_and_questions_are_constant(
+    client: Client, django_assert_num_queries: Any, many_held: int
+) -> None:
+    """However many locks there are: two for the login, and those of the page."""
+    client.force_login(User.objects.create_superuser("root"))
+    # Four for the filters, the count, the page, the time, refused writes, contenders.
+    with django_assert_num_queries(11), asked() as questions:
+        assert len(states(client.get(LIST).content.decode())) == min(100, many_held)
+    assert questions == ["holders", "waiting"]
+    # With a filter for the state as well: the time, and the locks that are looked at.
+    for state, found in (("held", min(100, many_held)), ("free", 0), ("expired", 0)):
+        with django_assert_num_queries(13 if found else 9), asked() as questions:
+            html = client.get(LIST, {"state": state}).content.decode()
+        assert len(states(html)) == found
+        assert questions.count("holders") <= 2
+        assert questions.count("waiting") <= 1
+        only_some = "Only the first 1000 locks were looked at" in html
+        assert only_some == (many_held > 1000 and state != "expired")
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[list[str]]:
+    """The questions that are put to the lock service, each a request or a batch of them."""
+    backend = service("default").backend
+    questions: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for name in ("holders", "waiting", "holder", "is_free", "verify"):
+            method = getattr(backend, name)
+
+            def ask(*args: Any, name: str = name, method: Any = method) -> Any:
+                questions.append(name)
+                return method(*args)
+
+            stack.enter_context(mock.patch.object(backend, name, ask))
+        yield questions
+
+
+def test_a_state_is_sought_among_what_the_rest_has_left(page: Callable[..., str]) -> None:
+    with mock.patch("django_fencedlock.admin.listing.LOOKED_AT", 1), lock("aa"), lock("b"):
+        assert states(page(state="held", q="b")) == {"b": "held"}
+        assert "Only the first 1 locks" not in page(state="held", q="b")
+        assert "Only the first 1 locks" in page(state="held")
+
+
+def test_who_waits_and_what_happened(page: Callable[..., str]) -> None:
+    now = timezone.now()
+    event = {"name": "invoice:42", "alias": "default", "happened_at": now}
+    LockEvent.objects.create(**event, kind="refused", holder="web-1", times=3, note="pk=7")
+    LockEvent.objects.create(**event, kind="refused", holder="web-1", times=1)
+    LockEvent.objects.create(**event, kind="lost", holder="web-1", token=4, times=1)
+    for number, name in enumerate(["second", "first"]):
+        Contender.objects.create(
+            owner=name,
+            name="invoice:42",
+            alias="default",
+            words=f"{name} of all",
+            since=now - timedelta(seconds=60 * number + 5),
+            seen_at=now,
+        )
+    Contender.objects.create(
+        owner="dead",
+        name="invoice:42",
+        alias="default",
+        words="dead",
+        since=now - timedelta(hours=1),
+        seen_at=now - timedelta(seconds=31),
+    )
+    with lock("invoice:42"):
+        html = page()
+        one = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
+    assert cell(html, "refused") == "writes refused 4"
+    assert cell(html, "waiting") == "waiting 2"
+    assert one.index("first of all") < one.index("second of all")
+    assert "dead" not in one
+    assert "write refused \N{MULTIPLICATION SIGN} 3" in one
+    assert "pk=7" in one
+
+
+def test_events(client: Client) -> None:
+    client.force_login(User.objects.create_superuser("root"))
+    for kind in LockEvent.Kind.values:
+        LockEvent.objects.create(
+            name="invoice:42", kind=kind, happened_at=timezone.now(), times=2, token=7
+        )
+    html = client.get(EVENTS, {"kind__exact": "lost"}).content.decode()
+    assert html.count(">invoice:42<") + html.count("</span> invoice:42") == 1
+    assert "lost \N{MULTIPLICATION SIGN} 2" in html
+    for path in ("add/", f"{LockEvent.objects.first().pk}/delete/"):  # type: ignore[union-attr]
+        assert client.get(EVENTS + path).status_code == 403
 
 
 def test_hostile_names_are_text(page: Callable[..., str]) -> None:

@@ -12,7 +12,7 @@ from django.utils.formats import date_format
 from django.utils.html import format_html
 from django.utils.http import urlencode
 from django.utils.safestring import SafeString
-from django.utils.timezone import template_localtime
+from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext as _now
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
@@ -135,7 +135,10 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
 
     @admin.display(description=_("lock service"), ordering="alias")
     def service(self, row: Any) -> SafeString:
-        where = row.alias if row.alias == row.backend else f"{row.alias} ({row.backend})"
+        where = row.alias
+        if row.alias != row.backend:
+            small = '{}<br><span class="fencedlock-small">{}</span>'
+            where = format_html(small, row.alias, row.backend)
         return _labelled(_("lock service"), where)
 
     @admin.display(description=_("token"))
@@ -208,16 +211,18 @@ class LockEventAdmin(ReadOnly):
 
     @admin.display(description=_("when"), ordering="happened_at")
     def when(self, row: LockEvent) -> str:
-        return date_format(template_localtime(row.happened_at), "Y-m-d H:i:s")
+        at = row.happened_at
+        return date_format(localtime(at) if is_aware(at) else at, "Y-m-d H:i:s")
 
     @admin.display(description=_("lock name"), ordering="name")
     def lock_name(self, row: LockEvent) -> SafeString:
         return _labelled(_("lock name"), row.name)
 
     @admin.display(description=_("what"), ordering="kind")
-    def what(self, row: LockEvent) -> str:
+    def what(self, row: LockEvent) -> SafeString:
         words = str(LockEvent.Kind(row.kind).label)
-        return words if row.times == 1 else f"{words} {TIMES} {row.times}"
+        often = "" if row.times == 1 else f" {TIMES} {row.times}"
+        return _labelled(_("what"), f"{words}{often}")
 
     @admin.display(description=_("token"), ordering="token")
     def token_number(self, row: LockEvent) -> SafeString:

@@ -87,13 +87,14 @@ class HeldLocks(ChangeList):
 
 def candidates(queryset: QuerySet[HeldLock], wanted: State) -> QuerySet[HeldLock]:
     """The locks that may be in a state by what the registry knows, the likeliest first."""
+    if wanted not in (State.EXPIRED, State.EXPIRING, State.FREE):
+        return queryset
     connection = connections[queryset.db]
     now = naive(ledger_for(connection).now(connection))
     if wanted is State.EXPIRED:
         return queryset.filter(expires_at__lte=now).order_by("expires_at")
-    if wanted is State.EXPIRING:
-        return queryset.filter(expires_at__gt=now).order_by("expires_at")
-    return queryset.filter(expires_at__gt=now) if wanted is State.FREE else queryset
+    living = queryset.filter(expires_at__gt=now)
+    return living.order_by("expires_at") if wanted is State.EXPIRING else living
 
 
 def observed(queryset: QuerySet[HeldLock]) -> tuple[list[HeldLock], Listing]:
