@@ -50,6 +50,7 @@ class Browser:
         self._cdp("Storage.clearDataForOrigin", origin="*", storageTypes="all")
         self._cdp("Network.clearBrowserCookies")
         self.script(True)
+        self.offline(False)
         self.show(width=1280, dark=False)
         self.complaints()
 
@@ -67,6 +68,14 @@ class Browser:
         Switch the page's JavaScript on or off, from the next page on.
         """
         self._cdp("Emulation.setScriptExecutionDisabled", value=not allowed)
+
+    def offline(self, cut: bool) -> None:
+        """
+        Cut the page off from all servers, or end that.
+        """
+        speed = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        self._cdp("Network.enable")
+        self._cdp("Network.emulateNetworkConditions", offline=cut, **speed)
 
     def get(self, url: str) -> None:
         """

@@ -5,14 +5,17 @@
     const REMEMBERED = 'fencedlock-paused';
 
     // The admin counts and checks the boxes that there were when the page was loaded.
-    const actions = window.Actions;
-    if (actions) {
-        window.Actions = function(boxes, options) {
-            const living = document.getElementsByClassName('action-select');
-            living.forEach = Array.prototype.forEach;
-            actions(living, options);
-        };
-    }
+    const countTheLiving = function() {
+        const actions = window.Actions;
+        if (actions && !actions.countsTheLiving) {
+            window.Actions = function(boxes, options) {
+                const living = document.getElementsByClassName('action-select');
+                living.forEach = Array.prototype.forEach;
+                actions(living, options);
+            };
+            window.Actions.countsTheLiving = true;
+        }
+    };
 
     const remembered = function() {
         try {
@@ -140,6 +143,7 @@
     };
 
     const start = function() {
+        countTheLiving();
         const control = document.getElementById('fencedlock-refresh');
         if (!control) {
             return;
@@ -148,16 +152,18 @@
         const status = control.querySelector('span');
         let paused = remembered();
         let last = new Date();
+        let busy = false;
 
         const show = function() {
-            button.textContent = paused ? button.dataset.resume : button.dataset.pause;
+            say(button, paused ? button.dataset.resume : button.dataset.pause);
             say(status, paused ? status.dataset.paused : status.dataset.live);
         };
 
         const refresh = async function() {
-            if (paused || document.hidden || marksText()) {
+            if (paused || busy || document.hidden || marksText()) {
                 return;
             }
+            busy = true;
             try {
                 const answer = await fetch(location.href, {credentials: 'same-origin', redirect: 'error'});
                 if (!answer.ok) {
@@ -172,6 +178,8 @@
                 show();
             } catch {
                 say(status, `${status.dataset.failed} ${last.toLocaleTimeString()}.`);
+            } finally {
+                busy = false;
             }
         };
 
@@ -181,6 +189,7 @@
             show();
             refresh();
         });
+        document.addEventListener('visibilitychange', refresh);
         control.hidden = false;
         show();
         // One after the other: a slow server isn't asked again before it has answered.
@@ -191,6 +200,8 @@
         next();
     };
 
+    // The admin's script stands before this one, or after it.
+    countTheLiving();
     if (document.readyState === 'loading') {
         document.addEventListener('DOMContentLoaded', start);
     } else {

@@ -1,0 +1,327 @@
+"""The pages of locks in a real browser: what refreshes, what stays, and how it looks."""
+
+from datetime import timedelta
+
+import pytest
+from django.contrib.admin import action
+from django.contrib.auth.models import User
+from django.utils import timezone
+
+from django_fencedlock import lock
+from django_fencedlock.admin import HeldLockAdmin
+from django_fencedlock.models import Contender, Fence, HeldLock, LockEvent
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+REDIS = "django_fencedlock.backends.redis.RedisBackend"
+STATUS = "#fencedlock-refresh span"
+
+#: What has less contrast than text should have, of all that the page says in this element.
+FAINT = """
+const light = (colour) => {
+    const [r, g, b] = colour.map((part) => {
+        part /= 255;
+        return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+const ground = (element) => {
+    for (let each = element; each; each = each.parentElement) {
+        const [r, g, b, a = 1] = parse(getComputedStyle(each).backgroundColor);
+        if (a === 1) return [r, g, b];
+    }
+    return [255, 255, 255];
+};
+const found = [];
+const root = document.querySelector(arguments[0]);
+const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !element.checkVisibility()) continue;
+    const colour = parse(getComputedStyle(element).color).slice(0, 3);
+    const pair = [light(colour), light(ground(element))];
+    const ratio = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+    if (ratio < 4.5) found.push(`${walker.currentNode.data.trim()} ${ratio.toFixed(2)}`);
+}
+return found;
+"""
+
+
+@action(description="Do nothing")
+def nothing(admin, request, queryset):
+    pass
+
+
+@pytest.fixture
+def page(browser, live_server, client, monkeypatch):
+    """The browser, logged in; `open(path)` goes to a page of ours. There is an action."""
+    monkeypatch.setattr(HeldLockAdmin, "actions", [nothing])
+    client.force_login(User.objects.create_superuser("boss", password="x"))
+    browser.log_in(client, live_server.url)
+
+    def open_page(path="heldlock/"):
+        browser.get(f"{live_server.url}/admin/django_fencedlock/{path}")
+
+    browser.open = open_page
+    return browser
+
+
+def hold(count, start=0):
+    """Rows of so many locks, of every length and state that a page has to put up with."""
+    with lock("a row to copy"):
+        row = HeldLock.objects.get(name="a row to copy")
+    now = timezone.now()
+    rows, fences = [], []
+    for number in range(start, start + count):
+        fields = {each.attname: getattr(row, each.attname) for each in row._meta.concrete_fields}
+        left = (25, 5, -90)[number % 3]
+        name = (f"invoice:{number}", f"shop:{'0714a454-1c2e-4f7e-' * 5}{number}", f"n:{number}")
+        task = number % 3 and f"billing.tasks.{'charge_the_customer_' * 2}{number % 3}"
+        fields |= {
+            "name": name[number % 3],
+            "owner": f"{number:032x}",
+            "fenced": bool(number % 2),
+            "host": f"worker-{number % 3}.eu-west-1.example.com",
+            "task_name": task or "",
+            "task_id": "0714a454-1c2e-4f7e-9a51-0123456789ab" if task else "",
+            "acquired_at": now - timedelta(seconds=(12, 7700, 340_000)[number % 3]),
+            "renewed_at": now - timedelta(seconds=30 - left),
+            "expires_at": now + timedelta(seconds=left),
+        }
+        rows.append(HeldLock(**fields))
+        if fields["fenced"]:
+            fences.append(Fence(name=fields["name"], token=1_234_567, owner=fields["owner"]))
+    HeldLock.objects.bulk_create(rows, batch_size=1000)
+    Fence.objects.bulk_create(fences, batch_size=1000)
+    return [each.name for each in rows]
+
+
+def names(page):
+    every = "[...document.querySelectorAll('#result_list .field-name a')]"
+    return page.run(f"return {every}.map((each) => each.textContent)")
+
+
+def refresh(page):
+    """What the page does when its reader comes back to it; also each five seconds."""
+    page.run("document.dispatchEvent(new Event('visibilitychange'))")
+
+
+def wait_for_names(page, expected):
+    page.wait(lambda page: names(page) == expected, f"not {expected}")
+
+
+class TestRefresh:
+    def test_all_that_the_reader_does_stays(self, page):
+        held = hold(60)
+        page.open("heldlock/?o=-1.2")
+        shown = names(page)
+        page.run("scrollTo(0, 700)")
+        for number in (20, 25):
+            page.all("input.action-select")[number].click()
+        marked = [shown[20], shown[25]]
+        page.one("#searchbar").send_keys("half-ty")
+        before = page.run("return scrollY")
+        late, gone = hold(1, start=999_999)[0], shown[-1]
+        HeldLock.objects.filter(name=gone).delete()
+        refresh(page)
+        page.wait(lambda page: late in names(page), "the lock that came late")
+        assert gone not in names(page)
+        assert page.run("return scrollY") == before
+        checked = page.all("tr:has(input.action-select:checked) .field-name a")
+        assert [each.text for each in checked] == marked
+        assert page.one(".action-counter").text == f"2 of {len(held)} selected"
+        assert page.one("#searchbar").get_attribute("value") == "half-ty"
+        page.driver.switch_to.active_element.send_keys("ped")
+        assert page.one("#searchbar").get_attribute("value") == "half-typed"
+
+    def test_what_came_late_can_be_selected_and_what_went_is_not(self, page):
+        hold(3)
+        page.open()
+        page.all("input.action-select")[0].click()
+        first, *rest = names(page)
+        HeldLock.objects.filter(name=first).delete()
+        late = hold(1, start=4)
+        refresh(page)
+        page.wait(lambda page: late[0] in names(page), "the lock that came late")
+        assert set(names(page)) == {*rest, *late}
+        assert page.one(".action-counter").text == "0 of 3 selected"
+        page.one("#action-toggle").click()
+        assert page.one(".action-counter").text == "3 of 3 selected"
+        assert page.run("return document.querySelectorAll('tr.selected').length") == 3
+
+    def test_focus_and_marked_text_stay(self, page):
+        hold(3)
+        page.open()
+        link = page.all("#result_list .field-name a")[1]
+        page.run("arguments[0].focus()", link)
+        HeldLock.objects.filter(name=names(page)[0]).delete()
+        left = names(page)[1:]
+        refresh(page)
+        wait_for_names(page, left)
+        assert page.driver.switch_to.active_element.text == left[0]
+        page.run("getSelection().selectAllChildren(document.querySelector('.field-holder'))")
+        text = page.run("return String(getSelection())")
+        HeldLock.objects.all().delete()
+        refresh(page)
+        assert page.run("return String(getSelection())") == text
+        assert names(page) == left
+        page.run("getSelection().removeAllRanges()")
+        refresh(page)
+        wait_for_names(page, [])
+
+    def test_from_none_to_some_and_back(self, page):
+        page.open()
+        page.one("#searchbar").send_keys("typed")
+        held = hold(2)
+        refresh(page)
+        page.wait(lambda page: set(names(page)) == set(held), "the locks")
+        page.one("#action-toggle").click()
+        assert page.one(".action-counter").text == "2 of 2 selected"
+        HeldLock.objects.all().delete()
+        refresh(page)
+        wait_for_names(page, [])
+        assert "0 held locks" in page.one("#changelist-form").text
+        assert page.one("#searchbar").get_attribute("value") == "typed"
+        assert page.complaints() == []
+
+    def test_by_itself_and_without_chatter(self, page):
+        page.open()
+        page.run(
+            "new MutationObserver((all) => { window.told = (window.told || 0) + all.length; })"
+            ".observe(document.querySelector('#fencedlock-refresh'),"
+            " {subtree: true, childList: true, characterData: true});"
+        )
+        held = hold(1)
+        wait_for_names(page, held)
+        assert page.run("return window.told || 0") == 0
+        assert page.one("#fencedlock-notices").get_attribute("role") == "status"
+
+    def test_a_server_that_refuses_is_told_once_and_then_forgotten(self, page):
+        page.open()
+        page.offline(True)
+        refresh(page)
+        page.wait(lambda page: "be refreshed" in page.one(STATUS).text, "the complaint")
+        page.offline(False)
+        refresh(page)
+        page.wait(lambda page: page.one(STATUS).text == "Refreshes every 5 seconds.", "the end")
+
+
+class TestPause:
+    def test_it_is_remembered_and_works_by_keyboard(self, page):
+        hold(1)
+        page.open()
+        button = page.one("#fencedlock-refresh button")
+        assert (button.text, button.get_attribute("type")) == ("Pause", "button")
+        page.run("document.querySelector('#searchbar').focus()")
+        for _ in range(10):
+            page.driver.switch_to.active_element.send_keys("\ue004")
+            if page.driver.switch_to.active_element == button:
+                break
+        style = page.run("return getComputedStyle(document.activeElement).outlineStyle")
+        assert style != "none"
+        button.send_keys("\ue007")
+        assert (button.text, page.one(STATUS).text) == ("Resume", "Paused.")
+        page.driver.refresh()
+        assert page.one("#fencedlock-refresh button").text == "Resume"
+        before = names(page)
+        late = hold(1, start=1)
+        fetches = "return performance.getEntriesByType('resource').length"
+        asked = page.run(fetches)
+        refresh(page)
+        assert page.run(fetches) == asked
+        assert names(page) == before
+        page.one("#fencedlock-refresh button").click()
+        page.wait(lambda page: late[0] in names(page), "the lock that came late")
+
+
+def test_without_javascript(page):
+    hold(3)
+    page.script(False)
+    page.open()
+    assert not page.one("#fencedlock-refresh").is_displayed()
+    assert len(names(page)) == 3
+    page.driver.find_element("link text", "expired").click()
+    assert names(page) == ["n:2"]
+    page.one("#result_list .field-name a").click()
+    assert "its holder died or is paused" in page.one("#content").text
+
+
+def test_a_service_that_cannot_be_asked(page, settings, make_redis):
+    server = make_redis()
+    redis = {"BACKEND": REDIS, "LOCATION": server.url, "OPTIONS": {"TIMEOUT": 0.5}}
+    settings.FENCEDLOCK = {"default": redis}
+    lock("invoice:42").acquire()
+    page.open()
+    assert page.one("#fencedlock-notices").text == ""
+    server.kill()
+    refresh(page)
+    page.wait(lambda page: "be asked: what" in page.one("#fencedlock-notices").text, "the notice")
+    assert page.one(".fencedlock-state").text == "unknown"
+    assert names(page) == ["invoice:42"]
+    assert page.run(FAINT, "#fencedlock-notices") == []
+
+
+@pytest.mark.parametrize("count", [0, 3, 10_000])
+def test_how_the_list_looks(page, count):
+    hold(count)
+    for each in HeldLock.objects.all()[: min(count, 3)]:
+        event(each.name, times=12)
+    for look in looks(page):
+        page.open()
+        is_fine(page, look)
+        assert len(names(page)) == min(count, 100)
+        labels = [each.get_attribute("aria-label") for each in page.all("#result_list meter")[:3]]
+        assert set(labels) <= {"lease left"}
+
+
+def test_how_the_other_pages_look(page):
+    (name,) = hold(1, start=1)
+    for kind in LockEvent.Kind.values:
+        event(name, kind, times=3)
+    now = timezone.now()
+    Contender.objects.create(
+        owner="1",
+        name=name,
+        alias="default",
+        words="task billing.charge[0714a454-1c2e-4f7e-9a51-0123456789ab] on web-3, pid 77",
+        since=now - timedelta(minutes=3),
+        seen_at=now,
+    )
+    for look in looks(page):
+        page.open()
+        page.one("#result_list .field-name a").click()
+        assert "on web-3, pid 77" in page.one("#content").text
+        assert "released by force" in page.one("#content").text
+        is_fine(page, look)
+        page.open("lockevent/")
+        assert len(page.all("#result_list tbody tr")) == 4
+        is_fine(page, look)
+
+
+def looks(page):
+    for width in (1280, 400):
+        for dark in (False, True):
+            page.show(width=width, dark=dark)
+            yield f"{width} {'dark' if dark else 'light'}"
+
+
+def is_fine(page, look):
+    assert not page.scrolls_sideways(), look
+    inner = "return [...document.querySelectorAll('.results')].some((each) => "
+    assert not page.run(f"{inner}each.scrollWidth > each.clientWidth)"), look
+    assert page.run(FAINT, "#content") == [], look
+    assert page.complaints() == [], look
+
+
+def event(name, kind="refused", times=1):
+    LockEvent.objects.create(
+        name=name,
+        kind=kind,
+        alias="default",
+        happened_at=timezone.now(),
+        token=1_234_567,
+        holder="task billing.charge[0714a454-1c2e-4f7e-9a51-0123456789ab] on web-3, pid 812",
+        note="billing.Invoice pk=42; the newest grant is that of web-3, pid 812, thread MainThread",
+        times=times,
+    )
