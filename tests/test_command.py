@@ -15,12 +15,13 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from django.db.models import F
+from django.utils import timezone
 
 from django_fencedlock import LeaseLost, current_lease, lock
 from django_fencedlock.doctor import probe
 from django_fencedlock.findings import Level
 from django_fencedlock.management import releasing
-from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.models import Contender, Fence, HeldLock, LockEvent
 from django_fencedlock.registry import State
 from django_fencedlock.services import service
 from tests.models import Invoice
@@ -125,6 +126,37 @@ class TestShow:
         assert "nobody has it" in out
         assert "newest token 1" in out
         assert "never granted" in run("show", "invoice:2")[0]
+
+    def test_who_waits_and_what_happened(self):
+        now = timezone.now()
+        for number, owner in enumerate(["late", "early"]):
+            Contender.objects.create(
+                owner=owner,
+                name="invoice:1",
+                alias="default",
+                words=f"web-{number}, pid 7",
+                since=now - timedelta(seconds=61 * number + 2),
+                seen_at=now,
+            )
+        event = {"name": "invoice:1", "alias": "default", "holder": "web-3, pid 8"}
+        LockEvent.objects.create(
+            **event, kind="granted", token=4, times=1, happened_at=now - timedelta(hours=1)
+        )
+        LockEvent.objects.create(
+            **event, kind="refused", token=4, times=3, happened_at=now, note="tests.Invoice pk=1"
+        )
+        out = run("show", "invoice:1")[0].splitlines()
+        early = next(number for number, line in enumerate(out) if line.startswith("waiting"))
+        assert "web-1, pid 7, for 1 min" in out[early]
+        assert "web-0, pid 7, for" in out[early + 1]
+        newest, oldest = out[early + 2 :]
+        assert newest.startswith("history")
+        assert newest.endswith(" refused 3 times, token 4, web-3, pid 8: tests.Invoice pk=1")
+        assert oldest.endswith(" granted, token 4, web-3, pid 8")
+        found, _ = run_json("show", "invoice:1")
+        assert [each["owner"] for each in found["waiters"]] == ["early", "late"]
+        assert [each["times"] for each in found["history"]] == [3, 1]
+        assert datetime.fromisoformat(found["history"][0]["at"]) == now
 
     def test_a_name_that_cannot_be(self):
         assert run("show", "")[1:] == ("A lock name can't be empty.", 2)

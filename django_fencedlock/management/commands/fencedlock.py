@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import datetime
+from itertools import chain, repeat
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -150,6 +151,8 @@ class Command(BaseCommand):
             rows.append(("databases", "it was never granted as a fenced lock"))
         for entry in found.entries:
             rows += _details(entry)
+        rows += _waiters(found.waiters)
+        rows += _history(found.history)
         for line in table(("LOCK", found.name), rows, _second(colours)):
             self.stdout.write(line)
 
@@ -337,6 +340,19 @@ def _details(entry: registry.Entry) -> list[tuple[str, str]]:
         ("renewed", f"{entry.renewed_at:%Y-%m-%d %H:%M:%S %Z}"),
         ("expires", f"{entry.expires_at:%Y-%m-%d %H:%M:%S %Z}, {duration(left)} left"),
     ]
+
+
+def _waiters(found: list[registry.Waiter]) -> Iterator[tuple[str, str]]:
+    for head, each in zip(chain(["waiting"], repeat("")), found, strict=False):
+        yield head, f"{each.words}, for {duration(each.waited)}"
+
+
+def _history(found: list[registry.Happened]) -> Iterator[tuple[str, str]]:
+    for head, each in zip(chain(["history"], repeat("")), found, strict=False):
+        often = f" {each.times} times" if each.times > 1 else ""
+        token = "" if each.token is None else f", token {each.token}"
+        note = f": {each.note}" if each.note else ""
+        yield head, f"{each.at:%Y-%m-%d %H:%M:%S} {each.kind}{often}{token}, {each.holder}{note}"
 
 
 def _token(entry: registry.Entry) -> str:
