@@ -169,6 +169,16 @@ def chromedriver() -> Found:
     raise ServerMissing("chromedriver", "apt-get install chromium-driver")
 
 
+@functools.cache
+def promtool() -> Found:
+    """
+    Find Prometheus' own tool, which tries rules. There is no wheel.
+    """
+    for path in _system("promtool"):
+        return _found("promtool", path, "the system")
+    raise ServerMissing("promtool", "apt-get install prometheus")
+
+
 FINDERS: dict[str, Callable[[], Found]] = {
     "postgres": postgres,
     "redis": redis,
