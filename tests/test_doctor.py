@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import redis
 from django.db import connections
 
 from django_fencedlock import conf, doctor
@@ -180,10 +181,28 @@ class TestRedis:
         primary = make_redis()
         replica = make_redis(replica_of=primary)
         reports = examine(settings, BACKEND=REDIS, LOCATION=primary.url)
-        assert "has 1 replicas" in told(reports, Level.NOTE)
+        assert "has a replica, which lags" in told(reports, Level.NOTE)
         reports = examine(settings, BACKEND=REDIS, LOCATION=replica.url)
         assert "is a replica" in told(reports, Level.WARNING)
         assert worst(reports) is Level.ERROR
+
+    def test_a_cluster_by_one_of_its_nodes(self, settings, make_redis, monkeypatch):
+        monkeypatch.setattr(probe, "SLOW", 5.0)
+        server = make_redis("--cluster-enabled", "yes")
+        server.execute("CLUSTER", "ADDSLOTS", *range(16384))
+        wait_until(lambda: "state:ok" in str(server.execute("CLUSTER", "INFO")), "the cluster")
+        reports = examine(settings, BACKEND=REDIS, LOCATION=server.url)
+        assert "redis.RedisCluster" in told(reports, Level.ERROR)
+
+        def cluster():
+            return redis.RedisCluster(host=server.host, port=server.port)
+
+        monkeypatch.setattr(doctor, "cluster_of_test", cluster, raising=False)
+        factory = {"CLIENT_FACTORY": "django_fencedlock.doctor.cluster_of_test"}
+        reports = examine(settings, BACKEND=REDIS, OPTIONS=factory)
+        assert worst(reports) == Level.NOTE, told(reports)
+        assert f"node {server.host}:{server.port}: its clock" in told(reports)
+        assert "hands over" in told(reports)
 
     def test_valkey_is_called_by_its_name(self, settings, valkey_server):
         reports = examine(settings, BACKEND=REDIS, LOCATION=valkey_server.url)

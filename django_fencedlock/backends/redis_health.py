@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..findings import Finding, note, ok, warning
+from ..findings import Finding, error, note, ok, warning
 from ..lease import clock
 from .redis_client import Client, RedisError, is_cluster
 
@@ -23,9 +23,18 @@ def diagnose(client: Client) -> Iterator[Finding]:
     """Look at persistence, memory, replicas and clocks, node by node."""
     if not is_cluster(client):
         yield from _of_node("", client, {})
+        yield from _lone_node(client)
         return
     for node in client.get_primaries():
         yield from _of_node(f"node {node.name}: ", client, {"target_nodes": node})
+
+
+def _lone_node(client: Client) -> Iterator[Finding]:
+    if client.info("cluster").get("cluster_enabled"):
+        yield error(
+            "is a node of a cluster, and the client knows it alone: locks of other nodes fail",
+            "Give a function that returns a redis.RedisCluster as OPTIONS['CLIENT_FACTORY'].",
+        )
 
 
 def _of_node(where: str, client: Client, target: dict[str, Any]) -> Iterator[Finding]:
@@ -107,8 +116,10 @@ def _replication(where: str, info: Info) -> Iterator[Finding]:
     if info.get("role") == "slave":
         yield warning(f"{where}is a replica", "Name the primary, or a Sentinel that knows it.")
     elif info.get("connected_slaves"):
+        count = info["connected_slaves"]
+        replicas = "a replica, which lags" if count == 1 else f"{count} replicas, which lag"
         yield note(
-            f"{where}has {info['connected_slaves']} replicas, which lag: after a failover a lock "
+            f"{where}has {replicas}: after a failover a lock "
             "can be granted again while its holder still runs. Tokens go on rising, and fenced "
             "writes are refused as ever."
         )
