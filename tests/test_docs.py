@@ -31,8 +31,12 @@ from tests.models import Invoice
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(django_fencedlock.__file__).parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q -e '.[dev]' && .venv/bin/python -m "
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "example_project/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q -e {} && .venv/bin/python -m {}"
 # Followed to the letter by .ci/tutorial.py, in a project of its own.
 FOLLOWED = ROOT / "docs/tutorial.md"
 OVER_MODELS = [ROOT / "README.md", ROOT / "docs/fenced_writes.md"]
@@ -315,12 +319,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("marker", "command"), [("demo command", "example_project demo"), ("test command", "pytest")]
+    ("marker", "what", "command"),
+    [("demo command", ".", "example_project demo"), ("test command", "'.[dev]'", "pytest")],
 )
-def test_the_two_commands_are_marked(marker: str, command: str) -> None:
+def test_the_two_commands_are_marked(marker: str, what: str, command: str) -> None:
     text = (ROOT / "README.md").read_text()
     assert text.count(f"<!-- {marker} -->") == 1
-    assert f"\n<!-- {marker} -->\n```\n{SET_UP}{command}\n```\n" in text
+    assert f"\n<!-- {marker} -->\n```\n{SET_UP.format(what, command)}\n```\n" in text
 
 
 def test_every_check_has_a_section_and_every_section_a_check() -> None:

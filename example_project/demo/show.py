@@ -90,6 +90,8 @@ def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
 
     call_command("migrate", verbosity=0)
     queue = f"demo-{secrets.token_hex(4)}"
+    # When the worker has ended: what is on a broker of somebody's doesn't go with a directory.
+    stack.callback(_remove, queue)
     stage = stack.enter_context(contextlib.closing(Stage()))
     temporary = stack.enter_context(_temporary())
     log = settings.DATA / "worker.log"
@@ -124,6 +126,15 @@ def _worker(log: Path, queue: str, temporary: str) -> Process:
     # Its own way to end takes five seconds; and a task whose process stands still never ends.
     stop, cwd = signal.SIGKILL, environment.HERE.parent
     return Process(command, log, stop=stop, cwd=cwd, temporary=temporary)
+
+
+def _remove(queue: str) -> None:
+    from .. import celery_app
+
+    broker = celery_app.connection_for_write()
+    with broker, contextlib.suppress(*broker.connection_errors, *broker.channel_errors):
+        broker.default_channel.queue_delete(queue)
+        broker.default_channel.exchange_delete(queue)
 
 
 def _made(seconds: float) -> str:
