@@ -67,6 +67,7 @@ class History:
 
     def _receivers(self) -> Iterator[tuple[Any, Any]]:
         yield signals.lock_lost, self._lost
+        yield signals.lock_evicted, self._evicted
         yield signals.stale_write_rejected, self._write_refused
         yield signals.stale_transaction_rejected, self._transaction_refused
         if forced := getattr(signals, "lock_force_released", None):
@@ -79,6 +80,10 @@ class History:
             # However short it was: so that it is told who had it.
             self._add(_grant(lease), age=lease.held_for())
         self._add(Event(LOST, **_about(lease), note=reason))
+
+    def _evicted(self, name: str, alias: str, pid: int, **kwargs: Any) -> None:
+        place = f"{new_owner().host}, pid {pid}"
+        self._add(Event(LOST, name, alias, None, place, "its process is gone; the lock was freed"))
 
     def _write_refused(
         self, sender: Any, name: str, pk: Any, token: int, holder: Holder | None, **kwargs: Any

@@ -27,6 +27,9 @@ lock_lost = Signal()
 #: then on (None if the lock isn't fenced), and ``freed``: False if the holder has yet to give it
 #: back. Sent where it was done; the holder's process sends `lock_lost`.
 lock_force_released = Signal()
+#: Carries ``owner`` and ``pid`` of the holder, whose process on this machine was found gone. Sent
+#: by whoever freed the lock.
+lock_evicted = Signal()
 #: Carries ``leases`` and ``answers``, a `Renewal` for each: a batch of the keeper, or one lease
 #: that its holder renewed.
 leases_renewed = Signal()

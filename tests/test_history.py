@@ -1,5 +1,6 @@
 """What is written of locks behind everybody's back, and what isn't."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from django_fencedlock.history import MOST, history
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.scribe import scribe
 from django_fencedlock.test import lose
+from django_fencedlock.test.contract import acts
+from django_fencedlock.test.contract.dying import kill
+from django_fencedlock.test.holders import AnotherProcess, Surroundings
 from tests.models import Invoice
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -86,6 +90,18 @@ class TestLosses:
         assert not lease.release()
         writing.flush()
         assert told() == [("granted", "x", 1), ("lost", "x", 1)]
+
+    def test_a_holder_who_died(self, writing):
+        with contextlib.closing(AnotherProcess(Surroundings.here())) as holder:
+            holder.call(acts.hold, "default", "x")
+            kill(holder)
+            with lock("x"):
+                pass
+        writing.flush()
+        (event,) = LockEvent.objects.all()
+        assert (event.kind, event.name, event.token) == ("lost", "x", None)
+        assert event.holder.endswith(f", pid {holder.pid}")
+        assert event.note == "its process is gone; the lock was freed"
 
 
 class TestRefusals:
@@ -192,18 +208,32 @@ class TestSettings:
 class TestTrouble:
     """Nothing of it may reach a lock."""
 
-    def test_a_database_without_the_table(self, writing, caplog):
+    @pytest.mark.parametrize(
+        ("away", "back", "level"),
+        [
+            # Whoever uses unfenced locks alone needs no tables.
+            ("django_fencedlock_lockevent RENAME TO away", "away RENAME TO ", "INFO"),
+            ("django_fencedlock_lockevent RENAME times TO away", "", "WARNING"),
+        ],
+    )
+    def test_a_database_that_does_not_take_it(self, writing, caplog, away, back, level):
+        caplog.set_level("INFO", "django_fencedlock.scribe")
         with connections["default"].cursor() as cursor:
-            cursor.execute("ALTER TABLE django_fencedlock_lockevent RENAME TO away")
+            cursor.execute(f"ALTER TABLE {away}")
         try:
             for number in range(2):
                 lose(lock(f"x{number}").acquire())
                 writing.flush()
         finally:
             with connections["default"].cursor() as cursor:
-                cursor.execute("ALTER TABLE away RENAME TO django_fencedlock_lockevent")
+                table = "django_fencedlock_lockevent"
+                cursor.execute(
+                    f"ALTER TABLE {back}{table}"
+                    if back
+                    else f"ALTER TABLE {table} RENAME away TO times"
+                )
         said = [record for record in caplog.records if "can't be written" in record.message]
-        assert len(said) == 1
+        assert [record.levelname for record in said] == [level]
         assert scribe._left_out == 4
         scribe._rests_until["default"] = 0.0
         lose(lock("x").acquire())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from django.apps import apps
 from django.db import DatabaseError
 
+from .. import signals
 from ..conf import AliasConfig, Problem, unknown
 from ..exceptions import AliasConflict, BackendUnavailable
 from ..fences import Entry
@@ -195,7 +196,13 @@ class Backend(ABC):
             self.config.alias,
             process.pid,
         )
+        self.tell_evicted(name, owner, process)
         return True
+
+    def tell_evicted(self, name: str, owner: str, process: Process) -> None:
+        """Send the signal for a holder whose lock was freed."""
+        facts = {"alias": self.config.alias, "name": name, "owner": owner, "pid": process.pid}
+        signals.send(signals.lock_evicted, type(self), **facts)
 
     def take_away(
         self, name: str, owner: str, *, token: int | None = None, session: str = ""

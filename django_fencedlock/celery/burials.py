@@ -136,16 +136,17 @@ def free_all(alias: str, dead: Dead) -> None:
     with no_fork():
         backend = conf.backend_class(config.backend)(config)
         try:
-            _evict(backend, [(entry.name, entry.owner, entry.fenced) for entry in dead.entries])
+            held = [(entry.name, entry.owner, entry.fenced) for entry in dead.entries]
+            _evict(backend, dead.process, held)
             if not dead.complete:
-                _evict(backend, _registered(config, dead.process))
+                _evict(backend, dead.process, _registered(config, dead.process))
         finally:
             with contextlib.suppress(BackendUnavailable, Error):
                 backend.close()
             sessions.close_all()
 
 
-def _evict(backend: Backend, held: Iterable[tuple[str, str, bool]]) -> None:
+def _evict(backend: Backend, process: Process, held: Iterable[tuple[str, str, bool]]) -> None:
     for name, owner, fenced in held:
         if backend.evict(name, owner, fenced=fenced):
             logger.warning(
@@ -153,6 +154,7 @@ def _evict(backend: Backend, held: Iterable[tuple[str, str, bool]]) -> None:
                 name,
                 backend.config.alias,
             )
+            backend.tell_evicted(name, owner, process)
 
 
 def _registered(config: conf.AliasConfig, process: Process) -> list[tuple[str, str, bool]]:
