@@ -14,6 +14,8 @@ from itertools import pairwise
 from .history import FAIL, OK, UNKNOWN, Entry, History, Operation
 
 SECOND = 1_000_000_000
+#: By how much two clocks of a machine may differ while both are read.
+EPSILON = SECOND // 50
 #: Tables whose writes are refused as soon as a newer grant is recorded; of which none gets lost.
 STRICT = ("tally", "plain")
 #: Tables that have a fence column.
@@ -292,6 +294,49 @@ def former_holders_change_nothing(index: _Index, terms: Terms) -> Iterator[Viola
                 )
 
 
+def nobody_comes_before_the_end(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I10: nobody gets a lock before its holder has given it back, died, or let his time pass."""
+    if terms.forgets:
+        return
+    given_back = {each.owner: each.begun for each in index.history.of("release")}
+    renewed = {each.owner: each.begun for each in index.history.of("renew", OK)}
+    last_seen: dict[str, int] = defaultdict(int)
+    for each in index.history.operations:
+        last_seen[each.client] = max(last_seen[each.client], each.begun)
+    for name, operations in index.acquired.items():
+        for earlier, later in pairwise(sorted(operations, key=_token)):
+            came = _end(later)
+            since = max(renewed.get(earlier.owner, 0), earlier.begun)
+            is_over = came > since + terms.ttl * SECOND - EPSILON
+            left = min(given_back.get(earlier.owner, came + 1), last_seen[earlier.client] + 1)
+            if not is_over and _end(earlier) < came < left:
+                yield Violation(
+                    "I10",
+                    f"{name}: {later.client} got token {later.token} "
+                    f"{(came - since) / SECOND:.2f} s after {earlier.client} had got or renewed "
+                    f"token {earlier.token}, which he still had",
+                )
+
+
+def former_holders_are_not_confirmed(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I10: whoever was succeeded is neither confirmed nor renewed."""
+    if terms.forgets:
+        return
+    for kind in ("verify", "renew"):
+        for each in index.history.of(kind, OK):
+            newer = [
+                other
+                for other in index.acquired[each.name]
+                if _token(other) > _token(each) and _end(other) < each.begun
+            ]
+            if newer:
+                yield Violation(
+                    "I10",
+                    f"{each.name}: {kind} confirmed token {each.token} of {each.client} when "
+                    f"{newer[0].client} had got {newer[0].token}",
+                )
+
+
 def none_is_refused_needlessly(index: _Index, terms: Terms) -> Iterator[Violation]:
     """I12: the newest holder isn't refused as a former one."""
     for each in index.history.of("write", FAIL):
@@ -368,6 +413,8 @@ CHECKS: tuple[Check, ...] = (
     entering_again_is_no_grant,
     the_dead_are_replaced,
     former_holders_change_nothing,
+    nobody_comes_before_the_end,
+    former_holders_are_not_confirmed,
     none_is_refused_needlessly,
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .checker import held_by
-from .history import NEMESIS, History, Scribe, now, read_operations
+from .history import NEMESIS, OK, History, Scribe, now, read_operations
 from .sites import SITES, Site
 
 #: A site of which little may be expected has faults of its own.
@@ -100,6 +100,23 @@ class Lab:
             time.sleep(0.05)
         return None
 
+    def await_successor(self, who: str) -> None:
+        """
+        Wait until somebody else has got a lock that one client has; not for ever.
+        """
+        history = History(read_operations(self._directory))
+        had = {name: self._newest(history, name) for name in held_by(history, who, now())}
+        end = time.monotonic() + 3 * self.ttl
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            history = History(read_operations(self._directory))
+            if any(self._newest(history, name) > token for name, token in had.items()):
+                return
+
+    def _newest(self, history: History, name: str) -> int:
+        tokens = [each.token or 0 for each in history.of("acquire", OK) if each.name == name]
+        return max(tokens, default=0)
+
     def holders(self) -> list[str]:
         """
         Return those that have a lock just now.
@@ -114,7 +131,11 @@ def pause(lab: Lab) -> None:
     who = lab.anybody()
     with lab.crew.paused(who):
         lab.note("pause", client=who)
-        lab.sleep(1.3, 2.5)
+        if lab.random.random() < 0.6:
+            # He goes on at the very moment at which he must not any more.
+            lab.await_successor(who)
+        else:
+            lab.sleep(0.7, 2.5)
 
 
 def pause_many(lab: Lab) -> None:

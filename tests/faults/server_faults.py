@@ -12,7 +12,7 @@ import psycopg
 from tests.servers import Proxy
 from tests.servers.process import _family, run_as_server_user, wait_until
 
-from .nemesis import Fault, Lab
+from .nemesis import OPEN, Fault, Lab
 
 ON_POSTGRES = ("rows", "postgres", "redis", "valkey")
 ON_REDIS = ("redis", "valkey")
@@ -236,6 +236,7 @@ def bury_half_open(lab: Lab) -> None:
 
 SERVER_FAULTS = (
     Fault("empty", empty, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
+    Fault("empty-open", empty, ON_REDIS, {"strikes": 4}, forgets=True, ways=OPEN),
     Fault("restart-redis", restart_redis, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
     Fault("fail-over", fail_over, ON_REDIS, TAKEN, forgets=True, far="all"),
     Fault(

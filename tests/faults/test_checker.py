@@ -279,6 +279,40 @@ def test_a_holder_who_is_refused_since_a_newer_came(story):
     assert story.found() == set()
 
 
+def test_somebody_comes_before_a_holders_time_is_over(story):
+    first = story.grant("a", 1)
+    story.grant("b", 2)
+    story.release(first)
+    # A tick is a second.
+    assert story.found(Terms(ttl=10)) == {"I10"}
+    assert story.found(Terms(ttl=2)) == set()
+    assert story.found(Terms(ttl=10, forgets=True)) == set()
+
+
+def test_a_renewal_puts_off_the_end_of_a_holders_time(story):
+    first = story.grant("a", 1)
+    story.ask(first, "renew", OK)
+    story.grant("b", 2)
+    story.release(first)
+    assert story.found(Terms(ttl=4)) == {"I10"}
+    assert story.found(Terms(ttl=2)) == set()
+
+
+def test_somebody_comes_after_the_holder_died(story):
+    story.grant("a", 1)
+    story.grant("b", 2)
+    assert story.found(Terms(ttl=10)) == set()
+
+
+@pytest.mark.parametrize("kind", ["verify", "renew"])
+def test_a_former_holder_is_confirmed(story, kind):
+    first = story.grant("a", 1)
+    story.grant("b", 2)
+    story.ask(first, kind, OK)
+    assert story.found() == {"I10"}
+    assert story.found(Terms(ttl=1, forgets=True)) == set()
+
+
 def test_the_newest_holder_is_refused_as_stale(story):
     story.write(story.grant("a", 1), FAIL, error="StaleFence")
     assert story.found() == {"I12"}
