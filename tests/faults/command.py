@@ -5,7 +5,9 @@ The command that runs the matrix, and the table at its end.
 import argparse
 import contextlib
 import itertools
+import platform
 import random
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,11 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     results: list[Result] = []
     skipped: dict[str, str] = {}
+    sites: dict[str, Site] = {}
+    # Also by SIGTERM it ends with its table.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
-        for result in _runs(options, skipped):
+        for result in _runs(options, sites, skipped):
             print(result, flush=True)
             results.append(result)
     print(table(results, skipped))
+    print("\n".join(sorted({each for site in sites.values() for each in site.versions()})))
     return _status(results, options.unfenced)
 
 
@@ -49,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _runs(options: argparse.Namespace, skipped: dict[str, str]) -> Iterator[Result]:
+def _runs(
+    options: argparse.Namespace, sites: dict[str, Site], skipped: dict[str, str]
+) -> Iterator[Result]:
     end = time.monotonic() + options.minutes * 60
     pairs = [
         (site, fault)
@@ -59,9 +67,8 @@ def _runs(options: argparse.Namespace, skipped: dict[str, str]) -> Iterator[Resu
     ]
     # Whatever ends too early has seen some of everything.
     random.Random(options.seed).shuffle(pairs)
-    print(f"seed {options.seed}, {len(pairs)} combinations", flush=True)
+    print(f"seed {options.seed}, {len(pairs)} combinations, {versions()}", flush=True)
     with contextlib.ExitStack() as stack:
-        sites: dict[str, Site] = {}
         for number in itertools.count():
             for name, fault in pairs:
                 if time.monotonic() > end:
@@ -74,6 +81,19 @@ def _runs(options: argparse.Namespace, skipped: dict[str, str]) -> Iterator[Resu
                     # Who knows what state its servers are in.
                     sites.pop(name).close()
                 yield result
+
+
+def versions() -> str:
+    """
+    Return what is tried here.
+    """
+    import celery
+    import django
+
+    return (
+        f"Python {platform.python_version()}, Django {django.__version__}, "
+        f"Celery {celery.__version__}"
+    )
 
 
 def _missing(

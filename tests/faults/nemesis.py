@@ -104,26 +104,36 @@ class Lab:
         """
         Wait until somebody else has got a lock that one client has; not for ever.
         """
-        history = History(read_operations(self._directory))
-        had = {name: self._newest(history, name) for name in held_by(history, who, now())}
+        history = self._history()
+        had = {name: _newest(history, name, who) for name in held_by(history, who, now())}
         end = time.monotonic() + 3 * self.ttl
-        while time.monotonic() < end:
+        while had and time.monotonic() < end:
             time.sleep(0.02)
-            history = History(read_operations(self._directory))
-            if any(self._newest(history, name) > token for name, token in had.items()):
+            history = self._history()
+            if any(_newest(history, name) > token for name, token in had.items()):
                 return
-
-    def _newest(self, history: History, name: str) -> int:
-        tokens = [each.token or 0 for each in history.of("acquire", OK) if each.name == name]
-        return max(tokens, default=0)
 
     def holders(self) -> list[str]:
         """
         Return those that have a lock just now.
         """
-        history = History(read_operations(self._directory))
-        at = now()
+        history, at = self._history(), now()
         return [name for name in self.crew.pids if held_by(history, name, at)]
+
+    def _history(self) -> History:
+        return History(read_operations(self._directory))
+
+
+def _newest(history: History, name: str, client: str | None = None) -> int:
+    """Return the newest token of a lock; of those that one client got, if it is named."""
+    return max(
+        (
+            each.token or 0
+            for each in history.of("acquire", OK)
+            if each.name == name and client in (None, each.client)
+        ),
+        default=0,
+    )
 
 
 def pause(lab: Lab) -> None:

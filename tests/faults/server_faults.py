@@ -36,7 +36,7 @@ def _while_holding(lab: Lab, chance: float = 0.5) -> Iterator[None]:
         return
     with lab.crew.paused(who):
         yield
-        lab.sleep(0.5, 1)
+        lab.await_successor(who)
 
 
 def empty(lab: Lab) -> None:
