@@ -72,9 +72,15 @@ def in_thread(function):
 
 
 @contextlib.contextmanager
-def lost_soon(lease, after=0.05):
-    """Lose `lease` from another thread."""
-    timer = threading.Timer(after, lambda: lease.mark_lost("taken away"))
+def lost_soon(lease, after=0.05, begun=None):
+    """Lose `lease` from another thread, after its body has `begun` if that is to be told."""
+
+    def lose():
+        if begun is not None:
+            begun.wait(LONG)
+        lease.mark_lost("taken away")
+
+    timer = threading.Timer(after, lose)
     timer.start()
     try:
         yield
@@ -210,6 +216,7 @@ def test_the_loss_of_both_ends_both(place):
     """The abort of the inner run may have been the last that came through."""
     outer, inner = a_lease("outer"), a_lease("inner")
     went_on = []
+    begun = threading.Event()
 
     def body():
         with contextlib.suppress(LeaseLost):
@@ -217,13 +224,14 @@ def test_the_loss_of_both_ends_both(place):
         went_on.append(True)
 
     def lose_both():
+        begun.set()
         try:
             loop()
         finally:
             # Noted only: whatever was thrown for it was swallowed.
             strikes._innermost[strikes._place()]._outer.is_lost = True
 
-    with lost_soon(inner), pytest.raises(LeaseLost) as caught:
+    with lost_soon(inner, begun=begun), pytest.raises(LeaseLost) as caught:
         place(lambda: aborting.run(outer, body))
     assert caught.value.owner == outer.owner
     assert went_on == []
