@@ -95,6 +95,7 @@ CELERY_BEAT_SCHEDULE = {
         "schedule": crontab(hour=0, minute=10),
     },
 }
+CELERY_BEAT_SCHEDULE_FILENAME = str(DATA / "beat")
 
 # The payment service: its books, and the share of messages that it loses.
 GATEWAY_FILE = DATA / "gateway.sqlite3"

@@ -162,6 +162,7 @@ def test_the_demo_ends_as_told(demo_environment: dict[str, str], closing: Any) -
         ["1", "2", "3"],
     ]
     assert "--serve" in demo.said
+    assert _alike(_excerpt()) <= _alike(demo.said)
     assert max(map(len, demo.said.splitlines())) <= 80
     assert _processes_with(demo_environment["TMPDIR"]) == []
     assert list(Path(demo_environment["TMPDIR"]).iterdir()) == []
@@ -201,6 +202,17 @@ def test_the_demo_on_servers_that_it_starts(demo_environment: dict[str, str], cl
     assert demo.end() == 0, demo.said
     assert "PostgreSQL" in demo.said
     assert "As told" in demo.said
+
+
+def _excerpt() -> str:
+    """Return what the README shows of the demonstration."""
+    return (ROOT / "README.md").read_text().split("```text\n", 1)[1].split("```", 1)[0]
+
+
+def _alike(text: str) -> set[str]:
+    """Return what is told, without what differs from run to run."""
+    text = re.sub(r"\d+\.\d\d s|process \d+", "", text)
+    return {line.strip() for line in text.splitlines()}
 
 
 def _processes_with(text: str) -> list[int]:

@@ -2,6 +2,8 @@
 
 from decimal import Decimal
 
+from celery import current_app
+from django.conf import settings
 from django.contrib.auth.models import User
 from django.db import transaction
 from django.test import TestCase
@@ -126,6 +128,11 @@ class ClosingTests(AccountTestCase):
         with eager_tasks(), hold_lock("nightly-close"):
             result = tasks.close_day.delay().get()
         self.assertEqual(SkippedRun.of(result).reason, "held")
+
+    def test_beat_knows_the_task(self) -> None:
+        known = current_app.tasks
+        for entry in settings.CELERY_BEAT_SCHEDULE.values():
+            self.assertIn(entry["task"], known)
 
     def test_by_default_yesterday_is_closed(self) -> None:
         tasks.close_day()

@@ -8,6 +8,7 @@ from django.core.servers.basehttp import ThreadedWSGIServer, WSGIRequestHandler
 from django.core.wsgi import get_wsgi_application
 from django.db import connection
 
+from .processes import DemoFailed
 from .seed import seed
 
 HOST, USER = "127.0.0.1", "demo"
@@ -23,7 +24,10 @@ def serve(port: int) -> None:
     seed()
     password = _make_login()
     connection.close()
-    server = ThreadedWSGIServer((HOST, port), _Quiet)
+    try:
+        server = ThreadedWSGIServer((HOST, port), _Quiet)
+    except OSError as exc:
+        raise DemoFailed(f"nothing can be served at {HOST}:{port}: {exc}") from exc
     server.daemon_threads = True
     server.set_app(StaticFilesHandler(get_wsgi_application()))
     site = f"http://{HOST}:{server.server_port}"

@@ -17,7 +17,7 @@ from . import servers
 from .processes import DemoFailed, Process
 
 MADE = """\
-Set up in {seconds:.1f} s: a database ({database}), locks ({locks}),
+Done in {seconds:.1f} s: a database ({database}), locks ({locks}),
 messages ({broker}), and a Celery worker with two processes (prefork).
 """
 DONE = "As told: the lock alone let a stale write through, the token kept it out."
@@ -78,6 +78,7 @@ def prepare(stack: contextlib.ExitStack, *, redis: bool, postgres: bool, keep: s
 
 def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
     """Make the tables, start the worker, and tell the story twice."""
+    print("Setting up a database and a Celery worker ...", flush=True)
     began = time.monotonic()
     django.setup()
     # These can be imported only now that Django is set up.
