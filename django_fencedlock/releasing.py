@@ -260,6 +260,7 @@ def _concluded(found: HeldBy, by: str, revoked: Revoked | None, taken: Taken) ->
     is_new = revoked is None or revoked.is_new
     if freed or is_new:
         _tell(found, by, token, freed)
+        _tidy(found)
     return Release(
         found.name,
         found.alias,
@@ -268,6 +269,13 @@ def _concluded(found: HeldBy, by: str, revoked: Revoked | None, taken: Taken) ->
         token,
         before="" if revoked is None or is_new else revoked.note.by,
     )
+
+
+def _tidy(found: HeldBy) -> None:
+    try:
+        Revoking(service(found.alias).config).forget()
+    except BackendUnavailable:
+        logger.debug("Old forced releases weren't deleted", exc_info=True)
 
 
 def _tell(found: HeldBy, by: str, token: int | None, freed: bool) -> None:

@@ -13,6 +13,7 @@ from django.db.migrations.loader import MigrationLoader
 from .. import model_checks
 from ..fences import ledger_for
 from ..fences.ledger import FENCE, HELD
+from ..fences.revoking import FORCED
 from ..findings import Finding, error, note, ok, warning
 from ..lease import clock
 from ..sessions import Sessions
@@ -24,7 +25,12 @@ CLOCKS = 2.0
 CONNECTING = 5.0
 
 APP = "django_fencedlock"
-_NEEDED = {FENCE: ("SELECT", "INSERT", "UPDATE"), HELD: ("SELECT", "INSERT", "UPDATE", "DELETE")}
+_NEEDED = {
+    FENCE: ("SELECT", "INSERT", "UPDATE"),
+    HELD: ("SELECT", "INSERT", "UPDATE", "DELETE"),
+    # Whoever loses a lease looks there why, and whoever renews session locks.
+    FORCED: ("SELECT",),
+}
 
 
 def examine(database: str, limit: float) -> Iterator[Finding]:

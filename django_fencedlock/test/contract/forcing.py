@@ -172,9 +172,12 @@ class ForcedReleaseContract(Contract):
         successor_ends(thread, successor)
 
     def test_twice_is_as_good_as_once(self, name: str) -> None:
+        heard: list[str] = []
         lease = self.take(name)
-        token = self.force(name).token
-        again = self.force(name, owner=lease.owner)
+        with listening(signals.lock_force_released, name, "released", heard):
+            token = self.force(name).token
+            again = self.force(name, owner=lease.owner)
+        assert heard == ["released"]
         assert self.recorded(name) == (token, "")
         expected = Outcome.LEFT_TO_HOLDER if self.left_to_holder else Outcome.NOT_HELD
         assert again.outcome is expected

@@ -1,0 +1,165 @@
+"""Forced releases, as far as they are the same whatever the backend: notes, models, test cases."""
+
+from datetime import timedelta
+
+import pytest
+from django.core.management import call_command
+from django.db import connections
+from django.utils import timezone
+
+from django_fencedlock import LeaseLost, StaleFence, force_release, lock
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.fences import revoking
+from django_fencedlock.models import Fence, ForcedRelease, HeldLock
+from django_fencedlock.releasing import Outcome, held_by
+from tests.models import Invoice
+
+REDIS = "django_fencedlock.backends.redis.RedisBackend"
+real = pytest.mark.django_db(transaction=True)
+
+
+@real
+def test_a_save_is_refused_before_the_holder_notices():
+    invoice = Invoice.objects.create(amount=1)
+    with pytest.raises(LeaseLost), Invoice.fencing.lock(pk=invoice.pk) as lease:
+        invoice = Invoice.objects.get(pk=invoice.pk)
+        invoice.amount = 2
+        force_release(lease.name, by="the boss")
+        assert not lease.lost
+        with pytest.raises(StaleFence, match="the newest token is 2: it was released by force, by"):
+            invoice.save()
+    invoice.refresh_from_db()
+    assert invoice.amount == 1
+    with Invoice.fencing.lock(pk=invoice.pk) as lease:
+        assert lease.token == 3
+        invoice.save()
+
+
+@real
+def test_somebody_has_to_do_it():
+    with lock("x"), pytest.raises(ValueError, match="who releases"):
+        force_release("x", by=" ")
+    with pytest.raises(ValueError, match="empty"):
+        force_release("", by="the boss")
+
+
+@real
+def test_the_first_who_did_it_is_told_of():
+    lease = lock("x").acquire()
+    config = revoking.Revoking(lease._control.config)
+    one = config.revoke("x", lease.owner, "one", fenced=True, seen=lease.token)
+    other = config.revoke("x", lease.owner, "other", fenced=True, seen=lease.token)
+    assert (one.is_new, other.is_new) == (True, False)
+    assert other.note == one.note
+    assert (one.token, other.token) == (2, 2)
+    force_release("x", by="third")
+    with pytest.raises(LeaseLost, match="by one"):
+        lease.renew()
+
+
+@real
+def test_a_holder_whose_grant_is_about_to_be_recorded_is_above_no_fence():
+    """Its token is the lock service's; the fence is behind it, or isn't there yet."""
+    with lock("x") as lease:
+        config = revoking.Revoking(lease._control.config)
+        assert config.revoke("x", "somebody", "me", fenced=True, seen=7).token == 8
+        assert config.revoke("y", "somebody else", "me", fenced=True, seen=7).token == 8
+        assert set(Fence.objects.values_list("name", "token", "owner")) == {
+            ("x", 8, ""),
+            ("y", 8, ""),
+        }
+
+
+@real
+def test_a_newer_grant_is_not_fenced_off():
+    former = lock("x").acquire()
+    former.release()
+    with lock("x") as lease:
+        found = revoking.Revoking(lease._control.config).revoke(
+            "x", former.owner, "me", fenced=True, seen=former.token
+        )
+        assert found.token == lease.token
+        assert Fence.objects.get().owner == lease.owner
+
+
+@real
+def test_old_notes_are_deleted_unless_their_holder_may_come_back():
+    lease = lock("x").acquire()
+    long_ago = timezone.now() - timedelta(days=15)
+    for owner in ("a", lease.owner):
+        ForcedRelease.objects.create(owner=owner, name="x", released_by="me", released_at=long_ago)
+    ForcedRelease.objects.create(owner="b", name="x", released_by="me", released_at=timezone.now())
+    assert revoking.Revoking(lease._control.config).forget() == 1
+    assert set(ForcedRelease.objects.values_list("owner", flat=True)) == {"b", lease.owner}
+    HeldLock.objects.all().delete()
+    lock("y").acquire()
+    force_release("y", by="me")
+    assert not ForcedRelease.objects.filter(owner=lease.owner).exists()
+
+
+@real
+def test_a_lease_that_is_over_is_taken_away_too():
+    lease = lock("x").acquire()
+    lease._control.keeper.forget(lease)
+    HeldLock.objects.update(expires_at=timezone.now() - timedelta(seconds=1))
+    found = held_by("x")
+    assert found is not None
+    assert found.expired
+    assert force_release("x", by="me").outcome is Outcome.FREED
+    with pytest.raises(LeaseLost, match="by me"):
+        lease.renew()
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("fenced", [True, False])
+def test_within_a_test_case(fenced):
+    """On the test's own connection."""
+    lease = lock("x", fenced=fenced).acquire()
+    assert force_release("x", by="me").outcome is Outcome.FREED
+    assert not lease.verify()
+    with pytest.raises(LeaseLost, match="by me"):
+        lease.check()
+    lease.release()
+    assert lock("x").acquire(blocking=False).token == (3 if fenced else 1)
+
+
+@pytest.mark.django_db
+def test_within_a_test_case_on_redis(settings, redis_server):
+    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": redis_server.url}}
+    lease = lock("x").acquire()
+    assert force_release("x", by="me").outcome is Outcome.FREED
+    assert not HeldLock.objects.exists()
+    assert not lease.verify()
+
+
+@real
+def test_an_unfenced_lock_of_redis_needs_no_tables(settings, redis_server, make_alias, tmp_path):
+    entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "empty.sqlite3")}
+    settings.FENCEDLOCK = {
+        "default": {
+            "BACKEND": REDIS,
+            "LOCATION": redis_server.url,
+            "FENCE_DATABASE": (alias := make_alias(entry)),
+        }
+    }
+    call_command("migrate", "django_fencedlock", "zero", database=alias, verbosity=0)
+    lease = lock("x", fenced=False).acquire()
+    assert force_release("x", by="me").outcome is Outcome.FREED
+    assert not lease.verify()
+
+
+@real
+def test_a_database_that_is_away_keeps_a_fenced_lock_from_being_freed(
+    settings, make_redis, monkeypatch
+):
+    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": make_redis().url}}
+    lease = lock("x").acquire()
+
+    def fail(*args):
+        connections["default"].cursor().execute("SELECT nothing")
+
+    monkeypatch.setattr(revoking, "_revoke", fail)
+    with pytest.raises(BackendUnavailable, match="forced release"):
+        force_release("x", by="me")
+    assert lease.verify()
+    lease.release()
