@@ -8,6 +8,7 @@ whether he has noticed or not. Then the lock is freed, and whoever waits for it 
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,6 +19,7 @@ from .backends.base import HoldingSession, Taken, is_table_missing
 from .exceptions import BackendUnavailable, ReleaseBlocked
 from .fences import Row, ledger_for
 from .fences.revoking import Revoked, Revoking
+from .lease import clock
 from .owners import Holder
 from .services import Service, service
 from .sessions import Sessions, sessions
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds for finding out who keeps a fence locked.
 BRIEFLY = 2.0
+#: Seconds within which a session that got a lock has recorded it, if it is fenced.
+RECORDED = 0.4
 
 
 class Outcome(StrEnum):
@@ -111,6 +115,16 @@ def held_by(name: str, backend: str = conf.DEFAULT_ALIAS) -> HeldBy | None:
 
     Also of a holder whose lease is over: he may be paused, and come back.
     """
+    until = clock() + RECORDED
+    found = _held_by(name, backend)
+    while found is not None and not found.holder.owner and clock() < until:
+        # A session that has just got the lock, and is about to record it.
+        time.sleep(0.02)
+        found = _held_by(name, backend)
+    return found
+
+
+def _held_by(name: str, backend: str) -> HeldBy | None:
     asked = service(backend)
     row = _row(asked, name)
     now = asked.backend.holder(name)
