@@ -38,6 +38,8 @@ REST = 60.0
 TIMEOUT, AT_EXIT = 5.0, 2.0
 #: Seconds to wait for SQLite's file: whoever has it does something that matters more.
 BRIEFLY = 0.25
+#: Seconds that a fork waits for the end of a writing, at most.
+PATIENCE = 0.2
 #: So many pages are kept for another try, after somebody else had a row locked.
 AGAIN = 5
 
@@ -84,6 +86,19 @@ class Scribe:
         self._rests_until: dict[str, float] = {}
         self._left_out = 0
         self._told_at = clock()
+        self._forks: int | None = None
+
+    def before_fork(self) -> None:
+        """Have nothing open that a child would inherit: SQLite's locks don't bear that."""
+        if self._writing.acquire(timeout=PATIENCE):
+            self._forks = threading.get_ident()
+            self.close()
+
+    def after_fork(self) -> None:
+        """Go on, in the parent."""
+        if self._forks == threading.get_ident():
+            self._forks = None
+            self._writing.release()
 
     def forget_after_fork(self) -> None:
         """Keep nothing of the parent's, which writes it; the thread stayed there."""
@@ -214,5 +229,9 @@ def _write(page: Page, private: BaseDatabaseWrapper) -> None:
 
 scribe = Scribe()
 
-os.register_at_fork(after_in_child=scribe.forget_after_fork)
+os.register_at_fork(
+    before=scribe.before_fork,
+    after_in_parent=scribe.after_fork,
+    after_in_child=scribe.forget_after_fork,
+)
 atexit.register(scribe.finish)

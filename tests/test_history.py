@@ -325,6 +325,28 @@ class TestProcess:
         )
         assert found == [("granted", "x", 1), ("lost", "x", 1)]
 
+    def test_a_child_inherits_no_connection(self, run):
+        found, _ = run(
+            "from django_fencedlock.sessions import Sessions\n"
+            "class Seen(Sessions):\n"
+            "    def _take_back(self, connection, keep):\n"
+            "        kept.append(connection)\n"
+            "        super()._take_back(connection, keep)\n"
+            "kept = []\n"
+            "scribe.Sessions = Seen\n"
+            "lease = lock('x').acquire()\n"
+            "service('default').lose(lease, 'for a test')\n"
+            "until(lambda: scribe.scribe._sessions and scribe.scribe._sessions['default']._idle)\n"
+            "assert kept[-1].connection\n"
+            "child = os.fork()\n"
+            "if not child:\n"
+            "    os._exit(kept[-1].connection is not None)\n"
+            "assert os.waitpid(child, 0)[1] == 0\n"
+            "service('default').lose(lock('y').acquire(), 'for a test')\n"
+            "until(lambda: all(book.is_empty() for book in scribe.scribe.books))\n"
+        )
+        assert len(found) == 4
+
     def test_a_child_writes_its_own_and_not_its_parents(self, run):
         found, _ = run(
             "lease = lock('x').acquire()\n"
