@@ -47,6 +47,16 @@ def empty(lab: Lab) -> None:
     lab.sleep(0.5, 1.5)
 
 
+def fill_memory(lab: Lab) -> None:
+    """Leave Redis no memory: it drops keys, or refuses to write."""
+    policy = lab.random.choice(["allkeys-lru", "noeviction"])
+    lab.await_holder()
+    lab.note(f"fill memory, {policy}")
+    with lab.site.redis.configured(maxmemory="1", maxmemory_policy=policy):
+        lab.sleep(0.7, 2)
+    lab.sleep(0.5, 1)
+
+
 def restart_redis(lab: Lab) -> None:
     """Kill Redis and start it again, without its memory."""
     with _while_holding(lab):
@@ -237,6 +247,7 @@ def bury_half_open(lab: Lab) -> None:
 SERVER_FAULTS = (
     Fault("empty", empty, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
     Fault("empty-open", empty, ON_REDIS, {"strikes": 4}, forgets=True, ways=OPEN),
+    Fault("full-memory", fill_memory, ON_REDIS, UNANSWERED | {"takeovers": 1}, forgets=True),
     Fault("restart-redis", restart_redis, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
     Fault("fail-over", fail_over, ON_REDIS, TAKEN, forgets=True, far="all"),
     Fault(

@@ -68,6 +68,7 @@ def plan(fault: str, directory: Path, fenced: bool) -> Plan:
         ("postgres", "pause"),
         ("redis", "fail-over"),
         ("rows", "lose-replies"),
+        ("redis", "celery-pause"),
     ],
 )
 def test_nothing_stale_gets_through(do_run, site, fault):
