@@ -68,6 +68,13 @@ silent = make("silent", ignore_result=True)
 patient = make("patient", autoretry_for=(ValueError,))
 
 
+@app.task(name="redelivery.plain", shared=False)
+def plain():
+    """
+    Do nothing, under no lock.
+    """
+
+
 @pytest.fixture(autouse=True)
 def clean():
     before = current_app._get_current_object()
@@ -474,6 +481,13 @@ class TestWhatIsRecorded:
         assert deliver(late, 1, **told).state == "IGNORED"
         assert deliver(late, 1, **told, retries=1).result == 1
         assert deliver(late_raise, 1, **told).result == 1
+
+    def test_a_message_is_named_whichever_app_is_the_current_one(self, celery_app):
+        celery_app.set_current()
+        with sending() as sent:
+            late.delay(1)
+            plain.delay()
+        assert [DELIVERY in message.headers for message in sent] == [True, False]
 
     @pytest.mark.parametrize("given", ["", 5, "x" * 37, None])
     def test_a_strange_nonce_is_none(self, given):

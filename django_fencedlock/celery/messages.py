@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from celery import Signature, current_app
+from celery import Signature, _state, current_app
 from celery.signals import before_task_publish
 
 from .tasks import single_of
@@ -62,10 +63,22 @@ def number(request: Any, header: str) -> int:
 
 
 def _name_delivery(sender: str = "", headers: Any = None, **kwargs: Any) -> None:
-    task = current_app.tasks.get(sender)
-    if task is not None and single_of(task) is not None and headers is not None:
+    if headers is not None and _is_single(sender):
         # Anew for each message: a retry carries the headers of the one before.
         headers[DELIVERY] = _copied.get() or uuid.uuid4().hex
+
+
+def _is_single(name: str) -> bool:
+    """Whether a task of that name, of any app, is under `single_instance`."""
+    # Nobody says which app publishes. Most processes have one.
+    task = current_app.tasks.get(name) or next(_found_elsewhere(name), None)
+    return task is not None and single_of(task) is not None
+
+
+def _found_elsewhere(name: str) -> Iterator[Any]:
+    state: Any = _state
+    # Not by `app.tasks`, which would have each app make all of its tasks.
+    return (app._tasks[name] for app in state._get_active_apps() if name in app._tasks)
 
 
 before_task_publish.connect(_name_delivery, dispatch_uid="django_fencedlock.celery.messages")
