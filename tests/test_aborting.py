@@ -40,7 +40,7 @@ LONG = 20.0
 def handler_of_ours():
     yield
     # A strike may still be on its way, and would end the process without a handler.
-    signal.signal(conf.abort_signal(), strikes._on_signal)
+    signal.signal(conf.abort_signal(), strikes.on_signal)
 
 
 @pytest.fixture(params=["main thread", "other thread"])
@@ -224,8 +224,8 @@ def test_the_loss_of_both_ends_both(place):
         went_on.append(True)
 
     def lose_both():
-        begun.set()
         try:
+            begun.set()
             loop()
         finally:
             # Noted only: whatever was thrown for it was swallowed.

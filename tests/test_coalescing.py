@@ -1,5 +1,6 @@
 """One runs, and any number of triggers become one further run."""
 
+import functools
 import logging
 import threading
 import uuid
@@ -44,7 +45,18 @@ def make(name, **options):
     return made(single_instance(NAME, on_conflict="coalesce")(body))
 
 
+def convert(function):
+    @functools.wraps(function)
+    def convert_and_call(self, value):
+        return function(self, f"{value}!")
+
+    return convert_and_call
+
+
 rebuild = make("rebuild")
+converted = app.task(
+    bind=True, shared=False, name="coalescing.converted", autoretry_for=(ZeroDivisionError,)
+)(convert(single_instance(NAME, on_conflict="coalesce")(body)))
 other = make("other")
 late = make("late", acks_late=True)
 pickled = make("pickled", serializer="pickle")
@@ -255,6 +267,19 @@ class TestTasks:
                 within.pop()()
             assert deliver_sent(sent[0]).result == 3
         assert ran == [1, 3]
+
+    def test_they_are_converted_as_those_of_a_message(self):
+        """
+        What stands between Celery and the function sees them, too, as with ``pydantic=True``.
+        """
+        meanwhile(coalesced(converted, 2))
+        with sending() as sent:
+            assert deliver(converted, 1).result == "1!"
+            with lock(NAME):
+                meanwhile(coalesced(converted, 3))
+                within.pop()()
+            assert deliver_sent(sent[0]).result == "3!"
+        assert ran == ["1!", "3!"]
 
     def test_the_message_that_serves_goes_where_the_trigger_went_and_out_of_its_chain(self):
         headers = {"tenant": "a", DELIVERY: "n", NUMBER: 9, "x-death": [], "odd": {1}}

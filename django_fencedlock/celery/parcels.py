@@ -72,6 +72,7 @@ def put_on(run: Run, given: Arguments) -> None:
     args, kwargs = given
     run.args = (*run.args[: _bound(run)], *args)
     run.kwargs = kwargs
+    run.is_raw = True
 
 
 def send(task: AnyTask, duty: Open, **more: Any) -> None:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: The runs of this context, the innermost last.
 _running: ContextVar[tuple[Run, ...]] = ContextVar("fencedlock_runs", default=())
+#: The run whose new arguments are on their way through what stands above its function.
+_converting: ContextVar[Run | None] = ContextVar("fencedlock_converting", default=None)
 
 
 class Run:
@@ -41,6 +43,8 @@ class Run:
         self.name = single.name(task, rest, kwargs)
         self.args = args
         self.kwargs = kwargs
+        #: They are another message's, and nothing has converted them as it did with one's own.
+        self.is_raw = False
         self.service: Service = service(self.policy.backend)
         self.who = whoami()
         with self.announced():
@@ -123,7 +127,20 @@ class Run:
     def call(self) -> Any:
         """Run the body."""
         with self.shield.lifted():
+            if self.is_raw:
+                return self._convert_and_call()
             return self.single.function(*self.args, **self.kwargs)
+
+    def _convert_and_call(self) -> Any:
+        """Go through what stands between Celery and the function, as with ``pydantic=True``."""
+        mark = _converting.set(self)
+        try:
+            # Not through autoretry_for, which this call is within.
+            above = getattr(self.task, "_orig_run", self.task.run)
+            has_task = bool(self.args) and self.args[0] is self.task
+            return above(*self.args[has_task:], **self.kwargs)
+        finally:
+            _converting.reset(mark)
 
     def give_back(self, lease: Lease) -> None:
         try:
@@ -166,6 +183,16 @@ class Run:
             yield
         finally:
             _running.reset(mark)
+
+
+def is_converted(single: Single) -> bool:
+    """Whether a call of the task comes from a run of it, with arguments that it can use."""
+    run = _converting.get()
+    if run is None or run.single is not single:
+        return False
+    # Another call, within the body, is a run of its own.
+    _converting.set(None)
+    return True
 
 
 def _request_of(task: Any) -> Any:

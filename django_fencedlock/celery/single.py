@@ -23,7 +23,7 @@ from .policy import (
     Redelivery,
     policy,
 )
-from .runs import Run
+from .runs import Run, is_converted
 from .tasks import Single, mark, single_of
 
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ def _decorate(
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if is_converted(single):
+            return function(*args, **kwargs)
         return perform(Run(single, args, kwargs))
 
     # Celery checks arguments by it at .delay(), and doesn't look through __wrapped__.

@@ -153,7 +153,7 @@ class _BySignal(Cell):
 
     def strike(self) -> None:
         # Without its handler the signal would end the process.
-        if signal.getsignal(self._number) is _on_signal:
+        if signal.getsignal(self._number) is on_signal:
             signal.pthread_kill(self._place[0], self._number)
 
 
@@ -161,8 +161,8 @@ def _install() -> int:
     number = conf.abort_signal()
     found = signal.getsignal(number)
     if found is signal.SIG_DFL:
-        signal.signal(number, _on_signal)
-    elif found is not _on_signal:
+        signal.signal(number, on_signal)
+    elif found is not on_signal:
         raise SettingsError(
             f'on_lost="abort" interrupts a body by signal {number}, which already has the handler '
             f"{found!r} in this process. Set FENCEDLOCK_ABORT_SIGNAL to one that nobody uses."
@@ -170,7 +170,8 @@ def _install() -> int:
     return number
 
 
-def _on_signal(number: int, frame: FrameType | None) -> None:
+def on_signal(number: int, frame: FrameType | None) -> None:
+    """The handler of our signal: raise `Abort` if a run of this very place is meant."""
     # It may come late: two signals at once are handled one after the other.
     innermost = _innermost.get(_place())
     cell = innermost and innermost.innermost_lost()

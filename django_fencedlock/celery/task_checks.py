@@ -251,7 +251,7 @@ def _taken_signal(case: _Case) -> Iterator[Problem]:
     except SettingsError:
         return
     found = signal.getsignal(number)
-    if found not in (signal.SIG_DFL, strikes._on_signal):
+    if found not in (signal.SIG_DFL, strikes.on_signal):
         yield Problem(
             "W038",
             f'on_lost="abort" interrupts a body by signal {int(number)}, which has the handler '
