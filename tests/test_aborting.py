@@ -372,11 +372,12 @@ def test_max_hold_ends_a_body_that_hangs():
 @pytest.mark.django_db(transaction=True)
 def test_a_lock_of_the_body_whose_block_was_struck_is_given_back(place):
     """It would be renewed as long as the worker lives."""
+    begun = threading.Event()
 
     def work():
         lease = a_lease()
         with lock("outside") as outside:
-            with lost_soon(lease), pytest.raises(LeaseLost):
+            with lost_soon(lease, begun=begun), pytest.raises(LeaseLost):
                 aborting.run(lease, body)
             assert outside.verify()
         assert lock("inside").holder() is None
@@ -385,6 +386,7 @@ def test_a_lock_of_the_body_whose_block_was_struck_is_given_back(place):
         # Struck between the grant and the block that would give it back.
         lock("inside").acquire()
         lock("inside").acquire()
+        begun.set()
         loop()
 
     place(work)
