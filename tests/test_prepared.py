@@ -1,0 +1,153 @@
+"""Statements that a private connection prepares, and those that lead through a pooler."""
+
+import contextlib
+
+import pytest
+from django.db import connections
+
+from django_fencedlock import prepared, sessions
+from django_fencedlock.fences import Entry, HeldBy, ledger_for
+from django_fencedlock.owners import new_owner
+from django_fencedlock.sessions import Sessions
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+
+#: More often than it takes until a statement is prepared.
+OFTEN = prepared.AFTER + 3
+
+
+@pytest.fixture(autouse=True)
+def keep_connections(monkeypatch):
+    monkeypatch.setattr(sessions, "under_test", lambda: False)
+
+
+@pytest.fixture
+def pool():
+    with pool_of("postgres") as pool:
+        yield pool
+
+
+@contextlib.contextmanager
+def pool_of(alias):
+    pool = Sessions(alias, timeout=5)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def entry(**options):
+    return Entry(
+        name="x",
+        alias="default",
+        backend="database",
+        owner=new_owner(),
+        ttl=30.0,
+        **options,
+    )
+
+
+def claim(connection):
+    """Take the lock and give it back; returns the token."""
+    ledger = ledger_for(connection)
+    wish = entry()
+    taken, token = ledger.claim(connection, wish)
+    assert taken
+    assert ledger.clear(connection, [HeldBy("x", wish.owner.id)]) == 1
+    return token
+
+
+def prepared_in(connection):
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT statement FROM pg_prepared_statements")
+        return " ".join(statement for (statement,) in cursor.fetchall())
+
+
+class TestOfAConnectionThatIsKept:
+    def test_statements_are_prepared(self, pool):
+        assert [pool.run(claim) for _ in range(OFTEN)] == [*range(1, OFTEN + 1)]
+        known = pool.run(prepared_in)
+        assert "INSERT INTO django_fencedlock_fence" in known
+        assert "DELETE FROM django_fencedlock_heldlock" in known
+
+    def test_every_act_does_what_it_does_unprepared(self, pool):
+        pool.run(prepared_in)
+
+        def acts(connection):
+            ledger = ledger_for(connection)
+            token = (ledger.newest(connection, "x") or (0, ""))[0] + 1
+            wish = entry()
+            held = HeldBy("x", wish.owner.id)
+            assert ledger.record(connection, wish, token)
+            assert not ledger.record(connection, wish, token)
+            assert ledger.newest(connection, "x") == (token, wish.owner.id)
+            other = entry()
+            assert not ledger.enter(connection, other)
+            assert ledger.claim(connection, other) == (False, None)
+            assert ledger.look(connection, "x").owner == wish.owner.id
+            assert ledger.clear(connection, [HeldBy("x", other.owner.id)]) == 0
+            assert ledger.clear(connection, [held, HeldBy("y", other.owner.id)]) == 1
+            assert ledger.claim(connection, entry(fenced=False)) == (True, None)
+            assert ledger.look(connection, "x").live
+            with connection.cursor() as cursor:
+                cursor.execute("DELETE FROM django_fencedlock_heldlock")
+
+        for _ in range(OFTEN):
+            pool.run(acts)
+
+    def test_a_live_name_of_another_alias_is_not_recorded(self, pool):
+        def refused(connection):
+            ledger = ledger_for(connection)
+            ledger.claim(connection, entry())
+            other = Entry(name="x", alias="other", backend="redis", owner=new_owner(), ttl=30.0)
+            return ledger.record(connection, other, 10**6)
+
+        assert [pool.run(refused) for _ in range(OFTEN)] == [False] * OFTEN
+
+    def test_its_errors_are_djangos(self, pool):
+        def fail(connection):
+            with prepared.cursor(connection) as cursor:
+                cursor.execute("SELECT 1/0")
+
+        pool.run(prepared_in)
+        with pytest.raises(Exception, match="division by zero") as caught:
+            pool.run(fail)
+        assert caught.type.__module__ == "django.db.utils"
+
+
+def test_a_connection_that_is_used_once_asks_nothing_more(pool, postgres):
+    pool.run(lambda connection: connection.ensure_connection())
+    pool.close()
+    with postgres.statements() as seen:
+        pool.run(claim)
+    assert sum("pg_backend_pid" in statement for statement in seen) == 0
+
+
+class TestThroughAPooler:
+    @pytest.fixture
+    def route(self, make_postgres, make_pgbouncer, make_alias):
+        """
+        Two sessions of a server, which change from one transaction to the next.
+        """
+        server = make_postgres()
+        make_alias(server.django())
+        bouncer = make_pgbouncer(server, pool_mode="transaction", pool_size=2)
+        entry = {**server.django(), "HOST": bouncer.host, "PORT": str(bouncer.port)}
+        return make_alias(entry)
+
+    def test_nothing_is_prepared(self, route):
+        with pool_of(route) as pool:
+            assert [pool.run(claim) for _ in range(OFTEN)] == [*range(1, OFTEN + 1)]
+            assert "django_fencedlock" not in pool.run(prepared_in)
+
+    def test_a_pooler_that_passes_for_the_server_does_no_harm(self, route, monkeypatch):
+        monkeypatch.setattr(prepared, "_is_direct", lambda raw: True)
+        with pool_of(route) as pool, contextlib.closing(connections[route].copy()) as other:
+            for _ in range(OFTEN):
+                pool.run(claim)
+            assert "django_fencedlock" in pool.run(prepared_in)
+            other.set_autocommit(False)
+            with other.cursor() as cursor:
+                # It keeps the session where the statements are known.
+                cursor.execute("SELECT 1")
+                assert [pool.run(claim) for _ in range(3)] == [OFTEN + 1, OFTEN + 2, OFTEN + 3]
