@@ -1,15 +1,17 @@
 """
-Statements that a Postgres server plans once, and not anew each time.
+Statements that are executed again and again on private connections, and prepared once.
 
-Planning takes most of a grant's time. Django gives the server the text of each statement anew, for
-the sake of poolers, where the next one may meet another session. A private connection that leads
-straight to the server needn't care.
+Planning takes most of a grant's time on Postgres. Django gives the server the text of each
+statement anew, for the sake of poolers, where the next one may meet another session. A private
+connection that leads straight to the server needn't care. On SQLite most of the time goes into
+Django's own preparations for each statement.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from django.db import Error
@@ -25,9 +27,10 @@ _ANOTHER_SESSION = ("26000", "42P05")
 
 def allow(connection: BaseDatabaseWrapper) -> None:
     """Have a private connection's statements prepared, if it is seen to be direct."""
-    if connection.vendor == "postgresql" and not hasattr(connection, _CURSOR):
+    make = _CURSORS.get(connection.vendor)
+    if make and not hasattr(connection, _CURSOR):
         with connection.wrap_database_errors:
-            setattr(connection, _CURSOR, _cursor_of(connection.connection))
+            setattr(connection, _CURSOR, make(connection.connection))
 
 
 @contextlib.contextmanager
@@ -49,7 +52,7 @@ def met_another_session(connection: BaseDatabaseWrapper, error: Error) -> bool:
     return prepares and getattr(error.__cause__, "sqlstate", None) in _ANOTHER_SESSION
 
 
-def _cursor_of(raw: Any) -> Any:
+def _on_postgres(raw: Any) -> Any:
     """A cursor that prepares; None if this isn't psycopg 3, or the connection isn't direct."""
     if not hasattr(raw, "prepare_threshold") or not _is_direct(raw):
         return None
@@ -63,3 +66,35 @@ def _is_direct(raw: Any) -> bool:
     # A pooler tells its clients a number of its own.
     (pid,) = raw.execute("SELECT pg_backend_pid()").fetchone()
     return bool(pid == raw.info.backend_pid)
+
+
+class _OnSQLite:
+    """A cursor of the driver's own, whose statements may name parameters as other drivers want."""
+
+    def __init__(self, raw: Any) -> None:
+        self._cursor = raw.cursor()
+        self.fetchone = self._cursor.fetchone
+        self.fetchall = self._cursor.fetchall
+
+    def execute(self, statement: str, given: Mapping[str, Any] | None = None) -> None:
+        if given is None:
+            self._cursor.execute(statement)
+        else:
+            self._cursor.execute(_in_sqlites_words(statement), given)
+
+    @property
+    def rowcount(self) -> int:
+        return int(self._cursor.rowcount)
+
+
+class _Names:
+    def __getitem__(self, name: str) -> str:
+        return f":{name}"
+
+
+@lru_cache(maxsize=200)
+def _in_sqlites_words(statement: str) -> str:
+    return statement % _Names()
+
+
+_CURSORS: dict[str, Callable[[Any], Any]] = {"postgresql": _on_postgres, "sqlite": _OnSQLite}

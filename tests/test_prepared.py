@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from django.db import connections
+from django.db import OperationalError, connections
 
 from django_fencedlock import prepared, sessions
 from django_fencedlock.fences import Entry, HeldBy, ledger_for
@@ -151,3 +151,45 @@ class TestThroughAPooler:
                 # It keeps the session where the statements are known.
                 cursor.execute("SELECT 1")
                 assert [pool.run(claim) for _ in range(3)] == [OFTEN + 1, OFTEN + 2, OFTEN + 3]
+
+
+class TestOnSQLite:
+    @pytest.fixture
+    def pool(self):
+        with pool_of("default") as pool:
+            pool.run(lambda connection: connection.ensure_connection())
+            yield pool
+
+    def test_a_kept_connection_does_without_djangos_preparations(self, pool):
+        assert [pool.run(claim) for _ in range(3)] == [1, 2, 3]
+
+        def statements(connection):
+            seen = []
+
+            def note(execute, *rest):
+                seen.append(rest)
+                return execute(*rest)
+
+            with connection.execute_wrapper(note):
+                claim(connection)
+            return len(seen)
+
+        assert pool.run(statements) == 0
+
+    def test_it_waits_for_the_file_as_long_as_it_is_told(self, pool):
+        def patience(connection):
+            with connection.cursor() as cursor:
+                cursor.execute("PRAGMA busy_timeout")
+                return cursor.fetchone()[0]
+
+        for seconds in (0.25, 2, 0.25):
+            pool.run(lambda found, told=seconds: ledger_for(found).patience(found, told))
+            assert pool.run(patience) == seconds * 1000
+
+    def test_its_errors_are_djangos(self, pool):
+        def fail(connection):
+            with ledger_for(connection).transaction(connection) as cursor:
+                cursor.execute("SELECT %(number)s FROM nowhere", {"number": 1})
+
+        with pytest.raises(OperationalError, match="no such table"):
+            pool.run(fail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -203,7 +204,7 @@ class Ledger(ABC):
     @contextlib.contextmanager
     def transaction(self, connection: BaseDatabaseWrapper) -> Iterator[Any]:
         """A transaction of our own, or a part of the caller's if he lent his connection."""
-        with connection.cursor() as cursor:
+        with self.cursor(connection) as cursor:
             if connection.in_atomic_block:
                 yield cursor
                 return
@@ -218,6 +219,10 @@ class Ledger(ABC):
 
     #: How a transaction of our own begins.
     begin = "BEGIN"
+
+    def cursor(self, connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
+        """The cursor for a transaction's statements, which name their parameters."""
+        return connection.cursor()
 
     def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
         """Set how long statements wait for a file that is locked, where files are."""
@@ -274,12 +279,16 @@ class Ledger(ABC):
     def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
         """Delete rows by their owners; returns how many there were."""
         with connection.cursor() as cursor:
-            cleared = 0
-            for names, owners, given in batches(leases):
-                cursor.execute(
-                    f"DELETE FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})", given
-                )
-                cleared += cursor.rowcount
+            return self.clear_by(cursor, leases)
+
+    def clear_by(self, cursor: Any, leases: Sequence[Held]) -> int:
+        """See clear()."""
+        cleared = 0
+        for names, owners, given in batches(leases):
+            cursor.execute(
+                f"DELETE FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})", given
+            )
+            cleared += cursor.rowcount
         return cleared
 
     def missing(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,8 +11,12 @@ from django.conf import settings
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .ledger import FENCE, Entry
+from .. import prepared
+from .ledger import FENCE, Entry, Held
 from .portable import PortableLedger
+
+#: The attribute of a connection that remembers its patience.
+_PATIENCE = "_fencedlock_patience"
 
 
 class SQLiteLedger(PortableLedger):
@@ -33,8 +39,18 @@ class SQLiteLedger(PortableLedger):
         return {"now": adapt(now), "expiry": adapt(now + timedelta(seconds=ttl))}
 
     def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
-        with connection.cursor() as cursor:
-            cursor.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
+        # It stays with the connection.
+        if getattr(connection, _PATIENCE, None) != seconds:
+            with prepared.cursor(connection) as cursor:
+                cursor.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
+            setattr(connection, _PATIENCE, seconds)
+
+    def cursor(self, connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
+        return prepared.cursor(connection)
+
+    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
+        with self.cursor(connection) as cursor:
+            return self.clear_by(cursor, leases)
 
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
         with self.transaction(connection) as cursor:
