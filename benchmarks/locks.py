@@ -36,7 +36,8 @@ def main() -> None:
         redis = stack.enter_context(closing(Redis.launch(finding.redis())))
         postgres = stack.enter_context(closing(Postgres.launch(finding.postgres())))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        _configure(redis, postgres, folder)
+        configure(redis, postgres, folder)
+        stack.callback(give_back_all)
         servers = [redis.process.pid, postgres.process.pid]
         print(f"load {os.getloadavg()[0]:.1f}, {options.rounds} rounds of {options.times}")
         for title, group in _groups(redis, postgres):
@@ -52,7 +53,8 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _configure(redis: Redis, postgres: Postgres, folder: Path) -> None:
+def configure(redis: Redis, postgres: Postgres, folder: Path, **options: object) -> None:
+    """Have an alias for each backend; `options` are the postgres backend's."""
     import django
     from django.conf import settings
     from django.core.management import call_command
@@ -74,7 +76,7 @@ def _configure(redis: Redis, postgres: Postgres, folder: Path) -> None:
         FENCEDLOCK={
             "default": {},
             "sqlite": {"FENCE_DATABASE": "sqlite"},
-            "postgres": {"BACKEND": f"{backends}.postgres.PostgresBackend"},
+            "postgres": {"BACKEND": f"{backends}.postgres.PostgresBackend", "OPTIONS": options},
             "redis": {"BACKEND": f"{backends}.redis.RedisBackend", "LOCATION": redis.url},
         },
         USE_TZ=True,
@@ -82,6 +84,15 @@ def _configure(redis: Redis, postgres: Postgres, folder: Path) -> None:
     django.setup()
     for alias in ("default", "sqlite"):
         call_command("migrate", database=alias, verbosity=0)
+
+
+def give_back_all() -> None:
+    """Leave nothing to be done when the servers are gone."""
+    from django_fencedlock import conf
+    from django_fencedlock.services import service
+
+    for alias in conf.aliases():
+        service(alias).drop_all()
 
 
 def _groups(redis: Redis, postgres: Postgres) -> Iterator[tuple[str, Group]]:

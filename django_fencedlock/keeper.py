@@ -80,12 +80,13 @@ class Keeper:
         with self._lock:
             self._due.pop(lease, None)
             done = self._batch_done if lease in self._batch else None
+            tidy_at = None
             if self._tidy_at is None:
-                self._tidy_at = self._clock() + TIDY_AFTER
-            tidy_at = self._tidy_at
+                self._tidy_at = tidy_at = self._clock() + TIDY_AFTER
         if done is not None:
             done.wait()
-        self._rouse(tidy_at)
+        if tidy_at is not None:
+            self._rouse(tidy_at)
 
     def forget(self, lease: Lease) -> None:
         """Renew a lost lease no more. Called from the keeper's own thread as well."""

