@@ -333,6 +333,7 @@ def test_the_reading_is_of_what_matters_most():
     ]
     assert latest(events)["text"] == "refused"
     assert latest(events[:2])["text"] == "wakes"
+    assert latest([*events, {"seq": 5, "at": 5.3, "kind": "cut", "text": "cut"}])["text"] == "cut"
     assert latest([]) is None
 
 

@@ -22,6 +22,8 @@ class Seen:
     name: str
     #: off, starting, idle, asking, waiting, holding
     state: str = "off"
+    #: Its process had begun, and is gone.
+    ended: bool = False
     #: Does something, and hasn't said yet what came of it.
     busy: bool = False
     token: int | None = None
@@ -269,7 +271,7 @@ class Mirror:
         client = self.clients[name]
         text = readings.killed(client)
         token = client.token
-        self.clients[name] = Seen(name)
+        self.clients[name] = Seen(name, ended=True)
         return [{"at": at, "who": name, "kind": "ended", "text": text, "token": token}]
 
     def paused(self, name: str, at: float) -> list[Event]:

@@ -8,10 +8,14 @@ from dataclasses import asdict, dataclass
 from .backends import BACKENDS
 from .scenarios import SCENARIOS
 
+#: What each is called, and what it means for a write.
 FENCINGS = {
-    "serialised": "Serialised",
-    "high_water": "High water",
-    "off": "Off",
+    "serialised": ("Serialised", "a write is accepted under the newest grant alone."),
+    "high_water": (
+        "High water",
+        "a write is accepted unless the row was written under a higher token before.",
+    ),
+    "off": ("Off", "a write is accepted, whatever its token."),
 }
 TTLS = (2, 3, 5, 10)
 
@@ -54,7 +58,7 @@ class Plan:
         if missing := backend.missing():
             return missing
         if scenario.needs_network and not backend.has_network:
-            return backend.why_no_network
+            return f"{backend.why_no_network} Choose another lock service."
         if scenario.needs_emptying and not backend.can_be_emptied:
             return f"This scenario has the lock service forget everything; {backend.label} doesn't."
         return ""

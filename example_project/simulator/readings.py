@@ -15,8 +15,9 @@ EMPTIED = (
 
 #: What counts when several things happen at once.
 _WEIGHTS = {"verdict": 9, "error": 5, "refused": 4, "acquired": 3, "success": 2, "warning": 1}
-#: Seconds within which things happen at once.
+#: Seconds within which things happen at once, and what somebody does, with which it starts anew.
 AT_ONCE = 0.5
+_DONE_BY_HAND = ("paused", "woke", "cut", "mended", "emptied")
 
 
 def latest(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -25,6 +26,9 @@ def latest(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     if not told:
         return None
     together = [event for event in told if event["at"] > told[-1]["at"] - AT_ONCE]
+    by_hand = [event["seq"] for event in together if event["kind"] in _DONE_BY_HAND]
+    if by_hand:
+        together = [event for event in together if event["seq"] >= by_hand[-1]]
     return max(together, key=lambda event: (_weight(event), event["seq"]))
 
 

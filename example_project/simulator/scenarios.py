@@ -166,7 +166,9 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "killed": Scenario(
         "A is killed",
-        "A dead holder gives nothing back. B waits until the lock service has noticed.",
+        "A dead holder gives nothing back. Whoever waits on the same machine sees that the holder's "
+        "process is gone; from elsewhere B would have to wait for the end of the lease. A session "
+        "of PostgreSQL ends with its process.",
         (
             _takes("A"),
             _writes("A"),

@@ -66,7 +66,7 @@ def _client(client: Seen, simulation: Simulation, pid: int | None) -> dict[str, 
 
 def _words(client: Seen) -> str:
     words = {
-        "off": "not started",
+        "off": "has ended" if client.ended else "not started",
         "starting": "starts",
         "idle": "has no lock",
         "asking": "asks for the lock",

@@ -80,6 +80,7 @@ def page(request: HttpRequest) -> HttpResponse:
             "names": NAMES,
             "admin_url": _admin_url(),
             "start": {
+                "fencings": FENCINGS,
                 "urls": {name: reverse(f"simulator:{name}") for name in _URLS},
                 "defaults": {
                     key: {"backend": each.backend, "fencing": each.fencing, "about": each.about}

@@ -12,6 +12,7 @@ const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 const BEGINNING = "Press Play, or Step for one step at a time, and see what happens.";
 const BY_HAND = "Have a client acquire the lock, and see what happens.";
+const IMPOSSIBLE = "This can't be played here. Choose another lock service, or another scenario.";
 const SILENCE = "The server doesn't answer. Is it still running?";
 
 const MOST = 2000; // events that are kept
@@ -107,7 +108,8 @@ function show(told) {
   events.push(...fresh);
   if (events.length > MOST) events.splice(0, events.length - MOST);
   const reading = one("#reading");
-  const words = told.reading?.text ?? (told.script.steps.length ? BEGINNING : BY_HAND);
+  const beginning = told.obstacle ? IMPOSSIBLE : told.script.steps.length ? BEGINNING : BY_HAND;
+  const words = told.reading?.text ?? beginning;
   if (reading.textContent !== words) reading.textContent = words;
   reading.dataset.tone = told.reading?.tone ?? "";
   showScore(told.score);
@@ -140,7 +142,7 @@ function showScript({ script, obstacle, trouble }) {
   if (!steps) next.textContent = "No script. Use the buttons of the clients.";
   else if (script.finished) next.textContent = "The scenario is over.";
   else next.textContent = `${script.doing ? "Now" : "Next"}, ${script.done + 1} of ${steps}: ${script.steps[script.done]}.`;
-  one("#play").hidden = one("#step").hidden = !steps;
+  one("#play").hidden = one("#step").hidden = one("#script").hidden = !steps;
   const list = one("#steps");
   if (list.dataset.run !== String(run)) {
     list.dataset.run = run;
@@ -268,6 +270,9 @@ function showAddress() {
 
 function showAbout() {
   one("#about").textContent = start.defaults[form.elements.scenario.value].about;
+  const [label, means] = start.fencings[form.elements.fencing.value];
+  one("#fencing-label").textContent = label === "Off" ? "No fencing" : `${label} fencing`;
+  one("#fencing-means").textContent = means;
 }
 
 addEventListener("pagehide", () => {

@@ -107,7 +107,7 @@ export class Timeline {
       for (const bar of found.pauses) this.#pause(bar);
       for (const bar of found.waits) this.#wait(bar);
       for (const bar of found.leases) this.#lease(bar, found.marks);
-      for (const bar of found.cuts) this.#cut(bar);
+      for (const bar of found.cuts) this.#cut(bar, found.pauses);
       this.#values(found.values);
       for (const mark of found.marks) this.#mark(mark);
       this.#line("now", this.x(now), TOP - 4, this.x(now), HEIGHT);
@@ -168,11 +168,15 @@ export class Timeline {
     if (w > 60) this.#text("on-pause", x + 5, y + 10, "stands still");
   }
 
-  #cut(bar) {
+  #cut(bar, pauses) {
     const y = laneTop(bar.who) + LANE - 4;
     const [x, w] = this.#span(bar);
     this.#line("cut", x, y, x + w, y);
-    if (w > 50) this.#text("on-cut", x + 2, laneTop(bar.who) + 11, "cut off");
+    const covers = (pause) =>
+      pause.who === bar.who && this.x(pause.from) < x + 44 && this.x(pause.to ?? this.now) > x;
+    if (w > 50 && !pauses.some(covers)) {
+      this.#text("on-cut", x + 2, laneTop(bar.who) + 11, "cut off");
+    }
   }
 
   #values(bars) {
@@ -205,7 +209,7 @@ export class Timeline {
         `<g>${title}<circle class="refused-bg" cx="${x}" cy="${y}" r="9.5"/>` +
           `<path class="refused" d="M${x - 4} ${y - 4}l8 8m0-8l-8 8"/></g>`,
       );
-    } else if (event.stale || event.overwrote) {
+    } else if (event.stale) {
       this.parts.push(
         `<path class="stale" d="M${x} ${y - 10}l10 10l-10 10l-10-10Z">${title}</path>`,
       );
