@@ -131,6 +131,20 @@ def test_tokens_rise_although_redis_forgets(backend, begin):
     assert (mirror.newest, mirror.value, mirror.rejected) == (2, 1, 1)
 
 
+def test_a_scenario_can_be_stopped_and_gone_on_with(begin):
+    player = Player(begin(scenario="unharmed"), pace=60)
+    player.play()
+    wait_until(lambda: player.done == 1, "the first step")
+    with pytest.raises(Refused, match="is being played"):
+        player.step()
+    player.stop()
+    wait_until(lambda: not player.doing, "the player to stop")
+    assert player.done == 1
+    player.step()
+    wait_until(lambda: player.done == 2, "the second step")
+    assert player.simulation.mirror.clients["A"].paused
+
+
 # By hand
 
 

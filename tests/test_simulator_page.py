@@ -71,6 +71,14 @@ def page(browser, site):
     return opened
 
 
+def assert_readable(page):
+    for dark in (False, True):
+        for width in (1280, 400):
+            page.show(width=width, dark=dark)
+            assert not page.scrolls_sideways()
+            assert page.run(CONTRAST) == []
+
+
 def reading(page):
     return page.one("#reading").text
 
@@ -93,11 +101,7 @@ def test_a_scenario_is_played(page):
     log = [item.text for item in played.all("#log span")]
     assert any("is refused, StaleFence: token 2 has been granted since" in line for line in log)
     assert played.complaints() == []
-    for dark in (False, True):
-        for width in (1280, 400):
-            played.show(width=width, dark=dark)
-            assert not played.scrolls_sideways()
-            assert played.run(CONTRAST) == []
+    assert_readable(played)
 
 
 def test_a_scenario_is_stepped_through_by_keyboard_alone(page):
@@ -132,9 +136,11 @@ def test_an_address_leads_to_a_scenario(page):
     assert "backend=database" in linked.driver.current_url
     odd = page(scenario="nonsense")
     assert "scenario is 'nonsense'" in odd.one("#trouble").text
+    assert_readable(odd)
     impossible = page(scenario="cut", backend="database")
     assert "no network to cut" in impossible.one("#obstacle").text
     assert impossible.one("#play").get_attribute("aria-disabled") == "true"
+    assert_readable(impossible)
     assert linked.complaints() == []
 
 
@@ -156,6 +162,7 @@ def test_clients_are_played_by_hand(page):
     says("B has the lock, with token 2, while A still takes itself for the holder")
     press("A", "write")
     says("A's write under token 1 is refused")
+    assert_readable(played)
     press("B", "pause")
     played.wait(lambda page: page.one('[data-client="B"] [data-action="wake"]').is_displayed())
     press("B", "wake")

@@ -136,6 +136,15 @@ class Postgres(Backend):
 BACKENDS: dict[str, Backend] = {each.key: each for each in (Database(), Redis(), Postgres())}
 
 
+# What they would log is told on the page, and is what they are there for.
+_QUIET = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "handlers": {"none": {"class": "logging.NullHandler"}},
+    "loggers": {"django_fencedlock": {"handlers": ["none"], "propagate": False}},
+}
+
+
 def _settings(
     databases: Mapping[str, Any], service: Mapping[str, Any], schema: str = "", redis_url: str = ""
 ) -> dict[str, Any]:
@@ -146,6 +155,7 @@ def _settings(
         "INSTALLED_APPS": ["django_fencedlock", "example_project.simulator"],
         "DATABASES": databases,
         "FENCEDLOCK": {"default": service},
+        "LOGGING": _QUIET,
         "SIMULATOR_SCHEMA": schema,
         "SIMULATOR_REDIS_URL": redis_url,
     }

@@ -166,7 +166,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "killed": Scenario(
         "A is killed",
-        "A dead holder gives nothing back. Whoever waits on the same machine sees that the holder's "
+        "A dead holder gives nothing back. Whoever waits on the same machine sees that its "
         "process is gone; from elsewhere B would have to wait for the end of the lease. A session "
         "of PostgreSQL ends with its process.",
         (
