@@ -1,0 +1,108 @@
+"""Mutations of fenced writes: models, querysets, refusals."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+_PATHS = "tests/test_write_paths.py"
+
+MUTATIONS = (
+    Mutation(
+        "A write isn't made on the condition that its grant is the newest",
+        "models/writes.py",
+        "if grant is None or not self.fencing.spec.serialised or is_pinned(connection, grant):",
+        "if grant is not None or connection is None:",
+        (_PATHS, "tests/test_isolation.py"),
+    ),
+    Mutation(
+        "A save goes over a row of a newer token",
+        "models/writes.py",
+        'parts, given = [f"{fence} <= %s"], [token]',
+        'parts, given = [f"{fence} <> -%s"], [token]',
+        (_PATHS,),
+    ),
+    Mutation(
+        "A save goes over what was written since the object was read",
+        "models/writes.py",
+        'parts, given = [f"{fence} IN (%s, %s)"], [loaded, token]',
+        'parts, given = [f"{fence} <= %s"], [token]',
+        (_PATHS,),
+    ),
+    Mutation(
+        "A save lowers a fence that is above its token",
+        "models/writes.py",
+        "    elif loaded >= token:",
+        "    elif loaded == token:",
+        ("tests/test_never_lowered.py", _PATHS),
+    ),
+    Mutation(
+        "A save writes a row that was given to another lock",
+        "models/writes.py",
+        "        if field.attname in write.columns:\n            parts",
+        "        if False:\n            parts",
+        (_PATHS,),
+    ),
+    Mutation(
+        "An update of many rows goes over rows of newer tokens",
+        "models/writes.py",
+        "        condition &= Q(fence__lte=write.token)\n",
+        "        condition &= Q(fence__gte=0)\n",
+        (_PATHS,),
+    ),
+    Mutation(
+        "Rows that no lease is for get fence 0 in an update of many, and are written",
+        "models/writes.py",
+        "return Case(*branches, default=Value(REFUSED), output_field",
+        "return Case(*branches, default=Value(0), output_field",
+        (_PATHS,),
+    ),
+    Mutation(
+        "A new row is inserted under a stale lease",
+        "models/writes.py",
+        "    return _by_rows([When(Pin(grant), then=Value(write.token))])",
+        "    return write.token",
+        (_PATHS,),
+    ),
+    Mutation(
+        "The fence of another database passes for the rows' own",
+        "models/writes.py",
+        "if lease is not None and fencing.spec.serialised and lease.database != using:",
+        "if False:",
+        (_PATHS,),
+    ),
+    Mutation(
+        "The count of rows of an UPDATE is ignored",
+        "models/guarded.py",
+        "        if not updated and (step.forced or not self._state.adding):",
+        "        if updated is None:",
+        (_PATHS,),
+    ),
+    Mutation(
+        "The count of rows of a DELETE is ignored",
+        "models/guarded.py",
+        "            if not count:\n                _explain(",
+        "            if count is None:\n                _explain(",
+        (_PATHS,),
+    ),
+    Mutation(
+        "A row with dependents is deleted without being claimed first",
+        "models/guarded.py",
+        "                self._claim_row(table, using, found)\n            return super()",
+        "                pass\n            return super()",
+        (_PATHS,),
+    ),
+    Mutation(
+        "The rows of a statement over many are deleted unclaimed",
+        "models/querysets.py",
+        "            models.QuerySet.update(claimed, fence=token_or_refused(writes))\n",
+        "",
+        (_PATHS,),
+    ),
+    Mutation(
+        "The fence isn't raised by an update of many rows",
+        "models/querysets.py",
+        '            stamps["fence"] = token_or_refused(writes)\n',
+        '            stamps["fence"] = F("fence")\n',
+        (_PATHS,),
+    ),
+)
