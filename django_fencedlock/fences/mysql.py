@@ -64,16 +64,20 @@ class MySQLLedger(PortableLedger):
 
     def _draw(self, cursor: Any, given: dict[str, Any]) -> int | None:
         """
-        Raise the fence by one for the row's owner; None if the row went to somebody else.
+        Raise the fence by one for the row's owner, unless he did so before; returns his token.
+
+        None if the row went to somebody else.
 
         The row is locked meanwhile, so tokens rise in the order in which the row was taken.
         """
-        # LAST_INSERT_ID(x) brings x back with the answer, on the insert's path as well.
+        # LAST_INSERT_ID(x) brings x back with the answer, on the insert's path as well. Assignments
+        # take effect from left to right: the owner who is compared is the one that was there.
         cursor.execute(
             f"INSERT INTO {FENCE} (name, token, owner) "
             f"SELECT h.name, LAST_INSERT_ID(1), h.owner FROM {HELD} h "
             "WHERE h.name = %(name)s AND h.owner = %(owner)s FOR UPDATE "
-            f"ON DUPLICATE KEY UPDATE token = LAST_INSERT_ID({FENCE}.token + 1), "
+            f"ON DUPLICATE KEY UPDATE token = "
+            f"LAST_INSERT_ID({FENCE}.token + ({FENCE}.owner <> VALUES(owner))), "
             "owner = VALUES(owner)",
             given,
         )

@@ -37,6 +37,10 @@ TIMES = "c.now, c.now, c.now + %(ttl)s * interval '1 second'"
 SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in TAKEN_OVER)
 INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join(COLUMNS)}, acquired_at, renewed_at, expires_at)"
 
+# A request may reach the server twice, the second time when its holder is at work already: with a
+# token of its own it would shut him out.
+DRAW = "token = f.token + (f.owner <> EXCLUDED.owner)::int"
+
 _CLAIM_ROW = f"""
     {INTO_HELD}
     SELECT {VALUES}, {TIMES} FROM s, (SELECT clock_timestamp() AS now) c
@@ -48,7 +52,7 @@ _CLAIM_ROW = f"""
 CLAIM = f"""
 WITH {LIMITS}, h AS ({_CLAIM_ROW})
 INSERT INTO {FENCE} AS f (name, token, owner) SELECT h.name, 1, h.owner FROM h
-ON CONFLICT (name) DO UPDATE SET token = f.token + 1, owner = EXCLUDED.owner
+ON CONFLICT (name) DO UPDATE SET {DRAW}, owner = EXCLUDED.owner
 RETURNING f.token
 """
 

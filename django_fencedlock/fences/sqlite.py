@@ -60,10 +60,11 @@ class SQLiteLedger(PortableLedger):
             return True, self._draw(cursor, given) if entry.fenced else None
 
     def _draw(self, cursor: Any, given: dict[str, Any]) -> int:
-        """Raise the fence by one for this owner, and return its token."""
+        """Raise the fence by one, unless this owner did so before, and return its token."""
         cursor.execute(
             f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
-            "ON CONFLICT (name) DO UPDATE SET token = token + 1, owner = excluded.owner",
+            "ON CONFLICT (name) DO UPDATE SET token = token + (owner <> excluded.owner), "
+            "owner = excluded.owner",
             given,
         )
         cursor.execute(f"SELECT token FROM {FENCE} WHERE name = %(name)s", given)

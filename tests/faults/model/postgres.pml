@@ -1,0 +1,202 @@
+/*
+ * Session locks of Postgres: backends/postgres_taking.py, postgres_home.py, postgres_statements.py.
+ *
+ * A process has one session for what it holds, and the lock lives as long as the session. Threads
+ * of a process share it, and the server lets a session have its own lock again: NO_TABLE shows
+ * what becomes of that where the process doesn't look at its own table of holds first.
+ */
+#ifndef OWNERS
+#define OWNERS 3
+#endif
+/* Two threads share each process; three are a process of two, and one of its own. */
+#ifndef CLIENTS
+#define CLIENTS 3
+#endif
+#ifndef LATE
+#define LATE 1
+#endif
+#ifndef CRASHES
+#define CRASHES 1
+#endif
+#ifndef FORCES
+#define FORCES 1
+#endif
+/* How often a session is ended without a word: a restart, an administrator, a contender. */
+#ifndef LOSSES
+#define LOSSES 1
+#endif
+#define PROCESSES 2
+
+#define no_losses (losses == LOSSES)
+#define HAS_LOCK(o) (key_count > 0 && row_of == o)
+
+#include "common.pml"
+
+byte losses = LOSSES;
+
+/* pg_locks: which process's session has the key (1, 2), and how often it took it. */
+byte key_of, key_count;
+/* The registry's row. */
+byte row_of;
+/* Home._by_key: by process, the owner that holds the lock by what the process knows. */
+byte hold[PROCESSES + 1];
+/* A session that ended takes the process some time to notice. */
+bool ended[PROCESSES + 1];
+
+/* TRY: pg_try_advisory_lock(), and the record of the grant in the same statement. */
+inline try(p, o) {
+    got = 0;
+    if
+    :: key_count == 0 || key_of == p ->
+       if
+       :: pins > 0 ->
+          /* The row has a lock_timeout. An error takes the grant back, and not the key: _granted()
+             lets go of it. Should it die before, the session goes, and the key with it. */
+          printf("owner %d finds the fence pinned\n", o)
+       :: pins == 0 ->
+          give(o);
+          key_of = p; key_count++; row_of = o;
+          fence_token++; fence_owner = o; got = fence_token; recorded(o); mine = serial
+       fi
+    :: else
+    fi
+}
+
+/* RELEASE: the row by its owner, the key by this session. */
+inline unlock(p, o) {
+    if
+    :: row_of == o -> row_of = 0
+    :: else
+    fi;
+    if
+    :: key_of == p && key_count > 0 ->
+       key_count--;
+       if
+       :: key_count == 0 -> key_of = 0; running = 0
+       :: else
+       fi
+    :: else
+    fi
+}
+
+inline end_session(p) {
+    if
+    :: key_of == p -> key_of = 0; key_count = 0; running = 0
+    :: else
+    fi;
+    ended[p] = true
+}
+
+proctype Client(byte process) {
+    byte me, got, turn, mine, floor, other, seen, loaded;
+    bool held;
+
+    do
+    :: atomic {
+           begun < OWNERS -> begun++; me = begun; floor = completed
+       };
+       /* TakesSessionLocks._try(), by the home's one thread: _bury_dead() comes before. */
+       atomic {
+           if
+           :: ended[process] -> ended[process] = false; hold[process] = 0
+           :: else
+           fi;
+           if
+#ifdef NO_TABLE
+           :: true ->
+#else
+           :: hold[process] != 0 -> printf("owner %d finds it held in its process\n", me)
+           :: hold[process] == 0 ->
+#endif
+              try(process, me);
+              printf("owner %d of process %d tries: %d\n", me, process, got);
+              if
+              :: got != 0 -> hold[process] = me
+              :: else
+              fi
+           fi
+       };
+       if
+       :: got == 0 -> goto next
+       :: got != 0
+       :: got != 0 && late > 0 ->
+          /* Home.ask() wasn't answered in time: Job.undo(), by the thread, whenever it comes. */
+          printf("owner %d gets no answer\n", me);
+          atomic {
+              late--;
+              if
+              :: hold[process] == me && !ended[process] -> hold[process] = 0; unlock(process, me)
+              :: else
+              fi
+          };
+          goto next
+       fi;
+       d_step { hand_out(me, got) };
+       write(me);
+       if
+       :: atomic {
+              /* TakesSessionLocks._release(): only what is held until now. */
+              if
+#ifdef NO_TABLE
+              :: true -> unlock(process, me)
+#else
+              :: hold[process] == me && !ended[process] -> hold[process] = 0; unlock(process, me)
+              :: else
+#endif
+              fi;
+              printf("owner %d releases\n", me)
+          }
+       :: crashes > 0 ->
+          atomic {
+              /* The process, with all its threads: it says nothing, and its session ends. */
+              crashes--; printf("process %d dies\n", process); end_session(process)
+          };
+          break
+       fi;
+next:
+       got = 0; turn = 0; mine = 0; seen = 0; loaded = 0; floor = 0; me = 0
+    :: begun == OWNERS -> break
+    od
+}
+
+inline force() {
+    atomic {
+        pins == 0;
+        if
+        :: fence_owner == victim -> forced_out = serial; fence_token++; fence_owner = 0
+        :: else
+        fi
+    };
+    /* pg_terminate_backend(), if it has the lock still. */
+    atomic {
+        if
+        :: row_of == victim && key_count > 0 -> end_session(key_of)
+        :: else
+        fi;
+        printf("owner %d is forced out\n", victim); victim = 0
+    }
+}
+
+proctype World() {
+    byte victim;
+
+end:
+    do
+    :: atomic {
+           /* postgres_hung.end_hung_holders(), a restart, an administrator. */
+           losses > 0 && key_count > 0 -> losses--;
+           printf("the session of process %d ends\n", key_of); end_session(key_of)
+       }
+    :: atomic { forces > 0 && key_count > 0 && row_of != 0 -> forces--; victim = row_of };
+       force()
+    od
+}
+
+init {
+    atomic {
+        run Client(1);
+        run Client(1);
+        run Client(2);
+        run World()
+    }
+}

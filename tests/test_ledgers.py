@@ -1,0 +1,169 @@
+"""The statements that grant, one by one: what they compare, and what they leave as it was."""
+
+from datetime import UTC, timedelta
+
+import pytest
+from django.db import connections, transaction
+
+from django_fencedlock.fences import Entry, ledger_for
+from django_fencedlock.owners import new_owner
+
+NAME = "invoice:42"
+
+
+def on(database):
+    needed = {"default", database}
+    return pytest.param(
+        database, marks=pytest.mark.django_db(transaction=True, databases=needed), id=database
+    )
+
+
+@pytest.fixture(params=[on("default"), on("postgres"), on("mariadb")])
+def connection(request):
+    return connections[request.param]
+
+
+@pytest.fixture
+def postgres():
+    return connections["postgres"]
+
+
+@pytest.fixture
+def entry():
+    def make(owner=None, ttl=30.0, fenced=True):
+        owner = owner or new_owner()
+        return Entry(NAME, "default", "database", owner, ttl, fenced=fenced)
+
+    return make
+
+
+def claim(connection, entry):
+    return ledger_for(connection).claim(connection, entry)
+
+
+def record(connection, entry, token):
+    return ledger_for(connection).record(connection, entry, token)
+
+
+def newest(connection):
+    return ledger_for(connection).newest(connection, NAME)
+
+
+def look(connection):
+    return ledger_for(connection).look(connection, NAME)
+
+
+def expire(connection):
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "UPDATE django_fencedlock_heldlock SET expires_at = %s WHERE name = %s",
+            [look(connection).expires_at - timedelta(days=1), NAME],
+        )
+
+
+def test_a_claim_that_comes_twice_leaves_its_holder_his_token(connection, entry):
+    first = entry()
+    assert claim(connection, first) == (True, 1)
+    # By then he may be at work: with another token in the fence, his writes would be refused.
+    assert claim(connection, first) == (True, 1)
+    assert newest(connection) == (1, first.owner.id)
+
+
+def test_a_takeover_has_the_next_token_and_its_owner(connection, entry):
+    first, second = entry(), entry()
+    claim(connection, first)
+    assert claim(connection, second) == (False, None)
+    expire(connection)
+    assert claim(connection, second) == (True, 2)
+    assert newest(connection) == (2, second.owner.id)
+    # A request of the former holder's that comes now is too late.
+    assert claim(connection, first) == (False, None)
+    assert newest(connection) == (2, second.owner.id)
+
+
+def test_a_claim_after_others_had_the_lock_has_a_token_of_its_own(connection, entry):
+    first, second = entry(), entry()
+    claim(connection, first)
+    expire(connection)
+    claim(connection, second)
+    expire(connection)
+    assert claim(connection, first) == (True, 3)
+    assert newest(connection) == (3, first.owner.id)
+
+
+def test_an_unfenced_claim_leaves_the_fence_alone(connection, entry):
+    first, second = entry(), entry(fenced=False)
+    claim(connection, first)
+    expire(connection)
+    assert claim(connection, second) == (True, None)
+    assert newest(connection) == (1, first.owner.id)
+
+
+@pytest.mark.parametrize("token", [4, 5])
+def test_a_token_that_is_not_newer_is_not_recorded(connection, entry, token):
+    first, second = entry(), entry()
+    assert record(connection, first, 5)
+    assert not record(connection, second, token)
+    assert newest(connection) == (5, first.owner.id)
+    assert look(connection).owner == first.owner.id
+
+
+def test_a_recording_that_comes_twice_changes_nothing(connection, entry):
+    first = entry()
+    assert record(connection, first, 5)
+    # It isn't known whether the first one was this client's: it goes to the repair.
+    assert not record(connection, first, 5) or connection.vendor == "mysql"
+    assert newest(connection) == (5, first.owner.id)
+
+
+def test_a_newer_token_is_recorded_with_its_owner(connection, entry):
+    first, second = entry(), entry()
+    record(connection, first, 5)
+    assert record(connection, second, 7)
+    assert newest(connection) == (7, second.owner.id)
+    assert look(connection).owner == second.owner.id
+
+
+@pytest.mark.django_db(transaction=True, databases={"default", "mariadb"})
+def test_on_mariadb_no_token_is_drawn_for_a_row_that_went_to_somebody_else(entry):
+    connection = connections["mariadb"]
+    ledger = ledger_for(connection)
+    former, present = entry(), entry()
+    claim(connection, present)
+    with connection.cursor() as cursor:
+        assert ledger._draw(cursor, former.values()) is None
+    assert newest(connection) == (1, present.owner.id)
+
+
+@pytest.mark.django_db(transaction=True, databases={"default", "postgres"})
+class TestWithinALongTransaction:
+    """What a test lends is open for long, and its own time stands still."""
+
+    def test_a_row_expires_by_the_servers_clock(self, postgres, entry):
+        with transaction.atomic("postgres"):
+            assert claim(postgres, entry(ttl=0.01)) == (True, 1)
+            self._sleep(postgres, 0.02)
+            assert claim(postgres, entry()) == (True, 2)
+
+    def test_a_ttl_counts_from_the_claim(self, postgres, entry):
+        with transaction.atomic("postgres"):
+            self._sleep(postgres, 0.02)
+            with postgres.cursor() as cursor:
+                cursor.execute("SELECT clock_timestamp() AT TIME ZONE 'UTC'")
+                before = cursor.fetchone()[0].replace(tzinfo=UTC)
+            claim(postgres, entry(ttl=30.0))
+            assert look(postgres).expires_at >= before + timedelta(seconds=30)
+
+    def test_a_grant_outlasts_a_crash_and_waits_for_no_row_for_long(self, postgres, entry):
+        with transaction.atomic("postgres"), postgres.cursor() as cursor:
+            cursor.execute("SET LOCAL synchronous_commit = off")
+            claim(postgres, entry())
+            # For this transaction, whose COMMIT it is about.
+            cursor.execute(
+                "SELECT current_setting('synchronous_commit'), current_setting('lock_timeout')"
+            )
+            assert cursor.fetchone() == ("on", "250ms")
+
+    def _sleep(self, connection, seconds):
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_sleep(%s)", [seconds])
