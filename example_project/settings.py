@@ -35,7 +35,7 @@ INSTALLED_APPS = [
     "example_project.billing",
     "example_project.shop",
     "example_project.demo",
-    # The simulator goes here: "example_project.simulator",
+    "example_project.simulator",
 ]
 
 MIDDLEWARE = [

@@ -1,5 +1,5 @@
 from django.contrib import admin
-from django.urls import path
+from django.urls import include, path
 from django.views.generic import TemplateView
 
 from .billing.views import customer
@@ -11,5 +11,5 @@ urlpatterns = [
     path("customers/<int:pk>/", customer, name="customer"),
     path("sales/<int:pk>/buy/", buy, name="buy"),
     path("bestsellers/", best, name="bestsellers"),
-    # The simulator goes here: path("simulator/", include("example_project.simulator.urls")),
+    path("simulator/", include("example_project.simulator.urls")),
 ]
