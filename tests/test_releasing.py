@@ -14,6 +14,7 @@ from django_fencedlock.models import Fence, ForcedRelease, HeldLock
 from django_fencedlock.releasing import Outcome, held_by
 from tests.models import Invoice
 
+POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
 real = pytest.mark.django_db(transaction=True)
 
@@ -163,3 +164,26 @@ def test_a_database_that_is_away_keeps_a_fenced_lock_from_being_freed(
         force_release("x", by="me")
     assert lease.verify()
     lease.release()
+
+
+@real
+def test_a_session_that_may_not_be_looked_into_is_not_ended(settings, make_postgres, make_alias):
+    alias = make_alias(make_postgres().django())
+    settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": alias}}
+    with connections[alias].cursor() as cursor:
+        cursor.execute("CREATE ROLE clerk LOGIN")
+        cursor.execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO clerk")
+    lease = lock("x").acquire()
+    # From now on, for every session but that of the lock.
+    connections[alias].close()
+    connections[alias].settings_dict["USER"] = "clerk"
+    found = held_by("x")
+    assert found is not None
+    assert found.session is not None
+    assert found.session.id == ""
+    with pytest.raises(BackendUnavailable, match="GRANT that one to this"):
+        force_release("x", by="me", end_session=True)
+    assert lease.verify()
+    assert force_release("x", by="me").outcome is Outcome.LEFT_TO_HOLDER
+    with pytest.raises(LeaseLost, match="by me"):
+        lease.renew()
