@@ -82,8 +82,7 @@ class History:
         self._add(Event(LOST, **_about(lease), note=reason))
 
     def _evicted(self, name: str, alias: str, pid: int, **kwargs: Any) -> None:
-        place = f"{new_owner().host}, pid {pid}"
-        self._add(Event(LOST, name, alias, None, place, "its process is gone; the lock was freed"))
+        self._add(death(name, alias, pid))
 
     def _write_refused(
         self, sender: Any, name: str, pk: Any, token: int, holder: Holder | None, **kwargs: Any
@@ -144,6 +143,12 @@ class History:
             row = found.setdefault((database, event), Row(event, 0.0, times=0))
             row.age, row.times = now - at, row.times + 1
         return found
+
+
+def death(name: str, alias: str, pid: int) -> Event:
+    """The event of a lock that was freed, since its holder's process on this machine is gone."""
+    place = f"{new_owner().host}, pid {pid}"
+    return Event(LOST, name, alias, None, place, "its process is gone; the lock was freed")
 
 
 def _write(rows: list[Row], statements: Statements) -> None:

@@ -37,8 +37,8 @@ REST = 60.0
 #: Seconds for one writing, and at the interpreter's exit.
 TIMEOUT, AT_EXIT = 5.0, 2.0
 #: Seconds to wait for SQLite's file: whoever has it does something that matters more.
-BRIEFLY = 0.25
-#: Seconds that a fork waits for the end of a writing, at most.
+BRIEFLY = 0.1
+#: Seconds that a fork waits for the end of a writing, at most: longer than that waits for a file.
 PATIENCE = 0.2
 #: So many pages are kept for another try, after somebody else had a row locked.
 AGAIN = 5
@@ -71,8 +71,8 @@ class Scribe:
     """Writes the books of one process. `flush()` does the work; the thread calls it."""
 
     def __init__(self) -> None:
-        #: Says that nothing is to be noted: nothing is written behind a test's back.
-        self.is_quiet: Callable[[], bool] = under_test
+        #: Nothing is written behind a test's back.
+        self.is_testing: Callable[[], bool] = under_test
         self.start: Callable[[Callable[[], object]], object] = threads.start
         self.books: list[Book] = []
         self._sessions: dict[str, Sessions] = {}
@@ -81,12 +81,20 @@ class Scribe:
     def _reset(self) -> None:
         self._lock = threads.allocate_lock()
         self._writing = threads.allocate_lock()
-        self._runs = self._noted = False
+        self._runs = self._noted = self._hushed = False
         self._again: list[Page] = []
         self._rests_until: dict[str, float] = {}
         self._left_out = 0
         self._told_at = clock()
         self._forks: int | None = None
+
+    def is_quiet(self) -> bool:
+        """Whether nothing is to be noted."""
+        return self._hushed or self.is_testing()
+
+    def hush(self) -> None:
+        """Note nothing in this process: its children do, that are forked from it at any time."""
+        self._hushed = True
 
     def before_fork(self) -> None:
         """Have nothing open that a child would inherit: SQLite's locks don't bear that."""
@@ -141,10 +149,11 @@ class Scribe:
 
     def finish(self) -> None:
         """Write once more, if that is soon done, at the interpreter's exit."""
-        if self.is_quiet() or all(book.is_empty() for book in self.books):
+        # What the thread is writing would be cut off, too.
+        if self.is_quiet() or not self._writing.acquire(timeout=AT_EXIT):
             return
-        self._sessions.clear()
-        if self._writing.acquire(timeout=AT_EXIT):
+        if not all(book.is_empty() for book in self.books):
+            self._sessions.clear()
             with contextlib.suppress(Exception):
                 self.flush(AT_EXIT)
 

@@ -68,7 +68,7 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scribe]:
     """
     Return the scribe, which notes what happens, and writes it when the test says so.
     """
-    monkeypatch.setattr(scribe, "is_quiet", lambda: False)
+    monkeypatch.setattr(scribe, "is_testing", lambda: False)
     monkeypatch.setattr(scribe, "start", lambda run: None)
     scribe._reset()
     yield scribe

@@ -16,6 +16,7 @@ from django_fencedlock.fences import events
 from django_fencedlock.fences.events import Event, Row
 from django_fencedlock.fences.records import Statements
 from django_fencedlock.history import MOST, history
+from django_fencedlock.lease import clock
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.scribe import scribe
 from django_fencedlock.test import lose
@@ -224,6 +225,8 @@ class TestTrouble:
             for number in range(2):
                 lose(lock(f"x{number}").acquire())
                 writing.flush()
+                assert scribe._rests_until["default"] > clock()
+                scribe._rests_until["default"] = 0.0
         finally:
             with connections["default"].cursor() as cursor:
                 table = "django_fencedlock_lockevent"

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from django.db import Error
+from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .. import conf, sessions, threads
+from .. import conf, history, sessions, threads
 from ..backends.base import Backend
 from ..exceptions import BackendUnavailable, SettingsError
-from ..fences import ledger_for
+from ..fences import events, ledger_for
+from ..fences.events import Row
+from ..fences.records import Statements
 from ..journal import Entry, Found
 from ..lease import clock
 from ..processes import Process
@@ -31,6 +34,8 @@ PASSES = (0.0, 0.4, 2.0)
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
 #: Seconds for a question to the registry.
 TIMEOUT = 5.0
+#: Seconds for SQLite's file, when only the history is to be written.
+BRIEFLY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +142,18 @@ def free_all(alias: str, dead: Dead) -> None:
         backend = conf.backend_class(config.backend)(config)
         try:
             held = [(entry.name, entry.owner, entry.fenced) for entry in dead.entries]
-            _evict(backend, dead.process, held)
+            freed = _evict(backend, dead.process, held)
             if not dead.complete:
-                _evict(backend, dead.process, _registered(config, dead.process))
+                freed += _evict(backend, dead.process, _registered(config, dead.process))
+            _tell(config, dead.process, freed)
         finally:
             with contextlib.suppress(BackendUnavailable, Error):
                 backend.close()
             sessions.close_all()
 
 
-def _evict(backend: Backend, process: Process, held: Iterable[tuple[str, str, bool]]) -> None:
+def _evict(backend: Backend, process: Process, held: Iterable[tuple[str, str, bool]]) -> list[str]:
+    freed = []
     for name, owner, fenced in held:
         if backend.evict(name, owner, fenced=fenced):
             logger.warning(
@@ -155,6 +162,24 @@ def _evict(backend: Backend, process: Process, held: Iterable[tuple[str, str, bo
                 backend.config.alias,
             )
             backend.tell_evicted(name, owner, process)
+            freed.append(name)
+    return freed
+
+
+def _tell(config: conf.AliasConfig, process: Process, names: Sequence[str]) -> None:
+    """Write to the history what the scribe may not: it would have files open at the next fork."""
+    rows = [Row(history.death(name, config.alias, process.pid), 0.0) for name in names]
+    if not rows or not conf.history() or sessions.under_test():
+        return
+
+    def write(private: BaseDatabaseWrapper) -> None:
+        ledger_for(private).patience(private, BRIEFLY)
+        events.write(Statements(private), rows, conf.history())
+
+    try:
+        sessions.sessions(config.fence_database, TIMEOUT).run(write)
+    except Error as exc:
+        logger.info("The history of alias %r wasn't written: %s", config.alias, exc)
 
 
 def _registered(config: conf.AliasConfig, process: Process) -> list[tuple[str, str, bool]]:

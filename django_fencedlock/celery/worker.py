@@ -19,6 +19,7 @@ from .. import sessions, threads
 from ..journal import Found
 from ..lease import clock
 from ..processes import Process
+from ..scribe import scribe
 from . import deaths
 from .burials import Burials
 from .forks import no_fork
@@ -98,6 +99,8 @@ class Housekeeping(bootsteps.StartStopStep):
 
     def create(self, worker: Any) -> None:
         forks = _has_children(worker.pool_cls)
+        if forks:
+            scribe.hush()
         self._mender = Mender()
         self._burials = Burials()
         self._watch = self._death_watch() if forks else None

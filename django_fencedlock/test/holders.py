@@ -94,7 +94,7 @@ class Surroundings:
                 # One that somebody made as he was loaded; it isn't open yet.
                 del connections[alias]
         # A part of a test, though nothing here says so.
-        scribe.is_quiet = lambda: True
+        scribe.is_testing = lambda: True
 
 
 class AnotherProcess(_Another):
