@@ -7,6 +7,7 @@ import pytest
 from celery.exceptions import WorkerLostError
 
 from django_fencedlock import lock
+from django_fencedlock.models import LockEvent
 from tests.servers.process import wait_until
 from tests.workers.journal import now
 from tests.workers.looks import failure, is_free, wait_until_free, was_skipped
@@ -153,3 +154,13 @@ def test_a_killed_worker_of_another_pool_is_found_dead(make_worker, journal, key
 
 def active(worker):
     return worker.app.control.inspect(destination=[worker.name], timeout=2).active()
+
+
+def test_a_death_is_in_the_history(worker, journal, key):
+    task("skip").delay(key, seconds=60)
+    (span,) = journal.wait_for_begun(key)
+    kill(span)
+    wait_until_free(key)
+    lost = LockEvent.objects.filter(name=key, kind=LockEvent.Kind.LOST)
+    wait_until(lost.exists, "the event")
+    assert lost.get().holder.endswith(f", pid {span.pid}")
