@@ -70,8 +70,7 @@ class History:
         yield signals.lock_evicted, self._evicted
         yield signals.stale_write_rejected, self._write_refused
         yield signals.stale_transaction_rejected, self._transaction_refused
-        if forced := getattr(signals, "lock_force_released", None):
-            yield forced, self._forced
+        yield signals.lock_force_released, self._forced
 
     def _lost(self, lease: Lease, reason: str, **kwargs: Any) -> None:
         if lease.lent:

@@ -11,7 +11,7 @@ from django.db import connections
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from django_fencedlock import StaleFence, conf, lock
+from django_fencedlock import StaleFence, conf, force_release, lock
 from django_fencedlock.fences import events
 from django_fencedlock.fences.events import Event, Row
 from django_fencedlock.fences.records import Statements
@@ -103,6 +103,20 @@ class TestLosses:
         assert (event.kind, event.name, event.token) == ("lost", "x", None)
         assert event.holder.endswith(f", pid {holder.pid}")
         assert event.note == "its process is gone; the lock was freed"
+
+
+class TestForcedReleases:
+    def test_a_lock_that_was_taken_away(self, writing, database):
+        lease = lock("x").acquire()
+        force_release("x", by="ada")
+        assert not lease.verify()
+        writing.flush()
+        forced, granted, lost = LockEvent.objects.using(database).order_by("id")
+        assert (forced.kind, forced.name, forced.note) == ("forced", "x", "by ada")
+        # The token is the fence's from then on, and the holder the former one.
+        assert (forced.token, forced.holder) == (2, str(lease.holder))
+        assert (granted.kind, lost.kind) == ("granted", "lost")
+        assert "released by force, by ada" in lost.note
 
 
 class TestRefusals:
