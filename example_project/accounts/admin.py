@@ -1,4 +1,3 @@
-from decimal import Decimal
 from typing import Any
 
 from django.contrib import admin
@@ -35,8 +34,8 @@ class AccountAdmin(FencedModelAdmin):
     inlines = [EntryInline]
 
     @admin.display(description="by the ledger")
-    def by_the_ledger(self, account: Account) -> Decimal:
-        return account.total()
+    def by_the_ledger(self, account: Account) -> str:
+        return f"{account.total():.2f}"
 
     @admin.display(boolean=True)
     def agree(self, account: Account) -> bool:
