@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from django.core.exceptions import ImproperlyConfigured
+
 HERE = Path(__file__).resolve().parent
 
 ENGINES = {
@@ -33,7 +35,7 @@ def database(data: Path) -> dict[str, Any]:
         return _sqlite(data / "db.sqlite3")
     parts = urlsplit(url)
     if parts.scheme not in ENGINES:
-        raise ValueError(
+        raise ImproperlyConfigured(
             f"EXAMPLE_DATABASE_URL begins with {parts.scheme!r}; use {' or '.join(ENGINES)}."
         )
     options = dict(parse_qsl(parts.query))
@@ -72,7 +74,7 @@ def locks() -> dict[str, Any]:
     if said in ("database", "postgres"):
         return {"BACKEND": BACKENDS[said]}
     if not urlsplit(said).scheme.startswith(("redis", "unix")):
-        raise ValueError(
+        raise ImproperlyConfigured(
             f"EXAMPLE_LOCKS is {said!r}; use 'database', 'postgres' or the URL of a Redis."
         )
     return {"BACKEND": BACKENDS["redis"], "LOCATION": said, "KEY_PREFIX": "example"}

@@ -10,9 +10,15 @@ import time
 from pathlib import Path
 
 import django
+from django.core.exceptions import ImproperlyConfigured
 from django.db import Error
 
-from .. import environment
+from kombu.exceptions import OperationalError
+
+from django_fencedlock import lock
+from django_fencedlock.exceptions import FencedLockError
+
+from .. import celery_app, environment
 from . import servers
 from .processes import DemoFailed, Process
 
@@ -37,13 +43,14 @@ Where to go next
 def run(*, redis: bool, postgres: bool, keep: str | None, serve: bool, port: int) -> int:
     """Set everything up, play it and tidy up; returns the exit code of the process."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # So that whatever was started is ended first.
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        # So that whatever was started is ended first. Under nohup, it goes on.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         with contextlib.ExitStack() as stack:
             prepare(stack, redis=redis, postgres=postgres, keep=keep)
             play(stack, serve=serve, port=port)
-    except (DemoFailed, Error) as exc:
+    except (DemoFailed, Error, FencedLockError, ImproperlyConfigured, OperationalError) as exc:
         print(f"\nThe demo failed: {exc}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -55,11 +62,9 @@ def prepare(stack: contextlib.ExitStack, *, redis: bool, postgres: bool, keep: s
     """Have the settings lead to a directory and to servers; those that are named go first."""
     variables = os.environ
     if keep is None:
-        temporary = tempfile.TemporaryDirectory(
-            prefix="fencedlock-demo-", ignore_cleanup_errors=True
-        )
-        keep = stack.enter_context(temporary)
-    variables["EXAMPLE_DATA"] = keep
+        keep = stack.enter_context(_temporary())
+    # The worker runs elsewhere.
+    variables["EXAMPLE_DATA"] = str(Path(keep).resolve())
     start_redis = redis and not variables.get("EXAMPLE_LOCKS")
     start_postgres = postgres and not variables.get("EXAMPLE_DATABASE_URL")
     servers.require(
@@ -90,6 +95,7 @@ def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
     from .story import INTRODUCTION, Scene
 
     call_command("migrate", verbosity=0)
+    _ask_servers()
     queue = f"demo-{secrets.token_hex(4)}"
     # When the worker has ended: what is on a broker of somebody's doesn't go with a directory.
     stack.callback(_remove, queue)
@@ -114,6 +120,13 @@ def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
         print(NEXT.format(python=python, site=_site()))
 
 
+def _ask_servers() -> None:
+    """Raise if a server that was named doesn't answer: else the worker would try again and again."""
+    lock("example", backend="demo").holder()
+    with celery_app.connection_for_write() as broker:
+        broker.ensure_connection(max_retries=1)
+
+
 def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="fencedlock-demo-", ignore_cleanup_errors=True)
 
@@ -130,10 +143,9 @@ def _worker(log: Path, queue: str, temporary: str) -> Process:
 
 
 def _remove(queue: str) -> None:
-    from .. import celery_app
-
     broker = celery_app.connection_for_write()
-    with broker, contextlib.suppress(*broker.connection_errors, *broker.channel_errors):
+    errors = (OperationalError, *broker.connection_errors, *broker.channel_errors)
+    with broker, contextlib.suppress(*errors):
         broker.default_channel.queue_delete(queue)
         broker.default_channel.exchange_delete(queue)
 

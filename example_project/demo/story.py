@@ -102,6 +102,8 @@ class Scene:
         """Tell what the processes tell, up to an event."""
         while True:
             told = self._hear()
+            if told.event == "fails" and until != "fails":
+                raise DemoFailed("{error} in the task: {message}".format(**told.facts))
             if words := self._words(told):
                 self._say(told.pid, words.format(**told.facts))
             if told.event == until:

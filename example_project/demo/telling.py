@@ -33,7 +33,7 @@ def _ready(**_: Any) -> None:
 
 
 def _begins(task: Any, args: Any, **_: Any) -> None:
-    holder = lock(f"account:{args[0]}").holder()
+    holder = lock(f"account:{args[0]}", backend="demo").holder()
     stage.tell("begins", holder=holder and holder.token, again=bool(task.request.retries))
 
 
