@@ -12,7 +12,6 @@ from pathlib import Path
 import django
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error
-
 from kombu.exceptions import OperationalError
 
 from django_fencedlock import lock
@@ -121,7 +120,7 @@ def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
 
 
 def _ask_servers() -> None:
-    """Raise if a server that was named doesn't answer: else the worker would try again and again."""
+    """Raise if a server doesn't answer: a worker would try it again and again."""
     lock("example", backend="demo").holder()
     with celery_app.connection_for_write() as broker:
         broker.ensure_connection(max_retries=1)
