@@ -25,11 +25,12 @@ class Account(FencedModel):
         Read the account under its lock first.
         """
         with transaction.atomic():
-            _, new = self.entries.get_or_create(reference=reference, defaults={"amount": amount})
-            if new:
-                self.balance += amount
-                self.save(update_fields=["balance"])
-        return new
+            if self.entries.filter(reference=reference).exists():
+                return False
+            self.balance += amount
+            self.save(update_fields=["balance"])
+            self.entries.create(amount=amount, reference=reference)
+        return True
 
     def total(self) -> Decimal:
         """Return what the balance has to be, by the ledger."""
