@@ -178,7 +178,7 @@ class _Run:
         plan = self.plan
         if plan.fault.celery is None:
             return Crew(list(self._hosts(stack)), plan.clients)
-        lab = self._lab(far=False) | plan.fault.celery
+        lab = {**self._lab(far=False), **plan.fault.celery}
         return stack.enter_context(closing(Workers(lab, self.directory, plan.clients, plan.rows)))
 
     def _hosts(self, stack: ExitStack) -> Iterator[Host]:

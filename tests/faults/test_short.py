@@ -7,7 +7,6 @@ goes on until it does.
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,9 @@ LEAST, MOST = 2, 40
 def sites() -> Iterator[dict[str, Site]]:
     """The sites that were started so far: each serves all of its runs."""
     started: dict[str, Site] = {}
-    with ExitStack() as stack:
-        stack.callback(lambda: [site.close() for site in started.values()])
-        yield started
+    yield started
+    for site in started.values():
+        site.close()
 
 
 @pytest.fixture
