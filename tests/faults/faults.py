@@ -2,10 +2,38 @@
 All faults.
 """
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 from .celery_faults import CELERY_FAULTS
 from .clock_faults import CLOCK_FAULTS
-from .nemesis import PROCESS_FAULTS
-from .server_faults import SERVER_FAULTS
+from .nemesis import PROCESS_FAULTS, Fault, Lab
+from .server_faults import PROXIED, SERVER_FAULTS
 
-FAULTS = (*PROCESS_FAULTS, *SERVER_FAULTS, *CLOCK_FAULTS, *CELERY_FAULTS)
+#: What may go wrong at the same time: one of a group, and one of another.
+GROUPS = (
+    ("pause", "pause-many", "kill"),
+    ("empty", "full-memory", "restart-redis", "restart-database", "end-sessions", "full-disk"),
+    ("lose-replies", "hold-back", "slow", "cut"),
+)
+
+
+def mix(lab: Lab) -> None:
+    """Have two things go wrong at once, of different kinds."""
+    chosen = [lab.random.choice(_able(lab, group)) for group in lab.random.sample(GROUPS, 2)]
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        for strike in [pool.submit(fault.strike, lab) for fault in chosen]:
+            strike.result()
+
+
+def _able(lab: Lab, group: Sequence[str]) -> list[Fault]:
+    return [
+        fault
+        for fault in map(BY_NAME.__getitem__, group)
+        if lab.site.name in fault.sites and not fault.missing()
+    ]
+
+
+MIX = Fault("mix", mix, PROXIED, {"strikes": 4, "takeovers": 1}, forgets=True, far="some")
+FAULTS = (*PROCESS_FAULTS, *SERVER_FAULTS, MIX, *CLOCK_FAULTS, *CELERY_FAULTS)
 BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,8 @@ class Crew:
         self._order = order
         self._size = size
         self._born = 0
+        # Two things may go wrong at once.
+        self._lock = threading.Lock()
         #: The pids of the living, by the names of their accounts.
         self.pids: dict[str, int] = {}
 
@@ -106,12 +109,14 @@ class Crew:
         """
         Start clients for those that are gone.
         """
-        self.bury()
-        taken = {int(name.split("-")[1]) for name in self.pids}
-        for place in set(range(self._size)) - taken:
-            name = f"client-{place}-{self._born}"
-            self._born += 1
-            self.pids[name] = self._hosts[place % len(self._hosts)].client(name, self._order)
+        with self._lock:
+            self.bury()
+            pids = dict(self.pids)
+            for place in set(range(self._size)) - {int(name.split("-")[1]) for name in pids}:
+                name = f"client-{place}-{self._born}"
+                self._born += 1
+                pids[name] = self._hosts[place % len(self._hosts)].client(name, self._order)
+            self.pids = pids
 
     def bury(self) -> None:
         """
@@ -123,7 +128,9 @@ class Crew:
         """
         End a client as SIGKILL does; returns when it is gone.
         """
-        pid = self.pids[name]
+        pid = self.pids.get(name)
+        if pid is None:
+            return
         _send(pid, signal.SIGKILL)
         wait_until(lambda: not _alive([pid]), "a client to be gone")
 
@@ -132,7 +139,7 @@ class Crew:
         """
         Have clients stand still inside the block.
         """
-        pids = [self.pids[name] for name in names]
+        pids = [self.pids[name] for name in names if name in self.pids]
         try:
             for pid in pids:
                 _send(pid, signal.SIGSTOP)
