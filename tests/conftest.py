@@ -13,6 +13,7 @@ from django_fencedlock.scribe import Scribe, scribe
 from django_fencedlock.services import drop_leases_of_test
 from tests.browser import Browser
 from tests.servers import (
+    Clock,
     MariaDB,
     PgBouncer,
     Postgres,
@@ -21,6 +22,7 @@ from tests.servers import (
     Redis,
     Server,
     ServerMissing,
+    clock,
     finding,
     shared,
     stop_everything,
@@ -227,6 +229,15 @@ def make_proxy(closing: Callable[[Proxy], Any]) -> Callable[[str, int], Proxy]:
 
 
 @pytest.fixture
+def make_clock() -> Callable[[], Clock]:
+    """
+    Make a wall clock that can be set, for servers that are told to go by it.
+    """
+    _optional(clock.compiler)
+    return Clock
+
+
+@pytest.fixture
 def make_alias(
     django_db_setup: None, django_db_blocker: Any
 ) -> Iterator[Callable[[dict[str, Any]], str]]:
@@ -300,7 +311,7 @@ def closing() -> Iterator[Callable[[Any], Any]]:
 
 def _optional(get: Callable[[], Any]) -> Any:
     """
-    Get a server that has no wheel, or skip the test.
+    Get a program that has no wheel, or skip the test.
     """
     try:
         return get()

@@ -15,7 +15,7 @@ import pymysql
 import pytest
 import redis
 
-from tests.servers import Clock, Postgres, Redis, ServerNotOurs, clock, shared, workspace
+from tests.servers import Postgres, Redis, ServerNotOurs, shared, workspace
 from tests.servers.process import _family, _processes, wait_until
 
 
@@ -348,10 +348,9 @@ def test_rabbitmq_leaves_no_process_and_nothing_at_home(make_rabbitmq):
     assert cookie.exists() == before
 
 
-@pytest.mark.skipif(clock.missing() is not None, reason=str(clock.missing()))
 class TestClock:
-    def test_a_server_goes_by_a_clock_that_is_set(self, make_redis):
-        server, watch = make_redis(), Clock()
+    def test_a_server_goes_by_a_clock_that_is_set(self, make_redis, make_clock):
+        server, watch = make_redis(), make_clock()
         server.go_by(watch)
         server.execute("SET", "lock", "me", "PX", 30_000)
         watch.jump(-20)
@@ -360,8 +359,8 @@ class TestClock:
         assert server.execute("EXISTS", "lock") == 0
         assert abs(int(server.execute("TIME")[0]) - time.time() - 40) < 5
 
-    def test_clocks_that_nobody_sets_go_on(self):
-        watch = Clock()
+    def test_clocks_that_nobody_sets_go_on(self, make_clock):
+        watch = make_clock()
         watch.set(3600)
         code = "import time; print(time.time(), time.monotonic())"
         printed = subprocess.check_output(

@@ -8,21 +8,17 @@ from django_fencedlock import lock
 from django_fencedlock.backends.base import Request
 from django_fencedlock.owners import new_owner
 from django_fencedlock.services import service
-from tests.servers import Clock, clock
 from tests.servers.process import wait_until
 
 TTL = 0.5
 
-pytestmark = [
-    pytest.mark.django_db(transaction=True),
-    pytest.mark.skipif(clock.missing() is not None, reason=str(clock.missing())),
-]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def redis_gone_back(settings, make_redis):
+def redis_gone_back(settings, make_redis, make_clock):
     """A Redis whose clock was set back an hour under a holder who then died."""
-    server, watch = make_redis(), Clock()
+    server, watch = make_redis(), make_clock()
     server.go_by(watch)
     backend = "django_fencedlock.backends.redis.RedisBackend"
     settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": server.url}}

@@ -5,23 +5,39 @@ libfaketime doesn't do: Redis dies of it, and it moves the clocks that nobody se
 """
 
 import functools
-import os
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 from . import workspace
+from .finding import ServerMissing
 
 _SOURCE = Path(__file__).with_name("clock.c")
+
+
+def compiler() -> str:
+    """
+    Return what compiles the library that such clocks need.
+
+    Raises:
+        ServerMissing: There is none.
+    """
+    found = shutil.which("cc") or shutil.which("gcc")
+    if sys.platform != "linux" or not found:
+        raise ServerMissing("A C compiler (on Linux)", "apt-get install gcc libc6-dev")
+    return found
 
 
 def missing() -> str | None:
     """
     Tell what keeps this machine from having such clocks; None if nothing does.
     """
-    if os.uname().sysname != "Linux" or not _compiler():
-        return "a C compiler was not found on this machine. To get it: apt-get install gcc libc-dev"
+    try:
+        compiler()
+    except ServerMissing as exc:
+        return str(exc)
     return None
 
 
@@ -66,10 +82,6 @@ def _library() -> Path:
     directory = workspace.new_directory("clock-library")
     directory.chmod(0o755)
     library = directory / "clock.so"
-    command = [_compiler() or "cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE)]
+    command = [compiler(), "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE)]
     subprocess.run(command, check=True, timeout=60)
     return library
-
-
-def _compiler() -> str | None:
-    return shutil.which("cc") or shutil.which("gcc")
