@@ -23,7 +23,6 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.fences.duties import Duties
 from django_fencedlock.models import Delivery, Duty, Fence
 from django_fencedlock.services import service
-from tests import interleavings
 from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
 from tests.interleavings import ORDER, Broken, Explorer
 
@@ -108,14 +107,6 @@ def reason(done, expected):
 def overdue():
     """Let the time pass in which the living leave a duty alone."""
     Duty.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def its_own_tasks_alone():
-    """Every app has the shared tasks of all modules that were imported."""
-    for each in (app, interleavings.app):
-        for name in [name for name in each.tasks if name.startswith("tests.")]:
-            del each.tasks[name]
 
 
 @pytest.mark.django_db

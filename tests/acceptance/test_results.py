@@ -153,7 +153,7 @@ def test_a_task_run_here_raises_here(worker, journal, key, how):
     assert is_free(key)
 
 
-def test_a_call_that_is_told_to_exit_gives_the_lock_back(journal, key):
+def test_a_call_that_is_told_to_exit_gives_the_lock_back(worker, journal, key):
     """What no ``except Exception`` sees, in a process that lives on."""
     with pytest.raises(SystemExit):
         task("skip")(key, outcome="exit")

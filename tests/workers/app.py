@@ -16,15 +16,16 @@ from celery.signals import beat_init, task_prerun, worker_ready
 from .journal import VARIABLE as JOURNAL
 from .journal import Journal
 
+MAIN = "tests.workers"
 VARIABLE = "FENCEDLOCK_TEST_CELERY"
 READY = "FENCEDLOCK_TEST_CELERY_READY"
 
 
 def make(settings: dict[str, Any]) -> Celery:
     """
-    Make an app. All apps have the tasks of ``tests.workers.tasks``, which are shared.
+    Make an app, which has the tasks of ``tests.workers.tasks``.
     """
-    made = Celery("tests.workers", set_as_current=False)
+    made = Celery(MAIN, set_as_current=False)
     made.conf.update(settings, include=["tests.workers.tasks"])
     return made
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from celery import Task, shared_task
+from celery import Task, _state, current_app
+from celery._state import connect_on_app_finalize
 from celery.exceptions import Ignore, Reject
 
 from django_fencedlock import current_lease
@@ -18,12 +19,13 @@ from django_fencedlock.celery import single_instance
 from django_fencedlock.exceptions import BackendUnavailable
 from tests.models import Invoice
 
+from .app import MAIN
 from .journal import Journal
 
 #: The aliases in FENCEDLOCK of the workers: see tests/acceptance/conftest.py.
 ALIASES = ["default", "rows", "sessions", "redis", "unfenced"]
 
-_tasks: dict[tuple[str, str], Any] = {}
+_names: dict[tuple[str, str], str] = {}
 
 
 class Mishap(Exception):
@@ -34,9 +36,9 @@ class Mishap(Exception):
 
 def task(kind: str, alias: str = "default") -> Any:
     """
-    Return a task.
+    Return a task of the current app, which is one that `app.make()` made.
     """
-    return _tasks[kind, alias]
+    return current_app.tasks[_names[kind, alias]]
 
 
 def run(
@@ -103,9 +105,18 @@ def _end(self: Any, outcome: str, value: Any) -> Any:
 def _define(kind: str, alias: str = "default", **options: Any) -> Callable[[Any], Any]:
     def define(function: Any) -> Any:
         name = f"tests.{kind}" if alias == "default" else f"tests.{kind}.{alias}"
-        made = shared_task(name=name, bind=True, **options)(function)
-        _tasks[kind, alias] = made
-        return made
+        _names[kind, alias] = name
+
+        def add(app: Any) -> None:
+            # Shared tasks would be those of every app of the tests' process.
+            if app.main == MAIN:
+                app._task_from_fun(function, name=name, bind=True, **options)
+
+        connect_on_app_finalize(add)
+        for app in _state._get_active_apps():
+            if app.finalized:
+                add(app)
+        return function
 
     return define
 
