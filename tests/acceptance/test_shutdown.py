@@ -11,7 +11,7 @@ from tests.workers.tasks import task
 def test_a_warm_shutdown_waits_and_keeps_the_lease(make_worker, journal, key):
     """The body takes longer than its lease would last."""
     worker = make_worker(concurrency=2)
-    result = task("short").delay(key, 42, seconds=4)
+    result = task("short").delay(key, 42, seconds=2.8)
     journal.wait_for_begun(key)
     worker.send(signal.SIGTERM)
     worker.wait_for_end()
