@@ -23,7 +23,7 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.fences.duties import Duties
 from django_fencedlock.models import Delivery, Duty, Fence
 from django_fencedlock.services import service
-from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
+from tests.deliveries import QUEUE, Done, app, deliver, deliver_sent, sending
 from tests.interleavings import ORDER, Broken, Explorer
 
 NAME = "index"
@@ -269,6 +269,8 @@ class TestTasks:
             with lock(NAME):
                 meanwhile(coalesced(converted, 3))
                 within.pop()()
+            # A call within the body is another run.
+            within.append(lambda task: reason(Done(task(4), ""), "coalesced"))
             assert deliver_sent(sent[0]).result == "3!"
         assert ran == ["1!", "3!"]
 

@@ -74,7 +74,7 @@ class Request:
     cancel: Cancel = field(default_factory=Cancel)
     #: Who was in the way at a try that didn't wait, for a backend to note that read it anyhow.
     seen: list[Holder] = field(default_factory=list)
-    #: Called when a try was in vain, before one waits. What it raises, `acquire()` does.
+    #: For the service, not the backend: called when a try was in vain, before one waits. May raise.
     before_waiting: Callable[[Sequence[Holder]], object] | None = None
 
 
