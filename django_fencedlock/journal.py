@@ -29,8 +29,8 @@ MOST = 512
 #: Bytes of a journal; several may be in one file.
 LENGTH = SIZE * MOST
 
-# Made once: json.dumps() makes one for each call, which takes longer than all the rest.
-_to_json = json.JSONEncoder(ensure_ascii=False).encode
+# json.dumps() makes an encoder for each call, which takes longer than all the rest.
+_quoted = json.encoder.encode_basestring
 
 _EMPTY, _WRITTEN, _INCOMPLETE = b"\0", b"=", b"!"
 
@@ -71,7 +71,7 @@ class Journal:
             self._go_without(f"there is room for {MOST - 1} locks at once")
             return
         try:
-            text = _to_json(entry)
+            text = _as_json(entry)
             self._write(place, _WRITTEN + text.encode(errors="surrogatepass"))
         except (OSError, ValueError) as exc:
             self._free.appendleft(place)
@@ -104,6 +104,11 @@ class Journal:
             os.getpid(),
             why,
         )
+
+
+def _as_json(entry: Entry) -> str:
+    words = ", ".join(map(_quoted, (entry.alias, entry.name, entry.owner)))
+    return f"[{words}, {entry.ttl!r}, {'true' if entry.fenced else 'false'}]"
 
 
 class Found(NamedTuple):

@@ -51,12 +51,13 @@ class Template:
 
     def __init__(self, text: str, function: Callable[..., Any]) -> None:
         self.text = text
-        self._signature = inspect.signature(function)
+        self._parameters = Parameters(function)
         self._where = getattr(function, "__qualname__", repr(function))
         self._check()
+        self._parts = _simple_parts(text)
 
     def _check(self) -> None:
-        known = self._signature.parameters
+        known = self._parameters.signature.parameters
         try:
             parts = list(Formatter().parse(self.text))
         except ValueError as exc:
@@ -74,13 +75,55 @@ class Template:
 
     def render(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Make the name for one call; defaults apply, so that ``f(1)`` and ``f(a=1)`` are one."""
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return self.fill(bound.arguments)
+        return self.fill(self._parameters.bind(args, kwargs))
 
     def fill(self, arguments: Mapping[str, Any]) -> str:
         """Make the name for arguments that are bound to their parameters."""
+        if self._parts is not None:
+            made = [
+                literal if field is None else literal + plain(arguments[field], form)
+                for literal, field, form in self._parts
+            ]
+            return validate("".join(made))
         return validate(_PlainFormatter().vformat(self.text, (), arguments))
+
+
+class Parameters:
+    """Binds the arguments of calls to a function's parameters, defaults among them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.signature = inspect.signature(function)
+        known = self.signature.parameters.values()
+        # What most functions have: whatever may be given by its place or by its name.
+        simple = all(each.kind is each.POSITIONAL_OR_KEYWORD for each in known)
+        self._names = tuple(each.name for each in known) if simple else None
+        self._defaults = {
+            each.name: each.default for each in known if each.default is not each.empty
+        }
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Bind the arguments of one call, in the order of the parameters."""
+        if self._names is not None and len(args) <= len(self._names):
+            rest = self._names[len(args) :]
+            named = {**self._defaults, **kwargs}
+            if kwargs.keys() <= set(rest) <= named.keys():
+                found = dict(zip(self._names, args, strict=False))
+                found.update((name, named[name]) for name in rest)
+                return found
+        # Slow, and knows what is wrong.
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+def _simple_parts(text: str) -> list[tuple[str, str | None, str]] | None:
+    """The parts of a template that has nothing but parameters in braces; None for any other."""
+    parts = list(Formatter().parse(text))
+    simple = all(
+        field is None or (field.isidentifier() and not conversion and "{" not in (form or ""))
+        for _, field, form, conversion in parts
+    )
+    return [(literal, field, form or "") for literal, field, form, _ in parts] if simple else None
 
 
 class _PlainFormatter(Formatter):

@@ -37,7 +37,7 @@ def original(module: str, name: str) -> Any:
     """What a module of the standard library has, without greenlets."""
     patcher = _patcher(module)
     if patcher is None:
-        return getattr(importlib.import_module(module), name)
+        return getattr(sys.modules.get(module) or importlib.import_module(module), name)
     if hasattr(patcher, "get_original"):
         return patcher.get_original(module, name)
     return getattr(patcher.original(module), name)

@@ -2,12 +2,14 @@
 
 import datetime as dt
 import enum
+import inspect
+import itertools
 import uuid
 from decimal import Decimal
 
 import pytest
 
-from django_fencedlock.names import Template, validate
+from django_fencedlock.names import Parameters, Template, validate
 
 
 class Colour(enum.Enum):
@@ -78,3 +80,49 @@ def test_a_template_that_names_no_parameter_is_refused_at_decoration():
 def test_wrong_arguments_fail_as_the_functions_own_call_would():
     with pytest.raises(TypeError, match="missing a required argument"):
         Template("{it}", lambda it: ...).render((), {})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: ...,
+        lambda a: ...,
+        lambda a, b=2: ...,
+        lambda a=1, b=2: ...,
+        lambda a, /, b=2: ...,
+        lambda a, *, b=2: ...,
+        lambda *a, b=2: ...,
+        lambda a=1, **b: ...,
+        lambda *, b=2: ...,
+    ],
+)
+def test_arguments_are_bound_as_python_does(function):
+    parameters = Parameters(function)
+    for args, kwargs in itertools.product(
+        [(), (10,), (10, 20), (10, 20, 30)],
+        [{}, {"a": 1}, {"b": 3}, {"b": 3, "a": 1}, {"c": 4}, {"a": 1, "c": 4}],
+    ):
+        try:
+            bound = inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as exc:
+            with pytest.raises(TypeError, match=str(exc)):
+                parameters.bind(args, kwargs)
+        else:
+            bound.apply_defaults()
+            assert list(parameters.bind(args, kwargs).items()) == list(bound.arguments.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("{{x}}:{a}", "{x}:1.5"),
+        ("{a:>5}|{b}", "  1.5|7"),
+        ("{b:{width}}", "  7"),
+        ("{b!s}", "7"),
+        ("plain", "plain"),
+    ],
+)
+def test_simple_templates_and_others_are_filled_alike(text, name):
+    def build(a, b, width=3): ...
+
+    assert Template(text, build).render((Decimal("1.5"), 7), {}) == name

@@ -13,6 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore, Reject
@@ -53,10 +54,13 @@ class Redelivery:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._deliveries = Deliveries(run.service.config)
         #: The delivery that this run is; None if it needs no record.
         self.message = self._message() if self._applies() else None
         self._began = False
+
+    @cached_property
+    def _deliveries(self) -> Deliveries:
+        return Deliveries(self._run.service.config)
 
     def _applies(self) -> bool:
         run = self._run

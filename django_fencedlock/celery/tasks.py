@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task, current_app, current_task
 
+from ..names import Parameters
 from .naming import naming
 from .policy import Policy
 
@@ -26,7 +27,8 @@ class Single:
     ) -> None:
         self.function = function
         self.policy = policy
-        self.signature = inspect.signature(function)
+        self._parameters = Parameters(function)
+        self.signature = self._parameters.signature
         self._naming = naming(name, parameters, function)
 
     def title(self, task: AnyTask | None) -> str:
@@ -37,9 +39,7 @@ class Single:
     def name(self, task: AnyTask | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """The name of the lock of a call; `args` don't have the task itself."""
         bound_to_task = task is not None and is_bound(task)
-        bound = self.signature.bind(*((task, *args) if bound_to_task else args), **kwargs)
-        bound.apply_defaults()
-        arguments = dict(bound.arguments)
+        arguments = self._parameters.bind((task, *args) if bound_to_task else args, kwargs)
         if bound_to_task:
             del arguments[next(iter(self.signature.parameters))]
         return self._naming.name(task, self.title(task), arguments)
