@@ -68,9 +68,9 @@ class Holder:
         return self.words or f"owner {self.owner}"
 
 
-def new_owner() -> Owner:
-    """Make an owner that nobody was before."""
-    task_name, task_id = running_task.get()
+def new_owner(task: tuple[str, str] | None = None) -> Owner:
+    """Make an owner that nobody was before; `task` is what `running_task` would say of it."""
+    task_name, task_id = task or running_task.get()
     # A uuid of random bits, at a quarter of what `uuid.uuid4()` takes.
     bits = os.urandom(16).hex()
     return Owner(

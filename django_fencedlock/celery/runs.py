@@ -47,9 +47,8 @@ class Run:
         self.is_raw = False
         self.service: Service = service(self.policy.backend)
         self.who = whoami()
-        with self.announced():
-            # Made before the request is sent: a time limit may strike between grant and return.
-            self.owner = new_owner()
+        # Made before the request is sent: a time limit may strike between grant and return.
+        self.owner = new_owner(self._task())
         self.lease: Lease | None = None
         self.shield = Shield()
 
@@ -155,11 +154,15 @@ class Run:
         if lease is not None and lease.owner == self.owner.id and lease.is_open():
             self.give_back(lease)
 
+    def _task(self) -> tuple[str, str]:
+        """The task's name and its id."""
+        task_id = None if self.request is None else self.request.id
+        return self.title, task_id or ""
+
     @contextmanager
     def announced(self) -> Iterator[None]:
         """Have every lock that is taken here tell the task in its words."""
-        task_id = None if self.request is None else self.request.id
-        mark = running_task.set((self.title, task_id or ""))
+        mark = running_task.set(self._task())
         try:
             yield
         finally:
