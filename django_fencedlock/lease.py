@@ -261,6 +261,10 @@ class Lease:
             self.ttl = ttl
         self._since = since
 
+    def end_by(self, deadline: float) -> None:
+        """Note that the service may let the lock go at `deadline` already."""
+        self._since = min(self._since, deadline - self.ttl)
+
     def mark_lost(self, why: str) -> bool:
         """Note the loss and run the callbacks; whether this call was the first to do so."""
         if self._why_lost or self.released:

@@ -296,10 +296,13 @@ class Service:
             lease.extend_from(since)
             self.keeper.postpone(lease)
             return
-        lease.ttl = before
+        asked, lease.ttl = lease.ttl, before
         if answer is Renewal.LOST:
             self.lose(lease, self._why(lease, REFUSED))
             raise lease.loss()
+        # It may have taken effect, with a ttl shorter than the one that was left.
+        lease.end_by(since + asked)
+        self.keeper.postpone(lease)
         raise BackendUnavailable(
             f"The lease of lock {lease.name!r} couldn't be renewed: lock service "
             f"{lease.alias!r} didn't answer. {lease.remaining():.1f} s of it are left.",

@@ -143,6 +143,21 @@ def test_a_service_that_is_silent_loses_the_lease_when_its_ttl_is_over(
     assert clock.now < end + 1.1
 
 
+def test_a_renewal_counts_from_before_the_request(keeper, service, clock, lease):
+    kept = lease(ttl=30)
+    keeper.keep(kept)
+    renew = service.renew
+
+    def slow(leases):
+        clock.now += 4
+        return renew(leases)
+
+    service.renew = slow
+    clock.now += 10
+    keeper.tick()
+    assert kept.remaining() == pytest.approx(26)
+
+
 def test_an_error_of_the_backend_counts_as_silence(keeper, service, clock, lease, losses):
     keeper.keep(lease(ttl=30))
     service.answer = RuntimeError("driver")
@@ -224,6 +239,18 @@ def test_a_lease_released_while_its_renewal_was_under_way_is_not_lost(
     clock.now += 10
     keeper.tick()
     assert losses == []
+
+
+def test_nor_is_it_renewed_again(keeper, service, clock, lease):
+    kept = lease()
+    keeper.keep(kept)
+    renew = service.renew
+    service.renew = lambda leases: keeper.forget(kept) or renew(leases)
+    clock.now += 10
+    assert keeper.tick() is None
+    clock.now += 100
+    keeper.tick()
+    assert service.batches == [1]
 
 
 def test_a_dead_session_loses_its_owners_at_once_and_no_others(keeper, service, lease, losses):
@@ -322,6 +349,22 @@ def test_what_was_held_for_too_long_is_not_renewed_along_with_others(
     assert [found for found, _ in losses] == [bounded]
 
 
+def test_what_was_held_for_too_long_is_not_renewed_though_its_end_is_near(
+    keeper, service, clock, lease, losses
+):
+    asked = []
+    service.renew = lambda leases: asked.append(list(leases)) or [Renewal.KEPT] * len(leases)
+    keeper.keep(lease(name="bounded", max_hold=5))
+    clock.now += 16
+    endless = lease(name="endless")
+    keeper.keep(endless)
+    clock.now += 10
+    keeper.tick()
+    assert asked == [[endless]]
+    # Nor is it lost before its ttl is over.
+    assert losses == []
+
+
 def test_a_pause_beyond_max_hold_is_not_renewed_away(keeper, service, clock, lease, losses):
     kept = lease(ttl=30, max_hold=60)
     keeper.keep(kept)
@@ -342,7 +385,7 @@ def test_a_lock_that_does_not_run_out_by_itself_is_given_back_once_it_is_lost(
     keeper.keep(lease(ttl=30, max_hold=5))
     clock.now += 30
     keeper.tick()
-    assert order == ["lost"] if supports_ttl else ["lost", "released"]
+    assert order == (["lost"] if supports_ttl else ["lost", "released"])
 
 
 def test_a_lock_that_can_not_be_given_back_disturbs_no_others(keeper, service, clock, lease):
@@ -402,3 +445,61 @@ def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(
         keeper.drop(kept)
         wait_until(lambda: not keeper._runs, "the thread's end")
     assert losses == []
+
+
+@pytest.fixture
+def threaded(service, losses):
+    """A keeper with its thread, by the real clock."""
+    keeper = Keeper(service, lambda lease, why: losses.append(lease))
+    kept = []
+
+    def keep(ttl):
+        lease = Lease(
+            name=f"n{len(kept)}",
+            alias="default",
+            owner=new_owner(),
+            token=1,
+            ttl=ttl,
+            since=real_clock(),
+            control=None,
+        )
+        kept.append(lease)
+        keeper.keep(lease)
+
+    keeper.keep_for = keep
+    yield keeper
+    for lease in kept:
+        keeper.drop(lease)
+
+
+def test_a_lease_that_is_due_sooner_wakes_the_thread(threaded, service):
+    threaded.keep_for(600)
+    wait_until(lambda: threaded._wakes_at < float("inf"), "the thread's sleep")
+    threaded.keep_for(0.3)
+    wait_until(lambda: service.batches, "a renewal")
+
+
+def test_an_error_that_nobody_foresaw_does_not_end_the_thread(threaded, service, caplog):
+    tick, stumbled = threaded.tick, []
+
+    def stumble():
+        if not stumbled:
+            stumbled.append(True)
+            raise ZeroDivisionError
+        return tick()
+
+    threaded.tick = stumble
+    threaded.keep_for(0.3)
+    wait_until(lambda: service.batches, "a renewal")
+    assert stumbled
+    assert "stumbled" in caplog.text
+
+
+def test_a_thread_does_not_end_while_a_lease_has_just_come(keeper, lease):
+    kept = lease()
+    keeper.keep(kept)
+    assert not keeper._may_end()
+    assert keeper._runs
+    keeper.forget(kept)
+    assert keeper._may_end()
+    assert not keeper._runs

@@ -2,6 +2,7 @@
 
 import contextvars
 import pickle
+import time
 
 import pytest
 
@@ -109,6 +110,12 @@ def test_a_lease_refuses_to_be_pickled_and_says_what_to_pass(make):
 def test_the_clock_counts_on(make):
     first = clock()
     assert clock() >= first
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="this system has no such clock")
+def test_the_clock_is_the_one_that_counts_a_machines_sleep_and_nobody_sets(monkeypatch):
+    monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 7.0}.__getitem__)
+    assert clock() == 7.0
 
 
 class TestCurrentLease:

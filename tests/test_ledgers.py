@@ -1,11 +1,13 @@
 """The statements that grant, one by one: what they compare, and what they leave as it was."""
 
+from dataclasses import replace
 from datetime import UTC, timedelta
 
 import pytest
 from django.db import connections, transaction
 
 from django_fencedlock.fences import Entry, ledger_for
+from django_fencedlock.lease import Lease, clock
 from django_fencedlock.owners import new_owner
 
 NAME = "invoice:42"
@@ -51,6 +53,18 @@ def newest(connection):
 
 def look(connection):
     return ledger_for(connection).look(connection, NAME)
+
+
+def lease_of(entry):
+    return Lease(
+        name=NAME,
+        alias=entry.alias,
+        owner=entry.owner,
+        token=1,
+        ttl=entry.ttl,
+        since=clock(),
+        control=None,
+    )
 
 
 def expire(connection):
@@ -122,6 +136,37 @@ def test_a_newer_token_is_recorded_with_its_owner(connection, entry):
     assert record(connection, second, 7)
     assert newest(connection) == (7, second.owner.id)
     assert look(connection).owner == second.owner.id
+
+
+def test_nothing_is_recorded_of_a_name_that_is_live_at_another_lock_service(connection, entry):
+    first, second = entry(), replace(entry(), alias="other")
+    claim(connection, first)
+    assert not record(connection, second, 9)
+    assert newest(connection) == (1, first.owner.id)
+    expire(connection)
+    assert record(connection, second, 9)
+
+
+def test_a_renewal_by_another_owner_renews_nothing(connection, entry):
+    first, second = entry(), entry()
+    claim(connection, first)
+    expire(connection)
+    ledger = ledger_for(connection)
+    assert ledger.renew(connection, [lease_of(second)]) == set()
+    assert ledger.missing(connection, [lease_of(second)]) == {second.owner.id}
+    assert not look(connection).live
+    assert ledger.renew(connection, [lease_of(first)]) == {first.owner.id}
+    assert look(connection).live
+
+
+def test_a_row_is_cleared_by_its_owner_alone(connection, entry):
+    first, second = entry(), entry()
+    claim(connection, first)
+    ledger = ledger_for(connection)
+    assert ledger.clear(connection, [lease_of(second)]) == 0
+    assert look(connection).owner == first.owner.id
+    assert ledger.clear(connection, [lease_of(first)]) == 1
+    assert look(connection) is None
 
 
 @pytest.mark.django_db(transaction=True, databases={"default", "mariadb"})

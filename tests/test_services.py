@@ -1,11 +1,17 @@
-"""A pause between the grant and the caller's code: the deadline is looked at once more."""
+"""What comes between a lock service and the caller's code: pauses, slow answers and none."""
 
+import threading
 import time
 
 import pytest
 
-from django_fencedlock import lock
-from django_fencedlock.backends.base import Request
+from django_fencedlock import LeaseLost, lock, services
+from django_fencedlock.backends import database
+from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request
+from django_fencedlock.backends.database import DatabaseBackend
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.keeper import Keeper
+from django_fencedlock.lease import Lease
 from django_fencedlock.owners import new_owner
 from django_fencedlock.services import service
 
@@ -49,3 +55,202 @@ def test_a_grant_that_somebody_else_has_by_now_is_not_handed_out(pause_after_gra
     assert lock("x", ttl=0.08).acquire(blocking=False) is None
     assert [grant.token for grant in taken] == [2]
     assert lock("x").holder() is not None  # the successor's lock wasn't given back
+
+
+def test_a_row_is_the_holders_from_before_it_was_asked_for(monkeypatch):
+    clock, backend = Clock(), service("default").backend
+    ledger = type(backend._ledger)
+    claim = ledger.claim
+
+    def slow(*args):
+        clock.now += 4
+        return claim(*args)
+
+    monkeypatch.setattr(database, "clock", clock)
+    monkeypatch.setattr(ledger, "claim", slow)
+    grant = backend.acquire(Request(name="x", owner=new_owner(), ttl=30))
+    assert (grant.since, clock.now) == (1000, 1004)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Scripted(DatabaseBackend):
+    """A lock service that answers as it is told, and takes as long as it is told."""
+
+    def __init__(self, config, clock):
+        super().__init__(config)
+        self.clock = clock
+        self.took = {"acquire": 0.0, "renew": 0.0}
+        self.renewal = Renewal.KEPT
+        self.free = True
+        self.fails = False
+        self.calls = []
+
+    def acquire(self, request):
+        self.calls.append("acquire")
+        since = self.clock()
+        self.clock.now += self.took["acquire"]
+        return Grant(7, since) if self.free else None
+
+    def renew(self, leases):
+        self.calls.append("renew")
+        self.clock.now += self.took["renew"]
+        return [self.renewal for _ in leases]
+
+    def release(self, lease):
+        self.calls.append("release")
+        if self.fails:
+            raise BackendUnavailable("no answer", name=lease.name, alias="default")
+        return True
+
+    def is_free(self, name):
+        self.calls.append("is_free")
+        return self.free
+
+
+@pytest.fixture
+def now(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(services, "clock", clock)
+    monkeypatch.setitem(Lease.__init__.__kwdefaults__, "clock", clock)
+    return clock
+
+
+@pytest.fixture
+def scripted(now):
+    found = services.Service("default")
+    found.backend = Scripted(found.config, now)
+    found.keeper = Keeper(found.backend, found.lose, clock=now)
+    found.keeper._runs = True  # nobody ticks
+    return found
+
+
+class TestASlowAnswer:
+    def take(self, service, ttl=30.0, **options):
+        return service.acquire("x", ttl=ttl, timeout=0.0, **options)
+
+    def test_the_ttl_counts_from_before_the_request(self, scripted, now):
+        scripted.backend.took["acquire"] = 4
+        assert self.take(scripted).remaining() == 26
+
+    def test_what_ran_out_meanwhile_is_renewed_and_counts_from_then(self, scripted, now):
+        scripted.backend.took = {"acquire": 31, "renew": 4}
+        assert self.take(scripted).remaining() == 26
+        assert scripted.backend.calls == ["acquire", "renew"]
+
+    @pytest.mark.parametrize("answer", [Renewal.LOST, Renewal.UNKNOWN])
+    def test_what_ran_out_and_is_not_renewed_is_given_back(self, scripted, now, answer):
+        scripted.backend.took["acquire"] = 31
+        scripted.backend.renewal = answer
+        assert self.take(scripted) is None
+        assert scripted.backend.calls == ["acquire", "renew", "release"]
+        assert not scripted._leases
+
+    def test_a_renewal_that_took_as_long_is_none(self, scripted, now):
+        scripted.backend.took = {"acquire": 31, "renew": 31}
+        assert self.take(scripted) is None
+        assert scripted.backend.calls == ["acquire", "renew", "release"]
+
+    def test_a_renewal_by_the_holder_counts_from_before_the_request(self, scripted, now):
+        lease = self.take(scripted)
+        now.now += 10
+        scripted.backend.took["renew"] = 4
+        lease.renew()
+        assert lease.remaining() == 26
+
+    def test_a_renewal_without_an_answer_changes_nothing(self, scripted, now):
+        lease = self.take(scripted)
+        scripted.backend.renewal = Renewal.UNKNOWN
+        now.now += 10
+        with pytest.raises(BackendUnavailable, match=r"20\.0 s of it are left"):
+            lease.renew(ttl=60)
+        assert (lease.ttl, lease.remaining()) == (30, 20)
+
+    def test_a_renewal_that_is_refused_is_a_loss_for_everybody(self, scripted, now):
+        lease = self.take(scripted)
+        scripted.backend.renewal = Renewal.LOST
+        with pytest.raises(LeaseLost):
+            lease.renew(ttl=60)
+        assert lease.lost
+        with pytest.raises(LeaseLost):
+            self.take(scripted, who=lease.who)
+
+    def test_a_release_without_an_answer_ends_the_lease_all_the_same(self, scripted, now):
+        lease = self.take(scripted)
+        scripted.backend.fails = True
+        with pytest.raises(BackendUnavailable):
+            lease.release()
+        assert lease.released
+        assert lease.remaining() == 0
+        with pytest.raises(LeaseLost, match="it was released"):
+            lease.check()
+
+    def test_nothing_is_remembered_of_what_was_released(self, scripted, now):
+        self.take(scripted).release()
+        assert not scripted._leases
+        assert not scripted.keeper._due
+
+    def test_nor_of_the_parents_after_a_fork(self, scripted, now):
+        self.take(scripted)
+        scripted.forget_after_fork()
+        assert not scripted._leases
+        assert not scripted.keeper._due
+
+    def test_a_release_waits_for_a_renewal_that_is_under_way(self, scripted, now):
+        lease = self.take(scripted)
+        backend = scripted.backend
+        under_way, go_on = threading.Event(), threading.Event()
+        renew = backend.renew
+
+        def slow(leases):
+            under_way.set()
+            assert go_on.wait(20)
+            return renew(leases)
+
+        backend.renew = slow
+        now.now += 10
+        keeping = threading.Thread(target=scripted.keeper.tick)
+        keeping.start()
+        assert under_way.wait(20)
+        releasing = threading.Thread(target=scripted.release, args=(lease, lease.who))
+        releasing.start()
+        # It may not have come as far as that, and then this says less; it never fails for nothing.
+        releasing.join(0.1)
+        assert "release" not in backend.calls
+        go_on.set()
+        keeping.join(20)
+        releasing.join(20)
+        # The other way about, the renewal would have taken the lock again, for nobody.
+        assert backend.calls == ["acquire", "renew", "release"]
+
+    def test_who_is_cancelled_while_he_looks_again_and_again_gives_up(self, scripted, now):
+        cancel, backend = Cancel(), scripted.backend
+        backend.free = False
+        looked = backend.is_free
+
+        def look(name):
+            cancel.cancel()
+            return looked(name)
+
+        backend.is_free = look
+        assert scripted.acquire("x", ttl=30.0, timeout=10.0, cancel=cancel) is None
+        assert backend.calls == ["acquire", "is_free"]
+
+    def test_a_shorter_ttl_without_an_answer_may_have_been_granted(self, scripted, now):
+        lease = self.take(scripted)
+        scripted.backend.renewal = Renewal.UNKNOWN
+        scripted.backend.took["renew"] = 4
+        with pytest.raises(BackendUnavailable):
+            lease.renew(ttl=5)
+        # Where it was, others get the lock then.
+        assert (lease.ttl, lease.remaining()) == (30, 1)
+        # The keeper comes at once.
+        scripted.backend.renewal = Renewal.KEPT
+        scripted.keeper.tick()
+        assert lease.remaining() == 26

@@ -121,7 +121,7 @@ def _pytest(tree: Path, tests: Iterable[str], seconds: float) -> tuple[int | Non
         return code, output.read()
 
 
-_FAILED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
 _HUNG = re.compile(r"^\+{10,} Timeout \+{10,}$", re.MULTILINE)
 
 

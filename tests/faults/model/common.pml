@@ -174,7 +174,7 @@ inline commit(o) {
 inline refuse(o) {
     printf("owner %d is refused\n", o);
     if
-    :: HAS_LOCK(o) && (serial_of[o] == serial || fence_owner == o) && no_losses && serial_of[o] > forced_out ->
+    :: HAS_LOCK(o) && serial_of[o] == serial && no_losses && serial_of[o] > forced_out ->
        BROKEN(DENIED, "BROKEN: the holder is refused though nobody came after\n")
     :: else
     fi;

@@ -44,8 +44,9 @@ inline claim(o) {
        held_by = o; live = true;
        /* DRAW: token + 1, unless this owner's claim came before */
        if
-#ifndef DRAWS_TWICE
-       :: fence_owner == o
+       :: fence_owner == o -> skip
+#ifdef DRAWS_TWICE
+          ; fence_token++
 #endif
        :: else -> fence_token++; fence_owner = o; recorded(o)
        fi;

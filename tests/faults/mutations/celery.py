@@ -119,8 +119,8 @@ MUTATIONS = (
     Mutation(
         "A retry is the message that it retries",
         "celery/redelivery.py",
-        'told = f"{found or \'\'}\\0{task_name}\\0{request.id}\\0{request.retries}"',
-        'told = f"{found or \'\'}\\0{task_name}\\0{request.id}"',
+        "told = f\"{found or ''}\\0{task_name}\\0{request.id}\\0{request.retries}\"",
+        "told = f\"{found or ''}\\0{task_name}\\0{request.id}\"",
         (_REDELIVERY,),
     ),
     Mutation(

@@ -102,7 +102,7 @@ MUTATIONS = (
         "A release doesn't compare the owner",
         "fences/ledger.py",
         'f"DELETE FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})", given',
-        'f"DELETE FROM {HELD} WHERE name IN ({names}) AND \'\' NOT IN ({owners})", given',
+        "f\"DELETE FROM {HELD} WHERE name IN ({names}) AND '' NOT IN ({owners})\", given",
         (ON_SQLITE,),
     ),
     Mutation(
@@ -200,7 +200,7 @@ MUTATIONS = (
         "The check of a fence doesn't compare the owner",
         "fences/pins.py",
         'where = f"name = %s AND token = %s AND owner = %s{SHARE[connection.vendor]}"',
-        'where = f"name = %s AND token = %s AND %s <> \'\'{SHARE[connection.vendor]}"',
+        "where = f\"name = %s AND token = %s AND %s <> ''{SHARE[connection.vendor]}\"",
         ("tests/test_same_token.py",),
     ),
     Mutation(
@@ -269,15 +269,15 @@ MUTATIONS = (
     Mutation(
         "A delivery that comes after its end takes the record over",
         "fences/deliveries.py",
-        "\"owner\": f\"CASE WHEN {old}outcome <> '' THEN {old}owner ELSE %(owner)s END\",",
+        '"owner": f"CASE WHEN {old}outcome <> \'\' THEN {old}owner ELSE %(owner)s END",',
         '"owner": "%(owner)s",',
         ("tests/test_deliveries.py",),
     ),
     Mutation(
         "A repeated request counts as another delivery",
         "fences/deliveries.py",
-        "\"tries\": f\"CASE WHEN {old}outcome <> '' OR {old}owner = %(owner)s \"",
-        "\"tries\": f\"CASE WHEN {old}outcome <> '' \"",
+        '"tries": f"CASE WHEN {old}outcome <> \'\' OR {old}owner = %(owner)s "',
+        '"tries": f"CASE WHEN {old}outcome <> \'\' "',
         ("tests/test_deliveries.py",),
     ),
     Mutation(
@@ -291,7 +291,7 @@ MUTATIONS = (
         "A run that was taken over strikes off what the next one covers",
         "fences/duties.py",
         'mine = f"{_PLACE} AND owner = %(owner)s AND done < %(number)s"',
-        'mine = f"{_PLACE} AND %(owner)s <> \'\' AND done < %(number)s"',
+        "mine = f\"{_PLACE} AND %(owner)s <> '' AND done < %(number)s\"",
         ("tests/test_duties.py",),
     ),
     Mutation(

@@ -47,8 +47,7 @@ MUTATIONS = (
         "backends/redis_scripts.py",
         "  redis.call('SET', KEYS[1], ARGV[1] .. ':' .. token .. ':' .. ARGV[3], 'PX', ARGV[2])\n"
         "  return token\n",
-        "  redis.call('SET', KEYS[1], ARGV[1] .. ':' .. token .. ':' .. ARGV[3])\n"
-        "  return token\n",
+        "  redis.call('SET', KEYS[1], ARGV[1] .. ':' .. token .. ':' .. ARGV[3])\n  return token\n",
         (_BACKEND, REDIS),
     ),
     Mutation(

@@ -446,9 +446,9 @@ MUTATIONS = (
     Mutation(
         "A release of what somebody else has is a success",
         "backends/database.py",
-        "            raise self.unavailable(\"release\", exc, lease.name) from exc\n"
+        '            raise self.unavailable("release", exc, lease.name) from exc\n'
         "        return cleared == 1",
-        "            raise self.unavailable(\"release\", exc, lease.name) from exc\n"
+        '            raise self.unavailable("release", exc, lease.name) from exc\n'
         "        return True",
         (ON_SQLITE,),
     ),

@@ -46,8 +46,8 @@ MUTATIONS = (
     Mutation(
         "A lease that was waited for counts from when the waiting began",
         "backends/postgres_taking.py",
-        "        since = clock()\n        given = {\"name\": request.name, \"owner\"",
-        "        since = clock() - 1.0\n        given = {\"name\": request.name, \"owner\"",
+        '        since = clock()\n        given = {"name": request.name, "owner"',
+        '        since = clock() - 1.0\n        given = {"name": request.name, "owner"',
         (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
     ),
     Mutation(

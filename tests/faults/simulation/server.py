@@ -1,0 +1,173 @@
+"""
+A lock service in memory, and a network that delays, drops, doubles and keeps back what is sent.
+
+The drivers of the real backends talk to sockets and have clocks of their own in a server, so they
+can't be driven here; their protocols are in `tests/faults/model/`, and real servers are broken in
+the tests that start them. This service answers as the tables of the database backend do, which
+`test_simulation.py` compares, and everything above it is the package's own.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from django_fencedlock.backends.base import Backend, Grant, Renewal, Request
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.lease import Lease
+from django_fencedlock.owners import Holder
+
+T = TypeVar("T")
+
+#: Seconds until a request without an answer is given up.
+TIMEOUT = 5.0
+
+
+class Clock:
+    """Seconds, as all processes of one machine read them."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Tables:
+    """The two tables: who has a name and until when, and the newest grant of each."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.rows: dict[str, tuple[str, float]] = {}
+        self.fences: dict[str, tuple[int, str]] = {}
+
+    def claim(self, name: str, owner: str, ttl: float) -> int | None:
+        """Take the row if it is free, expired or this owner's; returns the token."""
+        holder, until = self.rows.get(name, ("", 0.0))
+        if holder not in ("", owner) and until > self._clock():
+            return None
+        self.rows[name] = owner, self._clock() + ttl
+        token, newest = self.fences.get(name, (0, ""))
+        self.fences[name] = token + (newest != owner), owner
+        return self.fences[name][0]
+
+    def renew(self, leases: Sequence[tuple[str, str, float]]) -> set[str]:
+        kept = set()
+        for name, owner, ttl in leases:
+            if self.holder(name) == owner:
+                self.rows[name] = owner, self._clock() + ttl
+                kept.add(owner)
+        return kept
+
+    def clear(self, name: str, owner: str) -> bool:
+        if self.holder(name) != owner:
+            return False
+        del self.rows[name]
+        return True
+
+    def lift(self, name: str) -> None:
+        """Leave nobody the newest grant."""
+        self.fences[name] = self.fences.get(name, (0, ""))[0] + 1, ""
+
+    def holder(self, name: str) -> str:
+        """Whose row it is, expired or not."""
+        return self.rows.get(name, ("", 0.0))[0]
+
+    def is_live(self, name: str) -> bool:
+        return self.rows.get(name, ("", 0.0))[1] > self._clock()
+
+
+class Fault(enum.Enum):
+    """What becomes of one request."""
+
+    NONE = "it is answered"
+    NO_REQUEST = "it is lost"
+    NO_REPLY = "its answer is lost"
+    TWICE = "it comes twice"
+    SLOW = "it takes long both ways"
+    LATE = "it comes after it was given up"
+
+
+class Network:
+    """Carries requests to the tables."""
+
+    def __init__(self, clock: Clock, seen: Counter[str]) -> None:
+        self._clock = clock
+        self._seen = seen
+        #: What is to become of the next requests; none of those beyond.
+        self.faults: list[Fault] = []
+        #: How long a slow one takes, and what others do before its answer comes.
+        self.delay = 0.0
+        self.meanwhile: Callable[[], object] = lambda: None
+        #: What will come late.
+        self.under_way: list[Callable[[], object]] = []
+
+    def ask(self, name: str | None, request: Callable[[], T]) -> T:
+        fault = self.faults.pop(0) if self.faults else Fault.NONE
+        if fault is Fault.SLOW:
+            self._clock.now += self.delay
+            answer = request()
+            self._clock.now += self.delay
+            self._do_meanwhile()
+            return answer
+        if fault is Fault.TWICE:
+            request()
+        if fault in (Fault.NONE, Fault.TWICE):
+            return request()
+        self._seen["unknown"] += 1
+        if fault is Fault.NO_REPLY:
+            request()
+        if fault is Fault.LATE:
+            self.under_way.append(request)
+        self._clock.now += TIMEOUT
+        raise BackendUnavailable("no answer", name=name, alias="default")
+
+    def _do_meanwhile(self) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+
+
+class SimulatedBackend(Backend):
+    """A backend of one process, by that network."""
+
+    label = "database"
+
+    def __init__(self, config: Any, clock: Clock, tables: Tables, network: Network) -> None:
+        super().__init__(config)
+        self._clock, self._tables, self._network = clock, tables, network
+
+    def acquire(self, request: Request) -> Grant | None:
+        since = self._clock()
+        owner = request.owner.id
+        token = self._network.ask(
+            request.name, lambda: self._tables.claim(request.name, owner, request.ttl)
+        )
+        return None if token is None else Grant(token, since)
+
+    def is_free(self, name: str) -> bool:
+        return self._network.ask(name, lambda: not self._tables.is_live(name))
+
+    def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
+        sent = [(lease.name, lease.owner, lease.ttl) for lease in leases]
+        try:
+            kept = self._network.ask(None, lambda: self._tables.renew(sent))
+        except BackendUnavailable:
+            return [Renewal.UNKNOWN] * len(leases)
+        return [Renewal.KEPT if lease.owner in kept else Renewal.LOST for lease in leases]
+
+    def verify(self, lease: Lease) -> bool:
+        return self._network.ask(lease.name, lambda: self._tables.holder(lease.name) == lease.owner)
+
+    def release(self, lease: Lease) -> bool:
+        name, owner = lease.name, lease.owner
+        return self._network.ask(name, lambda: self._tables.clear(name, owner))
+
+    def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:
+        return self._network.ask(name, lambda: self._tables.clear(name, owner))
+
+    def holder(self, name: str) -> Holder | None:
+        if not self._tables.is_live(name):
+            return None
+        return Holder(self._tables.holder(name), "", "default")
