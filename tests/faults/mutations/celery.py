@@ -1,5 +1,6 @@
 """Mutations of what goes on around a task's body: runs, redelivery, coalescing, deaths."""
 
+# ruff: noqa: E501 - quoted code is as long as it is
 from __future__ import annotations
 
 from .mutation import Mutation

@@ -1,5 +1,6 @@
 """Mutations of the lock service in a process: grants, leases, keeper, clocks, owners."""
 
+# ruff: noqa: E501 - quoted code is as long as it is
 from __future__ import annotations
 
 from .mutation import ON_POSTGRES, ON_SQLITE, Mutation

@@ -1,5 +1,6 @@
 """Mutations of session locks, of private connections, and of what is known of processes."""
 
+# ruff: noqa: E501 - quoted code is as long as it is
 from __future__ import annotations
 
 from .mutation import SESSION_LOCKS, Mutation
