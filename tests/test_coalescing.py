@@ -1,6 +1,7 @@
 """One runs, and any number of triggers become one further run."""
 
 import functools
+import contextlib
 import logging
 import threading
 import uuid
@@ -346,18 +347,16 @@ class TestTasks:
 
         within.append(end)
         with sending() as sent:
-            try:
+            with contextlib.suppress(SystemExit):
                 deliver(rebuild, 1)
-            except SystemExit:
-                # The process is being killed, and has no time.
-                assert sent == []
-                overdue()
-                Rescue(app).look()
-        assert [each.args[0] for each in sent] == [2] or not sent
+        # Who goes in good order sees to it at once. One that is being killed has no time, and one
+        # that goes back to the queue comes again: the rest is the rescue's.
+        assert bool(sent) is isinstance(how, ValueError)
         if not sent:
             overdue()
             with sending() as sent:
                 Rescue(app).look()
+        assert [each.args[0] for each in sent] == [2]
         assert deliver_sent(sent[0]).result == 2
 
     def test_the_duty_is_kept_when_the_message_cannot_be_sent(self, monkeypatch, caplog):

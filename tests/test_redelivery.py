@@ -202,6 +202,7 @@ class TestAfterItsEnd:
             deliver(late, 1, **told)
         ends.clear()
         assert Delivery.objects.get().outcome == ""
+        assert Delivery.objects.get().finished_at is None
         assert deliver(late, 1, **told).result == 1
         assert Delivery.objects.get().tries == 2
 

@@ -185,7 +185,7 @@ MUTATIONS = (
         "celery/coalescing.py",
         "        if lease is not None and lease.put_off:",
         "        if lease is None:",
-        (_COALESCING, "tests/test_coalescing_ends.py"),
+        (_COALESCING),
     ),
     Mutation(
         "The message's end is written down before the duty's",
@@ -194,14 +194,14 @@ MUTATIONS = (
         "        self._redelivery.ended(found)",
         "        self._redelivery.ended(found)\n        if self._coalescing:\n"
         "            self._coalescing.ended(found)",
-        (_COALESCING, _REDELIVERY, "tests/test_coalescing_ends.py"),
+        (_COALESCING, _REDELIVERY),
     ),
     Mutation(
         "A run that is being killed serves others",
         "celery/bookkeeping.py",
         "        if self._coalescing and self._is_over:",
         "        if self._coalescing:",
-        (_COALESCING, "tests/test_coalescing_ends.py"),
+        (_COALESCING),
     ),
     Mutation(
         "A rescuer sends before it has the duty to itself",

@@ -1,6 +1,5 @@
 """Mutations of the SQL of fences, registry, deliveries and duties."""
 
-# ruff: noqa: E501 - quoted code is as long as it is
 from __future__ import annotations
 
 from .mutation import ON_MARIADB, ON_POSTGRES, ON_SQLITE, REDIS, SESSION_LOCKS, Mutation

@@ -1,6 +1,5 @@
 """Mutations of the Redis backend: its scripts, and the recording of its grants."""
 
-# ruff: noqa: E501 - quoted code is as long as it is
 from __future__ import annotations
 
 from .mutation import REDIS, Mutation

@@ -113,9 +113,16 @@ MUTATIONS = (
     Mutation(
         "A ttl that wasn't granted stays",
         "services.py",
-        "        lease.ttl = before\n",
-        "",
+        "        asked, lease.ttl = lease.ttl, before\n",
+        "        asked = lease.ttl\n",
         (_SERVICES, ON_SQLITE),
+    ),
+    Mutation(
+        "A lease is good for longer than the shorter ttl that may have been granted",
+        "services.py",
+        "        lease.end_by(since + asked)\n",
+        "",
+        ("tests/faults/test_simulation.py", _SERVICES),
     ),
     Mutation(
         "A lease held for too long is renewed for the asking",
@@ -223,7 +230,7 @@ MUTATIONS = (
         "keeper.py",
         "            lease.extend_from(since, ttl)",
         "            lease.extend_from(self._clock(), ttl)",
-        (_KEEPER,),
+        ("tests/faults/test_simulation.py", _KEEPER),
     ),
     Mutation(
         "The keeper's renewal counts by a ttl that wasn't sent",

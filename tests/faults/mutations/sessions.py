@@ -6,6 +6,7 @@ from __future__ import annotations
 from .mutation import SESSION_LOCKS, Mutation
 
 _BACKEND = "tests/test_postgres_backend.py"
+_ROOMS = "tests/test_session_rooms.py"
 _SESSIONS = "tests/test_sessions.py"
 
 MUTATIONS = (
@@ -14,7 +15,7 @@ MUTATIONS = (
         "backends/postgres_taking.py",
         "        if self._home.holding(key):\n            return None\n        self._refuse_beyond_cap",
         "        self._refuse_beyond_cap",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "The key stays with the session after an error of the recording",
@@ -28,35 +29,35 @@ MUTATIONS = (
         "backends/postgres_taking.py",
         "            session.unlock(key)\n            self._refuse_conflict(session, request)",
         "            self._refuse_conflict(session, request)",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A pooler that changed the session in between isn't noticed",
         "backends/postgres_taking.py",
         "        if answer.pid != session.pid:",
         "        if answer.pid is None:",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A grant that was overtaken while its waiter slept is taken up (no look after the wait)",
         "backends/postgres_taking.py",
         'if not session.all(extend, {**given, "ttl": request.ttl}):',
         'if session.all(extend, {**given, "ttl": request.ttl}) is None:',
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A lease that was waited for counts from when the waiting began",
         "backends/postgres_taking.py",
         '        since = clock()\n        given = {"name": request.name, "owner"',
         '        since = clock() - 1.0\n        given = {"name": request.name, "owner"',
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A waiter who was cancelled as the lock came keeps it",
         "backends/postgres_taking.py",
         "            if request.cancel:\n                statement",
         "            if False:\n                statement",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A waiter who is thrown out leaves his session waiting",
@@ -70,14 +71,14 @@ MUTATIONS = (
         "backends/postgres_taking.py",
         "        if not self._home.remove(hold):\n            return False\n",
         "        self._home.remove(hold)\n",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A session that waited is kept for ever after its lock's release",
         "backends/postgres_taking.py",
         "                self._room.give_back(session)\n\n    def _tell_lost",
         "                pass\n\n    def _tell_lost",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A process may hold any number of locks",
@@ -91,42 +92,42 @@ MUTATIONS = (
         "backends/postgres_threads.py",
         "        if done:\n            leave(self)",
         "        if done:\n            pass",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A request that was given up is done all the same, and kept",
         "backends/postgres_threads.py",
         "                self._bell.ring()\n                return\n        self.undo()",
         "                self._bell.ring()\n                return",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A request that nobody waits for any more is sent",
         "backends/postgres_threads.py",
         "        if self._abandoned and self._undo is not None:\n            return\n",
         "",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A renewal doesn't ask whether the session has the key",
         "backends/postgres.py",
         "        if held and (renewed or not hold.recorded):",
         "        if renewed or not hold.recorded:",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A renewal takes another session's key for its own",
         "backends/postgres_statements.py",
         "LEFT JOIN locks k ON k.key = w.key AND k.pid = w.pid),",
         "LEFT JOIN locks k ON k.key = w.key),",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A holder is ended though it keeps another of its locks alive",
         "backends/postgres_statements.py",
         "        AND x.expires_at >= clock_timestamp()))\nSELECT v.pid",
         "        AND x.expires_at IS NULL))\nSELECT v.pid",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A session is ended that has its number from one that is gone",
@@ -134,7 +135,7 @@ MUTATIONS = (
         "    JOIN pg_stat_activity a ON a.pid = h.session_pid AND a.backend_start = h.session_started\n"
         "    WHERE h.name = ANY",
         "    JOIN pg_stat_activity a ON a.pid = h.session_pid\n    WHERE h.name = ANY",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "The row of a dead holder goes before his session has",
@@ -162,7 +163,7 @@ MUTATIONS = (
         "backends/postgres_home.py",
         "            self.do(lambda: self._watch(hold.session))",
         "            pass",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "Locks that were lost are held still, by what this process knows",
@@ -190,35 +191,35 @@ MUTATIONS = (
         "backends/postgres_waiting.py",
         "            if idle.is_quiet():\n                return idle",
         "            if idle:\n                return idle",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "Any number of sessions wait",
         "backends/postgres_waiting.py",
         "            if len(self._open) + self._opening >= most:",
         "            if len(self._open) + self._opening < 0:",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A cancelled wait cancels the statement that follows it",
         "backends/postgres_waiting.py",
         "        with self._mutex:\n            self._over.set()",
         "        pass",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "The server may end an idle session that holds locks",
         "backends/postgres_sessions.py",
         '        "idle_session_timeout": "0",\n',
         "",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A dead peer behind a cut cable is never noticed",
         "backends/postgres_sessions.py",
         '        "tcp_user_timeout": str(int(max(1.0, ttl * 0.9) * 1000)),\n',
         "",
-        (_BACKEND, "tests/test_session_rooms.py", SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A transaction pooler is taken for a server",
@@ -233,7 +234,7 @@ MUTATIONS = (
         "        except BaseException:\n            self.abandon()\n            raise\n        finally:\n"
         "            self.busy_since",
         "        finally:\n            self.busy_since",
-        (f"{_BACKEND}::TestProcesses", "tests/test_session_rooms.py", SESSION_LOCKS),
+        (f"{_BACKEND}::TestProcesses", _ROOMS, SESSION_LOCKS),
     ),
     Mutation(
         "A private connection comes from Django's pool",

@@ -1,6 +1,5 @@
 """Mutations of fenced writes: models, querysets, refusals."""
 
-# ruff: noqa: E501 - quoted code is as long as it is
 from __future__ import annotations
 
 from .mutation import Mutation

@@ -1,0 +1,317 @@
+"""The rooms of the postgres backend one by one: its jobs, waiting sessions, and statements."""
+
+import threading
+from functools import partial
+
+import pytest
+from django.db import DatabaseError, connections
+
+from django_fencedlock.backends import postgres_waiting
+from django_fencedlock.backends.base import Cancel, Renewal
+from django_fencedlock.backends.postgres_hung import end_hung_holders
+from django_fencedlock.backends.postgres_sessions import PoolsTransactions, open_session
+from django_fencedlock.backends.postgres_threads import Job, Unanswered
+from django_fencedlock.backends.postgres_waiting import Room
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.lease import clock
+from django_fencedlock.models import HeldLock
+from tests.servers.process import wait_until
+from tests.test_postgres_backend import (  # noqa: F401
+    ALIAS,
+    backend,
+    database,
+    expire,
+    lease_of,
+    make,
+    name,
+    peer,
+    request_for,
+    take,
+)
+
+POSTGRES = pytest.mark.usefixtures("database")
+
+
+class TestJobs:
+    """Work for the thread that has the sessions."""
+
+    def test_what_nobody_waits_for_any_more_is_not_begun(self):
+        done = []
+        job = Job(lambda: done.append("work"), lambda value: done.append("undo"))
+        with pytest.raises(Unanswered):
+            job.result(0.0, leave=lambda job: done.append("leave"))
+        job.run()
+        assert done == []
+
+    def test_without_an_undo_it_is_done_all_the_same(self):
+        done = []
+        job = Job(lambda: done.append("work"))
+        with pytest.raises(Unanswered):
+            job.result(0.0, leave=lambda job: None)
+        job.run()
+        assert done == ["work"]
+
+    def test_what_was_given_up_meanwhile_is_undone(self):
+        done, under_way, go_on = [], threading.Event(), threading.Event()
+
+        def work():
+            under_way.set()
+            assert go_on.wait(20)
+            done.append("work")
+
+        job = Job(work, lambda value: done.append("undo"))
+        thread = threading.Thread(target=job.run)
+        thread.start()
+        assert under_way.wait(20)
+        with pytest.raises(Unanswered):
+            job.result(0.0, leave=lambda job: done.append("leave"))
+        go_on.set()
+        thread.join(20)
+        assert done == ["work", "undo"]
+
+    def test_what_was_done_for_one_who_is_thrown_out_is_left_to_be_undone(self):
+        done = []
+        job = Job(lambda: done.append("work"), lambda value: done.append("undo"))
+        job._bell.wait = self._throw
+        job.run()
+        with pytest.raises(KeyboardInterrupt):
+            job.result(1.0, leave=lambda job: job.undo())
+        assert done == ["work", "undo"]
+
+    def _throw(self, timeout):
+        raise KeyboardInterrupt
+
+
+class FakeSession:
+    def __init__(self, quiet=True):
+        self.closed, self.quiet, self.cancels = False, quiet, 0
+
+    def is_quiet(self):
+        return self.quiet
+
+    def close(self):
+        self.closed = True
+
+    def cancel(self):
+        self.cancels += 1
+
+
+class TestTheWaitingRoom:
+    @pytest.fixture
+    def room(self, monkeypatch):
+        monkeypatch.setattr(postgres_waiting, "open_session", lambda *args, **more: FakeSession())
+        monkeypatch.setattr(postgres_waiting, "under_test", lambda: False)
+        return Room("unused", 1.0)
+
+    def test_a_session_that_died_while_idle_is_not_waited_on(self, room):
+        first = room.take(2)
+        room.give_back(first)
+        first.quiet = False
+        second = room.take(2)
+        assert second is not first
+        assert first.closed
+
+    def test_no_more_wait_than_may(self, room):
+        first, second = room.take(2), room.take(2)
+        assert room.take(2) is None
+        second.close()
+        assert room.take(2) is not None
+        assert not first.closed
+
+    def test_a_cancelled_wait_cancels_nothing_that_comes_later(self):
+        session = FakeSession()
+        interrupt = postgres_waiting._Interrupt(session)
+        interrupt()
+        wait_until(lambda: session.cancels, "a cancellation")
+        interrupt.finish()
+        before = session.cancels
+        interrupt._cancel()  # as the thread would go on
+        assert session.cancels == before
+
+
+@pytest.fixture
+def key(backend, name):  # noqa: F811
+    return backend._key(name)
+
+
+@POSTGRES
+class TestTheSession:
+    @pytest.mark.parametrize(
+        ("setting", "value"),
+        [
+            ("idle_session_timeout", "0"),
+            ("idle_in_transaction_session_timeout", "0"),
+            ("statement_timeout", "0"),
+            ("lock_timeout", "250ms"),
+            ("synchronous_commit", "on"),
+            ("default_transaction_isolation", "read committed"),
+        ],
+    )
+    def test_no_setting_of_a_role_ends_it_or_its_locks(self, setting, value):
+        with connections[ALIAS].cursor() as cursor:
+            cursor.execute("SELECT current_database()")
+            (found,) = cursor.fetchone()
+            unlike = {"0": "'1h'", "250ms": "'1h'", "on": "off"}.get(value, "'repeatable read'")
+            cursor.execute(f'ALTER DATABASE "{found}" SET {setting} = {unlike}')
+        try:
+            session = open_session(ALIAS, 5.0, waits=False)
+            try:
+                assert session.one(f"SHOW {setting}", {}, prepare=False) == (value,)
+            finally:
+                session.close()
+        finally:
+            with connections[ALIAS].cursor() as cursor:
+                cursor.execute(f'ALTER DATABASE "{found}" RESET {setting}')
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_a_peer_behind_a_cut_cable_is_given_up_in_time(self, waits):
+        session = open_session(ALIAS, 5.0, waits=waits)
+        try:
+            names = ("tcp_user_timeout", "tcp_keepalives_idle", "tcp_keepalives_count")
+            told = session.one(
+                f"SELECT {', '.join(f'''current_setting('{each}')''' for each in names)}",
+                {},
+                prepare=False,
+            )
+        finally:
+            session.close()
+        if told[0] == "0":
+            pytest.skip("the server is reached by a socket of the system, which has no cable")
+        assert all(int(each.removesuffix("ms").removesuffix("s")) > 0 for each in told)
+
+
+@POSTGRES
+class TestGrants:
+    def test_a_thread_that_came_a_moment_later_is_refused_though_the_server_is_asked(
+        self, backend, name, key
+    ):  # noqa: F811
+        take(backend, name)
+        later = request_for(name)
+        # It had looked before the other one was granted.
+        assert backend._ask("acquiring", partial(backend._try, later, key, clock())) is None
+
+    def test_what_was_given_back_is_not_given_back_again(self, backend, name):  # noqa: F811
+        first = take(backend, name)
+        assert backend.release(first)
+        second = take(backend, name)
+        assert not backend.release(first)
+        assert backend.verify(second)
+        assert backend.renew([second]) == [Renewal.KEPT]
+
+    def test_a_key_that_went_to_another_session_is_lost(self, backend, peer, name, key):  # noqa: F811
+        lease = take(backend, name)
+        session = lease.handle.session
+        backend._home.ask(lambda: session.unlock(key))
+        other = peer._home
+        other.ask(lambda: other.session().one("SELECT pg_advisory_lock(%(key)s)", {"key": key}))
+        assert backend.renew([lease]) == [Renewal.LOST]
+        other.ask(lambda: other.session().unlock(key))
+
+    def test_a_pooler_that_changes_the_session_is_no_grant(self, backend, name, key):  # noqa: F811
+        session = open_session(ALIAS, 5.0, waits=False)
+        with pytest.raises(PoolsTransactions):
+            backend._granted(
+                session, request_for(name), key, lambda: (True, 1, False, session.pid + 1)
+            )
+        assert session.closed
+
+    def test_the_key_of_a_name_that_is_live_elsewhere_is_free(self, backend, name, key):  # noqa: F811
+        take(backend, name)
+        HeldLock.objects.using(ALIAS).filter(name=name).update(alias="other")
+        session = open_session(ALIAS, 5.0, waits=False)
+        try:
+            session.one("SELECT pg_advisory_lock(%(key)s)", {"key": key + 1})
+            with pytest.raises(DatabaseError):
+                session.one("SELECT 1/0", {}, prepare=False)
+            with pytest.raises(Exception, match="two lock services"):
+                backend._granted(
+                    session, request_for(name), key + 1, lambda: (True, None, False, session.pid)
+                )
+            # Nothing is left to unlock.
+            assert session.one("SELECT pg_advisory_unlock(%(key)s)", {"key": key + 1}) == (False,)
+        finally:
+            session.close()
+
+
+@POSTGRES
+class TestTakingUp:
+    """A wait ends in the server a while before its waiter knows."""
+
+    @pytest.fixture
+    def waited(self, backend, peer, name):  # noqa: F811
+        """Return a function that waits for a lock, and does something just before it is taken up."""
+
+        def wait(meanwhile, cancel=None):
+            held = take(peer, name)
+            request = request_for(name, **({} if cancel is None else {"cancel": cancel}))
+            take_up = backend._take_up
+
+            def slowly(*args):
+                meanwhile()
+                return take_up(*args)
+
+            backend._take_up = slowly
+            releasing = threading.Timer(0.1, peer.release, [held])
+            releasing.start()
+            try:
+                return request, backend.wait(request, 20)
+            finally:
+                releasing.join()
+
+        return wait
+
+    def _taken(self, backend, name):
+        return not backend.is_free(name)
+
+    def test_what_was_overtaken_meanwhile_is_not_taken_up(self, backend, waited, name):  # noqa: F811
+        rows = HeldLock.objects.using(ALIAS).filter(name=name)
+        with pytest.raises(BackendUnavailable, match="overtaken"):
+            waited(lambda: rows.update(owner="f" * 32))
+        wait_until(lambda: not self._taken(backend, name), "the key")
+
+    def test_who_was_cancelled_meanwhile_leaves_it_free(self, backend, waited, name):  # noqa: F811
+        cancel = Cancel()
+        _, grant = waited(cancel.cancel, cancel)
+        assert grant is None
+        assert backend.is_free(name)
+
+    def test_the_lease_begins_when_it_is_taken_up(self, backend, waited, name):  # noqa: F811
+        moments = []
+        request, grant = waited(lambda: moments.append(clock()))
+        assert grant.since >= moments[0]
+        assert backend.release(lease_of(request, grant))
+
+    def test_its_session_is_watched_and_goes_with_it(self, backend, waited, name):  # noqa: F811
+        lost = []
+        backend.lost_hook = lost.extend
+        request, grant = waited(lambda: None)
+        session = grant.handle.session
+        with connections[ALIAS].cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(%s)", [session.pid])
+        wait_until(lambda: lost == [request.owner.id], "the loss")
+
+    def test_its_session_is_used_again(self, backend, waited, name):  # noqa: F811
+        request, grant = waited(lambda: None)
+        backend.release(lease_of(request, grant))
+        assert backend._room._free == [grant.handle.session]
+
+
+@POSTGRES
+class TestHungHolders:
+    def end(self, peer, name):  # noqa: F811
+        return peer._home.ask(lambda: end_hung_holders(peer._home.session(), [name]))
+
+    def test_one_who_keeps_another_of_his_locks_alive_is_left_alone(self, backend, peer, name):  # noqa: F811
+        lease, other = take(backend, name), take(backend, f"{name}:other")
+        expire(name)
+        assert not self.end(peer, name)
+        expire(other.name)
+        assert self.end(peer, name)
+        assert not backend.verify(lease)
+
+    def test_one_whose_number_is_another_sessions_by_now_is_left_alone(self, backend, peer, name):  # noqa: F811
+        lease = take(backend, name)
+        expire(name)
+        HeldLock.objects.using(ALIAS).filter(name=name).update(session_started="2020-01-01T00:00Z")
+        assert not self.end(peer, name)
+        assert not lease.handle.session.closed
