@@ -21,6 +21,7 @@ from django_fencedlock.celery.messages import DELIVERY
 from django_fencedlock.celery.parcels import NUMBER, SERVE
 from django_fencedlock.celery.rescue import MOST_RESCUES, Rescue
 from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.fences.deliveries import Deliveries
 from django_fencedlock.fences.duties import Duties
 from django_fencedlock.models import Delivery, Duty, Fence
 from django_fencedlock.services import service
@@ -346,9 +347,8 @@ class TestTasks:
             raise how
 
         within.append(end)
-        with sending() as sent:
-            with contextlib.suppress(SystemExit):
-                deliver(rebuild, 1)
+        with sending() as sent, contextlib.suppress(SystemExit):
+            deliver(rebuild, 1)
         # Who goes in good order sees to it at once. One that is being killed has no time, and one
         # that goes back to the queue comes again: the rest is the rescue's.
         assert bool(sent) is isinstance(how, ValueError)
@@ -427,7 +427,7 @@ class TestMessagesAgain:
     def told(self):
         return {"id": uuid.uuid4().hex, "headers": {DELIVERY: uuid.uuid4().hex}}
 
-    def die(self, self_=None):
+    def die(self, *args):
         raise SystemExit(1)
 
     def test_after_a_death_it_runs_with_the_latest_arguments(self):
@@ -452,6 +452,15 @@ class TestMessagesAgain:
         assert deliver_sent(sent[0]).result == 1
         reason(deliver(late, 1, **told, redelivered=True), "served")
         assert ran == [1, 1]
+
+    def test_after_a_death_between_its_two_records_it_has_nothing_to_do(self, monkeypatch):
+        told = self.told()
+        monkeypatch.setattr(Deliveries, "finish", self.die)
+        with pytest.raises(SystemExit):
+            deliver(late, 1, **told)
+        monkeypatch.undo()
+        reason(deliver(late, 1, **told, redelivered=True), "served")
+        assert ran == [1]
 
     def test_who_finds_it_done_looks_for_others_as_well(self, monkeypatch):
         told = self.told()

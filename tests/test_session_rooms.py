@@ -1,5 +1,8 @@
 """The rooms of the postgres backend one by one: its jobs, waiting sessions, and statements."""
 
+# The fixtures of its sister are used here.
+# ruff: noqa: F811
+
 import threading
 from functools import partial
 
@@ -130,7 +133,7 @@ class TestTheWaitingRoom:
 
 
 @pytest.fixture
-def key(backend, name):  # noqa: F811
+def key(backend, name):
     return backend._key(name)
 
 
@@ -184,13 +187,13 @@ class TestTheSession:
 class TestGrants:
     def test_a_thread_that_came_a_moment_later_is_refused_though_the_server_is_asked(
         self, backend, name, key
-    ):  # noqa: F811
+    ):
         take(backend, name)
         later = request_for(name)
         # It had looked before the other one was granted.
         assert backend._ask("acquiring", partial(backend._try, later, key, clock())) is None
 
-    def test_what_was_given_back_is_not_given_back_again(self, backend, name):  # noqa: F811
+    def test_what_was_given_back_is_not_given_back_again(self, backend, name):
         first = take(backend, name)
         assert backend.release(first)
         second = take(backend, name)
@@ -198,7 +201,7 @@ class TestGrants:
         assert backend.verify(second)
         assert backend.renew([second]) == [Renewal.KEPT]
 
-    def test_a_key_that_went_to_another_session_is_lost(self, backend, peer, name, key):  # noqa: F811
+    def test_a_key_that_went_to_another_session_is_lost(self, backend, peer, name, key):
         lease = take(backend, name)
         session = lease.handle.session
         backend._home.ask(lambda: session.unlock(key))
@@ -207,7 +210,7 @@ class TestGrants:
         assert backend.renew([lease]) == [Renewal.LOST]
         other.ask(lambda: other.session().unlock(key))
 
-    def test_a_pooler_that_changes_the_session_is_no_grant(self, backend, name, key):  # noqa: F811
+    def test_a_pooler_that_changes_the_session_is_no_grant(self, backend, name, key):
         session = open_session(ALIAS, 5.0, waits=False)
         with pytest.raises(PoolsTransactions):
             backend._granted(
@@ -215,7 +218,7 @@ class TestGrants:
             )
         assert session.closed
 
-    def test_the_key_of_a_name_that_is_live_elsewhere_is_free(self, backend, name, key):  # noqa: F811
+    def test_the_key_of_a_name_that_is_live_elsewhere_is_free(self, backend, name, key):
         take(backend, name)
         HeldLock.objects.using(ALIAS).filter(name=name).update(alias="other")
         session = open_session(ALIAS, 5.0, waits=False)
@@ -238,8 +241,8 @@ class TestTakingUp:
     """A wait ends in the server a while before its waiter knows."""
 
     @pytest.fixture
-    def waited(self, backend, peer, name):  # noqa: F811
-        """Return a function that waits for a lock, and does something just before it is taken up."""
+    def waited(self, backend, peer, name):
+        """Return a function that waits, and does something just before the lock is taken up."""
 
         def wait(meanwhile, cancel=None):
             held = take(peer, name)
@@ -263,25 +266,25 @@ class TestTakingUp:
     def _taken(self, backend, name):
         return not backend.is_free(name)
 
-    def test_what_was_overtaken_meanwhile_is_not_taken_up(self, backend, waited, name):  # noqa: F811
+    def test_what_was_overtaken_meanwhile_is_not_taken_up(self, backend, waited, name):
         rows = HeldLock.objects.using(ALIAS).filter(name=name)
         with pytest.raises(BackendUnavailable, match="overtaken"):
             waited(lambda: rows.update(owner="f" * 32))
         wait_until(lambda: not self._taken(backend, name), "the key")
 
-    def test_who_was_cancelled_meanwhile_leaves_it_free(self, backend, waited, name):  # noqa: F811
+    def test_who_was_cancelled_meanwhile_leaves_it_free(self, backend, waited, name):
         cancel = Cancel()
         _, grant = waited(cancel.cancel, cancel)
         assert grant is None
         assert backend.is_free(name)
 
-    def test_the_lease_begins_when_it_is_taken_up(self, backend, waited, name):  # noqa: F811
+    def test_the_lease_begins_when_it_is_taken_up(self, backend, waited, name):
         moments = []
         request, grant = waited(lambda: moments.append(clock()))
         assert grant.since >= moments[0]
         assert backend.release(lease_of(request, grant))
 
-    def test_its_session_is_watched_and_goes_with_it(self, backend, waited, name):  # noqa: F811
+    def test_its_session_is_watched_and_goes_with_it(self, backend, waited, name):
         lost = []
         backend.lost_hook = lost.extend
         request, grant = waited(lambda: None)
@@ -290,7 +293,7 @@ class TestTakingUp:
             cursor.execute("SELECT pg_terminate_backend(%s)", [session.pid])
         wait_until(lambda: lost == [request.owner.id], "the loss")
 
-    def test_its_session_is_used_again(self, backend, waited, name):  # noqa: F811
+    def test_its_session_is_used_again(self, backend, waited, name):
         request, grant = waited(lambda: None)
         backend.release(lease_of(request, grant))
         assert backend._room._free == [grant.handle.session]
@@ -298,10 +301,10 @@ class TestTakingUp:
 
 @POSTGRES
 class TestHungHolders:
-    def end(self, peer, name):  # noqa: F811
+    def end(self, peer, name):
         return peer._home.ask(lambda: end_hung_holders(peer._home.session(), [name]))
 
-    def test_one_who_keeps_another_of_his_locks_alive_is_left_alone(self, backend, peer, name):  # noqa: F811
+    def test_one_who_keeps_another_of_his_locks_alive_is_left_alone(self, backend, peer, name):
         lease, other = take(backend, name), take(backend, f"{name}:other")
         expire(name)
         assert not self.end(peer, name)
@@ -309,7 +312,7 @@ class TestHungHolders:
         assert self.end(peer, name)
         assert not backend.verify(lease)
 
-    def test_one_whose_number_is_another_sessions_by_now_is_left_alone(self, backend, peer, name):  # noqa: F811
+    def test_one_whose_number_is_another_sessions_by_now_is_left_alone(self, backend, peer, name):
         lease = take(backend, name)
         expire(name)
         HeldLock.objects.using(ALIAS).filter(name=name).update(session_started="2020-01-01T00:00Z")

@@ -185,7 +185,7 @@ MUTATIONS = (
         "celery/coalescing.py",
         "        if lease is not None and lease.put_off:",
         "        if lease is None:",
-        (_COALESCING),
+        (_COALESCING,),
     ),
     Mutation(
         "The message's end is written down before the duty's",
@@ -201,7 +201,7 @@ MUTATIONS = (
         "celery/bookkeeping.py",
         "        if self._coalescing and self._is_over:",
         "        if self._coalescing:",
-        (_COALESCING),
+        (_COALESCING,),
     ),
     Mutation(
         "A rescuer sends before it has the duty to itself",
