@@ -14,7 +14,7 @@ import pytest
 from example_project.simulator.house import MOST, House
 from example_project.simulator.mirror import Mirror
 from example_project.simulator.plans import Plan
-from example_project.simulator.player import Player
+from example_project.simulator.player import _STEPS, Player
 from example_project.simulator.readings import latest
 from example_project.simulator.scenarios import SCENARIOS
 from example_project.simulator.simulation import Refused, Simulation
@@ -108,7 +108,7 @@ def test_whoever_is_cut_off_reaches_the_counter_and_is_refused(backend, begin):
     assert "lost" in kinds(simulation, "A")
 
 
-@pytest.mark.parametrize("backend", ["redis", "postgres"])
+@pytest.mark.parametrize("backend", ["redis"])
 def test_who_comes_first_is_served_first(backend, begin):
     mirror = played(begin(scenario="queue", backend=backend))
     assert mirror.value == 4
@@ -189,6 +189,26 @@ def test_the_referee_sees_what_the_clients_told(begin):
     wait_until(lambda: looks and looks[-1]["since"] > simulation.mirror._written_at, "a look")
     assert (looks[-1]["value"], looks[-1]["token"]) == (1, 1)
     assert 0 < looks[-1]["left"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("service", "url", "trouble"),
+    [
+        ("redis", "redis://127.0.0.1:1/0", "A didn't get the lock"),
+        ("postgres", "postgresql://postgres@127.0.0.1:1/x", "The server's console says why"),
+    ],
+)
+def test_a_service_that_is_down_stops_the_scenario(service, url, trouble, begin, monkeypatch):
+    monkeypatch.setenv(f"EXAMPLE_{service.upper()}_URL", url)
+    simulation = begin(scenario="pause", backend=service)
+    player = Player(simulation, pace=0.01)
+    player.play()
+    wait_until(lambda: not player.doing, "the player to stop", 40)
+    assert trouble in player.trouble
+    assert player.done == 0
+    directory = simulation._world.directory
+    simulation.close()
+    assert not directory.exists()
 
 
 # Ends
@@ -311,6 +331,7 @@ def test_without_a_server_the_switch_says_how_to_get_one(monkeypatch):
 def test_every_step_can_be_done():
     for scenario in SCENARIOS.values():
         for step in scenario.steps:
+            assert step.does in _STEPS
             assert step.who in ("A", "B", "C", "D", "?")
             assert step.caption
 

@@ -87,47 +87,49 @@ class Player:
 
 def perform(simulation: Simulation, step: Step) -> None:
     """Do a step, and wait for its effect."""
-    does, who = step.does, step.who
-    if does in ("acquire", "queue", "write", "release"):
-        who = _holder(simulation) if who == "?" else who
-        {
-            "acquire": simulation.acquire,
-            "queue": simulation.acquire,
-            "write": simulation.write,
-            "release": simulation.release,
-        }[does](who)
-        client = simulation.mirror.clients
-        if does == "queue":
-            _await(simulation, step, lambda: client[who].state in ("waiting", "holding"))
-            # It is said just before it stands in line.
-            time.sleep(0.1)
-        else:
-            _await(simulation, step, lambda: not client[who].busy)
-    elif does == "pause":
-        simulation.pause(who)
-    elif does == "wake":
-        # First, so that it is the very next thing that it does: before it can notice anything.
-        simulation.write(who)
-        simulation.wake(who)
-        _await(simulation, step, lambda: not simulation.mirror.clients[who].busy)
-    elif does in ("cut", "mend", "kill", "empty"):
-        {
-            "cut": simulation.cut,
-            "mend": simulation.mend,
-            "kill": simulation.kill,
-            "empty": simulation.empty,
-        }[does](who)
-    else:
-        _await(simulation, step, _WAITS[does](simulation, who))
-
-
-def _await(simulation: Simulation, step: Step, condition: Callable[[], bool]) -> None:
+    has_happened = _STEPS[step.does](simulation, step.who)
+    if has_happened is None:
+        return
     seconds = simulation.plan.ttl + PATIENCE
-    if not simulation.log.wait_for(lambda: condition() or simulation.closed, seconds):
+    if not simulation.log.wait_for(lambda: has_happened() or simulation.closed, seconds):
         raise Refused(f"This step had no effect within {seconds} s: {step.caption}.")
+    if step.does == "acquire" and not simulation.mirror.clients[step.who].believes:
+        raise Refused(f"{step.who} didn't get the lock, so the scenario can't go on.")
 
 
-def _ran_out(simulation: Simulation, who: str) -> Callable[[], bool]:
+def _acquire(simulation: Simulation, who: str) -> Callable[[], bool]:
+    simulation.acquire(who)
+    return _done(simulation, who)
+
+
+def _queue(simulation: Simulation, who: str) -> None:
+    simulation.acquire(who)
+    client = simulation.mirror.clients
+    simulation.log.wait_for(lambda: client[who].state in ("waiting", "holding"), PATIENCE)
+    # It is said just before it stands in line.
+    time.sleep(0.1)
+
+
+def _write(simulation: Simulation, who: str) -> Callable[[], bool]:
+    who = _holder(simulation) if who == "?" else who
+    simulation.write(who)
+    return _done(simulation, who)
+
+
+def _release(simulation: Simulation, who: str) -> Callable[[], bool]:
+    who = _holder(simulation) if who == "?" else who
+    simulation.release(who)
+    return _done(simulation, who)
+
+
+def _wake(simulation: Simulation, who: str) -> Callable[[], bool]:
+    # First, so that it is the very next thing that it does: before it can notice anything.
+    simulation.write(who)
+    simulation.wake(who)
+    return _done(simulation, who)
+
+
+def _run_out(simulation: Simulation, who: str) -> Callable[[], bool]:
     def has() -> bool:
         client = simulation.mirror.clients[who]
         return client.ran_out or client.lost
@@ -148,7 +150,8 @@ def _kept(simulation: Simulation, who: str) -> Callable[[], bool]:
     return lambda: not simulation.mirror.clients[who].ran_out
 
 
-_WAITS = {"run_out": _ran_out, "gets": _gets, "kept": _kept}
+def _done(simulation: Simulation, who: str) -> Callable[[], bool]:
+    return lambda: not simulation.mirror.clients[who].busy
 
 
 def _holder(simulation: Simulation) -> str:
@@ -157,3 +160,21 @@ def _holder(simulation: Simulation) -> str:
         if not believers:
             raise Refused("Nobody has the lock.")
         return believers[0].name
+
+
+#: What each step does; it returns what to wait for, if that takes time.
+_STEPS: dict[str, Callable[[Simulation, str], Callable[[], bool] | None]] = {
+    "acquire": _acquire,
+    "queue": _queue,
+    "write": _write,
+    "release": _release,
+    "wake": _wake,
+    "pause": Simulation.pause,
+    "cut": Simulation.cut,
+    "mend": Simulation.mend,
+    "kill": Simulation.kill,
+    "empty": Simulation.empty,
+    "run_out": _run_out,
+    "gets": _gets,
+    "kept": _kept,
+}

@@ -63,7 +63,8 @@ class Puppet:
 
     def pause(self) -> None:
         """Stop it in the middle of whatever it does; returns when it stands still."""
-        os.kill(self.pid, signal.SIGSTOP)
+        # Not os.kill(): the pid of one that is gone may be somebody else's.
+        self._process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 2
         while self.running and time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
@@ -73,8 +74,7 @@ class Puppet:
 
     def wake(self) -> None:
         """Let it go on."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGCONT)
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it as SIGKILL does, also if it stands still; returns when it is gone."""

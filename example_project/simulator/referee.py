@@ -67,13 +67,12 @@ class Referee:
 
     def tidy_up(self) -> None:
         """Leave nothing behind: no schema, no keys, no files."""
+        shutil.rmtree(self._directory, ignore_errors=True)
         if self._schema:
-            connection.close()
             with connection.cursor() as cursor:
                 cursor.execute(f'DROP SCHEMA IF EXISTS "{self._schema}" CASCADE')
         if self._redis_url:
             self._forget_keys()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _forget_keys(self) -> int:
         import redis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -101,6 +102,9 @@ class Simulation:
                 proxy.close()
             if self._referee is not None:
                 self._referee.dismiss()
+            if self._world is not None:
+                # The referee may not have come so far as to do it.
+                shutil.rmtree(self._world.directory, ignore_errors=True)
 
     # What can be done
 
