@@ -1,7 +1,7 @@
 """One runs, and any number of triggers become one further run."""
 
-import functools
 import contextlib
+import functools
 import logging
 import threading
 import uuid
