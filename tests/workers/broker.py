@@ -115,6 +115,10 @@ class FilesystemBroker(Broker):
             polling_interval=0.05,
         )
 
+    def settings(self, **transport_options: Any) -> dict[str, Any]:
+        transport = {"broker_transport": "tests.workers.files:Transport"}
+        return super().settings(**transport_options) | transport
+
     def depth(self) -> int:
         return len(list(Path(self._messages).glob(f"*.{self.queue}.msg")))
 
