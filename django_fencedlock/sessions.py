@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,6 @@ from typing import Any, TypeVar
 
 from django.db import Error, InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.test import utils as test_utils
 
 from . import prepared
 from .watchdog import cut, watchdog
@@ -86,7 +86,9 @@ def _sqlite(options: dict[str, Any], timeout: float) -> None:
 
 def under_test() -> bool:
     """Whether a test runner is about, which will want to drop the database in the end."""
-    return hasattr(test_utils._TestState, "saved_data")
+    # Not imported for it: that would bring all of django.test into every process that locks.
+    utils: Any = sys.modules.get("django.test.utils")
+    return utils is not None and hasattr(utils._TestState, "saved_data")
 
 
 class Sessions:

@@ -48,6 +48,8 @@ EXCEPTIONS = {("apps", "checks"): "Django registers checks when the app is ready
 DRIVERS = (
     *("celery", "django_redis", "gevent", "kombu", "MySQLdb", "prometheus_client", "psycopg"),
     *("pymysql", "redis"),
+    # No driver, but much that a process which only locks has no use for.
+    "django.test.utils",
 )
 
 
