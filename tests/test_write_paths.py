@@ -982,6 +982,21 @@ def test_a_row_that_was_moved_is_written_under_its_new_lock(database):
         assert rows_of(LedgerLine)[0]["fence"] == lease.token == 2
 
 
+def test_a_row_that_was_given_to_another_lock_is_not_written_under_its_former_one(database):
+    first, second = Account.objects.create(), Account.objects.create()
+    names = LedgerLine.fencing.lock
+    with names(account=first) as former, names(account=second) as present:
+        # The fence can't tell: tokens of different names may be the same.
+        assert former.token == present.token
+        LedgerLine.objects.create(account=first)
+        line = LedgerLine.objects.get()
+        LedgerLine.objects.update(account=second)
+        with refused(StaleFence, LedgerLine, match="belongs to another lock"):
+            _set(line, amount=9).save()
+        with refused(StaleFence, LedgerLine, match="belongs to another lock"):
+            line.delete()
+
+
 def test_a_value_that_only_the_database_knows_names_no_lock(database):
     first = Account.objects.create()
     with LedgerLine.fencing.lock(account=first):
@@ -1310,6 +1325,14 @@ class TestTwoDatabases:
 
 
 # The weaker mode
+
+
+def test_high_water_looks_at_a_fence_that_was_not_loaded(database):
+    meter = Meter.objects.create(serial="a")
+    with meter.fencing.lock() as lease:
+        plainly(Meter, fence=overtake(lease), reading=7)
+        with refused(StaleFence, Meter):
+            _set(Meter.objects.defer("fence").get(), reading=9).save()
 
 
 def test_high_water_refuses_only_what_a_newer_holder_has_written_to(database):
