@@ -17,6 +17,7 @@ from django_fencedlock.celery import burials, deaths, forks, mending, worker
 from django_fencedlock.celery.burials import Burials
 from django_fencedlock.celery.deaths import VARIABLE, Announcement, DeathWatch, Desk
 from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.fences.ledger import LOCK_WAIT
 from django_fencedlock.journal import Entry, Found
 from django_fencedlock.owners import new_owner
 from django_fencedlock.processes import Process, this_process
@@ -212,6 +213,12 @@ class Service:
         if self.away:
             raise BackendUnavailable("away")
         self.freed.append((alias, [each.name for each in dead.entries]))
+
+
+def test_a_request_that_the_dead_have_sent_comes_before_their_locks_are_freed_for_the_last_time():
+    assert burials.PASSES[0] == 0
+    # It may wait in the server for a row, and take it then.
+    assert burials.PASSES[-1] > 2 * LOCK_WAIT / 1000
 
 
 class TestBurials:
