@@ -544,6 +544,16 @@ class TestRescue:
         overdue()
         assert self.look() == []
 
+    def test_leaves_to_another_what_he_has_claimed_meanwhile(self, monkeypatch):
+        with lock(NAME):
+            meanwhile(coalesced(rebuild, 1))
+            within.pop()()
+        overdue()
+        monkeypatch.setattr(Duties, "claim", lambda *args: False)
+        with sending() as sent:
+            assert Rescue(app).look() == 0
+        assert sent == []
+
     def test_a_task_of_an_unknown_alias_is_in_nobodys_way(self):
         lost = app.task(name="coalescing.lost", shared=False)(
             single_instance(NAME, on_conflict="coalesce", backend="nowhere")(print)

@@ -473,8 +473,11 @@ def threaded(service, losses):
 
 
 def test_a_lease_that_is_due_sooner_wakes_the_thread(threaded, service):
+    tick, ticked = threaded.tick, []
+    threaded.tick = lambda: (wait := tick()) and ticked.append(wait) or wait
     threaded.keep_for(600)
-    wait_until(lambda: threaded._wakes_at < float("inf"), "the thread's sleep")
+    wait_until(lambda: ticked, "the thread's first look")
+    assert ticked[0] > 100
     threaded.keep_for(0.3)
     wait_until(lambda: service.batches, "a renewal")
 

@@ -9,7 +9,6 @@ break, and the shortest way there is told step by step.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import _optional
+from tests.servers import ServerMissing
 
 MODELS = Path(__file__).parent / "model"
 #: Seconds for one search; it takes some seconds on a machine that has nothing else to do.
@@ -46,13 +48,14 @@ OURS = [
     ("postgres", "LATE=0 CRASHES=0 FORCES=1 LOSSES=1"),
 ]
 
-QUIET = "OWNERS=2 CLIENTS=2 LATE=0 CRASHES=0 FORCES=0"
+QUIET = "OWNERS=2 LATE=0 CRASHES=0 FORCES=0"
+THREE = QUIET.replace("2", "3", 1)
 #: (model, what is weak about it, what may go wrong) and the promises that it breaks; no others.
 WEAK = [
     ("database", "NO_FENCE", QUIET, "STALE LOST_UPDATE"),
     ("database", "HIGH_WATER", QUIET, "STALE LOST_UPDATE"),
     ("database", "NO_SHARE", QUIET, "STALE"),
-    ("database", "ANY_OWNER", QUIET, "EXCLUSION"),
+    ("database", "ANY_OWNER", THREE, "EXCLUSION"),
     ("database", "DRAWS_TWICE", "OWNERS=2 LATE=1 CRASHES=0 FORCES=0", "DENIED"),
     ("database", "FREE_WITHOUT_LIFT", "OWNERS=2 LATE=0 CRASHES=0 FORCES=1", "FORCED"),
     ("redis", "NO_FENCE", f"{QUIET} LOSSES=0", "STALE LOST_UPDATE"),
@@ -62,7 +65,7 @@ WEAK = [
     ("redis", "DRAWN_AFTER", f"{QUIET} LOSSES=0", "ORDER STALE LOST_UPDATE"),
     ("redis", "NOT_RECORDED", f"{QUIET} LOSSES=1", "UNIQUE RISING STALE LOST_UPDATE"),
     ("redis", "RECORDS_EQUAL", f"{QUIET} LOSSES=1", "UNIQUE RISING"),
-    ("redis", "ANY_OWNER", f"{QUIET} LOSSES=0", "EXCLUSION"),
+    ("redis", "ANY_OWNER", f"{THREE} LOSSES=0", "EXCLUSION"),
     ("postgres", "NO_FENCE", f"{QUIET} LOSSES=1", "STALE LOST_UPDATE"),
     ("postgres", "HIGH_WATER", f"{QUIET} LOSSES=1", "STALE LOST_UPDATE"),
     ("postgres", "NO_SHARE", f"{QUIET} LOSSES=1", "STALE"),
@@ -82,11 +85,12 @@ class Found:
 @pytest.fixture(scope="module")
 def spin():
     for program in ("spin", "gcc"):
-        if shutil.which(program) is None:
-            told = f"{program} was not found on this machine. To get it: apt-get install {program}"
-            if os.environ.get("FENCEDLOCK_TEST_REQUIRE"):
-                pytest.fail(f"{told} (FENCEDLOCK_TEST_REQUIRE is set.)", pytrace=False)
-            pytest.skip(told)
+        _optional(lambda program=program: _find(program))
+
+
+def _find(program):
+    if shutil.which(program) is None:
+        raise ServerMissing(program, f"apt-get install {program}")
 
 
 @pytest.fixture
@@ -158,11 +162,10 @@ def test_a_weak_variant_breaks_what_it_is_said_to(search, model, weakness, words
 #: Who checks the row alone lets the former holder write until the next one has written.
 @pytest.mark.parametrize("model", ["database", "redis", "postgres"])
 def test_the_shortest_way_to_a_stale_write_can_be_read(search, model):
-    words = f"HIGH_WATER {QUIET}" + ("" if model == "database" else f" LOSSES={model != 'redis':d}")
+    losses = {"database": "", "redis": " LOSSES=0", "postgres": " LOSSES=1"}[model]
+    words = f"HIGH_WATER {QUIET}{losses}"
     steps = search(model, words, "STALE").steps
-    tokens = [step for step in steps if "has the lock with token" in step]
-    assert tokens == [
-        "owner 1 has the lock with token 1",
-        "owner 2 has the lock with token 2",
-    ]
+    held = steps.index("owner 1 has the lock with token 1")
+    # The second one's grant is recorded meanwhile; he needn't know of it yet.
+    assert any(re.match(r"owner 2\b.*: 2$", step) for step in steps[held:])
     assert steps[-2:] == ["owner 1 writes under token 1", f"BROKEN: {PROMISES['STALE']}"]

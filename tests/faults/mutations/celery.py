@@ -283,8 +283,8 @@ MUTATIONS = (
     Mutation(
         "A body that was interrupted goes on with its connections",
         "celery/aborting.py",
-        "        if cell.struck:\n            mend(began, blocks)",
-        "        if False:\n            mend(began, blocks)",
+        "        if not isinstance(exc, Exception) or _came_of(exc, (Abort, SoftTimeLimitExceeded)):",
+        "        if exc is None:",
         ("tests/test_aborting.py",),
     ),
 )

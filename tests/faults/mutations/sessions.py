@@ -64,7 +64,7 @@ MUTATIONS = (
         "backends/postgres_taking.py",
         "            session.abandon()\n            if is_recorded",
         "            if is_recorded",
-        (_BACKEND, SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "A lock that is lost already is given back: whoever has the key by now loses it",
