@@ -210,6 +210,13 @@ class TestGrants:
         assert backend.renew([lease]) == [Renewal.LOST]
         other.ask(lambda: other.session().unlock(key))
 
+    def test_an_unfenced_lock_whose_key_is_gone_is_lost(self, backend, name, key):
+        lease = take(backend, name, fenced=False)
+        assert backend.renew([lease]) == [Renewal.KEPT]
+        session = lease.handle.session
+        backend._home.ask(lambda: session.unlock(key))
+        assert backend.renew([lease]) == [Renewal.LOST]
+
     def test_a_pooler_that_changes_the_session_is_no_grant(self, backend, name, key):
         session = open_session(ALIAS, 5.0, waits=False)
         with pytest.raises(PoolsTransactions):
