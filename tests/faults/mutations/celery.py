@@ -28,8 +28,8 @@ MUTATIONS = (
     Mutation(
         "The body has the lock, but not its lease",
         "celery/runs.py",
-        "        enter(lease)\n        try:",
-        "        try:",
+        "            enter(lease)\n            try:",
+        "            try:",
         (_SINGLE,),
     ),
     Mutation(
@@ -106,8 +106,8 @@ MUTATIONS = (
     Mutation(
         "A message runs again after its end",
         "celery/redelivery.py",
-        "        if self._began or self._is_to_be_repeated(begun.outcome):",
-        "        if True:",
+        "        if self._began:\n            return None\n        logger",
+        "        if True:\n            return None\n        logger",
         (_REDELIVERY,),
     ),
     Mutation(

@@ -158,8 +158,9 @@ MUTATIONS = (
     Mutation(
         "A grant that couldn't be recorded isn't given back",
         "backends/redis.py",
-        "        except BaseException:\n            self._give_back(request)\n            raise",
-        "        except BaseException:\n            raise",
+        '            raise self.unavailable("acquiring", exc, request.name) from exc\n'
+        "        self._give_back(request)",
+        '            raise self.unavailable("acquiring", exc, request.name) from exc',
         (_BACKEND, REDIS),
     ),
     Mutation(

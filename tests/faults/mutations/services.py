@@ -48,8 +48,8 @@ MUTATIONS = (
     Mutation(
         "A grant whose handing over failed isn't given back",
         "services.py",
-        "        except BaseException:\n            self._give_back(lease)\n            raise",
-        "        except BaseException:\n            raise",
+        "            except BaseException:\n                self._give_back(lease)\n                raise",
+        "            except BaseException:\n                raise",
         (_SERVICES, "tests/test_transactions.py", ON_SQLITE),
     ),
     Mutation(
@@ -62,9 +62,8 @@ MUTATIONS = (
     Mutation(
         "A grant that the caller's snapshot can't see is handed out",
         "services.py",
-        "        if not (request.in_transaction and request.fenced):\n            return\n"
-        "        connection",
-        "        if True:\n            return\n        connection",
+        "        if not (request.in_transaction and request.fenced):\n            return\n",
+        "        if True:\n            return\n",
         ("tests/test_transactions.py",),
     ),
     Mutation(
@@ -135,14 +134,14 @@ MUTATIONS = (
     Mutation(
         "A refused renewal is no loss to others who look",
         "services.py",
-        '            self.lose(lease, "the lock service refused to renew it: somebody else had come")\n',
+        "            self.lose(lease, self._why(lease, REFUSED))\n",
         "",
         (_SERVICES, ON_SQLITE),
     ),
     Mutation(
         "A verification that fails is no loss",
         "services.py",
-        '        self.lose(lease, "the lock service no longer knows this holder")\n',
+        '        self.lose(lease, self._why(lease, "the lock service no longer knows this holder"))\n',
         "",
         (_SERVICES, ON_SQLITE),
     ),
@@ -177,8 +176,8 @@ MUTATIONS = (
     Mutation(
         "A release of what was lost is a success",
         "services.py",
-        "        if not kept:\n            self.lose(",
-        "        if kept is None:\n            self.lose(",
+        "            self.lose(lease, self._why(lease, why))\n        lease.released = True",
+        "            pass\n        lease.released = True",
         (_SERVICES, ON_SQLITE),
     ),
     Mutation(
@@ -412,8 +411,8 @@ MUTATIONS = (
     Mutation(
         "The owner is the task's id",
         "owners.py",
-        "        id=uuid.uuid4().hex,",
-        "        id=task_id or uuid.uuid4().hex,",
+        '        f"{bits[:12]}4{bits[13:16]}8{bits[17:]}",',
+        '        task_id or f"{bits[:12]}4{bits[13:16]}8{bits[17:]}",',
         ("tests/test_single_instance.py::TestCalls", "tests/test_redelivery.py"),
     ),
     Mutation(

@@ -118,8 +118,8 @@ MUTATIONS = (
     Mutation(
         "A renewal takes another session's key for its own",
         "backends/postgres_statements.py",
-        "LEFT JOIN locks k ON k.key = w.key AND k.pid = w.pid),",
-        "LEFT JOIN locks k ON k.key = w.key),",
+        "LEFT JOIN locks k ON k.key = w.key AND k.pid = w.pid\n",
+        "LEFT JOIN locks k ON k.key = w.key\n",
         (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
@@ -260,37 +260,37 @@ MUTATIONS = (
     Mutation(
         "A connection that died while idle is no reason to try again",
         "sessions.py",
-        "            if keep or idle is None:\n                raise\n",
+        "            if keep or not was_idle:\n                raise\n",
         "            raise\n",
         (_SESSIONS,),
     ),
     Mutation(
         "A statement that failed on a fresh connection is run twice",
         "sessions.py",
-        "            if keep or idle is None:\n",
-        "            if keep:\n",
+        "            if keep or not was_idle:\n                raise\n            raise _DeadWhileIdle from exc",
+        "            if keep:\n                raise\n            return work(connection)",
         (_SESSIONS,),
     ),
     Mutation(
         "A connection that was struck in mid-statement is used again",
         "sessions.py",
-        "        keep = False\n        try:\n            with watchdog",
-        "        keep = True\n        try:\n            with watchdog",
+        "        keep = False\n        watch = watchdog",
+        "        keep = True\n        watch = watchdog",
         (_SESSIONS,),
     ),
     Mutation(
         "A statement may take as long as it likes",
         "sessions.py",
-        "            with watchdog.limit(self.timeout, lambda: _cut(connection)):",
-        "            with watchdog.limit(3600, lambda: _cut(connection)):",
+        "watchdog.begin(self.timeout, partial(_cut, connection))",
+        "watchdog.begin(3600, partial(_cut, connection))",
         (_SESSIONS,),
     ),
     Mutation(
         "Room for a connection isn't given back after an error",
         "sessions.py",
-        "            self._take_back(connection, keep)\n            self._room.release()",
-        "            self._take_back(connection, keep)\n            if keep:\n"
-        "                self._room.release()",
+        "        finally:\n            self._room.release()",
+        "        except ZeroDivisionError:\n            pass\n        else:\n"
+        "            self._room.release()",
         (_SESSIONS,),
     ),
     Mutation(
