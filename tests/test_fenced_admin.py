@@ -1,9 +1,11 @@
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from django.contrib import admin
 from django.contrib.auth.models import User
+from django.db import connections
 from django.test import Client, override_settings
 from django.urls import path
 
@@ -148,6 +150,44 @@ def test_many_rows_are_deleted_under_their_locks(browser: Client) -> None:
     assert Invoice.objects.count() == 3
     browser.post("/admin/tests/invoice/", {**form, "post": "yes"})
     assert not Invoice.objects.exists()
+
+
+@pytest.fixture
+def atomic_requests() -> Iterator[None]:
+    settings = connections["default"].settings_dict
+    settings["ATOMIC_REQUESTS"] = True
+    yield
+    settings["ATOMIC_REQUESTS"] = False
+
+
+@pytest.mark.usefixtures("atomic_requests")
+class TestWithinATransactionForEachRequest:
+    """On SQLite, where a grant has to be written before anybody's transaction begins."""
+
+    def test_rows_are_changed(self, browser: Client, invoice: Invoice) -> None:
+        answer = browser.post(url(invoice), {**opened(browser, invoice), "amount": 5, "note": "x"})
+        assert answer.status_code == 302
+        invoice.refresh_from_db()
+        assert (invoice.amount, invoice.fence) == (5, 1)
+
+    def test_rows_are_added(self, browser: Client) -> None:
+        account = Account.objects.create()
+        form = {field.name: 1 for field in LedgerLine._meta.fields}
+        form |= {"account": account.pk, "amount": 3}
+        assert browser.post("/admin/tests/ledgerline/add/", form).status_code == 302
+        assert LedgerLine.objects.get().account_id == account.pk
+
+    def test_rows_are_deleted(self, browser: Client, invoice: Invoice) -> None:
+        assert browser.post(url(invoice, "delete"), {"post": "yes"}).status_code == 302
+        assert not Invoice.objects.exists()
+
+    def test_an_action_on_many_is_refused_in_words(self, browser: Client, invoice: Invoice) -> None:
+        """Actions of others rely on that transaction, so the list keeps it."""
+        form = {"action": "delete_selected", "_selected_action": [invoice.pk], "post": "yes"}
+        html = browser.post("/admin/tests/invoice/", form, follow=True).content.decode()
+        assert "Nothing was saved" in html
+        assert "inside a transaction that has the file" in html
+        assert Invoice.objects.exists()
 
 
 def test_a_lock_service_that_is_gone(browser: Client, invoice: Invoice) -> None:

@@ -18,7 +18,8 @@ from django.utils import formats, timezone
 from django.utils.translation import gettext as _
 
 from ..conf import Problem
-from ..exceptions import BackendUnavailable, FencedLockError, LockNotAcquired
+from ..exceptions import FencedLockError, LockNotAcquired
+from .transactions import outside
 
 #: The form's field that says what the row was like when the form was opened.
 SEEN = "_fencedlock_seen"
@@ -57,6 +58,16 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     checks_class = FencedModelAdminChecks
     change_form_template = "admin/django_fencedlock/fenced_change_form.html"
+
+    def get_urls(self) -> list[Any]:
+        # Django's own transaction begins inside of these.
+        base = f"{self.opts.app_label}_{self.opts.model_name}"
+        named = {f"{base}_{view}" for view in ("add", "change", "delete")}
+        urls = super().get_urls()
+        for each in urls:
+            if each.name in named:
+                each.callback = outside(each.callback)
+        return urls
 
     # Changing
 
@@ -160,7 +171,7 @@ def _take(stack: contextlib.ExitStack, rows: Iterable[Any]) -> str | None:
             stack.enter_context(row.fencing.lock(blocking_timeout=0))
         except LockNotAcquired as exc:
             return _held(row, exc)
-        except BackendUnavailable as exc:
+        except FencedLockError as exc:
             return _not_saved(exc)
     return None
 

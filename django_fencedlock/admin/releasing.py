@@ -12,7 +12,7 @@ from django.contrib import admin, messages
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.auth.models import AbstractBaseUser
 from django.core.exceptions import BadRequest, PermissionDenied
-from django.db import connections, transaction
+from django.db import connections
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
@@ -29,6 +29,7 @@ from ..models import HeldLock
 from ..registry import Entry, State, entries
 from ..releasing import Outcome, Release, force_release
 from ..services import service
+from .transactions import outside
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +138,7 @@ class ReleasesByForce:
 
     def get_urls(self) -> list[Any]:
         page = cast(_Page, self)
-        view: Any = page.admin_site.admin_view(self.release_view)
-        for using in connections:
-            # Else a fence would be lifted beside a transaction that SQLite lets nobody pass, and
-            # the log of what was done would be undone by a later error.
-            view = transaction.non_atomic_requests(using)(view)
+        view = outside(page.admin_site.admin_view(self.release_view))
         name = f"{page.opts.app_label}_{page.opts.model_name}_release"
         return [path("release/", view, name=name), *super().get_urls()]  # type: ignore[misc]
 
