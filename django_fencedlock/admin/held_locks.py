@@ -10,7 +10,6 @@ from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
 from django.utils.formats import date_format
 from django.utils.html import format_html
-from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext as _now
@@ -19,6 +18,7 @@ from django.utils.translation import ngettext
 
 from ..models import Fence, HeldLock, LockEvent
 from ..registry import Entry, State, entries, history, waiters
+from .databases import DatabaseFilter, address
 from .listing import STATES, FewValues, HeldLocks, StateFilter
 from .readonly import ReadOnly
 from .releasing import ReleasesByForce
@@ -53,6 +53,7 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
         "refused",
     )
     list_filter = (
+        DatabaseFilter,
         StateFilter,
         ("backend", FewValues),
         ("alias", FewValues),
@@ -174,11 +175,12 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
         times = row.entry.refused
         if not times:
             return _labelled(_("writes refused"), NONE)
-        query = urlencode({"q": row.name, "kind__exact": LockEvent.Kind.REFUSED})
         path = reverse("admin:django_fencedlock_lockevent_changelist")
+        query = {"q": row.name, "kind__exact": LockEvent.Kind.REFUSED.value}
+        url = address(path, row._state.db, **query)
         return _labelled(
             _("writes refused"),
-            format_html('<a class="fencedlock-refused" href="{}?{}">{}</a>', path, query, times),
+            format_html('<a class="fencedlock-refused" href="{}">{}</a>', url, times),
         )
 
 
@@ -187,6 +189,7 @@ class FenceAdmin(ReadOnly):
     """The newest grant of every name that was ever locked."""
 
     list_display = ("name", "token")
+    list_filter = (DatabaseFilter,)
     search_fields = ("name",)
     list_per_page = 100
     show_full_result_count = False
@@ -198,7 +201,7 @@ class LockEventAdmin(ReadOnly):
     """What happened to locks lately."""
 
     list_display = ("when", "lock_name", "what", "token_number", "holder", "note")
-    list_filter = ("kind", ("alias", FewValues))
+    list_filter = (DatabaseFilter, "kind", ("alias", FewValues))
     search_fields = ("name", "holder", "note")
     search_help_text = _("Searches names, holders and notes.")
     date_hierarchy = "happened_at"

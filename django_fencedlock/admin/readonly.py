@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.contrib import admin
 from django.db.models import Model
 from django.http import HttpRequest
 
+from .databases import OfOneDatabase
 
-class ReadOnly(admin.ModelAdmin):  # type: ignore[type-arg]
+
+class ReadOnly(OfOneDatabase):
     """Shows rows, and lets nobody touch them: what holds a lock is in a process."""
 
     actions: Any = None

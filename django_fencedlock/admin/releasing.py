@@ -17,7 +17,6 @@ from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
-from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
@@ -29,6 +28,7 @@ from ..models import HeldLock
 from ..registry import Entry, State, entries
 from ..releasing import Outcome, Release, force_release
 from ..services import service
+from .databases import address, shown_of
 from .transactions import outside
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class ReleasesByForce:
     ) -> HttpResponse:
         row = kwargs.get("obj")
         if row is not None and self.has_release_permission(request):
-            context["release_url"] = f"{self._url('release')}?{urlencode({'name': row.pk})}"
+            context["release_url"] = self._url(request, "release", name=row.pk)
         answer: HttpResponse = super().render_change_form(  # type: ignore[misc]
             request, context, *args, **kwargs
         )
@@ -171,19 +171,20 @@ class ReleasesByForce:
         if step not in (RELEASE, END_SESSION):
             raise BadRequest("Nothing is to be done.")
         self._release(request, marks, end_session=step == END_SESSION)
-        return HttpResponseRedirect(self._url("changelist"))
+        return HttpResponseRedirect(self._url(request, "changelist"))
 
-    def _url(self, name: str) -> str:
+    def _url(self, request: HttpRequest, view: str, **query: str) -> str:
         page = cast(_Page, self)
         base = f"admin:{page.opts.app_label}_{page.opts.model_name}"
-        return reverse(f"{base}_{name}", current_app=page.admin_site.name)
+        path = reverse(f"{base}_{view}", current_app=page.admin_site.name)
+        return address(path, shown_of(request, HeldLock), **query)
 
     def _ask(
         self, request: HttpRequest, locks: Sequence[Shown], again: bool = False
     ) -> HttpResponse:
         if not locks:
             messages.warning(request, _("That lock has been given back, or has changed hands."))
-            return HttpResponseRedirect(self._url("changelist"))
+            return HttpResponseRedirect(self._url(request, "changelist"))
         page = cast(_Page, self)
         some = [each for each in locks if not each.why_not]
         sessions = {each.session.id for each in some if each.session and each.session.id}
@@ -197,7 +198,8 @@ class ReleasesByForce:
             "some": some,
             "sessions": len(sessions),
             "again": again,
-            "release_url": self._url("release"),
+            "list_url": self._url(request, "changelist"),
+            "release_url": self._url(request, "release"),
         }
         request.current_app = page.admin_site.name
         return TemplateResponse(

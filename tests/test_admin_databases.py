@@ -1,0 +1,144 @@
+"""The admin's pages of locks where two databases have fences."""
+
+import contextlib
+import re
+from html import unescape
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import User
+from django.contrib.messages import get_messages
+from django.db import connections
+from django.utils import timezone
+
+from django_fencedlock import LeaseLost, lock
+from django_fencedlock.models import Fence, LockEvent
+from tests.servers import shared
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+
+LIST = "/admin/django_fencedlock/heldlock/"
+FENCES = "/admin/django_fencedlock/fence/"
+EVENTS = "/admin/django_fencedlock/lockevent/"
+OTHER = {"database": "postgres"}
+
+
+@pytest.fixture(autouse=True)
+def two_databases(settings):
+    shared.postgres()
+    settings.FENCEDLOCK = {"default": {}, "ledger": {"FENCE_DATABASE": "postgres"}}
+
+
+@pytest.fixture
+def boss(client):
+    client.force_login(User.objects.create_superuser("boss"))
+    return client
+
+
+@pytest.fixture
+def held():
+    """A lock of each alias."""
+    here, there = lock("here").acquire(), lock("there", backend="ledger").acquire()
+    yield there
+    here.release()
+    with contextlib.suppress(LeaseLost):
+        there.release()
+
+
+def names(answer):
+    assert answer.status_code == 200
+    cells = r'<th class="field-name">\s*<a [^>]*>(.*?)</a>'
+    return re.findall(cells, answer.content.decode())
+
+
+def link(answer, text):
+    """Where the link of a page leads that has this text."""
+    found = re.search(rf'<a [^>]*href="([^"]*)"[^>]*>\s*{text}\s*</a>', answer.content.decode())
+    assert found, text
+    return unescape(found[1])
+
+
+def test_locks_of_each_are_found(boss, held):
+    page = boss.get(LIST)
+    assert names(page) == ["here"]
+    other = boss.get(LIST + link(page, "postgres"))
+    assert names(other) == ["there"]
+    assert names(boss.get(LIST + link(other, "default"))) == ["here"]
+    # With the filters and the search of any other page.
+    assert names(boss.get(LIST, {**OTHER, "state": "held", "q": "the"})) == ["there"]
+    assert names(boss.get(LIST, {**OTHER, "state": "expired"})) == []
+
+
+def test_the_page_of_a_lock(boss, held):
+    now = timezone.now()
+    LockEvent.objects.using("postgres").create(
+        name="there", alias="ledger", kind="refused", happened_at=now, note="pk=7", times=1
+    )
+    listed = boss.get(LIST, OTHER)
+    events = link(listed, "1")
+    assert "pk=7" in boss.get(events).content.decode()
+    one = boss.get(link(listed, "there"))
+    assert "has the lock" in one.content.decode()
+    assert "pk=7" in one.content.decode()
+    assert boss.get(f"{LIST}there/change/").status_code == 302
+
+
+def test_a_lock_is_released_by_force(boss, held):
+    one = boss.get(link(boss.get(LIST, OTHER), "there"))
+    asked = boss.get(link(one, "Release by force"))
+    page = asked.content.decode()
+    (mark,) = re.findall(r'name="lock" value="([^"]*)"', page)
+    (action,) = re.findall(r'<form method="post" action="([^"]*release[^"]*)"', page)
+    done = boss.post(unescape(action), {"lock": unescape(mark), "step": "release"})
+    assert [each.level_tag for each in get_messages(done.wsgi_request)] == ["success"]
+    assert not held.verify()
+    assert LogEntry.objects.get().object_id == "there"
+    # Back to where one came from.
+    assert (done.status_code, done.url) == (302, f"{LIST}?database=postgres")
+    assert link(asked, "No, take me back") == done.url
+
+
+def test_locks_are_released_by_the_action(boss, held):
+    form = {"action": "release_by_force", "_selected_action": ["there", "here"]}
+    asked = boss.post(f"{LIST}?database=postgres", form)
+    found = re.findall(r'name="lock" value="([^"]*)"', asked.content.decode())
+    assert [unescape(each).split('"')[1] for each in found] == ["there"]
+
+
+def test_fences_and_events(boss, held):
+    LockEvent.objects.using("postgres").create(
+        name="x", kind="lost", happened_at=timezone.now(), times=1
+    )
+    assert names(boss.get(FENCES)) == ["here"]
+    assert names(boss.get(FENCES, OTHER)) == ["there"]
+    assert "0 lock events" in boss.get(EVENTS).content.decode()
+    assert "1 lock event" in boss.get(EVENTS, OTHER).content.decode()
+
+
+def test_a_database_that_there_is_not(boss, held):
+    assert names(boss.get(LIST, {"database": "nope"})) == ["here"]
+
+
+def test_a_database_that_does_not_answer(boss, monkeypatch):
+    connections["postgres"].close()
+    monkeypatch.setitem(connections["postgres"].settings_dict, "PORT", "1")
+    answer = boss.get(LIST, OTHER)
+    assert (answer.status_code, answer.url) == (302, LIST)
+    (text,) = [str(each) for each in get_messages(answer.wsgi_request)]
+    assert "There is no answer from database “postgres”: " in text
+    assert names(boss.get(LIST)) == []
+
+
+def test_one_database_alone_is_nothing_to_choose_from(boss, settings):
+    """Not even if the tables are elsewhere than the routers think."""
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+    with lock("there"):
+        page = boss.get(LIST)
+    assert names(page) == ["there"]
+    assert "database=" not in page.content.decode()
+    assert Fence.objects.using("postgres").get().name == "there"
+
+
+def test_settings_that_can_not_be_followed(boss, settings):
+    settings.FENCEDLOCK = {"default": {"BACKEND": "nope"}}
+    assert names(boss.get(LIST)) == []
