@@ -88,7 +88,17 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
         row = super().get_object(request, object_id, from_field)
         if row is not None:
             row.entry = next(entries(row._state.db, [row], {}))
+            row.events_page = self.events_page(request)
         return row
+
+    def events_page(self, request: HttpRequest) -> str:
+        """Where the user may look at the history of all locks; empty if nowhere."""
+        site = self.admin_site
+        if not site.is_registered(LockEvent):
+            return ""
+        if not site.get_model_admin(LockEvent).has_view_permission(request):
+            return ""
+        return reverse("admin:django_fencedlock_lockevent_changelist", current_app=site.name)
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
@@ -175,13 +185,7 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
         times = row.entry.refused
         if not times:
             return _labelled(_("writes refused"), NONE)
-        path = reverse("admin:django_fencedlock_lockevent_changelist")
-        query = {"q": row.name, "kind__exact": LockEvent.Kind.REFUSED.value}
-        url = address(path, row._state.db, **query)
-        return _labelled(
-            _("writes refused"),
-            format_html('<a class="fencedlock-refused" href="{}">{}</a>', url, times),
-        )
+        return _labelled(_("writes refused"), _refused(row, times))
 
 
 @admin.register(Fence)
@@ -235,6 +239,14 @@ class LockEventAdmin(ReadOnly):
 def _labelled(label: Any, value: Any) -> SafeString:
     """A value with the head of its column, which is shown where there are no columns."""
     return format_html('<span class="fencedlock-label">{}</span> {}', label, value)
+
+
+def _refused(row: Any, times: int) -> SafeString:
+    if not row.events_page:
+        return format_html('<span class="fencedlock-refused">{}</span>', times)
+    query = {"q": row.name, "kind__exact": LockEvent.Kind.REFUSED.value}
+    url = address(row.events_page, row._state.db, **query)
+    return format_html('<a class="fencedlock-refused" href="{}">{}</a>', url, times)
 
 
 def in_words(seconds: float) -> str:

@@ -75,6 +75,10 @@ class HeldLocks(ChangeList):
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
         self.result_list, self.listing = observed(self.result_list)
+        page: Any = self.model_admin
+        events_page = page.events_page(request)
+        for row in self.result_list:
+            row.events_page = events_page
 
     def _in_state(self, queryset: QuerySet[HeldLock], wanted: State) -> QuerySet[HeldLock]:
         rows = list(candidates(queryset, wanted)[: LOOKED_AT + 1])
