@@ -122,7 +122,12 @@ class Keeper:
         try:
             self._backend.release(lease)
         except Exception:
-            logger.warning("Lock %r is left to its session's end", lease.name, exc_info=True)
+            logger.warning(
+                "Lock %r is left to its session's end",
+                lease.name,
+                exc_info=True,
+                extra=logs.about(lease),
+            )
 
     def tick(self) -> float | None:
         """Renew all that is due. Returns the seconds until more is, or None if nothing will be."""

@@ -10,7 +10,7 @@ PREFIX = "lock_"
 KEYS = frozenset(
     {
         *("name", "alias", "token", "owner", "holder", "reason", "waited", "held_for", "by"),
-        *("model", "pk", "row_token"),
+        *("model", "pk", "row_token", "task"),
     }
 )
 

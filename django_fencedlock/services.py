@@ -407,7 +407,12 @@ class Service:
             try:
                 self.release(lease, who)
             except BackendUnavailable:
-                logger.warning("Lock %r is left to run out", lease.name, exc_info=True)
+                logger.warning(
+                    "Lock %r is left to run out",
+                    lease.name,
+                    exc_info=True,
+                    extra=logs.about(lease),
+                )
 
     def drop_all(self) -> None:
         """Give back whatever is held, as far as it goes. For the end of a test."""

@@ -2,6 +2,7 @@
 
 import ast
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,26 @@ def test_every_logger_is_named_for_its_module():
     ]
     assert len(found) > 10
     assert [each for each in found if each[1] != "logging.getLogger(__name__)"] == []
+
+
+def test_whatever_names_a_lock_or_a_run_carries_facts():
+    """What is only for debugging aside."""
+    levels = {"info", "warning", "error", "exception"}
+    found = [
+        (where, node)
+        for where, node in calls()
+        if isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "logger"
+        and node.func.attr in levels
+    ]
+    assert len(found) > 30
+    about_one = [
+        (where, "extra" in {each.arg for each in node.keywords})
+        for where, node in found
+        if re.search(r"[Ll]ock %r|of a message|of a run|of its message", ast.unparse(node.args[0]))
+    ]
+    assert len(about_one) > 15
+    assert [where for where, has_facts in about_one if not has_facts] == []
 
 
 def test_records_carry_no_other_facts_than_the_documented_ones():

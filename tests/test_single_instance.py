@@ -674,7 +674,10 @@ class TestABackendThatIsDown:
 
         assert charge() is None
         assert "shop.charge runs without its lock 'x'" in caplog.text
-        assert caplog.records[-1].levelname == "ERROR"
+        record = caplog.records[-1]
+        assert record.levelname == "ERROR"
+        assert (record.lock_name, record.lock_task) == ("x", "shop.charge")
+        assert record.lock_reason in record.getMessage()
 
     def test_at_the_release_does_not_fail_what_is_done(self, task, monkeypatch, caplog):
         def release(lease):

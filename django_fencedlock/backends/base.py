@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from django.apps import apps
 from django.db import DatabaseError
 
-from .. import signals
+from .. import logs, signals
 from ..conf import AliasConfig, Problem, unknown
 from ..exceptions import AliasConflict, BackendUnavailable
 from ..fences import Entry
@@ -195,6 +195,7 @@ class Backend(ABC):
             name,
             self.config.alias,
             process.pid,
+            extra=logs.facts(name=name, alias=self.config.alias, owner=owner),
         )
         self.tell_evicted(name, owner, process)
         return True

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from .. import logs
 from ..lease import clock
 from ..owners import Owner
 from . import postgres_statements as sql
@@ -63,7 +64,12 @@ def take_away(
             cursor.execute(sql.END_SESSION, given)
             ended = bool(cursor.fetchall())
         if ended:
-            logger.warning("Ended server session %s, and with it lock %r, by force", pid, name)
+            logger.warning(
+                "Ended server session %s, and with it lock %r, by force",
+                pid,
+                name,
+                extra=logs.facts(name=name, owner=owner),
+            )
     else:
         ended = end_hung()
     until = clock() + ENDS_WITHIN * 8

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from .. import logs
 from ..lease import clock
 from . import postgres_statements as sql
 from .postgres_sessions import Session
@@ -53,7 +54,11 @@ def end_orphan(connection: BaseDatabaseWrapper, name: str, owner: str) -> bool:
             if end:
                 cursor.execute(sql.END_ORPHAN, given)
                 if cursor.fetchall():
-                    logger.warning("Ended the session of lock %r, whose process is gone", name)
+                    logger.warning(
+                        "Ended the session of lock %r, whose process is gone",
+                        name,
+                        extra=logs.facts(name=name, owner=owner),
+                    )
             until = clock() + ENDS_WITHIN
             while clock() < until:
                 cursor.execute(sql.EVICT, given)

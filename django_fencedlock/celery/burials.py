@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .. import conf, history, sessions, threads
+from .. import conf, history, logs, sessions, threads
 from ..backends.base import Backend
 from ..exceptions import BackendUnavailable, SettingsError
 from ..fences import events, ledger_for
@@ -120,6 +120,7 @@ class _Alias:
                 dead.process.pid,
                 self._alias,
                 exc,
+                extra=logs.facts(alias=self._alias, reason=str(exc)),
             )
         except Exception:
             logger.exception("Freeing what process %d held failed", dead.process.pid)
@@ -160,6 +161,7 @@ def _evict(backend: Backend, process: Process, held: Iterable[tuple[str, str, bo
                 "Freed lock %r (alias %r): the process that held it is gone",
                 name,
                 backend.config.alias,
+                extra=logs.facts(name=name, alias=backend.config.alias, owner=owner),
             )
             backend.tell_evicted(name, owner, process)
             freed.append(name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from .. import logs
 from ..exceptions import BackendUnavailable
 from ..fences.duties import Duties, Open, Place, Turn
 from ..transactions import open_ones, when_all_ended
@@ -104,7 +105,11 @@ class Coalescing:
                 self._place, self._run.owner.id, self._turn.number, in_queue(self._ttl)
             )
         except BackendUnavailable as exc:
-            logger.warning("The end of a run wasn't recorded, so another will follow: %s", exc)
+            logger.warning(
+                "The end of a run wasn't recorded, so another will follow: %s",
+                exc,
+                extra=self._run.facts(reason=str(exc)),
+            )
 
     def released(self) -> None:
         """
@@ -158,7 +163,12 @@ class Coalescing:
                 serve(self._run.task.app, duty)
         except Exception as exc:
             # The task has ended, whatever becomes of the next one.
-            logger.warning("Triggers under lock %r have to wait: %s", self._run.name, exc)
+            logger.warning(
+                "Triggers under lock %r have to wait: %s",
+                self._run.name,
+                exc,
+                extra=self._run.facts(reason=str(exc)),
+            )
 
 
 def serve(app: Celery, duty: Open, **options: Any) -> bool:
@@ -184,4 +194,5 @@ def tell_given_up(place: Place, tries: int) -> None:
         place.task_name,
         place.name,
         tries,
+        extra=logs.facts(name=place.name, task=place.task_name),
     )

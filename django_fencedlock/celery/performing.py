@@ -35,7 +35,13 @@ def _perform(run: Run, books: Bookkeeping) -> Any:
     except BackendUnavailable as exc:
         if run.policy.on_backend_error != "run":
             raise
-        logger.error("%s runs without its lock %r: %s", run.title, run.name, exc)
+        logger.error(
+            "%s runs without its lock %r: %s",
+            run.title,
+            run.name,
+            exc,
+            extra=run.facts(reason=str(exc)),
+        )
         with run.running():
             return aborting.call(run.call)
     return _hold(run, found, books) if isinstance(found, Lease) else _nothing(run, found)

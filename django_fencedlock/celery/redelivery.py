@@ -154,6 +154,7 @@ class Redelivery:
             self._run.name,
             self._run.title,
             begun.outcome,
+            extra=self._run.facts(),
         )
         if self._is_told(begun.outcome):
             raise Ignore(f"an earlier delivery of the message ended: {begun.outcome}")
@@ -171,7 +172,9 @@ class Redelivery:
             self._deliveries.finish(self.message, outcome)
         except BackendUnavailable as exc:
             # The work is done. At the worst a delivery that comes again does it again.
-            logger.warning("The end of a message wasn't recorded: %s", exc)
+            logger.warning(
+                "The end of a message wasn't recorded: %s", exc, extra=self._run.facts(str(exc))
+            )
 
     def _newest(self, message: Message) -> tuple[str, Begun] | None:
         try:
@@ -184,7 +187,12 @@ class Redelivery:
         """Go on without the record, if that is what the policy wants."""
         if self._run.policy.on_backend_error != "run":
             raise error
-        logger.error("%s runs without a record of its message: %s", self._run.title, error)
+        logger.error(
+            "%s runs without a record of its message: %s",
+            self._run.title,
+            error,
+            extra=self._run.facts(reason=str(error)),
+        )
 
     def _may_be_the_same(self, holder: Holder) -> bool:
         return f"[{self._run.request.id}]" in holder.words

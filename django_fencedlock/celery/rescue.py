@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import current_app
 
-from .. import conf
+from .. import conf, logs
 from ..exceptions import FencedLockError
 from ..fences.deliveries import Deliveries
 from ..fences.duties import Duties, Open
@@ -124,6 +124,7 @@ class Rescue:
             duty.place.task_name,
             duty.place.name,
             duty.rescues,
+            extra=logs.facts(name=duty.place.name, task=duty.place.task_name),
         )
 
     def _delete(self, alias: str, names: list[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from celery.app.task import Context
 
+from .. import logs
 from ..exceptions import BackendUnavailable, LockNotAcquired
 from ..lease import Lease, clock, enter, leave
 from ..owners import Holder, new_owner, running_task, whoami
@@ -56,6 +57,17 @@ class Run:
     def is_called_directly(self) -> bool:
         """Whether no message and no ``apply()`` stands behind this run."""
         return self.request is None or bool(self.request.called_directly)
+
+    def facts(self, reason: str | None = None) -> dict[str, Any]:
+        """The ``extra`` of a log record about this run."""
+        return logs.facts(
+            name=self.name,
+            alias=self.policy.backend,
+            token=self.lease.token if self.lease and self.lease.fenced else None,
+            owner=self.owner.id,
+            task=self.title,
+            reason=reason,
+        )
 
     def raise_loss(self, lease: Lease) -> None:
         """Fail if the lock was lost: the task isn't to say that it ran alone."""
@@ -146,7 +158,9 @@ class Run:
             self.service.release(lease, self.who)
         except BackendUnavailable as exc:
             # The work is done, and the lock runs out by itself.
-            logger.warning("Lock %r is left to run out: %s", lease.name, exc)
+            logger.warning(
+                "Lock %r is left to run out: %s", lease.name, exc, extra=self.facts(reason=str(exc))
+            )
 
     def give_back_left_over(self) -> None:
         """Give back what a time limit, which may strike anywhere, kept from being given back."""
