@@ -15,6 +15,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from django_fencedlock import lock
+from django_fencedlock.admin import HeldLockAdmin
 from django_fencedlock.models import Contender, Fence, HeldLock, LockEvent
 from django_fencedlock.owners import running_task
 from django_fencedlock.services import service
@@ -158,6 +159,49 @@ def test_filters_and_search(page: Callable[..., str], in_task: None) -> None:
         assert states(page(state="held")) == {"a": "held"}
         assert states(page(host="other")) == {"b": "expired"}
         assert states(page(q="0714a454")) == {"a": "held"}
+
+
+def test_each_filter_and_all_that_is_searched(page: Callable[..., str], in_task: None) -> None:
+    with lock("aa"), lock("bb"):
+        HeldLock.objects.filter(name="bb").update(
+            alias="jobs", backend="redis", task_name="", task_id="9a51", host="web-3"
+        )
+        for query in (
+            *({"backend": "redis"}, {"alias": "jobs"}, {"task_name": ""}, {"host": "web-3"}),
+            *({"q": "BB"}, {"q": "9a5"}, {"q": "eb-3"}),
+        ):
+            assert list(states(page(**query))) == ["bb"], query
+        html = page()
+        for choice in ("?backend=redis", "?alias=jobs", "?host=web-3", "?task_name=billing.charge"):
+            assert f'href="{choice}"' in html
+        assert list(states(page(task_name="billing.charge"))) == ["aa"]
+
+
+@pytest.mark.parametrize(
+    ("column", "field"),
+    [
+        *[("name", "name"), ("state_at_service", "expires_at"), ("holder", "task_name")],
+        *[("service", "alias"), ("held_for", "-acquired_at"), ("lease_left", "expires_at")],
+    ],
+)
+def test_each_column_that_a_row_knows_sorts(
+    page: Callable[..., str], column: str, field: str
+) -> None:
+    with lock("c") as one, lock("a"), lock("b"):
+        now = timezone.now()
+        for number, name in enumerate(["b", "c", "a"]):
+            HeldLock.objects.filter(name=name).update(
+                alias=f"jobs{number}",
+                task_name=f"task{number}",
+                acquired_at=now - timedelta(seconds=number),
+                expires_at=now + timedelta(seconds=number),
+            )
+        assert one.verify()
+        expected = list(HeldLock.objects.order_by(field).values_list("name", flat=True))
+        # For want of actions, no column of checkmarks comes first.
+        place = HeldLockAdmin.list_display.index(column)
+        assert list(states(page(o=str(place)))) == expected
+        assert list(states(page(o=f"-{place}"))) == expected[::-1]
 
 
 def test_one_lock(page: Callable[..., str], in_task: None) -> None:
