@@ -662,6 +662,26 @@ class TestRescue:
         assert {row.task_id for row in Delivery.objects.all()} == {"2", "3", "4"}
         assert "are deleted early" in caplog.text
 
+    @pytest.mark.parametrize("is_old", [True, False])
+    def test_comes_again_soon_if_there_is_more_to_delete(self, monkeypatch, is_old):
+        """However many messages there are each second."""
+        monkeypatch.setattr(rescuing, "BATCH", 2)
+        monkeypatch.setattr("django_fencedlock.fences.deliveries.BATCH", 2)
+        monkeypatch.setattr(rescuing, "BATCHES", 1)
+        monkeypatch.setattr(rescuing, "MOST_DELIVERIES", 100 if is_old else 1)
+        for value in range(8):
+            deliver(late, value, id=str(value))
+        if is_old:
+            Delivery.objects.update(kept_until=datetime.now(UTC) - timedelta(seconds=1))
+        now = [0.0]
+        rescue, left = Rescue(app, clock=lambda: now[0]), []
+        while not left or rescue.period() == rescuing.OFTEN:
+            rescue.look()
+            left.append(Delivery.objects.count())
+            now[0] += rescue.period()
+        assert left == ([6, 4, 2, 0, 0] if is_old else [6, 4, 2, 1])
+        assert rescue.period() == 15
+
     def test_looks_as_often_as_the_shortest_ttl_wants(self, settings):
         assert Rescue(app).period() == 15
         settings.FENCEDLOCK = {"default": {"TTL": 8}}

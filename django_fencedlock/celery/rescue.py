@@ -17,6 +17,7 @@ from .. import conf, logs
 from ..exceptions import FencedLockError
 from ..fences.deliveries import Deliveries
 from ..fences.duties import Duties, Open
+from ..fences.records import BATCH
 from ..lease import clock
 from .coalescing import MOST_TRIES, in_queue, serve, tell_given_up
 from .tasks import Single, single_of
@@ -39,8 +40,8 @@ LONGEST_PAUSE = 3600.0
 MOST_RESCUES = 24
 #: Records of messages that are kept at the most, for each fence database.
 MOST_DELIVERIES = 1_000_000
-#: They are counted, which isn't free, at every so many deletions.
-COUNTED_EACH = 10
+#: Seconds between two countings of them, which aren't free.
+COUNTED_EACH = 600.0
 
 
 class Rescue:
@@ -49,12 +50,17 @@ class Rescue:
     def __init__(self, app: Celery, clock: Callable[[], float] = clock) -> None:
         self._app = app
         self._clock = clock
-        self._deletions = 0
-        self._delete_at = -math.inf
+        self._delete_at = self._count_at = -math.inf
+        #: The aliases in whose databases a look has left something that is old.
+        self._behind: set[str] = set()
+        #: By alias: what is to be kept until then at the longest is deleted now.
+        self._surplus: dict[str, Any] = {}
         self._failing: set[str] = set()
 
     def period(self) -> float:
         """Seconds from one look to the next."""
+        if self._behind:
+            return OFTEN
         coalescing = [_ttl(single) for _, single in self._singles() if _coalesces(single)]
         return min(SELDOM, max(OFTEN, min(coalescing) / 2)) if coalescing else DELETED_EACH
 
@@ -62,13 +68,15 @@ class Rescue:
         """Serve what nobody serves, and delete what is old; returns how many were served."""
         served = 0
         deletes = self._clock() >= self._delete_at
+        counts = self._clock() >= self._count_at
         for alias, singles in self._databases().items():
             names = [name for name, single in singles.items() if _coalesces(single)]
             try:
                 if names:
                     served += self._serve(Duties(conf.config(alias)), names)
                 if deletes:
-                    self._delete(alias, names)
+                    self._behind.discard(alias)
+                    self._delete(alias, names, counts)
                 self._failing.discard(alias)
             except FencedLockError as exc:
                 # Asked again soon; whoever asks has other things to do as well.
@@ -76,8 +84,9 @@ class Rescue:
                     logger.warning("What tasks left behind can't be looked after: %s", exc)
                 self._failing.add(alias)
         if deletes:
-            self._delete_at = self._clock() + DELETED_EACH
-            self._deletions += 1
+            self._delete_at = self._clock() + (OFTEN if self._behind else DELETED_EACH)
+            if counts:
+                self._count_at = self._clock() + COUNTED_EACH
         return served
 
     def _serve(self, duties: Duties, names: list[str]) -> int:
@@ -127,19 +136,31 @@ class Rescue:
             extra=logs.facts(name=duty.place.name, task=duty.place.task_name),
         )
 
-    def _delete(self, alias: str, names: list[str]) -> None:
+    def _delete(self, alias: str, names: list[str], counts: bool) -> None:
+        # No more at once: no child is forked meanwhile.
+        most = BATCHES * BATCH
         deliveries = Deliveries(conf.config(alias))
-        deliveries.sweep(BATCHES)
+        left = deliveries.sweep(BATCHES) >= most
         if names:
-            Duties(conf.config(alias)).forget(BATCHES)
-        if self._deletions % COUNTED_EACH == 0:
-            over = deliveries.limit(MOST_DELIVERIES)
-            if over is not None:
-                logger.warning(
-                    "More than %d messages of tasks are on record; the oldest are deleted early.",
-                    MOST_DELIVERIES,
-                )
-                deliveries.sweep(BATCHES, until=over)
+            left |= Duties(conf.config(alias)).forget(BATCHES) >= most
+        if counts:
+            self._count(alias, deliveries)
+        if alias in self._surplus:
+            surplus = deliveries.sweep(BATCHES, until=self._surplus[alias]) >= most
+            if not surplus:
+                del self._surplus[alias]
+            left |= surplus
+        if left:
+            self._behind.add(alias)
+
+    def _count(self, alias: str, deliveries: Deliveries) -> None:
+        over = deliveries.limit(MOST_DELIVERIES)
+        if over is not None:
+            self._surplus[alias] = over
+            logger.warning(
+                "More than %d messages of tasks are on record; the oldest are deleted early.",
+                MOST_DELIVERIES,
+            )
 
     def _databases(self) -> dict[str, dict[str, Single]]:
         """The tasks by an alias; one alias for each fence database."""
