@@ -65,7 +65,8 @@ def choose(client, *names):
 
 
 def confirm(client, asked, step="release"):
-    return client.post(RELEASE, {"lock": marks(asked), "step": step})
+    listed = re.findall(r'name="listed" value="([^"]*)"', asked.content.decode())
+    return client.post(RELEASE, {"lock": marks(asked), "step": step, "listed": listed})
 
 
 class TestPermission:
@@ -311,6 +312,23 @@ class TestSessions:
             assert again.status_code == 302
             assert confirm(anna, asked, step="end_session").status_code == 302
             assert lease.verify()
+
+    def test_no_session_ends_whose_locks_were_not_listed(self, anna):
+        """A form that was made up, or another's, leads to the second question."""
+        one, two = lock("x").acquire(), lock("y").acquire()
+        asked = anna.get(RELEASE, {"name": "x"})
+        assert 'name="listed"' not in asked.content.decode()
+        again = confirm(anna, asked, step="end_session")
+        assert "These locks end with it:" in again.content.decode()
+        listed = re.findall(r'name="listed" value="([^"]*)"', again.content.decode())
+        for other in (marks(anna.get(RELEASE, {"name": "y"})), marks(again)):
+            data = {"lock": other, "step": "end_session", "listed": listed}
+            if other == marks(again):
+                data["listed"] = f"{listed[0]}x"
+            assert "These locks end with it:" in anna.post(RELEASE, data).content.decode()
+        assert one.verify()
+        assert two.verify()
+        assert not LogEntry.objects.exists()
 
     def test_after_it_was_left_to_a_holder_it_can_be_ended(self, anna):
         lock("x").acquire()

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 from django.contrib import admin, messages
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.auth.models import AbstractBaseUser
+from django.core import signing
 from django.core.exceptions import BadRequest, PermissionDenied
 from django.db import connections
 from django.db.models import QuerySet
@@ -162,7 +163,7 @@ class ReleasesByForce:
             return self._ask(request, shown(rows))
         marks = [Marked.read(text) for text in request.POST.getlist("lock")[:MOST]]
         step = request.POST.get("step")
-        if step == ASK_AGAIN:
+        if step == ASK_AGAIN or (step == END_SESSION and not _were_listed(request, marks)):
             names = {mark.name: mark for mark in marks}
             rows = cast(_Page, self).get_queryset(request).filter(pk__in=names)
             # One that has changed hands since the first question isn't in the second.
@@ -198,6 +199,7 @@ class ReleasesByForce:
             "some": some,
             "sessions": len(sessions),
             "again": again,
+            "listed": _listed(request, [each.mark for each in some]) if again else "",
             "list_url": self._url(request, "changelist"),
             "release_url": self._url(request, "release"),
         }
@@ -236,6 +238,23 @@ class ReleasesByForce:
             else:
                 _tell(request, release)
         _tell_done(request, done)
+
+
+def _listed(request: HttpRequest, marks: Sequence[Marked]) -> str:
+    """What the second page sends along, to tell that it was this user who was shown it."""
+    return signing.dumps([str(mark) for mark in marks], salt=_salt(request))
+
+
+def _were_listed(request: HttpRequest, marks: Sequence[Marked]) -> bool:
+    try:
+        listed = signing.loads(request.POST.get("listed", ""), salt=_salt(request))
+    except signing.BadSignature:
+        return False
+    return {str(mark) for mark in marks} <= set(listed)
+
+
+def _salt(request: HttpRequest) -> str:
+    return f"django_fencedlock.end_session:{cast(Any, request.user).pk}"
 
 
 def shown(rows: Iterable[HeldLock]) -> list[Shown]:
