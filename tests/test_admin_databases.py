@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from datetime import UTC, datetime, timedelta
 from html import unescape
 
 import pytest
@@ -142,3 +143,25 @@ def test_one_database_alone_is_nothing_to_choose_from(boss, settings):
 def test_settings_that_can_not_be_followed(boss, settings):
     settings.FENCEDLOCK = {"default": {"BACKEND": "nope"}}
     assert names(boss.get(LIST)) == []
+
+
+def has_zones(using):
+    return connections[using].features.has_zoneinfo_database
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
+@pytest.mark.parametrize("using", ["default", "postgres", "mariadb"])
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin"])
+def test_events_by_date(boss, settings, using, zone):
+    """MariaDB and MySQL know no time zone but their own, unless somebody loads them."""
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": using}}
+    happened = datetime(2026, 11, 18, 12, tzinfo=UTC)
+    for each in (happened, happened - timedelta(days=40)):
+        LockEvent.objects.using(using).create(name="x", kind="lost", happened_at=each, times=1)
+    with timezone.override(zone):
+        page = boss.get(EVENTS).content.decode()
+        one = boss.get(EVENTS, {"happened_at__year": "2026", "happened_at__month": "11"})
+    assert "2 lock events" in page
+    by_date = "happened_at__month=11" in page
+    assert by_date == (using != "mariadb" or zone == "UTC" or has_zones(using))
+    assert "1 lock event" in one.content.decode()

@@ -19,7 +19,7 @@ from django.utils.translation import ngettext
 from ..models import Fence, HeldLock, LockEvent
 from ..registry import Entry, State, entries, history, waiters
 from .databases import DatabaseFilter, address
-from .listing import STATES, FewValues, HeldLocks, StateFilter
+from .listing import STATES, Events, FewValues, HeldLocks, StateFilter
 from .readonly import ReadOnly
 from .releasing import ReleasesByForce
 
@@ -215,6 +215,9 @@ class LockEventAdmin(ReadOnly):
 
     class Media:
         css = {"all": ("django_fencedlock/held_locks.css",)}
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        return Events
 
     @admin.display(description=_("when"), ordering="happened_at")
     def when(self, row: LockEvent) -> str:

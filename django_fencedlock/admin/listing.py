@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from django.conf import settings
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.db import connections
 from django.db.models import QuerySet
 from django.http import HttpRequest
+from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
 from ..fences import ledger_for
@@ -87,6 +89,25 @@ class HeldLocks(ChangeList):
         asked = rows[:LOOKED_AT]
         found = zip(asked, states(queryset.db, asked), strict=True)
         return queryset.filter(pk__in=[row.pk for row, state in found if state is wanted])
+
+
+class Events(ChangeList):
+    """The history, by date where the database knows the time zone."""
+
+    def get_results(self, request: HttpRequest) -> None:
+        super().get_results(request)
+        if self.date_hierarchy and not _knows_time_zone(self.root_queryset.db):
+            self.date_hierarchy = None
+
+
+def _knows_time_zone(using: str) -> bool:
+    """Whether dates can be told there; MariaDB and MySQL are installed without time zones."""
+    connection, zone = connections[using], timezone.get_current_timezone_name()
+    if connection.vendor != "mysql" or not settings.USE_TZ or zone == connection.timezone_name:
+        return True
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT CONVERT_TZ('2000-01-01 12:00:00', 'UTC', %s)", [zone])
+        return cursor.fetchone()[0] is not None
 
 
 def candidates(queryset: QuerySet[HeldLock], wanted: State) -> QuerySet[HeldLock]:
