@@ -2,7 +2,7 @@
 
 import pytest
 
-from django_fencedlock import lock
+from django_fencedlock import force_release, lock
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.registry import State, listing
 from django_fencedlock.services import service
@@ -129,3 +129,27 @@ def test_many_at_once(writing, rows):
         lease.release()
     writing.flush()
     assert rows.count() == 0
+
+
+def test_one_that_is_released_by_force_is_given_back(writing, rows):
+    lease = lock("report", fenced=False, ttl=60).acquire()
+    renew_all()
+    writing.flush()
+    done = force_release("report", by="ada")
+    assert done.done
+    renew_all()
+    assert lease.lost
+    assert "by ada" in lease._why_lost
+    assert service("default").holder("report") is None
+    writing.flush()
+    assert not rows.exists()
+
+
+def test_a_release_after_it_was_released_by_force_tells_of_it(writing, rows):
+    lease = lock("report", fenced=False, ttl=60).acquire()
+    renew_all()
+    writing.flush()
+    force_release("report", by="ada")
+    assert not lease.verify()
+    assert not lease.release()
+    assert service("default").holder("report") is None

@@ -85,8 +85,11 @@ class PostgresBackend(TakesSessionLocks):
             for owner, *facts in self._home.session().all(sql.RENEW, given, prepare=False)
         }
 
-    def _renewal(self, hold: Hold, held: bool, renewed: bool, recorded: bool) -> Renewal:
-        if held and (renewed or not hold.recorded):
+    def _renewal(
+        self, hold: Hold, held: bool, renewed: bool, recorded: bool, forced: bool
+    ) -> Renewal:
+        if held and not forced and (renewed or not hold.recorded):
+            hold.listed = not hold.recorded
             return Renewal.KEPT
         if held and recorded:
             # Somebody has the row locked.
@@ -99,7 +102,8 @@ class PostgresBackend(TakesSessionLocks):
         hold: Hold = lease.handle
         if not self._home.is_held(hold):
             return False
-        statement = sql.VERIFY if hold.recorded else sql.VERIFY_UNFENCED
+        unfenced = sql.VERIFY_LISTED if hold.listed else sql.VERIFY_UNFENCED
+        statement = sql.VERIFY if hold.recorded else unfenced
         ask = partial(hold.session.one, statement, hold.values())
         try:
             return all(self._ask("verification", ask, lease.name))

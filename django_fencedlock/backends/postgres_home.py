@@ -52,6 +52,8 @@ class Hold:
     session: Session
     #: Called, in a thread of its own, with the owners of holds whose session died.
     tell: Callable[[Sequence[str]], object]
+    #: An unfenced one that was renewed: there are tables, and there may be a row of it by now.
+    listed: bool = False
     lent: BaseDatabaseWrapper | None = None
     grant: Grant | None = field(default=None, repr=False)
 

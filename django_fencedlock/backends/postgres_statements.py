@@ -64,6 +64,8 @@ WAIT_UNFENCED = f"WITH {_WAIT_FOR_KEY} SELECT l.ok, NULL::bigint, false, pg_back
 
 #: False if the session didn't hold the key: the server says no more than a warning.
 UNLOCK = "SELECT pg_advisory_unlock(%(key)s::bigint)"
+#: The same of one that is listed; and whether it had been taken away by force.
+UNLOCK_LISTED = f"{UNLOCK}, {IS_FORCED.format(owner='%(owner)s')}"
 
 # The key is free before the row is gone, which harms nobody: the row is deleted by its owner.
 # Returns: whether the session had the key; whether the lock had been taken away by force.
@@ -140,7 +142,8 @@ WHERE h.name = %(name)s AND h.owner = %(owner)s RETURNING true
 # A renewal proves that each key is held, by the session that got it. Rows that somebody has locked
 # are passed over. Not to be prepared: the plan without the arrays' lengths is far slower.
 # Nor is a lock renewed that was taken away by force: it looks as if its row were gone.
-# Returns for each owner: whether the key is held, the row was renewed, the row is there.
+# Returns for each owner: whether the key is held, the row was renewed, the row is there, the lock
+# was taken away.
 RENEW = f"""
 WITH {LAZY_LIMITS}, {LOCKS},
 w AS MATERIALIZED (
@@ -157,7 +160,7 @@ u AS (
     UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
     FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
     RETURNING h.owner)
-SELECT w.owner, w.held, u.owner IS NOT NULL, x.owner IS NOT NULL AND NOT w.forced
+SELECT w.owner, w.held, u.owner IS NOT NULL, x.owner IS NOT NULL AND NOT w.forced, w.forced
 FROM w LEFT JOIN u ON u.owner = w.owner
 LEFT JOIN {HELD} x ON x.name = w.name AND x.owner = w.owner
 """
@@ -172,6 +175,11 @@ AND NOT {IS_FORCED.format(owner="%(owner)s")}
 VERIFY_UNFENCED = f"""
 WITH {LOCKS}
 SELECT EXISTS (SELECT 1 FROM locks k WHERE k.key = %(key)s AND k.pid = pg_backend_pid()), true
+"""
+VERIFY_LISTED = f"""
+WITH {LOCKS}
+SELECT EXISTS (SELECT 1 FROM locks k WHERE k.key = %(key)s AND k.pid = pg_backend_pid()),
+NOT {IS_FORCED.format(owner="%(owner)s")}
 """
 
 IS_TAKEN = f"WITH {LOCKS} SELECT EXISTS (SELECT 1 FROM locks k WHERE k.key = %(key)s)"

@@ -323,7 +323,8 @@ class TakesSessionLocks(Backend):
             return False
         session = hold.session
         try:
-            statement = sql.RELEASE if hold.recorded else sql.UNLOCK
+            unfenced = sql.UNLOCK_LISTED if hold.listed else sql.UNLOCK
+            statement = sql.RELEASE if hold.recorded else unfenced
             unlocked, *forced = session.one(statement, hold.values())
             return bool(unlocked) and not any(forced)
         except Error as exc:
