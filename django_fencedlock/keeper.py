@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -86,7 +87,9 @@ class Keeper:
         if done is not None:
             done.wait()
         if tidy_at is not None:
-            self._rouse(tidy_at)
+            # What can't be tidied must not keep the lock from being given back.
+            with contextlib.suppress(RuntimeError):
+                self._rouse(tidy_at)
 
     def forget(self, lease: Lease) -> None:
         """Renew a lost lease no more. Called from the keeper's own thread as well."""
@@ -263,7 +266,12 @@ class Keeper:
             sooner = due < self._wakes_at
             self._wakes_at = min(due, self._wakes_at)
         if start:
-            threads.start(self._run)
+            try:
+                threads.start(self._run)
+            except RuntimeError:
+                # There are too many, or the interpreter ends: the next lease tries again.
+                self._runs = False
+                raise
         elif sooner:
             self._wake.put(None)
 

@@ -134,7 +134,11 @@ class Scribe:
             with self._lock:
                 start, self._runs = not self._runs, True
             if start:
-                self.start(self._run)
+                try:
+                    self.start(self._run)
+                except RuntimeError:
+                    # There are too many threads, or the interpreter ends: no lock fails with it.
+                    self._runs = False
 
     def flush(self, timeout: float = TIMEOUT) -> bool:
         """Write a bounded part of what there is; whether something is left for the next time."""

@@ -133,10 +133,22 @@ class Service:
             self._leases[name, who] = lease
         lease.who = who
         lease.max_hold = max_hold
-        self.keeper.keep(lease)
+        self._keep(lease)
         history.granted(lease)
         self._signal(signals.lock_acquired, name=name, lease=lease, waited=waited)
         return lease
+
+    def _keep(self, lease: Lease) -> None:
+        try:
+            self.keeper.keep(lease)
+        except BaseException:
+            # Nobody would renew it, nor give it back: the caller doesn't get it.
+            with self._lock:
+                del self._leases[lease.name, lease.who]
+            self.keeper.forget(lease)
+            self._give_back(lease)
+            journal.erase(lease.owner)
+            raise
 
     def lease_of(self, name: str, who: object) -> Lease | None:
         """The lease of lock `name` that `who` has in this process."""

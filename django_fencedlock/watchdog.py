@@ -41,10 +41,11 @@ class Watchdog:
         watch = next(self._ids)
         deadline = clock() + seconds
         with self._changed:
-            self._watched[watch] = (deadline, bite)
             if not self._runs:
-                self._runs = True
                 threading.Thread(target=self._run, name="fencedlock-watchdog", daemon=True).start()
+                # Not before: where there are too many threads, the next statement tries again.
+                self._runs = True
+            self._watched[watch] = (deadline, bite)
             if deadline < self._wakes_at:
                 self._wakes_at = deadline
                 self._changed.notify()

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from django_fencedlock import LeaseLost, lock, services
+from django_fencedlock import LeaseLost, lock, services, threads
 from django_fencedlock.backends import database
 from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request
 from django_fencedlock.backends.database import DatabaseBackend
@@ -14,6 +14,7 @@ from django_fencedlock.keeper import Keeper
 from django_fencedlock.lease import Lease
 from django_fencedlock.owners import new_owner
 from django_fencedlock.services import service
+from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -70,6 +71,56 @@ def test_a_row_is_the_holders_from_before_it_was_asked_for(monkeypatch):
     monkeypatch.setattr(ledger, "claim", slow)
     grant = backend.acquire(Request(name="x", owner=new_owner(), ttl=30))
     assert (grant.since, clock.now) == (1000, 1004)
+
+
+class TestAThreadThatCannotBeStarted:
+    @pytest.fixture
+    def no_threads(self, monkeypatch):
+        """Have no thread be started, as where there are too many; returns what undoes it."""
+
+        def refuse(target):
+            raise RuntimeError("can't start new thread")
+
+        keeper = Keeper(service("default").backend, service("default").lose)
+        monkeypatch.setattr(service("default"), "keeper", keeper)
+        monkeypatch.setattr(threads, "start", refuse)
+        return monkeypatch.undo
+
+    def test_a_lock_that_nobody_would_renew_is_given_back(self, no_threads):
+        with pytest.raises(RuntimeError, match="new thread"):
+            lock("x").acquire()
+        assert lock("x").holder() is None
+
+    def test_the_next_one_tries_again(self, no_threads):
+        keeper = service("default").keeper
+        with pytest.raises(RuntimeError):
+            lock("x").acquire()
+        no_threads()
+        service("default").keeper = keeper
+        with lock("x", ttl=0.3) as lease:
+            deadline = lease.deadline
+            wait_until(lambda: lease.deadline > deadline, "a renewal")
+
+    def test_a_lock_is_given_back_without_tidying(self, no_threads, monkeypatch):
+        keeper = service("default").keeper
+        keeper._runs = True
+        lease = lock("x").acquire()
+        keeper._runs = False
+        assert lease.release()
+        assert lock("x").holder() is None
+
+    def test_no_lock_fails_since_its_history_cannot_be_written(self, writing, monkeypatch):
+        def refuse(target):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(writing, "start", refuse)
+        with lock("x"):
+            pass
+        started = []
+        monkeypatch.setattr(writing, "start", started.append)
+        with lock("x"):
+            pass
+        assert len(started) == 1
 
 
 class Clock:

@@ -9,8 +9,10 @@ from functools import partial
 import pytest
 from django.db import DatabaseError, connections
 
+from django_fencedlock import threads
 from django_fencedlock.backends import postgres_waiting
 from django_fencedlock.backends.base import Cancel, Renewal
+from django_fencedlock.backends.postgres_home import Home
 from django_fencedlock.backends.postgres_hung import end_hung_holders
 from django_fencedlock.backends.postgres_sessions import PoolsTransactions, open_session
 from django_fencedlock.backends.postgres_threads import Job, Unanswered
@@ -97,6 +99,20 @@ class FakeSession:
 
     def cancel(self):
         self.cancels += 1
+
+
+class TestTheThread:
+    def test_one_that_could_not_be_started_is_started_by_the_next_job(self, monkeypatch):
+        def refuse(target):
+            raise RuntimeError("can't start new thread")
+
+        done, home = [], Home("nowhere", 5.0)
+        monkeypatch.setattr(threads, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            home.ask(lambda: done.append("first"))
+        monkeypatch.undo()
+        home.ask(lambda: done.append("second"))
+        assert done == ["second"]
 
 
 class TestTheWaitingRoom:

@@ -204,3 +204,16 @@ class TestWatchdog:
             with watchdog.limit(60, lambda: None):
                 pass
         assert not watchdog._watched
+
+    def test_a_thread_that_could_not_be_started_is_started_by_the_next_one(self, monkeypatch):
+        def refuse(thread):
+            raise RuntimeError("can't start new thread")
+
+        dog, bitten = Watchdog(), threading.Event()
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            dog.begin(0.05, lambda: None)
+        assert not dog._watched
+        monkeypatch.undo()
+        with dog.limit(0.05, bitten.set):
+            assert bitten.wait(5)

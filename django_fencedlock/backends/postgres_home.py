@@ -126,7 +126,12 @@ class Home:
     def submit(self, job: Job[Any]) -> None:
         """Have the thread run `job`, without waiting for it."""
         self._jobs.append(job)
-        self.rouse()
+        try:
+            self.rouse()
+        except RuntimeError:
+            # Nobody waits for it any more when there is a thread.
+            self._jobs.remove(job)
+            raise
 
     def rouse(self) -> None:
         """Wake the thread, or start it."""
@@ -135,11 +140,22 @@ class Home:
                 self._wake = os.pipe()
                 for end in self._wake:
                     os.set_blocking(end, False)
-                threads.start(self._run)
+                self._start()
             hand = self._wake[1]
         # Eventlet's own would have the hub wait for the pipe, which two greenlets can't.
         with contextlib.suppress(BlockingIOError):
             threads.original("os", "write")(hand, b"!")
+
+    def _start(self) -> None:
+        try:
+            threads.start(self._run)
+        except RuntimeError:
+            # There are too many, or the interpreter ends: whoever comes next tries again.
+            assert self._wake is not None
+            for end in self._wake:
+                os.close(end)
+            self._wake = None
+            raise
 
     def do(self, work: Callable[[], object]) -> None:
         """Have the thread do `work`, whatever comes of it."""
