@@ -199,11 +199,23 @@ def force_release(
     session = _session_to_end(found, end_session)
     if not found.holder.owner and not session:
         return Release(name, backend, Outcome.NEEDS_END_OF_SESSION, found.holder)
-    revoked = _revoke(found, by)
-    taken = service(backend).backend.take_away(
-        name, found.holder.owner, token=revoked.token if revoked else None, session=session
-    )
+    revoked, taken = _take(found, by, session)
+    if taken is Taken.NOT_HIS:
+        again = _held_by(name, backend)
+        if again is not None and again.owner == found.owner:
+            # He was recording his grant meanwhile, and so got a token above the lifted fence.
+            found = again
+            revoked, taken = _take(found, by, session)
     return _concluded(found, by, revoked, taken)
+
+
+def _take(found: HeldBy, by: str, session: str) -> tuple[Revoked | None, Taken]:
+    """Lift the fence, then free the lock."""
+    revoked = _revoke(found, by)
+    taken = service(found.alias).backend.take_away(
+        found.name, found.holder.owner, token=revoked.token if revoked else None, session=session
+    )
+    return revoked, taken
 
 
 def _session_to_end(found: HeldBy, end_session: bool | str) -> str:

@@ -8,10 +8,14 @@ from django.db import connections
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, StaleFence, force_release, lock
+from django_fencedlock.backends.base import Request
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.fences import revoking
+from django_fencedlock.lease import clock
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock
+from django_fencedlock.owners import new_owner
 from django_fencedlock.releasing import Outcome, held_by
+from django_fencedlock.services import service
 from tests.models import Invoice
 
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
@@ -187,3 +191,29 @@ def test_a_session_that_may_not_be_looked_into_is_not_ended(settings, make_postg
     assert force_release("x", by="me").outcome is Outcome.LEFT_TO_HOLDER
     with pytest.raises(LeaseLost, match="by me"):
         lease.renew()
+
+
+@real
+def test_one_who_draws_a_newer_token_at_that_moment_is_fenced_off_too(
+    settings, redis_server, monkeypatch
+):
+    """He was recording his grant when the fence was lifted, so he repaired it."""
+    redis_server.empty()
+    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": redis_server.url}}
+    backend = service("default").backend
+    holder = Request("x", new_owner(), 30.0)
+    grants = [backend._store.claim(holder)]
+    take_away = backend.take_away
+
+    def after_he_recorded(*args, **kwargs):
+        monkeypatch.undo()
+        grants.append(backend._granted(holder, grants[0], clock()))
+        return take_away(*args, **kwargs)
+
+    monkeypatch.setattr(backend, "take_away", after_he_recorded)
+    done = force_release("x", by="the boss")
+    assert done.outcome is Outcome.FREED
+    assert grants[1].token > grants[0]
+    assert done.token > grants[1].token
+    assert (Fence.objects.get().token, Fence.objects.get().owner) == (done.token, "")
+    assert backend.holder("x") is None
