@@ -23,6 +23,8 @@ _CURSOR = "_fencedlock_cursor"
 AFTER = 5
 # invalid_sql_statement_name, duplicate_prepared_statement
 _ANOTHER_SESSION = ("26000", "42P05")
+# feature_not_supported: "cached plan must not change result type"
+_ANOTHER_TYPE = "0A000"
 
 
 def allow(connection: BaseDatabaseWrapper) -> None:
@@ -49,8 +51,17 @@ def cursor(connection: BaseDatabaseWrapper) -> Iterator[Any]:
 
 def met_another_session(connection: BaseDatabaseWrapper, error: Error) -> bool:
     """Whether a statement failed, undone, since it was prepared in another session."""
+    return _is_of_a_prepared_one(connection, error, *_ANOTHER_SESSION)
+
+
+def is_outdated(connection: BaseDatabaseWrapper, error: Error) -> bool:
+    """Whether a statement failed, undone, since its tables have changed since it was prepared."""
+    return _is_of_a_prepared_one(connection, error, _ANOTHER_TYPE)
+
+
+def _is_of_a_prepared_one(connection: BaseDatabaseWrapper, error: Error, *states: str) -> bool:
     prepares = getattr(connection, _CURSOR, None) is not None
-    return prepares and getattr(error.__cause__, "sqlstate", None) in _ANOTHER_SESSION
+    return prepares and getattr(error.__cause__, "sqlstate", None) in states
 
 
 def _on_postgres(connection: BaseDatabaseWrapper) -> Any:

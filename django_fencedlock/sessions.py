@@ -161,6 +161,8 @@ class Sessions:
                 # Through a pooler that passed for the server.
                 self._prepares = False
                 raise _DeadWhileIdle from exc
+            if was_idle and prepared.is_outdated(connection, exc):
+                raise _DeadWhileIdle from exc
             keep = not isinstance(exc, OperationalError | InterfaceError) or _usable(connection)
             if keep or not was_idle:
                 raise

@@ -115,6 +115,36 @@ class TestOfAConnectionThatIsKept:
         assert caught.type.__module__ == "django.db.utils"
 
 
+class TestATableThatIsChanged:
+    """As by a migration, while processes have statements prepared that read it."""
+
+    @pytest.fixture
+    def change(self):
+        def change(length):
+            with connections["postgres"].cursor() as cursor:
+                cursor.execute(
+                    f"ALTER TABLE django_fencedlock_heldlock ALTER name TYPE varchar({length})"
+                )
+
+        yield change
+        change(200)
+
+    def record(self, connection):
+        ledger = ledger_for(connection)
+        token = (ledger.newest(connection, "x") or (0, ""))[0] + 1
+        wish = entry()
+        assert ledger.record(connection, wish, token)
+        ledger.clear(connection, [HeldBy("x", wish.owner.id)])
+        return token
+
+    def test_grants_go_on(self, pool, change):
+        for _ in range(OFTEN):
+            pool.run(self.record)
+        change(250)
+        assert [pool.run(self.record) for _ in range(OFTEN)] == [*range(OFTEN + 1, 2 * OFTEN + 1)]
+        assert "INSERT INTO django_fencedlock_fence" in pool.run(prepared_in)
+
+
 def test_a_connection_that_is_not_kept_asks_nothing_more(pool, postgres, monkeypatch):
     monkeypatch.setattr(sessions, "under_test", lambda: True)
     with postgres.statements() as seen:
