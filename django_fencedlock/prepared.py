@@ -66,18 +66,22 @@ def _is_of_a_prepared_one(connection: BaseDatabaseWrapper, error: Error, *states
 
 def _on_postgres(connection: BaseDatabaseWrapper) -> Any:
     """A cursor that prepares; None if this isn't psycopg 3, or the connection isn't direct."""
-    raw: Any = connection.connection
-    if not hasattr(raw, "prepare_threshold") or not _is_direct(raw):
-        return None
+    # By a cursor of Django's, since an engine may do to the session what it needs as it makes one:
+    # those that have a schema for each tenant set its search_path.
+    with connection.cursor() as first:
+        raw: Any = connection.connection
+        if not hasattr(raw, "prepare_threshold") or not _is_direct(first, raw):
+            return None
     from psycopg import Cursor
 
     raw.prepare_threshold = AFTER
     return Cursor(raw)
 
 
-def _is_direct(raw: Any) -> bool:
+def _is_direct(cursor: Any, raw: Any) -> bool:
     # A pooler tells its clients a number of its own.
-    (pid,) = raw.execute("SELECT pg_backend_pid()").fetchone()
+    cursor.execute("SELECT pg_backend_pid()")
+    (pid,) = cursor.fetchone()
     return bool(pid == raw.info.backend_pid)
 
 

@@ -170,7 +170,7 @@ class TestThroughAPooler:
             assert "django_fencedlock" not in pool.run(prepared_in)
 
     def test_a_pooler_that_passes_for_the_server_does_no_harm(self, route, monkeypatch):
-        monkeypatch.setattr(prepared, "_is_direct", lambda raw: True)
+        monkeypatch.setattr(prepared, "_is_direct", lambda cursor, raw: True)
         with pool_of(route) as pool, contextlib.closing(connections[route].copy()) as other:
             for _ in range(OFTEN):
                 pool.run(claim)
@@ -222,3 +222,27 @@ class TestOnSQLite:
 
         with pytest.raises(OperationalError, match="no such table"):
             pool.run(fail)
+
+
+class TestAnEngineWithACursorOfItsOwn:
+    """As one for schemas of tenants, which sets the search_path as it makes a cursor."""
+
+    @pytest.fixture
+    def connection(self):
+        connection = sessions.private("postgres", 5)
+        make = connection.create_cursor
+
+        def create_cursor(name=None):
+            with connection.connection.cursor() as cursor:
+                cursor.execute("SET search_path = elsewhere")
+            return make(name)
+
+        connection.create_cursor = create_cursor
+        yield connection
+        connection.close()
+
+    def test_what_it_does_to_the_session_is_done(self, connection):
+        prepared.allow(connection)
+        with prepared.cursor(connection) as cursor:
+            cursor.execute("SHOW search_path")
+            assert cursor.fetchone() == ("elsewhere",)
