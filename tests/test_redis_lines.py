@@ -119,3 +119,31 @@ def test_what_the_clients_own_pool_does_better_is_left_to_it(redis_server):
     assert lines(driver.Redis(connection_pool=pool)) is None
     latin = driver.Redis.from_url(redis_server.url, encoding="latin-1")
     assert lines(latin) is None
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_server_that_became_a_replica_is_looked_for_anew(make_redis, make_proxy, batch):
+    """A name, or an address, leads to another server after a failover."""
+    old, new = make_redis(), make_redis()
+    name = make_proxy(old.host, old.port)
+    asked = lines(driver.Redis(host=name.host, port=name.port))
+
+    def write(value):
+        command = ("EVAL", "return redis.call('SET', KEYS[1], ARGV[1])", 1, "key", value)
+        if not batch:
+            return asked.execute_command(*command)
+        (answer,) = ask_many(asked, [command])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert write(1) in ("OK", b"OK")
+    with old.client() as client:
+        client.replicaof(new.host, new.port)
+    name.retarget(new.host, new.port)
+    with pytest.raises(driver.ResponseError, match="read only replica"):
+        write(2)
+    assert write(3) in ("OK", b"OK")
+    with new.client() as client:
+        assert client.get("key") == "3"
+    asked.close()

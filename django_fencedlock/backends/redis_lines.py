@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from redis import ConnectionPool
-from redis.exceptions import ResponseError
+from redis.exceptions import ReadOnlyError, ResponseError
 
 T = TypeVar("T")
 Command = tuple[object, ...]
@@ -33,7 +33,11 @@ class Lines:
     def ask_many(self, commands: Sequence[Command]) -> list[Any]:
         """Execute commands that are sent at once; an answer may be an exception."""
         read = partial(_answers, count=len(commands))
-        return self._talk(b"".join(map(_packed, commands)), read)
+        answers = self._talk(b"".join(map(_packed, commands)), read)
+        for answer in answers:
+            if isinstance(answer, ResponseError) and self._leads_astray(answer):
+                break
+        return answers
 
     def close(self) -> None:
         """Close what is idle."""
@@ -54,8 +58,8 @@ class Lines:
         try:
             answer: T = connection.retry.call_with_retry(once, lambda _: connection.disconnect())
             done = True
-        except ResponseError:
-            done = True
+        except ResponseError as exc:
+            done = not self._leads_astray(exc)
             raise
         finally:
             # Whatever strikes before the answer is read would leave it to the next who asks.
@@ -63,6 +67,19 @@ class Lines:
                 connection.disconnect()
             self._idle.append(connection)
         return answer
+
+    def _leads_astray(self, error: object) -> bool:
+        """
+        Whether the server has become a replica; what leads there is closed.
+
+        After a failover its name, or its address, may lead to another one.
+        """
+        # Redis before 7 tells it of a script by an error of another kind.
+        if not isinstance(error, ReadOnlyError) and "-READONLY" not in str(error):
+            return False
+        self.close()
+        self._pool.disconnect(inuse_connections=False)
+        return True
 
 
 def lines(client: Any) -> Lines | None:
