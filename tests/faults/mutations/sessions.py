@@ -111,8 +111,8 @@ MUTATIONS = (
     Mutation(
         "A renewal doesn't ask whether the session has the key",
         "backends/postgres.py",
-        "        if held and (renewed or not hold.recorded):",
-        "        if renewed or not hold.recorded:",
+        "        if held and not forced and (renewed or not hold.recorded):",
+        "        if not forced and (renewed or not hold.recorded):",
         (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
