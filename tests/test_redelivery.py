@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 from celery import current_app
 from celery.exceptions import Ignore, Reject
+from celery.signals import before_task_publish
 from django.db import connections
 
 from django_fencedlock import conf, current_lease, lock
@@ -248,6 +249,23 @@ class TestWhileItRuns:
         assert copy.id == told["id"]
         assert copy.headers["eta"] is not None
         assert ran == []
+
+    def test_what_a_receiver_publishes_meanwhile_is_a_message_of_its_own(self, running):
+        def audit(sender, **kwargs):
+            if sender == late.name:
+                late_raise.delay(2)
+
+        told = message()
+        running(told)
+        before_task_publish.connect(audit)
+        try:
+            with sending() as sent:
+                assert deliver(late, 1, **told, redelivered=True).state == "IGNORED"
+        finally:
+            before_task_publish.disconnect(audit)
+        named = {each.headers["task"]: each.headers[DELIVERY] for each in sent}
+        assert named[late.name] == told["headers"][DELIVERY]
+        assert named[late_raise.name] != told["headers"][DELIVERY]
 
     def test_the_copy_finds_it_done(self, running):
         told = message()

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 DELIVERY = "fencedlock_delivery"
 CONFLICTS = "fencedlock_conflicts"
 
-_copied: ContextVar[str | None] = ContextVar("fencedlock_copied", default=None)
+#: The task whose copy is published, and what that is known by.
+_copied: ContextVar[tuple[str, str]] = ContextVar("fencedlock_copied", default=("", ""))
 
 
 class Again(Signature[Any]):
@@ -49,7 +50,7 @@ def again(task: AnyTask, request: Any, *, countdown: float, headers: dict[str, A
 
 def publish_copy(signature: Signature[Any], delivery: str) -> None:
     """Publish a message that stands for one that was delivered before, and is known as that."""
-    mark = _copied.set(delivery)
+    mark = _copied.set((signature.task or "", delivery))
     try:
         signature.apply_async()
     finally:
@@ -64,8 +65,10 @@ def number(request: Any, header: str) -> int:
 
 def _name_delivery(sender: str = "", headers: Any = None, **kwargs: Any) -> None:
     if headers is not None and _is_single(sender):
-        # Anew for each message: a retry carries the headers of the one before.
-        headers[DELIVERY] = _copied.get() or uuid.uuid4().hex
+        # Anew for each message: a retry carries the headers of the one before. And whoever hears
+        # of a copy may publish another task's.
+        task, delivery = _copied.get()
+        headers[DELIVERY] = delivery if task == sender else uuid.uuid4().hex
 
 
 def _is_single(name: str) -> bool:
