@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from django_fencedlock import LeaseLost, lock, services, threads
+from django_fencedlock import LeaseLost, lock, services, taking, threads
 from django_fencedlock.backends import database
 from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request
 from django_fencedlock.backends.database import DatabaseBackend
@@ -168,7 +168,8 @@ class Scripted(DatabaseBackend):
 @pytest.fixture
 def now(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(services, "clock", clock)
+    for module in (services, taking):
+        monkeypatch.setattr(module, "clock", clock)
     monkeypatch.setitem(Lease.__init__.__kwdefaults__, "clock", clock)
     return clock
 

@@ -19,7 +19,7 @@ from django.db import connections
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from django_fencedlock import keeper, services
+from django_fencedlock import keeper, services, taking
 from django_fencedlock.fences import Entry, ledger_for
 from django_fencedlock.owners import new_owner
 from tests.faults.simulation.server import Clock, Fault, Tables
@@ -51,7 +51,7 @@ steps = st.builds(
 @pytest.fixture
 def now(monkeypatch):
     # Losses are what it is about; nobody wants to read of each.
-    for module in (services, keeper):
+    for module in (services, taking, keeper):
         monkeypatch.setattr(module.logger, "disabled", True)
     assert isinstance(services.logger, logging.Logger)
     with simulated_time() as found:

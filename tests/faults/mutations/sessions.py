@@ -317,7 +317,7 @@ MUTATIONS = (
     ),
     Mutation(
         "What this process is about to take isn't in its journal",
-        "services.py",
+        "taking.py",
         "            journal.enter(self.config.alias, request.name, owner, request.ttl, request.fenced)\n",
         "",
         ("tests/test_journal.py",),

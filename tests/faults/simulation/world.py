@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from django_fencedlock import services
+from django_fencedlock import services, taking
 from django_fencedlock.exceptions import BackendUnavailable, LeaseLost, LockNotAcquired
 from django_fencedlock.keeper import Keeper
 from django_fencedlock.lease import Lease
@@ -278,9 +278,8 @@ def simulated_time() -> Iterator[Any]:
 
     with (
         patch.object(services, "clock", read),
-        patch.object(services, "time", SimpleNamespace(sleep=sleep)),
-        # Nobody releases by force here, and there is no table to look it up in.
-        patch.object(services, "told", lambda using, owners: {}),
+        patch.object(taking, "clock", read),
+        patch.object(taking, "time", SimpleNamespace(sleep=sleep)),
         patch.dict(Lease.__init__.__kwdefaults__, {"clock": read}),
     ):
         yield now

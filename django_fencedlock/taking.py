@@ -1,0 +1,144 @@
+"""Taking a lease of a lock service: asking, waiting, and giving back what isn't good."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from . import journal, logs, transactions
+from .backends.base import Backend, Grant, Renewal, Request
+from .contenders import contenders
+from .exceptions import BackendUnavailable, TransactionInTheWay
+from .fences import ledger_for
+from .lease import Lease, clock
+
+if TYPE_CHECKING:
+    from .conf import AliasConfig
+    from .lease import Control
+
+logger = logging.getLogger(__name__)
+
+#: Where a backend can't wait in its service, one looks again after 10 ms, then ever later, but at
+#: least every 250 ms; each pause is drawn from half of that to one and a half.
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25
+
+
+class TakesLeases:
+    """The part of a service that gets leases of its backend, and knows nothing of those it gave."""
+
+    config: AliasConfig
+    backend: Backend
+
+    def _obtain(self, request: Request, home: BaseDatabaseWrapper, deadline: float) -> Lease | None:
+        lease = None
+        owner = request.owner.id
+        try:
+            # Before it is asked for: the process may be killed while the answer is under way.
+            journal.enter(self.config.alias, request.name, owner, request.ttl, request.fenced)
+            lease = self._ask_for_lease(request, home, deadline)
+        finally:
+            if lease is None:
+                journal.erase(owner)
+        return lease
+
+    def _ask_for_lease(
+        self, request: Request, home: BaseDatabaseWrapper, deadline: float
+    ) -> Lease | None:
+        while True:
+            grant = self._grant(request, deadline)
+            if grant is None:
+                return None
+            lease = self._lease(request, grant, home)
+            try:
+                # Once more before the caller's code runs: it may have been paused since.
+                if not lease.expired or self._revive(lease):
+                    self._require_visible(request, lease, home)
+                    return lease
+            except BaseException:
+                self._give_back(lease)
+                raise
+            self._give_back(lease)
+            if clock() >= deadline:
+                return None
+
+    def _grant(self, request: Request, deadline: float) -> Grant | None:
+        grant = self.backend.acquire(request)
+        left = deadline - clock()
+        if grant is not None or left <= 0:
+            return grant
+        if request.connection is not None:
+            # In a test's own transaction this very thread would have to give the lock back.
+            return None
+        if request.before_waiting is not None:
+            request.before_waiting(request.seen)
+        request.seen.clear()
+        with contenders.noted(request, self.config):
+            if self.backend.supports_waiting:
+                return self.backend.wait(request, left)
+            return self._poll(request, deadline)
+
+    def _poll(self, request: Request, deadline: float) -> Grant | None:
+        pause = FIRST_PAUSE
+        while not request.cancel and (left := deadline - clock()) > 0:
+            time.sleep(min(left, pause * random.uniform(0.5, 1.5)))
+            pause = min(LONGEST_PAUSE, pause * 1.5)
+            if self.backend.is_free(request.name):
+                again = replace(request, timeout=max(FIRST_PAUSE, deadline - clock()))
+                if grant := self.backend.acquire(again):
+                    return grant
+        return None
+
+    def _lease(self, request: Request, grant: Grant, home: BaseDatabaseWrapper) -> Lease:
+        lease = Lease(
+            name=request.name,
+            alias=self.config.alias,
+            owner=request.owner,
+            token=grant.token,
+            ttl=request.ttl,
+            since=grant.since,
+            control=cast("Control", self),
+            database=self.config.fence_database,
+            handle=grant.handle,
+        )
+        lease.home = home
+        if request.connection is not None:
+            lease.lent = True
+            lease.is_over = transactions.test_has_ended(request.connection)
+        return lease
+
+    def _revive(self, lease: Lease) -> bool:
+        since = clock()
+        if self.backend.renew([lease]) != [Renewal.KEPT]:
+            return False
+        lease.extend_from(since)
+        return not lease.expired
+
+    def _require_visible(
+        self, request: Request, lease: Lease, connection: BaseDatabaseWrapper
+    ) -> None:
+        """Refuse a grant that the caller's transaction can't see: its snapshot is older."""
+        if not (request.in_transaction and request.fenced):
+            return
+        if ledger_for(connection).newest(connection, lease.name) != (lease.token, lease.owner):
+            raise TransactionInTheWay(
+                f"Lock {lease.name!r} was granted with token {lease.token}, but this transaction "
+                "has an older snapshot and can't see the grant. Take the lock first, and open the "
+                "transaction inside of it (or use READ COMMITTED, where the database has it).",
+                name=lease.name,
+                alias=lease.alias,
+            )
+
+    def _give_back(self, lease: Lease) -> None:
+        """Give back a grant that the caller never got."""
+        lease.released = True
+        try:
+            self.backend.release(lease)
+        except BackendUnavailable:
+            logger.warning(
+                "Lock %r is left to run out", lease.name, exc_info=True, extra=logs.about(lease)
+            )
