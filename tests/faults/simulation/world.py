@@ -280,6 +280,8 @@ def simulated_time() -> Iterator[Any]:
         patch.object(services, "clock", read),
         patch.object(taking, "clock", read),
         patch.object(taking, "time", SimpleNamespace(sleep=sleep)),
+        # Nobody takes a lock away, and there is no database to ask.
+        patch.object(services, "told", lambda using, owners: {}),
         patch.dict(Lease.__init__.__kwdefaults__, {"clock": read}),
     ):
         yield now
