@@ -156,10 +156,12 @@ class Scribe:
         # What the thread is writing would be cut off, too.
         if self.is_quiet() or not self._writing.acquire(timeout=AT_EXIT):
             return
+        self.close()
         if not all(book.is_empty() for book in self.books):
             self._sessions.clear()
             with contextlib.suppress(Exception):
                 self.flush(AT_EXIT)
+            self.close()
 
     def close(self) -> None:
         """Close what is idle."""

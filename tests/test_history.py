@@ -11,7 +11,7 @@ from django.db import connections
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from django_fencedlock import StaleFence, conf, force_release, lock
+from django_fencedlock import StaleFence, conf, force_release, lock, sessions
 from django_fencedlock.fences import events
 from django_fencedlock.fences.events import Event, Row
 from django_fencedlock.fences.records import Statements
@@ -381,3 +381,16 @@ class TestProcess:
         assert sorted(found) == [
             *(("granted", "x", 1), ("granted", "y", 1), ("lost", "x", 1), ("lost", "y", 1)),
         ]
+
+
+def test_at_the_end_nothing_is_left_open(writing, settings, monkeypatch):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+    monkeypatch.setattr(sessions, "under_test", lambda: False)
+    with lock("x") as lease:
+        held_for(lease, 2)
+        writing.flush()
+        (idle,) = writing._sessions["postgres"]._idle
+        assert idle.connection is not None
+        writing.finish()
+    assert idle.connection is None
+    assert told("postgres") == [("granted", "x", 1)]
