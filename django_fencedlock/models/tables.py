@@ -43,7 +43,7 @@ class ExactCharField(models.CharField):  # type: ignore[type-arg]
 
 class Fence(models.Model):
     """
-    The newest grant of a lock name. Written by grants alone, and never deleted.
+    The newest grant of a lock name. Raised by grants, else only lifted, and never deleted.
 
     A fenced transaction locks this row, so nothing that beats or expires may ever be on it.
     """
