@@ -154,6 +154,24 @@ def key(backend, name):
 
 
 @POSTGRES
+class TestATableThatIsChanged:
+    def test_a_session_with_locks_goes_on_looking(self, backend, database, name):
+        def change(length):
+            with connections[ALIAS].cursor() as cursor:
+                cursor.execute(
+                    f"ALTER TABLE django_fencedlock_heldlock ALTER host TYPE varchar({length})"
+                )
+
+        take(backend, name)
+        for _ in range(3):
+            holder = backend.holder(name)
+        change(120)
+        try:
+            assert backend.holder(name) == holder
+        finally:
+            change(100)
+
+
 class TestTheSession:
     @pytest.mark.parametrize(
         ("setting", "value"),

@@ -26,6 +26,7 @@ from .postgres_threads import is_readable
 LOCKED = ("55P03", "40P01")  # lock_not_available, deadlock_detected
 CANCELLED = "57014"
 OUT_OF_MEMORY = "53200"
+OUTDATED = "0A000"  # feature_not_supported: "cached plan must not change result type"
 
 #: Seconds after which a dead waiter is out of the server's queue: it stalls all behind it.
 DEAD_WAITER = 3
@@ -68,7 +69,10 @@ class Session:
         try:
             with self.wrapper.wrap_database_errors:
                 return self._cursor.execute(statement, given, prepare=prepare).fetchall()
-        except Error:
+        except Error as exc:
+            if prepare and sqlstate(exc) == OUTDATED:
+                # Its tables have changed since it was prepared. It did nothing.
+                return self.all(statement, given, prepare=False)
             raise
         except BaseException:
             self.abandon()
