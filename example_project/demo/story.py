@@ -11,8 +11,9 @@ from decimal import Decimal
 from django.conf import settings
 from django.db import connection
 
+from ..processes import Process
+from . import DemoFailed
 from .models import PlainAccount
-from .processes import DemoFailed, Process
 from .stage import Stage, Told
 from .tasks import book
 

@@ -82,7 +82,7 @@ class Redis(Backend):
     why_no_network = "This Redis is reached over a unix socket or TLS, which aren't proxied here."
 
     def missing(self) -> str:
-        return servers.redis_missing()
+        return _missing(servers.redis_wants())
 
     def start(self) -> str:
         return servers.redis()
@@ -109,7 +109,7 @@ class Postgres(Backend):
     why_no_network = "This PostgreSQL is reached over a unix socket, which isn't proxied here."
 
     def missing(self) -> str:
-        return servers.postgres_missing()
+        return _missing(servers.postgres_wants())
 
     def start(self) -> str:
         return servers.postgres()
@@ -184,6 +184,12 @@ def _postgres(world: World) -> dict[str, Any]:
         "PORT": str(parts.port or ""),
         "OPTIONS": dict(parse_qsl(parts.query)) | {"options": f"-c search_path={world.name}"},
     }
+
+
+def _missing(wants: list[str]) -> str:
+    if not wants:
+        return ""
+    return f"It takes a driver or a program that isn't here. {servers.how_to_get(wants)}"
 
 
 def _is_plain(parts: Any) -> bool:

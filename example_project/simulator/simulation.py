@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..servers import ServerMissing
+from ..processes import ProcessFailed
 from .backends import BACKENDS, World
 from .log import Log
 from .mirror import Mirror, Seen
@@ -75,7 +75,7 @@ class Simulation:
             directory = Path(tempfile.mkdtemp(prefix="fencedlock-simulator-"))
             try:
                 server = self.backend.start()
-            except (ServerMissing, OSError, RuntimeError, subprocess.SubprocessError) as exc:
+            except (ProcessFailed, OSError, subprocess.SubprocessError) as exc:
                 directory.rmdir()
                 raise Refused(f"{self.backend.label} couldn't be started: {exc}") from exc
             self._world = World(name, directory, server)
