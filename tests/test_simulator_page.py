@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import urllib.error
-import urllib.parse
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from selenium.webdriver import ActionChains, Keys
 
 from example_project.simulator.views import for_this_machine
 from tests.servers.process import free_port, wait_until
+from tests.visitor import Visitor
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTRAST = (ROOT / "tests/contrast.js").read_text()
@@ -189,12 +189,12 @@ def test_leaving_the_page_ends_its_processes(page, site):
 def test_no_process_outlives_the_site(number):
     site = run_site()  # with its reloader, a process of its own
     try:
-        post = Poster(site.url)
-        post("start/", scenario="free")
-        post("act/", client="A", action="acquire")
-        wait_until(lambda: post.client("A")["holds"], "A to have the lock")
-        post("act/", client="A", action="pause")
-        pids = [post.client("A")["pid"], *_referees_of(site)]
+        visitor = Visitor(site.url)
+        visitor.post("start/", scenario="free")
+        visitor.post("act/", client="A", action="acquire")
+        wait_until(lambda: client(visitor, "A")["holds"], "A to have the lock")
+        visitor.post("act/", client="A", action="pause")
+        pids = [client(visitor, "A")["pid"], *_referees_of(site)]
         assert len(pids) == 2
     finally:
         os.killpg(site.process.pid, number)
@@ -202,26 +202,9 @@ def test_no_process_outlives_the_site(number):
     wait_until(lambda: not any(map(_runs, pids)), "the processes to end")
 
 
-class Poster:
-    """A browser without a window: keeps its cookies, and has the page's token."""
-
-    def __init__(self, url):
-        self.url = url
-        self._jar = urllib.request.HTTPCookieProcessor()
-        self._opener = urllib.request.build_opener(self._jar)
-        self._opener.open(url, timeout=10).close()
-
-    def __call__(self, path, **facts):
-        cookies = {cookie.name: cookie.value for cookie in self._jar.cookiejar}
-        data = urllib.parse.urlencode({**facts, "csrfmiddlewaretoken": cookies["csrftoken"]})
-        with self._opener.open(self.url + path, data.encode(), timeout=30) as answer:
-            return answer.status
-
-    def client(self, name):
-        import json
-
-        with self._opener.open(f"{self.url}events/", timeout=30) as answer:
-            return next(each for each in json.load(answer)["clients"] if each["name"] == name)
+def client(visitor, name):
+    clients = visitor.get_json("events/")["clients"]
+    return next(each for each in clients if each["name"] == name)
 
 
 def _referees_of(site):
@@ -272,10 +255,10 @@ def test_only_this_machine_is_answered():
 
 
 def test_a_post_needs_the_pages_token(site):
-    post = Poster(site.url)
-    assert post("start/", scenario="free") == 200
+    visitor = Visitor(site.url)
+    assert "run" in visitor.post("start/", scenario="free")
     for path in ("start/", "script/", "act/"):
         with pytest.raises(urllib.error.HTTPError) as caught:
-            post._opener.open(site.url + path, b"do=play", timeout=10)
+            visitor.post_without_token(path, do="play")
         assert caught.value.code == 403
         caught.value.close()
