@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="pause a lock's holder past its lease, and watch")
     demo.add_argument("--redis", action="store_true", help="locks and messages on a Redis")
     demo.add_argument("--postgres", action="store_true", help="data and locks on a PostgreSQL")
-    demo.add_argument("--serve", action="store_true", help="then serve the admin, until Ctrl-C")
+    demo.add_argument("--serve", action="store_true", help="then serve the site, until Ctrl-C")
     demo.add_argument("--port", type=int, default=0, help="for --serve; else one that is free")
     demo.add_argument("--keep", metavar="DIR", help="leave the files in DIR; else they are removed")
     demo.set_defaults(run=_demo)

@@ -34,6 +34,7 @@ PACKAGE = Path(django_fencedlock.__file__).parent
 PAGES = [
     ROOT / "README.md",
     ROOT / "example_project/README.md",
+    ROOT / "example_project/simulator/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q -e {} && .venv/bin/python -m {}"
@@ -308,7 +309,7 @@ def test_settings_that_are_shown_are_right(
     assert [str(problem) for problem in conf.problems() if problem.id != "E010"] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")

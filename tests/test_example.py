@@ -108,6 +108,34 @@ def test_a_variable_that_cannot_be_followed_is_told(
     assert told in done.stderr
 
 
+# Its pages
+
+EXAMPLE = ROOT / "example_project"
+
+
+@pytest.mark.parametrize("home", [EXAMPLE, EXAMPLE / "simulator"], ids=lambda home: home.name)
+def test_its_table_of_files_is_complete(home: Path) -> None:
+    table = (home / "README.md").read_text().partition("| file | what is in it |")[2]
+    told = set(re.findall(r"`([\w/]+\.py)`", table))
+    assert {name for name in told if not (home / name).is_file()} == set()
+    found = [*home.glob("*.py"), *home.glob("demo/*.py")]
+    names = {str(path.relative_to(home)) for path in found}
+    # What every app or package has; the rest wants to be found.
+    usual = ("__init__.py", "__main__.py", "apps.py", "tests.py", "urls.py")
+    assert {name for name in names - told if not name.endswith(usual)} == set()
+
+
+def test_every_variable_is_told() -> None:
+    used = {
+        variable
+        for path in EXAMPLE.rglob("*.py")
+        for variable in re.findall(r"\bEXAMPLE_[A-Z_]*[A-Z]\b", path.read_text())
+    }
+    told = set(re.findall(r"^\| `(EXAMPLE_\w+)`", (EXAMPLE / "README.md").read_text(), re.M))
+    # Which the demonstration sets for its own worker.
+    assert told == used - {"EXAMPLE_STAGE"}
+
+
 # The demonstration
 
 
