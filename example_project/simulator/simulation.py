@@ -47,6 +47,7 @@ class Simulation:
         self.log = Log()
         self.mirror = Mirror(lasts_on=self.backend.lasts_on)
         self.closed = False
+        self._why_closed = "The simulation has ended."
         self._world: World | None = None
         self._referee: Puppet | None = None
         self._prepared = False
@@ -63,12 +64,11 @@ class Simulation:
     # Starting and ending
 
     def open(self) -> None:
-        """Make the world, if it isn't there: tables, and a counter at 0."""
+        """Begin to make the world, if that isn't done: tables, and a counter at 0."""
         with self._opening:
             if self._referee is not None:
                 return
-            if self.closed:
-                raise Refused("The simulation has ended.")
+            self._refuse_if_closed()
             if not hasattr(signal, "SIGSTOP"):
                 raise Refused("This system has no SIGSTOP, so no process could be paused.")
             name = f"simulator_{secrets.token_hex(6)}"
@@ -84,9 +84,6 @@ class Simulation:
             self._referee = Puppet("referee", [str(directory)], settings, self._hear_referee)
             self._referee.tell("prepare")
             self._referee.tell("count", run=self._run, fencing=self.plan.fencing)
-            self.log.wait_for(lambda: self._prepared or self.closed, PATIENCE)
-            if not self._prepared:
-                raise Refused("The tables couldn't be made. The server's console says why.")
             threading.Thread(target=self._tick, name="simulator-clock", daemon=True).start()
 
     def close(self) -> None:
@@ -112,8 +109,7 @@ class Simulation:
         """Start a client's process, unless it runs."""
         self.open()
         with self.log.changed:
-            if self.closed:
-                raise Refused("The simulation has ended.")
+            self._refuse_if_closed()
             if self.mirror.clients[name].state == "off":
                 self.log.add(self.mirror.starting(name, time.monotonic()))
                 hear = functools.partial(self._hear, name)
@@ -121,7 +117,12 @@ class Simulation:
 
     def start(self, name: str) -> None:
         """Start a client's process, unless it runs; returns when it is ready."""
+        # Tables are made meanwhile.
         self.begin(name)
+        prepared = self.log.wait_for(lambda: self._prepared or self.closed, PATIENCE)
+        self._refuse_if_closed()
+        if not prepared:
+            raise Refused(f"The tables weren't made within {PATIENCE} s; the server may be hung.")
         started = self.log.wait_for(
             lambda: self.closed or self.mirror.clients[name].state != "starting", PATIENCE
         )
@@ -209,6 +210,10 @@ class Simulation:
             self._clients[name].tell(action, **facts)
             self.log.touch()
 
+    def _refuse_if_closed(self) -> None:
+        if self.closed:
+            raise Refused(self._why_closed)
+
     def _require(self, name: str, action: str) -> None:
         if why := self.why_not(name, action):
             raise Refused(why)
@@ -242,7 +247,8 @@ class Simulation:
     def _hear_referee(self, told: dict[str, Any] | None) -> None:
         with self.log.changed:
             if told is None:
-                self._prepared = False
+                if not self._prepared and not self.closed:
+                    self._why_closed = "The tables couldn't be made. The server's console says why."
                 self.closed = True
             elif told["event"] == "counting":
                 self._prepared = True
