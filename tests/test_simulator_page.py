@@ -38,9 +38,10 @@ def run_site(*options, **environment):
         stderr=subprocess.DEVNULL,
         process_group=0,
     )
-    url = f"http://127.0.0.1:{port}/simulator/"
+    origin = f"http://127.0.0.1:{port}/"
+    url = f"{origin}simulator/"
     wait_until(lambda: _answers(url), "the site to answer")
-    return SimpleNamespace(process=process, url=url)
+    return SimpleNamespace(process=process, origin=origin, url=url)
 
 
 def _answers(url):
@@ -87,7 +88,7 @@ def is_over(page):
     return page.one("#next").text == "The scenario is over."
 
 
-def test_a_scenario_is_played(page):
+def test_a_scenario_is_played(page, site):
     played = page(scenario="pause")
     assert "Press Play" in reading(played)
     played.one("#play").click()
@@ -101,6 +102,10 @@ def test_a_scenario_is_played(page):
     log = [item.text for item in played.all("#log span")]
     assert any("is refused, StaleFence: token 2 has been granted since" in line for line in log)
     assert played.complaints() == []
+    # Nothing comes from elsewhere.
+    loaded = played.run("return performance.getEntriesByType('resource').map(each => each.name)")
+    assert loaded
+    assert [name for name in loaded if not name.startswith(site.origin)] == []
     assert_readable(played)
 
 

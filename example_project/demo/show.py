@@ -37,7 +37,7 @@ DONE = "As told: the lock alone let a stale write through, the token kept it out
 NEXT = """
 Where to go next
   {python} -m example_project demo --serve
-      does it again, and then keeps {site} up
+      does it again, and then keeps the admin and the simulator up
   {python} -m example_project demo --redis --postgres
       the same on servers, either of them or both
   example_project/README.md
@@ -126,7 +126,7 @@ def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
             serve_site(port)
     else:
         python = os.path.relpath(sys.executable)
-        print(NEXT.format(python=python, site=_site()))
+        print(NEXT.format(python=python))
 
 
 def _ask_servers() -> None:
@@ -171,10 +171,3 @@ def _made(seconds: float) -> str:
         locks=settings.FENCEDLOCK["default"]["BACKEND"].rpartition(".")[2],
         broker=settings.CELERY_BROKER_URL.partition(":")[0].partition("+")[0],
     )
-
-
-def _site() -> str:
-    from django.apps import apps
-
-    simulator = apps.is_installed("example_project.simulator")
-    return "the admin and the simulator" if simulator else "the admin"
