@@ -14,7 +14,7 @@ import pytest
 
 from example_project import servers
 from example_project.demo import DemoFailed, show
-from tests.servers import Postgres, Redis
+from tests.servers import Postgres, Redis, shared
 from tests.servers.process import wait_until
 from tests.visitor import Visitor
 
@@ -142,13 +142,14 @@ def test_every_variable_is_told() -> None:
 class Demo:
     """A demonstration under way, in a session and a temporary directory of its own."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, **variables: str) -> None:
         # A short path, since sockets are among it.
         self._directory = tempfile.TemporaryDirectory(prefix="fencedlock-test-")
         self.temporary = Path(self._directory.name)
         # Whoever PostgreSQL runs as has to get through.
         self.temporary.chmod(0o711)
-        self.environment = _environment(self.temporary) | {"TMPDIR": str(self.temporary)}
+        variables["TMPDIR"] = str(self.temporary)
+        self.environment = _environment(self.temporary) | variables
         self.process = subprocess.Popen(
             _command("demo", *options),
             cwd=ROOT,
@@ -204,14 +205,20 @@ NOTHING: tuple[set[int], list[Path]] = (set(), [])
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Demo]]:
-    """Start two of them at once: most of the time, they wait for leases to run out."""
+    """Start them all at once: most of the time, they wait for leases to run out."""
     kept = tmp_path_factory.mktemp("kept")
     with ExitStack() as stack:
-        options = {
-            "files": ("--keep", str(kept)),
-            "servers": ("--redis", "--postgres", "--serve"),
+
+        def start(*options: str, **variables: str) -> Demo:
+            return stack.enter_context(closing(Demo(*options, **variables)))
+
+        started = {
+            "files": start("--keep", str(kept)),
+            "servers": start("--redis", "--postgres", "--serve"),
         }
-        yield {key: stack.enter_context(closing(Demo(*each))) for key, each in options.items()}
+        if shared.available("rabbitmq"):
+            started["rabbitmq"] = start(EXAMPLE_BROKER_URL=shared.rabbitmq().url)
+        yield started
 
 
 @needs_pauses
@@ -255,6 +262,15 @@ def test_the_demo_on_servers_that_it_starts_and_the_site_that_stays(
     demo.process.terminate()
     assert demo.end() == 128 + signal.SIGTERM, demo.said
     assert "Traceback" not in demo.said
+    assert demo.left() == NOTHING
+
+
+@needs_pauses
+@pytest.mark.usefixtures("rabbitmq")  # or skipped
+def test_the_demo_with_messages_on_a_rabbitmq(demos: dict[str, Demo]) -> None:
+    demo = demos["rabbitmq"]
+    assert demo.end() == 0, demo.said
+    assert "messages (amqp)" in demo.said
     assert demo.left() == NOTHING
 
 
