@@ -109,6 +109,28 @@ def test_a_scenario_is_played(page, site):
     assert_readable(played)
 
 
+@pytest.mark.parametrize(
+    ("scenario", "verdict", "rejected"),
+    [
+        ("high-water", "wrong", "0"),
+        ("unharmed", "right", "0"),
+        ("cut", "right", "1"),
+        ("queue", "right", "0"),
+        ("killed", "right", "0"),
+        ("emptied", "right", "1"),
+    ],
+)
+def test_every_scenario_ends_in_its_verdict(page, scenario, verdict, rejected):
+    played = page(scenario=scenario)
+    played.one("#play").click()
+    played.wait(is_over, "the scenario to end")
+    assert f": {verdict}" in reading(played)
+    assert played.one("#score-rejected").text == rejected
+    assert len(played.all("#timeline .refused")) == int(rejected)
+    assert not played.scrolls_sideways()
+    assert played.complaints() == []
+
+
 def test_a_scenario_is_stepped_through_by_keyboard_alone(page):
     stepped = page(scenario="unfenced")
     steps = len(stepped.all("#steps li"))
