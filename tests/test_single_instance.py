@@ -8,13 +8,13 @@ import threading
 
 import pytest
 from celery import Celery, shared_task
-from celery.exceptions import MaxRetriesExceededError, Reject, Retry
+from celery.exceptions import MaxRetriesExceededError, Reject, Retry, SoftTimeLimitExceeded
 from django.db import connections, transaction
 from kombu.serialization import dumps, loads
 
 from django_fencedlock import LeaseLost, LockNotAcquired, current_lease, lock
 from django_fencedlock.backends.database import DatabaseBackend
-from django_fencedlock.celery import SkippedRun, lock_name, single_instance
+from django_fencedlock.celery import SkippedRun, lock_name, performing, single_instance
 from django_fencedlock.celery.messages import CONFLICTS, DELIVERY
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, SettingsError
 from django_fencedlock.models import Duty, HeldLock
@@ -759,6 +759,18 @@ class TestCost:
 
 def ours(statements):
     return sum(count for sql, count in statements.items() if "django_fencedlock" in sql)
+
+
+def test_what_strikes_between_the_grant_and_the_body_leaves_no_lock(monkeypatch):
+    """A signal may have its handler run before any line: here, the first one that has the lock."""
+
+    def struck(*args):
+        raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr(performing, "_hold", struck)
+    with pytest.raises(SoftTimeLimitExceeded):
+        single_instance("x")(lambda: None)()
+    assert_not_locked("x")
 
 
 def test_lost_and_acquired_are_told_by_signals(task):
