@@ -24,7 +24,7 @@ from django_fencedlock.backends import base
 from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request, Taken
 from django_fencedlock.backends.redis import RedisBackend
 from django_fencedlock.backends.redis_client import server_problems
-from django_fencedlock.backends.redis_scripts import BEAT, CLAIM
+from django_fencedlock.backends.redis_scripts import BEAT, CLAIM, RELEASE
 from django_fencedlock.backends.redis_store import InLine, Keys, Store
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, TransactionInTheWay
@@ -406,8 +406,6 @@ def test_a_recheck_run_twice_does_what_it_does_once(backend, client):
 
 
 def release_without_recheck(client, backend, request):
-    from django_fencedlock.backends.redis_scripts import RELEASE
-
     return RELEASE.run(client, keys_of(backend), request.owner.id, 0)
 
 
@@ -929,6 +927,8 @@ def test_a_paused_waiter_who_comes_back_has_his_old_place(backend, client):
 def test_a_waiter_whose_message_is_lost_looks_after_a_beat(backend, client):
     lease = take(backend)
     waiter = start_waiter(client, backend)
+    # Within a pipeline nobody can send it again, whole.
+    client.script_load(RELEASE.text)
     with client.pipeline() as together:
         release_without_recheck(together, backend, wish_of(lease))
         together.delete(keys_of(backend).mailbox(waiter.request.owner))

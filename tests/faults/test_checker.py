@@ -127,6 +127,12 @@ def test_the_same_token_twice_by_the_database(story):
     assert story.found() == {"I1"}
 
 
+def test_a_claim_that_is_recorded_twice_is_one_grant(story):
+    story.entry("fence", None, 1, 1, "x")
+    story.entry("fence", 1, 1, 1, "x")
+    assert story.found() == set()
+
+
 def test_a_token_that_falls(story):
     story.entry("fence", None, 1, 1, "b/1")
     story.entry("fence", 1, 2, 2, "a/2")
