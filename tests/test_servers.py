@@ -210,6 +210,14 @@ def test_promoted_replica_lacks_the_last_writes(make_any_redis):
     replica.execute("SET", "key", "after the failover")
 
 
+def test_promoted_replica_stays_a_primary(make_any_redis):
+    replica = make_any_redis(replica_of=make_any_redis())
+    replica.promote()
+    replica.kill()
+    replica.start()
+    assert replica.info("replication")["role"] == "master"
+
+
 def test_primary_forgets_even_what_it_saved_for_a_replica(make_any_redis):
     primary = make_any_redis()
     primary.execute("SET", "key", "early")

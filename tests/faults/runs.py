@@ -24,6 +24,8 @@ from .workers import Workers
 
 #: BROKEN is the lab itself.
 HELD, VIOLATED, CALM, BROKEN = "held", "VIOLATED", "too calm", "BROKEN"
+#: How much has to have happened whatever goes wrong, or a run shows nothing.
+NEEDED = {"grants": 10, "writes": 10}
 #: Strikes after which a run that shows nothing isn't given more time.
 ENOUGH = 8
 #: Violations that fencing is there to prevent.
@@ -211,4 +213,4 @@ class _Run:
 
 
 def _suffices(facts: Mapping[str, int], plan: Plan) -> bool:
-    return all(facts[what] >= least for what, least in plan.fault.needs.items())
+    return all(facts[what] >= least for what, least in {**NEEDED, **plan.fault.needs}.items())

@@ -42,7 +42,7 @@ def test_without_fencing_only_corruption_is_a_success(verdict, status):
     assert _status([a_result(verdict)], unfenced=True) == status
 
 
-@pytest.mark.parametrize("what", ["strikes", "takeovers", "refusals"])
+@pytest.mark.parametrize("what", ["grants", "writes", "strikes", "takeovers", "refusals"])
 def test_a_run_in_which_too_little_happened_shows_nothing(what):
     result = a_result(HELD)
     assert _suffices(result.facts, result.plan)

@@ -151,6 +151,13 @@ class Process:
         """
         self._environment |= {name: str(value) for name, value in variables.items()}
 
+    def drop_option(self, option: str, values: int) -> None:
+        """
+        Leave an option and its values out from the next start on.
+        """
+        place = self._command.index(option)
+        del self._command[place : place + 1 + values]
+
     def start(self) -> None:
         """
         Start the server and wait until it answers.

@@ -177,12 +177,13 @@ class Redis(Server):
 
     def promote(self) -> None:
         """
-        Make a primary of a replica.
+        Make a primary of a replica, which it stays when it is started again.
 
         For a failover that loses the last writes: promote first, write to the old primary, kill
         it.
         """
         self.execute("REPLICAOF", "NO", "ONE")
+        self.process.drop_option("--replicaof", values=2)
 
 
 _LINE = re.compile(rb"[\d.]+ \[\d+ (?P<client>.*?)\] (?P<command>.*)", re.DOTALL)
