@@ -1,54 +1,66 @@
 """
 What fencing costs a save, as ratios to the same operation on an equal table without the mixin.
 
-Run from the top of the checkout: ``python -m benchmarks.saves``. Plain and fenced operations take
-turns within each round; the figure is the median of the rounds' ratios. Client and servers share
-one CPU, or the ratios don't repeat.
+Run from the top of the checkout: ``python -m benchmarks.saves``. Contestants of a group take turns
+within each round; a figure is the median of the rounds' ratios. Client and servers share one CPU,
+or the ratios don't repeat. See ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pymysql
 
+from benchmarks.processor import computed
 from tests.servers import MariaDB, Postgres, ServerMissing, finding
 
-ROUNDS, SAVES, ROWS = 30, 60, 1000
+SAVES, ROWS = 100, 1000
+
+Run = Callable[[], object]
+Group = Mapping[str, Run]
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--rounds", type=int, default=ROUNDS)
-    rounds = options.parse_args().rounds
+    options = _options()
     pymysql.install_as_MySQLdb()
     with ExitStack() as stack:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         databases = {"sqlite": _sqlite(stack)}
-        databases["postgres"] = stack.enter_context(
-            closing(Postgres.launch(finding.postgres()))
-        ).django()
-        try:
-            mariadb = stack.enter_context(closing(MariaDB.launch(finding.mariadb())))
-            mariadb.execute(
-                f"CREATE DATABASE IF NOT EXISTS {mariadb.database} CHARACTER SET utf8mb4",
-                database="mysql",
-            )
-            databases["mariadb"] = mariadb.django()
-        except ServerMissing as exc:
-            print(exc)
+        servers = []
+        for alias, launch in {"postgres": _postgres, "mariadb": _mariadb}.items():
+            try:
+                server = stack.enter_context(closing(launch()))
+            except ServerMissing as exc:
+                print(exc)
+                continue
+            databases[alias] = server.django()
+            servers.append(server.process.pid)
         _configure(databases)
+        print(f"load {os.getloadavg()[0]:.1f}, {options.rounds} rounds")
         for alias in databases:
+            if options.only not in alias:
+                continue
             _prepare(alias)
-            for name, plain, fenced in _operations(alias):
-                print(f"{alias:9} {name:34} {_ratio(plain, fenced, rounds):.2f}")
+            for title, group in _groups(alias):
+                _report(f"{alias}, {title}", alias, group, servers, options.rounds)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", default="", help="databases that have this in their alias")
+    return parser.parse_args()
 
 
 def _sqlite(stack: ExitStack) -> dict[str, object]:
@@ -61,6 +73,18 @@ def _sqlite(stack: ExitStack) -> dict[str, object]:
             "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
         },
     }
+
+
+def _postgres() -> Any:
+    return Postgres.launch(finding.postgres())
+
+
+def _mariadb() -> Any:
+    server = MariaDB.launch(finding.mariadb())
+    server.execute(
+        f"CREATE DATABASE IF NOT EXISTS {server.database} CHARACTER SET utf8mb4", database="mysql"
+    )
+    return server
 
 
 def _configure(databases: dict[str, dict[str, object]]) -> None:
@@ -78,46 +102,53 @@ def _configure(databases: dict[str, dict[str, object]]) -> None:
         USE_TZ=True,
     )
     django.setup()
+    _make_models()
 
 
-def _models() -> tuple[type, type, type]:
+#: By name: models of the same columns.
+_models: dict[str, Any] = {}
+
+
+def _make_models() -> None:
     from django.db import models
 
     from django_fencedlock.models import FencedModel, Fencing
 
-    if "Plain" not in _made:
+    class Columns(models.Model):
+        amount = models.IntegerField(default=0)
+        note = models.CharField(max_length=50, default="")
 
-        class Plain(models.Model):  # noqa: DJ008
-            amount = models.IntegerField(default=0)
-            note = models.CharField(max_length=50, default="")
-            stamp = models.BigIntegerField(default=0)
+        class Meta:
+            abstract = True
+            app_label = "django_fencedlock"
 
-            class Meta:
-                app_label = "django_fencedlock"
-                db_table = "benchmark_plain"
+    class Plain(Columns):
+        stamp = models.BigIntegerField(default=0)
 
-        class Fenced(FencedModel):
-            amount = models.IntegerField(default=0)
-            note = models.CharField(max_length=50, default="")
+        class Meta(Columns.Meta):
+            db_table = "benchmark_plain"
 
-            class Meta:
-                app_label = "django_fencedlock"
-                db_table = "benchmark_fenced"
+    class Fenced(FencedModel, Columns):
+        class Meta(Columns.Meta):
+            db_table = "benchmark_fenced"
 
-        class Batch(FencedModel):
-            fencing = Fencing("benchmark")
-            amount = models.IntegerField(default=0)
-            note = models.CharField(max_length=50, default="")
+    class Batch(FencedModel, Columns):
+        fencing = Fencing("benchmark")
 
-            class Meta:
-                app_label = "django_fencedlock"
-                db_table = "benchmark_batch"
+        class Meta(Columns.Meta):
+            db_table = "benchmark_batch"
 
-        _made.update(Plain=Plain, Fenced=Fenced, Batch=Batch)
-    return _made["Plain"], _made["Fenced"], _made["Batch"]
+    _models.update(plain=Plain, fenced=Fenced, batch=Batch)
+    if find_spec("concurrency"):
+        from concurrency.fields import IntegerVersionField
 
+        class Concurrency(Columns):
+            version = IntegerVersionField()
 
-_made: dict[str, type] = {}
+            class Meta(Columns.Meta):
+                db_table = "benchmark_concurrency"
+
+        _models["concurrency"] = Concurrency
 
 
 def _prepare(alias: str) -> None:
@@ -126,75 +157,130 @@ def _prepare(alias: str) -> None:
 
     call_command("migrate", database=alias, verbosity=0)
     with connections[alias].schema_editor() as editor:
-        for model in _models():
+        for model in _models.values():
             editor.create_model(model)
 
 
-def _operations(alias: str) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
+def _groups(alias: str) -> Iterator[tuple[str, Group]]:
+    """The plain ones come first in each group; the ratios are to them."""
     from django.db import transaction
 
     from django_fencedlock import lock
 
-    plain_model, fenced_model, batch_model = _models()
-    plain = plain_model._default_manager.using(alias).create()
-    fenced = fenced_model._default_manager.using(alias).create()
-    with fenced.fencing.lock(backend=alias) as lease, lock("benchmark", backend=alias):
+    rows = {
+        name: model._default_manager.using(alias).create()
+        for name, model in _models.items()
+        if name != "batch"
+    }
+    plain, fenced = rows["plain"], rows["fenced"]
 
-        def saves(instance: object) -> Callable[[], None]:
-            return lambda: [instance.save(using=alias) for _ in range(SAVES)] and None
+    def saves(instance: Any) -> Run:
+        def run() -> None:
+            for _ in range(SAVES):
+                instance.save(using=alias)
 
-        yield "save()", saves(plain), saves(fenced)
+        return run
 
-        def in_atomic(instance: object) -> Callable[[], None]:
-            def run() -> None:
-                with transaction.atomic(using=alias):
-                    for _ in range(SAVES):
+    def by_tens(instance: Any, block: Callable[[], Any]) -> Run:
+        def run() -> None:
+            for _ in range(SAVES // 10):
+                with block():
+                    for _ in range(10):
                         instance.save(using=alias)
 
-            return run
+        return run
 
-        yield "save() in atomic()", in_atomic(plain), in_atomic(fenced)
+    @contextmanager
+    def atomic() -> Iterator[None]:
+        with transaction.atomic(using=alias):
+            yield
 
-        @contextmanager
-        def plain_block() -> Iterator[None]:
-            with transaction.atomic(using=alias):
-                yield
+    def bulk(model: Any) -> Run:
+        found = model._default_manager.using(alias)
+        found.bulk_create([model() for _ in range(ROWS)])
+        objects = list(found.all()[:ROWS])
+        return lambda: found.bulk_update(objects, ["amount"])
 
-        def ten(instance: object, block: Callable[[], object]) -> Callable[[], None]:
-            def run() -> None:
-                for _ in range(SAVES // 10):
-                    with block():
-                        for _ in range(10):
-                            instance.save(using=alias)
-
-            return run
-
+    with fenced.fencing.lock(backend=alias) as lease, lock("benchmark", backend=alias):
+        others = {"django-concurrency": saves(rows["concurrency"])} if "concurrency" in rows else {}
+        yield "save()", {"plain": saves(plain), "FencedModel": saves(fenced), **others}
         yield (
-            "lease.atomic() with 10 saves",
-            ten(plain, plain_block),
-            ten(fenced, lambda: lease.atomic(alias)),
+            "the statement of save() alone, by the driver",
+            {"plain": _replay(alias, plain), "FencedModel": _replay(alias, fenced)},
+        )
+        yield (
+            "10 saves in a transaction",
+            {
+                "atomic(), plain": by_tens(plain, atomic),
+                "atomic(), FencedModel": by_tens(fenced, atomic),
+                "lease.atomic(), FencedModel": by_tens(fenced, lambda: lease.atomic(alias)),
+                "lease.atomic(), plain": by_tens(plain, lambda: lease.atomic(alias)),
+            },
+        )
+        yield (
+            f"bulk_update() of {ROWS:,} rows",
+            {"plain": bulk(_models["plain"]), "FencedModel": bulk(_models["batch"])},
         )
 
-        def bulk(model: type) -> Callable[[], None]:
-            rows = model._default_manager.using(alias).bulk_create([model() for _ in range(ROWS)])
-            rows = list(model._default_manager.using(alias).all()[:ROWS])
-            return lambda: (
-                model._default_manager.using(alias).bulk_update(rows, ["amount"]) and None
-            )
 
-        yield f"bulk_update() of {ROWS:,} rows", bulk(plain_model), bulk(batch_model)
+def _replay(alias: str, instance: Any) -> Run:
+    """What a save sends, sent again without Django."""
+    from django.db import connections
+
+    ((statement, given),) = _sent(alias, lambda: instance.save(using=alias))
+    if connections[alias].vendor == "sqlite":
+        statement = statement.replace("%s", "?")
+    cursor: Any = connections[alias].connection.cursor()
+
+    def run() -> None:
+        for _ in range(SAVES):
+            cursor.execute(statement, given)
+
+    return run
 
 
-def _ratio(plain: Callable[[], None], fenced: Callable[[], None], rounds: int) -> float:
-    for warm in (plain, fenced):
-        warm()
-    return statistics.median(_time(fenced) / _time(plain) for _ in range(rounds))
+def _sent(alias: str, run: Run) -> list[tuple[str, Any]]:
+    from django.db import connections
+
+    found: list[tuple[str, Any]] = []
+
+    def note(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        found.append((sql, params))
+        return execute(sql, params, many, context)
+
+    with connections[alias].execute_wrapper(note):
+        run()
+    return found
 
 
-def _time(run: Callable[[], None]) -> float:
-    started = time.perf_counter()
+def _report(title: str, alias: str, group: Group, servers: list[int], rounds: int) -> None:
+    queries = {key: len(_sent(alias, run)) for key, run in group.items()}
+    gc.collect()
+    found: dict[str, list[tuple[float, float, float]]] = {key: [] for key in group}
+    for turn in range(rounds):
+        for key in list(group)[:: 1 if turn % 2 else -1]:
+            found[key].append(_measure(group[key], servers))
+    print(f"\n{title:54}   time    CPU    us   client's and servers' CPU in us, queries")
+    base = next(iter(found.values()))
+    for key, each in found.items():
+        elapsed = statistics.median(its[0] / first[0] for its, first in zip(each, base, strict=True))
+        spent = statistics.median(
+            sum(its[1:]) / sum(first[1:]) for its, first in zip(each, base, strict=True)
+        )
+        us = [statistics.median(part) * 1e6 / SAVES for part in zip(*each, strict=True)]
+        print(
+            f"  {key:52} {elapsed:6.3f} {spent:6.3f} {us[0]:5.0f}   {us[1]:.0f} + {us[2]:.0f}"
+            f"   {queries[key] / SAVES:g}",
+            flush=True,
+        )
+
+
+def _measure(run: Run, servers: list[int]) -> tuple[float, float, float]:
+    """Seconds on the clock; and those that this process, and the servers, computed."""
+    theirs, ours, began = computed(servers), time.process_time(), time.perf_counter()
     run()
-    return time.perf_counter() - started
+    ended, spent = time.perf_counter(), time.process_time()
+    return ended - began, spent - ours, computed(servers) - theirs
 
 
 if __name__ == "__main__":
