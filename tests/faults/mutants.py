@@ -1,14 +1,16 @@
 """
 Break the package in one place after the other, and see that the tests notice each time.
 
-    python -m tests.faults.mutants                the whole of it; most of an hour
+    python -m tests.faults.mutants                the whole of it; an hour or two
     python -m tests.faults.mutants --list
     python -m tests.faults.mutants --only 12 40-45
     python -m tests.faults.mutants --jobs 2
+    python -m tests.faults.mutants --table        write down in docs/mutants.md what came of it
 
 A mutant lives in a copy of the tree in a temporary directory, and its tests are run there until
 the first one fails. That test is then run without the mutation, where it has to pass: one that
-fails anyway has caught nothing. What nobody caught is a hole in the tests.
+fails anyway has caught nothing. What nobody caught is a hole in the tests. The test that noticed
+it the last time, by docs/mutants.md, goes first.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import mutants_page
+from .mutants_page import Row
 from .mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,12 +125,12 @@ def _pytest(tree: Path, tests: Iterable[str], seconds: float) -> tuple[int | Non
         return code, output.read()
 
 
-_FAILED = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 _HUNG = re.compile(r"^\+{10,} Timeout \+{10,}$", re.MULTILINE)
 
 
-def judge(number: int, mutation: Mutation) -> Verdict:
-    """Make one mutant, and run its tests."""
+def judge(number: int, mutation: Mutation, known: str = "") -> Verdict:
+    """Make one mutant, and run its tests; the one that is `known` to notice it goes first."""
     began = time.monotonic()
 
     def verdict(word: str, by: str, output: str = "") -> Verdict:
@@ -138,18 +142,28 @@ def judge(number: int, mutation: Mutation) -> Verdict:
         path = tree / PACKAGE / mutation.file
         original = path.read_text()
         path.write_text(original.replace(mutation.old, mutation.new))
-        code, output = _pytest(tree, mutation.tests, LONGEST)
+        code, output, failed = _first_failure(tree, mutation, known)
         if code == 0:
             return verdict(SURVIVED, " ".join(mutation.tests), output)
-        failed = _FAILED.search(output)
-        if failed is None:
+        if not failed:
             hung = " (hung)" if _HUNG.search(output) else ""
             return verdict(DOUBTFUL, f"no test failed: pytest ended with {code}{hung}", output)
         path.write_text(original)
-        code, without = _pytest(tree, [failed[1]], LONGEST)
+        code, without = _pytest(tree, [failed], LONGEST)
         if code != 0:
-            return verdict(DOUBTFUL, f"{failed[1]} fails without the mutation, too", without)
-        return verdict(CAUGHT, failed[1])
+            return verdict(DOUBTFUL, f"{failed} fails without the mutation, too", without)
+        return verdict(CAUGHT, failed)
+
+
+def _first_failure(tree: Path, mutation: Mutation, known: str) -> tuple[int | None, str, str]:
+    """Pytest's exit code, its output, and the test that failed; empty if none did."""
+    code, output = None, ""
+    for tests in ([known] if known else [], mutation.tests):
+        if tests:
+            code, output = _pytest(tree, tests, LONGEST)
+            if code == 1 and (failed := _FAILED.search(output)):
+                return code, output, failed[1]
+    return code, output, ""
 
 
 def _chosen(words: Sequence[str]) -> list[int]:
@@ -168,6 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="mutants that are tried at once")
     parser.add_argument("--list", action="store_true", help="only tell the mutations")
     parser.add_argument("--show", action="store_true", help="show pytest's output if not caught")
+    parser.add_argument("--table", action="store_true", help="write it down in docs/mutants.md")
     given = parser.parse_args(arguments)
     numbers = _chosen(given.only)
     if given.list:
@@ -176,10 +191,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{number:3}  {mutation.file}: {mutation.what}")
         return 0
     verdicts: list[Verdict] = []
+    rows = mutants_page.known()
     with ThreadPoolExecutor(given.jobs) as pool:
-        for done in pool.map(lambda number: judge(number, MUTATIONS[number - 1]), numbers):
+        for done in pool.map(lambda number: _judge_again(number, rows), numbers):
             verdicts.append(done)
             print(done.line(), flush=True)
+            if given.table:
+                # Each time, so that nothing is lost if the rest is broken off.
+                _note(done, rows)
             if given.show and done.verdict != CAUGHT:
                 print(done.output[-4000:], flush=True)
     left = [each for each in verdicts if each.verdict != CAUGHT]
@@ -187,6 +206,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for each in left:
         print(f"not caught: {each.line()}")
     return 1 if left else 0
+
+
+def _judge_again(number: int, rows: Mapping[str, Row]) -> Verdict:
+    mutation = MUTATIONS[number - 1]
+    row = rows.get(mutation.what)
+    return judge(number, mutation, row.test if row and row.is_caught else "")
+
+
+def _note(done: Verdict, rows: dict[str, Row]) -> None:
+    by = done.by if done.verdict == CAUGHT else mutants_page.NOBODY
+    rows[done.mutation.what] = Row(by, mutants_page.today())
+    mutants_page.write(rows)
 
 
 if __name__ == "__main__":

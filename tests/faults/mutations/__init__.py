@@ -4,16 +4,35 @@ Mutations of the package's source, each of which breaks one promise.
 They are data for ``python -m tests.faults.mutants``, which shows that some test notices each.
 """
 
-from . import celery, ledgers, redis, services, sessions, writes
+from . import (
+    asking,
+    celery,
+    forcing,
+    ledgers,
+    redis,
+    services,
+    sessions,
+    striking,
+    telling,
+    wire,
+    writes,
+)
 from .mutation import Mutation
 
-__all__ = ["MUTATIONS", "Mutation"]
+__all__ = ["GROUPS", "MUTATIONS", "Mutation"]
 
-MUTATIONS: tuple[Mutation, ...] = (
-    *ledgers.MUTATIONS,
-    *writes.MUTATIONS,
-    *redis.MUTATIONS,
-    *sessions.MUTATIONS,
-    *services.MUTATIONS,
-    *celery.MUTATIONS,
-)
+GROUPS: dict[str, tuple[Mutation, ...]] = {
+    "Grants in the database": ledgers.MUTATIONS,
+    "Fenced writes": writes.MUTATIONS,
+    "Redis": redis.MUTATIONS,
+    "Session locks of PostgreSQL, and private connections": sessions.MUTATIONS,
+    "Lock services, leases and renewals": services.MUTATIONS,
+    "Tasks": celery.MUTATIONS,
+    "Interrupted bodies, and messages that come again": striking.MUTATIONS,
+    "Connections and the trigger": wire.MUTATIONS,
+    "Forced release": forcing.MUTATIONS,
+    "The admin and the command": asking.MUTATIONS,
+    "History, and who waits": telling.MUTATIONS,
+}
+
+MUTATIONS = tuple(mutation for group in GROUPS.values() for mutation in group)

@@ -1,0 +1,294 @@
+"""Mutations of the admin, who may do what there, and of `manage.py fencedlock`."""
+
+# ruff: noqa: E501 - quoted code is as long as it is
+from __future__ import annotations
+
+from .mutation import Mutation
+
+_PERMISSIONS = "tests/test_admin_permissions.py"
+_RELEASING = "tests/test_admin_releasing.py"
+_DATABASES = "tests/test_admin_databases.py"
+_FENCED = "tests/test_fenced_admin.py"
+_COMMAND = "tests/test_command.py"
+
+MUTATIONS = (
+    Mutation(
+        "Who may release locks needn't be allowed to see them",
+        "admin/releasing.py",
+        "        return page.has_view_permission(request) and user.has_perm(\n",
+        "        return user.has_perm(\n",
+        (_PERMISSIONS, _RELEASING),
+    ),
+    Mutation(
+        "Who may see locks may release them",
+        "admin/releasing.py",
+        "        return page.has_view_permission(request) and user.has_perm(\n"
+        '            f"{page.opts.app_label}.release_heldlock"\n'
+        "        )\n",
+        "        return page.has_view_permission(request) and user.is_staff\n",
+        (_PERMISSIONS, _RELEASING),
+    ),
+    Mutation(
+        "The page that releases asks for no permission",
+        "admin/releasing.py",
+        "        if not self.has_release_permission(request):\n            raise PermissionDenied\n",
+        "",
+        (_PERMISSIONS, _RELEASING),
+    ),
+    Mutation(
+        "The action of the list asks for no permission",
+        "admin/releasing.py",
+        '        permissions=["release"], description',
+        "        description",
+        (_PERMISSIONS, _RELEASING),
+    ),
+    Mutation(
+        "The page that releases is none of the admin's: it knows no login",
+        "admin/releasing.py",
+        "view = outside(page.admin_site.admin_view(self.release_view))",
+        "view = outside(self.release_view)",
+        (_PERMISSIONS, _RELEASING),
+    ),
+    Mutation(
+        "The button that releases is shown to everybody",
+        "admin/releasing.py",
+        "        if row is not None and self.has_release_permission(request):",
+        "        if row is not None:",
+        (_PERMISSIONS, _RELEASING),
+    ),
+    Mutation(
+        "A page links to a history that its reader may not see",
+        "admin/held_locks.py",
+        "        if not site.get_model_admin(LockEvent).has_view_permission(request):\n"
+        '            return ""\n',
+        "",
+        (_PERMISSIONS,),
+    ),
+    *(
+        Mutation(
+            f"Rows of locks can be {what} in the admin",
+            "admin/readonly.py",
+            old := f"    def has_{verb}_permission(self, request: HttpRequest{more}) -> bool:\n",
+            f"{old}        if request.user.is_superuser:\n            return True\n",
+            (_PERMISSIONS, "tests/test_admin.py"),
+        )
+        for what, verb, more in (
+            ("added", "add", ""),
+            ("changed", "change", ", obj: Model | None = None"),
+            ("deleted", "delete", ", obj: Model | None = None"),
+        )
+    ),
+    Mutation(
+        "Sessions are ended on a form that nobody was shown",
+        "admin/releasing.py",
+        "        if step == ASK_AGAIN or (step == END_SESSION and not _were_listed(request, marks)):",
+        "        if step == ASK_AGAIN:",
+        (_RELEASING,),
+    ),
+    Mutation(
+        "What a form says that it was shown isn't verified",
+        "admin/releasing.py",
+        '        listed = signing.loads(request.POST.get("listed", ""), salt=_salt(request))\n',
+        "        listed = signing.JSONSerializer().loads(\n"
+        '            signing.b64_decode(request.POST.get("listed", "").split(":")[0].encode())\n'
+        "        )\n",
+        (_RELEASING,),
+    ),
+    Mutation(
+        "What one user was shown counts for all others",
+        "admin/releasing.py",
+        '    return f"django_fencedlock.end_session:{cast(Any, request.user).pk}"',
+        '    return "django_fencedlock.end_session"',
+        (_RELEASING,),
+    ),
+    Mutation(
+        "To have been shown one lock is enough for ending others as well",
+        "admin/releasing.py",
+        "    return {str(mark) for mark in marks} <= set(listed)",
+        "    return bool({str(mark) for mark in marks} & set(listed))",
+        (_RELEASING,),
+    ),
+    Mutation(
+        "The second question is about whoever has the lock by now",
+        "admin/releasing.py",
+        "            seen = [each for each in shown(rows) if each.mark == names[each.entry.name]]\n",
+        "            seen = shown(rows)\n",
+        (_RELEASING,),
+    ),
+    Mutation(
+        "A form releases whoever has the lock by now",
+        "admin/releasing.py",
+        "                    owner=mark.owner,\n",
+        "                    owner=None,\n",
+        (_RELEASING,),
+    ),
+    Mutation(
+        "A form may name any number of locks",
+        "admin/releasing.py",
+        'request.POST.getlist("lock")[:MOST]]',
+        'request.POST.getlist("lock")]',
+        (_RELEASING,),
+    ),
+    Mutation(
+        "A page takes as long as all its locks do",
+        "admin/releasing.py",
+        "            if mark.alias in away or clock() > until:",
+        "            if mark.alias in away or clock() > until + 1e6:",
+        (_RELEASING,),
+    ),
+    Mutation(
+        "A lock service that is away is asked for each lock once more",
+        "admin/releasing.py",
+        "                    away.add(mark.alias)\n",
+        "                    pass\n",
+        (_RELEASING,),
+    ),
+    Mutation(
+        "What a form names needn't be text",
+        "admin/releasing.py",
+        "len(found) == 4 and _are_texts(found)):",
+        "len(found) == 4):",
+        (_RELEASING,),
+    ),
+    Mutation(
+        "A forced release that is left to its holder isn't in the admin's log",
+        "admin/releasing.py",
+        "            if release.done:\n                _log",
+        "            if release.outcome is Outcome.FREED:\n                _log",
+        (_RELEASING,),
+    ),
+    Mutation(
+        "Locks are released within the request's transaction",
+        "admin/transactions.py",
+        "        view = transaction.non_atomic_requests(using)(view)\n",
+        "        pass\n",
+        (_RELEASING, _FENCED),
+    ),
+    Mutation(
+        "The address of a page names any database of the project",
+        "admin/databases.py",
+        "    if wanted in known:\n",
+        "    if wanted:\n",
+        (_DATABASES,),
+    ),
+    Mutation(
+        "Who had a form open overwrites what others changed meanwhile",
+        "admin/fenced.py",
+        "    if row is None or seen is None or seen == _stamp(row):",
+        "    if row is None or seen or seen is None:",
+        (_FENCED,),
+    ),
+    Mutation(
+        "A form's page may be sent again until it passes",
+        "admin/fenced.py",
+        "request.POST.get(SEEN) or _stamp(row)",
+        "_stamp(row)",
+        (_FENCED,),
+    ),
+    Mutation(
+        "Rows are deleted in the admin without their locks",
+        "admin/fenced.py",
+        "            refusal = _take(stack, queryset)\n",
+        "            refusal = None\n",
+        (_FENCED,),
+    ),
+    Mutation(
+        "The admin takes the locks of many rows in any order",
+        "admin/fenced.py",
+        "    for _name, row in sorted({row.fencing.name(): row for row in rows}.items()):",
+        "    for _name, row in {row.fencing.name(): row for row in rows}.items():",
+        (_FENCED,),
+    ),
+    Mutation(
+        "`list` succeeds though a lock service didn't answer",
+        "management/commands/fencedlock.py",
+        "        return FAILED if found.unanswered else 0\n",
+        "        return 0\n",
+        (_COMMAND,),
+    ),
+    Mutation(
+        "`show` calls a lock free whose service didn't answer",
+        "management/commands/fencedlock.py",
+        "        return FAILED if found.unanswered else 1\n",
+        "        return 1\n",
+        (_COMMAND,),
+    ),
+    Mutation(
+        "`release` calls a lock free whose service didn't answer",
+        "management/commands/fencedlock.py",
+        "        return 0 if done.done else FAILED if found is None and unanswered else 1\n",
+        "        return 0 if done.done else 1\n",
+        (_COMMAND,),
+    ),
+    Mutation(
+        "`release` succeeds whatever became of it",
+        "management/commands/fencedlock.py",
+        "        return 0 if done.done else FAILED if found is None and unanswered else 1\n",
+        "        return FAILED if found is None and unanswered else 0\n",
+        (_COMMAND,),
+    ),
+    Mutation(
+        "`doctor` succeeds whatever it finds",
+        "management/commands/fencedlock.py",
+        "        return worst.exit_code\n",
+        "        return 0\n",
+        (_COMMAND,),
+    ),
+    Mutation(
+        "`resync` succeeds though a fence was locked, and is as it was",
+        "management/commands/fencedlock.py",
+        "        if any(each.error or each.locked for each in outcomes):",
+        "        if any(each.error for each in outcomes):",
+        (_COMMAND,),
+    ),
+    Mutation(
+        "`resync --dry-run` succeeds though fences are too low",
+        "management/commands/fencedlock.py",
+        "        return int(dry_run and any(each.low for each in outcomes))\n",
+        "        return 0\n",
+        (_COMMAND,),
+    ),
+    Mutation(
+        "`release` needs nobody's word where there is no terminal",
+        "management/releasing.py",
+        "    if not stdin.isatty():",
+        "    if stdin.closed:",
+        (_COMMAND,),
+    ),
+    Mutation(
+        "`release --format json` needs nobody's word",
+        "management/commands/fencedlock.py",
+        "        if as_json and not yes:\n"
+        '            raise ValueError("--format json asks nothing: say it with --yes.")\n',
+        "        yes = yes or as_json\n",
+        (_COMMAND,),
+    ),
+    Mutation(
+        "Whatever begins with a y means yes",
+        "management/releasing.py",
+        '.strip().lower() not in ("y", "yes"):',
+        '.strip().lower()[:1] != "y":',
+        (_COMMAND,),
+    ),
+    Mutation(
+        "`release` takes the lock from whoever has it once the question is answered",
+        "management/releasing.py",
+        "        owner=owner or found.owner,\n",
+        "        owner=owner,\n",
+        (_COMMAND,),
+    ),
+    Mutation(
+        "`release --end-session` doesn't ask about the locks that fall with it",
+        "management/releasing.py",
+        "    if end_session:\n        for line",
+        "    if not found:\n        for line",
+        (_COMMAND,),
+    ),
+    Mutation(
+        "Of a lock that several aliases have, the first is released",
+        "management/releasing.py",
+        "    if len(found) > 1:",
+        "    if len(found) > 9:",
+        (_COMMAND,),
+    ),
+)
