@@ -171,6 +171,23 @@ class TestReleasing:
                 ("error", "At most 1 locks can be released at once. Nothing was done.")
             ]
 
+    def test_a_form_that_names_more_than_that_is_cut_off(self, anna, monkeypatch):
+        monkeypatch.setattr(releasing, "MOST", 2)
+        leases = [lock(name).acquire() for name in "abc"]
+        data = [str(releasing.Marked(each.name, "default", each.owner)) for each in leases]
+        anna.post(RELEASE, {"lock": data, "step": "release"})
+        assert [lease.verify() for lease in leases] == [False, False, True]
+
+    def test_a_page_that_takes_too_long_is_answered(self, anna, monkeypatch):
+        leases = [lock(name).acquire() for name in "ab"]
+        asked = choose(anna, "a", "b")
+        monkeypatch.setattr(releasing, "LIMIT", -1.0)
+        answers = told(confirm(anna, asked))
+        assert answers == [
+            ("error", f"Lock “{name}” wasn't tried: it took too long.") for name in "ab"
+        ]
+        assert all(lease.verify() for lease in leases)
+
     def test_one_that_changed_hands_since_is_left_alone(self, anna):
         former = lock("invoice:42").acquire()
         asked = anna.get(RELEASE, {"name": "invoice:42"})
@@ -225,7 +242,12 @@ class TestReleasing:
 
     @pytest.mark.parametrize(
         "data",
-        [{"step": "no"}, {"step": "release", "lock": "x"}, {"step": "release", "lock": "[1]"}],
+        [
+            {"step": "no"},
+            {"step": "release", "lock": "x"},
+            {"step": "release", "lock": "[1]"},
+            {"step": "release", "lock": '["invoice:42", "default", {"id": 1}, ""]'},
+        ],
     )
     def test_a_form_that_is_none_of_ours(self, anna, data):
         assert anna.post(RELEASE, data).status_code == 400
@@ -329,6 +351,22 @@ class TestSessions:
         assert one.verify()
         assert two.verify()
         assert not LogEntry.objects.exists()
+
+    def test_what_was_listed_for_one_lock_or_user_is_good_for_no_other(self, anna):
+        """One session each: what falls with the other wasn't told."""
+        leases = [lock("x").acquire(), lock("y").acquire()]
+        again = confirm(anna, anna.get(RELEASE, {"name": "x"}), step="ask_again")
+        listed = re.findall(r'name="listed" value="([^"]*)"', again.content.decode())
+        both = marks(again) + marks(anna.get(RELEASE, {"name": "y"}))
+        data = {"lock": both, "step": "end_session", "listed": listed}
+        assert "These locks end with it:" in anna.post(RELEASE, data).content.decode()
+        boss = Client()
+        boss.force_login(User.objects.create_superuser("boss"))
+        data["lock"] = marks(again)
+        assert "These locks end with it:" in boss.post(RELEASE, data).content.decode()
+        assert all(lease.verify() for lease in leases)
+        assert anna.post(RELEASE, data).status_code == 302
+        assert not any(lease.verify() for lease in leases)
 
     def test_after_it_was_left_to_a_holder_it_can_be_ended(self, anna):
         lock("x").acquire()

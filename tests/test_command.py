@@ -17,7 +17,7 @@ from django.db import connections, transaction
 from django.db.models import F
 from django.utils import timezone
 
-from django_fencedlock import LeaseLost, lock
+from django_fencedlock import LeaseLost, lock, resync
 from django_fencedlock.doctor import probe
 from django_fencedlock.findings import Level
 from django_fencedlock.management import releasing
@@ -157,6 +157,15 @@ class TestShow:
         assert [each["owner"] for each in found["waiters"]] == ["early", "late"]
         assert [each["times"] for each in found["history"]] == [3, 1]
         assert datetime.fromisoformat(found["history"][0]["at"]) == now
+
+    def test_a_service_that_does_not_answer(self, settings, make_redis):
+        """Nobody is said to have the lock, but that isn't known."""
+        server = make_redis()
+        settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
+        server.kill()
+        out, _, code = run("show", "invoice:1")
+        assert code == 2
+        assert "nobody has it" not in out
 
     def test_a_name_that_cannot_be(self):
         assert run("show", "")[1:] == ("A lock name can't be empty.", 2)
@@ -362,6 +371,14 @@ class TestResync:
         found, code = run_json("resync", "--dry-run")
         assert code == 0
         assert {each["model"] for each in found["models"]} > {"tests.Invoice", "tests.Meter"}
+
+    def test_a_fence_that_stays_as_it_was(self, monkeypatch):
+        row = written(Invoice)
+        restored()
+        monkeypatch.setattr(resync, "_lift", lambda sessions, low: iter(low))
+        _, err, code = run("resync", "tests.Invoice")
+        assert code == 2
+        assert f"The fence of '{row.fencing.name()}' is locked" in err
 
     def test_what_is_no_fenced_model(self):
         assert run("resync", "tests.Account")[1:] == ("tests.Account isn't a fenced model.", 2)

@@ -6,11 +6,12 @@ import pytest
 from django.contrib import admin
 from django.contrib.auth.models import User
 from django.db import connections
-from django.test import Client, override_settings
+from django.test import Client, RequestFactory, override_settings
 from django.urls import path
 
 from django_fencedlock import lock
 from django_fencedlock.admin import FencedModelAdmin
+from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock
 from tests.models import Account, Contract, Invoice, LedgerLine
 
@@ -150,6 +151,19 @@ def test_many_rows_are_deleted_under_their_locks(browser: Client) -> None:
     assert Invoice.objects.count() == 3
     browser.post("/admin/tests/invoice/", {**form, "post": "yes"})
     assert not Invoice.objects.exists()
+
+
+def test_locks_of_many_rows_are_taken_in_one_order(browser: Client) -> None:
+    """Else two who want the same could each hold what the other waits for."""
+    rows = sorted((Invoice.objects.create() for _ in range(3)), key=lambda row: row.fencing.name())
+    page = InvoiceAdmin(Invoice, site)
+    request = RequestFactory().get("/")
+    first, *others = [row.fencing.name() for row in rows]
+    with hold_lock(first), pytest.raises(Exception, match="is being processed by"):
+        page.delete_queryset(request, Invoice.objects.order_by("-pk"))
+    assert not Fence.objects.filter(name__in=others).exists()
+    page.delete_queryset(request, Invoice.objects.order_by("-pk"))
+    assert Fence.objects.filter(name__in=others).count() == 2
 
 
 @pytest.fixture
