@@ -18,6 +18,7 @@ from django.db import connections
 from django.utils.module_loading import import_string
 
 from .exceptions import SettingsError
+from .texts import without_secrets
 
 DEFAULT_ALIAS = "default"
 DEFAULTS: Mapping[str, Any] = {
@@ -53,12 +54,13 @@ class AliasConfig:
 
     alias: str
     backend: str
-    location: str
+    # A URL may have a password, and reports of errors show the variables of every frame.
+    location: str = field(repr=False)
     ttl: float
     blocking_timeout: float
     key_prefix: str
     fence_database: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def where(self, key: str = "") -> str:
         """Name the place in the settings, for messages."""
@@ -190,7 +192,7 @@ def shape_problems() -> Iterator[Problem]:
         if not isinstance(given, Mapping):
             yield Problem(
                 "E001",
-                f"FENCEDLOCK[{alias!r}] is {given!r}.",
+                f"FENCEDLOCK[{alias!r}] is {shown(given)}.",
                 f"Make it a dict with some of the keys {', '.join(DEFAULTS)}.",
             )
     if found and DEFAULT_ALIAS not in found:
@@ -214,12 +216,18 @@ def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
     except (ImportError, TypeError) as exc:
         yield Problem(
             "E004",
-            f"{_where(alias, 'BACKEND')} is {given['BACKEND']!r}, which can't be used: {exc}.",
+            f"{_where(alias, 'BACKEND')} is {shown(given['BACKEND'])}, which can't be used: "
+            f"{without_secrets(str(exc))}.",
             "Give the dotted path of a backend, such as "
             "'django_fencedlock.backends.redis.RedisBackend'.",
         )
     else:
         yield from backend.problems(_read(alias, given))
+
+
+def shown(value: object) -> str:
+    """A setting for a message, less the passwords of URLs."""
+    return without_secrets(repr(value))
 
 
 def backend_class(path: str) -> Any:
@@ -254,10 +262,10 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem("E003", str(exc))
     for key in ("BACKEND", "LOCATION", "KEY_PREFIX", "FENCE_DATABASE"):
         if not isinstance(whole[key], str):
-            yield Problem("E002", f"{_where(alias, key)} is {whole[key]!r}.", "Make it a str.")
+            yield Problem("E002", f"{_where(alias, key)} is {shown(whole[key])}.", "Make it a str.")
     if not isinstance(whole["OPTIONS"], Mapping):
         yield Problem(
-            "E008", f"{_where(alias, 'OPTIONS')} is {whole['OPTIONS']!r}.", "Make it a dict."
+            "E008", f"{_where(alias, 'OPTIONS')} is {shown(whole['OPTIONS'])}.", "Make it a dict."
         )
     yield from _database_problems(alias, whole["FENCE_DATABASE"])
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
 from enum import Enum
@@ -38,12 +39,32 @@ def validate(name: object) -> str:
 
 def plain(value: Any, form: str = "") -> str:
     """The text of a value in a name, if it is the same in every process."""
+    _be_plain(value)
+    if isinstance(value, Enum):
+        return plain(value.value, form)
+    if form:
+        _be_short(value, form)
+    return format(value, form)
+
+
+def _be_plain(value: Any) -> None:
     if not isinstance(value, _PLAIN):
         raise TypeError(
             f"A lock name can't be made of {value!r}: the text of a {type(value).__name__} "
             "isn't the same everywhere. Name a plain part of it, such as {order.pk}."
         )
-    return format(value.value if isinstance(value, Enum) else value, form)
+
+
+def _be_short(value: Any, form: str) -> None:
+    """Refuse a text beyond any name's length before it is made: it may be as long as memory."""
+    longest = max([0, *(int(digits[:10]) for digits in re.findall(r"\d+", form))])
+    if isinstance(value, Decimal) and value.is_finite():
+        longest = max(longest, abs(value.adjusted()))
+    if longest > MAX_LENGTH:
+        raise ValueError(
+            f"A lock name can't be made by the format {form[:40]!r} of a {type(value).__name__}: "
+            f"its text would have more than {MAX_LENGTH} characters."
+        )
 
 
 class Template:
@@ -59,17 +80,20 @@ class Template:
     def _check(self) -> None:
         known = self._parameters.signature.parameters
         try:
-            parts = list(Formatter().parse(self.text))
+            fields = list(_fields(self.text))
         except ValueError as exc:
             raise ValueError(f"Lock name {self.text!r} is no template: {exc}.") from exc
-        for _, field, _, _ in parts:
-            if field is None:
-                continue
-            first = field.partition(".")[0].partition("[")[0]
+        for field in fields:
+            first = re.split(r"[.\[]", field)[0]
             if first not in known:
                 raise TypeError(
                     f"Lock name {self.text!r} names {{{field}}}, which is no parameter of "
                     f"{self._where}(); it has {', '.join(known) or 'none'}."
+                )
+            if "._" in field:
+                raise TypeError(
+                    f"Lock name {self.text!r} names {{{field}}}: what begins with an underscore is "
+                    "nobody else's business. Name a public part of the argument."
                 )
         validate(self.text)
 
@@ -116,6 +140,14 @@ class Parameters:
         return dict(bound.arguments)
 
 
+def _fields(text: str) -> Iterator[str]:
+    """What a template names, in its formats as well."""
+    for _, field, form, _ in Formatter().parse(text):
+        if field is not None:
+            yield field
+            yield from _fields(form or "")
+
+
 def _simple_parts(text: str) -> list[tuple[str, str | None, str]] | None:
     """The parts of a template that has nothing but parameters in braces; None for any other."""
     parts = list(Formatter().parse(text))
@@ -128,6 +160,13 @@ def _simple_parts(text: str) -> list[tuple[str, str | None, str]] | None:
 
 class _PlainFormatter(Formatter):
     """Formats values whose text is the same in every process, and no others."""
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        if conversion is not None:
+            # A conversion makes a text of anything.
+            _be_plain(value)
+            value = value.value if isinstance(value, Enum) else value
+        return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return plain(value, format_spec)

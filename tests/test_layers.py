@@ -21,7 +21,7 @@ ROOT = Path(django_fencedlock.__file__).parent
 LAYERS: dict[int, list[str]] = {
     0: [
         *("exceptions", "findings", "journal", "lease", "logs", "names", "owners", "processes"),
-        *("threads", "watchdog"),
+        *("texts", "threads", "watchdog"),
     ],
     1: [
         *("aio", "backends.base", "conf", "fences", "models.tables", "prepared", "scribe"),

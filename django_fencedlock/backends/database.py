@@ -9,7 +9,7 @@ from typing import TypeVar
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..conf import AliasConfig, Problem, seconds
+from ..conf import AliasConfig, Problem, seconds, shown
 from ..exceptions import BackendUnavailable, TransactionInTheWay
 from ..fences import Entry, HeldBy, Ledger, Row, ledger_for
 from ..lease import Lease, clock
@@ -189,7 +189,8 @@ class DatabaseBackend(Backend):
         if config.location:
             yield Problem(
                 "E007",
-                f"{config.where('LOCATION')} is {config.location!r}, which this backend can't use.",
+                f"{config.where('LOCATION')} is {shown(config.location)}, which this backend can't "
+                "use.",
                 "Leave it out; FENCE_DATABASE names the database.",
             )
         try:

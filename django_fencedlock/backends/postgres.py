@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..conf import AliasConfig, Problem, seconds
+from ..conf import AliasConfig, Problem, seconds, shown
 from ..exceptions import BackendUnavailable
 from ..fences import Entry, Row, ledger_for
 from ..lease import Lease
@@ -244,7 +244,8 @@ class PostgresBackend(TakesSessionLocks):
         if config.location:
             yield Problem(
                 "E007",
-                f"{config.where('LOCATION')} is {config.location!r}, which this backend can't use.",
+                f"{config.where('LOCATION')} is {shown(config.location)}, which this backend can't "
+                "use.",
                 "Leave it out; FENCE_DATABASE names the database.",
             )
         options, where = config.options, config.where("OPTIONS")

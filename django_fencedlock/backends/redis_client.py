@@ -15,7 +15,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
 from .. import threads
-from ..conf import AliasConfig, Problem, seconds
+from ..conf import AliasConfig, Problem, seconds, shown
+from ..texts import HIDDEN, without_secrets
 from ..watchdog import cut
 from .base import Cancel
 
@@ -276,26 +277,37 @@ def problems(config: AliasConfig) -> Iterator[Problem]:
 def _url_problems(config: AliasConfig) -> Iterator[Problem]:
     if not config.location:
         return
+    shown_url = without_secrets(config.location)
+    if not _trouble_with(config.location):
+        return
+    # Of the URL that is shown, lest the reason quote a piece of the password.
+    why = _trouble_with(shown_url) or f"there is a character in {HIDDEN} that has to be quoted"
+    yield Problem(
+        "E007",
+        f"{config.where('LOCATION')} is {shown_url!r}: {why}.",
+        f"Write it in one of these forms: {_FORMS}. In user and password, whatever is neither a "
+        'letter nor a digit is quoted: urllib.parse.quote(password, safe="").',
+    )
+
+
+def _trouble_with(url: str) -> str:
+    """Why a URL can't be used; empty if it can."""
     try:
-        _pool_of_url(config.location, TIMEOUT)
+        # What isn't quoted in a password ends the host, and the rest is taken for a path.
+        if urlsplit(url).scheme != "unix" and "@" in urlsplit(url).path:
+            return "it has an @ in its path"
+        _pool_of_url(url, TIMEOUT)
     # A pool whose URL has an unknown option fails only when it makes a connection.
     except (TypeError, ValueError) as exc:
-        yield Problem(
-            "E007",
-            f"{config.where('LOCATION')} is {_without_password(config.location)!r}: {exc}.",
-            f"Write it in one of these forms: {_FORMS}.",
-        )
-
-
-def _without_password(url: str) -> str:
-    return re.sub(r"(://[^/@]*:)[^/@]*@", r"\1***@", url)
+        return str(exc).removesuffix(".")
+    return ""
 
 
 def _cache_problems(config: AliasConfig) -> Iterator[Problem]:
     if "CACHE" not in config.options:
         return
     alias = config.options["CACHE"]
-    where = f"{config.where('OPTIONS')}['CACHE'] is {alias!r}"
+    where = f"{config.where('OPTIONS')}['CACHE'] is {shown(alias)}"
     remedy = "Name the alias of a django-redis cache, or give the URL of the server as LOCATION."
     if not isinstance(alias, str) or alias not in caches.settings:
         known = ", ".join(map(repr, caches.settings))
@@ -323,7 +335,8 @@ def _factory_problems(config: AliasConfig) -> Iterator[Problem]:
     if why:
         yield Problem(
             "E008",
-            f"{config.where('OPTIONS')}['CLIENT_FACTORY'] is {path!r}: {why}.",
+            f"{config.where('OPTIONS')}['CLIENT_FACTORY'] is {shown(path)}: "
+            f"{without_secrets(why)}.",
             "Give the dotted path of a function without arguments that returns a redis.Redis or a "
             "redis.RedisCluster.",
         )

@@ -1,0 +1,42 @@
+"""Texts that come from elsewhere, made fit to be shown and kept: nothing hidden, nothing secret."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+#: What stands for a secret.
+HIDDEN = "***"
+
+# Up to the last "@": passwords that weren't quoted have what else would end them.
+_CREDENTIALS = re.compile(r"(?<=://).*@", re.DOTALL)
+_SECRET_OPTION = re.compile(
+    r"([?&][^=&]*(?:pass|secret|token|key)[^=&]*=)[^&]*?(?=&|['\"\]})]*$)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def visible(text: str) -> str:
+    """Write what can't be seen, or does something to a terminal or a log, as an escape."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        each
+        if unicodedata.category(each)[0] != "C" and each not in "\u2028\u2029"
+        else _escape(each)
+        for each in text
+    )
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def without_secrets(text: str) -> str:
+    """Hide passwords of the URLs in a text; the user's name stays, if a colon tells it apart."""
+    return _SECRET_OPTION.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub(_masked, text))
+
+
+def _masked(found: re.Match[str]) -> str:
+    user, colon, _ = found[0].partition(":")
+    return f"{user}:{HIDDEN}@" if colon else f"{HIDDEN}@"
