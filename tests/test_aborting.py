@@ -594,6 +594,52 @@ class TestInATestCase(TestCase):
             assert cursor.fetchone() == (42,)
 
 
+class TestInATestCaseOnPostgres(TestCase):
+    """Were its connection closed, its own transaction would be gone, and all that it had made."""
+
+    databases = frozenset({"default", "postgres"})
+
+    def setUp(self):
+        query("SELECT set_config('application_name', 'as it was', true)")
+
+    def strike_at(self, body):
+        lease = a_lease()
+        with lost_soon(lease), pytest.raises(LeaseLost):
+            aborting.run(lease, body)
+
+    def test_a_statement_that_is_struck_is_let_end(self):
+        self.strike_at(lambda: query("SELECT pg_sleep(0.5)"))
+        assert query("SHOW application_name") == ("as it was",)
+
+    def test_so_is_one_in_a_block_of_the_body(self):
+        def body():
+            with transaction.atomic(using="postgres"):
+                query("SELECT set_config('application_name', 'another', true)")
+                query("SELECT pg_sleep(0.5)")
+
+        self.strike_at(body)
+        assert query("SHOW application_name") == ("as it was",)
+
+    def test_one_that_takes_long_is_cancelled_and_ends_as_one_that_failed(self):
+        started = time.monotonic()
+        with pytest.raises(Error), transaction.atomic(using="postgres"):
+            self.strike_at(query)
+        assert time.monotonic() - started < LONG / 2
+        assert query("SHOW application_name") == ("as it was",)
+
+    def test_a_body_that_noticed_the_loss_itself(self):
+        """What it does when it is struck, a moment later, is a statement of its test."""
+
+        def lose_and_go_on(lease):
+            lose(lease)
+            while True:
+                query("SELECT pg_sleep(0.05)")
+
+        with pytest.raises(LeaseLost), lock("x") as lease:
+            aborting.run(lease, partial(lose_and_go_on, lease))
+        assert query("SHOW application_name") == ("as it was",)
+
+
 # Greenlets
 
 GEVENT = """

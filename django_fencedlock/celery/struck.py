@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import select
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from ..transactions import is_tests_own
+
 #: What libpq calls idle, at work, and a transaction that waits for its next statement or its end.
 IDLE, ACTIVE, IN_TRANSACTION = 0, 1, (2, 3)
+#: Seconds for the server to cancel a statement, and for one of a test to end by itself.
+PATIENCE = 2.0
 
 
 def open_blocks() -> dict[str, int]:
@@ -51,13 +57,34 @@ def cancel_statements() -> None:
     for connection in connections.all(initialized_only=True):
         raw: Any = connection.connection
         with contextlib.suppress(Exception):
-            if connection.vendor == "postgresql" and raw.info.transaction_status == ACTIVE:
+            if connection.vendor != "postgresql" or raw.info.transaction_status != ACTIVE:
+                continue
+            # With its connection a test would lose its transaction, and all that is in it.
+            if not (is_tests_own(connection) and _ends(raw)):
                 _cancel(raw)
+                if is_tests_own(connection):
+                    _ends(raw)
+
+
+def _ends(raw: Any) -> bool:
+    """Wait for the end of a statement whose caller won't; whether there was one, in time."""
+    # psycopg2 comes here when it has ended.
+    session = raw.pgconn
+    ear = select.poll()
+    ear.register(session.socket, select.POLLIN)
+    until = time.monotonic() + PATIENCE
+    while (left := until - time.monotonic()) > 0:
+        if not session.is_busy():
+            if session.get_result() is None:
+                return True
+        elif ear.poll(left * 1000):
+            session.consume_input()
+    return False
 
 
 def _cancel(raw: Any) -> None:
     # psycopg2 knows the short word only.
-    raw.cancel_safe(timeout=2) if hasattr(raw, "cancel_safe") else raw.cancel()
+    raw.cancel_safe(timeout=PATIENCE) if hasattr(raw, "cancel_safe") else raw.cancel()
 
 
 def _forget_blocks(connection: BaseDatabaseWrapper) -> None:
