@@ -267,6 +267,23 @@ class TestWhileItRuns:
         assert named[late.name] == told["headers"][DELIVERY]
         assert named[late_raise.name] != told["headers"][DELIVERY]
 
+    def test_so_is_one_of_the_same_task(self, running):
+        def audit(sender, headers, **kwargs):
+            if headers["id"] == told["id"]:
+                late.delay(2)
+
+        told = message()
+        running(told)
+        before_task_publish.connect(audit)
+        try:
+            with sending() as sent:
+                assert deliver(late, 1, **told, redelivered=True).state == "IGNORED"
+        finally:
+            before_task_publish.disconnect(audit)
+        named = {each.headers["id"] == told["id"]: each.headers[DELIVERY] for each in sent}
+        assert named[True] == told["headers"][DELIVERY]
+        assert named[False] != told["headers"][DELIVERY]
+
     def test_the_copy_finds_it_done(self, running):
         told = message()
         lease = running(told)

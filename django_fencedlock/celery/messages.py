@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from celery import Signature, _state, current_app
@@ -20,8 +19,11 @@ if TYPE_CHECKING:
 DELIVERY = "fencedlock_delivery"
 CONFLICTS = "fencedlock_conflicts"
 
-#: The task whose copy is published, and what that is known by.
-_copied: ContextVar[tuple[str, str]] = ContextVar("fencedlock_copied", default=("", ""))
+
+class _Copied(str):
+    """What a copy is known by, until it is published: all other messages are named anew."""
+
+    __slots__ = ()
 
 
 class Again(Signature[Any]):
@@ -50,11 +52,8 @@ def again(task: AnyTask, request: Any, *, countdown: float, headers: dict[str, A
 
 def publish_copy(signature: Signature[Any], delivery: str) -> None:
     """Publish a message that stands for one that was delivered before, and is known as that."""
-    mark = _copied.set((signature.task or "", delivery))
-    try:
-        signature.apply_async()
-    finally:
-        _copied.reset(mark)
+    signature.options["headers"][DELIVERY] = _Copied(delivery)
+    signature.apply_async()
 
 
 def number(request: Any, header: str) -> int:
@@ -65,10 +64,9 @@ def number(request: Any, header: str) -> int:
 
 def _name_delivery(sender: str = "", headers: Any = None, **kwargs: Any) -> None:
     if headers is not None and _is_single(sender):
-        # Anew for each message: a retry carries the headers of the one before. And whoever hears
-        # of a copy may publish another task's.
-        task, delivery = _copied.get()
-        headers[DELIVERY] = delivery if task == sender else uuid.uuid4().hex
+        # Anew for each message: a retry carries the headers of the one before.
+        given = headers.get(DELIVERY)
+        headers[DELIVERY] = str(given) if isinstance(given, _Copied) else uuid.uuid4().hex
 
 
 def _is_single(name: str) -> bool:
