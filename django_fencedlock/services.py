@@ -198,6 +198,9 @@ class Service(TakesLeases):
             raise lease.loss()
         # It may have taken effect, with a ttl shorter than the one that was left.
         lease.end_by(since + asked)
+        if asked < before:
+            # Or it does so later, after the keeper's next renewal.
+            lease.extend_from(lease.deadline - asked, asked)
         self.keeper.postpone(lease)
         raise BackendUnavailable(
             f"The lease of lock {lease.name!r} couldn't be renewed: lock service "

@@ -301,8 +301,23 @@ class TestASlowAnswer:
         with pytest.raises(BackendUnavailable):
             lease.renew(ttl=5)
         # Where it was, others get the lock then.
-        assert (lease.ttl, lease.remaining()) == (30, 1)
-        # The keeper comes at once.
+        assert (lease.ttl, lease.remaining()) == (5, 1)
+        # The keeper comes at once, and as often as a ttl wants that may yet take effect.
         scripted.backend.renewal = Renewal.KEPT
         scripted.keeper.tick()
-        assert lease.remaining() == 26
+        assert (lease.ttl, lease.remaining()) == (5, 1)
+
+    def test_a_shorter_ttl_without_an_answer_ends_nothing_sooner_than_it_would(self, scripted, now):
+        lease = self.take(scripted)
+        now.now += 10
+        scripted.backend.renewal = Renewal.UNKNOWN
+        with pytest.raises(BackendUnavailable):
+            lease.renew(ttl=5)
+        assert lease.remaining() == 5
+
+    def test_a_longer_ttl_without_an_answer_is_not_relied_on(self, scripted):
+        lease = self.take(scripted)
+        scripted.backend.renewal = Renewal.UNKNOWN
+        with pytest.raises(BackendUnavailable):
+            lease.renew(ttl=50)
+        assert (lease.ttl, lease.remaining()) == (30, 30)
