@@ -259,6 +259,7 @@ class Service(TakesLeases):
             kept = self.backend.release(lease)
         except BackendUnavailable:
             lease.released = True
+            unfenced_rows.ended(lease)
             raise
         finally:
             journal.erase(lease.owner)

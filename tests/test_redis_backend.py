@@ -644,6 +644,17 @@ def test_the_registry_is_cleared_in_one_batch_when_it_is_tidied(backend):
     assert HeldLock.objects.count() == 0
 
 
+@recorded
+def test_a_lock_whose_release_got_no_answer_leaves_no_row(hasty):
+    server, backend = hasty
+    lease = take(backend, fenced=True)
+    server.kill()
+    with pytest.raises(BackendUnavailable):
+        backend.release(lease)
+    backend.tidy()
+    assert not HeldLock.objects.exists()
+
+
 @pytest.mark.django_db
 def test_a_grant_within_a_tests_transaction_uses_the_tests_connection(backend):
     lease = take(backend, fenced=True, connection=connections["default"])

@@ -3,6 +3,7 @@
 import pytest
 
 from django_fencedlock import force_release, lock
+from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.registry import State, listing
 from django_fencedlock.services import service
@@ -108,6 +109,23 @@ def test_one_that_is_lost(writing, rows):
         assert not rows.exists()
         service("default").drop_all()
         lease._why_lost = ""
+
+
+def test_one_whose_release_gets_no_answer(writing, rows, monkeypatch):
+    def fail(lease):
+        raise BackendUnavailable("no answer", name=lease.name, alias="default")
+
+    lease = lock("report", fenced=False, ttl=60).acquire()
+    renew_all()
+    writing.flush()
+    assert rows.exists()
+    with monkeypatch.context() as patched, pytest.raises(BackendUnavailable):
+        patched.setattr(service("default").backend, "release", fail)
+        lease.release()
+    writing.flush()
+    assert not rows.exists()
+    assert not unfenced_rows._entered
+    service("default").backend.release(lease)
 
 
 def test_one_that_ends_while_it_is_written(writing, rows):

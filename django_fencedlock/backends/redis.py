@@ -312,12 +312,13 @@ class RedisBackend(Backend):
 
     def release(self, lease: Lease) -> bool:
         try:
-            released = self._store.release(lease)
+            return self._store.release(lease)
         except RedisError as exc:
             raise self.unavailable("release", exc, lease.name) from exc
-        if lease.fenced:
-            self._clear_row(lease)
-        return released
+        finally:
+            # Nobody else would ever clear it, unless the name is locked again.
+            if lease.fenced:
+                self._clear_row(lease)
 
     def _clear_row(self, lease: Lease) -> None:
         if lease.handle is None:
