@@ -20,7 +20,7 @@ from .fences.contenders import STALE
 from .models.tables import Contender, HeldLock, LockEvent
 from .owners import Holder, Owner
 from .services import service
-from .sessions import Sessions
+from .sessions import ask
 
 T = TypeVar("T")
 #: By alias and name, as far as the services could be asked.
@@ -349,13 +349,10 @@ def history(database: str, name: str) -> Iterator[Happened]:
 
 
 def _pinned_by(database: str, name: str) -> str:
-    asking = Sessions(database, BRIEFLY)
     try:
-        return asking.run(lambda private: ledger_for(private).pinned_by(private, name)) or ""
+        return ask(database, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name)) or ""
     except Error:
         return ""
-    finally:
-        asking.close()
 
 
 def _asked(alias: str, name: str) -> Asked:

@@ -22,7 +22,7 @@ from .fences.revoking import Revoked, Revoking
 from .lease import clock
 from .owners import Holder
 from .services import Service, service
-from .sessions import Sessions, sessions
+from .sessions import ask, sessions
 from .transactions import lent_by_test
 
 logger = logging.getLogger(__name__)
@@ -254,16 +254,13 @@ def _revoke(found: HeldBy, by: str) -> Revoked | None:
 
 
 def _blocked(found: HeldBy, using: str) -> ReleaseBlocked:
-    asking = Sessions(using, BRIEFLY)
     obstacle, blocker = "", None
     try:
         obstacle = ledger_for(connections[using]).obstacle.format(using=using)
         if lent_by_test(using) is None:
-            blocker = asking.run(lambda own: ledger_for(own).pinned_by(own, found.name))
+            blocker = ask(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, found.name))
     except Error:
         logger.debug("Who has a fence locked can't be told", exc_info=True)
-    finally:
-        asking.close()
     who = f": {blocker}" if blocker else ""
     return ReleaseBlocked(
         f"Lock {found.name!r} of {found.holder} wasn't released by force, since its fence can't be "

@@ -24,7 +24,7 @@ from .exceptions import (
     LockNotAcquired,
     NotTheHolder,
 )
-from .fences import ledger_for
+from .fences import Ledger, Row, ledger_for
 from .fences.pinning import pinned_atomic
 from .fences.revoking import told
 from .history import history
@@ -32,7 +32,7 @@ from .keeper import REFUSED, Keeper
 from .lease import Duration, Lease, clock
 from .owners import Holder, Owner, new_owner, whoami
 from .scribe import scribe
-from .sessions import Sessions, under_test
+from .sessions import ask, under_test
 from .taking import TakesLeases
 from .unfenced import rows as unfenced_rows
 
@@ -357,19 +357,15 @@ class Service(TakesLeases):
         using = self.config.fence_database
         if transactions.lent_by_test(using) is not None:
             return None  # From outside, the test's own transaction would seem to be in the way.
-        asking = Sessions(using, BRIEFLY)
+
+        def look(private: BaseDatabaseWrapper) -> tuple[Ledger, str | None, Row | None]:
+            ledger = ledger_for(private)
+            return ledger, ledger.pinned_by(private, name), ledger.look(private, name)
+
         try:
-            ledger, blocker, row = asking.run(
-                lambda private: (
-                    ledger_for(private),
-                    ledger_for(private).pinned_by(private, name),
-                    ledger_for(private).look(private, name),
-                )
-            )
+            ledger, blocker, row = ask(using, BRIEFLY, look)
         except Error:
             return None
-        finally:
-            asking.close()
         if blocker is None:
             return None
         last = f"; its last holder was {row.holder()}" if row and not row.live else ""

@@ -196,6 +196,15 @@ def _cut(connection: BaseDatabaseWrapper) -> None:
             cut(raw.fileno())
 
 
+def ask(using: str, timeout: float, work: Callable[[BaseDatabaseWrapper], T]) -> T:
+    """Do `work` within `timeout` seconds, with a connection of its own that isn't kept."""
+    asking = Sessions(using, timeout)
+    try:
+        return asking.run(work)
+    finally:
+        asking.close()
+
+
 _all: dict[tuple[str, float], Sessions] = {}
 
 

@@ -9,8 +9,9 @@ import pytest
 from django.db import OperationalError, close_old_connections, connections
 
 from django_fencedlock import lock, sessions
-from django_fencedlock.sessions import Sessions, private
+from django_fencedlock.sessions import Sessions, ask, private
 from django_fencedlock.watchdog import Watchdog, watchdog
+from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 
@@ -37,6 +38,21 @@ def session_of(connection):
 
 def test_an_idle_connection_serves_again(pool):
     assert pool.run(session_of) == pool.run(session_of)
+
+
+def test_what_is_asked_once_leaves_no_session_behind(postgres):
+    def fail(connection):
+        seen.append(session_of(connection))
+        raise ValueError("of the caller")
+
+    seen = [ask("postgres", 2, session_of)]
+    with pytest.raises(ValueError, match="of the caller"):
+        ask("postgres", 2, fail)
+    with pytest.raises(OperationalError):
+        ask("postgres", 2, lambda connection: connection.cursor().execute("SELECT pg_sleep(9)"))
+    assert len(seen) == 2
+    left = "SELECT count(*) FROM pg_stat_activity WHERE pid = ANY(%s)"
+    wait_until(lambda: postgres.execute(left, seen) == [(0,)], "the sessions to end")
 
 
 def test_close_old_connections_leaves_it_alone(pool):

@@ -16,7 +16,7 @@ from ..fences.ledger import FENCE, HELD
 from ..fences.revoking import FORCED
 from ..findings import Finding, error, note, ok, warning
 from ..lease import clock
-from ..sessions import Sessions
+from ..sessions import ask
 from .problems import of_problems
 
 #: Seconds by which two clocks may differ without a word.
@@ -35,17 +35,14 @@ _NEEDED = {
 
 def examine(database: str, limit: float) -> Iterator[Finding]:
     """Examine a database of fences, within `limit` seconds."""
-    asking = Sessions(database, min(limit, CONNECTING))
     try:
         # On a connection with limits of its own: the project's may have none.
-        yield from asking.run(_server)
+        yield from ask(database, min(limit, CONNECTING), _server)
     except Error as exc:
         yield error(
             f"can't be asked: {str(exc).strip()}", "Start the database, or mend its settings."
         )
         return
-    finally:
-        asking.close()
     yield from _tables(database)
     yield from of_problems(model_checks.database_problems([database]))
 

@@ -17,7 +17,7 @@ from django.db import Error, IntegrityError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig
-from ..sessions import Sessions
+from ..sessions import ask
 from ..transactions import lent_by_test
 from .ledger import BATCH, FENCE, HELD, as_time
 from .records import Records, Statements, listed
@@ -124,11 +124,7 @@ def told(using: str, owners: Sequence[str]) -> dict[str, str]:
         if lent is not None:
             found = notes(lent, owners)
         else:
-            asking = Sessions(using, EXPLAINED)
-            try:
-                found = asking.run(lambda private: notes(private, owners))
-            finally:
-                asking.close()
+            found = ask(using, EXPLAINED, lambda private: notes(private, owners))
     except Error:
         # It is the loss that counts; and whoever uses unfenced locks alone needs no tables.
         logger.debug("Whether locks were taken away can't be told", exc_info=True)
