@@ -14,13 +14,14 @@ from django.db import Error, connections
 from django.db.models import Count, QuerySet, Sum
 
 from . import conf
+from .backends.base import remedy_for
 from .exceptions import BackendUnavailable, SettingsError
 from .fences import ledger_for
 from .fences.contenders import STALE
 from .models.tables import Contender, HeldLock, LockEvent
 from .owners import Holder, Owner
 from .services import service
-from .sessions import ask
+from .sessions import ask, bounded
 
 T = TypeVar("T")
 #: By alias and name, as far as the services could be asked.
@@ -28,6 +29,8 @@ Holders = dict[str, dict[str, Holder | None]]
 
 #: So many locks are asked of in one request.
 BATCH = 10_000
+#: Seconds within which a database answers one question of those who list and show locks.
+ANSWERED = 5.0
 #: Seconds for finding out who keeps a fence locked.
 BRIEFLY = 2.0
 #: So many are shown of one lock.
@@ -97,12 +100,24 @@ class Listing:
 def listing(aliases: Sequence[str] = ()) -> Listing:
     """Read the registries of all aliases, or of some."""
     found = Listing()
-    for database in fence_databases(aliases or conf.aliases()):
+    wanted = aliases or conf.aliases()
+    for database in fence_databases(wanted):
         rows = HeldLock.objects.using(database).order_by("name")
         if aliases:
             rows = rows.filter(alias__in=aliases)
-        found.entries += entries(database, list(rows), found.unanswered)
+        try:
+            with bounded(database, ANSWERED):
+                found.entries += list(entries(database, list(rows), found.unanswered))
+        except Error as exc:
+            why = f"its fence database {database!r} can't be asked: {_words(exc, database)}"
+            for alias in wanted:
+                if conf.config(alias).fence_database == database:
+                    found.unanswered.setdefault(alias, why)
     return found
+
+
+def _words(error: Error, database: str) -> str:
+    return f"{str(error).strip()}{remedy_for(error, database)}"
 
 
 def fence_databases(aliases: Sequence[str]) -> list[str]:
@@ -297,6 +312,8 @@ class Portrait:
     waiters: list[Waiter] = field(default_factory=list)
     #: The newest first.
     history: list[Happened] = field(default_factory=list)
+    #: Why a database couldn't be asked, by its alias.
+    away: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_held(self) -> bool:
@@ -304,23 +321,33 @@ class Portrait:
 
     @property
     def unanswered(self) -> bool:
-        return any(each.error for each in self.services)
+        return bool(self.away) or any(each.error for each in self.services)
 
 
 def portrait(name: str) -> Portrait:
     """Gather all that is known of a lock name."""
     found = Portrait(name)
+    silent: dict[str, str] = {}
     for database in fence_databases(conf.aliases()):
-        connection = connections[database]
-        newest = ledger_for(connection).newest(connection, name)
-        if newest is not None:
-            found.fences.append(Fenced(database, *newest, pinned_by=_pinned_by(database, name)))
-        rows = list(HeldLock.objects.using(database).filter(name=name))
-        found.entries += entries(database, rows, {})
-        found.waiters += waiters(database, name)
-        found.history += history(database, name)
-    found.services += [_asked(alias, name) for alias in conf.aliases()]
+        try:
+            with bounded(database, ANSWERED):
+                _draw(found, database, silent)
+        except Error as exc:
+            found.away[database] = _words(exc, database)
+    found.services += [_asked(alias, name, silent) for alias in conf.aliases()]
     return found
+
+
+def _draw(found: Portrait, database: str, silent: dict[str, str]) -> None:
+    """Add what one database knows; `silent` gets the aliases that don't answer, and why."""
+    connection, name = connections[database], found.name
+    newest = ledger_for(connection).newest(connection, name)
+    if newest is not None:
+        found.fences.append(Fenced(database, *newest, pinned_by=_pinned_by(database, name)))
+    rows = list(HeldLock.objects.using(database).filter(name=name))
+    found.entries += entries(database, rows, silent)
+    found.waiters += waiters(database, name)
+    found.history += history(database, name)
 
 
 def waiters(database: str, name: str) -> Iterator[Waiter]:
@@ -355,7 +382,10 @@ def _pinned_by(database: str, name: str) -> str:
         return ""
 
 
-def _asked(alias: str, name: str) -> Asked:
+def _asked(alias: str, name: str, silent: dict[str, str]) -> Asked:
+    if alias in silent:
+        # Once is enough to wait for somebody who is away.
+        return Asked(alias, "", error=silent[alias])
     try:
         backend = service(alias).backend
         holder = backend.holder(name)

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from django.db import Error, InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from . import prepared
+from .transactions import lent_by_test
 from .watchdog import cut, watchdog
 
 T = TypeVar("T")
@@ -203,6 +204,44 @@ def ask(using: str, timeout: float, work: Callable[[BaseDatabaseWrapper], T]) ->
         return asking.run(work)
     finally:
         asking.close()
+
+
+@contextlib.contextmanager
+def bounded(using: str, timeout: float) -> Iterator[None]:
+    """
+    Have whatever this thread asks database `using` be answered within `timeout` seconds, or fail.
+
+    The project's own connection, which may have no limit at all, is put aside meanwhile. SQLite
+    has nobody to wait for; and what a test has in its transaction is to be seen there alone.
+    """
+    original = connections[using]
+    if original.vendor == "sqlite" or lent_by_test(using) is not None:
+        yield
+        return
+    own = connections[using] = private(using, timeout)
+    try:
+        with own.execute_wrapper(partial(_in_time, timeout)):
+            yield
+    finally:
+        connections[using] = original
+        with contextlib.suppress(Error):
+            own.close()
+
+
+def _in_time(timeout: float, execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+    connection, late = context["connection"], []
+
+    def bite() -> None:
+        late.append(True)
+        _cut(connection)
+
+    try:
+        with watchdog.limit(timeout, bite):
+            return execute(sql, params, many, context)
+    except Error as exc:
+        if late:
+            raise OperationalError(f"no answer within {timeout:g} s") from exc
+        raise
 
 
 _all: dict[tuple[str, float], Sessions] = {}

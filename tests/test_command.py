@@ -104,6 +104,26 @@ class TestList:
         assert "Alias 'default' couldn't be asked" in err
         service("default").drop_all()
 
+    def test_a_database_that_does_not_answer(self, settings, make_postgres, make_alias):
+        server = make_postgres()
+        database = make_alias(server.django())
+        settings.FENCEDLOCK = {"default": {}, "far": {"FENCE_DATABASE": database}}
+        server.kill()
+        with lock("near"):
+            out, err, code = run("list")
+            assert code == 2
+            assert "near" in out
+            assert f"Alias 'far' couldn't be asked: its fence database {database!r} can't" in err
+            out, _, code = run("show", "near")
+            assert code == 0
+            assert f"database {database!r}  can't be asked: " in out
+            found, code = run_json("show", "far")
+            assert (code, list(found["away"])) == (2, [database])
+            assert "never granted" not in run("show", "far")[0]
+        # Not that there are no locks.
+        out, _, code = run("list", "--alias", "far")
+        assert (out, code) == ("", 2)
+
 
 class TestShow:
     def test_a_held_lock(self):
@@ -269,9 +289,10 @@ class TestRelease:
         server = make_redis()
         settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
         server.kill()
-        _, err, code = run("release", "x", "--yes")
-        assert code == 2
+        out, err, code = run("release", "x", "--yes")
+        assert (out, code) == ("", 2)
         assert "couldn't be asked" in err
+        assert "Whether somebody has lock 'x' through alias 'default' can't be told" in err
 
     def test_an_open_transaction(self):
         with lock("x") as lease:

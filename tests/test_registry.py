@@ -1,16 +1,20 @@
 """The registry as people read it, with what real lock services say."""
 
+import contextlib
 from datetime import timedelta
+from unittest import mock
 
 import pytest
-from django.db import connections
+from django.core.management import call_command
+from django.db import OperationalError, connections
 from django.db.models import F
 from django.test.utils import CaptureQueriesContext
 
-from django_fencedlock import lock
+from django_fencedlock import conf, lock, registry
 from django_fencedlock.models import HeldLock
 from django_fencedlock.registry import State, listing, portrait
 from django_fencedlock.services import service
+from django_fencedlock.sessions import bounded
 from django_fencedlock.test.holders import wait_until
 
 BACKENDS = {
@@ -128,6 +132,57 @@ def test_a_service_that_does_not_answer_is_said(settings, make_redis):
         service("jobs").drop_all()
 
 
+@pytest.fixture
+def far(settings, make_postgres, make_alias):
+    """The server of one of two databases with fences, which each have a lock."""
+    server = make_postgres()
+    database = make_alias(server.django())
+    settings.FENCEDLOCK = {"default": {}, "far": {"FENCE_DATABASE": database}}
+    with lock("near"):
+        lease = lock("far", backend="far", ttl=600).acquire()
+        service("far").keeper.forget(lease)
+        yield server
+    service("far")._leases.clear()
+
+
+@pytest.mark.parametrize("how", ["pause", "kill"])
+def test_a_database_that_does_not_answer_hides_no_other(far, monkeypatch, how):
+    """Be it paused: the project's own connection would wait for ever."""
+    monkeypatch.setattr(registry, "ANSWERED", 0.5)
+    database = conf.config("far").fence_database
+    assert {each.name for each in listing().entries} == {"near", "far"}
+    connections[database].ensure_connection()
+    getattr(far, how)()
+    found = listing()
+    assert {each.name: each.state for each in found.entries} == {"near": State.HELD}
+    assert f"its fence database {database!r} can't be asked: " in found.unanswered["far"]
+    shown = portrait("near")
+    assert shown.is_held
+    assert list(shown.away) == [database]
+    assert [bool(each.error) for each in shown.services] == [False, True]
+    assert portrait("far").unanswered
+
+
+def test_a_database_that_falls_silent_is_cut_off(far, monkeypatch):
+    database = conf.config("far").fence_database
+    with bounded(database, 0.5):
+        assert HeldLock.objects.using(database).get().name == "far"
+        far.pause()
+        with pytest.raises(OperationalError, match=r"no answer within 0\.5 s"):
+            HeldLock.objects.using(database).get()
+    far.resume()
+    assert HeldLock.objects.using(database).get().name == "far"
+
+
+def test_tables_that_there_are_not_are_said_with_the_remedy(settings, make_postgres, make_alias):
+    database = make_alias(make_postgres().django())
+    settings.FENCEDLOCK = {"default": {}, "far": {"FENCE_DATABASE": database}}
+    call_command("migrate", "django_fencedlock", "zero", database=database, verbosity=0)
+    remedy = f"manage.py migrate django_fencedlock --database {database}"
+    assert remedy in listing().unanswered["far"]
+    assert remedy in portrait("x").away[database]
+
+
 def test_a_row_of_an_alias_that_the_settings_lost(settings):
     with lock("x"):
         HeldLock.objects.update(alias="former")
@@ -137,12 +192,34 @@ def test_a_row_of_an_alias_that_the_settings_lost(settings):
         HeldLock.objects.update(alias="default")
 
 
+@contextlib.contextmanager
+def statements(backend):
+    """What is executed; on Postgres by a connection that is made for it."""
+    if backend != "postgres":
+        with CaptureQueriesContext(connections["default"]) as queries:
+            yield queries
+        return
+    seen = []
+
+    def note(execute, sql, *rest):
+        seen.append(sql)
+        return execute(sql, *rest)
+
+    @contextlib.contextmanager
+    def noting(database, timeout):
+        with bounded(database, timeout), connections[database].execute_wrapper(note):
+            yield
+
+    with mock.patch.object(registry, "bounded", noting):
+        yield seen
+    assert seen
+
+
 def test_many_locks_are_asked_of_in_few_queries(backend, redis_server):
     """Neither the queries nor the requests rise with the number of locks."""
-    database = "postgres" if backend == "postgres" else "default"
 
     def cost():
-        with CaptureQueriesContext(connections[database]) as queries:
+        with statements(backend) as queries:
             if backend == "redis":
                 with redis_server.monitor() as commands:
                     found = listing()

@@ -118,7 +118,7 @@ class Command(BaseCommand):
             colours = self._colours(options)
             for line in table(head, rows, _second(colours)):
                 self.stdout.write(line)
-        else:
+        elif not found.unanswered:
             self.stdout.write("No locks.")
         for each, why in found.unanswered.items():
             self.stderr.write(f"Alias {each!r} couldn't be asked: {why}")
@@ -147,7 +147,9 @@ class Command(BaseCommand):
             rows.append((f"database {fence.database!r}", newest))
             if fence.pinned_by:
                 rows.append(("", f"the next grant waits for {fence.pinned_by}"))
-        if not found.fences:
+        for database, why in found.away.items():
+            rows.append((f"database {database!r}", f"can't be asked: {why}"))
+        if not found.fences and not found.away:
             rows.append(("databases", "it was never granted as a fenced lock"))
         for entry in found.entries:
             rows += _details(entry)
@@ -172,6 +174,14 @@ class Command(BaseCommand):
         found, unanswered = releasing.find(names.validate(name), _known(alias) or conf.aliases())
         for each, why in unanswered.items():
             self.stderr.write(f"Alias {each!r} couldn't be asked: {why}")
+        if found is None and unanswered:
+            # Those that did answer say nothing of the others.
+            away = " or ".join(map(repr, unanswered))
+            raise CommandError(
+                f"Whether somebody has lock {name!r} through alias {away} can't be told. Nothing "
+                "was done.",
+                returncode=FAILED,
+            )
         if found is None:
             done = Release(name, "" if alias is None else alias[0], Outcome.NOT_HELD)
         elif end_session and found.session is None:
@@ -184,7 +194,7 @@ class Command(BaseCommand):
             self._json(releasing.plain(done, found, end_session))
         else:
             self.stdout.write(one_line(str(done)))
-        return 0 if done.done else FAILED if found is None and unanswered else 1
+        return 0 if done.done else 1
 
     def _doctor(self, alias: list[str] | None, timeout: float, **options: Any) -> int:
         aliases = _known(alias)
