@@ -70,6 +70,18 @@ def advisory(postgres: Postgres) -> Once:
     return once
 
 
+def advisory_pair(postgres: Postgres) -> Once:
+    """No fence, no registry, no token: what a lock without fencing is made of."""
+    cursor = _cursor(postgres)
+
+    def once(name: str) -> None:
+        given = (hash(name),)
+        cursor.execute("SELECT pg_advisory_lock(%s)", given, prepare=True)
+        cursor.execute("SELECT pg_advisory_unlock(%s)", given, prepare=True)
+
+    return once
+
+
 def rows_on_postgres(postgres: Postgres) -> Once:
     from django_fencedlock.fences.ledger import HELD
     from django_fencedlock.fences.postgresql import CLAIM
