@@ -319,6 +319,18 @@ def test_a_handler_of_somebody_else_is_left_alone():
     assert signal.getsignal(conf.abort_signal()) is mine
 
 
+def test_a_strike_is_not_for_whoever_has_the_signal_by_then():
+    lease, heard = a_lease(), []
+
+    def body():
+        signal.signal(conf.abort_signal(), lambda *args: heard.append(args))
+        in_thread(lambda: lease.mark_lost("taken away"))
+        return "ended"
+
+    assert aborting.run(lease, body) == "ended"
+    assert heard == []
+
+
 def test_another_signal_may_be_named(settings):
     settings.FENCEDLOCK_ABORT_SIGNAL = signal.SIGUSR2
     lease = a_lease()

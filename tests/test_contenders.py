@@ -5,12 +5,14 @@ import threading
 import pytest
 from django.db.models import F
 
-from django_fencedlock import lock
+from django_fencedlock import conf, lock
+from django_fencedlock.backends.base import Request
 from django_fencedlock.contenders import contenders
 from django_fencedlock.fences import contenders as table
 from django_fencedlock.fences.contenders import Wait
 from django_fencedlock.fences.records import Statements
 from django_fencedlock.models import Contender
+from django_fencedlock.owners import new_owner
 from django_fencedlock.test.holders import wait_until
 from tests.test_registry import backend, rows  # noqa: F401
 
@@ -108,6 +110,14 @@ def test_the_dead_are_taken_out_by_others(alias):
     assert {each.owner for each in kept.all()} == {"b", "c"}
     table.clear(Statements(connections[alias]), ["b", "c"])
     assert not kept.exists()
+
+
+def test_so_many_are_noted_and_no_more(writing, monkeypatch):
+    monkeypatch.setattr("django_fencedlock.contenders.MOST", 1)
+    one, other = (Request("x", new_owner(), 30.0) for _ in range(2))
+    with contenders.noted(one, conf.config()), contenders.noted(other, conf.config()):
+        assert list(contenders._waiting) == [one.owner.id]
+    assert contenders.is_empty()
 
 
 def test_nothing_is_noted_in_a_test(waiting):

@@ -11,7 +11,7 @@ from django.db import connections, transaction
 from django_fencedlock import conf, lock, sessions
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.fences.deliveries import SETTLED, Begun, Deliveries, Message
-from django_fencedlock.fences.records import BATCH
+from django_fencedlock.fences.records import BATCH, listed
 from django_fencedlock.models import Delivery
 
 DAY = 86400.0
@@ -153,6 +153,20 @@ class TestSweeping:
             deliveries.begin(running)
             assert deliveries.sweep(5) == 0
         assert deliveries.sweep(5) == 1
+
+    # On SQLite nothing can: a sweep has the file.
+    @pytest.mark.parametrize("using", ["postgres", "mariadb"], indirect=True)
+    def test_spares_what_comes_again_meanwhile(self, deliveries, rows, monkeypatch):
+        old = message(kept=-1)
+        deliveries.begin(old)
+
+        def after_it_came_again(*args):
+            deliveries.begin(replace(another(old), kept=DAY))
+            return listed(*args)
+
+        monkeypatch.setattr("django_fencedlock.fences.deliveries.listed", after_it_came_again)
+        deliveries.sweep(1)
+        assert rows.get().tries == 2
 
     def test_does_a_bounded_number_at_a_time(self, deliveries, rows):
         fill(deliveries, rows, 2 * BATCH + 10)

@@ -184,6 +184,12 @@ class TestBounds:
         assert writing.flush()
         assert LockEvent.objects.count() == 100
 
+    def test_so_are_grants_that_may_get_a_row(self, writing, monkeypatch):
+        monkeypatch.setattr("django_fencedlock.history.MOST", 2)
+        with lock("a"), lock("b"), lock("c"):
+            assert len(history._granted) == 2
+            assert scribe._left_out == 1
+
     def test_statements_of_a_flush_are_few(self, writing):
         for number in range(100):
             history._add(Event("lost", f"n{number}", "default", None, "", "x" * 1000))

@@ -193,6 +193,18 @@ def test_a_session_that_may_not_be_looked_into_is_not_ended(settings, make_postg
         lease.renew()
 
 
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+def test_a_session_that_has_its_number_from_one_that_is_gone_is_not_ended(settings, postgres):
+    settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
+    lease, other = lock("x").acquire(), lock("y").acquire()
+    pid, _, _ = held_by("x").session.id.partition(".")
+    done = force_release("x", by="me", end_session=f"{pid}.1")
+    assert done.outcome is Outcome.LEFT_TO_HOLDER
+    assert other.verify()
+    with pytest.raises(LeaseLost, match="by me"):
+        lease.renew()
+
+
 @real
 def test_one_who_draws_a_newer_token_at_that_moment_is_fenced_off_too(
     settings, redis_server, monkeypatch

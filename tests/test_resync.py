@@ -157,6 +157,15 @@ def test_a_fence_that_a_transaction_has_locked_is_told_and_the_others_are_lifted
 
 
 @ON_ALL
+def test_a_grant_between_the_look_and_the_lift_stays_the_newest(database, monkeypatch):
+    row = written(Invoice)
+    with row.fencing.lock() as lease:
+        monkeypatch.setattr(lifting, "too_low", lambda connection, names: dict.fromkeys(names, 2))
+        lifting.lift(connections[database], {lease.name: 5})
+        assert Fence.objects.values_list("token", "owner").get() == (6, lease.owner)
+
+
+@ON_ALL
 def test_tokens_stay_unique_beside_grants(database):
     """Grants run all the while: no token comes twice, and none at or below the row's after it."""
     row = written(Invoice)
