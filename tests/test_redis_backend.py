@@ -455,6 +455,13 @@ def using(backend, client):
         backend.close()
 
 
+def test_a_request_that_comes_again_after_its_lock_ran_out_draws_the_same_token(backend, client):
+    store, me = backend._store, wish(fenced=True)
+    first = store.claim(me)
+    client.delete(keys_of(backend).lock)
+    assert store.claim(me) == first
+
+
 def test_scripts_that_the_server_forgot_are_sent_again(backend, client):
     lease = take(backend)
     client.script_flush()
@@ -674,6 +681,17 @@ def test_a_lease_that_ran_out_is_renewed_if_nobody_came(backend, client):
     assert backend.verify(lease)
     assert backend.renew([lease]) == [Renewal.KEPT]
     assert take(backend, fenced=True) is None
+
+
+@recorded
+def test_a_renewal_after_redis_was_emptied_takes_the_counter_along(backend, client):
+    """Else the next grants are behind the fence, and each has to be repaired."""
+    take_and_release(backend, fenced=True)
+    lease = take(backend, fenced=True)
+    client.flushall()
+    assert backend.renew([lease]) == [Renewal.KEPT]
+    assert client.get(keys_of(backend).seq) == f"{lease.token}:{lease.owner}"
+    assert lease.token == 2
 
 
 @recorded

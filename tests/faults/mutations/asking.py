@@ -46,7 +46,7 @@ MUTATIONS = (
         "The page that releases is none of the admin's: it knows no login",
         "admin/releasing.py",
         "view = outside(page.admin_site.admin_view(self.release_view))",
-        "view = outside(self.release_view)",
+        "view = outside(lambda request: self.release_view(request))",
         (_PERMISSIONS, _RELEASING),
     ),
     Mutation(
