@@ -126,7 +126,11 @@ def fence_databases(aliases: Sequence[str]) -> list[str]:
 
 
 def entries(database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]) -> Iterator[Entry]:
-    """Tell how things stand with `rows`, in their order; each service is asked once."""
+    """
+    Tell how things stand with `rows`, in their order; each service is asked once.
+
+    `unanswered` has the aliases that weren't reached before, and gets those that aren't now.
+    """
     connection = connections[database]
     now = ledger_for(connection).now(connection)
     holders = _holders(rows, unanswered)
@@ -150,17 +154,18 @@ def entries(database: str, rows: Sequence[HeldLock], unanswered: dict[str, str])
         )
 
 
-def states(database: str, rows: Sequence[HeldLock]) -> list[State]:
+def states(database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]) -> list[State]:
     """Tell the states of `rows`, in their order, and no more; each service is asked once."""
     connection = connections[database]
     now = ledger_for(connection).now(connection)
-    holders = _holders(rows, {})
+    holders = _holders(rows, unanswered)
     return [_state(row, now, holders) for row in rows]
 
 
 def _holders(rows: Sequence[HeldLock], unanswered: dict[str, str]) -> Holders:
     found: Holders = {}
-    for alias in {row.alias for row in rows}:
+    # Once is enough to wait for somebody who is away.
+    for alias in {row.alias for row in rows} - set(unanswered):
         names = [row.name for row in rows if row.alias == alias]
         try:
             found[alias] = _asked_of(service(alias).backend.holders, names)
@@ -384,7 +389,6 @@ def _pinned_by(database: str, name: str) -> str:
 
 def _asked(alias: str, name: str, silent: dict[str, str]) -> Asked:
     if alias in silent:
-        # Once is enough to wait for somebody who is away.
         return Asked(alias, "", error=silent[alias])
     try:
         backend = service(alias).backend

@@ -137,8 +137,20 @@ def test_a_server_that_is_gone(page: Callable[..., str], make_redis: Callable[..
         lock("invoice:42").acquire()
         server.kill()
         html = page()
+        filtered = {state: page(state=state) for state in ("held", "unknown")}
+        with asked() as questions:
+            page(state="unknown")
+        one = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
     assert states(html) == {"invoice:42": "unknown"}
     assert "be asked: what is shown" in html
+    # Not that none is held; and one wait is enough.
+    assert {state: list(states(html)) for state, html in filtered.items()} == {
+        "held": [],
+        "unknown": ["invoice:42"],
+    }
+    assert all("be asked: what is shown" in html for html in filtered.values())
+    assert questions == ["holders"]
+    assert "failed at the look" in one
 
 
 def test_a_service_that_is_gone(page: Callable[..., str]) -> None:

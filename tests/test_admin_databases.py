@@ -9,11 +9,14 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.contrib.messages import get_messages
+from django.core.management import call_command
 from django.db import connections
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, lock
+from django_fencedlock.admin import databases
 from django_fencedlock.models import Fence, LockEvent
+from django_fencedlock.services import service
 from tests.servers import shared
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -124,10 +127,57 @@ def test_a_database_that_does_not_answer(boss, monkeypatch):
     connections["postgres"].close()
     monkeypatch.setitem(connections["postgres"].settings_dict, "PORT", "1")
     answer = boss.get(LIST, OTHER)
-    assert (answer.status_code, answer.url) == (302, LIST)
-    (text,) = [str(each) for each in get_messages(answer.wsgi_request)]
-    assert "There is no answer from database “postgres”: " in text
+    assert answer.status_code == 503
+    html = answer.content.decode()
+    assert "There is no answer from database <strong>postgres</strong>: " in html
+    assert link(answer, "default") == f"{LIST}?database=default"
+    assert link(answer, "Try again") == f"{LIST}?database=postgres"
     assert names(boss.get(LIST)) == []
+
+
+@pytest.fixture
+def silent(settings, make_postgres, make_alias, monkeypatch):
+    """The only database with fences, which has a lock, and is paused."""
+    monkeypatch.setattr(databases, "ANSWERED", 0.5)
+    server = make_postgres()
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": make_alias(server.django())}}
+    lease = lock("x", ttl=600).acquire()
+    service("default").keeper.forget(lease)
+    server.pause()
+    yield
+    service("default")._leases.clear()
+
+
+def test_a_database_that_is_paused_hangs_no_page(boss, silent):
+    """The project's own connection would wait for as long as it is."""
+    lock_of = f"{LIST}x/"
+    for path in (
+        *(LIST, f"{LIST}?state=held", f"{LIST}?q=x", f"{lock_of}change/", f"{lock_of}history/"),
+        *(f"{LIST}release/?name=x", FENCES, EVENTS),
+    ):
+        answer = boss.get(path)
+        assert answer.status_code == 503, path
+        assert "There is no answer from database" in answer.content.decode()
+    form = {"action": "release_by_force", "_selected_action": ["x"]}
+    assert boss.post(LIST, form).status_code == 503
+    mark = '["x", "default", "me", ""]'
+    for step, status in (("ask_again", 503), ("release", 302)):
+        answer = boss.post(f"{LIST}release/", {"lock": mark, "step": step})
+        assert answer.status_code == status, step
+    (text,) = [str(each) for each in get_messages(answer.wsgi_request)]
+    assert text.startswith("Lock “x” wasn't released: ")
+
+
+def test_tables_that_there_are_not_are_said_with_the_remedy(
+    boss, settings, make_postgres, make_alias
+):
+    database = make_alias(make_postgres().django())
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": database}}
+    call_command("migrate", "django_fencedlock", "zero", database=database, verbosity=0)
+    answer = boss.get(LIST)
+    assert answer.status_code == 503
+    remedy = f"Run: manage.py migrate django_fencedlock --database {database}"
+    assert remedy in answer.content.decode()
 
 
 def test_one_database_alone_is_nothing_to_choose_from(boss, settings):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlencode
 
-from django.contrib import admin, messages
-from django.db import OperationalError, router
+from django.contrib import admin
+from django.contrib.auth import get_user_model
+from django.db import Error, InterfaceError, OperationalError, router
 from django.db.models import Model, QuerySet
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, QueryDict
-from django.utils.translation import gettext as _now
+from django.http import HttpRequest, HttpResponse, QueryDict
+from django.template.response import TemplateResponse
+from django.urls import reverse
 from django.utils.translation import gettext_lazy as _
 
 from .. import conf
+from ..backends.base import is_table_missing, remedy_for
 from ..exceptions import SettingsError
-from ..registry import fence_databases
+from ..registry import ANSWERED, fence_databases
+from ..sessions import bounded
 
 PARAMETER = "database"
 
@@ -83,12 +87,52 @@ class OfOneDatabase(admin.ModelAdmin):  # type: ignore[type-arg]
         return super().get_queryset(request).using(shown_of(request, self.model))
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        return self.answered(request, super().changelist_view, extra_context)
+
+    def changeform_view(
+        self,
+        request: HttpRequest,
+        object_id: str | None = None,
+        form_url: str = "",
+        extra_context: Any = None,
+    ) -> HttpResponse:
+        view = super().changeform_view
+        return self.answered(request, view, object_id, form_url, extra_context)
+
+    def history_view(
+        self, request: HttpRequest, object_id: str, extra_context: Any = None
+    ) -> HttpResponse:
+        return self.answered(request, super().history_view, object_id, extra_context)
+
+    def answered(
+        self, request: HttpRequest, view: Callable[..., HttpResponse], *args: Any
+    ) -> HttpResponse:
+        """Have a view answer; or say, in time, that its database doesn't."""
+        using = shown_of(request, self.model)
+        if using == router.db_for_read(get_user_model()):
+            # Without it there is no admin at all, and it has just answered who asks.
+            return view(request, *args)
         try:
-            return super().changelist_view(request, extra_context)
-        except OperationalError as exc:
-            if not request.GET.get(PARAMETER):
+            with bounded(using, ANSWERED):
+                return view(request, *args)
+        except Error as exc:
+            if not (isinstance(exc, OperationalError | InterfaceError) or is_table_missing(exc)):
                 raise
-            text = _now("There is no answer from database “%(database)s”: %(why)s")
-            facts = {"database": shown_of(request, self.model), "why": str(exc).strip()}
-            messages.error(request, text % facts)
-            return HttpResponseRedirect(request.path)
+            return self._no_answer(request, using, exc)
+
+    def _no_answer(self, request: HttpRequest, using: str, error: Error) -> HttpResponse:
+        site, opts = self.admin_site, self.opts
+        name = f"admin:{opts.app_label}_{opts.model_name}_changelist"
+        path = reverse(name, current_app=site.name)
+        context = {
+            **site.each_context(request),
+            "title": _("No answer"),
+            "opts": opts,
+            "list_url": address(path, using),
+            "database": using,
+            "why": f"{str(error).strip()}{remedy_for(error, using)}",
+            "others": [(each, address(path, each)) for each in databases() if each != using],
+        }
+        request.current_app = site.name
+        template = "admin/django_fencedlock/no_answer.html"
+        return TemplateResponse(request, template, context, status=503)

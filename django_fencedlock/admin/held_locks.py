@@ -87,7 +87,8 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
     ) -> Any:
         row = super().get_object(request, object_id, from_field)
         if row is not None:
-            row.entry = next(entries(row._state.db, [row], {}))
+            row.unanswered = {}
+            row.entry = next(entries(row._state.db, [row], row.unanswered))
             row.events_page = self.events_page(request)
         return row
 
@@ -130,7 +131,8 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
 
     @admin.display(description=_("state"))
     def state_explained(self, row: Any) -> SafeString:
-        return format_html("{} {}", self.state(row), EXPLAINED[row.entry.state])
+        why = row.unanswered.get(row.alias, "")
+        return format_html("{} {} {}", self.state(row), EXPLAINED[row.entry.state], why)
 
     @admin.display(description=_("holder"), ordering="task_name")
     def holder(self, row: Any) -> SafeString:

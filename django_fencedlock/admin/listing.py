@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from django.conf import settings
@@ -62,6 +62,8 @@ class HeldLocks(ChangeList):
     """The page's locks, as the lock services see them: each is asked once for the whole page."""
 
     listing: Listing
+    #: Lock services that didn't answer when the state was asked for the filter.
+    silent: Mapping[str, str] = {}
     #: Of how many the state was asked for the filter, if there are more.
     looked_at = 0
 
@@ -76,7 +78,7 @@ class HeldLocks(ChangeList):
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
-        self.result_list, self.listing = observed(self.result_list)
+        self.result_list, self.listing = observed(self.result_list, self.silent)
         page: Any = self.model_admin
         events_page = page.events_page(request)
         for row in self.result_list:
@@ -87,7 +89,8 @@ class HeldLocks(ChangeList):
         if len(rows) > LOOKED_AT:
             self.looked_at = LOOKED_AT
         asked = rows[:LOOKED_AT]
-        found = zip(asked, states(queryset.db, asked), strict=True)
+        self.silent = silent = dict[str, str]()
+        found = zip(asked, states(queryset.db, asked, silent), strict=True)
         return queryset.filter(pk__in=[row.pk for row, state in found if state is wanted])
 
 
@@ -122,10 +125,12 @@ def candidates(queryset: QuerySet[HeldLock], wanted: State) -> QuerySet[HeldLock
     return living.order_by("expires_at") if wanted is State.EXPIRING else living
 
 
-def observed(queryset: QuerySet[HeldLock]) -> tuple[list[HeldLock], Listing]:
+def observed(
+    queryset: QuerySet[HeldLock], silent: Mapping[str, str]
+) -> tuple[list[HeldLock], Listing]:
     """Rows, each with its entry of the registry; and the listing of those."""
     rows = list(queryset)
-    listing = Listing()
+    listing = Listing(unanswered=dict(silent))
     if rows:
         listing.entries += entries(queryset.db, rows, listing.unanswered)
     for row, entry in zip(rows, listing.entries, strict=True):

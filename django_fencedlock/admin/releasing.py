@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -111,6 +111,9 @@ class _Page(Protocol):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[HeldLock]: ...
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool: ...
+    def answered(
+        self, request: HttpRequest, view: Callable[..., HttpResponse], *args: Any
+    ) -> HttpResponse: ...
 
 
 class ReleasesByForce:
@@ -158,21 +161,28 @@ class ReleasesByForce:
         """Ask, or do what was confirmed."""
         if not self.has_release_permission(request):
             raise PermissionDenied
+        page = cast(_Page, self)
         if request.method != "POST":
-            rows = cast(_Page, self).get_queryset(request).filter(pk=request.GET.get("name", ""))
-            return self._ask(request, shown(rows))
+            return page.answered(request, self._ask_first)
         marks = [Marked.read(text) for text in request.POST.getlist("lock")[:MOST]]
         step = request.POST.get("step")
         if step == ASK_AGAIN or (step == END_SESSION and not _were_listed(request, marks)):
-            names = {mark.name: mark for mark in marks}
-            rows = cast(_Page, self).get_queryset(request).filter(pk__in=names)
-            # One that has changed hands since the first question isn't in the second.
-            seen = [each for each in shown(rows) if each.mark == names[each.entry.name]]
-            return self._ask(request, seen, again=True)
+            return page.answered(request, self._ask_again, marks)
         if step not in (RELEASE, END_SESSION):
             raise BadRequest("Nothing is to be done.")
         self._release(request, marks, end_session=step == END_SESSION)
         return HttpResponseRedirect(self._url(request, "changelist"))
+
+    def _ask_first(self, request: HttpRequest) -> HttpResponse:
+        rows = cast(_Page, self).get_queryset(request).filter(pk=request.GET.get("name", ""))
+        return self._ask(request, shown(rows))
+
+    def _ask_again(self, request: HttpRequest, marks: Sequence[Marked]) -> HttpResponse:
+        names = {mark.name: mark for mark in marks}
+        rows = cast(_Page, self).get_queryset(request).filter(pk__in=names)
+        # One that has changed hands since the first question isn't in the second.
+        seen = [each for each in shown(rows) if each.mark == names[each.entry.name]]
+        return self._ask(request, seen, again=True)
 
     def _url(self, request: HttpRequest, view: str, **query: str) -> str:
         page = cast(_Page, self)

@@ -164,6 +164,9 @@
                 return;
             }
             busy = true;
+            const failed = () => say(status, `${status.dataset.failed} ${last.toLocaleTimeString()}.`);
+            // A server that hangs is told of while one waits for it.
+            const late = setTimeout(failed, EVERY);
             try {
                 const answer = await fetch(location.href, {credentials: 'same-origin', redirect: 'error'});
                 if (!answer.ok) {
@@ -177,8 +180,9 @@
                 last = new Date();
                 show();
             } catch {
-                say(status, `${status.dataset.failed} ${last.toLocaleTimeString()}.`);
+                failed();
             } finally {
+                clearTimeout(late);
                 busy = false;
             }
         };
