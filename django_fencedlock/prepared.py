@@ -19,8 +19,6 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 #: The attribute of a connection that keeps its cursor, or None.
 _CURSOR = "_fencedlock_cursor"
-#: How often a statement is executed before the server is told to keep its plan.
-AFTER = 5
 # invalid_sql_statement_name, duplicate_prepared_statement
 _ANOTHER_SESSION = ("26000", "42P05")
 # feature_not_supported: "cached plan must not change result type"
@@ -72,10 +70,9 @@ def _on_postgres(connection: BaseDatabaseWrapper) -> Any:
         raw: Any = connection.connection
         if not hasattr(raw, "prepare_threshold") or not _is_direct(first, raw):
             return None
-    from psycopg import Cursor
+    from .libpq import Statements
 
-    raw.prepare_threshold = AFTER
-    return Cursor(raw)
+    return Statements(raw)
 
 
 def _is_direct(cursor: Any, raw: Any) -> bool:

@@ -1,19 +1,21 @@
 """Statements that a private connection prepares, and those that lead through a pooler."""
 
 import contextlib
+from datetime import UTC, datetime
 
 import pytest
-from django.db import OperationalError, connections
+from django.db import DataError, OperationalError, connections
 
 from django_fencedlock import prepared, sessions
 from django_fencedlock.fences import Entry, HeldBy, ledger_for
+from django_fencedlock.libpq import AFTER
 from django_fencedlock.owners import new_owner
 from django_fencedlock.sessions import Sessions
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 
 #: More often than it takes until a statement is prepared.
-OFTEN = prepared.AFTER + 3
+OFTEN = AFTER + 3
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +115,40 @@ class TestOfAConnectionThatIsKept:
         with pytest.raises(Exception, match="division by zero") as caught:
             pool.run(fail)
         assert caught.type.__module__ == "django.db.utils"
+
+
+class TestParameters:
+    """They go to the server as text, and are read there as what the statement says."""
+
+    STATEMENT = """
+        SELECT %(text)s::text, %(nothing)s::text, %(big)s::bigint, %(yes)s::boolean,
+        %(part)s::double precision, %(at)s::timestamptz, %(text)s::text || '%%'
+    """
+
+    def test_come_back_as_they_were(self, pool):
+        at = datetime(2027, 3, 1, 12, 30, 0, 250, tzinfo=UTC)
+        values = ("50% of Łódź's\n\\x", None, -(2**63), True, 0.1, at)
+        names = ("text", "nothing", "big", "yes", "part", "at")
+        given = dict(zip(names, values, strict=True))
+
+        def ask(connection):
+            with prepared.cursor(connection) as cursor:
+                cursor.execute(self.STATEMENT, given)
+                return cursor.fetchone()
+
+        pool.run(prepared_in)
+        for _ in range(OFTEN):
+            assert pool.run(ask) == (*values, values[0] + "%")
+
+    def test_are_refused_rather_than_cut_off(self, pool):
+        def ask(connection):
+            with prepared.cursor(connection) as cursor:
+                cursor.execute("SELECT %(text)s::text", {"text": "one\0two"})
+
+        pool.run(prepared_in)
+        for _ in range(OFTEN):
+            with pytest.raises(DataError, match="NUL"):
+                pool.run(ask)
 
 
 class TestATableThatIsChanged:

@@ -17,6 +17,7 @@ from .. import conf
 from ..exceptions import SettingsError
 from ..fences.ledger import LOCK_WAIT
 from ..lease import clock
+from ..libpq import Statements
 from ..sessions import private
 from ..watchdog import cut
 from . import postgres_statements as sql
@@ -44,9 +45,8 @@ class Session:
     def __init__(self, wrapper: BaseDatabaseWrapper) -> None:
         self.wrapper = wrapper
         self.raw: psycopg.Connection[Any] = wrapper.connection
-        # Django turns prepared statements off, which more than doubles the time of a grant.
-        self.raw.prepare_threshold = 5
         self._cursor = psycopg.Cursor(self.raw)
+        self._statements = Statements(self.raw)
         self.busy_since: float | None = None
         pid, started = self.one(sql.IDENTITY, {}, prepare=False)
         self.pid: int = pid
@@ -68,11 +68,14 @@ class Session:
         self.busy_since = clock()
         try:
             with self.wrapper.wrap_database_errors:
-                return self._cursor.execute(statement, given, prepare=prepare).fetchall()
+                if not prepare:
+                    return self._cursor.execute(statement, given).fetchall()
+                self._statements.execute(statement, given)
+                return self._statements.fetchall()
         except Error as exc:
-            if prepare and sqlstate(exc) == OUTDATED:
+            if sqlstate(exc) == OUTDATED and self._statements.forget(statement):
                 # Its tables have changed since it was prepared. It did nothing.
-                return self.all(statement, given, prepare=False)
+                return self.all(statement, given)
             raise
         except BaseException:
             self.abandon()
