@@ -294,10 +294,16 @@ class Backend(ABC):
         remedy = remedy_for(exc, self.config.fence_database)
         return BackendUnavailable(
             f"Lock service {self.config.alias!r} ({self.label}) failed at the {doing}{about}: "
-            f"{type(exc).__name__}: {str(exc).strip()}{remedy}",
+            f"{type(exc).__name__}: {brief(exc)}{remedy}",
             name=name,
             alias=self.config.alias,
         )
+
+
+def brief(exc: BaseException) -> str:
+    """What an error says; the beginning, of one that goes on for pages about its connections."""
+    text = str(exc).strip()
+    return text if len(text) <= 500 else f"{text[:500]}..."
 
 
 def is_table_missing(exc: BaseException | None) -> bool:

@@ -23,7 +23,7 @@ from ..owners import Holder, Owner
 from ..sessions import sessions
 from ..transactions import lent_by_test
 from . import redis_client, redis_health
-from .base import Backend, Grant, Renewal, Request, Taken
+from .base import Backend, Grant, Renewal, Request, Taken, brief
 from .redis_client import RedisError
 from .redis_store import InLine, Store, Told
 
@@ -244,14 +244,17 @@ class RedisBackend(Backend):
         try:
             answers = self._store.renew(leases)
         except RedisError as exc:
+            answers = [exc] * len(leases)
+        if failed := [answer for answer in answers if isinstance(answer, Exception)]:
             logger.warning(
-                "Redis of alias %r failed at a renewal: %s",
+                "Redis of alias %r failed at the renewal of %d of %d leases: %s",
                 self.config.alias,
-                exc,
-                extra=logs.facts(alias=self.config.alias, reason=str(exc)),
+                len(failed),
+                len(leases),
+                brief(failed[0]),
+                extra=logs.facts(alias=self.config.alias, reason=brief(failed[0])),
             )
-            return [Renewal.UNKNOWN] * len(leases)
-        renewed = dict(zip(leases, (_RENEWALS[answer] for answer in answers), strict=True))
+        renewed = dict(zip(leases, map(_renewal, answers), strict=True))
         recorded = [
             lease
             for lease, renewal in renewed.items()
@@ -280,7 +283,7 @@ class RedisBackend(Backend):
             )
             return []
         for lease in overtaken:
-            with contextlib.suppress(RedisError):
+            with contextlib.suppress(*RedisError):
                 self._store.release(lease)
         return overtaken
 
@@ -454,4 +457,7 @@ class RedisBackend(Backend):
         )
 
 
-_RENEWALS = {True: Renewal.KEPT, False: Renewal.LOST, None: Renewal.UNKNOWN}
+def _renewal(answer: bool | Exception) -> Renewal:
+    if isinstance(answer, Exception):
+        return Renewal.UNKNOWN
+    return Renewal.KEPT if answer else Renewal.LOST

@@ -28,6 +28,7 @@ except ImportError as exc:
         "Install it: pip install 'django-fencedlock[redis]'"
     ) from exc
 import redis.connection
+import redis.exceptions
 import redis.sentinel
 from redis.backoff import NoBackoff
 from redis.connection import SSLConnection, UnixDomainSocketConnection
@@ -35,7 +36,8 @@ from redis.retry import Retry
 
 from .redis_scripts import BEAT
 
-RedisError = redis.RedisError
+#: What the driver raises. That a cluster can't be reached is told by an error of another family.
+RedisError = (redis.RedisError, redis.exceptions.RedisClusterException)
 # The driver's own annotations of these are none, or mix in the answers of its asyncio twin.
 #: A redis.Redis or a redis.RedisCluster.
 Client = Any
@@ -237,7 +239,7 @@ class Mailbox:
             if not self._cancel:
                 # Zero, or what a server takes for it, would be for ever.
                 self._client.blpop([self._key], max(0.001, round(limit, 3)))
-        except redis.RedisError:
+        except RedisError:
             if not self._cancel:
                 time.sleep(min(PAUSE, limit))
 

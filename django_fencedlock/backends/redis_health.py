@@ -68,7 +68,7 @@ def _clock(where: str, client: Client, target: dict[str, Any]) -> Finding:
 
 def _saves(client: Client, target: dict[str, Any]) -> bool | None:
     """Whether snapshots are made; None where nobody may ask."""
-    with contextlib.suppress(RedisError):
+    with contextlib.suppress(*RedisError):
         return bool(client.config_get("save", **target).get("save"))
     return None
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from redis import ConnectionPool
+from redis import ConnectionPool, RedisCluster
 from redis.exceptions import ReadOnlyError, ResponseError
 
+from .redis_cluster import Command, ask_nodes
+
 T = TypeVar("T")
-Command = tuple[object, ...]
 
 
 class Lines:
@@ -95,9 +96,10 @@ def ask_many(asked: Any, commands: Sequence[Command]) -> list[Any]:
     """Have a client, or lines, execute commands that are sent at once; see Lines.ask_many()."""
     if isinstance(asked, Lines):
         return asked.ask_many(commands)
+    if isinstance(asked, RedisCluster):
+        return ask_nodes(asked, commands)
     with asked.pipeline(transaction=False) as pipeline:
         for command in commands:
-            # Not evalsha(): pipelines of a cluster lack the method, though they know the command.
             pipeline.execute_command(*command)
         answers: list[Any] = pipeline.execute(raise_on_error=False)
         return answers

@@ -170,17 +170,17 @@ class Store:
         token = REPAIR.run(self._link.asked, keys, owner, ttl, words, recorded, recorded + 1)
         return None if token is None else int(token)
 
-    def renew(self, leases: Sequence[Lease]) -> list[bool | None]:
-        """Renew leases in one batch: whether each was, or None if that one couldn't be asked."""
+    def renew(self, leases: Sequence[Lease]) -> list[bool | Exception]:
+        """Renew leases in one batch: whether each was, or why that one couldn't be asked."""
         calls = [(self._keys(lease.name), _renewal(lease)) for lease in leases]
         answers = RENEW.run_many(self._link.asked, calls)
-        return [bool(answer) if isinstance(answer, int) else None for answer in answers]
+        return [each if isinstance(each, Exception) else bool(each) for each in answers]
 
     def release(self, lease: Lease) -> bool:
         """Free the lock, or hand it on; False if somebody else came before."""
         keys = self._keys(lease.name)
         answer = RELEASE.run(self._link.asked, keys, lease.owner, _token(lease))
-        with contextlib.suppress(RedisError):
+        with contextlib.suppress(*RedisError):
             self._recheck(keys, answer)
         return bool(answer != 0)
 

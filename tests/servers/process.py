@@ -41,9 +41,9 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = 20) -> 
         pause = min(pause * 2, 0.02)
 
 
-def free_port() -> int:
+def free_port(besides: int = 0) -> int:
     """
-    Return a loopback port that nobody listens on.
+    Return a loopback port that nobody listens on, nor on the one that is `besides` further up.
 
     It lies below the ephemeral range: otherwise an outgoing connection could take the port while
     its server is being restarted. And not from random: pytest-randomly gives every xdist worker
@@ -51,8 +51,10 @@ def free_port() -> int:
     """
     while True:
         port = 15000 + secrets.randbelow(17000)
-        with socket.socket() as candidate, contextlib.suppress(OSError):
-            candidate.bind(("127.0.0.1", port))
+        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            if besides:
+                other.bind(("127.0.0.1", port + besides))
             return port
 
 

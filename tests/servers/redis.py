@@ -58,7 +58,8 @@ class Redis(Server):
             replica_of: A server to follow. Returns once everything in it has arrived.
         """
         directory = workspace.new_directory(found.name)
-        port = free_port()
+        # The nodes of a cluster speak among themselves ten thousand further up.
+        port = free_port(10000 if "--cluster-enabled" in arguments else 0)
         command: list[object] = [found.path, "--bind", "127.0.0.1", "--port", port]
         command += ["--dir", directory]
         command += ["--unixsocket", directory / "socket", "--save", "", "--appendonly", "no"]

@@ -1,0 +1,217 @@
+"""Locks on a primary that Sentinels choose, and on the nodes of a Cluster."""
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode
+from redis.crc import key_slot
+from redis.retry import Retry
+
+from django_fencedlock import lock
+from django_fencedlock.backends.base import Renewal
+from django_fencedlock.backends.redis_store import Keys
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.services import service
+from tests.servers import Redis, workspace
+from tests.servers.process import Process, free_port, wait_until
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+REDIS = "django_fencedlock.backends.redis.RedisBackend"
+SLOTS = 16384
+PATIENCE = 30
+
+
+@pytest.fixture(params=["redis", "valkey"])
+def make_any_redis(request):
+    return request.getfixturevalue(f"make_{request.param}")
+
+
+# Sentinel
+
+
+class Sentinels:
+    """Three that watch a primary, and take half a second's silence for its death."""
+
+    def __init__(self, primary: Redis, closing: Callable[[Any], Any]) -> None:
+        self._all = [self._start(primary, closing) for _ in range(3)]
+        hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self._all)
+        self.location = f"redis+sentinel://{hosts}/shop/0"
+        wait_until(self._know_each_other, "the Sentinels to know each other and the replica")
+
+    def _start(self, primary: Redis, closing: Callable[[Any], Any]) -> Redis:
+        directory = workspace.new_directory("sentinel")
+        port = free_port()
+        file = directory / "sentinel.conf"
+        file.write_text(
+            f"port {port}\n"
+            "bind 127.0.0.1\n"
+            f"sentinel monitor shop 127.0.0.1 {primary.port} 2\n"
+            "sentinel down-after-milliseconds shop 500\n"
+            "sentinel failover-timeout shop 5000\n"
+        )
+        # It notes there what it found out, and runs as another user.
+        file.chmod(0o666)
+        sentinel = Redis(f"redis://127.0.0.1:{port}")
+        command = [primary.process._command[0], file, "--sentinel"]
+        sentinel._process = Process(command, directory, lambda process: sentinel.answers())
+        closing(sentinel).start()
+        return sentinel
+
+    def _know_each_other(self) -> bool:
+        known = [self._asked(sentinel) for sentinel in self._all]
+        return all(it["num-other-sentinels"] == "2" and it["num-slaves"] == "1" for it in known)
+
+    def primary(self) -> int:
+        """The port of the server that all of them take for the primary; else 0."""
+        ports = {self._asked(sentinel)["port"] for sentinel in self._all}
+        return int(ports.pop()) if len(ports) == 1 else 0
+
+    def _asked(self, sentinel: Redis) -> dict[str, str]:
+        # sentinel_master() of redis-py 6 fails.
+        flat = sentinel.execute("SENTINEL", "MASTER", "shop")
+        told = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
+        return {key: str(value) for key, value in told.items()}
+
+
+def test_a_lease_outlives_the_primary_that_granted_it(make_any_redis, closing, settings):
+    primary = make_any_redis()
+    replica = make_any_redis(replica_of=primary)
+    sentinels = Sentinels(primary, closing)
+    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": sentinels.location}}
+
+    lease = lock("invoice:42", ttl=60).acquire()
+    with primary.client() as client:
+        # Nothing waits for a replica but this test: what didn't arrive would be lost.
+        assert client.wait(1, 5000) == 1
+    primary.kill()
+    with pytest.raises(BackendUnavailable) as refused:
+        lease.verify()
+    assert len(str(refused.value)) < 1000
+    wait_until(lambda: _answers(lease.verify), "a new primary", PATIENCE)
+    assert sentinels.primary() == replica.port
+
+    lease.renew()
+    assert lock("invoice:42").holder().owner == lease.owner
+    lease.release()
+    with lock("invoice:42") as successor:
+        assert successor.token == 2
+
+
+def _answers(ask: Callable[[], Any]) -> bool:
+    try:
+        return bool(ask())
+    except BackendUnavailable:
+        return False
+
+
+# Cluster
+
+_nodes: list[Redis] = []
+
+
+def cluster_client() -> redis.RedisCluster:
+    """As docs/redis_topologies.md tells."""
+    return redis.RedisCluster(
+        startup_nodes=[ClusterNode(node.host, node.port) for node in _nodes],
+        socket_timeout=2,
+        socket_connect_timeout=2,
+        retry=Retry(NoBackoff(), 1),
+    )
+
+
+@pytest.fixture
+def nodes(make_any_redis, settings, monkeypatch):
+    """Three nodes with a third of the slots each. One that dies takes its own slots along alone."""
+    arguments = {
+        "--cluster-enabled": "yes",
+        "--cluster-node-timeout": "1000",
+        "--cluster-require-full-coverage": "no",
+    }
+    flat = [word for option in arguments.items() for word in option]
+    made = [make_any_redis(*flat) for _ in range(3)]
+    for number, node in enumerate(made):
+        slots = range(SLOTS * number // 3, SLOTS * (number + 1) // 3)
+        node.execute("CLUSTER", "ADDSLOTS", *slots)
+        node.execute("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        node.execute("CLUSTER", "MEET", made[0].host, made[0].port)
+    wait_until(lambda: all(map(_is_whole, made)), "the cluster", PATIENCE)
+    monkeypatch.setattr(f"{__name__}._nodes", made)
+    factory = {"CLIENT_FACTORY": f"{__name__}.cluster_client"}
+    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "OPTIONS": factory}}
+    return made
+
+
+def _is_whole(node: Redis) -> bool:
+    told = str(node.execute("CLUSTER", "INFO"))
+    wanted = ("cluster_state:ok", f"cluster_slots_ok:{SLOTS}", "cluster_known_nodes:3")
+    return all(each in told for each in wanted)
+
+
+def _slot(name: str) -> int:
+    return key_slot(Keys.of("", name).lock.encode())
+
+
+def _name_on(number: int) -> str:
+    """The name of a lock that this node has."""
+    names = (f"lock:{count}" for count in itertools.count())
+    return next(name for name in names if _slot(name) * 3 // SLOTS == number)
+
+
+def test_a_dead_node_takes_no_leases_of_others_along(nodes, caplog):
+    names = [_name_on(number) for number in range(3)]
+    leases = [lock(name, ttl=60).acquire() for name in names]
+    backend = service("default").backend
+    assert backend.renew(leases) == [Renewal.KEPT] * 3
+    nodes[0].kill()
+    assert backend.renew(leases) == [Renewal.UNKNOWN, Renewal.KEPT, Renewal.KEPT]
+    assert "failed at the renewal of 1 of 3 leases" in caplog.text
+    with pytest.raises(BackendUnavailable):
+        lock(names[0]).holder()
+    leases[1].release()
+    with lock(names[1]) as lease:
+        assert lease.token == 2
+    assert leases[2].verify()
+
+
+def test_a_cluster_that_is_gone_is_told_like_any_other_service(nodes):
+    lease = lock("x").acquire()
+    for node in nodes:
+        node.kill()
+    with pytest.raises(BackendUnavailable, match="Redis Cluster cannot be connected"):
+        lock("another").acquire()
+    assert service("default").backend.renew([lease]) == [Renewal.UNKNOWN]
+
+
+def test_a_slot_moves_to_another_node_with_the_lock_in_it(nodes):
+    name = _name_on(0)
+    lease = lock(name, ttl=60).acquire()
+    with ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(_token_of, name, blocking_timeout=60)
+        queue = Keys.of("", name).queue
+        wait_until(lambda: nodes[0].execute("ZCARD", queue), "somebody in the line")
+        _move(_slot(name), *nodes[:2])
+        assert service("default").backend.renew([lease]) == [Renewal.KEPT]
+        assert lease.verify()
+        lease.release()
+        assert waiter.result(PATIENCE) == 2
+
+
+def _token_of(name: str, **terms: Any) -> int:
+    with lock(name, **terms) as lease:
+        return int(lease.token)
+
+
+def _move(slot: int, here: Redis, there: Redis) -> None:
+    ids = [str(node.execute("CLUSTER", "MYID")) for node in (here, there)]
+    there.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+    here.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+    keys = here.execute("CLUSTER", "GETKEYSINSLOT", slot, 100)
+    here.execute("MIGRATE", there.host, there.port, "", 0, 5000, "KEYS", *keys)
+    for node in (there, here):
+        node.execute("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
