@@ -29,14 +29,20 @@ class Servers(NamedTuple):
 
 
 @contextmanager
-def started(*, cpus: int | None = None, postgres: Mapping[str, str] | None = None, **options: Any
-            ) -> Iterator[Servers]:
+def started(
+    *,
+    cpus: int | None = None,
+    postgres: Mapping[str, str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[Servers]:
     """
     Start servers, and configure this process to take locks on them.
 
     Args:
         cpus: How many CPUs this process and all that it starts share.
         postgres: Settings of the server.
+        settings: More of Django's.
         options: Options of the postgres backend.
     """
     with ExitStack() as stack:
@@ -52,6 +58,7 @@ def started(*, cpus: int | None = None, postgres: Mapping[str, str] | None = Non
             "postgres": server.django(),
             "sqlite": str(Path(folder) / "db.sqlite3"),
             "options": options,
+            "settings": settings or {},
         }
         configure(given)
         migrate()
@@ -75,7 +82,7 @@ def configure(given: Given) -> None:
         }
     }
     settings.configure(
-        INSTALLED_APPS=["django_fencedlock"],
+        INSTALLED_APPS=["django_fencedlock", *given["settings"].get("INSTALLED_APPS", ())],
         DATABASES={"default": given["postgres"], "sqlite": sqlite(given["sqlite"])},
         FENCEDLOCK={
             "default": {},
@@ -88,6 +95,7 @@ def configure(given: Given) -> None:
         },
         USE_TZ=True,
         **{key: value for peer in peers if find_spec(peer) for key, value in peers[peer].items()},
+        **{key: value for key, value in given["settings"].items() if key != "INSTALLED_APPS"},
     )
     django.setup()
 
@@ -115,7 +123,10 @@ def migrate() -> None:
 def give_back_all() -> None:
     """Leave nothing to be done when the servers are gone."""
     from django_fencedlock import conf
+    from django_fencedlock.scribe import scribe
     from django_fencedlock.services import service
 
     for alias in conf.aliases():
         service(alias).drop_all()
+    scribe.finish()
+    scribe.forget()
