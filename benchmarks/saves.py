@@ -23,9 +23,13 @@ from typing import Any
 import pymysql
 
 from benchmarks.processor import computed
+from benchmarks.report import COUNTED, Report
+from benchmarks.report import options as common
 from tests.servers import MariaDB, Postgres, ServerMissing, finding
 
 SAVES, ROWS = 100, 1000
+#: What a fenced save should cost at most, as a ratio to a plain one.
+AIMS = {"sqlite": 1.10, "postgres": 1.18, "mariadb": 1.25}
 
 Run = Callable[[], object]
 Group = Mapping[str, Run]
@@ -33,6 +37,7 @@ Group = Mapping[str, Run]
 
 def main() -> None:
     options = _options()
+    report = Report(options)
     pymysql.install_as_MySQLdb()
     with ExitStack() as stack:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -53,14 +58,18 @@ def main() -> None:
                 continue
             _prepare(alias)
             for title, group in _groups(alias):
-                _report(f"{alias}, {title}", alias, group, servers, options.rounds)
+                found = _report(f"{alias}, {title}", alias, group, servers, options.rounds)
+                _keep(report, alias, title, found)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", default="", help="databases that have this in their alias")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.short:
+        given.rounds = 1
+    return given
 
 
 def _sqlite(stack: ExitStack) -> dict[str, object]:
@@ -253,7 +262,10 @@ def _sent(alias: str, run: Run) -> list[tuple[str, Any]]:
     return found
 
 
-def _report(title: str, alias: str, group: Group, servers: list[int], rounds: int) -> None:
+def _report(
+    title: str, alias: str, group: Group, servers: list[int], rounds: int
+) -> dict[str, tuple[float, float, float]]:
+    """The ratios of the time and of the CPU's, and the queries of one save, by contestant."""
     queries = {key: len(_sent(alias, run)) for key, run in group.items()}
     gc.collect()
     found: dict[str, list[tuple[float, float, float]]] = {key: [] for key in group}
@@ -262,6 +274,7 @@ def _report(title: str, alias: str, group: Group, servers: list[int], rounds: in
             found[key].append(_measure(group[key], servers))
     print(f"\n{title:54}   time    CPU    us   client's and servers' CPU in us, queries")
     base = next(iter(found.values()))
+    told = {}
     for key, each in found.items():
         elapsed = statistics.median(its[0] / first[0] for its, first in zip(each, base, strict=True))
         spent = statistics.median(
@@ -273,6 +286,20 @@ def _report(title: str, alias: str, group: Group, servers: list[int], rounds: in
             f"   {queries[key] / SAVES:g}",
             flush=True,
         )
+        told[key] = (elapsed, spent, queries[key] / SAVES)
+    return told
+
+
+def _keep(
+    report: Report, alias: str, title: str, found: Mapping[str, tuple[float, float, float]]
+) -> None:
+    work = f"{title}, {alias}"
+    for who, (elapsed, spent, queries) in found.items():
+        aim = AIMS.get(alias) if title == "save()" and who == "FencedModel" else None
+        report.add(work, who, "time", elapsed, aim=aim)
+        report.add(work, who, "CPU", spent, aim=aim)
+        if title == "save()":
+            report.add(work, who, "queries", queries, COUNTED, aim=1 if aim else None)
 
 
 def _measure(run: Run, servers: list[int]) -> tuple[float, float, float]:
