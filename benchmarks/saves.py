@@ -131,17 +131,17 @@ def _make_models() -> None:
             abstract = True
             app_label = "django_fencedlock"
 
-    class Plain(Columns):
+    class Plain(Columns):  # noqa: DJ008
         stamp = models.BigIntegerField(default=0)
 
         class Meta(Columns.Meta):
             db_table = "benchmark_plain"
 
-    class Fenced(FencedModel, Columns):
+    class Fenced(FencedModel, Columns):  # noqa: DJ008
         class Meta(Columns.Meta):
             db_table = "benchmark_fenced"
 
-    class Batch(FencedModel, Columns):
+    class Batch(FencedModel, Columns):  # noqa: DJ008
         fencing = Fencing("benchmark")
 
         class Meta(Columns.Meta):
@@ -151,7 +151,7 @@ def _make_models() -> None:
     if find_spec("concurrency"):
         from concurrency.fields import IntegerVersionField
 
-        class Concurrency(Columns):
+        class Concurrency(Columns):  # noqa: DJ008
             version = IntegerVersionField()
 
             class Meta(Columns.Meta):
@@ -276,10 +276,9 @@ def _report(
     base = next(iter(found.values()))
     told = {}
     for key, each in found.items():
-        elapsed = statistics.median(its[0] / first[0] for its, first in zip(each, base, strict=True))
-        spent = statistics.median(
-            sum(its[1:]) / sum(first[1:]) for its, first in zip(each, base, strict=True)
-        )
+        pairs = list(zip(each, base, strict=True))
+        elapsed = statistics.median(its[0] / first[0] for its, first in pairs)
+        spent = statistics.median(sum(its[1:]) / sum(first[1:]) for its, first in pairs)
         us = [statistics.median(part) * 1e6 / SAVES for part in zip(*each, strict=True)]
         print(
             f"  {key:52} {elapsed:6.3f} {spent:6.3f} {us[0]:5.0f}   {us[1]:.0f} + {us[2]:.0f}"
