@@ -18,6 +18,7 @@ class Counts:
     """What the clients sent; what scripts did is `inner`."""
 
     commands: int = 0
+    scripts: int = 0
     inner: int = 0
     statements: int = 0
 
@@ -34,6 +35,7 @@ def counted(redis: Redis, postgres: Postgres) -> Iterator[Counts]:
         yield counts
     sent = [command for command in commands if command.name not in _GREETINGS]
     counts.commands = sum(not command.lua for command in sent)
+    counts.scripts = sum(command.name in ("EVAL", "EVALSHA") for command in sent)
     counts.inner = sum(command.lua for command in sent)
     counts.statements = sum(
         calls for text, calls in statements.items() if not text.startswith(_SETTINGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from importlib.util import find_spec
 
 import django
 from celery import Celery
@@ -57,6 +58,21 @@ once = app.task(
 fenced_once = app.task(
     single_instance("bench:{number}", backend="redis", redelivery="run")(body), name="fenced_once"
 )
+
+# Peers that are installed; they take their locks when a message is published.
+app.conf.ONCE = {
+    "backend": "celery_once.backends.Redis",
+    "settings": {"url": GIVEN["locks"], "default_timeout": 600},
+}
+app.conf.singleton_backend_url = GIVEN["locks"]
+if find_spec("celery_once"):
+    from celery_once import QueueOnce
+
+    app.task(body, name="celery-once", base=QueueOnce)
+if find_spec("celery_singleton"):
+    from celery_singleton import Singleton
+
+    app.task(body, name="celery-singleton", base=Singleton)
 
 
 @app.task(name="mark", ignore_result=True)

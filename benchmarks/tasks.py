@@ -18,14 +18,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from redis import Redis as Client
 
+from benchmarks.counting import counted
 from benchmarks.processor import by_itself, computed
+from benchmarks.report import COUNTED, Report
+from benchmarks.report import options as common
 from tests.servers import Postgres, Redis, finding
 
 KINDS = ("bare", "unfenced", "fenced", "once", "fenced_once")
+PEERS = {"celery_once": "celery-once", "celery_singleton": "celery-singleton"}
+#: As ratios to the bare task, of worker and servers together.
+AIMS = {"unfenced": 1.06, "fenced": 1.15}
+PUBLISH_AIM = 1.02
 #: Seconds for one queue to be drained.
 PATIENCE = 300
 
@@ -33,15 +41,19 @@ _numbers = itertools.count(1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=5000)
     parser.add_argument("--pool", default="prefork")
     parser.add_argument("--concurrency", default="1")
     parser.add_argument("--cpus", type=int, default=1, help="how many CPUs all of it shares")
     parser.add_argument("--results", action="store_true", help="store results, in Redis")
-    parser.add_argument("--kinds", nargs="*", default=KINDS[:3])
+    peers = [kind for module, kind in PEERS.items() if find_spec(module)]
+    parser.add_argument("--kinds", nargs="*", default=[*KINDS[:3], *peers])
     options = parser.parse_args()
+    if options.short:
+        options.rounds, options.tasks, options.kinds = 1, 200, list(KINDS[:3])
+    report = Report(options)
     with ExitStack() as stack:
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: options.cpus]))
         redis = stack.enter_context(closing(Redis.launch(finding.redis())))
@@ -49,7 +61,8 @@ def main() -> None:
         _configure(redis, postgres, options.results)
         _prepare()
         worker = stack.enter_context(_worker(options.pool, options.concurrency))
-        _report(worker, [redis.process.pid, postgres.process.pid], options)
+        _report(worker, [redis.process.pid, postgres.process.pid], options, report)
+        _count(worker, redis, postgres, options, report)
 
 
 def _configure(redis: Redis, postgres: Postgres, results: bool) -> None:
@@ -101,7 +114,9 @@ def _await_ready() -> None:
 MEASURED = ("published", "drained", "main process", "its children", "servers")
 
 
-def _report(worker: int, servers: list[int], options: argparse.Namespace) -> None:
+def _report(
+    worker: int, servers: list[int], options: argparse.Namespace, report: Report
+) -> None:
     kinds = list(options.kinds)
     client = Client.from_url(json.loads(os.environ["FENCEDLOCK_BENCHMARK"])["locks"])
     for kind in kinds:
@@ -115,13 +130,31 @@ def _report(worker: int, servers: list[int], options: argparse.Namespace) -> Non
     ]
     per_task = 1e6 / options.tasks
     print(f"load {os.getloadavg()[0]:.1f}")
+    work = f"{options.pool} -c {options.concurrency} on {options.cpus} CPUs, ratio to a bare task"
     for kind in kinds:
         for place, what in enumerate(MEASURED):
             ratio = statistics.median(each[kind][place] / each[kinds[0]][place] for each in rounds)
             cost = statistics.median(each[kind][place] for each in rounds) * per_task
-            print(f"{kind:12} {what:12} {ratio:.3f}  {cost:6.0f} us a task")
+            print(f"{kind:16} {what:12} {ratio:.3f}  {cost:6.0f} us a task")
+            aim = AIMS.get(kind) if what == "drained" else None
+            if what == "published" and kind in AIMS:
+                aim = PUBLISH_AIM
+            report.add(work, kind, what, ratio, aim=aim)
         ratio = statistics.median(sum(each[kind][2:]) / sum(each[kinds[0]][2:]) for each in rounds)
-        print(f"{kind:12} {'all CPU':12} {ratio:.3f}")
+        print(f"{kind:16} {'all CPU':12} {ratio:.3f}", flush=True)
+        report.add(work, kind, "CPU", ratio)
+
+
+def _count(
+    worker: int, redis: Redis, postgres: Postgres, options: argparse.Namespace, report: Report
+) -> None:
+    """What the locks of a task ask of the servers, beside what the bare task does."""
+    client = Client.from_url(json.loads(os.environ["FENCEDLOCK_BENCHMARK"])["locks"])
+    for kind in (kind for kind in options.kinds if kind in KINDS):
+        with counted(redis, postgres) as counts:
+            _drain(client, worker, [], kind, 100)
+        report.add("a task's locks", kind, "scripts", counts.scripts / 100, COUNTED)
+        report.add("a task's locks", kind, "statements", counts.statements / 100, COUNTED)
 
 
 def _drain(
