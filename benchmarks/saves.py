@@ -51,6 +51,8 @@ def main() -> None:
                 continue
             databases[alias] = server.django()
             servers.append(server.process.pid)
+            if alias == "postgres":
+                databases["prepared"] = _prepared(server)
         _configure(databases)
         print(f"load {os.getloadavg()[0]:.1f}, {options.rounds} rounds")
         for alias in databases:
@@ -86,6 +88,12 @@ def _sqlite(stack: ExitStack) -> dict[str, object]:
 
 def _postgres() -> Any:
     return Postgres.launch(finding.postgres())
+
+
+def _prepared(server: Any) -> dict[str, object]:
+    """Another database there, where Django is allowed to have statements prepared."""
+    options = {"server_side_binding": True, "prepare_threshold": 5}
+    return {**server.django(server.create_database()), "OPTIONS": options}
 
 
 def _mariadb() -> Any:

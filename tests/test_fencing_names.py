@@ -462,8 +462,8 @@ def test_a_guarded_save_is_one_short_statement():
             invoice.save(update_fields=["note"])
     (sent,) = captured
     assert sent["sql"] == (
-        'UPDATE "tests_invoice" SET "note" = \'\', "fence" = 1 WHERE ('
+        'UPDATE "tests_invoice" SET "note" = \'\', "fence" = 1 WHERE '
         f'"tests_invoice"."id" = {invoice.pk} AND "tests_invoice"."fence" IN (0, 1) '
         "AND (SELECT true FROM django_fencedlock_fence WHERE name = "
-        f"'{lease.name}' AND token = 1 AND owner = '{lease.owner}'))"
+        f"'{lease.name}' AND token = 1 AND owner = '{lease.owner}')"
     )

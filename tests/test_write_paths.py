@@ -16,8 +16,9 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.db import DatabaseError, IntegrityError, connections, models, transaction
 from django.db.models import F
+from django.db.models.lookups import Exact
 from django.db.models.signals import post_delete, post_save, pre_delete
-from django.test.utils import CaptureQueriesContext
+from django.test.utils import CaptureQueriesContext, register_lookup
 from django.urls import path
 
 from django_fencedlock import current_lease, lock
@@ -729,6 +730,25 @@ def test_a_composite_key(database):
     with other.fencing.lock(), statements(1):
         other.delete()
     assert len(rows_of(Seat)) == 1
+
+
+@pytest.mark.parametrize("pk", [2**40, -(2**63), 2**70])
+def test_a_key_that_no_row_can_have(database, pk):
+    invoice = Invoice(pk=pk)
+    invoice._state.adding = False
+    with invoice.fencing.lock(), refused(StaleFence, Invoice):
+        invoice.save()
+
+
+def test_a_key_that_is_compared_in_a_way_of_its_own(database, invoice):
+    class Never(Exact):
+        def as_sql(self, *args, **kwargs):
+            return "1 = 0", []
+
+    with invoice.fencing.lock():
+        with register_lookup(Invoice._meta.pk, Never), refused(StaleFence, Invoice):
+            invoice.save()
+        invoice.save()
 
 
 def test_a_generated_column_and_an_expression(database):
