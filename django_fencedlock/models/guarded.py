@@ -326,19 +326,20 @@ def _is_plain(pk: Any, field: Any) -> bool:
     return type(pk) is not int or pk.bit_length() <= most
 
 
-class _KeyAndGuards(NamedTuple):
+class _KeyAndGuards:
     """
     The WHERE of one row.
 
     Made by hand: Django's way to compare a key costs more than the database's work.
     """
 
-    meta: Any
-    pk: Any
-    guards: Sequence[Guard]
-
     contains_aggregate = False
     contains_over_clause = False
+
+    def __init__(self, meta: Any, pk: Any, guards: Sequence[Guard]) -> None:
+        self.meta = meta
+        self.pk = pk
+        self.guards = guards
 
     def as_sql(
         self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
