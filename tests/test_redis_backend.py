@@ -684,6 +684,18 @@ def test_a_lease_that_ran_out_is_renewed_if_nobody_came(backend, client):
 
 
 @recorded
+def test_the_counter_outlasts_whoever_may_still_record_its_token(backend, client):
+    seq, hours = keys_of(backend).seq, 48 * 3600 * 1000
+    lease = take(backend, fenced=True)
+    assert client.pttl(seq) > hours
+    client.delete(keys_of(backend).lock, seq)
+    assert backend.renew([lease]) == [Renewal.KEPT]
+    assert client.pttl(seq) > hours
+    assert backend._store.take_away(lease.name, lease.owner, lease.token + 1)
+    assert client.pttl(seq) > hours
+
+
+@recorded
 def test_a_renewal_after_redis_was_emptied_takes_the_counter_along(backend, client):
     """Else the next grants are behind the fence, and each has to be repaired."""
     take_and_release(backend, fenced=True)

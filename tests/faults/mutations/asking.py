@@ -88,10 +88,8 @@ MUTATIONS = (
     Mutation(
         "What a form says that it was shown isn't verified",
         "admin/releasing.py",
-        '        listed = signing.loads(request.POST.get("listed", ""), salt=_salt(request))\n',
-        "        listed = signing.JSONSerializer().loads(\n"
-        '            signing.b64_decode(request.POST.get("listed", "").split(":")[0].encode())\n'
-        "        )\n",
+        "    except signing.BadSignature:\n        return False\n",
+        '    except signing.BadSignature:\n        return bool(request.POST.get("listed"))\n',
         (_RELEASING,),
     ),
     Mutation(
