@@ -684,6 +684,20 @@ def test_a_lease_that_ran_out_is_renewed_if_nobody_came(backend, client):
 
 
 @recorded
+def test_a_request_that_comes_late_after_redis_was_emptied_gives_nobody_his_lease_back(
+    backend, client
+):
+    take_and_release(backend, fenced=True)
+    request = wish(fenced=True)
+    lease = lease_of(request, backend.acquire(request))
+    client.flushall()
+    # Of his own, once more; it draws the first token anew.
+    assert backend._store.claim(request) == 1
+    assert not backend.verify(lease)
+    assert backend.renew([lease]) == [Renewal.LOST]
+
+
+@recorded
 def test_the_counter_outlasts_whoever_may_still_record_its_token(backend, client):
     seq, hours = keys_of(backend).seq, 48 * 3600 * 1000
     lease = take(backend, fenced=True)
