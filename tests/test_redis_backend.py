@@ -760,6 +760,17 @@ def test_a_batch_is_renewed_in_one_round_trip_each_by_its_own_ttl(backend, serve
 
 
 @recorded
+def test_an_error_about_one_lock_of_a_batch_refuses_no_renewal(backend, client):
+    """Whoever can't be answered may have the lock still."""
+    broken, fine = take(backend, "broken", fenced=True), take(backend, "fine", fenced=True)
+    key = keys_of(backend, "broken").lock
+    client.delete(key)
+    client.rpush(key, "no text")
+    assert backend.renew([broken, fine]) == [Renewal.UNKNOWN, Renewal.KEPT]
+    client.delete(key)
+
+
+@recorded
 def test_a_row_that_is_gone_from_the_registry_is_put_back(backend):
     lease = take(backend, fenced=True)
     HeldLock.objects.all().delete()

@@ -9,6 +9,7 @@ from . import (
     celery,
     forcing,
     ledgers,
+    naming,
     redis,
     services,
     sessions,
@@ -33,6 +34,7 @@ GROUPS: dict[str, tuple[Mutation, ...]] = {
     "Forced release": forcing.MUTATIONS,
     "The admin and the command": asking.MUTATIONS,
     "History, and who waits": telling.MUTATIONS,
+    "Names, models, and what people are told": naming.MUTATIONS,
 }
 
 MUTATIONS = tuple(mutation for group in GROUPS.values() for mutation in group)
