@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib
 import inspect
 import re
 import sys
@@ -27,6 +28,8 @@ from django_fencedlock.celery import SkippedRun, lock_name, single_instance
 from django_fencedlock.celery.policy import TERMS, Policy
 from django_fencedlock.celery.skipped import REASONS
 from django_fencedlock.exceptions import LockNotAcquired
+from django_fencedlock.lease import Lease
+from django_fencedlock.locks import Lock
 from tests.models import Invoice
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -304,6 +307,10 @@ def test_settings_that_are_shown_are_right(
     block: Block, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(settings.DATABASES, "direct", settings.DATABASES["postgres"])
+    # Where the page says that its function is.
+    for name in ("shop", "shop.redis"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["shop.redis"], "cluster", print, raising=False)
     settings.FENCEDLOCK = _run(block)["FENCEDLOCK"]
     # The pages speak of a project on PostgreSQL; here, "default" is SQLite.
     assert [str(problem) for problem in conf.problems() if problem.id != "E010"] == []
@@ -399,6 +406,68 @@ def test_the_workflow_has_the_environments_of_tox() -> None:
     ours = {env for env in config["tox"]["env_list"].split() if env.startswith("py3")}
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     assert set(re.findall(r"env: (py[\w-]+)", workflow)) == ours
+
+
+@pytest.mark.parametrize("module", ["", ".celery", ".models"])
+def test_the_api_page_has_what_can_be_imported(module: str) -> None:
+    public = importlib.import_module(f"django_fencedlock{module}")
+    told = _table(ROOT / "docs/api.md", f"## django_fencedlock{module}\n\n| name | what it is |")
+    assert set(_called(told)) == set(public.__all__)
+    for name, arguments in _called(told).items():
+        if arguments is not None:
+            assert _defaults(arguments) == _parameters(getattr(public, name)), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"), [(Lock, "| name | what it does |"), (Lease, "| name | what it is |")]
+)
+def test_the_api_page_has_methods_as_they_are(kind: type, head: str) -> None:
+    told = _table(ROOT / "docs/api.md", f"### {kind.__name__}\n\n{head}")
+    for name, arguments in _called(told).items():
+        if arguments is None:
+            source = inspect.getsource(kind.__init__)  # type: ignore[misc]
+            assert hasattr(kind, name) or f"self.{name} = " in source, name
+        else:
+            assert _defaults(arguments) == _parameters(getattr(kind, name)), name
+
+
+def test_the_api_page_names_what_else_there_is() -> None:
+    told = dict(_table(ROOT / "docs/api.md", "| import | what it is |"))
+    for module, text in told.items():
+        public = getattr(importlib.import_module(module), "__all__", [])
+        if module.endswith((".operations", ".admin", ".prometheus")):
+            assert set(public) <= set(re.findall(r"\w+", text)), module
+
+
+def _called(rows: list[list[str]]) -> dict[str, str | None]:
+    """Names in the first column, each with its arguments, or None where none are told."""
+    found = {}
+    for row in rows:
+        for name, arguments in re.findall(r"(\w+)(\([^)]*\))?(?:, |$)", row[0]):
+            found[name] = arguments or None
+    return found
+
+
+def _defaults(arguments: str) -> dict[str, Any]:
+    """The arguments of a call as they are written, with their defaults."""
+    (node,) = ast.parse(f"def f{arguments}: ...").body
+    assert isinstance(node, ast.FunctionDef)
+    return _parameters(_made(node))
+
+
+def _made(node: ast.FunctionDef) -> Any:
+    names: dict[str, Any] = {}
+    exec(compile(ast.Module([node], []), "docs/api.md", "exec"), names)
+    return names["f"]
+
+
+def _parameters(thing: Any) -> dict[str, Any]:
+    """Of a function, and how they are given; without what is there for mistakes to be told."""
+    return {
+        name: (parameter.default, parameter.kind)
+        for name, parameter in inspect.signature(thing).parameters.items()
+        if name not in ("self", "unknown")
+    }
 
 
 def test_every_reason_of_a_skip_is_told() -> None:

@@ -116,7 +116,7 @@ _nodes: list[Redis] = []
 
 
 def cluster_client() -> redis.RedisCluster:
-    """As docs/redis_topologies.md tells."""
+    """As docs/sentinel_and_cluster.md tells."""
     return redis.RedisCluster(
         startup_nodes=[ClusterNode(node.host, node.port) for node in _nodes],
         socket_timeout=2,
