@@ -1,0 +1,181 @@
+"""What the pages show besides Python is so: commands exist with their options, SQL does its work."""
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from configparser import ConfigParser
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from django.core.management import get_commands, load_command_class
+from django.db import connection
+
+from django_fencedlock import lock
+from django_fencedlock.models import Fence
+from tests.models import Invoice
+from tests.test_docs import FOLLOWED, PAGES, ROOT, Block, _blocks
+
+ALL = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md"))]
+ALL += [ROOT / "benchmarks/README.md", ROOT / "migrations/README.md"]
+#: Who tries blocks that are neither Python nor commands.
+TRIED = {
+    # By test_alert_rules.py, with Prometheus' own tool.
+    "metrics.md": "yaml",
+    # Here.
+    "restore.md": "sql",
+    "outside_the_database.md": "sql",
+    # By test_existing_tables.py.
+    "existing_tables.md": "diff",
+}
+SHELL = [
+    block
+    for page in ALL
+    if page != FOLLOWED
+    for block in _blocks(page)
+    if block.language in ("", "sh")
+]
+INLINE = [
+    pytest.param(command, id=f"{page.name}: {command}")
+    for page in ALL
+    for command in sorted(set(re.findall(r"`(manage\.py [^`]+)`", page.read_text())))
+]
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_commands_that_are_shown_exist(block: Block) -> None:
+    if not _is_picture(block):
+        for command in _commands(block.text):
+            _examine(command)
+
+
+@pytest.mark.parametrize("command", INLINE)
+def test_commands_that_are_named_exist(command: str) -> None:
+    _examine(shlex.split(command))
+
+
+def test_every_block_is_tried_somewhere() -> None:
+    rest = {
+        (block.page.name, block.language)
+        for page in ALL
+        for block in _blocks(page)
+        if block.language not in ("", "sh", "python", "py", "text", "{toctree}")
+    }
+    assert rest == set(TRIED.items())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "manage.py fencedlock lst",
+        "manage.py fencedlock list --nothing",
+        "manage.py nothing",
+        "python -m nothing",
+        "pip install 'django-fencedlock[nothing]'",
+        "nothing",
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(command: str) -> None:
+    with pytest.raises(AssertionError):
+        _examine(shlex.split(command))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_sql_after_a_restore_lifts_all_fences() -> None:
+    with lock("x") as lease:
+        pass
+    with connection.cursor() as cursor:
+        cursor.execute(_sql("restore.md"))
+    assert list(Fence.objects.values_list("token", "owner")) == [(lease.token + 1000000, "")]
+    with lock("x") as successor:
+        assert successor.token > lease.token + 1000000
+
+
+@pytest.mark.django_db
+def test_the_sql_of_a_service_of_ones_own_refuses_older_tokens() -> None:
+    statement = re.sub(r":(\w+)", r"%(\1)s", _sql("outside_the_database.md"))
+    with connection.cursor() as cursor:
+        cursor.execute("CREATE TABLE newest_token (name text, token bigint)")
+        cursor.execute("INSERT INTO newest_token VALUES ('x', 5)")
+        for token, changed in ((4, 0), (5, 1), (7, 1), (6, 0)):
+            cursor.execute(statement, {"name": "x", "token": token})
+            assert cursor.rowcount == changed, token
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_warning_of_an_unleased_write_is_as_it_is_shown(settings, caplog) -> None:
+    settings.FENCEDLOCK_UNLEASED = "warn"
+    invoice = Invoice.objects.create()
+    invoice.save()
+    (shown,) = [b.text.strip() for b in _blocks(ROOT / "docs/adopting.md") if b.language == "text"]
+    assert caplog.messages == [
+        shown.replace("billing.Invoice", "tests.Invoice").replace(
+            "billing.invoice:42", f"tests.invoice:{invoice.pk}"
+        )
+    ]
+    assert caplog.records[0].name in (ROOT / "docs/adopting.md").read_text()
+
+
+def _sql(page: str) -> str:
+    (block,) = [b for b in _blocks(ROOT / "docs" / page) if b.language == "sql"]
+    return block.text
+
+
+def _is_picture(block: Block) -> bool:
+    return block.text.startswith("6  apps")
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    lines = text.splitlines()
+    if any(line.startswith("$ ") for line in lines):
+        # The rest is what they print.
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    for line in lines:
+        for command in line.split(" && "):
+            if words := shlex.split(command, comments=True):
+                yield words
+
+
+def _examine(words: list[str]) -> None:
+    program, *rest = words
+    program = Path(program).name
+    if program in ("python", "python3") and rest[0] == "-m":
+        module, *rest = rest[1:]
+        assert find_spec(module), f"There is no module {module!r}."
+        if module != "example_project" or rest[0] != "manage":
+            return
+        program, rest = "manage.py", rest[1:]
+    if program == "manage.py":
+        _examine_management(*rest)
+    elif program == "pip":
+        _examine_extras(rest)
+    elif program == "celery":
+        assert find_spec(rest[rest.index("-A") + 1])
+    else:
+        here = Path(sys.executable).parent / program
+        assert here.exists() or shutil.which(program), f"There is no program {program!r}."
+
+
+def _examine_management(name: str, *rest: str) -> None:
+    if any(ROOT.glob(f"example_project/*/management/commands/{name}.py")):
+        return
+    assert name in get_commands(), f"There is no command {name!r}."
+    parser = load_command_class(get_commands()[name], name).create_parser("manage.py", name)
+    known = set(parser._option_string_actions)
+    if name == "fencedlock":
+        (actions,) = [action for action in parser._actions if action.dest == "action"]
+        if rest:
+            assert rest[0] in actions.choices, f"{rest[0]!r} is no action."
+            known |= set(actions.choices[rest[0]]._option_string_actions)
+    for word in rest:
+        if word.startswith("-"):
+            assert word.partition("=")[0] in known, f"{name} has no option {word!r}."
+
+
+def _examine_extras(words: list[str]) -> None:
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    for extra in re.findall(r"\[(\w+)\]", " ".join(words)):
+        assert extra in config["options.extras_require"], f"There is no extra {extra!r}."
