@@ -1,4 +1,4 @@
-"""What the pages show besides Python is so: commands exist with their options, SQL does its work."""
+"""What the pages show besides Python: commands exist with their options, and SQL does its work."""
 
 import re
 import shlex
