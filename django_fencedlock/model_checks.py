@@ -56,6 +56,16 @@ def database_problems(databases: Iterable[str]) -> Iterator[Problem]:
                 yield from _trigger_problems(connection)
 
 
+def has_tables(database: str) -> bool:
+    """Whether a database has tables of fenced or versioned models."""
+    tables = {model._meta.db_table for model in _tables_in(database)}
+    if not tables:
+        return False
+    connection = connections[database]
+    with connection.cursor() as cursor:
+        return not tables.isdisjoint(connection.introspection.table_names(cursor))
+
+
 # The code
 
 

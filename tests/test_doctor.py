@@ -1,19 +1,24 @@
 """The doctor, at the bedside of real servers."""
 
+import re
 import time
 
 import pytest
 import redis
+from django.apps import apps
+from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock import conf, doctor
+from django_fencedlock import conf, doctor, model_checks
 from django_fencedlock.backends.base import Grant
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.doctor import databases, probe
 from django_fencedlock.findings import Level
 from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.models.tables import Contender, Delivery, Duty, ForcedRelease, LockEvent
 from django_fencedlock.registry import portrait
 from django_fencedlock.test import hold_lock
+from tests.models import Invoice
 from tests.servers.process import wait_until
 
 DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
@@ -123,6 +128,7 @@ class TestServices:
         assert worst(reports) is Level.ERROR
 
     def test_a_slow_service_gets_so_much_time_and_no_more(self, settings, monkeypatch):
+        settings.DATABASE_ROUTERS = [Only("default")]
         monkeypatch.setattr(f"{__name__}.Slow.delay", 0.3)
         settings.FENCEDLOCK = {"default": {"BACKEND": f"{__name__}.Slow"}}
         began = time.monotonic()
@@ -240,6 +246,7 @@ class TestDatabases:
         assert "fsync is off" in told(reports, Level.WARNING)
         assert "full_page_writes is off" in told(reports, Level.WARNING)
         assert "synchronous_commit is off" in told(reports, Level.NOTE)
+        settings.DATABASE_ROUTERS = []
         careful = make_alias(make_postgres(fsync="on").django())
         assert "off" not in told(examine(settings, FENCE_DATABASE=careful))
 
@@ -266,6 +273,19 @@ class TestDatabases:
         assert f"migrate django_fencedlock --database {alias}" in told(reports, Level.ERROR)
         assert "not tried" in told(reports, Level.ERROR)
 
+    def test_tables_that_a_router_keeps_out(self, settings, make_postgres, make_alias):
+        settings.DATABASE_ROUTERS = [Only("default")]
+        alias = make_alias(make_postgres().django())
+        found = told(examine(settings, FENCE_DATABASE=alias), Level.ERROR)
+        assert "django_fencedlock_fence" in found
+        assert "a router keeps the tables out" in found
+        # What the remedy says.
+        settings.DATABASE_ROUTERS = [Only(alias, app=databases.APP)]
+        for target, fake in (("zero", True), (None, False)):
+            only = [target] if target else []
+            call_command("migrate", databases.APP, *only, database=alias, fake=fake, verbosity=0)
+        assert told(examine(settings, FENCE_DATABASE=alias), Level.ERROR) == ""
+
     def test_missing_privileges(self, settings, make_postgres, make_alias):
         server = make_postgres()
         alias = make_alias(server.django())
@@ -278,8 +298,46 @@ class TestDatabases:
         reports = examine(settings, FENCE_DATABASE=alias)
         found = told(reports, Level.ERROR)
         assert "'clerk' lacks INSERT, UPDATE, DELETE on django_fencedlock_heldlock" in found
-        assert "GRANT INSERT, UPDATE, DELETE ON django_fencedlock_heldlock TO clerk;" in found
+        assert 'GRANT INSERT, UPDATE, DELETE ON django_fencedlock_heldlock TO "clerk";' in found
         assert "on django_fencedlock_fence" not in found
+        lacking = told(reports, Level.WARNING)
+        for model in (ForcedRelease, LockEvent, Contender, Delivery, Duty):
+            assert f" on {model._meta.db_table}: " in lacking
+        remedies = re.findall("GRANT .*;", found + lacking)
+        with server.connect() as connection:
+            for remedy in remedies:
+                connection.execute(remedy)
+        connections[alias].close()
+        assert "clerk" not in told(examine(settings, FENCE_DATABASE=alias))
+
+    def test_all_tables_are_in_the_look_at_privileges(self):
+        """So that a newer one isn't forgotten."""
+        tables = {model._meta.db_table for model in apps.get_app_config(databases.APP).get_models()}
+        assert set(databases._NEEDED) | set(databases._WANTED) == tables
+
+    def test_fenced_tables_beside_the_fences(
+        self, settings, make_postgres, make_alias, monkeypatch
+    ):
+        """Rows with mode="high_water" may be in databases that have no fences."""
+        server = make_postgres()
+        alias = make_alias(server.django())
+        declared = {}
+        monkeypatch.setattr(model_checks, "declared_triggers", lambda connection: declared)
+        settings.DATABASE_ROUTERS = [Only("default", alias)]
+
+        def found(*aliases):
+            reports = {report.about: report for report in doctor.examine(aliases)}
+            rows = f"database {alias!r} (rows alone)"
+            return told({rows: reports[rows]}) if rows in reports else None
+
+        assert "as the models and the migrations say" in found()
+        declared[Invoice] = ()
+        assert "W025" in found()
+        assert found("default") is None
+        server.kill()
+        assert "can't be asked whether its fenced tables" in found()
+        settings.DATABASE_ROUTERS = [Only("default")]
+        assert found() is None
 
     def test_a_missing_constraint_of_a_fenced_table(self, settings, make_postgres, make_alias):
         alias = make_alias(make_postgres().django())
@@ -331,6 +389,20 @@ class BesideTheFences:
         return self.database
 
     db_for_write = db_for_read
+
+    def allow_migrate(self, db, app_label, **hints):
+        return db == self.database
+
+
+class Only:
+    """Has tables, of one app or of all, in some databases alone."""
+
+    def __init__(self, *databases, app=None):
+        self.databases = databases
+        self.app = app
+
+    def allow_migrate(self, db, app_label, **hints):
+        return db in self.databases and self.app in (None, app_label)
 
 
 class Slow(DatabaseBackend):

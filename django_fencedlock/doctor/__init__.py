@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from django.apps import apps
+from django.db import connections
 
 from .. import conf, model_checks
 from ..findings import Finding, Level, error, ok
@@ -32,17 +33,27 @@ class Report:
 
 
 def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Report]:
-    """Examine settings and models, then the fences' databases, then each alias."""
+    """
+    Examine settings and models, then the fences' databases, then each alias.
+
+    Where no alias is named, the other databases that have fenced tables, too.
+    """
     yield Report("settings and models", list(_code()))
     if any(not problem.warning for problem in conf.problems()):
         return
     broken = set()
     configs = [conf.config(alias) for alias in aliases or conf.aliases()]
-    for database in dict.fromkeys(config.fence_database for config in configs):
+    with_fences = list(dict.fromkeys(config.fence_database for config in configs))
+    for database in with_fences:
         report = Report(f"database {database!r}", list(databases.examine(database, limit)))
         yield report
         if report.level is Level.ERROR:
             broken.add(database)
+    for database in [] if aliases else connections:
+        if database not in with_fences:
+            found = list(databases.examine_rows(database, limit))
+            if found:
+                yield Report(f"database {database!r} (rows alone)", found)
     for config in configs:
         label = conf.backend_class(config.backend).label
         report = Report(f"alias {config.alias!r} ({label})")

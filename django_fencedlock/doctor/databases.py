@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,11 +12,15 @@ from django.db.migrations.loader import MigrationLoader
 
 from .. import model_checks
 from ..fences import ledger_for
+from ..fences.contenders import CONTENDERS
+from ..fences.deliveries import DELIVERY
+from ..fences.duties import DUTY
+from ..fences.events import EVENTS
 from ..fences.ledger import FENCE, HELD
 from ..fences.revoking import FORCED
 from ..findings import Finding, error, note, ok, warning
 from ..lease import clock
-from ..sessions import ask
+from ..sessions import ask, bounded
 from .problems import of_problems
 
 #: Seconds by which two clocks may differ without a word.
@@ -25,11 +29,20 @@ CLOCKS = 2.0
 CONNECTING = 5.0
 
 APP = "django_fencedlock"
+_ALL = ("SELECT", "INSERT", "UPDATE", "DELETE")
 _NEEDED = {
     FENCE: ("SELECT", "INSERT", "UPDATE"),
-    HELD: ("SELECT", "INSERT", "UPDATE", "DELETE"),
+    HELD: _ALL,
     # Whoever loses a lease looks there why, and whoever renews session locks.
     FORCED: ("SELECT",),
+}
+#: What locks do without; and what is missing then.
+_WANTED = {
+    FORCED: (("INSERT", "DELETE"), "it can't take a lock from its holder by force"),
+    EVENTS: (("SELECT", "INSERT", "DELETE"), "the history of locks is left out"),
+    CONTENDERS: (("SELECT", "INSERT", "DELETE"), "nobody is shown who waits for a lock"),
+    DELIVERY: (_ALL, "its workers may run a message again that was run before"),
+    DUTY: (_ALL, 'its tasks with on_conflict="coalesce" fail'),
 }
 
 
@@ -43,8 +56,25 @@ def examine(database: str, limit: float) -> Iterator[Finding]:
             f"can't be asked: {str(exc).strip()}", "Start the database, or mend its settings."
         )
         return
-    yield from _tables(database)
-    yield from of_problems(model_checks.database_problems([database]))
+    with bounded(database, limit):
+        found = [*_tables(database), *of_problems(model_checks.database_problems([database]))]
+    yield from found
+
+
+def examine_rows(database: str, limit: float) -> Iterator[Finding]:
+    """Look at the fenced tables of a database that has no fences; nothing if it has none."""
+    try:
+        with bounded(database, min(limit, CONNECTING)):
+            if not model_checks.has_tables(database):
+                return
+            found = list(of_problems(model_checks.database_problems([database])))
+    except Error as exc:
+        yield warning(
+            f"can't be asked whether its fenced tables are as they should be: {str(exc).strip()}",
+            "Start the database, or mend its settings, if fenced models have rows there.",
+        )
+        return
+    yield from found or [ok("its fenced tables are as the models and the migrations say")]
 
 
 def _server(connection: BaseDatabaseWrapper) -> list[Finding]:
@@ -83,21 +113,46 @@ def _tables(database: str) -> Iterator[Finding]:
             f"Run: manage.py migrate {APP} --database {database}",
         )
         return
+    if without := _missing(connection):
+        yield error(
+            f"has no {', '.join(without)}, though the migrations count as applied there: a router "
+            "keeps the tables out",
+            f"Have DATABASE_ROUTERS allow {APP} in {database!r}, and run: manage.py migrate {APP} "
+            f"zero --fake --database {database}, then without zero --fake",
+        )
+        return
     yield ok("its migrations are applied")
     yield from _privileges(connection)
+
+
+def _missing(connection: BaseDatabaseWrapper) -> list[str]:
+    with connection.cursor() as cursor:
+        present = connection.introspection.table_names(cursor)
+    return sorted({*_NEEDED, *_WANTED}.difference(present))
 
 
 def _privileges(connection: BaseDatabaseWrapper) -> Iterator[Finding]:
     if connection.vendor != "postgresql":
         return  # There, the probe finds out.
     for table, needed in _NEEDED.items():
-        without = [each for each in needed if not _may(connection, table, each)]
-        if without:
-            user = _one(connection, "SELECT current_user")
-            yield error(
-                f"the role {user!r} lacks {', '.join(without)} on {table}",
-                f"GRANT {', '.join(without)} ON {table} TO {user};",
-            )
+        if found := _lacking(connection, table, needed):
+            yield error(*found)
+    for table, (wanted, harm) in _WANTED.items():
+        if found := _lacking(connection, table, wanted):
+            what, remedy = found
+            yield warning(f"{what}: {harm}", remedy)
+
+
+def _lacking(
+    connection: BaseDatabaseWrapper, table: str, needed: Sequence[str]
+) -> tuple[str, str] | None:
+    """What privileges a role hasn't got, and the statement that gives them."""
+    without = ", ".join(each for each in needed if not _may(connection, table, each))
+    if not without:
+        return None
+    user = _one(connection, "SELECT current_user")
+    to = connection.ops.quote_name(user)
+    return f"the role {user!r} lacks {without} on {table}", f"GRANT {without} ON {table} TO {to};"
 
 
 def _may(connection: BaseDatabaseWrapper, table: str, privilege: str) -> bool:

@@ -31,6 +31,8 @@ ANOTHER_DOCTOR = 5.0
 LINING_UP, SERVED = 0.1, 5.0
 #: Seconds for one request of the second owner, unless OPTIONS says another "TIMEOUT".
 REQUEST = 5.0
+#: The problem of a service that can't be reached. To wait for it once more would tell no more.
+UNREACHABLE = "E013"
 #: How often a round trip is measured, and what is slow, in seconds.
 ROUNDS, SLOW = 7, 0.1
 
@@ -86,7 +88,10 @@ class Probe:
         self._leases: list[tuple[Backend, Lease]] = []
 
     def findings(self) -> Iterator[Finding]:
-        yield from of_problems(self._timed(lambda: list(self._first.live_problems()))[0])
+        problems = self._timed(lambda: list(self._first.live_problems()))[0]
+        yield from of_problems(problems)
+        if any(problem.id == UNREACHABLE for problem in problems):
+            return
         yield from self._timed(lambda: list(self._first.diagnose()))[0]
         yield self._round_trip()
         one = self._take()
