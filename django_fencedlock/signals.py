@@ -30,6 +30,9 @@ lock_force_released = Signal()
 #: Carries ``owner`` and ``pid`` of the holder, whose process on this machine was found gone. Sent
 #: by whoever freed the lock.
 lock_evicted = Signal()
+#: Carries ``pattern``, the ``task`` and the ``reason``: a run of a task that is about to begin
+#: without its lock, since ``on_backend_error="run"`` says so and the lock service failed.
+lock_bypassed = Signal()
 #: Carries ``leases`` and ``answers``, a `Renewal` for each: a batch of the keeper, or one lease
 #: that its holder renewed.
 leases_renewed = Signal()

@@ -72,6 +72,7 @@ def series(metric, pattern, numbers, **labels):
     [
         ("FencedLockStaleWrite", "fencedlock_refused_writes_total"),
         ("FencedLockLost", "fencedlock_losses_total"),
+        ("FencedLockBypassed", "fencedlock_bypasses_total"),
     ],
 )
 @pytest.mark.parametrize(("minute", "fires"), [(25, False), (35, True), (60, False)])

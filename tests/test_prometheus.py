@@ -10,8 +10,9 @@ from django.apps import apps
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from django_fencedlock import LeaseLost, LockNotAcquired, lock, signals
+from django_fencedlock import LeaseLost, LockNotAcquired, force_release, lock, signals
 from django_fencedlock.backends.base import Renewal
+from django_fencedlock.celery import single_instance
 from django_fencedlock.contrib.prometheus import install, uninstall
 from django_fencedlock.exceptions import BackendUnavailable, StaleFence
 from django_fencedlock.models import Fence
@@ -98,6 +99,32 @@ def test_refused_writes_and_transactions(registry):
         with pytest.raises(StaleFence), lease.atomic():
             pass
     assert read(registry, "fencedlock_refused_writes_total", pattern="close") == 1
+
+
+def test_forced_releases(registry):
+    assert not force_release("invoice:42", by="the boss").done
+    lease = lock("invoice:42").acquire()
+    for _ in range(2):
+        force_release("invoice:42", by="the boss", owner=lease.owner)
+    assert read(registry, "fencedlock_forced_releases_total", pattern="invoice:*") == 1
+
+
+def test_runs_without_their_lock(registry, celery_app, settings, make_redis):
+    server = make_redis()
+    backend = "django_fencedlock.backends.redis.RedisBackend"
+    settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": server.url}}
+
+    @celery_app.task
+    @single_instance("report:{user}", fenced=False, on_backend_error="run")
+    def report(user):
+        return user
+
+    bypasses = {"pattern": "report:{user}"}
+    assert report("ann") == "ann"
+    assert read(registry, "fencedlock_bypasses_total", **bypasses) is None
+    server.kill()
+    assert [report("ann"), report("bob")] == ["ann", "bob"]
+    assert read(registry, "fencedlock_bypasses_total", **bypasses) == 2
 
 
 def test_renewals_by_hand_and_by_the_keeper(registry, monkeypatch):

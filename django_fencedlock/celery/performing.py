@@ -42,6 +42,7 @@ def _perform(run: Run, books: Bookkeeping) -> Any:
             exc,
             extra=run.facts(reason=str(exc)),
         )
+        run.tell_bypassed(str(exc))
         with run.running():
             return aborting.call(run.call)
     return _hold(run, found, books) if isinstance(found, Lease) else _nothing(run, found)

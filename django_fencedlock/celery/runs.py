@@ -10,7 +10,7 @@ from typing import Any
 
 from celery.app.task import Context
 
-from .. import logs
+from .. import logs, signals
 from ..exceptions import BackendUnavailable, LockNotAcquired
 from ..lease import Lease, clock, enter, leave
 from ..owners import Holder, new_owner, running_task, whoami
@@ -133,6 +133,18 @@ class Run:
             name=self.name,
             alias=self.policy.backend,
             holder=self.service.holder(self.name),
+        )
+
+    def tell_bypassed(self, reason: str) -> None:
+        """Send the signal for a run that goes on without its lock."""
+        signals.send(
+            signals.lock_bypassed,
+            type(self.service.backend),
+            name=self.name,
+            alias=self.policy.backend,
+            pattern=self.single.pattern(self.task),
+            task=self.title,
+            reason=reason,
         )
 
     def call(self) -> Any:

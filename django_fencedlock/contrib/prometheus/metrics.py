@@ -69,6 +69,18 @@ class Metrics:
             LABELS,
             registry=registry,
         )
+        self._forced_releases = Counter(
+            "fencedlock_forced_releases",
+            "Locks that this process took from their holders by force.",
+            LABELS,
+            registry=registry,
+        )
+        self._bypasses = Counter(
+            "fencedlock_bypasses",
+            "Runs of tasks that went on without their lock, as its service failed.",
+            LABELS,
+            registry=registry,
+        )
         self._renewals = Counter(
             "fencedlock_renewals",
             "Tries to renew a lease.",
@@ -88,6 +100,7 @@ class Metrics:
         for metric in (
             *(self._acquisitions, self._conflicts, self._waits, self._holds),
             *(self._losses, self._refused_writes, self._renewals),
+            *(self._forced_releases, self._bypasses),
         ):
             self._registry.unregister(metric)
 
@@ -96,6 +109,8 @@ class Metrics:
         yield signals.lock_not_acquired, self._not_acquired
         yield signals.lock_released, self._released
         yield signals.lock_lost, self._lost
+        yield signals.lock_force_released, self._force_released
+        yield signals.lock_bypassed, self._bypassed
         yield signals.leases_renewed, self._renewed
         yield signals.stale_write_rejected, self._write_refused
         yield signals.stale_transaction_rejected, self._transaction_refused
@@ -119,6 +134,12 @@ class Metrics:
         labels = self._labels(lease)
         self._losses.labels(*labels).inc()
         self._holds.labels(*labels).observe(lease.held_for())
+
+    def _force_released(self, alias: str, name: str, **kwargs: Any) -> None:
+        self._forced_releases.labels(alias, self._patterns.of(name)).inc()
+
+    def _bypassed(self, alias: str, name: str, pattern: str, **kwargs: Any) -> None:
+        self._bypasses.labels(alias, self._patterns.of(name, pattern)).inc()
 
     def _renewed(self, leases: Sequence[Lease], answers: Sequence[Renewal], **kwargs: Any) -> None:
         tally = Tally(
