@@ -41,6 +41,8 @@ def skewed(directory: Path) -> list[dict[str, str]]:
 
 
 CLOCKED = ("rows", "mariadb", "redis", "valkey")
+# SQLite has no server: its leases go by the clock of the one machine that all clients share.
+ELSEWHERE = tuple(name for name in EVERYWHERE if name != "sqlite")
 
 CLOCK_FAULTS = (
     Fault(
@@ -52,5 +54,5 @@ CLOCK_FAULTS = (
         missing=missing,
     ),
     Fault("clock-back", jump_back, CLOCKED, {"strikes": 2}, forgets=True, missing=missing),
-    Fault("skew", pause, EVERYWHERE, environments=skewed, missing=missing),
+    Fault("skew", pause, ELSEWHERE, environments=skewed, missing=missing),
 )
