@@ -9,7 +9,6 @@ alone asks. Nothing is pinned.
 
 from __future__ import annotations
 
-import itertools
 import os
 import statistics
 import time
@@ -24,6 +23,7 @@ from benchmarks.contestants import (
     REDIS_UNFENCED,
     ROWS,
     contestants,
+    place_of,
 )
 from benchmarks.counting import counted
 from benchmarks.processor import computed
@@ -41,8 +41,6 @@ OF_OURS = (REDIS, REDIS_UNFENCED, POSTGRES, ROWS)
 #: Slow enough that a turn has few acquisitions; with them the others' would be short.
 PASSED_OVER = ("pottery", "portalocker")
 
-_numbers = itertools.count(1)
-
 
 def main() -> None:
     parser = options(__doc__)
@@ -53,7 +51,8 @@ def main() -> None:
     if given.short:
         given.rounds, given.seconds = 1, 0.4
     report = Report(given)
-    with project.started() as servers, team(servers.given, PROCESSES) as them:
+    size = 3 if given.short else PROCESSES
+    with project.started() as servers, team(servers.given, size) as them:
         print(f"load {os.getloadavg()[0]:.1f}, {given.rounds} rounds of {given.seconds:g} s")
         found = [
             who
@@ -92,9 +91,7 @@ def _report(
                 )
             )
     for who in found:
-        idle, rate, fair, spent = (
-            statistics.median(part) for part in zip(*told[who], strict=True)
-        )
+        idle, rate, fair, spent = (statistics.median(part) for part in zip(*told[who], strict=True))
         print(f"  {who:34} {idle:7.1f} {rate:9.0f} {fair:8.2f} {spent:8.0f}", flush=True)
         report.add(WORK, who, "idle", idle, "%", aim=IDLE_AIMS.get(who))
         report.add(WORK, who, "acquisitions", rate, "/s")
@@ -108,7 +105,7 @@ def _contend(
 ) -> tuple[float, list[list[Stay]]]:
     """When they stopped to ask again, and what each process saw."""
     until = time.perf_counter() + seconds
-    name = f"contended:{next(_numbers)}"
+    name = f"contended:{place_of(who)}"
     them.ask(who, name, processes, hold=HOLD, think=THINK, until=until)
     return until, them.seen()
 

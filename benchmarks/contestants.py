@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,11 @@ POSTGRES, ROWS = f"{OURS}, postgres", f"{OURS}, database"
 BATON, ADVISORY = "bare BLPOP baton", "bare pg_advisory_lock"
 #: What is as little as a hand-off can be made of; none of them has a lease or a token.
 BARE = (BATON, ADVISORY)
+
+
+def place_of(who: str) -> str:
+    """A part of a lock's name: two lock services on one name exclude nobody, and are refused."""
+    return re.sub(r"\W+", "-", who)
 
 
 def contestants(given: Given) -> Mapping[str, Take]:

@@ -24,6 +24,7 @@ from benchmarks.contestants import (
     REDIS_UNFENCED,
     ROWS,
     contestants,
+    place_of,
 )
 from benchmarks.counting import counted
 from benchmarks.peers import Take
@@ -41,8 +42,6 @@ LONGEST = 6.0
 #: Milliseconds in which eight waiters should be through.
 AIMS = {REDIS_UNFENCED: 14, REDIS: 14, POSTGRES: 13}
 
-_numbers = itertools.count(1)
-
 
 def main() -> None:
     parser = options(__doc__)
@@ -53,7 +52,8 @@ def main() -> None:
     if given.short:
         given.rounds, given.waiters = 1, [8]
     report = Report(given)
-    with project.started() as servers, team(servers.given) as them:
+    size = 3 if given.short else 8
+    with project.started() as servers, team(servers.given, size) as them:
         print(f"load {os.getloadavg()[0]:.1f}, {given.rounds} rounds")
         takes = contestants(servers.given)
         found = [who for who in takes if given.only in who]
@@ -97,7 +97,7 @@ def _report(
 
 def _convoy(who: str, take: Take, waiters: int, them: Team) -> tuple[float, list[float]]:
     """Seconds until all were through, and those of each hand-off."""
-    name = f"convoy:{next(_numbers)}"
+    name = f"convoy:{place_of(who)}"
     with take(name):
         them.ask(who, name, waiters, hold=HOLD)
         time.sleep(SETTLED)

@@ -66,7 +66,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
     report = Report(given)
-    print(f"load {os.getloadavg()[0]:.1f}, {given.rounds} rounds\nCPU ms  modules  what comes along")
+    print(
+        f"load {os.getloadavg()[0]:.1f}, {given.rounds} rounds\nCPU ms  modules  what comes along"
+    )
     rounds = [
         {way: _try(*how) for way, how in WAYS.items()}
         # Compiled in the first round.

@@ -25,7 +25,6 @@ from benchmarks.processor import computed
 from benchmarks.project import Given, Servers
 from benchmarks.report import COUNTED, OURS, Report, options
 
-WORK = "1,000 leases, ttl 3 s, kept for 10 s"
 CURVE = "leases kept, ttl 3 s"
 TTL = 3.0
 #: Those whose cost is asked for most; rows in a table are written at each renewal.
@@ -60,7 +59,7 @@ def main() -> None:
         print(f"load {os.getloadavg()[0]:.1f}, {given.seconds:g} s")
         print("\n                                      leases  CPU s  server's  threads  lost")
         many = given.curve[-1] if given.short else MANY
-        _report(WORK, many, given.seconds, servers, report)
+        _report(f"{many:,} leases, ttl 3 s", many, given.seconds, servers, report)
         for count in given.curve:
             if count != many:
                 _report(CURVE, count, 2 * TTL if count > 1 else TTL, servers, report)
@@ -69,7 +68,7 @@ def main() -> None:
 def _report(work: str, count: int, seconds: float, servers: Servers, report: Report) -> None:
     """The curve is told for ten seconds too, so that its points compare."""
     ours = (UNFENCED, REDIS, POSTGRES, ROWS)
-    peer = (PEER,) if work == WORK and find_spec("redis_lock") else ()
+    peer = (PEER,) if work != CURVE and find_spec("redis_lock") else ()
     for who in (*ours, *peer):
         found = _kept(who, count, seconds, servers)
         print(
@@ -78,14 +77,13 @@ def _report(work: str, count: int, seconds: float, servers: Servers, report: Rep
             flush=True,
         )
         scale = 10 / seconds
-        if work == WORK:
+        if work != CURVE:
             aimed = who != PEER
-            report.add(
-                WORK, who, "CPU", found["ours"] * scale, "s", aim=CPU_AIM if aimed else None
-            )
+            cpu_aim = CPU_AIM if aimed else None
+            report.add(work, who, "CPU in 10 s", found["ours"] * scale, "s", aim=cpu_aim)
             threads_aim, lost_aim = (THREADS_AIM, LOST_AIM) if aimed else (None, None)
-            report.add(WORK, who, "threads", found["threads"], COUNTED, aim=threads_aim)
-            report.add(WORK, who, "lost", found["lost"], COUNTED, aim=lost_aim)
+            report.add(work, who, "threads", found["threads"], COUNTED, aim=threads_aim)
+            report.add(work, who, "lost", found["lost"], COUNTED, aim=lost_aim)
         report.add(CURVE, who, "CPU in 10 s", found["ours"] * scale, "s", at=count)
         report.add(CURVE, who, "servers' CPU in 10 s", found["theirs"] * scale, "s", at=count)
         report.add(CURVE, who, "lost", found["lost"], COUNTED, at=count)

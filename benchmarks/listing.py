@@ -82,9 +82,7 @@ def _page() -> Callable[[], object]:
     return page
 
 
-def _report(
-    step: int, page: Callable[[], object], server: int, report: Report, last: bool
-) -> None:
+def _report(step: int, page: Callable[[], object], server: int, report: Report, last: bool) -> None:
     from django.db import connection
     from django.test.utils import CaptureQueriesContext
 

@@ -1,7 +1,7 @@
 """
 Locks of others, as far as they are installed: see ``benchmarks/README.md``.
 
-Each is a function of a name that returns a context manager: it waits for the lock, a minute at most.
+Each is a function of a name that returns a context manager, which waits for a minute at most.
 """
 
 from __future__ import annotations

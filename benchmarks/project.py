@@ -49,9 +49,7 @@ def started(
         if cpus:
             os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:cpus]))
         redis = stack.enter_context(closing(Redis.launch(finding.redis())))
-        server = stack.enter_context(
-            closing(Postgres.launch(finding.postgres(), **postgres or {}))
-        )
+        server = stack.enter_context(closing(Postgres.launch(finding.postgres(), **postgres or {})))
         folder = stack.enter_context(TemporaryDirectory())
         given = {
             "redis": redis.url,

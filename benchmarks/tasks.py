@@ -114,9 +114,7 @@ def _await_ready() -> None:
 MEASURED = ("published", "drained", "main process", "its children", "servers")
 
 
-def _report(
-    worker: int, servers: list[int], options: argparse.Namespace, report: Report
-) -> None:
+def _report(worker: int, servers: list[int], options: argparse.Namespace, report: Report) -> None:
     kinds = list(options.kinds)
     client = Client.from_url(json.loads(os.environ["FENCEDLOCK_BENCHMARK"])["locks"])
     for kind in kinds:

@@ -18,7 +18,7 @@ PATIENCE = 90
 
 
 class Stay(NamedTuple):
-    """One acquisition: when the lock was asked for, got, and left. Seconds on the machine's clock."""
+    """When a lock was asked for, got, and left: seconds on the machine's clock."""
 
     asked: float
     got: float

@@ -1,0 +1,167 @@
+"""
+A short run of all benchmarks: what they count is asserted, what they time never is.
+
+Counts are the same on every machine. Where a waiter's sign of life or the registry's tidying falls
+into the time that is counted, there is a little more, which the bounds leave room for.
+"""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from benchmarks import contestants
+from benchmarks.plot import draw
+from benchmarks.report import COUNTED, OURS, Figure, Report, told
+
+ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory):
+    """By part: what a short run of it found."""
+    path = tmp_path_factory.mktemp("benchmarks") / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--short", "--json", path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stdout
+    parts = json.loads(path.read_text())["parts"]
+    return {part: [Figure(**each) for each in found] for part, found in parts.items()}
+
+
+@pytest.fixture
+def count(figures):
+    """Look one figure up."""
+
+    def look(part, work, who, measure, at=None):
+        wanted = (work, who, measure, at)
+        found = [
+            each.value
+            for each in figures[part]
+            if (each.work, each.who, each.measure, each.at) == wanted
+        ]
+        assert len(found) == 1, f"{wanted} was told {len(found)} times."
+        return found[0]
+
+    return look
+
+
+@pytest.mark.parametrize(
+    ("work", "commands", "statements"),
+    [
+        ("redis, unfenced", 2, 0),
+        ("redis, fenced", 2, 1),
+        ("postgres", 0, 2),
+        ("row lease, Postgres", 0, 2),
+    ],
+)
+def test_a_lock_asks_as_often_as_the_bare_commands(count, work, commands, statements):
+    assert count("locks", work, OURS, "commands") == pytest.approx(commands, abs=0.2)
+    assert count("locks", work, OURS, "statements") == pytest.approx(statements, abs=0.2)
+
+
+def test_an_unfenced_lock_runs_seven_commands_in_its_scripts(count):
+    assert count("locks", "redis, unfenced", OURS, "commands in scripts") <= 7
+
+
+@pytest.mark.parametrize(
+    "who", [contestants.REDIS, contestants.REDIS_UNFENCED, contestants.POSTGRES]
+)
+def test_contention_costs_few_commands_more(count, who):
+    alone = count("contention", "8 processes contending", who, "commands alone")
+    assert alone <= (3.3 if who == contestants.REDIS else 2.3)
+    assert count("contention", "8 processes contending", who, "commands more") <= 3.5
+
+
+def test_a_handoff_takes_few_commands(count):
+    work = "8 waiters, each once"
+    assert count("handoff", work, contestants.BATON, "commands") == pytest.approx(2, abs=0.2)
+    assert count("handoff", work, contestants.REDIS_UNFENCED, "commands") <= 6
+    assert count("handoff", work, contestants.POSTGRES, "commands") <= 5
+
+
+@pytest.mark.parametrize("on", ["redis, unfenced", "redis", "postgres", "database"])
+def test_leases_are_renewed_in_one_batch(count, on):
+    curve, who = "leases kept, ttl 3 s", f"{OURS}, {on}"
+    scripts = 100 if on.startswith("redis") else 0
+    assert count("leases", curve, who, "commands to renew all", 100) == scripts
+    statements = count("leases", curve, who, "statements to renew all", 100)
+    assert statements <= (0 if on == "redis, unfenced" else 2)
+    assert count("leases", "100 leases, ttl 3 s", who, "threads") <= 4
+
+
+def test_a_name_takes_little_room(count):
+    assert count("names", "many names", "Redis", "keys after release") == 1
+    assert count("names", "many names", "Redis", "days that they stay") <= 14
+    assert count("names", "many names", "Redis", "memory, for each name") < 250
+    assert count("names", "many names", "Postgres", "table, for each name") < 130
+    assert count("names", "many names", "Postgres", "indexes, for each name") < 180
+    assert count("names", "many names", "SQLite", "table and index, for each name") < 130
+
+
+@pytest.mark.parametrize("alias", ["sqlite", "postgres"])
+def test_a_fenced_save_is_one_query(count, alias):
+    assert count("saves", f"save(), {alias}", "FencedModel", "queries") == 1
+    assert count("saves", f"save(), {alias}", "plain", "queries") == 1
+
+
+def test_a_task_asks_for_its_lock_and_gives_it_back(count):
+    others = count("tasks", "a task's locks", "bare", "scripts")
+    assert others < 0.5
+    for kind, statements in (("unfenced", 0), ("fenced", 1)):
+        scripts = count("tasks", "a task's locks", kind, "scripts")
+        assert scripts == pytest.approx(2, abs=0.5)
+        asked = count("tasks", "a task's locks", kind, "statements")
+        assert asked == pytest.approx(statements, abs=0.5)
+
+
+def test_the_page_of_held_locks_asks_as_much_for_few_as_for_many(count):
+    few, many = (count("listing", "page of held locks", OURS, "queries", n) for n in (100, 400))
+    assert few == many <= 13
+
+
+def test_nothing_heavy_is_imported_before_it_is_used(figures):
+    heavy = [each for each in figures["imports"] if each.measure == "drivers and Celery"]
+    assert len(heavy) == 4
+    assert not [each for each in heavy if each.value]
+
+
+def test_the_plot_has_a_line_for_each_contestant():
+    names = [contestants.REDIS, contestants.POSTGRES, "redis-py's Lock"]
+    drawn = draw(
+        Figure("hand-off", who, "mean", 0.5 * at, "ms", at) for who in names for at in (1, 8, 64)
+    )
+    root = ET.fromstring(drawn)
+    space = "{http://www.w3.org/2000/svg}"
+    assert len(root.findall(f"{space}path")) == 3
+    texts = {text.text for text in root.findall(f"{space}text")}
+    assert texts >= {*names, "1", "8", "64"}
+
+
+def test_a_part_that_is_cut_short_has_told_what_it_knows(tmp_path):
+    class Options:
+        figures = tmp_path / "figures.json"
+
+    report = Report(Options)
+    report.add("work", "who", "time", 1.5, aim=2)
+    assert json.loads(Options.figures.read_text())[0]["value"] == 1.5
+    assert report.figures[0].met
+    assert not Figure("work", "who", "time", 2.5, aim=2).met
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [(3.0, COUNTED, "3"), (1.156, "x", "1.16x"), (709.3, "ms", "709 ms"), (0.04, "s", "0.040 s")],
+)
+def test_numbers_are_told_as_people_read_them(value, unit, words):
+    assert told(value, unit) == words
