@@ -62,7 +62,7 @@ def main() -> None:
         _report(f"{many:,} leases, ttl 3 s", many, given.seconds, servers, report)
         for count in given.curve:
             if count != many:
-                _report(CURVE, count, 2 * TTL if count > 1 else TTL, servers, report)
+                _report(CURVE, count, TTL, servers, report)
 
 
 def _report(work: str, count: int, seconds: float, servers: Servers, report: Report) -> None:
