@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import logging
 import os
 import threading
+from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -314,11 +314,7 @@ def _wait(blocking_timeout: Duration | None) -> float | None:
 
 
 def _forbid_in_event_loop(name: str) -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    if not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
+    if running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
         raise SynchronousOnlyOperation(
             f"lock({name!r}) would block the event loop; write `async with alock({name!r})`."
         )

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+from asyncio import _get_running_loop as running_loop
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -110,10 +111,9 @@ def whoami() -> object:
     Code that an asyncio task sent to a thread by ``sync_to_async`` is still that task. Whatever
     merely inherited a context (a child task, a copied context) is somebody else.
     """
-    try:
-        return asyncio.current_task() or _thread.key
-    except RuntimeError:  # no event loop runs in this thread
+    if running_loop() is None:
         return _waiting_task() or _greenlet() or _thread.key
+    return asyncio.current_task() or _thread.key
 
 
 def _greenlet() -> object | None:
@@ -135,8 +135,10 @@ def _waiting_task() -> object | None:
     """
     here = SyncToAsync.threadlocal
     mark = getattr(here, "task_context", None)
+    if mark is None:
+        return None
     loop = getattr(here, "main_event_loop", None)
-    if mark is None or loop is None or not loop.is_running():
+    if loop is None or not loop.is_running():
         return None
     # Asked in the loop itself: this thread may have begun before the task came to wait for it.
     answer: Future[object | None] = Future()

@@ -13,11 +13,6 @@ __all__ = ["Empty", "SimpleQueue", "allocate_lock", "is_patched", "original", "s
 # SimpleQueue above is the C type itself: what waits on it waits in the system, whatever is patched.
 
 
-def allocate_lock() -> Any:
-    """A lock that knows nothing of greenlets: to be held for moments only."""
-    return original("_thread", "allocate_lock")()
-
-
 def start(target: Callable[[], object]) -> None:
     """
     Run `target` in a daemon thread that no hub of greenlets can starve.
@@ -53,3 +48,8 @@ def _patcher(module: str) -> Any:
 
 
 _EVENTLET_NAMES = {"_thread": "thread"}
+
+#: Makes a lock that knows nothing of greenlets: to be held for moments only.
+allocate_lock = original("_thread", "allocate_lock")
+read = original("os", "read")
+write = original("os", "write")
