@@ -28,8 +28,10 @@ class Statements:
     have to be clear from the statement.
     """
 
-    def __init__(self, raw: psycopg.Connection[Any]) -> None:
+    def __init__(self, raw: psycopg.Connection[Any], errors: Any) -> None:
         self._raw = raw
+        #: Makes the driver's errors Django's.
+        self._errors = errors
         self._known: dict[str, _Statement] = {}
         self._made = 0
         self._result: Any = None
@@ -37,6 +39,10 @@ class Statements:
 
     def execute(self, statement: str, given: Mapping[str, Any] | None = None) -> None:
         """Execute a statement, which returns rows or a count."""
+        with self._errors:
+            self._execute(statement, given)
+
+    def _execute(self, statement: str, given: Mapping[str, Any] | None) -> None:
         known = self._known.get(statement)
         if known is None:
             known = self._known[statement] = _Statement(statement, given)

@@ -10,7 +10,8 @@ Django's own preparations for each statement.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -34,17 +35,14 @@ def allow(connection: BaseDatabaseWrapper) -> None:
             setattr(connection, _CURSOR, make(connection))
 
 
-@contextlib.contextmanager
-def cursor(connection: BaseDatabaseWrapper) -> Iterator[Any]:
-    """A cursor for a statement that is executed again and again, with named parameters."""
+def cursor(connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
+    """
+    A cursor for a statement that is executed again and again, with named parameters.
+
+    They may go apart from its text, so their types have to be clear from that.
+    """
     found = getattr(connection, _CURSOR, None)
-    if found is None:
-        with connection.cursor() as plain:
-            yield plain
-    else:
-        # Its parameters go apart from the text, so their types have to be clear from that.
-        with connection.wrap_database_errors:
-            yield found
+    return connection.cursor() if found is None else contextlib.nullcontext(found)
 
 
 def met_another_session(connection: BaseDatabaseWrapper, error: Error) -> bool:
@@ -72,7 +70,7 @@ def _on_postgres(connection: BaseDatabaseWrapper) -> Any:
             return None
     from .libpq import Statements
 
-    return Statements(raw)
+    return Statements(raw, connection.wrap_database_errors)
 
 
 def _is_direct(cursor: Any, raw: Any) -> bool:
@@ -88,11 +86,10 @@ class _OnSQLite:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._errors = connection.wrap_database_errors
         self._cursor: Any = connection.connection.cursor()
-        self.fetchone = self._cursor.fetchone
-        self.fetchall = self._cursor.fetchall
+        self.fetchone = self._errors(self._cursor.fetchone)
+        self.fetchall = self._errors(self._cursor.fetchall)
 
     def execute(self, statement: str, given: Mapping[str, Any] | None = None) -> None:
-        # Whoever goes on after an error has to know it for Django's.
         with self._errors:
             if given is None:
                 self._cursor.execute(statement)

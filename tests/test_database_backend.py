@@ -257,6 +257,20 @@ class TestOnSQLite:
         process.call(end_writing)
         assert lock("x", blocking_timeout=5).acquire().release()
 
+    def test_acquire_is_a_transaction_of_three_statements_and_release_one(self, on):
+        backend = on("default").backend
+        with lock("another"):
+            pass
+        [connection] = backend._sessions._idle
+        seen = []
+        connection.connection.set_trace_callback(seen.append)
+        with lock("x"):
+            pass
+        assert [statement.split()[0] for statement in seen] == [
+            *("BEGIN", "INSERT", "INSERT", "SELECT", "COMMIT"),
+            "DELETE",
+        ]
+
     def test_a_release_waits_for_the_file_as_long_as_any_request(self, on):
         held = on("default")
         lease = lock("x").acquire()

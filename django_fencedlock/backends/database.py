@@ -133,10 +133,15 @@ class DatabaseBackend(Backend):
         return row is not None and row.owner == lease.owner
 
     def release(self, lease: Lease) -> bool:
+        clear = partial(self._run, lambda ledger, used: ledger.clear(used, [lease]), lease.handle)
         try:
-            cleared = self._run(
-                lambda ledger, connection: ledger.clear(connection, [lease]), lease.handle
-            )
+            try:
+                # As patient as a grant's first try, since it takes a statement to change that.
+                cleared = clear(BRIEFLY)
+            except Error as exc:
+                if not self._ledger.is_row_locked(exc):
+                    raise
+                cleared = clear(self._timeout)
         except Error as exc:
             raise self.unavailable("release", exc, lease.name) from exc
         return cleared == 1

@@ -46,7 +46,7 @@ class Session:
         self.wrapper = wrapper
         self.raw: psycopg.Connection[Any] = wrapper.connection
         self._cursor = psycopg.Cursor(self.raw)
-        self._statements = Statements(self.raw)
+        self._statements = Statements(self.raw, wrapper.wrap_database_errors)
         self.busy_since: float | None = None
         pid, started = self.one(sql.IDENTITY, {}, prepare=False)
         self.pid: int = pid
@@ -67,11 +67,11 @@ class Session:
         """Execute one statement. What is thrown into the middle of it ends the session."""
         self.busy_since = clock()
         try:
-            with self.wrapper.wrap_database_errors:
-                if not prepare:
-                    return self._cursor.execute(statement, given).fetchall()
+            if prepare:
                 self._statements.execute(statement, given)
                 return self._statements.fetchall()
+            with self.wrapper.wrap_database_errors:
+                return self._cursor.execute(statement, given).fetchall()
         except Error as exc:
             if sqlstate(exc) == OUTDATED and self._statements.forget(statement):
                 # Its tables have changed since it was prepared. It did nothing.

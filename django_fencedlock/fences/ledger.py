@@ -15,6 +15,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
+from .. import prepared
 from ..lease import Lease
 from ..owners import Holder, Owner
 from ..processes import Process
@@ -84,6 +85,7 @@ COLUMNS = (
     "session_key",
 )
 TIMES = ("acquired_at", "renewed_at", "expires_at")
+CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
 #: What a new owner's row takes over from the old one's: everything but the key.
 TAKEN_OVER = (*COLUMNS[1:], *TIMES)
 
@@ -278,11 +280,14 @@ class Ledger(ABC):
 
     def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
         """Delete rows by their owners; returns how many there were."""
-        with connection.cursor() as cursor:
+        with prepared.cursor(connection) as cursor:
             return self.clear_by(cursor, leases)
 
     def clear_by(self, cursor: Any, leases: Sequence[Held]) -> int:
         """See clear()."""
+        if len(leases) == 1:
+            cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
+            return int(cursor.rowcount)
         cleared = 0
         for names, owners, given in batches(leases):
             cursor.execute(

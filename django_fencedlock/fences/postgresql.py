@@ -77,7 +77,6 @@ ON CONFLICT (name) DO UPDATE SET {SET_ALL}
 RETURNING h.name
 """
 
-CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
 # An owner holds one name only, so no wrong pair is ever found.
 CLEAR_MANY = f"""
 DELETE FROM {HELD} WHERE name = ANY(%(names)s::text[]) AND owner = ANY(%(owners)s::text[])
@@ -137,9 +136,7 @@ class PostgresLedger(Ledger):
 
     def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
         if len(leases) == 1:
-            with prepared.cursor(connection) as cursor:
-                cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
-                return int(cursor.rowcount)
+            return super().clear(connection, leases)
         given = {
             "names": [lease.name for lease in leases],
             "owners": [lease.owner for lease in leases],

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from django.conf import settings
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import prepared
-from .ledger import FENCE, Entry, Held
+from .ledger import FENCE, Entry
 from .portable import PortableLedger
 
 #: The attribute of a connection that remembers its patience.
@@ -32,11 +30,13 @@ class SQLiteLedger(PortableLedger):
         return self.times(connection, 0)
 
     def times(self, connection: BaseDatabaseWrapper, ttl: float) -> dict[str, Any]:
-        # Not local time, even with USE_TZ = False: it repeats an hour every autumn.
-        now = datetime.now(UTC)
-        now = now if settings.USE_TZ else now.replace(tzinfo=None)
-        adapt = connection.ops.adapt_datetimefield_value
-        return {"now": adapt(now), "expiry": adapt(now + timedelta(seconds=ttl))}
+        # As Django writes them. Not local time, even with USE_TZ = False: it repeats an hour every
+        # autumn.
+        now, zone = datetime.now(UTC), connection.timezone or UTC
+        return {
+            "now": str(now.astimezone(zone).replace(tzinfo=None)),
+            "expiry": str((now + timedelta(seconds=ttl)).astimezone(zone).replace(tzinfo=None)),
+        }
 
     def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
         # It stays with the connection.
@@ -47,10 +47,6 @@ class SQLiteLedger(PortableLedger):
 
     def cursor(self, connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
         return prepared.cursor(connection)
-
-    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
-        with self.cursor(connection) as cursor:
-            return self.clear_by(cursor, leases)
 
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
         with self.transaction(connection) as cursor:
