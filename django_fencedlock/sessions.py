@@ -249,7 +249,8 @@ _all: dict[tuple[str, float], Sessions] = {}
 
 def sessions(using: str, timeout: float) -> Sessions:
     """The process's private connections to database `using`."""
-    return _all.setdefault((using, timeout), Sessions(using, timeout))
+    found = _all.get((using, timeout))
+    return found or _all.setdefault((using, timeout), Sessions(using, timeout))
 
 
 def close_all() -> None:
