@@ -75,6 +75,7 @@ def _works(servers: Servers) -> Iterator[Work]:
         "redis, fenced",
         {
             "two scripts, one upsert": raw.redis_fenced(redis, postgres),
+            "with the registry's row": raw.redis_registered(redis, postgres),
             OURS: _through(_ours("redis")),
         },
         1.15,

@@ -37,15 +37,52 @@ def redis_unfenced(redis: Redis) -> Once:
 
 
 def redis_fenced(redis: Redis, postgres: Postgres) -> Once:
-    client, cursor = redis.client(), _cursor(postgres)
-    acquire, release = client.script_load(_ACQUIRE), client.script_load(_RELEASE)
+    cursor = _cursor(postgres)
     cursor.execute("CREATE TABLE bench_fence (name text PRIMARY KEY, token bigint, owner text)")
+
+    def record(name: str, token: int, owner: str) -> None:
+        cursor.execute(_UPSERT, {"name": name, "token": token, "owner": owner}, prepare=True)
+
+    return _redis_fenced(redis, cursor, record)
+
+
+def redis_registered(redis: Redis, postgres: Postgres) -> Once:
+    """The same, with the row of the registry; rows are deleted by the hundred."""
+    from django_fencedlock.fences.postgresql import CLEAR_MANY, RECORD
+
+    cursor = _cursor(postgres)
+    names: list[str] = []
+    owners: list[str] = []
+
+    def record(name: str, token: int, owner: str) -> None:
+        given = {**_row(name, "raw-redis"), "token": token, "owner": owner}
+        cursor.execute(RECORD, given, prepare=True)
+        names.append(given["name"])
+        owners.append(owner)
+
+    once = _redis_fenced(redis, cursor, record, "registered")
+
+    def once_or_clear(name: str) -> None:
+        once(name)
+        if len(names) == 100:
+            cursor.execute(CLEAR_MANY, {"names": names, "owners": owners})
+            names.clear()
+            owners.clear()
+
+    return once_or_clear
+
+
+def _redis_fenced(
+    redis: Redis, cursor: Any, record: Callable[[str, int, str], None], prefix: str = "raw"
+) -> Once:
+    client = redis.client()
+    acquire, release = client.script_load(_ACQUIRE), client.script_load(_RELEASE)
 
     def once(name: str) -> None:
         owner = uuid4().hex
-        key = f"raw:{{{name}}}"
+        key = f"{prefix}:{{{name}}}"
         token = client.evalsha(acquire, 2, key, f"{key}:seq", owner, 30000)
-        cursor.execute(_UPSERT, {"name": name, "token": token, "owner": owner}, prepare=True)
+        record(name, token, owner)
         assert cursor.fetchone()
         assert client.evalsha(release, 1, key, owner)
 
