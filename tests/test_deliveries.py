@@ -188,6 +188,39 @@ class TestSweeping:
         assert rows.count() == 0
 
 
+class TestOften:
+    """More often than it takes until a server is told to keep a statement's plan."""
+
+    def test_each_act_does_what_it_did_the_first_time(self, deliveries):
+        for _ in range(10):
+            first = message()
+            second = another(first)
+            assert deliveries.begin(first) == Begun(1, "")
+            assert deliveries.begin(second) == Begun(2, "")
+            assert not deliveries.finish(first, "success")
+            assert deliveries.finish(second, "failure")
+            assert deliveries.begin(another(first)) == Begun(2, "failure")
+            assert deliveries.newest(first.nonce, first.name)[0] == second.owner
+
+    @pytest.mark.parametrize("using", ["postgres"], indirect=True)
+    def test_postgres_keeps_the_plans(self, deliveries):
+        for _ in range(10):
+            deliveries.finish(made := message(), "success")
+            deliveries.begin(made)
+            deliveries.newest(made.nonce, made.name)
+        # None has more than there are: they have the same text each time.
+        assert [each[:6] for each in plans_kept(deliveries)] == ["INSERT", "SELECT", "UPDATE"]
+
+
+def plans_kept(records):
+    def look(connection):
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT statement FROM pg_prepared_statements")
+            return sorted(statement.strip() for (statement,) in cursor.fetchall())
+
+    return sessions.sessions(records.using, records._timeout).run(look)
+
+
 class TestCost:
     @pytest.mark.parametrize("using", ["postgres"], indirect=True)
     def test_one_statement_each_on_postgres(self, deliveries, postgres):

@@ -12,6 +12,7 @@ from django_fencedlock.fences.deliveries import Deliveries, Message
 from django_fencedlock.fences.duties import Duties, Parcel, Place, State, Turn
 from django_fencedlock.fences.records import BATCH
 from django_fencedlock.models import Delivery, Duty
+from tests.test_deliveries import plans_kept
 
 GRACE = 30.0
 PLACE = Place("invoice:1", "app.charge")
@@ -376,6 +377,32 @@ class TestForgetting:
         duties.count(PLACE, parcel(), GRACE)
         assert not duties.settle(PLACE, paused, turn.number, GRACE)
         assert duties.state(PLACE) == State(1, 0)
+
+
+class TestOften:
+    """More often than it takes until a server is told to keep a statement's plan."""
+
+    def test_each_act_does_what_it_did_the_first_time(self, duties):
+        for number in range(1, 31, 3):
+            me = owner()
+            assert begin(duties, me) == Turn(number, 1)
+            duties.count(PLACE, parcel("b"), GRACE)
+            assert [each.number for each in duties.waiting(PLACE.name)] == [number + 1]
+            assert duties.take_on(PLACE, me, GRACE) == Turn(number + 1, 1, parcel("b"))
+            assert duties.settle(PLACE, me, number + 1, GRACE)
+            duties.count(PLACE, parcel("c"), GRACE)
+            assert duties.state(PLACE) == State(wanted=number + 2, done=number + 1)
+            assert duties.overdue(["app.charge"], ["celery"], 10) == []
+            assert duties.take_on(PLACE, me, GRACE).number == number + 2
+            assert duties.settle(PLACE, me, number + 2, GRACE)
+
+    @pytest.mark.parametrize("using", ["postgres"], indirect=True)
+    def test_postgres_keeps_the_plans(self, duties):
+        self.test_each_act_does_what_it_did_the_first_time(duties)
+        kept = [each[:6] for each in plans_kept(duties)]
+        # To begin and to count; to wait, to look for what is overdue and at the state; to take on
+        # and to settle.
+        assert kept == ["INSERT"] * 2 + ["SELECT"] * 3 + ["UPDATE"] * 2
 
 
 class TestCost:

@@ -106,7 +106,7 @@ class Deliveries(Records):
         """Record that a delivery begins, unless an earlier one has ended."""
 
         def work(statements: Statements) -> Begun:
-            with statements.cursor(atomic=False) as cursor:
+            with statements.cursor(atomic=False, often=True) as cursor:
                 return begin(statements, cursor, message)
 
         return self.run("beginning of a delivery", message.name, work)
@@ -115,7 +115,7 @@ class Deliveries(Records):
         """Record how it ended; False if another delivery has taken it over, or finished it."""
 
         def work(statements: Statements) -> bool:
-            with statements.cursor(atomic=False) as cursor:
+            with statements.cursor(atomic=False, often=True) as cursor:
                 sets = {
                     "finished_at": statements.now,
                     "outcome": "%(outcome)s",
@@ -136,7 +136,7 @@ class Deliveries(Records):
         """
 
         def work(statements: Statements) -> tuple[str, Begun] | None:
-            with statements.connection.cursor() as cursor:
+            with statements.reading() as cursor:
                 given = {"nonce": nonce, **statements.times(settled=-SETTLED)}
                 cursor.execute(f"SELECT owner, {_known(statements)} {_READ}", given)
                 found = cursor.fetchone()

@@ -109,7 +109,7 @@ class Duties(Records):
         """
 
         def work(statements: Statements) -> Begun | None:
-            with statements.cursor(atomic=delivery is not None) as cursor:
+            with statements.cursor(atomic=delivery is not None, often=True) as cursor:
                 begun = None
                 if delivery is not None:
                     begun = deliveries.begin(statements, cursor, delivery)
@@ -136,7 +136,7 @@ class Duties(Records):
         """
 
         def work(statements: Statements) -> tuple[Begun | None, Turn | None]:
-            with statements.cursor(atomic=delivery is not None) as cursor:
+            with statements.cursor(atomic=delivery is not None, often=True) as cursor:
                 begun = None
                 if delivery is not None:
                     begun = deliveries.begin(statements, cursor, delivery)
@@ -153,7 +153,7 @@ class Duties(Records):
         """Take on all there is, with the latest arguments; None if there is no duty."""
 
         def work(statements: Statements) -> Turn | None:
-            with statements.cursor(atomic=False) as cursor:
+            with statements.cursor(atomic=False, often=True) as cursor:
                 return self._take_on(statements, cursor, place, owner, grace)
 
         return self.run("beginning of a run", place.name, work)
@@ -162,7 +162,7 @@ class Duties(Records):
         """Note that a run ended. False if another took on later: then that one covers it."""
 
         def work(statements: Statements) -> bool:
-            with statements.cursor(atomic=False) as cursor:
+            with statements.cursor(atomic=False, often=True) as cursor:
                 sets = {
                     "due_at": f"CASE WHEN wanted > %(number)s THEN {statements.later('grace')} "
                     f"ELSE {statements.later('kept')} END",
@@ -190,7 +190,7 @@ class Duties(Records):
         """The numbers of a duty; None if there never was one, or long ago."""
 
         def work(statements: Statements) -> State | None:
-            with statements.connection.cursor() as cursor:
+            with statements.reading() as cursor:
                 return _state(cursor, place)
 
         return self.run("look for wishes", place.name, work)
@@ -327,7 +327,7 @@ class Duties(Records):
         self, doing: str, name: str | None, condition: str, given: dict[str, Any]
     ) -> list[Open]:
         def work(statements: Statements) -> list[Open]:
-            with statements.connection.cursor() as cursor:
+            with statements.reading() as cursor:
                 where = condition.format(now=statements.now)
                 cursor.execute(
                     f"SELECT {_OPEN} FROM {DUTY} WHERE {where}",

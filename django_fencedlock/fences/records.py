@@ -6,6 +6,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from django.conf import settings
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from .. import prepared
 from ..backends.base import remedy_for
 from ..conf import AliasConfig, seconds
 from ..exceptions import BackendUnavailable
@@ -41,18 +43,24 @@ class Statements:
         self.returns_rows = connection.vendor == "postgresql"
 
     @contextlib.contextmanager
-    def cursor(self, *, atomic: bool) -> Iterator[Any]:
+    def cursor(self, *, atomic: bool, often: bool = False) -> Iterator[Any]:
         """
         A cursor; in a transaction of our own if what it does belongs together.
 
-        SQLite always has one: a lock on its file for each statement would cost more.
+        SQLite always has one: a lock on its file for each statement would cost more. A statement
+        that comes `often` has to have the same text each time.
         """
         if atomic or self.connection.vendor == "sqlite":
             with self.ledger.transaction(self.connection) as cursor:
                 yield cursor
         else:
-            with self.connection.cursor() as cursor:
+            make = self.reading if often else self.connection.cursor
+            with make() as cursor:
                 yield cursor
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """A cursor for a question that comes often, with the same text each time."""
+        return prepared.cursor(self.connection)
 
     @property
     def now(self) -> str:
