@@ -760,6 +760,19 @@ def test_a_batch_is_renewed_in_one_round_trip_each_by_its_own_ttl(backend, serve
 
 
 @recorded
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_lease_counts_from_before_it_was_asked_for(backend, monkeypatch, fenced):
+    claim, asked_at = backend._store.claim, []
+
+    def claim_later(*args):
+        asked_at.append(clock())
+        return claim(*args)
+
+    monkeypatch.setattr(backend._store, "claim", claim_later)
+    assert backend.acquire(wish(fenced=fenced)).since <= asked_at[0]
+
+
+@recorded
 def test_an_error_about_one_lock_of_a_batch_refuses_no_renewal(backend, client):
     """Whoever can't be answered may have the lock still."""
     broken, fine = take(backend, "broken", fenced=True), take(backend, "fine", fenced=True)
