@@ -18,6 +18,7 @@ from typing import Any
 from asgiref.sync import SyncToAsync
 
 from .processes import Process, this_process
+from .texts import visible
 
 #: Name and id of the task that runs in this context, as a task runner sets them.
 running_task: ContextVar[tuple[str, str]] = ContextVar("fencedlock_task", default=("", ""))
@@ -42,7 +43,8 @@ class Owner:
         return Process(self.boot_id, self.pid_namespace, self.pid, self.pid_started)
 
     def __str__(self) -> str:
-        return place_in_words(self.host, self.pid, self.thread, self.task_name, self.task_id)
+        words = place_in_words(self.host, self.pid, self.thread, self.task_name, self.task_id)
+        return visible(words)
 
 
 def place_in_words(host: str, pid: int, thread: str, task_name: str, task_id: str) -> str:
@@ -66,7 +68,8 @@ class Holder:
     expires_at: datetime | None = None
 
     def __str__(self) -> str:
-        return self.words or f"owner {self.owner}"
+        # As another process wrote them, of whatever release: nothing in them is to forge a log.
+        return visible(self.words or f"owner {self.owner}")
 
 
 def new_owner(task: tuple[str, str] | None = None) -> Owner:
@@ -77,17 +80,22 @@ def new_owner(task: tuple[str, str] | None = None) -> Owner:
     return Owner(
         f"{bits[:12]}4{bits[13:16]}8{bits[17:]}",
         *_place(os.getpid()),
-        threading.current_thread().name[:100],
-        task_name[:200],
-        task_id[:100],
+        visible(threading.current_thread().name)[:100],
+        visible(task_name)[:200],
+        told_id(task_id),
     )
+
+
+def told_id(task_id: str) -> str:
+    """A task's id as its owner tells it: whoever sends a message may choose any."""
+    return visible(task_id)[:100]
 
 
 @lru_cache(maxsize=1)
 def _place(pid: int) -> tuple[str, str, str, int, int]:
     # Keyed by the pid, so that a child after fork asks again.
     process = this_process()
-    host = socket.gethostname()[:100]
+    host = visible(socket.gethostname())[:100]
     return host, process.boot_id, process.pid_namespace, pid, process.started
 
 

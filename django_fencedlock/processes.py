@@ -36,7 +36,7 @@ class Process:
     def read(cls, text: str) -> Process:
         """What `str()` made of a process; of any other text, one that nothing is known of."""
         parts = text.split("|")
-        if len(parts) != 4 or not (parts[2].isdigit() and parts[3].isdigit()):
+        if len(parts) != 4 or not (parts[2].isdecimal() and parts[3].isdecimal()):
             return cls()
         return cls(parts[0], parts[1], int(parts[2]), int(parts[3]))
 

@@ -23,6 +23,7 @@ from .lease import clock
 from .owners import Holder
 from .services import Service, service
 from .sessions import ask, sessions
+from .texts import visible
 from .transactions import lent_by_test
 
 logger = logging.getLogger(__name__)
@@ -191,6 +192,7 @@ def force_release(
     names.validate(name)
     if not by.strip():
         raise ValueError("by= has to tell who releases the lock: its holder and the log say so.")
+    by = visible(by)
     found = held_by(name, backend)
     if found is None:
         return Release(name, backend, Outcome.NOT_HELD)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 import unicodedata
 
-#: What stands for a secret.
-HIDDEN = "***"
+#: What stands for a secret, and for a blank that couldn't be seen.
+HIDDEN, BLANK = "***", "\N{OPEN BOX}"
 
 # Up to the last "@": passwords that weren't quoted have what else would end them.
 _CREDENTIALS = re.compile(r"(?<=://).*@", re.DOTALL)
@@ -30,6 +31,21 @@ def visible(text: str) -> str:
 
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def telling(text: str) -> str:
+    """Write a name so that a page tells it from others: none hides a blank of it."""
+    return re.sub(r"^ | (?= )| $", BLANK, visible(text))
+
+
+def in_ascii(text: str) -> str:
+    """Write whatever isn't plain ASCII as an escape."""
+    return visible(text).encode("ascii", "backslashreplace").decode()
+
+
+def for_shell(text: str) -> str:
+    """Write a text as one word of a command that may be copied into a shell."""
+    return visible(shlex.quote(text))
 
 
 def without_secrets(text: str) -> str:

@@ -57,7 +57,7 @@ def states(html: str) -> dict[str, str]:
     rows = re.findall(r"<tr.*?</tr>", html.partition("<tbody>")[2], re.DOTALL)
     found = {}
     for row in rows:
-        name = re.search(r"field-name.*?<a [^>]*>(.*?)</a>", row, re.DOTALL)
+        name = re.search(r"field-lock_name.*?<a [^>]*>(.*?)</a>", row, re.DOTALL)
         state = re.search(r"fencedlock-state fencedlock-(\w+)", row)
         assert name, row
         assert state, row
@@ -192,7 +192,7 @@ def test_each_filter_and_all_that_is_searched(page: Callable[..., str], in_task:
 @pytest.mark.parametrize(
     ("column", "field"),
     [
-        *[("name", "name"), ("state_at_service", "expires_at"), ("holder", "task_name")],
+        *[("lock_name", "name"), ("state_at_service", "expires_at"), ("holder", "task_name")],
         *[("service", "alias"), ("held_for", "-acquired_at"), ("lease_left", "expires_at")],
     ],
 )

@@ -98,7 +98,7 @@ def hold(count, start=0):
 
 
 def names(page):
-    every = "[...document.querySelectorAll('#result_list .field-name a')]"
+    every = "[...document.querySelectorAll('#result_list .field-lock_name a')]"
     return page.run(f"return {every}.map((each) => each.textContent)")
 
 
@@ -136,7 +136,7 @@ class TestRefresh:
         page.wait(lambda page: late in names(page), "the lock that came late")
         assert gone not in names(page)
         assert page.run("return scrollY") == before
-        checked = page.all("tr:has(input.action-select:checked) .field-name a")
+        checked = page.all("tr:has(input.action-select:checked) .field-lock_name a")
         assert [each.text for each in checked] == marked
         assert page.one(".action-counter").text == f"2 of {len(held)} selected"
         assert page.one("#searchbar").get_attribute("value") == "half-ty"
@@ -161,7 +161,7 @@ class TestRefresh:
     def test_focus_and_marked_text_stay(self, page):
         hold(3)
         page.open()
-        link = page.all("#result_list .field-name a")[1]
+        link = page.all("#result_list .field-lock_name a")[1]
         page.run("arguments[0].focus()", link)
         HeldLock.objects.filter(name=names(page)[0]).delete()
         left = names(page)[1:]
@@ -247,7 +247,7 @@ def test_without_javascript(page):
     assert len(names(page)) == 3
     page.driver.find_element("link text", "expired").click()
     assert names(page) == ["n:2"]
-    page.one("#result_list .field-name a").click()
+    page.one("#result_list .field-lock_name a").click()
     assert "its holder died or is paused" in page.one("#content").text
 
 
@@ -294,7 +294,7 @@ def test_how_the_other_pages_look(page):
     )
     for look in looks(page):
         page.open()
-        page.one("#result_list .field-name a").click()
+        page.one("#result_list .field-lock_name a").click()
         assert "on web-3, pid 77" in page.one("#content").text
         assert "released by force" in page.one("#content").text
         is_fine(page, look)

@@ -51,7 +51,7 @@ def held():
 
 def names(answer):
     assert answer.status_code == 200
-    cells = r'<th class="field-name">\s*<a [^>]*>(.*?)</a>'
+    cells = r'<th class="field-lock_name">\s*<a [^>]*>(.*?)</a>'
     return re.findall(cells, answer.content.decode())
 
 

@@ -7,8 +7,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib import admin
+from django.contrib.admin.views.main import SEARCH_VAR
 from django.contrib.auth import get_user_model
-from django.db import Error, InterfaceError, OperationalError, router
+from django.core.exceptions import BadRequest
+from django.db import Error, InterfaceError, OperationalError, connections, router
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse, QueryDict
 from django.template.response import TemplateResponse
@@ -18,6 +20,8 @@ from django.utils.translation import gettext_lazy as _
 from .. import conf
 from ..backends.base import is_table_missing, remedy_for
 from ..exceptions import SettingsError
+from ..fences.characters import knows
+from ..models.tables import ExactCharField
 from ..registry import ANSWERED, fence_databases
 from ..sessions import bounded
 
@@ -54,6 +58,12 @@ def address(path: str, using: str, **query: str) -> str:
     return f"{path}?{urlencode(query)}" if query else path
 
 
+def be_storable(request: HttpRequest) -> None:
+    """Refuse an address that asks for what PostgreSQL can't even compare with."""
+    if any("\0" in each for _, values in request.GET.lists() for each in values):
+        raise BadRequest("No row has a NUL character.")
+
+
 class DatabaseFilter(admin.SimpleListFilter):
     """Which database's rows are shown; there is no page of all. Applied by `OfOneDatabase`."""
 
@@ -86,7 +96,16 @@ class OfOneDatabase(admin.ModelAdmin):  # type: ignore[type-arg]
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).using(shown_of(request, self.model))
 
+    def get_search_fields(self, request: HttpRequest) -> list[Any]:
+        fields = list(super().get_search_fields(request))
+        connection = connections[shown_of(request, self.model)]
+        if knows(connection, request.GET.get(SEARCH_VAR, "")):
+            return fields
+        known = {each.name: each for each in self.model._meta.get_fields()}
+        return [each for each in fields if isinstance(known[each], ExactCharField)]
+
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        be_storable(request)
         return self.answered(request, super().changelist_view, extra_context)
 
     def changeform_view(

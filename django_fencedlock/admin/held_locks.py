@@ -18,6 +18,7 @@ from django.utils.translation import ngettext
 
 from ..models import Fence, HeldLock, LockEvent
 from ..registry import Entry, State, entries, history, waiters
+from ..texts import telling
 from .databases import DatabaseFilter, address
 from .listing import STATES, Events, FewValues, HeldLocks, StateFilter
 from .readonly import ReadOnly
@@ -42,7 +43,7 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
     """What is locked, by whom, and for how long."""
 
     list_display = (
-        "name",
+        "lock_name",
         "state_at_service",
         "holder",
         "service",
@@ -69,7 +70,10 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
     # Each count would ask all lock services.
     show_facets = admin.ShowFacets.NEVER
     fieldsets = (
-        (None, {"fields": ("name", "state_explained", "token_number", "lease_left", "refused")}),
+        (
+            None,
+            {"fields": ("lock_name", "state_explained", "token_number", "lease_left", "refused")},
+        ),
         (_("Holder"), {"fields": ("holder", "task_name", "task_id", "host", "pid", "thread")}),
         (_("Lock service"), {"fields": ("alias", "backend", "fenced", "owner", "session_pid")}),
         (_("Times"), {"fields": ("acquired_at", "renewed_at", "expires_at", "held_for")}),
@@ -115,6 +119,10 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
                 "happened": happened,
             }
         return super().render_change_form(request, context, *args, **kwargs)
+
+    @admin.display(description=_("lock name"), ordering="name")
+    def lock_name(self, row: Any) -> str:
+        return telling(row.name)
 
     def state(self, row: Any) -> SafeString:
         found: Entry = row.entry
@@ -194,12 +202,16 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
 class FenceAdmin(ReadOnly):
     """The newest grant of every name that was ever locked."""
 
-    list_display = ("name", "token")
+    list_display = ("lock_name", "token")
     list_filter = (DatabaseFilter,)
     search_fields = ("name",)
     list_per_page = 100
     show_full_result_count = False
-    fields = ("name", "token", "owner")
+    fields = ("lock_name", "token", "owner")
+
+    @admin.display(description=_("lock name"), ordering="name")
+    def lock_name(self, row: Fence) -> str:
+        return telling(row.name)
 
 
 @admin.register(LockEvent)
@@ -228,7 +240,7 @@ class LockEventAdmin(ReadOnly):
 
     @admin.display(description=_("lock name"), ordering="name")
     def lock_name(self, row: LockEvent) -> SafeString:
-        return _labelled(_("lock name"), row.name)
+        return _labelled(_("lock name"), telling(row.name))
 
     @admin.display(description=_("what"), ordering="kind")
     def what(self, row: LockEvent) -> SafeString:

@@ -26,10 +26,12 @@ from ..exceptions import BackendUnavailable, FencedLockError
 from ..fences.revoking import Note, notes
 from ..lease import clock
 from ..models import HeldLock
+from ..names import validate
 from ..registry import Entry, State, entries
 from ..releasing import Outcome, Release, force_release
 from ..services import service
-from .databases import address, shown_of
+from ..texts import telling
+from .databases import address, be_storable, shown_of
 from .transactions import outside
 
 logger = logging.getLogger(__name__)
@@ -66,10 +68,14 @@ class Marked:
     def read(cls, text: str) -> Marked:
         try:
             found = json.loads(text)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise BadRequest("No lock of this form.") from exc
         if not (isinstance(found, list) and len(found) == 4 and _are_texts(found)):
             raise BadRequest("No lock of this form.")
+        try:
+            validate(found[0])
+        except ValueError as exc:
+            raise BadRequest("No lock has such a name.") from exc
         return cls(*found)
 
 
@@ -90,6 +96,16 @@ class Shown:
     def mark(self) -> Marked:
         entry, session = self.entry, self.session
         return Marked(entry.name, entry.alias, entry.owner, session.id if session else "")
+
+    @property
+    def name(self) -> str:
+        return telling(self.entry.name)
+
+    @property
+    def others(self) -> list[tuple[str, str]]:
+        """What else would end with its session, each with its holder."""
+        held = self.session.others if self.session else ()
+        return [(telling(name), holder) for name, holder in held]
 
     @property
     def why_not(self) -> Any:
@@ -163,6 +179,7 @@ class ReleasesByForce:
             raise PermissionDenied
         page = cast(_Page, self)
         if request.method != "POST":
+            be_storable(request)
             return page.answered(request, self._ask_first)
         marks = [Marked.read(text) for text in request.POST.getlist("lock")[:MOST]]
         step = request.POST.get("step")

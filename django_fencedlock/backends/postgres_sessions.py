@@ -19,6 +19,7 @@ from ..fences.ledger import LOCK_WAIT
 from ..lease import clock
 from ..libpq import Statements
 from ..sessions import private
+from ..texts import visible
 from ..watchdog import cut
 from . import postgres_statements as sql
 from .postgres_threads import is_readable
@@ -236,7 +237,7 @@ NAME = "fencedlock"
 def _application_name() -> str:
     # The server keeps 63 bytes.
     pid = str(os.getpid())
-    host = socket.gethostname().encode("ascii", "replace").decode()
+    host = visible(socket.gethostname()).encode("ascii", "replace").decode()
     return f"{NAME} {pid} {host[: 63 - len(NAME) - len(pid) - 2]}"
 
 

@@ -67,7 +67,7 @@ class Held(NamedTuple):
     def read(cls, value: bytes | str | None) -> Held:
         """What a value says; of one that isn't ours, nothing."""
         owner, token, told = [*_text(value).split(":", 2), "", ""][:3]
-        if not token.isdigit():
+        if not token.isdecimal():
             return cls()
         # He whom it was handed to tells nothing until he has claimed it.
         place, mark, words = told.partition(_AFTER_PLACE)

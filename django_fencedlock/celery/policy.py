@@ -61,7 +61,8 @@ class Policy:
 
     def pause(self, tries: int) -> float:
         """The longest pause before the next try, when there were `tries` in vain."""
-        return self.retry_countdown * min(2.0**tries, LONGEST_PAUSE)
+        # A float has no room for twice two to the power of 1023.
+        return self.retry_countdown * min(2.0 ** min(tries, LONGEST_PAUSE), LONGEST_PAUSE)
 
 
 _CHOICES = {

@@ -21,7 +21,7 @@ from celery.states import READY_STATES
 
 from ..exceptions import BackendUnavailable
 from ..fences.deliveries import Begun, Deliveries, Message
-from ..owners import Holder
+from ..owners import Holder, told_id
 from .messages import DELIVERY, again, number, publish_copy
 from .outcomes import FAILURE, IGNORED, RETRY
 from .parcels import SERVE
@@ -195,7 +195,7 @@ class Redelivery:
         )
 
     def _may_be_the_same(self, holder: Holder) -> bool:
-        return f"[{self._run.request.id}]" in holder.words
+        return f"[{told_id(str(self._run.request.id))}]" in holder.words
 
     def _come_later(self, why: str) -> None:
         run = self._run
@@ -229,11 +229,11 @@ class Redelivery:
 def nonce(request: Any, task_name: str) -> str:
     """What all deliveries of a message share, and no other message has."""
     found = (request.headers or {}).get(DELIVERY)
-    if isinstance(found, str) and 0 < len(found) <= 36:
+    if isinstance(found, str) and 0 < len(found) <= 36 and found.isascii() and found.isprintable():
         return found
     # Published by somebody without our code.
     told = f"{found or ''}\0{task_name}\0{request.id}\0{request.retries}"
-    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(told.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
 def kept(app: Any) -> float:

@@ -17,6 +17,7 @@ from ..exceptions import BackendUnavailable, FencedLockError
 from ..findings import Finding, error, note, ok, warning
 from ..lease import Lease, clock
 from ..owners import new_owner
+from ..texts import for_shell
 from .problems import of_problems
 
 T = TypeVar("T")
@@ -201,7 +202,7 @@ class Probe:
             raise _Broken(
                 "the lock was given back, and the next owner didn't get it",
                 "Look for an open transaction that has the fence locked: manage.py fencedlock "
-                f"show {self._name}",
+                f"show {for_shell(self._name)}",
             )
         return self._lease(self._second, request, grant)
 

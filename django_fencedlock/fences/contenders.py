@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .characters import storable
 from .records import Statements, listed
 
 CONTENDERS = "django_fencedlock_contender"
@@ -42,8 +43,9 @@ def write(statements: Statements, waits: Sequence[Wait]) -> None:
             since = {f"since{place}": -wait.waited for place, wait in enumerate(part)}
             given, rows = statements.times(**since), []
             for place, wait in enumerate(part):
+                words = storable(statements.connection, wait.words)
                 given |= {f"owner{place}": wait.owner, f"name{place}": wait.name}
-                given |= {f"alias{place}": wait.alias, f"words{place}": wait.words[:LONGEST]}
+                given |= {f"alias{place}": wait.alias, f"words{place}": words[:LONGEST]}
                 marks = ", ".join(f"%({key}{place})s" for key in ("owner", "name", "alias"))
                 times = f"{statements.later(f'since{place}')}, {statements.now}"
                 rows.append(f"({marks}, %(words{place})s, {times})")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..texts import in_ascii
 from .ledger import HELD
 from .records import BATCH, Records, Statements, listed, update
 
@@ -43,7 +44,8 @@ class Message:
             "nonce": self.nonce,
             "name": self.name,
             "owner": self.owner,
-            "task_id": self.task_id[:100],
+            # For people alone.
+            "task_id": in_ascii(self.task_id)[:100],
         }
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..texts import visible
+from .characters import storable
 from .records import Statements, listed
 
 EVENTS = "django_fencedlock_lockevent"
@@ -67,8 +69,7 @@ def _insert(statements: Statements, rows: Sequence[Row]) -> tuple[str, dict[str,
         event = row.event
         facts = {
             **{column: getattr(event, column) for column in ("name", "kind", "alias", "token")},
-            "holder": event.holder[:LONGEST],
-            "note": event.note[:LONGEST],
+            **{each: _told(statements, getattr(event, each)) for each in ("holder", "note")},
             "times": row.times,
         }
         given |= {f"{column}{place}": value for column, value in facts.items()}
@@ -76,6 +77,10 @@ def _insert(statements: Statements, rows: Sequence[Row]) -> tuple[str, dict[str,
         values.append(f"({statements.later(f'age{place}')}, {marks})")
     columns = ", ".join(("happened_at", *COLUMNS))
     return f"INSERT INTO {EVENTS} ({columns}) VALUES {', '.join(values)}", given
+
+
+def _told(statements: Statements, text: str) -> str:
+    return storable(statements.connection, visible(text))[:LONGEST]
 
 
 def _deletions(rows: Sequence[Row], keep: int) -> Iterator[tuple[str, dict[str, Any]]]:

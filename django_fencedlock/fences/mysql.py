@@ -11,6 +11,7 @@ from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..sessions import private
+from .characters import words_storable
 from .ledger import FENCE, HELD, Entry, session_words
 from .portable import PortableLedger
 
@@ -39,13 +40,16 @@ class MySQLLedger(PortableLedger):
     insert_or_ignore = "INSERT IGNORE"
     lock_free_rows = " FOR UPDATE SKIP LOCKED"
 
+    def values(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
+        return words_storable(connection, entry.values())
+
     def times(self, connection: BaseDatabaseWrapper, ttl: float) -> dict[str, Any]:
         return {"micros": round(ttl * 1_000_000)}
 
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
         # Two statements that commit by themselves, for half the round trips of a transaction, and
         # because INSERT IGNORE followed by UPDATE in one would make contenders deadlock.
-        given = {**entry.values(), **self.times(connection, entry.ttl)}
+        given = {**self.values(connection, entry), **self.times(connection, entry.ttl)}
         with connection.cursor() as cursor:
             if not self._insert(cursor, given) and not self._take_over(cursor, given):
                 return False, None

@@ -24,12 +24,16 @@ class PortableLedger(Ledger):
 
     def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
         with self.transaction(connection) as cursor:
-            given = {**entry.values(), **self.times(connection, entry.ttl)}
+            given = {**self.values(connection, entry), **self.times(connection, entry.ttl)}
             return self._insert(cursor, given) or self._take_over(cursor, given)
 
     def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
         with self.transaction(connection) as cursor:
-            given = {**entry.values(), **self.times(connection, entry.ttl), "token": token}
+            given = {
+                **self.values(connection, entry),
+                **self.times(connection, entry.ttl),
+                "token": token,
+            }
             if self._conflicts(cursor, given) or not self._raise_fence(cursor, given):
                 return False
             if not self._insert(cursor, given):
@@ -51,6 +55,10 @@ class PortableLedger(Ledger):
                     )
                 kept |= free
         return kept
+
+    def values(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
+        """The values of a row, as the columns can have them."""
+        return entry.values()
 
     @abstractmethod
     def times(self, connection: BaseDatabaseWrapper, ttl: float) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ..conf import AliasConfig
 from ..sessions import ask
 from ..transactions import lent_by_test
+from .characters import storable
 from .ledger import BATCH, FENCE, HELD, as_time
 from .records import Records, Statements, listed
 
@@ -81,7 +82,7 @@ class Revoking(Records):
 
         Raises `BackendUnavailable`, in time, when somebody's transaction has the fence locked.
         """
-        given = {"name": name, "owner": owner, "fenced": fenced, "seen": seen or 0, "by": by[:200]}
+        given = {"name": name, "owner": owner, "fenced": fenced, "seen": seen or 0, "by": by}
 
         def work(statements: Statements) -> Revoked:
             try:
@@ -145,7 +146,7 @@ def _revoke(statements: Statements, given: dict[str, Any]) -> Revoked:
         cursor.execute(
             f"INSERT INTO {FORCED} (owner, name, released_by, released_at) "
             f"VALUES (%(owner)s, %(name)s, %(by)s, {statements.now})",
-            {**given, **statements.times()},
+            {**given, **statements.times(), "by": storable(connection, given["by"])[:200]},
         )
         return Revoked(token, notes(connection, [given["owner"]])[given["owner"]], is_new=True)
 

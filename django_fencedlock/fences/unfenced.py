@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .characters import words_storable
 from .ledger import COLUMNS, HELD, Entry
 from .records import Statements, listed
 
@@ -43,7 +44,8 @@ def _insert(
     given = statements.times(**times)
     rows = []
     for place, (entry, _) in enumerate(entries):
-        given |= {f"{column}{place}": value for column, value in entry.values().items()}
+        values = words_storable(statements.connection, entry.values())
+        given |= {f"{column}{place}": value for column, value in values.items()}
         marks = [f"%({column}{place})s" for column in COLUMNS]
         ends = [statements.later(f"age{place}"), statements.now, statements.later(f"ttl{place}")]
         rows.append(f"({', '.join(marks + ends)})")

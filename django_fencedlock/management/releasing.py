@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from ..exceptions import FencedLockError, SettingsError
 from ..releasing import HeldBy, Outcome, Release, force_release, held_by
-from .tables import one_line
+from ..texts import visible
 
 
 class Refused(Exception):
@@ -72,13 +72,13 @@ def confirm(
     """Tell what will happen, and ask; raises `Refused`."""
     stdin = stdin or sys.stdin
     for line in about(found):
-        say(one_line(line))
+        say(visible(line))
     if not stdin.isatty():
         raise Refused("There is no terminal to ask at, so nothing was done. Say it with --yes")
     _ask("Release it by force?", say, stdin)
     if end_session:
         for line in about_session(found):
-            say(one_line(line))
+            say(visible(line))
         _ask("End the session, and release all of them?", say, stdin)
 
 

@@ -6,6 +6,8 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
+from ..texts import visible
+
 #: Makes a text coloured.
 Paint = Callable[[str], str]
 
@@ -16,7 +18,8 @@ def table(
     paint: Callable[[int, str], Paint | None] = lambda column, text: None,
 ) -> list[str]:
     """Align columns; `paint` gives the colour of a cell by its column and its text."""
-    rows = [[one_line(cell) for cell in row] for row in rows]
+    # A lock name may hold anything: nothing of it may move the cursor or colour the terminal.
+    head, *rows = [[visible(cell) for cell in row] for row in (head, *rows)]
     widths = [max(map(_width, column)) for column in zip_longest(head, *rows, fillvalue="")]
 
     def line(cells: Sequence[str]) -> str:
@@ -29,15 +32,6 @@ def table(
         return "  ".join(padded).rstrip()
 
     return [line(head), *map(line, rows)]
-
-
-def one_line(text: str) -> str:
-    """Show what can't be seen, or does something to a terminal, as an escape."""
-    # A lock name may hold anything: nothing of it may move the cursor or colour the terminal.
-    return "".join(
-        each if unicodedata.category(each)[0] != "C" else each.encode("unicode_escape").decode()
-        for each in text
-    )
 
 
 def _width(text: str) -> int:

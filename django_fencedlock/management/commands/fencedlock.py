@@ -21,9 +21,10 @@ from ...exceptions import FencedLockError, SettingsError
 from ...findings import Level
 from ...registry import State
 from ...releasing import Outcome, Release
+from ...texts import for_shell, visible
 from .. import releasing
 from ..releasing import Refused
-from ..tables import duration, one_line, table
+from ..tables import duration, table
 
 #: The exit code for what couldn't be asked or done.
 FAILED = 2
@@ -193,7 +194,7 @@ class Command(BaseCommand):
         if as_json:
             self._json(releasing.plain(done, found, end_session))
         else:
-            self.stdout.write(one_line(str(done)))
+            self.stdout.write(visible(str(done)))
         return 0 if done.done else 1
 
     def _doctor(self, alias: list[str] | None, timeout: float, **options: Any) -> int:
@@ -252,13 +253,15 @@ class Command(BaseCommand):
         for name in outcome.locked:
             self.stderr.write(
                 f"  The fence of {name!r} is locked by somebody's transaction, and is as it was. "
-                f"See who: manage.py fencedlock show {name!r}"
+                f"See who: manage.py fencedlock show {for_shell(name)}"
             )
 
     # Tools
 
     def _json(self, value: Any) -> None:
-        self.stdout.write(json.dumps(value, indent=2, default=_plain_value, ensure_ascii=False))
+        told = json.dumps(value, indent=2, default=_plain_value, ensure_ascii=False)
+        # A terminal may show it, and obeys more than what JSON has as an escape by itself.
+        self.stdout.write("\n".join(map(_escaped, told.split("\n"))))
 
     def _colours(self, options: dict[str, Any]) -> dict[str, Any]:
         """The paint of each word that has one."""
@@ -381,6 +384,13 @@ def _plain(report: doctor.Report) -> dict[str, Any]:
             for each in report.findings
         ],
     }
+
+
+def _escaped(line: str) -> str:
+    """A line of JSON, with what can't be seen as an escape."""
+    if line.isascii() and line.isprintable():
+        return line
+    return "".join(each if visible(each) == each else json.dumps(each)[1:-1] for each in line)
 
 
 def _plain_value(value: Any) -> str:

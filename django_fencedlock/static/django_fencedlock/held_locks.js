@@ -46,7 +46,7 @@
         }
     };
 
-    const keyOf = (row) => row.querySelector('.field-name a')?.getAttribute('href');
+    const keyOf = (row) => row.querySelector('.field-lock_name a')?.getAttribute('href');
 
     const rowsOf = (table) => Array.from(table.tBodies[0].rows);
 
