@@ -19,6 +19,7 @@ from django.utils.translation import gettext as _
 
 from ..conf import Problem
 from ..exceptions import FencedLockError, LockNotAcquired
+from .reasons import reason
 from .transactions import outside
 
 #: The form's field that says what the row was like when the form was opened.
@@ -193,7 +194,7 @@ def _held(row: Model, refusal: LockNotAcquired) -> str:
 
 
 def _not_saved(why: FencedLockError) -> str:
-    return _("Nothing was saved: %(why)s") % {"why": why}
+    return _("Nothing was saved: %(why)s") % {"why": reason(why)}
 
 
 def _stamp(row: Any) -> str:

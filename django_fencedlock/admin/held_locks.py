@@ -75,7 +75,7 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
             {"fields": ("lock_name", "state_explained", "token_number", "lease_left", "refused")},
         ),
         (_("Holder"), {"fields": ("holder", "task_name", "task_id", "host", "pid", "thread")}),
-        (_("Lock service"), {"fields": ("alias", "backend", "fenced", "owner", "session_pid")}),
+        (_("Lock service"), {"fields": ("alias", "backend", "fenced", "owner", "session")}),
         (_("Times"), {"fields": ("acquired_at", "renewed_at", "expires_at", "held_for")}),
     )
 
@@ -161,6 +161,10 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
             small = '{}<br><span class="fencedlock-small">{}</span>'
             where = format_html(small, row.alias, row.backend)
         return _labelled(_("lock service"), where)
+
+    @admin.display(description=_("session"))
+    def session(self, row: Any) -> Any:
+        return row.session_pid or NONE
 
     @admin.display(description=_("token"))
     def token_number(self, row: Any) -> SafeString:

@@ -32,6 +32,7 @@ from ..releasing import Outcome, Release, force_release
 from ..services import service
 from ..texts import telling
 from .databases import address, be_storable, shown_of
+from .reasons import reason
 from .transactions import outside
 
 logger = logging.getLogger(__name__)
@@ -256,7 +257,7 @@ class ReleasesByForce:
                 if isinstance(exc, BackendUnavailable):
                     away.add(mark.alias)
                 text = _("Lock “%(name)s” wasn't released: %(why)s")
-                messages.error(request, text % {"name": mark.name, "why": exc})
+                messages.error(request, text % {"name": mark.name, "why": reason(exc)})
                 continue
             if release.done:
                 _log(request, release)

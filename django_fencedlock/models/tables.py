@@ -160,7 +160,7 @@ class LockEvent(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.kind}"
+        return f"{self.name}: {self.get_kind_display()}"
 
 
 class Contender(models.Model):

@@ -1,0 +1,178 @@
+"""Whatever people read in the admin goes through gettext, so that it can be translated."""
+
+import ast
+import html
+import re
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.apps import apps
+from django.contrib.auth.models import User
+from django.test import Client
+from django.utils import timezone, translation
+
+import django_fencedlock
+from django_fencedlock import LeaseLost, exceptions, lock
+from django_fencedlock.admin import FenceAdmin, HeldLockAdmin, LockEventAdmin
+from django_fencedlock.admin.held_locks import EXPLAINED
+from django_fencedlock.admin.listing import STATES
+from django_fencedlock.admin.reasons import reason
+from django_fencedlock.models import Contender, Fence, HeldLock, LockEvent
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+PACKAGE = Path(django_fencedlock.__file__).parent
+BEGIN, END = "\N{LEFT WHITE SQUARE BRACKET}", "\N{RIGHT WHITE SQUARE BRACKET}"
+#: What is no text, but tells of a process, an alias or a backend; and one of Django's own.
+DATA = {"pid", "thread", "MainThread", "default", "database", socket.gethostname(), "admin", "True"}
+LIST = "/admin/django_fencedlock/heldlock/"
+
+
+@pytest.fixture
+def marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A language whose every text is the English one, in brackets."""
+
+    def mark(text: str) -> str:
+        return f"{BEGIN}{text}{END}"
+
+    catalogue = translation._trans
+    monkeypatch.setattr(catalogue, "gettext", mark, raising=False)
+    monkeypatch.setattr(catalogue, "pgettext", lambda context, text: mark(text), raising=False)
+    monkeypatch.setattr(
+        catalogue, "ngettext", lambda one, many, n: mark(one if n == 1 else many), raising=False
+    )
+
+
+@pytest.fixture
+def browser(client: Client) -> Client:
+    client.force_login(User.objects.create_superuser("Q0"))
+    return client
+
+
+def unmarked(page: str) -> set[str]:
+    """The words that are to be read on a page, and aren't in brackets."""
+    page = re.sub(r"<(script|style)\b.*?</\1>", " ", page, flags=re.DOTALL)
+    read = re.findall(r' (?:title|aria-label|placeholder|data-\w+)="([^"]*)"', page)
+    read += re.split(r"<[^>]*>", page)
+    inside = re.compile(f"{BEGIN}[^{BEGIN}{END}]*{END}")
+    found: set[str] = set()
+    for each in map(html.unescape, read):
+        text = re.sub(r"\b[0-9a-f]{20,}\b", " ", each)  # an owner
+        # A text may be part of another one.
+        while inside.search(text):
+            text = inside.sub(" ", text)
+        found |= set(re.findall(r"[^\W\d_]{2,}", text))
+    return found - DATA
+
+
+@pytest.fixture
+def see(browser: Client, marked: None) -> Callable[..., None]:
+    """Have a page that anybody can see looked at, or one that is the answer to a form."""
+
+    def look(path: str, form: dict[str, Any] | None = None) -> None:
+        answer = (
+            browser.get(path, follow=True)
+            if form is None
+            else browser.post(path, form, follow=True)
+        )
+        assert answer.status_code == 200
+        page = answer.content.decode()
+        assert BEGIN in page
+        assert unmarked(page) == set()
+
+    return look
+
+
+def test_the_brackets_would_be_missed(browser: Client) -> None:
+    assert {"Select", "held", "lock"} <= unmarked(browser.get(LIST).content.decode())
+
+
+def test_pages_of_locks(see: Callable[..., None]) -> None:
+    see(LIST)
+    with lock("q1", ttl=60), lock("q2", fenced=False):
+        LockEvent.objects.create(
+            name="q1", kind="refused", happened_at=timezone.now(), times=2, token=1
+        )
+        Contender.objects.create(
+            owner="q3", name="q1", since=timezone.now(), seen_at=timezone.now(), words="q4"
+        )
+        see(LIST)
+        see(f"{LIST}q1/change/")
+        see(f"{LIST}release/?name=q1")
+        past = timezone.now() - timedelta(days=3)
+        HeldLock.objects.filter(name="q1").update(acquired_at=past, expires_at=past)
+        see(LIST)
+        see(f"{LIST}q2/change/")
+        see(LIST, {"action": "release_by_force", "_selected_action": "gone"})
+        see("/admin/django_fencedlock/fence/")
+        see("/admin/django_fencedlock/fence/q1/change/")
+        see("/admin/django_fencedlock/lockevent/")
+        see(f"/admin/django_fencedlock/lockevent/{LockEvent.objects.get().pk}/change/")
+    see("/admin/")
+
+
+def test_what_is_told_of_a_forced_release(see: Callable[..., None], browser: Client) -> None:
+    with pytest.raises(LeaseLost), lock("q1"):
+        page = browser.get(f"{LIST}release/?name=q1").content.decode()
+        marks = [html.unescape(each) for each in re.findall(r'name="lock" value="([^"]*)"', page)]
+        see(f"{LIST}release/", {"lock": marks, "step": "release"})
+    see(f"{LIST}release/", {"lock": marks, "step": "release"})
+    see(f"{LIST}release/?name=q1")
+
+
+def test_every_reason_is_marked(marked: None) -> None:
+    for kind in vars(exceptions).values():
+        if isinstance(kind, type) and issubclass(kind, exceptions.FencedLockError):
+            is_for_code = kind in (
+                exceptions.FencedLockError,
+                exceptions.NotTheHolder,
+                exceptions.Unfenced,
+            )
+            assert reason(kind("q1")).startswith(BEGIN) != is_for_code, kind
+
+
+def test_every_state_is_marked(marked: None) -> None:
+    for told in (*STATES.values(), *EXPLAINED.values(), *LockEvent.Kind.labels):
+        assert str(told).startswith(BEGIN), told
+
+
+def test_columns_and_models_are_marked(marked: None) -> None:
+    for model in apps.get_app_config("django_fencedlock").get_models():
+        assert str(model._meta.verbose_name).startswith(BEGIN), model
+        assert str(model._meta.verbose_name_plural).startswith(BEGIN), model
+    for page in (HeldLockAdmin, FenceAdmin, LockEventAdmin):
+        for name in page.list_display:
+            column = getattr(page, name, None) or page_field(page, name)
+            label = getattr(column, "short_description", None) or column.verbose_name
+            assert str(label).startswith(BEGIN), (page, name)
+
+
+def page_field(page: Any, name: str) -> Any:
+    model = {HeldLockAdmin: HeldLock, FenceAdmin: Fence, LockEventAdmin: LockEvent}[page]
+    return model._meta.get_field(name)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.html")), ids=lambda path: path.name)
+def test_templates_have_no_words_of_their_own(path: Path) -> None:
+    texts = r"{% blocktranslate.*?{% endblocktranslate %}"
+    classes = r"{% block (?:bodyclass|coltype) %}.*?{% endblock %}"
+    text = re.sub(rf"{texts}|{classes}", " ", path.read_text(), flags=re.DOTALL)
+    text = re.sub(r"{%.*?%}|{{.*?}}", " ", text)
+    assert unmarked(text) == set()
+
+
+def test_texts_can_be_found_by_makemessages() -> None:
+    """It reads constants alone: an f-string is never found in a catalogue."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") in ("_", "_now", "gettext", "gettext_lazy", "ngettext")
+        and not (node.args and isinstance(node.args[0], ast.Constant))
+    ]
+    assert wrong == []
