@@ -1,0 +1,59 @@
+"""What is typed without the stubs of Django and Celery; `.ci/package` has none installed."""
+
+from collections.abc import Coroutine
+from typing import Any, assert_type
+
+from django_fencedlock import Lease, LockNotAcquired, alock, current_lease, lock
+from django_fencedlock.celery import SkippedRun, single_instance
+
+
+def blocks() -> None:
+    with lock("invoice:42", ttl=30, blocking_timeout=5) as lease:
+        assert_type(lease, Lease)
+        assert_type(lease.token, int)
+        assert_type(lease.remaining(), float)
+        assert_type(lease.verify(), bool)
+        with lease.atomic():
+            pass
+    assert_type(lock("invoice:42").acquire(blocking=False), Lease | None)
+    assert_type(current_lease(), Lease | None)
+    try:
+        lock("x").acquire()
+    except LockNotAcquired as exc:
+        assert_type(exc.name, str)
+
+
+async def asynchronous() -> None:
+    async with alock("invoice:42") as lease:
+        assert_type(lease, Lease)
+        assert_type(await lease.averify(), bool)
+        await lease.arenew(ttl=60)
+
+
+@lock("report:{user_id}", ttl=60)
+def build(user_id: int, fresh: bool = False) -> str:
+    return f"{user_id} {fresh}"
+
+
+@lock("feed:{url}")
+async def fetch(url: str) -> bytes:
+    return url.encode()
+
+
+@single_instance("invoice:{invoice_id}", ttl=30, on_conflict="retry")
+def charge(invoice_id: int, currency: str = "EUR") -> str:
+    return f"{invoice_id} {currency}"
+
+
+@single_instance
+def nightly() -> int:
+    return 1
+
+
+def calls() -> None:
+    assert_type(build(7, fresh=True), str)
+    download: Coroutine[Any, Any, bytes] = fetch("x")
+    download.close()
+    assert_type(charge(1, currency="USD"), str)
+    assert_type(nightly(), int)
+    assert_type(SkippedRun.of({}), SkippedRun | None)
