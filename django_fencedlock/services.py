@@ -20,6 +20,7 @@ from . import aio, conf, journal, logs, signals, threads, transactions
 from .backends.base import Backend, Cancel, Renewal, Request
 from .exceptions import (
     BackendUnavailable,
+    FencedLockError,
     LeaseLost,
     LockNotAcquired,
     NotTheHolder,
@@ -108,7 +109,20 @@ class Service(TakesLeases):
             seen=[] if seen is None else seen,
             before_waiting=before_waiting,
         )
-        lease = self._obtain(request, home, started + timeout)
+        try:
+            lease = self._obtain(request, home, started + timeout)
+            if lease is not None:
+                lease.who, lease.pattern, lease.max_hold = who, pattern, max_hold
+                with self._lock:
+                    self._leases[name, who] = lease
+        except FencedLockError:
+            raise
+        except BaseException:
+            # Something struck, maybe between the grant and the note of it.
+            with self._lock:
+                self._leases.pop((name, who), None)
+            self._abandon(request)
+            raise
         if lease is None:
             waited = clock() - started
             logger.info(
@@ -121,11 +135,6 @@ class Service(TakesLeases):
             self._signal(signals.lock_not_acquired, name=name, pattern=pattern, waited=waited)
             return None
         waited = clock() - started
-        lease.pattern = pattern
-        with self._lock:
-            self._leases[name, who] = lease
-        lease.who = who
-        lease.max_hold = max_hold
         self._keep(lease)
         history.granted(lease)
         self._signal(signals.lock_acquired, name=name, lease=lease, waited=waited)

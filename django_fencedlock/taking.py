@@ -142,3 +142,15 @@ class TakesLeases:
             logger.warning(
                 "Lock %r is left to run out", lease.name, exc_info=True, extra=logs.about(lease)
             )
+
+    def _abandon(self, request: Request) -> None:
+        """Give back what a request may have got whose caller was struck, and won't know of it."""
+        try:
+            self.backend.abandon(request)
+        except (BackendUnavailable, RuntimeError):
+            logger.warning(
+                "Lock %r is left to run out, if it was granted",
+                request.name,
+                exc_info=True,
+                extra=logs.facts(name=request.name, alias=self.config.alias),
+            )

@@ -169,6 +169,10 @@ class Backend(ABC):
     def release(self, lease: Lease) -> bool:
         """Give the lock back; False if this owner no longer had it. Never touches another's."""
 
+    def abandon(self, request: Request) -> None:
+        """Free what a request of this process was granted, if it was, whose caller won't know."""
+        self.evict(request.name, request.owner.id, fenced=request.fenced)
+
     @abstractmethod
     def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:
         """

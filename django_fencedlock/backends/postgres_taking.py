@@ -166,6 +166,15 @@ class TakesSessionLocks(Backend):
         self._home.add(hold)
         return hold.grant
 
+    def abandon(self, request: Request) -> None:
+        # By the thread that did or does what was asked for, and after that.
+        self._home.do(partial(self._release_of, request))
+
+    def _release_of(self, request: Request) -> None:
+        hold = self._home.holding(self._key(request.name))
+        if hold is not None and hold.owner == request.owner.id:
+            self._release(hold)
+
     def _undo(self, grant: Grant | None) -> None:
         if grant is not None:
             self._release(grant.handle)

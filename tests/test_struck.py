@@ -1,0 +1,98 @@
+"""
+Code that is struck while it takes a lock, by a time limit or an abort: no lock is left behind.
+
+Nobody would know of such a lock; and one of a PostgreSQL session lasts as long as its process.
+"""
+
+import linecache
+import sys
+
+import pytest
+
+from django_fencedlock import lock, services, sessions, taking
+from django_fencedlock.backends import database, postgres_home, postgres_taking
+from django_fencedlock.lease import clock
+from django_fencedlock.services import service
+from django_fencedlock.taking import TakesLeases
+from tests.test_registry import BACKENDS
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+
+#: Where the strikes hit.
+FILES = {
+    each.__file__ for each in (services, taking, sessions, database, postgres_taking, postgres_home)
+}
+
+
+class Struck(BaseException):
+    """Raised where nothing expects it."""
+
+
+class Strike:
+    """Strikes at the n-th line that is executed in `FILES`, from where a backend is asked on."""
+
+    def __init__(self, place):
+        self.left = place
+        self.has_begun = False
+
+    def __enter__(self):
+        self.former = sys.gettrace()
+        sys.settrace(self.trace)
+
+    def __exit__(self, *error):
+        sys.settrace(self.former)
+        return isinstance(error[1], Struck)
+
+    def trace(self, frame, event, arg):
+        if frame.f_code.co_filename not in FILES:
+            return None
+        self.has_begun = self.has_begun or frame.f_code is TakesLeases._grant.__code__
+        # Python doesn't interrupt the way out of a block, which has the block's line.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if self.has_begun and event == "line" and not line.strip().startswith("with "):
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(self.former)
+                raise Struck
+        return self.trace
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, settings, redis_server, postgres):
+    terms = dict(BACKENDS[request.param])
+    if request.param == "redis":
+        redis_server.empty()
+        terms["LOCATION"] = redis_server.url
+    settings.FENCEDLOCK = {"default": terms}
+    with lock("first"):
+        pass
+    return service("default").backend
+
+
+def test_no_line_leaves_a_lock(backend):
+    place, left = 0, 1
+    while left:
+        place += 1
+        name, began = f"x{place}", clock()
+        strike = Strike(place)
+        with strike:
+            lock(name, blocking_timeout=0).acquire()
+        left = strike.left <= 0
+        # As the run of a task does, and everybody else can't.
+        services.give_back_left_over(began)
+        assert backend.holder(name) is None, place
+        assert not service("default")._leases
+    assert place > 20
+
+
+def test_what_was_noted_already_is_nobodys(backend, monkeypatch):
+    class Leases(dict):
+        def __setitem__(self, key, lease):
+            super().__setitem__(key, lease)
+            raise Struck
+
+    monkeypatch.setattr(service("default"), "_leases", Leases())
+    with pytest.raises(Struck):
+        lock("x").acquire()
+    assert not service("default")._leases
+    assert backend.holder("x") is None
