@@ -219,7 +219,10 @@ def test_each_column_that_a_row_knows_sorts(
 def test_one_lock(page: Callable[..., str], in_task: None) -> None:
     with lock("invoice:42"):
         html = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
+        row = HeldLock.objects.get()
     assert "The lock service says that this holder has the lock." in html
+    for at in (row.acquired_at, row.renewed_at, row.expires_at):
+        assert f"{timezone.localtime(at):%Y-%m-%d %H:%M:%S}" in html
     assert 'name="_save"' not in html
 
 

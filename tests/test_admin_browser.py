@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 from django.contrib.admin import action
 from django.contrib.auth.models import User
+from django.db import connections
 from django.utils import timezone
 
 from django_fencedlock import lock
@@ -213,6 +214,15 @@ class TestRefresh:
         refresh(page)
         page.wait(lambda page: page.one(STATUS).text == "Refreshes every 5 seconds.", "the end")
 
+    def test_a_server_that_hangs_is_told_of(self, page):
+        page.open()
+        page.run(
+            "const wait = setTimeout; window.setTimeout = (what, time) => wait(what, time / 50);"
+            "window.fetch = () => new Promise(() => {});"
+        )
+        refresh(page)
+        page.wait(lambda page: "be refreshed" in page.one(STATUS).text, "the complaint")
+
 
 class TestPause:
     def test_it_is_remembered_and_works_by_keyboard(self, page):
@@ -264,6 +274,19 @@ def test_a_service_that_cannot_be_asked(page, settings, make_redis):
     assert page.one(".fencedlock-state").text == "unknown"
     assert names(page) == ["invoice:42"]
     assert page.run(FAINT, "#fencedlock-notices") == []
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+def test_a_database_that_does_not_answer(page, settings, monkeypatch):
+    settings.FENCEDLOCK = {"default": {}, "far": {"FENCE_DATABASE": "postgres"}}
+    monkeypatch.setitem(connections["postgres"].settings_dict, "PORT", "1")
+    for look in looks(page):
+        page.open("heldlock/?database=postgres")
+        assert "There is no answer from database postgres" in page.one("#content").text
+        assert not page.scrolls_sideways(), look
+        assert page.run(FAINT, "#content") == [], look
+    page.driver.find_element("link text", "default").send_keys("\ue007")
+    page.wait(lambda page: "0 held locks" in page.one("#content").text, "the other database")
 
 
 @pytest.mark.parametrize("count", [0, 3, 10_000])

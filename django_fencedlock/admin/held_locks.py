@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from django.contrib import admin
@@ -76,7 +77,7 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
         ),
         (_("Holder"), {"fields": ("holder", "task_name", "task_id", "host", "pid", "thread")}),
         (_("Lock service"), {"fields": ("alias", "backend", "fenced", "owner", "session")}),
-        (_("Times"), {"fields": ("acquired_at", "renewed_at", "expires_at", "held_for")}),
+        (_("Times"), {"fields": ("acquired", "renewed", "expires", "held_for")}),
     )
 
     class Media:
@@ -173,6 +174,18 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
         # A newer grant, or a forced release, has its fence.
         return _labelled(_("token"), _("superseded") if row.token is None else row.token)
 
+    @admin.display(description=_("acquired"))
+    def acquired(self, row: Any) -> str:
+        return _to_the_second(row.acquired_at)
+
+    @admin.display(description=_("renewed"))
+    def renewed(self, row: Any) -> str:
+        return _to_the_second(row.renewed_at)
+
+    @admin.display(description=_("expires"))
+    def expires(self, row: Any) -> str:
+        return _to_the_second(row.expires_at)
+
     @admin.display(description=_("held for"), ordering="-acquired_at")
     def held_for(self, row: Any) -> SafeString:
         return _labelled(_("held for"), in_words(row.entry.held_for))
@@ -239,8 +252,7 @@ class LockEventAdmin(ReadOnly):
 
     @admin.display(description=_("when"), ordering="happened_at")
     def when(self, row: LockEvent) -> str:
-        at = row.happened_at
-        return date_format(localtime(at) if is_aware(at) else at, "Y-m-d H:i:s")
+        return _to_the_second(row.happened_at)
 
     @admin.display(description=_("lock name"), ordering="name")
     def lock_name(self, row: LockEvent) -> SafeString:
@@ -255,6 +267,10 @@ class LockEventAdmin(ReadOnly):
     @admin.display(description=_("token"), ordering="token")
     def token_number(self, row: LockEvent) -> SafeString:
         return _labelled(_("token"), NONE if row.token is None else row.token)
+
+
+def _to_the_second(at: datetime) -> str:
+    return date_format(localtime(at) if is_aware(at) else at, "Y-m-d H:i:s")
 
 
 def _labelled(label: Any, value: Any) -> SafeString:
