@@ -258,6 +258,7 @@ def test_the_demo_on_servers_that_it_starts_and_the_site_that_stays(
     assert "/simulator/" in visitor.post("", username=user, password=password)
     # For those who are logged in.
     assert ">plain-" in visitor.get("/admin/accounts/account/")
+    assert ">the-site</a>" in visitor.get("/admin/django_fencedlock/heldlock/")
     assert _simulates(f"{site}simulator/", "redis") in demo.processes()
     demo.process.terminate()
     assert demo.end() == 128 + signal.SIGTERM, demo.said

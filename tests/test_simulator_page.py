@@ -150,6 +150,16 @@ def test_a_scenario_is_stepped_through_by_keyboard_alone(page):
     assert stepped.complaints() == []
 
 
+def test_without_javascript_nothing_stands_there_that_does_nothing(browser, site):
+    browser.script(False)
+    browser.get(site.url)
+    assert "needs JavaScript" in browser.one("main").text
+    assert [each.text for each in browser.all("button, select, h2, legend") if each.text] == []
+    for width in (1280, 400):
+        browser.show(width=width)
+        assert not browser.scrolls_sideways()
+
+
 def test_an_address_leads_to_a_scenario(page):
     linked = page(scenario="cut", backend="redis", fencing="off", ttl="5")
     chosen = {name: linked.one(f"#{name}").get_attribute("value") for name in ("backend", "ttl")}

@@ -1,12 +1,17 @@
 """What stays up after the demonstration: the site, for this machine alone."""
 
+import contextlib
 import secrets
+from collections.abc import Iterator
 
 from django.contrib.auth import get_user_model
 from django.contrib.staticfiles.handlers import StaticFilesHandler
 from django.core.servers.basehttp import ThreadedWSGIServer, WSGIRequestHandler
 from django.core.wsgi import get_wsgi_application
 from django.db import connection
+
+from django_fencedlock import lock
+from django_fencedlock.exceptions import FencedLockError
 
 from . import DemoFailed
 from .seed import seed
@@ -33,8 +38,20 @@ def serve(port: int) -> None:
     site = f"http://{HOST}:{server.server_port}"
     print(f"\nThe site is at {site}/\n\n   user      {USER}\n   password  {password}\n")
     print("Ctrl-C ends it, and everything that was started for it.", flush=True)
-    with server:
+    with server, _a_lock():
         server.serve_forever()
+
+
+@contextlib.contextmanager
+def _a_lock() -> Iterator[None]:
+    """Hold a lock, to be seen in the admin and released by force; unless another site has it."""
+    lease = lock("the-site").acquire(blocking=False)
+    try:
+        yield
+    finally:
+        if lease is not None:
+            with contextlib.suppress(FencedLockError):
+                lease.release()
 
 
 def _make_login() -> str:
