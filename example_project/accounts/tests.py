@@ -5,8 +5,9 @@ from decimal import Decimal
 from celery import current_app
 from django.conf import settings
 from django.contrib.auth.models import User
-from django.db import transaction
+from django.db import connection, transaction
 from django.test import TestCase
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
@@ -150,6 +151,15 @@ class AdminTests(AccountTestCase):
         PlainAccount.objects.filter(pk=self.account.pk).update(balance=7)
         page = self.client.get(reverse("admin:accounts_account_changelist"))
         self.assertContains(page, "icon-no")
+
+    def test_the_list_asks_as_often_however_many_accounts_there_are(self) -> None:
+        url = reverse("admin:accounts_account_changelist")
+        with CaptureQueriesContext(connection) as few:
+            self.client.get(url)
+        for number in range(5):
+            Account.objects.create(number=f"200{number}")
+        with self.assertNumQueries(len(few)):
+            self.client.get(url)
 
     def test_nobody_types_over_an_account_that_is_being_booked_on(self) -> None:
         url = reverse("admin:accounts_account_change", args=[self.account.pk])

@@ -25,7 +25,7 @@ CREATE TABLE IF NOT EXISTS charge (
 CHARGE = """
 INSERT INTO charge VALUES (:key, :receipt, :amount, :token)
 ON CONFLICT (idempotency_key) DO UPDATE SET token = excluded.token WHERE excluded.token >= token
-RETURNING receipt
+RETURNING receipt, amount
 """
 
 
@@ -35,6 +35,10 @@ class NoAnswer(Exception):
 
 class StaleRequest(Exception):
     """The payment service has heard from a newer holder of the lock."""
+
+
+class AmountDiffers(Exception):
+    """The same was to be paid before, with another amount, and may have been taken then."""
 
 
 def charge(key: str, amount: Decimal, token: int) -> str:
@@ -54,7 +58,11 @@ def charge(key: str, amount: Decimal, token: int) -> str:
     _lose_now_and_then()
     if not answer:
         raise StaleRequest(f"A newer request than that under token {token} came for {key!r}.")
-    return str(answer[0][0])
+    receipt, charged = answer[0]
+    if Decimal(charged) != amount:
+        # Asked for in vain: to answer with the receipt would be to say that this amount was paid.
+        raise AmountDiffers(f"{key!r} was charged {charged}, and can't be charged {amount}.")
+    return str(receipt)
 
 
 def charges() -> list[tuple[str, Decimal]]:

@@ -65,6 +65,20 @@ class ChargeTests(BillingTestCase):
         self.invoice.refresh_from_db()
         self.assertEqual((self.invoice.status, gateway.charges()), (Invoice.OPEN, []))
 
+    def test_an_amount_that_was_changed_after_a_lost_answer_is_not_booked(self) -> None:
+        with mock.patch.object(gateway, "is_lost", side_effect=[False, True]):
+            self.assertRaises(gateway.NoAnswer, tasks.charge, self.invoice.pk)
+        with self.invoice.fencing.lock():
+            self.invoice.refresh_from_db()
+            self.invoice.amount = Decimal(130)
+            self.invoice.save()
+        # For somebody to look at: a retry would only be told the same.
+        with self.assertRaises(gateway.AmountDiffers):
+            self.charge().get()
+        self.invoice.refresh_from_db()
+        self.assertEqual(self.invoice.status, Invoice.OPEN)
+        self.assertEqual((self.account.total(), gateway.charges()[0][1]), (0, 120))
+
     def test_a_former_holder_is_refused_by_the_service_itself(self) -> None:
         gateway.charge("invoice-1", Decimal(100), token=2)
         with self.assertRaises(gateway.StaleRequest):

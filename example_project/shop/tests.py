@@ -16,6 +16,7 @@ from django.urls import reverse
 
 from django_fencedlock import LeaseLost, StaleFence, lock
 from django_fencedlock.celery import SkippedRun
+from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.test import assert_all_writes_fenced, eager_tasks, hold_lock
 
 from ..overtaking import overtaken
@@ -115,6 +116,15 @@ class BestsellersTests(TestCase):
         self.assertEqual(
             self.client.get(reverse("bestsellers")).json(), {"bestsellers": ["bulb", "lamp"]}
         )
+
+    def test_a_lock_that_is_not_to_be_had_keeps_nobody_from_the_list(self) -> None:
+        cache.delete(bestsellers.KEY)
+        with hold_lock("bestsellers"):
+            self.assertEqual(bestsellers.bestsellers(), [])
+        cache.delete(bestsellers.KEY)
+        down = BackendUnavailable("The lock service is down.", name="bestsellers", alias="default")
+        with mock.patch.object(bestsellers, "lock", side_effect=down):
+            self.assertEqual(bestsellers.bestsellers(), [])
 
 
 class StockTests(TestCase):
