@@ -9,6 +9,7 @@ servers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -22,9 +23,9 @@ from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 
-from benchmarks import peers
+from benchmarks import peers, tables
 from benchmarks.plot import draw
-from benchmarks.report import COUNTED, Figure, read, table
+from benchmarks.report import COUNTED, Figure, read
 from tests.servers import ServerMissing, finding
 
 #: In the order in which they run; with arguments for a run in full.
@@ -137,39 +138,10 @@ def _tell(found: dict[str, list[Figure]], short: bool) -> None:
             part: [each for each in figures if each.unit in (COUNTED, "bytes")]
             for part, figures in found.items()
         }
-    aimed = [each for figures in found.values() for each in figures if each.aim is not None]
-    if aimed:
-        columns = ("work", "who", "measure", "found", "aim", "met")
-        print("\n== aims\n", *table(aimed, *columns), sep="\n")
+    print("\n== aims\n", *tables.aims(itertools.chain(*found.values())), sep="\n")
     for part, figures in found.items():
-        points = [each for each in figures if each.aim is None and each.at is None]
-        if points:
-            print(f"\n== {part}\n", *table(points, "work", "who", "measure", "found"), sep="\n")
-        curves = [each for each in figures if each.at is not None]
-        if curves:
-            print(f"\n== {part}, curves\n", *_curves(curves), sep="\n")
-
-
-def _curves(figures: Sequence[Figure]) -> list[str]:
-    """Markdown: a line for each curve, a column for each of its points."""
-    lines: list[str] = []
-    for work in dict.fromkeys(each.work for each in figures):
-        of_work = [each for each in figures if each.work == work]
-        places = sorted({each.at for each in of_work if each.at is not None})
-        lines += [
-            f"| {work} | | {' | '.join(f'{place:,}' for place in places)} |",
-            "|---" * (len(places) + 2) + "|",
-        ]
-        for who, measure in dict.fromkeys((each.who, each.measure) for each in of_work):
-            points = {
-                each.at: f"{each.value:.3g} {each.unit}".replace(" count", "")
-                for each in of_work
-                if (each.who, each.measure) == (who, measure)
-            }
-            cells = " | ".join(points.get(place, "") for place in places)
-            lines.append(f"| {who} | {measure} | {cells} |")
-        lines.append("")
-    return lines
+        print(f"\n== {part}\n", *tables.compared(figures), "", sep="\n")
+        print(*tables.curves(figures), sep="\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from benchmarks.processor import computed
 from benchmarks.report import COUNTED, OURS, Report, options
 from tests.servers import MariaDB, Postgres, Redis, ServerMissing, finding
 
-WORK, CURVE = "many names", "names in the table"
+WORK, CURVE = "many names, ratio to none", "names in the table"
+ROOM, ON_REDIS = "room for a name", "a name on Redis"
 AIM = 1.1
 #: Locks of one turn, each with another name.
 TIMES = 200
@@ -95,7 +96,7 @@ def _postgres(stack: ExitStack) -> tuple[dict[str, Any], Place]:
     def room() -> Mapping[str, float]:
         sizes = f"SELECT pg_table_size('{FENCE}'), pg_indexes_size('{FENCE}')"
         ((rows, index),) = server.execute(sizes, database=full)
-        return {"table": rows, "indexes": index}
+        return {"table and indexes": rows + index, "of it indexes": index}
 
     databases = {"pg_empty": server.django(empty), "pg_full": server.django(full)}
     return databases, Place("pg_empty", "pg_full", server.process.pid, fill, room)
@@ -128,7 +129,7 @@ def _sqlite(folder: Path) -> tuple[dict[str, Any], Place]:
 
     def room() -> Mapping[str, float]:
         with closing(sqlite3.connect(path)) as raw:
-            return {"table and index": pages(raw) - before[0]}
+            return {"table and indexes": pages(raw) - before[0]}
 
     databases = {
         "lite_empty": project.sqlite(str(folder / "empty.sqlite3")),
@@ -159,7 +160,7 @@ def _mariadb(stack: ExitStack) -> tuple[dict[str, Any], Place]:
             f"WHERE table_schema = '{full}' AND table_name = '{FENCE}'",
             database="mysql",
         )
-        return {"table": rows, "indexes": index}
+        return {"table and indexes": rows + index, "of it indexes": index}
 
     databases = {
         "maria_empty": {**server.django(), "NAME": empty},
@@ -210,11 +211,11 @@ def _report(title: str, place: Place, given: argparse.Namespace, report: Report)
                 report.add(WORK, who, "CPU, a name that is there", known, aim=AIM)
                 report.add(WORK, who, "CPU, a new name", new, aim=AIM)
         for what, size in place.room().items():
-            report.add(CURVE, title, f"{what}, for each name", size / count, "bytes", at=count)
+            report.add(CURVE, title, what, size / count, "bytes", at=count)
     room = {what: size / given.curve[-1] for what, size in place.room().items()}
     for what, size in room.items():
         print(f"  {title}: {what}, for each name: {size:.0f} bytes")
-        report.add(WORK, title, f"{what}, for each name", size, "bytes")
+        report.add(ROOM, title, what, size, "bytes")
 
 
 def _pairs(title: str, place: Place) -> Iterator[tuple[str, str, str]]:
@@ -266,9 +267,9 @@ def _on_redis(redis: Redis, count: int, report: Report) -> None:
         held = {key: client.memory_usage(key) for key in client.keys("*")}
     left = client.keys("*")
     days = max(client.pttl(key) for key in left) / 86_400_000
-    report.add(WORK, "Redis", "keys while held", len(held), COUNTED)
-    report.add(WORK, "Redis", "keys after release", len(left), COUNTED)
-    report.add(WORK, "Redis", "days that they stay", days, COUNTED)
+    report.add(ON_REDIS, OURS, "keys while held", len(held), COUNTED)
+    report.add(ON_REDIS, OURS, "keys after release", len(left), COUNTED)
+    report.add(ON_REDIS, OURS, "days that it stays", days, COUNTED)
     before = redis.info("memory")["used_memory"]
     _like(client, left[0], count)
     each = (redis.info("memory")["used_memory"] - before) / count
@@ -276,7 +277,7 @@ def _on_redis(redis: Redis, count: int, report: Report) -> None:
         f"  Redis: {len(held)} keys of {sum(held.values())} bytes while held; {len(left)} after "
         f"the release, for {days:.0f} days; {count:,} names took {each:.0f} bytes each"
     )
-    report.add(WORK, "Redis", "memory, for each name", each, "bytes")
+    report.add(ON_REDIS, OURS, "memory of each name", each, "bytes")
 
 
 def _like(client: Any, key: str, count: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,25 +79,6 @@ def options(described: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--figures", type=Path, help="a file to write what was found, as JSON")
     return parser
-
-
-def table(figures: Iterable[Figure], *columns: str) -> list[str]:
-    """Markdown; the columns are names of attributes."""
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    lines += [f"| {' | '.join(_cell(each, column) for column in columns)} |" for each in figures]
-    return lines
-
-
-def _cell(figure: Figure, column: str) -> str:
-    if column == "found":
-        return told(figure.value, figure.unit)
-    if column == "aim":
-        return "" if figure.aim is None else f"<= {told(figure.aim, figure.unit)}"
-    if column == "met":
-        return "yes" if figure.met else "**no**"
-    if column == "at":
-        return "" if figure.at is None else f"{figure.at:,}"
-    return str(getattr(figure, column))
 
 
 def told(value: float, unit: str) -> str:
