@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import contestants
+from benchmarks import contestants, page
+from benchmarks.__main__ import PARTS
 from benchmarks.plot import draw
 from benchmarks.report import COUNTED, OURS, Figure, Report, told
 
@@ -146,6 +147,29 @@ def test_the_plot_has_a_line_for_each_contestant():
     assert len(root.findall(f"{space}path")) == 3
     texts = {text.text for text in root.findall(f"{space}text")}
     assert texts >= {*names, "1", "8", "64"}
+
+
+def test_figures_are_written_between_their_marks():
+    figures = [
+        Figure("save()", "plain", "time", 1.0),
+        Figure("save()", "FencedModel", "time", 1.084, aim=1.1),
+        Figure("hand-off", "x", "mean", 0.5, "ms", at=1),
+        Figure("hand-off", "x", "mean", 12.345, "ms", at=64),
+    ]
+    text = "A\n<!-- figures: saves -->\nold\n<!-- end -->\nB\n<!-- figures: saves curves -->\n"
+    text += "<!-- end -->\nC\n<!-- figures: machine -->\n<!-- end -->\n"
+    done = page.filled(text, ["2 CPUs"], {"saves": figures})
+    assert "old" not in done
+    assert "| FencedModel | 1.08x (aim 1.10x) |" in done
+    assert "| x | mean | 0.50 ms | 12.3 ms |" in done
+    assert "* 2 CPUs\n<!-- end -->" in done
+    assert [done.count(letter) for letter in ("A\n", "B\n", "C\n")] == [1, 1, 1]
+    assert page.filled(done, ["2 CPUs"], {"saves": figures}) == done
+
+
+def test_the_page_has_a_place_for_each_part():
+    marked = [found[2] for found in page.BLOCK.finditer(page.PAGE.read_text())]
+    assert {each.partition(" ")[0] for each in marked} == {"machine", *PARTS}
 
 
 def test_a_part_that_is_cut_short_has_told_what_it_knows(tmp_path):
