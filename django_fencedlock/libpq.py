@@ -7,7 +7,7 @@ short statement that takes longer than all the rest, and leaves the server's cac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psycopg
@@ -15,6 +15,8 @@ from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
 from psycopg.generators import execute
 from psycopg.pq import ExecStatus
+
+from . import threads
 
 #: How often a statement is executed before the server is told to keep its plan.
 AFTER = 5
@@ -26,10 +28,15 @@ class Statements:
 
     Each of them is prepared once it has come often enough. Parameters go as text, so their types
     have to be clear from the statement.
+
+    Of `brief` ones nobody needs to be called back before their answer, or a time limit, is there.
+    So a signal's handler doesn't strike between a question and its answer.
     """
 
-    def __init__(self, raw: psycopg.Connection[Any], errors: Any) -> None:
+    def __init__(self, raw: psycopg.Connection[Any], errors: Any, *, brief: bool) -> None:
         self._raw = raw
+        # Not where greenlets would all stand still meanwhile.
+        self._in_one_call = brief and not threads.is_patched("socket")
         #: Makes the driver's errors Django's.
         self._errors = errors
         self._known: dict[str, _Statement] = {}
@@ -46,14 +53,18 @@ class Statements:
         known = self._known.get(statement)
         if known is None:
             known = self._known[statement] = _Statement(statement, given)
-        values = [_as_text(given[name]) for name in known.parameters] if given else []
+        values = _as_texts([given[name] for name in known.parameters]) if given else []
         known.times += 1
         if known.times > AFTER and not known.name:
             self._prepare(known)
+        pgconn = self._raw.pgconn
+        if known.name and self._in_one_call:
+            self._result = self._checked(pgconn.exec_prepared(known.name, values))
+            return
         if known.name:
-            self._raw.pgconn.send_query_prepared(known.name, values)
+            pgconn.send_query_prepared(known.name, values)
         else:
-            self._raw.pgconn.send_query_params(known.text, values)
+            pgconn.send_query_params(known.text, values)
         self._result = self._answer()
 
     def forget(self, statement: str) -> bool:
@@ -82,10 +93,17 @@ class Statements:
 
     def _answer(self) -> Any:
         # By the driver, which knows how to wait under gevent, and for what else may come in.
-        result = self._raw.wait(execute(self._raw.pgconn))[-1]
-        if result.status not in (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK):
-            raise error_from_result(result)
-        return result
+        results = self._raw.wait(execute(self._raw.pgconn))
+        if not results:
+            raise psycopg.OperationalError("the server gave no result")
+        return self._checked(results[-1])
+
+    def _checked(self, result: Any) -> Any:
+        if result.status in (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK):
+            return result
+        if self._raw.closed:
+            raise psycopg.OperationalError(result.error_message.decode(errors="replace"))
+        raise error_from_result(result)
 
 
 class _Statement:
@@ -105,11 +123,9 @@ class _Places(dict[str, str]):
         return place
 
 
-def _as_text(value: object) -> bytes | None:
-    if value is None:
-        return None
-    text = str(value).encode()
-    if b"\0" in text:
+def _as_texts(values: Sequence[object]) -> list[Any]:
+    texts = [None if value is None else str(value).encode() for value in values]
+    if b"\0" in b"".join(filter(None, texts)):
         # All that follows would be cut off.
         raise psycopg.DataError("PostgreSQL text can't contain NUL bytes")
-    return text
+    return texts

@@ -70,7 +70,7 @@ def _on_postgres(connection: BaseDatabaseWrapper) -> Any:
             return None
     from .libpq import Statements
 
-    return Statements(raw, connection.wrap_database_errors)
+    return Statements(raw, connection.wrap_database_errors, brief=True)
 
 
 def _is_direct(cursor: Any, raw: Any) -> bool:

@@ -1,6 +1,8 @@
 """Statements that a private connection prepares, and those that lead through a pooler."""
 
 import contextlib
+import signal
+import time
 from datetime import UTC, datetime
 
 import pytest
@@ -149,6 +151,52 @@ class TestParameters:
         for _ in range(OFTEN):
             with pytest.raises(DataError, match="NUL"):
                 pool.run(ask)
+
+
+def sleep(seconds, limit, begun=lambda: None):
+    """Have the server sleep in a statement that is prepared; returns after how many seconds."""
+
+    def ask(connection):
+        with prepared.cursor(connection) as cursor:
+            for _ in range(OFTEN):
+                cursor.execute("SELECT pg_sleep(%(seconds)s::float8)", {"seconds": 0})
+            begun()
+            cursor.execute("SELECT pg_sleep(%(seconds)s::float8)", {"seconds": seconds})
+
+    with contextlib.closing(Sessions("postgres", timeout=limit)) as pool:
+        pool.run(prepared_in)
+        try:
+            pool.run(ask)
+        finally:
+            assert pool.run(lambda connection: connection.is_usable())
+
+
+class TestAStatementThatIsNotAnswered:
+    def test_is_cut_off_and_its_connection_is_used_no_more(self):
+        began = time.monotonic()
+        with pytest.raises(OperationalError):
+            sleep(20, limit=1)
+        assert time.monotonic() - began < 10
+
+    def test_is_not_struck_in_the_middle(self):
+        """A signal's handler raises what it raises when the answer is there."""
+        began = []
+
+        def strike(number, frame):
+            raise TimeoutError("struck")
+
+        def begun():
+            began.append(time.monotonic())
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+        before = signal.signal(signal.SIGALRM, strike)
+        try:
+            with pytest.raises(TimeoutError, match="struck"):
+                sleep(0.8, limit=20, begun=begun)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert time.monotonic() - began[0] > 0.7
 
 
 class TestATableThatIsChanged:

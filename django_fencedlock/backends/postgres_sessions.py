@@ -47,7 +47,7 @@ class Session:
         self.wrapper = wrapper
         self.raw: psycopg.Connection[Any] = wrapper.connection
         self._cursor = psycopg.Cursor(self.raw)
-        self._statements = Statements(self.raw, wrapper.wrap_database_errors)
+        self._statements = Statements(self.raw, wrapper.wrap_database_errors, brief=False)
         self.busy_since: float | None = None
         pid, started = self.one(sql.IDENTITY, {}, prepare=False)
         self.pid: int = pid
