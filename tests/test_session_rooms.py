@@ -278,6 +278,19 @@ class TestGrants:
 
 
 @POSTGRES
+def test_what_is_closed_when_idle_keeps_its_locks(backend, peer, name):
+    lease = take(backend, name)
+    session = lease.handle.session
+    backend.close()
+    assert not session.closed
+    assert backend.verify(lease)
+    assert peer.acquire(request_for(name)) is None
+    assert backend.release(lease)
+    backend.close()
+    assert session.closed
+
+
+@POSTGRES
 class TestTakingUp:
     """A wait ends in the server a while before its waiter knows."""
 

@@ -156,7 +156,7 @@ MUTATIONS = (
         "backends/postgres_home.py",
         "if session is None or any(hold.session is session for hold in self._all_holds()):",
         "if session is None:",
-        (_BACKEND, SESSION_LOCKS),
+        (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(
         "Sessions that hold a lock that was waited for aren't watched",
