@@ -82,9 +82,12 @@ def test_the_callers_options_for_pooling_and_isolation_stay_out(monkeypatch):
         settings = copy.settings_dict
         assert "pool" not in settings["OPTIONS"]
         assert (settings["ATOMIC_REQUESTS"], settings["CONN_MAX_AGE"]) == (False, None)
+        # The level is that of the transactions which the driver begins.
+        copy.set_autocommit(False)
         with copy.cursor() as cursor:
             cursor.execute("SHOW transaction_isolation")
             assert cursor.fetchone() == ("read committed",)
+        copy.rollback()
         assert connections["postgres"].settings_dict["OPTIONS"] == options
     finally:
         copy.close()
