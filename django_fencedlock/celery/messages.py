@@ -12,12 +12,15 @@ from celery.signals import before_task_publish
 from .tasks import single_of
 
 if TYPE_CHECKING:
-    from .tasks import AnyTask
+    from .tasks import AnyTask, Single
 
 #: Headers of ours. A message is known by DELIVERY, which all its deliveries share: a task's id
 #: is shared by retries, and may be chosen by users.
 DELIVERY = "fencedlock_delivery"
 CONFLICTS = "fencedlock_conflicts"
+
+#: What Celery tells of a message's arguments, in logs and events.
+REPRS = ("argsrepr", "kwargsrepr")
 
 
 class _Copied(str):
@@ -39,6 +42,8 @@ def again(task: AnyTask, request: Any, *, countdown: float, headers: dict[str, A
     """Make the task's next message: in the same chain, chord and group, with as many retries."""
     # Celery 5.5 forgets that.
     more: dict[str, Any] = {"ignore_result": True} if request.ignore_result else {}
+    # Nor are these copied: who hid an argument by them would see it told after all.
+    more |= {each: told for each in REPRS if (told := getattr(request, each, None))}
     made: Any = task.signature_from_request(
         request,
         countdown=countdown,
@@ -62,18 +67,21 @@ def number(request: Any, header: str) -> int:
     return found if isinstance(found, int) else 0
 
 
-def _name_delivery(sender: str = "", headers: Any = None, **kwargs: Any) -> None:
-    if headers is not None and _is_single(sender):
+def _name_delivery(sender: str = "", headers: Any = None, body: Any = None, **kwargs: Any) -> None:
+    if headers is not None and (found := _single_task(sender)) is not None:
         # Anew for each message: a retry carries the headers of the one before.
         given = headers.get(DELIVERY)
         headers[DELIVERY] = str(given) if isinstance(given, _Copied) else uuid.uuid4().hex
+        published, single = found
+        single.hide_in_message(published, headers, body)
 
 
-def _is_single(name: str) -> bool:
-    """Whether a task of that name, of any app, is under `single_instance`."""
+def _single_task(name: str) -> tuple[AnyTask, Single] | None:
+    """The task of that name, of any app, if it is under `single_instance`."""
     # Nobody says which app publishes. Most processes have one.
-    task = current_app.tasks.get(name) or next(_found_elsewhere(name), None)
-    return task is not None and single_of(task) is not None
+    task: Any = current_app.tasks.get(name) or next(_found_elsewhere(name), None)
+    single = None if task is None else single_of(task)
+    return None if single is None else (task, single)
 
 
 def _found_elsewhere(name: str) -> Iterator[Any]:

@@ -6,10 +6,13 @@ import base64
 import json
 from typing import TYPE_CHECKING, Any
 
+from celery.app.task import Context
+from kombu.exceptions import ContentDisallowed
 from kombu.serialization import dumps, loads, prepare_accept_content
 
 from ..fences.duties import Open, Parcel
 from ..names import MAX_LENGTH
+from .messages import REPRS
 
 if TYPE_CHECKING:
     from .runs import Run
@@ -21,14 +24,32 @@ SERVE, NUMBER = "fencedlock_serve", "fencedlock_number"
 
 Arguments = tuple[list[Any], dict[str, Any]]
 
+#: By name and by content type.
+PICKLES = frozenset({"pickle", "application/x-python-serialize"})
+
 _OURS = "fencedlock_"
+#: Headers that a message has from Celery itself.
+_CELERYS = frozenset({*vars(Context), *REPRS, "lang", "task", "compression"})
+#: What of a trigger's message is kept.
+_OPTIONS = frozenset(
+    {
+        *("exchange", "headers", "priority", "queue", "retries", "routing_key", "shadow"),
+        *("soft_time_limit", "time_limit", *REPRS),
+    }
+)
 #: Marks a body that isn't plain ASCII. A table may be of a character set that lacks most others.
 _BASE64 = "base64,"
 
 
 def pack(run: Run) -> Parcel:
     """Pack a run's arguments, and where its message came from."""
-    serializer = run.task.serializer or run.task.app.conf.task_serializer
+    serializer = serializer_of(run.task)
+    if serializer in PICKLES:
+        raise TypeError(
+            f'on_conflict="coalesce" keeps the arguments of {run.title} in the database, and no '
+            f"pickles: whoever can write there could run anything. Give the task another "
+            'serializer, such as "json".'
+        )
     try:
         content_type, encoding, body = dumps(arguments(run), serializer=serializer)
     except Exception as exc:
@@ -45,6 +66,11 @@ def pack(run: Run) -> Parcel:
     return Parcel(content_type, encoding, body, json.dumps(options), queue)
 
 
+def serializer_of(task: Any) -> str:
+    """What a task's messages are written by."""
+    return str(task.serializer or task.app.conf.task_serializer)
+
+
 def arguments(run: Run) -> Arguments:
     """The arguments of a run, as they are in a message."""
     if run.is_called_directly:
@@ -55,6 +81,8 @@ def arguments(run: Run) -> Arguments:
 
 def unpack(task: AnyTask, parcel: Parcel) -> Arguments:
     """The arguments that were packed."""
+    if parcel.content_type in PICKLES:
+        raise ContentDisallowed(f"A pickle is kept for {task.name}, and none is ever loaded.")
     encoding, body = parcel.content_encoding, parcel.body
     raw: Any = body
     if encoding.startswith(_BASE64):
@@ -78,8 +106,10 @@ def put_on(run: Run, given: Arguments) -> None:
 def send(task: AnyTask, duty: Open, **more: Any) -> None:
     """Publish a message that serves a duty: the task itself, out of any chain, chord and group."""
     args, kwargs = unpack(task, duty.parcel)
-    options = json.loads(duty.parcel.options)
-    headers = {**options.pop("headers", {}), SERVE: duty.number}
+    # As they were packed, whoever has written there since: a message's header may name a task.
+    given = json.loads(duty.parcel.options)
+    options = {name: value for name, value in given.items() if name in _OPTIONS}
+    headers = {**_headers(options.pop("headers", {})), SERVE: duty.number}
     task.apply_async(tuple(args), kwargs, headers=headers, **options, **more)
 
 
@@ -100,6 +130,7 @@ def _options(request: Any) -> dict[str, Any]:
         "shadow": request.shadow,
         # Lest a task that always fails, and is retried by itself, begin from zero.
         "retries": request.retries,
+        **{each: getattr(request, each, None) for each in REPRS},
     }
     return {name: value for name, value in options.items() if value}
 
@@ -117,7 +148,7 @@ def _headers(headers: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in headers.items()
-        if not name.startswith((_OURS, "x-")) and _is_plain(value)
+        if not name.startswith((_OURS, "x-")) and name not in _CELERYS and _is_plain(value)
     }
 
 

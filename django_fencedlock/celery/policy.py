@@ -33,6 +33,7 @@ class Policy:
     max_hold: float | None = None
     redelivery: Redelivery = "defer"
     on_backend_error: OnBackendError = "raise"
+    sensitive: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for argument, allowed in _CHOICES.items():
@@ -82,6 +83,8 @@ def policy(**terms: Any) -> Policy:
     for term in ("ttl", "max_hold"):
         if terms.get(term) is not None:
             terms[term] = conf.seconds(terms[term], term)
+    given = terms.get("sensitive", ())
+    terms["sensitive"] = (given,) if isinstance(given, str) else tuple(given)
     for term in ("wait_timeout", "retry_countdown"):
         if terms.get(term) is not None:
             terms[term] = conf.seconds(terms[term], term, zero=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from celery import Task
@@ -65,6 +65,7 @@ def single_instance(
     max_hold: Duration | None = None,
     redelivery: Redelivery = "defer",
     on_backend_error: OnBackendError = "raise",
+    sensitive: str | Iterable[str] = (),
     **arguments: str,
 ) -> Callable[[F], F]: ...
 def single_instance(name: Any = None, **terms: Any) -> Any:
@@ -93,6 +94,8 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
         redelivery: ``"defer"`` keeps two deliveries of one message from overlapping, and one that
             was finished from running again; ``"run"`` takes each for a message of its own.
         on_backend_error: ``"raise"``, or, with ``fenced=False`` alone, ``"run"`` without a lock.
+        sensitive: The parameters whose arguments nobody is to read: the lock's name has digests
+            of them, and what Celery tells of a message has ``***``.
         **arguments: For a model: which parameter names which column of its lock.
     """
     if _is_bare(name, terms):

@@ -13,6 +13,7 @@ from .. import conf
 from ..conf import Problem
 from ..exceptions import SettingsError
 from . import strikes
+from .parcels import PICKLES, serializer_of
 from .policy import Policy
 from .tasks import single_of
 
@@ -118,6 +119,16 @@ def _alias(case: _Case) -> Iterator[Problem]:
             "E030",
             f"backend={case.policy.backend!r} is no alias in FENCEDLOCK.",
             conf.unknown(case.policy.backend, conf.aliases()),
+        )
+
+
+def _pickles(case: _Case) -> Iterator[Problem]:
+    if case.policy.on_conflict == "coalesce" and serializer_of(case.task) in PICKLES:
+        yield Problem(
+            "E031",
+            'on_conflict="coalesce" keeps arguments in the database, and no pickles: whoever can '
+            "write there could run anything.",
+            'Give the task another serializer, such as "json".',
         )
 
 
@@ -273,6 +284,7 @@ def _unseen_skips(case: _Case) -> Iterator[Problem]:
 
 _LOOKS: tuple[Callable[[_Case], Iterator[Problem]], ...] = (
     _alias,
+    _pickles,
     _redelivered_while_it_runs,
     _redelivered_while_it_waits,
     _limits_of_no_effect,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from celery import Task, current_app, current_task
 
 from ..names import Parameters
+from . import hiding
 from .naming import naming
 from .policy import Policy
 
@@ -29,6 +30,12 @@ class Single:
         self.policy = policy
         self._parameters = Parameters(function)
         self.signature = self._parameters.signature
+        hiding.check(policy.sensitive, self.signature, function.__qualname__)
+        if hidden := {*map(str, parameters.values())} & {*policy.sensitive}:
+            raise TypeError(
+                f"@single_instance(sensitive={min(hidden)!r}): it names a row, whose lock has that "
+                "name for all. Leave it out."
+            )
         self._naming = naming(name, parameters, function)
 
     def title(self, task: AnyTask | None) -> str:
@@ -42,7 +49,15 @@ class Single:
         arguments = self._parameters.bind((task, *args) if bound_to_task else args, kwargs)
         if bound_to_task:
             del arguments[next(iter(self.signature.parameters))]
+        if self.policy.sensitive:
+            arguments = hiding.hidden(arguments, self.policy.sensitive)
         return self._naming.name(task, self.title(task), arguments)
+
+    def hide_in_message(self, task: AnyTask, headers: dict[str, Any], body: Any) -> None:
+        """Have a message of the task tell no sensitive argument in what Celery shows of it."""
+        if self.policy.sensitive:
+            known = list(self.signature.parameters.values())[int(is_bound(task)) :]
+            hiding.hide_in_message(headers, body, known, self.policy.sensitive)
 
     def pattern(self, task: AnyTask | None) -> str:
         """What the names of its locks have in common, for metrics."""
