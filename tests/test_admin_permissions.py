@@ -1,10 +1,12 @@
 """Every address of the admin's pages of locks: who gets there, and who doesn't."""
 
+import json
 import re
 
 import pytest
 from django.contrib import admin
 from django.contrib.auth.models import Permission, User
+from django.test import Client
 from django.utils import timezone
 
 from django_fencedlock import lock
@@ -110,3 +112,45 @@ def test_links_lead_where_one_may_go(client, view_events):
         html = client.get(f"/admin/django_fencedlock/heldlock/{path}").content.decode()
         assert ("/admin/django_fencedlock/lockevent/?" in html) == view_events
         assert re.search(r'class="fencedlock-refused"[^>]*>1<', html)
+
+
+RELEASE = "/admin/django_fencedlock/heldlock/release/"
+
+
+@pytest.fixture
+def releaser():
+    client = Client(enforce_csrf_checks=True)
+    log_in(client, "view_heldlock", "release_heldlock")
+    return client
+
+
+def test_another_sites_form_releases_nothing(releaser, held):
+    mark = json.dumps([NAME, "default", held.owner, ""])
+    for step in ("release", "ask_again", "end_session"):
+        assert releaser.post(RELEASE, {"lock": mark, "step": step}).status_code == 403
+
+
+def test_nor_does_an_address(releaser, held):
+    mark = json.dumps([NAME, "default", held.owner, ""])
+    asked = releaser.get(RELEASE, {"name": NAME, "lock": mark, "step": "release", "post": "yes"})
+    assert asked.status_code == 200
+    for method in (releaser.head, releaser.options, releaser.put, releaser.delete, releaser.patch):
+        assert method(f"{RELEASE}?step=release&name={NAME}").status_code in (200, 403, 405)
+
+
+def test_the_page_that_asks_is_shown_within_no_other(releaser):
+    assert releaser.get(RELEASE, {"name": NAME}).headers["X-Frame-Options"] == "DENY"
+
+
+@pytest.mark.parametrize("key", ["next", "_to", "_popup", "_changelist_filters", "database"])
+def test_nothing_leads_to_another_site(client, key):
+    log_in(client, "view_heldlock", "release_heldlock")
+    away = {key: "//evil.example/"}
+    for answer in (
+        client.get("/admin/django_fencedlock/heldlock/", away),
+        client.get("/admin/django_fencedlock/heldlock/secret_3A42/change/", away),
+        client.get(RELEASE, {**away, "name": "nobody's"}),
+        client.post(f"{RELEASE}?{key}=//evil.example/", {**away, "step": "release"}),
+    ):
+        assert not answer.headers.get("Location", "/").startswith(("//", "http"))
+        assert 'href="//evil' not in answer.content.decode()

@@ -20,6 +20,7 @@ from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
+from django.views.decorators.clickjacking import xframe_options_deny
 
 from ..backends.base import HoldingSession
 from ..exceptions import BackendUnavailable, FencedLockError
@@ -159,7 +160,8 @@ class ReleasesByForce:
 
     def get_urls(self) -> list[Any]:
         page = cast(_Page, self)
-        view = outside(page.admin_site.admin_view(self.release_view))
+        # A page that is shown within another one's is clicked by who doesn't see it.
+        view = outside(xframe_options_deny(page.admin_site.admin_view(self.release_view)))
         name = f"{page.opts.app_label}_{page.opts.model_name}_release"
         return [path("release/", view, name=name), *super().get_urls()]  # type: ignore[misc]
 
