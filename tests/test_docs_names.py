@@ -1,0 +1,90 @@
+"""What the pages name is there by that name, and numbers that they tell are those of the code."""
+
+import re
+from importlib import import_module
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from django_fencedlock.contrib import prometheus
+from tests.test_docs import PAGES, ROOT, _check_ids
+
+TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+
+#: Where, what is told, with a group for the number; and the constant that it is.
+NUMBERS = [
+    ("admin", r"newest (\d+) of a lock are kept", "conf.HISTORY"),
+    ("admin", r"the newest ([\d,]+) in all", "fences.events.MOST"),
+    ("admin", r"give or take (\d+)", "fences.events.SLACK"),
+    ("admin", r"(\d+) rows at most", "fences.events.BATCH"),
+    ("admin", r"state asks about (\d+) locks", "admin.listing.LOOKED_AT"),
+    ("admin", r"At most (\d+) locks at once", "admin.releasing.MOST"),
+    ("admin", r"tried within (\d+) seconds", "admin.releasing.LIMIT"),
+    ("backends", r"`MAX_WAITERS` \((\d+)\)", "backends.postgres_taking.MAX_WAITERS"),
+    ("backends", r"`MAX_LOCKS` \((\d+)\)", "backends.postgres_taking.MAX_LOCKS"),
+    ("backends", r"begins anew each (\d+) s", "backends.postgres_waiting.SLICE"),
+    ("backends", r"option `TIMEOUT` \((\d+) s\); after", "backends.database.TIMEOUT"),
+    ("choosing", r"more than (\d+) locks held", "backends.postgres_taking.MAX_LOCKS"),
+    ("commands", r"asked for ([\d,]+) locks at a time", "registry.BATCH"),
+    ("commands", r"has (\d+) s \(`--timeout`\)", "doctor.LIMIT"),
+    ("commands", r"it runs out after (\d+) s", "doctor.probe.TTL"),
+    ("glossary", r"Up to (\d+) characters", "names.MAX_LENGTH"),
+    ("metrics", r"tells (\d+) patterns apart", "contrib.patterns.MOST"),
+    ("pgbouncer", r"`MAX_WAITERS` \((\d+)\)", "backends.postgres_taking.MAX_WAITERS"),
+    ("production", r"doctor --timeout (\d+)", "doctor.LIMIT"),
+    ("restore", r"batches of (\d+) by", "resync.BATCH"),
+    ("restore", r"waited for, for (\d+) s", "fences.lifting.PATIENCE"),
+    ("settings", r"of a lock: (\d+) unless", "conf.HISTORY"),
+    ("settings", r"another number, up to (\d+)", "conf.MOST_HISTORY"),
+    ("transactions", r"keeps up to (\w+) idle ones", "sessions.KEPT"),
+    ("transactions", r"uses up to (\w+) at once", "sessions.MOST"),
+]
+WORDS = {"two": 2, "ten": 10}
+
+
+@pytest.mark.parametrize(("page", "told", "constant"), NUMBERS)
+def test_numbers_are_those_of_the_code(page: str, told: str, constant: str) -> None:
+    text = " ".join(TEXTS[f"docs/{page}.md"].split())
+    (number,) = re.findall(told, text)
+    module, _, name = constant.rpartition(".")
+    found = getattr(import_module(f"django_fencedlock.{module}"), name)
+    assert WORDS.get(number) or int(number.replace(",", "")) == found
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_checks_that_are_named_exist(page: str) -> None:
+    named = set(re.findall(r"\b[EIW]0\d\d\b", TEXTS[page]))
+    assert named <= {*_check_ids(), *OF_DJANGO}
+
+
+#: Django's own, which some page names.
+OF_DJANGO = {"E005", "E032"}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_settings_that_are_named_exist(page: str) -> None:
+    known = {"FENCEDLOCK", *(f"FENCEDLOCK_{each}" for each in ("UNLEASED", "HISTORY"))}
+    known |= {"FENCEDLOCK_ABORT_SIGNAL"}
+    source = (ROOT / "django_fencedlock/conf.py").read_text()
+    assert all(f'"{each}"' in source for each in known)
+    named = set(re.findall(r"\bFENCEDLOCK(?:_[A-Z]+)*\b", TEXTS[page]))
+    assert {each for each in named if not each.startswith("FENCEDLOCK_TEST")} <= known
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_metrics_that_are_named_exist(page: str, metrics: set[str]) -> None:
+    named = set(re.findall(r"\bfencedlock_[a-z]+_[a-z_]+\b", TEXTS[page]))
+    assert named <= metrics
+
+
+@pytest.fixture(scope="module")
+def metrics() -> Any:
+    registry = CollectorRegistry()
+    prometheus.install(registry=registry)
+    yield {
+        f"{family.name}{end}"
+        for family in registry.collect()
+        for end in ("", "_total", "_count", "_sum", "_bucket")
+    }
+    prometheus.uninstall()
