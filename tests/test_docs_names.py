@@ -1,8 +1,8 @@
 """What the pages name is there by that name, and numbers that they tell are those of the code."""
 
 import re
+from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -52,34 +52,32 @@ def test_numbers_are_those_of_the_code(page: str, told: str, constant: str) -> N
     assert WORDS.get(number) or int(number.replace(",", "")) == found
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_checks_that_are_named_exist(page: str) -> None:
-    named = set(re.findall(r"\b[EIW]0\d\d\b", TEXTS[page]))
-    assert named <= {*_check_ids(), *OF_DJANGO}
-
-
 #: Django's own, which some page names.
 OF_DJANGO = {"E005", "E032"}
+SETTINGS = {"FENCEDLOCK", "FENCEDLOCK_UNLEASED", "FENCEDLOCK_HISTORY", "FENCEDLOCK_ABORT_SIGNAL"}
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_settings_that_are_named_exist(page: str) -> None:
-    known = {"FENCEDLOCK", *(f"FENCEDLOCK_{each}" for each in ("UNLEASED", "HISTORY"))}
-    known |= {"FENCEDLOCK_ABORT_SIGNAL"}
+def test_checks_that_are_named_exist() -> None:
+    known = {*_check_ids(), *OF_DJANGO}
+    assert _named(r"\b[EIW]0\d\d\b", known) == {}
+
+
+def test_settings_that_are_named_exist() -> None:
     source = (ROOT / "django_fencedlock/conf.py").read_text()
-    assert all(f'"{each}"' in source for each in known)
-    named = set(re.findall(r"\bFENCEDLOCK(?:_[A-Z]+)*\b", TEXTS[page]))
-    assert {each for each in named if not each.startswith("FENCEDLOCK_TEST")} <= known
+    assert all(f'"{each}"' in source for each in SETTINGS)
+    assert _named(r"\bFENCEDLOCK(?!_TEST)(?:_[A-Z]+)*\b", SETTINGS) == {}
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_metrics_that_are_named_exist(page: str, metrics: set[str]) -> None:
-    named = set(re.findall(r"\bfencedlock_[a-z]+_[a-z_]+\b", TEXTS[page]))
-    assert named <= metrics
+def test_metrics_that_are_named_exist(metrics: set[str]) -> None:
+    assert _named(r"\bfencedlock_[a-z]+_[a-z_]+\b", metrics) == {}
 
 
-@pytest.fixture(scope="module")
-def metrics() -> Any:
+def test_a_name_that_does_not_exist_is_found() -> None:
+    assert _named(r"\bFENCEDLOCK_[A-Z]+\b", SETTINGS - {"FENCEDLOCK_HISTORY"})
+
+
+@pytest.fixture
+def metrics() -> Iterator[set[str]]:
     registry = CollectorRegistry()
     prometheus.install(registry=registry)
     yield {
@@ -88,3 +86,9 @@ def metrics() -> Any:
         for end in ("", "_total", "_count", "_sum", "_bucket")
     }
     prometheus.uninstall()
+
+
+def _named(pattern: str, known: set[str]) -> dict[str, set[str]]:
+    """What pages name by a pattern, and isn't known."""
+    found = {page: set(re.findall(pattern, text)) - known for page, text in TEXTS.items()}
+    return {page: names for page, names in found.items() if names}
