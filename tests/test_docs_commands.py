@@ -128,7 +128,7 @@ def _is_picture(block: Block) -> bool:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    lines = text.splitlines()
+    lines = text.replace("\\\n", " ").splitlines()
     if any(line.startswith("$ ") for line in lines):
         # The rest is what they print.
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
