@@ -8,6 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from . import logs, signals, threads
 from .backends.base import Backend, Renewal
@@ -108,12 +109,12 @@ class Keeper:
             dead = [lease for lease in self._due if lease.owner in owners]
             for lease in dead:
                 del self._due[lease]
-        told = self.explain(dead) if dead else {}
-        for lease in dead:
-            # Whoever wants a lock that ran out may end the session, when that has no other.
-            too_long = lease.expired and lease.held_too_long
-            ended = _too_long(lease) if too_long else "the session that held it ended"
-            self._lost(lease, told.get(lease.owner, ended))
+        self._tell_losses({lease: self._ended_with_session(lease) for lease in dead})
+
+    def _ended_with_session(self, lease: Lease) -> str:
+        # Whoever wants a lock that ran out may end the session, when that has no other.
+        too_long = lease.expired and lease.held_too_long
+        return _too_long(lease) if too_long else "the session that held it ended"
 
     def end(self, lease: Lease) -> None:
         """Give up a lease that was held for too long."""
@@ -223,12 +224,33 @@ class Keeper:
                 )
 
     def _give_up_refused(self, batch: list[Lease], answers: list[Renewal]) -> None:
-        refused = [
-            lease for lease, answer in zip(batch, answers, strict=True) if answer is Renewal.LOST
-        ]
-        told = self.explain(refused) if refused else {}
-        for lease in refused:
-            self._give_up(lease, told.get(lease.owner, REFUSED))
+        with self._lock:
+            refused = [
+                lease
+                for lease, answer in zip(batch, answers, strict=True)
+                if answer is Renewal.LOST and self._due.pop(lease, None) is not None
+            ]
+            others_wait = bool(self._due)
+        if not refused:
+            return
+        tell = partial(self._tell_losses, dict.fromkeys(refused, REFUSED))
+        if others_wait:
+            self._aside(tell)
+        else:
+            tell()
+
+    def _tell_losses(self, reasons: Mapping[Lease, str]) -> None:
+        """Tell of leases that are kept no more, with a better reason if there is one to be had."""
+        told = self.explain(list(reasons)) if reasons else {}
+        for lease, why in reasons.items():
+            self._lost(lease, told.get(lease.owner, why))
+
+    def _aside(self, work: Callable[[], object]) -> None:
+        """Do what may take seconds, if a database hangs: leases of a short ttl would run out."""
+        try:
+            threads.start(work)
+        except RuntimeError:
+            work()
 
     def _give_up(self, lease: Lease, why: str) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from django_fencedlock import threads
 from django_fencedlock.backends.base import Renewal
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.keeper import TIDY_AFTER, Keeper
@@ -127,6 +128,50 @@ def test_a_refused_lease_is_lost_at_once(keeper, service, clock, lease, losses):
     clock.now += 10
     assert keeper.tick() is None
     assert [found for found, _ in losses] == [kept]
+
+
+def test_others_do_not_wait_for_the_words_about_a_loss(keeper, service, clock, lease, losses):
+    """A database that hangs may keep them for seconds, as long as a short ttl."""
+    asked, answered = threading.Event(), threading.Event()
+
+    def explain(leases):
+        asked.set()
+        assert answered.wait(60)
+        return {each.owner: "it was released by force" for each in leases}
+
+    refused, other = lease(ttl=3), lease(ttl=4, name="y")
+    keeper.explain = explain
+    keeper.keep(refused)
+    keeper.keep(other)
+    service.renew = lambda leases: [
+        Renewal.LOST if each is refused else Renewal.KEPT for each in leases
+    ]
+    clock.now += 1
+    keeper.tick()
+    assert asked.wait(60)
+    clock.now += 2
+    keeper.tick()
+    assert other.remaining() == 4
+    assert losses == []
+    answered.set()
+    wait_until(lambda: losses, "the words", 60)
+    assert losses == [(refused, "it was released by force")]
+
+
+def test_without_a_thread_the_words_are_waited_for(
+    keeper, service, clock, lease, losses, monkeypatch
+):
+    def refuse(target):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "start", refuse)
+    refused = lease()
+    keeper.keep(refused)
+    keeper.keep(lease(name="y", ttl=90))
+    service.answer = Renewal.LOST
+    clock.now += 10
+    keeper.tick()
+    assert [found for found, _ in losses] == [refused]
 
 
 def test_a_service_that_is_silent_loses_the_lease_when_its_ttl_is_over(

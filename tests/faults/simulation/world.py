@@ -282,6 +282,7 @@ def simulated_time() -> Iterator[Any]:
         patch.object(taking, "time", SimpleNamespace(sleep=sleep)),
         # Nobody takes a lock away, and there is no database to ask.
         patch.object(services, "told", lambda using, owners: {}),
+        patch.object(Keeper, "_aside", lambda self, work: work()),
         patch.dict(Lease.__init__.__kwdefaults__, {"clock": read}),
     ):
         yield now
