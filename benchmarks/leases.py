@@ -180,9 +180,10 @@ def _ours(alias: str, fenced: bool = True) -> Callable[[list[str], Given], Any]:
         from django_fencedlock import lock
 
         leases = [
-            lock(name, backend=alias, fenced=fenced, ttl=TTL).acquire(blocking=False)
+            lock(name, backend=alias, fenced=fenced, ttl=PATIENCE).acquire(blocking=False)
             for name in names
         ]
+        _shorten(leases)
         _held.extend(leases)
 
         def end() -> None:
@@ -194,6 +195,17 @@ def _ours(alias: str, fenced: bool = True) -> Callable[[list[str], Given], Any]:
 
 
 _held: list[Any] = []
+
+
+def _shorten(leases: list[Any]) -> None:
+    """Only now: those that were taken first would be renewed while the others are taken."""
+    from django_fencedlock.lease import clock
+    from django_fencedlock.services import service
+
+    keeper = service(leases[0].alias).keeper
+    for lease in leases:
+        lease.extend_from(clock(), TTL)
+        keeper.keep(lease)
 
 
 def _beat() -> None:
