@@ -176,3 +176,29 @@ class TestCurrentLease:
             assert current_lease() is lease
 
         contextvars.Context().run(body)
+
+    def test_leases_that_another_context_gave_back_do_not_pile_up(self, make):
+        def body():
+            kept = make(name="kept")
+            enter(kept)
+            for _ in range(1000):
+                lease = make()
+                enter(lease)
+                lease.released = True
+            assert current_lease() is kept
+            held = [each for each in contextvars.copy_context().values() if kept in each]
+            assert [len(each) for each in held] < [10]
+
+        contextvars.Context().run(body)
+
+    def test_many_leases_are_seldom_looked_at(self, make, monkeypatch):
+        looks = []
+        is_open = Lease.is_open
+        monkeypatch.setattr(Lease, "is_open", lambda lease: looks.append(1) or is_open(lease))
+
+        def body():
+            for number in range(1000):
+                enter(make(name=f"many:{number}"))
+            assert len(looks) < 2000
+
+        contextvars.Context().run(body)
