@@ -141,12 +141,9 @@ def _waiting_task() -> object | None:
     task whose coroutine holds the same list is the caller. The context can't tell: a child task
     inherits it. Should asgiref change this, no task is found, and the thread is another holder.
     """
-    here = SyncToAsync.threadlocal
-    mark = getattr(here, "task_context", None)
-    if mark is None:
-        return None
-    loop = getattr(here, "main_event_loop", None)
-    if loop is None or not loop.is_running():
+    here = vars(SyncToAsync.threadlocal)
+    mark, loop = here.get("task_context"), here.get("main_event_loop")
+    if mark is None or loop is None or not loop.is_running():
         return None
     # Asked in the loop itself: this thread may have begun before the task came to wait for it.
     answer: Future[object | None] = Future()
