@@ -1500,3 +1500,41 @@ def test_get_or_create_does_not_swallow_a_refusal(database):
         overtake(lease)
         with refused(StaleFence, Stock):
             Stock.objects.get_or_create(sku="a")
+
+
+@pytest.fixture
+def prepared(settings, monkeypatch):
+    """Postgres, by a connection whose OPTIONS let Django have its statements prepared."""
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+    settings.DATABASE_ROUTERS = [Everything("postgres")]
+    connection = connections["postgres"]
+    options = {"server_side_binding": True, "prepare_threshold": 2}
+    monkeypatch.setitem(connection.settings_dict, "OPTIONS", options)
+    _connect_anew(connection)
+    yield connection
+    monkeypatch.undo()
+    _connect_anew(connection)
+
+
+def _connect_anew(connection):
+    connection.close()
+    # Django looks at the OPTIONS once.
+    connection.features.__dict__.pop("uses_server_side_binding", None)
+
+
+@pytest.mark.django_db(transaction=True, databases=["postgres"])
+def test_the_statement_of_a_save_is_prepared_where_it_may_be(prepared):
+    invoice = Invoice.objects.create()
+    with invoice.fencing.lock() as lease:
+        for amount in range(12):
+            with statements(1):
+                _set(invoice, amount=amount).save()
+        with transaction.atomic(using="postgres"):
+            _set(invoice, amount=20).save()
+        with prepared.cursor() as cursor:
+            cursor.execute("SELECT statement FROM pg_prepared_statements")
+            (kept,) = (statement for (statement,) in cursor.fetchall() if "UPDATE" in statement)
+        assert "FOR SHARE" in kept
+        overtake(lease)
+        with refused():
+            _set(invoice, amount=21).save()
