@@ -184,6 +184,21 @@ def test_a_body_that_swallows_everything_ends_by_itself(place):
     assert lease.lost
 
 
+def test_a_strike_that_comes_twice_is_one(place):
+    lease = a_lease()
+
+    def body():
+        with contextlib.suppress(BaseException):
+            loop()
+        in_thread(strikes._innermost[strikes._place()].strike)
+        for _ in range(1000):
+            pass
+        return "ended"
+
+    with lost_soon(lease):
+        assert place(lambda: aborting.run(lease, body)) == "ended"
+
+
 # Runs within runs
 
 
