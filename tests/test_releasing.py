@@ -1,6 +1,7 @@
 """Forced releases, as far as they are the same whatever the backend: notes, models, test cases."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from django.core.management import call_command
@@ -11,7 +12,7 @@ from django_fencedlock import LeaseLost, StaleFence, force_release, lock
 from django_fencedlock.backends.base import Request
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.fences import revoking
-from django_fencedlock.lease import clock
+from django_fencedlock.lease import Lease, clock
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock
 from django_fencedlock.owners import new_owner
 from django_fencedlock.releasing import Outcome, held_by
@@ -206,8 +207,9 @@ def test_a_session_that_has_its_number_from_one_that_is_gone_is_not_ended(settin
 
 
 @real
+@pytest.mark.parametrize("runs_out", [False, True])
 def test_one_who_draws_a_newer_token_at_that_moment_is_fenced_off_too(
-    settings, redis_server, monkeypatch
+    settings, redis_server, monkeypatch, runs_out
 ):
     """He was recording his grant when the fence was lifted, so he repaired it."""
     redis_server.empty()
@@ -220,6 +222,9 @@ def test_one_who_draws_a_newer_token_at_that_moment_is_fenced_off_too(
     def after_he_recorded(*args, **kwargs):
         monkeypatch.undo()
         grants.append(backend._granted(holder, grants[0], clock()))
+        if runs_out:
+            with redis_server.client() as client:
+                client.delete(backend._store._keys("x").lock)
         return take_away(*args, **kwargs)
 
     monkeypatch.setattr(backend, "take_away", after_he_recorded)
@@ -229,3 +234,17 @@ def test_one_who_draws_a_newer_token_at_that_moment_is_fenced_off_too(
     assert done.token > grants[1].token
     assert (Fence.objects.get().token, Fence.objects.get().owner) == (done.token, "")
     assert backend.holder("x") is None
+    assert backend._store.renew([_lease_of(holder, grants[1])]) == [False]
+
+
+def _lease_of(request, grant):
+    nobody: Any = None
+    return Lease(
+        name=request.name,
+        alias="default",
+        owner=request.owner,
+        token=grant.token,
+        ttl=request.ttl,
+        since=grant.since,
+        control=nobody,
+    )

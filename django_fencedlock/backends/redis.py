@@ -345,7 +345,7 @@ class RedisBackend(Backend):
     ) -> Taken:
         with self._asked("forced release", name):
             had = self._store.take_away(name, owner, token or 0)
-        if token is not None:
+        if had and token is not None:
             # At once: whoever did it looks at the registry next.
             self._pending.append(HeldBy(name, owner))
             self._clear_rows(lent_by_test(self.config.fence_database))

@@ -212,14 +212,16 @@ return 1
 
 # The counter goes above the holder's token, or he would renew what seems to have run out.
 # ARGV     owner, token of the lifted fence (0 if unfenced)
-# returns  0 if somebody else has the lock, or he a token above the fence; else 1, or handed, as in
-#          acquire
+# returns  0 if somebody else has the lock, or he a token above the fence, which he may renew though
+#          the key has run out; else 1, or handed, as in acquire
 TAKE_AWAY = Script(f"""
 {_MINE}
 if held and not mine then return 0 end
 if ARGV[2] ~= '0' then
   if mine and tonumber(string.match(held, ':(%d+):')) > tonumber(ARGV[2]) then return 0 end
-  local drawn = tonumber(string.match(redis.call('GET', KEYS[2]) or '', '^%d+')) or 0
+  local number, last = string.match(redis.call('GET', KEYS[2]) or '', '^(%d+):(.*)$')
+  local drawn = tonumber(number) or 0
+  if last == ARGV[1] and drawn > tonumber(ARGV[2]) then return 0 end
   if drawn < tonumber(ARGV[2]) then
     redis.call('SET', KEYS[2], ARGV[2] .. ':', 'PX', {_SEQ_TTL})
   end

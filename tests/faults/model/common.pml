@@ -22,8 +22,10 @@
 #define LOST_UPDATE 6
 /* Who has the newest grant, and the lock, isn't refused a write. */
 #define DENIED 7
-/* Nothing of a holder who was forced out commits. */
+/* Nothing of a holder who was forced out commits, from the moment that his lock is free. */
 #define FORCED 8
+/* Nor is his lease renewed. */
+#define RETAKEN 9
 
 #ifndef PROPERTY
 #define PROPERTY ALL
@@ -50,6 +52,13 @@ byte begun;
 byte crashes = CRASHES, late = LATE, forces = FORCES;
 /* By owner: whether he gave his lock back, or is dead. */
 bool given_back[OWNERS + 1], gone[OWNERS + 1];
+/*
+ * By owner: how many grants there were when his fence was lifted, if somebody was told that his lock
+ * was taken from him. A request of his that comes twice may get him another one after that.
+ */
+byte taken[OWNERS + 1];
+/* Whether it was, and the lock service hasn't given it to him anew, for a request that came late. */
+bool is_out[OWNERS + 1];
 /* By owner: the token of his lease. */
 byte token_of[OWNERS + 1];
 
@@ -64,6 +73,7 @@ byte given_of[OWNERS + 1];
 #endif
 byte completed;            /* the highest token whose holder has his answer */
 byte running;              /* whose lease runs, by the word of the lock service */
+byte at_lift;              /* grants when a fence was lifted last */
 byte forced_out;           /* grants up to this serial were forced out */
 
 inline give(o) {
@@ -73,7 +83,7 @@ inline give(o) {
        BROKEN(EXCLUSION, "BROKEN: the lock was given to another while it ran\n")
     :: else
     fi;
-    running = o
+    running = o; is_out[o] = false
 #ifdef WITH_ORDER
     ; given++;
     last_given = given;
@@ -164,7 +174,8 @@ inline commit(o) {
     :: else
     fi;
     if
-    :: serial_of[o] <= forced_out -> BROKEN(FORCED, "BROKEN: one who was forced out has written\n")
+    :: serial_of[o] <= forced_out || serial_of[o] <= taken[o] ->
+       BROKEN(FORCED, "BROKEN: one who was forced out has written\n")
     :: else
     fi;
     row_writes++;
@@ -227,6 +238,52 @@ inline write(o) {
     };
 written:
     skip
+}
+
+inline take(o) {
+    taken[o] = (lifted != 0 -> at_lift : serial); is_out[o] = true;
+    printf("owner %d is forced out\n", o)
+}
+
+/* A renewal that the lock service didn't refuse. */
+inline renewed(o) {
+    if
+    :: is_out[o] ->
+       BROKEN(RETAKEN, "BROKEN: one who was forced out had his lease renewed\n")
+    :: else
+    fi
+}
+
+/*
+ * Releasing by force: releasing.py force_release(). A person looks who has the lock; the fence is
+ * lifted, then the lock is freed, if it is still that owner's.
+ *
+ * FREE_WITHOUT_LIFT  the lock is freed, and the fence left as it is
+ * FREE_BEFORE        it is freed first
+ * NOT_FREED          the fence is lifted, and the lock left as it is
+ *
+ * fences/revoking.py _RAISE: told is the token that the lock service says, which may not be
+ * recorded yet. Waits for whoever has the fence locked.
+ */
+inline lift(o, told) {
+    atomic {
+        pins == 0;
+        if
+        :: fence_owner == o || fence_token < told ->
+           if
+           :: fence_owner == o -> forced_out = serial
+           :: else
+           fi;
+           if
+           :: fence_token < told -> fence_token = told + 1
+           :: else -> fence_token++
+           fi;
+           fence_owner = 0
+        :: else
+        fi;
+        lifted = fence_token; at_lift = serial;
+        printf("the fence is lifted to %d, above owner %d\n", lifted, o)
+    }
 }
 
 /* Choose any owner that has begun. */

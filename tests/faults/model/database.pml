@@ -5,7 +5,7 @@
  * and MariaDB: one transaction) takes it and draws the token.
  *
  * Weak variants: DRAWS_TWICE, where a claim that comes twice draws two tokens; ANY_OWNER, with no
- * owner in the DELETE; FREE_WITHOUT_LIFT, where a person frees a lock and leaves the fence.
+ * owner in the DELETE; and those of a forced release.
  */
 #ifndef OWNERS
 #define OWNERS 3
@@ -59,7 +59,7 @@ inline claim(o) {
 inline renew(o) {
     kept = (held_by == o);
     if
-    :: kept -> live = true; running = o
+    :: kept -> live = true; running = o; renewed(o)
     :: else
     fi
 }
@@ -128,28 +128,36 @@ next:
     od
 }
 
-/* A person takes the lock from a holder: the fence is lifted first, then the lock is freed. */
-inline force() {
-#ifdef FREE_WITHOUT_LIFT
-    if
-    :: fence_owner == victim -> forced_out = serial
-    :: else
-    fi;
-#else
-    /* fences/lifting.py lift(): SET token = highest + 1, owner = ''. Waits for who has it locked. */
+/* DatabaseBackend.take_away() */
+inline take_away(o) {
     atomic {
-        pins == 0;
         if
-        :: fence_owner == victim -> forced_out = serial; fence_token++; fence_owner = 0
-        :: else
-        fi
-    };
+        :: held_by == o ->
+#ifndef NOT_FREED
+           clear(o);
 #endif
-    atomic { clear(victim); printf("owner %d is forced out\n", victim); victim = 0 }
+           take(o)
+        :: else -> printf("the lock isn't owner %d's any more\n", o)
+        fi
+    }
+}
+
+inline force() {
+#ifdef FREE_BEFORE
+    take_away(victim);
+#endif
+#ifndef FREE_WITHOUT_LIFT
+    /* What the service tells is the recorded token. */
+    lift(victim, 0);
+#endif
+#ifndef FREE_BEFORE
+    take_away(victim);
+#endif
+    victim = 0; lifted = 0
 }
 
 proctype World() {
-    byte who, got, turn, mine, victim;
+    byte who, got, turn, mine, victim, lifted;
     bool kept;
 
 end:

@@ -40,6 +40,8 @@ byte key_of, key_count;
 byte row_of;
 /* Home._by_key: by process, the owner that holds the lock by what the process knows. */
 byte hold[PROCESSES + 1];
+/* Who is to give his lock back, since somebody took it from him. */
+byte noted;
 /* A session that ended takes the process some time to notice. */
 bool ended[PROCESSES + 1];
 
@@ -159,26 +161,41 @@ next:
     od
 }
 
+/* postgres_forcing.py take_away() */
+inline take_away(o) {
+    if
+    :: atomic {
+           /* pg_terminate_backend(), if it has the lock still. */
+           row_of == o && key_count > 0 ->
+           take(o);
+           end_session(key_of)
+       }
+    :: atomic {
+           /* Left to his keeper, who finds it noted: UNLOCK_LISTED. */
+           row_of == o && key_count > 0 ->
+           take(o); noted = o
+       }
+    :: atomic {
+           !(row_of == o && key_count > 0) -> printf("the lock isn't owner %d's any more\n", o)
+       }
+    fi
+}
+
 inline force() {
-    atomic {
-        pins == 0;
-        if
-        :: fence_owner == victim -> forced_out = serial; fence_token++; fence_owner = 0
-        :: else
-        fi
-    };
-    /* pg_terminate_backend(), if it has the lock still. */
-    atomic {
-        if
-        :: row_of == victim && key_count > 0 -> end_session(key_of)
-        :: else
-        fi;
-        printf("owner %d is forced out\n", victim); victim = 0
-    }
+#ifdef FREE_BEFORE
+    take_away(victim);
+#endif
+#ifndef FREE_WITHOUT_LIFT
+    lift(victim, 0);
+#endif
+#ifndef FREE_BEFORE
+    take_away(victim);
+#endif
+    victim = 0; lifted = 0
 }
 
 proctype World() {
-    byte victim;
+    byte victim, lifted;
 
 end:
     do
@@ -186,6 +203,16 @@ end:
            /* postgres_hung.end_hung_holders(), a restart, an administrator. */
            losses > 0 && key_count > 0 -> losses--;
            printf("the session of process %d ends\n", key_of); end_session(key_of)
+       }
+    :: atomic {
+           noted != 0 && (hold[1] == noted || hold[2] == noted) ->
+           printf("the keeper of owner %d gives the lock back\n", noted);
+           if
+           :: hold[1] == noted && !ended[1] -> hold[1] = 0; unlock(1, noted)
+           :: hold[2] == noted && !ended[2] -> hold[2] = 0; unlock(2, noted)
+           :: else
+           fi;
+           noted = 0
        }
     :: atomic { forces > 0 && key_count > 0 && row_of != 0 -> forces--; victim = row_of };
        force()

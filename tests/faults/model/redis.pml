@@ -4,7 +4,9 @@
  *
  * Each script is one step. Weak variants: DRAWN_BEFORE and DRAWN_AFTER, as tutorials have it, with
  * the token drawn before or after SET NX and checked by the row alone; NOT_RECORDED, where the
- * token is Redis's own; RECORDS_EQUAL, with <= for <; ANY_OWNER, with a bare DEL and PEXPIRE.
+ * token is Redis's own; RECORDS_EQUAL, with <= for <; ANY_OWNER, with a bare DEL and PEXPIRE; those
+ * of a forced release, and two where it frees the key and no more: COUNTER_AS_IT_WAS, and
+ * BLIND_TO_COUNTER, which doesn't see that he whose key has run out drew a token above the fence.
  */
 #ifndef OWNERS
 #define OWNERS 3
@@ -86,6 +88,10 @@ inline renew(o, t) {
     :: key_owner == 0 && seq <= t ->
        seq = t; seq_owner = o; key_owner = o; key_token = t; running = o; kept = true
     :: key_owner == 0 && seq > t
+    fi;
+    if
+    :: kept -> renewed(o)
+    :: else
     fi
 }
 
@@ -231,20 +237,57 @@ next:
     od
 }
 
-/* A person takes the lock from a holder: the fence is lifted first, then the lock is freed. */
-inline force() {
+/* TAKE_AWAY: the counter goes above what he could renew, and the key is freed. */
+inline take_away(o, t) {
     atomic {
-        pins == 0;
         if
-        :: fence_owner == victim -> forced_out = serial; fence_token++; fence_owner = 0
-        :: else
+#ifdef BLIND_TO_COUNTER
+        :: key_owner != 0 && (key_owner != o || key_token > t) ->
+#else
+        :: (key_owner != 0 && (key_owner != o || key_token > t)) ||
+           (seq_owner == o && seq > t) ->
+#endif
+           printf("the key isn't owner %d's any more\n", o)
+        :: else ->
+#ifndef COUNTER_AS_IT_WAS
+           if
+           :: seq < t -> seq = t; seq_owner = 0
+           :: else
+           fi;
+#endif
+#ifndef NOT_FREED
+           free(o);
+#endif
+           take(o)
         fi
-    };
-    atomic { free(victim); printf("owner %d is forced out\n", victim); victim = 0 }
+    }
+}
+
+inline force() {
+#ifdef FREE_BEFORE
+    take_away(victim, told + 1);
+#endif
+#ifdef FREE_WITHOUT_LIFT
+    lifted = told; at_lift = serial;
+#else
+    lift(victim, told);
+#endif
+#ifndef FREE_BEFORE
+    take_away(victim, lifted);
+#endif
+    /* He may have been recording his grant meanwhile: once more. */
+    if
+    :: !is_out[victim] && (key_owner == victim || (key_owner == 0 && row_of == victim)) ->
+       told = key_token;
+       lift(victim, told);
+       take_away(victim, lifted)
+    :: else
+    fi;
+    victim = 0; told = 0; lifted = 0
 }
 
 proctype World() {
-    byte who, got, turn, mine, victim, outcome;
+    byte who, got, turn, mine, victim, told, lifted, outcome;
     bool kept;
 
 end:
@@ -294,7 +337,9 @@ end:
            losses > 0 -> losses--; printf("Redis is empty\n");
            key_owner = 0; key_token = 0; seq = 0; seq_owner = 0; running = 0
        }
-    :: atomic { forces > 0 && key_owner != 0 -> forces--; victim = key_owner };
+    :: atomic {
+           forces > 0 && key_owner != 0 -> forces--; victim = key_owner; told = key_token
+       };
        force()
     od
 }
