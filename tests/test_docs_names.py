@@ -7,7 +7,10 @@ from importlib import import_module
 import pytest
 from prometheus_client import CollectorRegistry
 
+from django_fencedlock import conf
+from django_fencedlock.celery.policy import _CHOICES
 from django_fencedlock.contrib import prometheus
+from django_fencedlock.models.fencing import MODES
 from tests.test_docs import PAGES, ROOT, _check_ids
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
@@ -66,6 +69,13 @@ def test_settings_that_are_named_exist() -> None:
     source = (ROOT / "django_fencedlock/conf.py").read_text()
     assert all(f'"{each}"' in source for each in SETTINGS)
     assert _named(r"\bFENCEDLOCK(?!_TEST)(?:_[A-Z]+)*\b", SETTINGS) == {}
+
+
+def test_values_of_arguments_that_are_named_exist() -> None:
+    known = {**_CHOICES, "unleased": conf.UNLEASED, "mode": MODES}
+    for argument, allowed in known.items():
+        named = _named(rf'\b{argument}="(\w+)"', set(allowed))
+        assert named == {}, argument
 
 
 def test_metrics_that_are_named_exist(metrics: set[str]) -> None:
