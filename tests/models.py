@@ -250,3 +250,15 @@ class Folder(models.Model):
 
     def __str__(self) -> str:
         return str(self.pk)
+
+
+class Verse(FencedModel):
+    """Has a place among those of its song, which are under one lock."""
+
+    fencing = Fencing("song:{song_id}")
+
+    song = models.ForeignKey(Account, on_delete=models.CASCADE)
+    text = models.CharField(max_length=50, default="")
+
+    class Meta:
+        order_with_respect_to = "song"

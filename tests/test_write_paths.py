@@ -47,6 +47,7 @@ from tests.models import (
     Unique,
     Van,
     Vehicle,
+    Verse,
     Warned,
 )
 
@@ -427,6 +428,49 @@ def test_an_unleased_row_that_is_allowed_has_fence_0(database, settings, how):
     settings.FENCEDLOCK_UNLEASED = "allow"
     CREATES[how](Account.objects.create())
     assert {row["fence"] for row in rows_of(LedgerLine)} == {0}
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_copy_of_a_row_is_a_new_row(database, invoice, is_held):
+    with lock("tests.invoice:1") if is_held else contextlib.nullcontext():
+        copy = Invoice.objects.get(pk=invoice.pk)
+        copy.pk = None
+        with statements(1):
+            copy.save()
+        assert (Invoice.objects.get(pk=copy.pk).fence, copy.fence) == (0, 0)
+        copy.pk = 1000
+        with statements(1):
+            copy.save(force_insert=True)
+    assert Invoice.objects.count() == 3
+    with refused(NoLease):
+        copy.save()
+
+
+def test_a_copy_of_a_row_whose_key_has_a_default(database):
+    made = Unique.objects.create(amount=1)
+    made.pk = None
+    made.amount = 2
+    made.save()
+    assert Unique.objects.count() == 2
+
+
+def test_a_copy_of_a_child_is_a_new_row_in_each_table(database):
+    truck = Truck.objects.create(wheels=6, load=1)
+    truck.pk = truck.id = None
+    truck.save()
+    assert (Truck.objects.count(), Vehicle.objects.count()) == (2, 2)
+
+
+def test_a_copy_of_a_row_under_anothers_lock_wants_its_lease(database):
+    account = Account.objects.create()
+    with lock(f"account:{account.pk}"):
+        line = LedgerLine.objects.create(account=account)
+    line.pk = None
+    with refused(NoLease, LedgerLine):
+        line.save()
+    with lock(f"account:{account.pk}") as lease:
+        line.save()
+    assert LedgerLine.objects.get(pk=line.pk).fence == lease.token
 
 
 def test_a_row_under_its_own_lock_is_always_added(database):
@@ -1042,6 +1086,22 @@ def test_names_that_only_a_callable_knows(database):
         with refused(NoLease, Called):
             Called.objects.all().delete()
         assert Called.objects.filter(amount=3).delete()[0] == 1
+
+
+def test_an_order_with_respect_to_something_is_set_under_the_lease(database):
+    song = Account.objects.create()
+    with lock(f"song:{song.pk}"):
+        verses = [Verse.objects.create(song=song) for _ in range(3)]
+    turned = [verse.pk for verse in reversed(verses)]
+    with refused(NoLease, Verse):
+        song.set_verse_order(turned)
+    with lock(f"song:{song.pk}") as lease:
+        song.set_verse_order(turned)
+        assert list(song.get_verse_order()) == turned
+        assert {row["fence"] for row in rows_of(Verse)} == {lease.token}
+        overtake(lease)
+        with refused(StaleFence, Verse):
+            song.set_verse_order([verse.pk for verse in verses])
 
 
 def test_what_django_refuses_is_left_to_django(database):

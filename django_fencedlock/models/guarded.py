@@ -168,11 +168,12 @@ class GuardedModel(models.Model):
         update_fields: Any = None,
     ) -> Any:
         parent: Any = super()
+        # The row has to be there: Django will insert none.
         forced = bool(force_update or update_fields)
-        if raw:
-            doing = Doing.LOADING
-        else:
-            doing = Doing.ADDING if self._state.adding and not forced else Doing.SAVING
+        # One that was loaded, and whose key was taken away, is a copy.
+        is_copy = force_insert or self._get_pk_val(cls._meta) is None
+        adding = bool(self._state.adding or is_copy) and not forced
+        doing = Doing.LOADING if raw else Doing.ADDING if adding else Doing.SAVING
         # Under multi-table inheritance, what was done for the tables of the parents: they are
         # rolled back with this one. The object's own table comes last.
         done = self.__dict__.pop("_guarded_done", [])
@@ -181,7 +182,7 @@ class GuardedModel(models.Model):
             if update_fields:
                 writing = {guard.column for guard in guards if not guard.keeps}
                 update_fields = frozenset(update_fields) | writing
-            with _Pass(self, cls, guards, forced):
+            with _Pass(self, cls, guards, adding):
                 updated = parent._save_table(
                     raw, cls, force_insert, force_update, using, update_fields
                 )
@@ -204,10 +205,10 @@ class GuardedModel(models.Model):
         pk, values, *rest = args
         row = _OneRow(base_qs, step.writing)
         updated = parent._do_update(row, using, pk, step.values(values), *rest, **kwargs)
-        if not updated and (step.forced or not self._state.adding):
+        if not updated and not step.adding:
             # Were it not raised here, Django would insert the row that a newer holder deleted.
             _explain(step.writing, base_qs.model._base_manager.using(using).filter(pk=pk))
-        if updated and self._state.adding:
+        if updated and step.adding:
             for guard in step.guards:
                 guard.overwrote()
         return updated
@@ -359,13 +360,13 @@ class _Pass:
     """One pass through one table in the course of a save."""
 
     def __init__(
-        self, instance: GuardedModel, table: Any, guards: Sequence[Guard], forced: bool
+        self, instance: GuardedModel, table: Any, guards: Sequence[Guard], adding: bool
     ) -> None:
         self.table = table
         self.guards = guards
         self.writing = [guard for guard in guards if not guard.keeps]
-        #: The row has to be there: Django will insert none.
-        self.forced = forced
+        #: The row is new, as far as is known.
+        self.adding = adding
         self.was_inserted = False
         self._instance = instance
 
@@ -379,8 +380,7 @@ class _Pass:
 
     @property
     def inserts_only(self) -> bool:
-        adding = self._instance._state.adding and not self.forced
-        return adding and any(guard.insert_only for guard in self.guards)
+        return self.adding and any(guard.insert_only for guard in self.guards)
 
     def values(self, values: Sequence[Any]) -> list[Any]:
         """What the UPDATE sets, given what Django would set."""

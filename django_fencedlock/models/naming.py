@@ -26,6 +26,11 @@ def rows_of(fencing: FencingOf, objs: Iterable[Any]) -> Rows:
     return [(name, columns.get(name, {"pk__in": pks})) for name, pks in keys.items()]
 
 
+def all_named(rows: Rows) -> bool:
+    """Whether each name is known: objects that Django makes to set an order have keys alone."""
+    return all(name is not None for name, _ in rows)
+
+
 def tells_the_lock(fencing: FencingOf, unique_fields: Sequence[str] | None) -> bool:
     """Whether rows that conflict in these fields have one lock, whichever they are."""
     if fencing.columns is None:

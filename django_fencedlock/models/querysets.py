@@ -17,7 +17,7 @@ from ..lease import Lease
 from .cascades import watch
 from .fencing import FencingOf
 from .fields import REFUSED, constraint_name
-from .naming import Rows, naming_values, rows_of, tells_the_lock
+from .naming import Rows, all_named, naming_values, rows_of, tells_the_lock
 from .refusals import names_constraint, of_many, version_conflict
 from .writes import (
     Write,
@@ -228,6 +228,8 @@ class FencedQuerySet(models.QuerySet[_Row]):
         if not self._is_covered():
             return None
         rows = rows_of(self._fencing, objs)
+        if not all_named(rows):
+            rows = self.filter(pk__in=[obj.pk for obj in objs])._rows()
         return self._unless_left_alone(
             gather(self._fencing, rows, self._database(), self._lease, "Updating")
         )
@@ -245,8 +247,8 @@ class FencedQuerySet(models.QuerySet[_Row]):
         Asks the database only if names differ by row.
         """
         fencing = self._fencing
-        if self._objects is not None:
-            return rows_of(fencing, self._objects)
+        if self._objects is not None and all_named(known := rows_of(fencing, self._objects)):
+            return known
         columns = fencing.columns
         if columns == ():
             return [(fencing.name_of({}), {})]

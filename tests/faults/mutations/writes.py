@@ -73,7 +73,7 @@ MUTATIONS = (
     Mutation(
         "The count of rows of an UPDATE is ignored",
         "models/guarded.py",
-        "        if not updated and (step.forced or not self._state.adding):",
+        "        if not updated and not step.adding:",
         "        if updated is None:",
         (_PATHS,),
     ),
