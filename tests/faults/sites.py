@@ -32,6 +32,7 @@ class Site:
         self._stack = contextlib.ExitStack()
         self.proxies: list[Proxy] = []
         self._clock: Clock | None = None
+        self._going_by_it: Server | None = None
         self.start()
 
     def start(self) -> None:
@@ -80,8 +81,10 @@ class Site:
         """
         Return the wall clock of the lock service, which may be set.
         """
-        if self._clock is None:
-            self._clock = Clock()
+        self._clock = self._clock or Clock()
+        # After a fail-over it is another server.
+        if self._going_by_it is not self.server:
+            self._going_by_it = self.server
             self.server.go_by(self._clock)
         return self._clock
 

@@ -5,9 +5,12 @@ Seeds are fixed, but not what comes of them: processes run as they will. A run t
 goes on until it does.
 """
 
+import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from tests.faults.faults import BY_NAME
 from tests.faults.runs import CORRUPTION, HELD, VIOLATED, Plan, Result, run
 from tests.faults.sites import SITES, Site
 from tests.servers import ServerMissing
+from tests.servers.clock import missing
 
 #: Seconds that a run takes at least, and at the most if nothing happens.
 LEAST, MOST = 2, 40
@@ -34,16 +38,20 @@ def do_run(sites, tmp_path):
     """Do a run; its accounts are kept with the files of pytest's run."""
 
     def do(site: str, fault: str, fenced: bool = True) -> Result:
-        if site not in sites:
-            try:
-                sites[site] = SITES[site]()
-            except ServerMissing as exc:
-                if os.environ.get("FENCEDLOCK_TEST_REQUIRE"):
-                    raise
-                pytest.skip(str(exc))
-        return run(sites[site], plan(fault, tmp_path, fenced))
+        return run(started(sites, site), plan(fault, tmp_path, fenced))
 
     return do
+
+
+def started(sites: dict[str, Site], name: str) -> Any:
+    if name not in sites:
+        try:
+            sites[name] = SITES[name]()
+        except ServerMissing as exc:
+            if os.environ.get("FENCEDLOCK_TEST_REQUIRE"):
+                raise
+            pytest.skip(str(exc))
+    return sites[name]
 
 
 def plan(fault: str, directory: Path, fenced: bool) -> Plan:
@@ -80,3 +88,14 @@ def test_without_fencing_the_same_run_is_found_corrupt(do_run):
     result = do_run("postgres", "pause", fenced=False)
     assert result.verdict == VIOLATED, str(result)
     assert {each.promise for each in result.violations} <= CORRUPTION, str(result)
+
+
+def test_a_clock_is_that_of_the_server_that_took_over():
+    if why := missing():
+        pytest.skip(why)
+    with contextlib.closing(started({}, "redis")) as site:
+        site.clock()
+        site.redis = site.launch(replica_of=site.redis)
+        site.redis.promote()
+        site.clock().jump(3600)
+        assert int(site.redis.execute("TIME")[0]) > time.time() + 3000
