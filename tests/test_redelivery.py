@@ -1,6 +1,7 @@
 """One message, delivered more than once."""
 
 import contextlib
+import re
 import threading
 import time
 import uuid
@@ -13,13 +14,15 @@ from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish
 from django.db import connections
 
-from django_fencedlock import conf, current_lease, lock
+from django_fencedlock import conf, current_lease, lock, sessions
 from django_fencedlock.celery import SkippedRun, redelivery, single_instance
 from django_fencedlock.celery.messages import DELIVERY
 from django_fencedlock.celery.parcels import NUMBER
 from django_fencedlock.celery.redelivery import kept, nonce
 from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired
+from django_fencedlock.fences.deliveries import DELIVERY as DELIVERY_TABLE
 from django_fencedlock.fences.deliveries import SETTLED, Deliveries, Message
+from django_fencedlock.fences.ledger import HELD
 from django_fencedlock.models import Delivery, HeldLock
 from django_fencedlock.owners import new_owner
 from django_fencedlock.services import service
@@ -100,6 +103,34 @@ def let_pass():
     for row in Delivery.objects.all():
         row.finished_at -= timedelta(seconds=SETTLED)
         row.save()
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+class TestCost:
+    """Statements of a run on PostgreSQL, each a round trip."""
+
+    @pytest.fixture(autouse=True)
+    def keep_connections(self, settings, monkeypatch):
+        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+        monkeypatch.setattr(sessions, "under_test", lambda: False)
+        yield
+        sessions.close_all()
+
+    def asked(self, postgres, task):
+        deliver(task, 1, **message())
+        with postgres.statements() as seen:
+            deliver(task, 1, **message())
+        assert ran == [1, 1]
+        # What is told in the background may fall into that time.
+        tables = f"{HELD}|{DELIVERY_TABLE}"
+        counted = {sql: times for sql, times in seen.items() if re.search(tables, sql)}
+        return sorted(sql.split()[0] for sql, times in counted.items() for _ in range(times))
+
+    def test_without_a_record_its_lock_alone(self, postgres):
+        assert self.asked(postgres, early) == ["DELETE", "WITH"]
+
+    def test_a_record_takes_one_at_the_beginning_and_one_at_the_end(self, postgres):
+        assert self.asked(postgres, late) == ["DELETE", "INSERT", "UPDATE", "WITH"]
 
 
 class TestAfterItsEnd:
