@@ -27,7 +27,7 @@ from django_fencedlock.backends.postgres_home import Home
 from django_fencedlock.backends.postgres_waiting import Room
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable
-from django_fencedlock.lease import Lease
+from django_fencedlock.lease import Lease, clock
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.owners import new_owner
 from tests.servers import Postgres
@@ -419,6 +419,33 @@ class TestWaiting:
         assert backend.verify(mine)
         assert backend.renew([mine]) == [Renewal.KEPT]
         assert backend.release(mine)
+
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_the_lease_of_a_short_wait_begins_before_it_and_takes_one_statement(
+        self,
+        postgres: Postgres,
+        backend: PostgresBackend,
+        peer: PostgresBackend,
+        name: str,
+        fenced: bool,
+    ) -> None:
+        lease = take(peer, name)
+        request = request_for(name, ttl=120, fenced=fenced)
+        with ThreadPoolExecutor(1) as pool, postgres.statements() as statements:
+            before = clock()
+            asked = pool.submit(backend.wait, request, 20)
+            waiting(postgres, 1)
+            released = clock()
+            peer.release(lease)
+            grant = asked.result()
+        assert before <= grant.since < released
+        mine = lease_of(request, grant)
+        assert backend.verify(mine)
+        assert backend.renew([mine]) == [Renewal.KEPT]
+        assert backend.release(mine)
+        assert [n for text, n in statements.items() if "pg_advisory_lock(" in text] == [1]
+        renewals = ("UPDATE django_fencedlock_heldlock", "FROM locks k WHERE")
+        assert not [text for text in statements if any(part in text for part in renewals)]
 
     def test_a_waiter_thrown_out_leaves_the_lock_free(
         self, postgres: Postgres, backend: PostgresBackend, peer: PostgresBackend, name: str

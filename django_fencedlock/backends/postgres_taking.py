@@ -38,6 +38,8 @@ TIMEOUT = 5.0
 MAX_LOCKS = 1000
 #: Sessions of one process that wait in the server, or hold a lock that was waited for.
 MAX_WAITERS = 10
+#: The part of its ttl that a lease may lose to the wait before it: the keeper renews it at a third.
+SHORT_WAIT = 1 / 6
 #: Seconds to go on trying after a hung holder's session was ended; it takes milliseconds.
 AFTER_END = 0.25
 
@@ -288,6 +290,7 @@ class TakesSessionLocks(Backend):
                 grace=self._timeout,
                 cancel=request.cancel,
             )
+            asked = clock()
             try:
                 answer = self._granted(session, request, key, send)
             except Error as exc:
@@ -295,21 +298,24 @@ class TakesSessionLocks(Backend):
                     return None
                 raise
             if answer.granted:
-                return self._take_up(session, request, key, answer.token)
+                return self._take_up(session, request, key, answer.token, asked)
             if answer.pinned:
                 pause(deadline, request.cancel)
         return None
 
     def _take_up(
-        self, session: Session, request: Request, key: int, token: int | None
+        self, session: Session, request: Request, key: int, token: int | None, asked: float
     ) -> Grant | None:
         """
         Begin the lease that a wait ended with.
 
         How long ago the server granted it can't be known here, where the caller may have been
-        paused. So it is renewed once, and its time counted from before that.
+        paused. After a short wait its time is counted from before that wait. After a longer one it
+        is renewed once, and its time counted from before the renewal.
         """
         since = clock()
+        if since - asked < request.ttl * SHORT_WAIT and not request.cancel:
+            return self._hold(session, request, key, token, asked)
         given = {"name": request.name, "owner": request.owner.id, "key": key}
         with watchdog.limit(self._timeout, session.cut):
             if request.cancel:
