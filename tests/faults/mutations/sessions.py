@@ -322,4 +322,18 @@ MUTATIONS = (
         "",
         ("tests/test_journal.py",),
     ),
+    Mutation(
+        "A connection that was cut off within a statement is lent again",
+        "libpq.py",
+        "        if self._raw.closed:",
+        "        if False:",
+        ("tests/test_prepared.py",),
+    ),
+    Mutation(
+        "A parameter is cut off at a NUL",
+        "libpq.py",
+        '    if b"\\0" in b"".join(filter(None, texts)):',
+        "    if False:",
+        ("tests/test_prepared.py",),
+    ),
 )
