@@ -211,8 +211,24 @@ def test_the_loss_of_the_outer_lock_ends_the_inner_body_as_well(place):
         assert not hammer.is_within_run()
         return caught.value.owner
 
+    started = time.monotonic()
     with lost_soon(outer):
         assert place(work) == outer.owner
+    assert time.monotonic() - started < LONG / 2
+
+
+def test_the_loss_of_the_outer_lock_ends_its_body_after_an_inner_one(place):
+    outer, begun = a_lease("outer"), threading.Event()
+
+    def body():
+        aborting.run(a_lease("inner"), lambda: None)
+        begun.set()
+        loop()
+
+    started = time.monotonic()
+    with lost_soon(outer, begun=begun), pytest.raises(LeaseLost):
+        place(lambda: aborting.run(outer, body))
+    assert time.monotonic() - started < LONG / 2
 
 
 def test_the_outer_body_goes_on_after_the_loss_of_an_inner_lock(place):

@@ -123,8 +123,8 @@ MUTATIONS = (
     Mutation(
         "A session is ended with all its locks though nobody asked for it",
         "releasing.py",
-        "    if not end_session or found.session is None:",
-        "    if found.session is None:",
+        "    session = _session_to_end(found, end_session)\n",
+        "    session = _session_to_end(found, end_session or True)\n",
         (
             "tests/test_admin_releasing.py::TestSessions",
             _contract("TestPostgres", "the_former_holders_writes_are_refused_before_it_notices"),
@@ -145,8 +145,8 @@ MUTATIONS = (
     Mutation(
         "The keeper of a session lock that was taken away goes on renewing it",
         "backends/postgres_statements.py",
-        "    WHERE w.held AND NOT w.forced FOR UPDATE OF h SKIP LOCKED),",
-        "    WHERE w.held FOR UPDATE OF h SKIP LOCKED),",
+        "k.key IS NOT NULL AS held, r.owner IS NOT NULL AS forced",
+        "k.key IS NOT NULL AS held, false AS forced",
         (_contract("TestPostgres", _NO_WAY_BACK),),
     ),
     Mutation(
@@ -161,7 +161,7 @@ MUTATIONS = (
         "backends/redis_scripts.py",
         "  if drawn < tonumber(ARGV[2]) then\n    redis.call('SET', KEYS[2], ARGV[2] .. ':', 'PX', {_SEQ_TTL})\n  end\n",
         "",
-        (_contract("TestRedis", _NO_WAY_BACK),),
+        ("tests/test_redis_backend.py::test_what_is_taken_away_has_its_counter_lifted",),
     ),
     Mutation(
         "Redis: the lock of one who drew a newer token meanwhile is freed unfenced",
