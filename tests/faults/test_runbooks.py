@@ -1,16 +1,28 @@
-"""What docs/fault_lab.md says to do when a promise can't be kept: it heals what was broken."""
+"""What the pages say to do when a promise can't be kept: it heals what was broken."""
 
+import contextlib
+import io
+import re
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from django.core.management import call_command
+from django.db import connections
 
-from django_fencedlock import lock
+from django_fencedlock import LeaseLost, StaleFence, lock, resync
 from django_fencedlock.backends.base import Request
+from django_fencedlock.lease import Lease
+from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.owners import new_owner
 from django_fencedlock.services import service
+from tests.models import Invoice
 from tests.servers.process import wait_until
+from tests.test_resync import Everything
 
 TTL = 0.5
+RESTORE = (Path(__file__).parent.parent.parent / "docs/restore.md").read_text()
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -58,3 +70,178 @@ def test_a_live_holder_who_was_freed_by_mistake_has_it_back(settings, make_redis
     wait_until(lambda: lock("x").holder() is not None, "the keeper to renew it")
     assert lock("x").holder().owner == lease.owner
     assert lease.release()
+
+
+# docs/restore.md; `resync` itself has tests of its own, on every database
+
+ON_ALL = pytest.mark.parametrize(
+    "database",
+    [
+        pytest.param(
+            each, marks=pytest.mark.django_db(transaction=True, databases=["default", each])
+        )
+        for each in ("default", "postgres", "mariadb")
+    ],
+)
+TABLES = [model._meta.db_table for model in (Fence, HeldLock, Invoice)]
+
+
+@pytest.fixture
+def on(database, settings):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": database}}
+    settings.DATABASE_ROUTERS = ["tests.test_resync.Everything"]
+    Everything.database = database
+    yield connections[database]
+    service("default").drop_all()
+
+
+def backup(connection):
+    """What the tables have now."""
+    found = {}
+    with connection.cursor() as cursor:
+        for table in TABLES:
+            cursor.execute(f"SELECT * FROM {table}")
+            found[table] = ([each[0] for each in cursor.description], cursor.fetchall())
+    return found
+
+
+def restore(connection, found, tables=TABLES):
+    """Have the tables as they were, past everything that refuses a change."""
+    with connection.cursor() as cursor:
+        for table in tables:
+            columns, rows = found[table]
+            cursor.execute(f"DELETE FROM {table}")
+            marks = ", ".join(["%s"] * len(columns))
+            for row in rows:
+                cursor.execute(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})", row)
+
+
+def hand_over(invoice):
+    """Have somebody write under the next grant; returns his lease, which he keeps, and his row."""
+    lease = invoice.fencing.lock().acquire()
+    mine = Invoice.objects.get(pk=invoice.pk)
+    mine.amount += 1
+    mine.save(lease=lease)
+    return lease, mine
+
+
+@ON_ALL
+def test_after_a_restore_of_everything_former_holders_are_refused(on):
+    invoice = Invoice.objects.create()
+    hand_over(invoice)[0].release()
+    before = backup(on)
+    former, row = hand_over(invoice)
+    restore(on, before)
+    # As far as the database knows, he never had the lock.
+    now = new_holder(invoice)
+    assert now.token == former.token
+    with pytest.raises(StaleFence):
+        row.save(lease=former)
+    with pytest.raises(StaleFence), former.atomic():
+        pass
+    mine = Invoice.objects.get(pk=invoice.pk)
+    mine.save(lease=now)
+    assert mine.fence == now.token
+
+
+def new_holder(invoice):
+    """A grant to another process, after which nobody renews anything."""
+    request = Request(name=invoice.fencing.name(), owner=new_owner(), ttl=30)
+    backend = service("default").backend
+    grant = backend.acquire(request)
+    return Lease(
+        name=request.name,
+        alias="default",
+        owner=request.owner,
+        token=grant.token,
+        ttl=30,
+        since=grant.since,
+        control=service("default"),
+        database=service("default").config.fence_database,
+        handle=grant.handle,
+    )
+
+
+@ON_ALL
+def test_rows_that_are_older_than_their_fences_need_nothing(on):
+    """As after a crash with synchronous_commit off, or a restore of the rows alone."""
+    invoice = Invoice.objects.create()
+    hand_over(invoice)[0].release()
+    before = backup(on)
+    lease, _ = hand_over(invoice)
+    lease.release()
+    restore(on, before, [Invoice._meta.db_table])
+    lease, mine = hand_over(invoice)
+    assert mine.fence == lease.token == 3
+    (model,) = resync.models(["tests.Invoice"])
+    assert not resync.resync(model, resync.databases_of(model)[0], dry_run=True).low
+
+
+@ON_ALL
+def test_the_statement_for_services_outside_lifts_all_fences_and_their_holders_lose(on):
+    invoice = Invoice.objects.create()
+    former, row = hand_over(invoice)
+    statement = re.search(r"```sql\n(UPDATE django_fencedlock_fence .*?;)\n```", RESTORE)[1]
+    with on.cursor() as cursor:
+        cursor.execute(statement)
+    with pytest.raises(StaleFence):
+        row.save(lease=former)
+    with contextlib.suppress(LeaseLost):
+        former.release()
+    assert hand_over(invoice)[0].token == 1_000_002
+
+
+@pytest.fixture
+def old_file(settings, make_redis):
+    """A Redis that starts from a file in which a former holder has the lock; and who has it now."""
+    server = make_redis("--dbfilename", "kept.rdb")
+    backend = "django_fencedlock.backends.redis.RedisBackend"
+    settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": server.url}}
+    former = lock("x", ttl=30).acquire()
+    server.execute("SAVE")
+    former.release()
+    with ThreadPoolExecutor(1) as elsewhere:
+        now = elsewhere.submit(lock("x", ttl=30).acquire).result()
+    server.kill()
+    server.start()
+    yield former, now
+    service("default").drop_all()
+
+
+def test_a_redis_from_an_old_file_has_a_shadow_of_a_holder(old_file):
+    former, now = old_file
+    assert lock("x").holder().owner == former.owner
+    # Nobody else has come, and yet the present holder isn't known any more.
+    assert not now.verify()
+    assert now.lost
+    assert lock("x", blocking_timeout=0).acquire() is None
+
+
+def test_released_by_force_it_is_free_and_tokens_go_on_from_the_fence(old_file):
+    former, now = old_file
+    # As the page says; to him whom the lock service has.
+    out = io.StringIO()
+    call_command("fencedlock", "release", "x", "--yes", stdout=out)
+    assert "released by force" in out.getvalue()
+    after = lock("x", blocking_timeout=0).acquire()
+    assert after.token > now.token > former.token
+    assert after.verify()
+    with pytest.raises(StaleFence), now.atomic():
+        pass
+
+
+def test_without_a_shadow_tokens_go_on_from_the_fence(settings, make_redis):
+    server = make_redis("--dbfilename", "kept.rdb")
+    backend = "django_fencedlock.backends.redis.RedisBackend"
+    settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": server.url}}
+    with lock("x"):
+        pass
+    server.execute("SAVE")
+    for _ in range(3):
+        with lock("x") as newest:
+            pass
+    server.kill()
+    server.start()
+    with lock("x", blocking_timeout=0) as lease:
+        assert lease.token == newest.token + 1
+        assert lease.verify()
