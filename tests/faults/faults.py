@@ -13,7 +13,15 @@ from .server_faults import PROXIED, SERVER_FAULTS
 #: What may go wrong at the same time: one of a group, and one of another.
 GROUPS = (
     ("pause", "pause-many", "kill"),
-    ("empty", "full-memory", "restart-redis", "restart-database", "end-sessions", "full-disk"),
+    (
+        "empty",
+        "full-memory",
+        "full-file",
+        "restart-redis",
+        "restart-database",
+        "end-sessions",
+        "full-disk",
+    ),
     ("lose-replies", "hold-back", "slow", "cut"),
 )
 

@@ -57,6 +57,29 @@ def fill_memory(lab: Lab) -> None:
     lab.sleep(0.5, 1)
 
 
+def fill_file(lab: Lab) -> None:
+    """Have Redis keep a file, and no file of it grow: it refuses to write until it can."""
+    redis = lab.site.redis
+    with redis.configured(appendonly="yes", appendfsync="everysec"):
+        wait_until(lambda: _is_kept(redis), "Redis to keep its file")
+        lab.await_holder()
+        lab.note("fill file")
+        _limit_files(redis.process.pid, 1)
+        try:
+            wait_until(lambda: not _is_kept(redis), "Redis to find its disk full", 5)
+            lab.sleep(0.7, 2)
+        finally:
+            _limit_files(redis.process.pid, "unlimited")
+        wait_until(lambda: _is_kept(redis), "Redis to write again")
+    lab.sleep(0.5, 1)
+
+
+def _is_kept(redis: Any) -> bool:
+    found = redis.info("persistence")
+    begun = found["aof_enabled"] and not found["aof_rewrite_in_progress"]
+    return bool(begun and found["aof_last_write_status"] == "ok")
+
+
 def restart_redis(lab: Lab) -> None:
     """Kill Redis and start it again, without its memory."""
     with _while_holding(lab):
@@ -248,6 +271,7 @@ SERVER_FAULTS = (
     Fault("empty", empty, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
     Fault("empty-open", empty, ON_REDIS, {"strikes": 4}, forgets=True, ways=OPEN),
     Fault("full-memory", fill_memory, ON_REDIS, UNANSWERED | {"takeovers": 1}, forgets=True),
+    Fault("full-file", fill_file, ON_REDIS, UNANSWERED, forgets=True, missing=_no_prlimit),
     Fault("restart-redis", restart_redis, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
     Fault("fail-over", fail_over, ON_REDIS, TAKEN, forgets=True, far="all"),
     Fault(
