@@ -47,21 +47,24 @@ LONGEST = 600
 def main() -> int:
     given = _options()
     began = time.monotonic()
-    print(*_machine(), sep="\n", flush=True)
+    machine = _machine()
+    print(*machine, sep="\n", flush=True)
     found: dict[str, list[Figure]] = {}
-    failed = []
+    failed, loads = [], []
     with tempfile.TemporaryDirectory() as folder:
         for part in given.parts:
             print(f"\n== {part}", flush=True)
             path = Path(folder, f"{part}.json")
+            loads.append(f"{part} {os.getloadavg()[0]:.1f}")
             if not _run(part, path, given.short):
                 failed.append(part)
             found[part] = read(path) if path.exists() else []
     _tell(found, given.short)
-    print(f"\n{time.monotonic() - began:.0f} s; load {os.getloadavg()[0]:.1f} at the end")
+    machine.append(f"Load when each part began: {', '.join(loads)}")
+    print(f"\n{machine[-1]}; {time.monotonic() - began:.0f} s in all")
     if given.json:
         told = {part: [asdict(each) for each in figures] for part, figures in found.items()}
-        given.json.write_text(json.dumps({"machine": _machine(), "parts": told}, indent=1))
+        given.json.write_text(json.dumps({"machine": machine, "parts": told}, indent=1))
     if given.plot and found.get("handoff"):
         given.plot.write_text(draw(found["handoff"]))
     for part in failed:
@@ -114,8 +117,7 @@ def _machine() -> list[str]:
             servers.append(f"no {exc.name}")
     theirs = ", ".join(f"{package} {number}" for package, number in peers.versions().items())
     lines = [
-        f"{date.today()}, {len(os.sched_getaffinity(0))} CPUs ({_processor()}), "
-        f"load {os.getloadavg()[0]:.1f}",
+        f"{date.today()}, {len(os.sched_getaffinity(0))} CPUs ({_processor()})",
         f"Python {python_version()}, {ours}; {', '.join(servers)}",
         f"Peers: {theirs}",
     ]

@@ -113,10 +113,11 @@ def _kept(who: str, count: int, seconds: float, servers: Servers) -> dict[str, A
         theirs = computed(servers.pids) - before
         found = _say(process, "count", "kept")
         if who.startswith(OURS):
+            _say(process, "quiet", "quiet")
             with counted(servers.redis, servers.postgres) as counts:
                 _say(process, "counted", "beat")
             found["commands"] = counts.commands
-            found["statements"] = counts.statements
+            found["statements"] = counts.on_held
         _say(process, "end", "ended")
     finally:
         watch.cancel()
@@ -152,7 +153,10 @@ def _hold(told: dict[str, Any]) -> None:
     _hear("count")
     _answer("kept", ours=time.process_time() - spent, threads=threads, lost=lost())
     for word in sys.stdin:
-        if word.strip() == "counted":
+        if word.strip() == "quiet":
+            _quieten()
+            _answer("quiet")
+        elif word.strip() == "counted":
             _beat()
             _answer("beat")
         else:
@@ -199,12 +203,22 @@ _held: list[Any] = []
 
 def _shorten(leases: list[Any]) -> None:
     """Only now: those that were taken first would be renewed while the others are taken."""
+    _keep_for(TTL, leases)
+
+
+def _quieten() -> None:
+    """Have the keeper leave all of them alone, and be done with what it has under way."""
+    _keep_for(PATIENCE, _held)
+    time.sleep(1)
+
+
+def _keep_for(ttl: float, leases: list[Any]) -> None:
     from django_fencedlock.lease import clock
     from django_fencedlock.services import service
 
     keeper = service(leases[0].alias).keeper
     for lease in leases:
-        lease.extend_from(clock(), TTL)
+        lease.extend_from(clock(), ttl)
         keeper.keep(lease)
 
 

@@ -20,7 +20,7 @@ from benchmarks.report import Figure
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE, PLOT = DOCS / "performance.md", DOCS / "handoff.svg"
-#: A block says which part it tells of, and perhaps which works.
+#: A block says which part it tells of; if it is of its curves, perhaps of which measure.
 BLOCK = re.compile(r"(<!-- figures: ([^>]*?) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -36,10 +36,10 @@ def filled(page: str, machine: Sequence[str], parts: Mapping[str, Sequence[Figur
 def _text(told: str, machine: Sequence[str], parts: Mapping[str, Sequence[Figure]]) -> str:
     if told == "machine":
         return "".join(f"* {line}\n" for line in machine)
-    part, _, what = told.partition(" ")
+    part, what, measure = [*told.split(maxsplit=2), "", ""][:3]
     figures = parts[part]
     if what == "curves":
-        lines = tables.curves(figures)
+        lines = tables.curves(each for each in figures if measure in ("", each.measure))
     elif what == "aims":
         lines = tables.aims(figures)
     else:

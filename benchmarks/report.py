@@ -85,6 +85,8 @@ def told(value: float, unit: str) -> str:
     """A number as people read it."""
     if unit == COUNTED:
         return f"{value:,.2f}".rstrip("0").rstrip(".")
+    if not value:
+        return f"0 {unit}"
     if unit == "x":
         return f"{value:.2f}x"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 3
