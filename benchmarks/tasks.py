@@ -109,9 +109,9 @@ def _await_ready() -> None:
         assert time.monotonic() < deadline, "The worker didn't start."
 
 
-#: What is measured of a round: two times, and three parts of the CPU's, which other programs don't
+#: What is measured of a round: two times, and four parts of the CPU's, which other programs don't
 #: blur as they do the clock.
-MEASURED = ("published", "drained", "main process", "its children", "servers")
+MEASURED = ("published", "drained", "publisher", "main process", "its children", "servers")
 
 
 def _report(worker: int, servers: list[int], options: argparse.Namespace, report: Report) -> None:
@@ -135,10 +135,10 @@ def _report(worker: int, servers: list[int], options: argparse.Namespace, report
             cost = statistics.median(each[kind][place] for each in rounds) * per_task
             print(f"{kind:16} {what:12} {ratio:.3f}  {cost:6.0f} us a task")
             aim = AIMS.get(kind) if what == "drained" else None
-            if what == "published" and kind in AIMS:
+            if what in ("published", "publisher") and kind in AIMS:
                 aim = PUBLISH_AIM
             report.add(work, kind, what, ratio, aim=aim)
-        ratio = statistics.median(sum(each[kind][2:]) / sum(each[kinds[0]][2:]) for each in rounds)
+        ratio = statistics.median(sum(each[kind][3:]) / sum(each[kinds[0]][3:]) for each in rounds)
         print(f"{kind:16} {'all CPU':12} {ratio:.3f}", flush=True)
         report.add(work, kind, "CPU", ratio)
 
@@ -167,10 +167,11 @@ def _drain(
     task = drained.app.tasks[kind]
     client.delete(drained.BEGUN, drained.ENDED)
     drained.mark.apply_async((drained.BEGUN,), queue=queue)
-    published = -time.perf_counter()
+    published, publisher = -time.perf_counter(), -time.process_time()
     for number in range(tasks):
         task.apply_async((number,), queue=queue)
     published += time.perf_counter()
+    publisher += time.process_time()
     drained.mark.apply_async((drained.ENDED,), queue=queue)
     before = _cpu(worker, servers)
     drained.app.control.add_consumer(queue, reply=True, timeout=30, limit=1)
@@ -181,7 +182,7 @@ def _drain(
     spent = [after - then for then, after in zip(before, _cpu(worker, servers), strict=True)]
     drained.app.control.cancel_consumer(queue, reply=True, timeout=30, limit=1)
     begun, ended = (float(client.get(key)) for key in (drained.BEGUN, drained.ENDED))
-    return published, ended - begun, *spent
+    return published, ended - begun, publisher, *spent
 
 
 def _cpu(worker: int, servers: list[int]) -> tuple[float, float, float]:
