@@ -9,8 +9,6 @@ import unicodedata
 #: What stands for a secret, and for a blank that couldn't be seen.
 HIDDEN, BLANK = "***", "\N{OPEN BOX}"
 
-# Up to the last "@": passwords that weren't quoted have what else would end them.
-_CREDENTIALS = re.compile(r"(?<=://).*@", re.DOTALL)
 _SECRET_OPTION = re.compile(
     r"([?&][^=&]*(?:pass|secret|token|key)[^=&]*=)[^&]*?(?=&|['\"\]})]*$)",
     re.IGNORECASE | re.DOTALL,
@@ -50,9 +48,13 @@ def for_shell(text: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Hide passwords of the URLs in a text; the user's name stays, if a colon tells it apart."""
-    return _SECRET_OPTION.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub(_masked, text))
+    return _SECRET_OPTION.sub(rf"\1{HIDDEN}", _without_credentials(text))
 
 
-def _masked(found: re.Match[str]) -> str:
-    user, colon, _ = found[0].partition(":")
-    return f"{user}:{HIDDEN}@" if colon else f"{HIDDEN}@"
+def _without_credentials(text: str) -> str:
+    # Up to the last "@": passwords that weren't quoted have what else would end them.
+    start, end = text.find("://"), text.rfind("@")
+    if not 0 <= start < end:
+        return text
+    user, colon, _ = text[start + 3 : end].partition(":")
+    return f"{text[: start + 3]}{user if colon else ''}{colon}{HIDDEN}{text[end:]}"

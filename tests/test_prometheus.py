@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from django_fencedlock import LeaseLost, LockNotAcquired, force_release, lock, signals
 from django_fencedlock.backends.base import Renewal
 from django_fencedlock.celery import single_instance
+from django_fencedlock.contrib.patterns import pattern_of
 from django_fencedlock.contrib.prometheus import install, uninstall
 from django_fencedlock.exceptions import BackendUnavailable, StaleFence
 from django_fencedlock.models import Fence
@@ -164,6 +166,31 @@ def test_patterns_are_bounded_and_may_be_named_by_a_function():
         assert read(registry, "fencedlock_acquisitions_total", pattern="other") == 2
     finally:
         uninstall()
+
+
+def test_whatever_a_pattern_is_it_stays_one_label(registry):
+    names = ['a"} x\nevil x', "b\\", 'c"', "{d}", "e\r\n# TYPE x gauge", "\u2028", "{alias}", "é🔒"]
+    for name in names:
+        with lock(name):
+            pass
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    found = [
+        sample.labels["pattern"]
+        for family in families
+        for sample in family.samples
+        if sample.name == "fencedlock_hold_seconds_count"
+    ]
+    assert sorted(found) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    "hard", ["a" * 200, "a1" * 100, "1" * 199 + "g", "abcdef0-" * 25, "a-" * 100]
+)
+def test_no_name_keeps_the_pattern_busy(hard):
+    began = time.process_time()
+    for _ in range(1000):
+        pattern_of(hard)
+    assert time.process_time() - began < 1
 
 
 def test_installing_twice_counts_once(registry):

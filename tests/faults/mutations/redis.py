@@ -201,6 +201,13 @@ MUTATIONS = (
         ("tests/test_services.py", _BACKEND, REDIS),
     ),
     Mutation(
+        "A forced release doesn't see that he whose key has run out drew above the fence",
+        "backends/redis_scripts.py",
+        "  if last == ARGV[1] and drawn > tonumber(ARGV[2]) then return 0 end\n",
+        "",
+        ("tests/test_releasing.py",),
+    ),
+    Mutation(
         "A cancelled waiter keeps what he is handed",
         "backends/redis.py",
         "            self._give_back(request)\n            return None\n\n    def _leave",
