@@ -68,7 +68,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("tests", nargs="*", default=[TESTS], help="files or tests of Celery's")
     parser.add_argument("--backend", choices=BACKENDS, default="redis")
     parser.add_argument("--work", type=Path, default=ROOT / ".celery_suite")
-    parser.add_argument("--timeout", type=int, default=3600, help="seconds for one run of all")
+    parser.add_argument("--timeout", type=int, default=5400, help="seconds for one run of all")
     return parser.parse_args()
 
 
@@ -131,15 +131,18 @@ class _Suite:
             DECORATED: "1" if how == "decorated" else "",
         }
         with log.open("w") as output:
-            return subprocess.run(
-                [sys.executable, "-W", "ignore", *arguments],
-                cwd=self.source,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=self.options.timeout,
-                check=False,
-            ).returncode
+            try:
+                return subprocess.run(
+                    [sys.executable, "-W", "ignore", *arguments],
+                    cwd=self.source,
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=self.options.timeout,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired as exc:
+                raise SystemExit(f"Not done in {exc.timeout:.0f} s, see {log}") from None
 
 
 def _fetched(version: str, work: Path) -> Path:
