@@ -191,10 +191,30 @@ MUTATIONS = (
     Mutation(
         "A release whose answer is lost leaves a lease that passes for good",
         "services.py",
-        "        except BackendUnavailable:\n            lease.released = True\n            raise\n"
-        "        finally",
-        "        except BackendUnavailable:\n            raise\n        finally",
+        "            lease.released = True\n            unfenced_rows.ended(lease)\n            raise\n",
+        "            unfenced_rows.ended(lease)\n            raise\n",
         (_SERVICES, "tests/test_contract.py::TestOutageOfDatabaseOnSQLite"),
+    ),
+    Mutation(
+        "What was granted to one who was struck isn't given back",
+        "services.py",
+        "            self._abandon(request)\n            raise\n",
+        "            raise\n",
+        ("tests/test_struck.py",),
+    ),
+    Mutation(
+        "A renewal with a shorter ttl that comes late isn't reckoned with",
+        "services.py",
+        "        if asked < before:\n",
+        "        if False:\n",
+        (_SERVICES,),
+    ),
+    Mutation(
+        "All leases wait for the words about one's loss",
+        "keeper.py",
+        "        if others_wait:\n",
+        "        if False:\n",
+        ("tests/test_keeper.py",),
     ),
     Mutation(
         "A journal goes on telling of what was given back",
