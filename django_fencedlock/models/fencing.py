@@ -280,7 +280,8 @@ class FencingOf:
     def no_lease(self, doing: str, why: str, name: str | None = None) -> NoLease:
         """The error for a write that no lease covers."""
         empty = ", ".join(self.columns or ()) or "its name"
-        wanted = f"of lock {name!r}" if name is not None else f"of its lock, but {empty} is empty"
+        nameless = f"of its lock, but {empty} is empty or an expression"
+        wanted = nameless if name is None else f"of lock {name!r}"
         return NoLease(
             f"{doing} {self.model._meta.label} needs the lease {wanted}; {why}. "
             f"Take it: with {self.model.__name__}.fencing.lock(...):",
