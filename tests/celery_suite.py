@@ -122,6 +122,8 @@ class _Suite:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, self.records, self.source))),
+            # Some of the tests start `celery`.
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
             "DJANGO_SETTINGS_MODULE": self.settings,
             "TEST_BROKER": url,
             "TEST_BACKEND": url,
