@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from django_fencedlock import LeaseLost, lock, services, taking, threads
+from django_fencedlock import LeaseLost, lock, locks, services, taking, threads
 from django_fencedlock.backends import database
 from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request
 from django_fencedlock.backends.database import DatabaseBackend
@@ -321,3 +321,12 @@ class TestASlowAnswer:
         with pytest.raises(BackendUnavailable):
             lease.renew(ttl=50)
         assert (lease.ttl, lease.remaining()) == (30, 30)
+
+
+def test_what_a_coroutine_is_granted_as_it_is_cancelled_is_given_back():
+    found = service("default")
+    handover = locks._Handover(found)
+    lease = handover.take(lambda: found.acquire("x", ttl=30, timeout=0))
+    assert lease is not None
+    handover.abandon()
+    wait_until(lambda: found.holder("x") is None, "the lock to be given back")
