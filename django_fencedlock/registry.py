@@ -17,6 +17,7 @@ from . import conf
 from .backends.base import remedy_for
 from .exceptions import BackendUnavailable, SettingsError
 from .fences import ledger_for
+from .fences.blocking import named
 from .fences.contenders import STALE
 from .models.tables import Contender, HeldLock, LockEvent
 from .owners import Holder, Owner
@@ -109,15 +110,16 @@ def listing(aliases: Sequence[str] = ()) -> Listing:
             with bounded(database, ANSWERED):
                 found.entries += list(entries(database, list(rows), found.unanswered))
         except Error as exc:
-            why = f"its fence database {database!r} can't be asked: {_words(exc, database)}"
+            why = f"its fence database {database!r} can't be asked: {words_of(exc, database)}"
             for alias in wanted:
                 if conf.config(alias).fence_database == database:
                     found.unanswered.setdefault(alias, why)
     return found
 
 
-def _words(error: Error, database: str) -> str:
-    return f"{str(error).strip()}{remedy_for(error, database)}"
+def words_of(error: Error, database: str) -> str:
+    """What is the matter with a database, and what to do about it."""
+    return f"{str(named(error, database)).strip()}{remedy_for(error, database)}"
 
 
 def fence_databases(aliases: Sequence[str]) -> list[str]:
@@ -338,7 +340,7 @@ def portrait(name: str) -> Portrait:
             with bounded(database, ANSWERED):
                 _draw(found, database, silent)
         except Error as exc:
-            found.away[database] = _words(exc, database)
+            found.away[database] = words_of(exc, database)
     found.services += [_asked(alias, name, silent) for alias in conf.aliases()]
     return found
 

@@ -18,6 +18,7 @@ from . import conf, logs, names, signals
 from .backends.base import HoldingSession, Taken, is_table_missing
 from .exceptions import BackendUnavailable, ReleaseBlocked
 from .fences import Row, ledger_for
+from .fences.blocking import named, tables_locked_by
 from .fences.revoking import Revoked, Revoking
 from .lease import clock
 from .owners import Holder
@@ -159,7 +160,7 @@ def _row(asked: Service, name: str) -> Row | None:
         if is_table_missing(exc):
             # Whoever uses unfenced locks alone needs no tables.
             return None
-        raise asked.backend.unavailable("look", exc, name) from exc
+        raise asked.backend.unavailable("look", named(exc, using), name) from exc
     return row if row is not None and row.alias == asked.config.alias else None
 
 
@@ -256,13 +257,15 @@ def _revoke(found: HeldBy, by: str) -> Revoked | None:
 
 
 def _blocked(found: HeldBy, using: str) -> ReleaseBlocked:
-    obstacle, blocker = "", None
+    obstacle = ledger_for(connections[using]).obstacle.format(using=using)
+    blocker = None
     try:
-        obstacle = ledger_for(connections[using]).obstacle.format(using=using)
         if lent_by_test(using) is None:
             blocker = ask(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, found.name))
     except Error:
         logger.debug("Who has a fence locked can't be told", exc_info=True)
+    if blocker is None and (blocker := tables_locked_by(using) or None):
+        obstacle = f"a table of locks is locked in {using!r}"
     who = f": {blocker}" if blocker else ""
     return ReleaseBlocked(
         f"Lock {found.name!r} of {found.holder} wasn't released by force, since its fence can't be "

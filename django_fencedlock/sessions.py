@@ -145,8 +145,9 @@ class Sessions:
         *,
         was_idle: bool,
     ) -> T:
+        late: list[bool] = []
         keep = False
-        watch = watchdog.begin(self.timeout, partial(_cut, connection))
+        watch = watchdog.begin(self.timeout, partial(_cut, connection, late))
         try:
             try:
                 if self._prepares and not was_idle and not under_test():
@@ -165,9 +166,11 @@ class Sessions:
             if was_idle and prepared.is_outdated(connection, exc):
                 raise _DeadWhileIdle from exc
             keep = not isinstance(exc, OperationalError | InterfaceError) or _usable(connection)
-            if keep or not was_idle:
-                raise
-            raise _DeadWhileIdle from exc
+            if was_idle and not keep:
+                raise _DeadWhileIdle from exc
+            if late:
+                raise NoAnswer(self.timeout) from exc
+            raise
         finally:
             # Any other exception (a killed greenlet, a timer in the thread) may have struck
             # in mid-statement; such a session can't be used again.
@@ -189,7 +192,20 @@ def _usable(connection: BaseDatabaseWrapper) -> bool:
     return connection.connection is not None and connection.is_usable()
 
 
-def _cut(connection: BaseDatabaseWrapper) -> None:
+class NoAnswer(OperationalError):
+    """A server didn't answer in time, and was cut off. Its driver says that the server was it."""
+
+    def __init__(self, seconds: float, blocker: str = "") -> None:
+        super().__init__(f"no answer within {seconds:g} s" + (f": {blocker}" if blocker else ""))
+        self.seconds = seconds
+        self.blocker = blocker
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.seconds, self.blocker)
+
+
+def _cut(connection: BaseDatabaseWrapper, late: list[bool]) -> None:
+    late.append(True)
     raw = connection.connection
     # MySQL's drivers have time-outs of their own, and SQLite has nobody to wait for.
     if raw is not None and connection.vendor == "postgresql":
@@ -229,18 +245,13 @@ def bounded(using: str, timeout: float) -> Iterator[None]:
 
 
 def _in_time(timeout: float, execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-    connection, late = context["connection"], []
-
-    def bite() -> None:
-        late.append(True)
-        _cut(connection)
-
+    late: list[bool] = []
     try:
-        with watchdog.limit(timeout, bite):
+        with watchdog.limit(timeout, partial(_cut, context["connection"], late)):
             return execute(sql, params, many, context)
     except Error as exc:
         if late:
-            raise OperationalError(f"no answer within {timeout:g} s") from exc
+            raise NoAnswer(timeout) from exc
         raise
 
 

@@ -345,6 +345,18 @@ class TestDatabases:
             cursor.execute("ALTER TABLE tests_invoice DROP CONSTRAINT tests_invoice_fence_refused")
         assert "W024" in told(examine(settings, FENCE_DATABASE=alias), Level.WARNING)
 
+    def test_a_table_that_somebody_has_locked(self, postgres):
+        def look():
+            return list(databases.examine("postgres", 20))
+
+        database = connections["postgres"].settings_dict["NAME"]
+        with postgres.connect(database, autocommit=False) as other:
+            other.execute("LOCK TABLE django_fencedlock_heldlock IN SHARE MODE")
+            (found,) = [each for each in look() if "django_fencedlock_heldlock" in each.what]
+        assert found.level is Level.WARNING
+        assert "has table django_fencedlock_heldlock locked" in found.what
+        assert not [each for each in look() if "has table" in each.what]
+
     def test_clocks(self, settings, monkeypatch):
         monkeypatch.setattr(databases, "CLOCKS", -1.0)
         assert "Keep both by NTP" in told(examine(settings), Level.WARNING)

@@ -1,6 +1,7 @@
 """The registry as people read it, with what real lock services say."""
 
 import contextlib
+import re
 from datetime import timedelta
 from unittest import mock
 
@@ -10,7 +11,8 @@ from django.db import OperationalError, connections
 from django.db.models import F
 from django.test.utils import CaptureQueriesContext
 
-from django_fencedlock import conf, lock, registry
+from django_fencedlock import conf, force_release, lock, registry
+from django_fencedlock.exceptions import BackendUnavailable, ReleaseBlocked
 from django_fencedlock.models import HeldLock
 from django_fencedlock.registry import State, listing, portrait
 from django_fencedlock.services import service
@@ -137,7 +139,8 @@ def far(settings, make_postgres, make_alias):
     """The server of one of two databases with fences, which each have a lock."""
     server = make_postgres()
     database = make_alias(server.django())
-    settings.FENCEDLOCK = {"default": {}, "far": {"FENCE_DATABASE": database}}
+    terms = {"FENCE_DATABASE": database, "OPTIONS": {"TIMEOUT": 0.5}}
+    settings.FENCEDLOCK = {"default": {}, "far": terms}
     with lock("near"):
         lease = lock("far", backend="far", ttl=600).acquire()
         service("far").keeper.forget(lease)
@@ -160,7 +163,10 @@ def test_a_database_that_does_not_answer_hides_no_other(far, monkeypatch, how):
     assert shown.is_held
     assert list(shown.away) == [database]
     assert [bool(each.error) for each in shown.services] == [False, True]
-    assert portrait("far").unanswered
+    assert shown.unanswered
+    if how == "pause":
+        # One that is paused takes its time to be ended.
+        far.resume()
 
 
 def test_a_database_that_falls_silent_is_cut_off(far, monkeypatch):
@@ -172,6 +178,38 @@ def test_a_database_that_falls_silent_is_cut_off(far, monkeypatch):
             HeldLock.objects.using(database).get()
     far.resume()
     assert HeldLock.objects.using(database).get().name == "far"
+
+
+@pytest.mark.parametrize("table", ["django_fencedlock_fence", "django_fencedlock_heldlock"])
+def test_who_has_a_table_locked_is_named(settings, postgres, monkeypatch, table):
+    """A change of the schema, say, that waits for something else in turn."""
+    monkeypatch.setattr(registry, "ANSWERED", 0.5)
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres", "OPTIONS": {"TIMEOUT": 0.5}}}
+    database = connections["postgres"].settings_dict["NAME"]
+    with lock("x") as lease, postgres.connect(database, autocommit=False) as other:
+        other.execute("SET application_name = 'a change'")
+        other.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+        words = f" of 'a change', idle in transaction, begun .* s ago, has table {table} locked"
+        why = listing().unanswered["default"]
+        assert re.search(f"no answer within 0.5 s: server session [0-9]+{words}", why)
+        assert re.search(words, portrait("x").away["postgres"])
+        with pytest.raises(BackendUnavailable, match=words):
+            force_release("x", by="the boss")
+        other.rollback()
+        assert lease.verify()
+        assert listing().unanswered == {}
+
+
+def test_who_has_the_table_of_notes_locked_is_named(settings, postgres):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+    database = connections["postgres"].settings_dict["NAME"]
+    with lock("x") as lease, postgres.connect(database, autocommit=False) as other:
+        other.execute("LOCK TABLE django_fencedlock_forcedrelease IN SHARE MODE")
+        with pytest.raises(ReleaseBlocked, match=r"has table .*_forcedrelease locked") as caught:
+            force_release("x", by="the boss")
+        assert "a table of locks is locked in 'postgres'" in str(caught.value)
+        other.rollback()
+        assert lease.verify()
 
 
 def test_tables_that_there_are_not_are_said_with_the_remedy(settings, make_postgres, make_alias):

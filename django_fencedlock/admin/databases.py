@@ -18,11 +18,11 @@ from django.urls import reverse
 from django.utils.translation import gettext_lazy as _
 
 from .. import conf
-from ..backends.base import is_table_missing, remedy_for
+from ..backends.base import is_table_missing
 from ..exceptions import SettingsError
 from ..fences.characters import knows
 from ..models.tables import ExactCharField
-from ..registry import ANSWERED, fence_databases
+from ..registry import ANSWERED, fence_databases, words_of
 from ..sessions import bounded
 
 PARAMETER = "database"
@@ -149,7 +149,7 @@ class OfOneDatabase(admin.ModelAdmin):  # type: ignore[type-arg]
             "opts": opts,
             "list_url": address(path, using),
             "database": using,
-            "why": f"{str(error).strip()}{remedy_for(error, using)}",
+            "why": words_of(error, using),
             "others": [(each, address(path, each)) for each in databases() if each != using],
         }
         request.current_app = site.name

@@ -79,7 +79,20 @@ def examine_rows(database: str, limit: float) -> Iterator[Finding]:
 
 def _server(connection: BaseDatabaseWrapper) -> list[Finding]:
     connection.ensure_connection()
-    return [_clock(connection), *_durability(connection), *_pooler(connection)]
+    return [
+        _clock(connection),
+        *_durability(connection),
+        *_pooler(connection),
+        *_locked(connection),
+    ]
+
+
+def _locked(connection: BaseDatabaseWrapper) -> Iterator[Finding]:
+    if who := ledger_for(connection).tables_locked_by(connection):
+        yield warning(
+            f"somebody keeps locks from being taken and renewed: {who}",
+            "Wait until that has ended, or end it.",
+        )
 
 
 def _clock(connection: BaseDatabaseWrapper) -> Finding:

@@ -199,6 +199,10 @@ class Ledger(ABC):
         """Say whose open transaction has the fence locked; None if nobody's has."""
         return None
 
+    def tables_locked_by(self, connection: BaseDatabaseWrapper) -> str | None:
+        """Say who has one of the package's tables locked as a whole, where that can be told."""
+        return None
+
     def parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
         """Parameters that `clock` needs."""
         return {}

@@ -113,6 +113,18 @@ PINNED_BY_SEVERAL = _PINNED_BY % (
 )
 
 
+# By a change of the schema, an index that is made, or a VACUUM FULL: what keeps writes waiting.
+LOCKED_BY = """
+SELECT c.relname, a.pid, a.application_name, a.state,
+extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.backend_start))
+FROM pg_locks l JOIN pg_class c ON c.oid = l.relation JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE l.locktype = 'relation' AND l.granted AND c.relkind IN ('r', 'p')
+AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+AND l.mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+AND starts_with(c.relname, 'django_fencedlock_') ORDER BY a.xact_start, c.relname
+"""
+
+
 class PostgresLedger(Ledger):
     clock = "clock_timestamp()"
 
@@ -169,3 +181,11 @@ class PostgresLedger(Ledger):
                 if found := cursor.fetchall():
                     return " and ".join(session_words(*facts) for facts in found)
         return None
+
+    def tables_locked_by(self, connection: BaseDatabaseWrapper) -> str | None:
+        with connection.cursor() as cursor:
+            cursor.execute(LOCKED_BY)
+            found = cursor.fetchall()
+        return " and ".join(
+            f"{session_words(*facts)}, has table {table} locked" for table, *facts in found
+        )

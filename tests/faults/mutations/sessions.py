@@ -260,15 +260,15 @@ MUTATIONS = (
     Mutation(
         "A connection that died while idle is no reason to try again",
         "sessions.py",
-        "            if keep or not was_idle:\n                raise\n",
-        "            raise\n",
+        "            if was_idle and not keep:\n                raise _DeadWhileIdle from exc\n",
+        "",
         (_SESSIONS,),
     ),
     Mutation(
         "A statement that failed on a fresh connection is run twice",
         "sessions.py",
-        "            if keep or not was_idle:\n                raise\n            raise _DeadWhileIdle from exc",
-        "            if keep:\n                raise\n            return work(connection)",
+        "            if was_idle and not keep:\n                raise _DeadWhileIdle from exc\n",
+        "            if not keep:\n                return work(connection)\n",
         (_SESSIONS,),
     ),
     Mutation(
@@ -281,8 +281,8 @@ MUTATIONS = (
     Mutation(
         "A statement may take as long as it likes",
         "sessions.py",
-        "watchdog.begin(self.timeout, partial(_cut, connection))",
-        "watchdog.begin(3600, partial(_cut, connection))",
+        "watchdog.begin(self.timeout, partial(_cut, connection, late))",
+        "watchdog.begin(3600, partial(_cut, connection, late))",
         (_SESSIONS,),
     ),
     Mutation(
