@@ -14,9 +14,8 @@ from benchmarks.report import OURS
 
 REDIS, REDIS_UNFENCED = f"{OURS}, redis", f"{OURS}, redis, unfenced"
 POSTGRES, ROWS = f"{OURS}, postgres", f"{OURS}, database"
+#: What is as little as a hand-off can be made of; neither has a lease or a token.
 BATON, ADVISORY = "bare BLPOP baton", "bare pg_advisory_lock"
-#: What is as little as a hand-off can be made of; none of them has a lease or a token.
-BARE = (BATON, ADVISORY)
 
 
 def place_of(who: str) -> str:

@@ -1,7 +1,7 @@
 """
 What goes on in a worker besides its tasks. Nothing else in the package hooks into the worker.
 
-Other parts say what is to be done, by `in_each_child()` and `every()`.
+Other parts say by `every()` what is to be done regularly.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ logger = logging.getLogger(__name__)
 #: Seconds from a failed round to the next.
 AFTER_FAILURE = 5.0
 
-_in_each_child: list[Callable[[], object]] = []
 _regular: list[tuple[Callable[[], float], Callable[[], object]]] = []
-
-
-def in_each_child(function: Callable[[], object]) -> None:
-    """Call `function` in each process of a prefork or solo pool, before its first task."""
-    _in_each_child.append(function)
 
 
 def every(seconds: Callable[[], float], function: Callable[[], object]) -> None:
@@ -149,9 +143,7 @@ def _install(instance: Any, **kwargs: object) -> None:
 
 
 @signals.worker_process_init.connect(weak=False, dispatch_uid="django_fencedlock.worker_process")
-def _settle_child(**kwargs: object) -> None:
+def _announce(**kwargs: object) -> None:
     # The solo pool sends this signal too, in the main process, which nobody watches.
     if deaths.is_watched():
         deaths.announce()
-    for function in _in_each_child:
-        function()
