@@ -208,8 +208,12 @@ def _shorten(leases: list[Any]) -> None:
 
 def _quieten() -> None:
     """Have the keeper leave all of them alone, and be done with what it has under way."""
-    _keep_for(PATIENCE, _held)
-    time.sleep(1)
+    # What is renewed just now gets its old ttl back.
+    for _ in range(10):
+        if all(lease.lost or lease.ttl == PATIENCE for lease in _held):
+            return
+        _keep_for(PATIENCE, _held)
+        time.sleep(1)
 
 
 def _keep_for(ttl: float, leases: list[Any]) -> None:
