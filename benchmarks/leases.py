@@ -208,11 +208,16 @@ def _shorten(leases: list[Any]) -> None:
 
 def _quieten() -> None:
     """Have the keeper leave all of them alone, and be done with what it has under way."""
-    # What is renewed just now gets its old ttl back.
-    for _ in range(10):
+    # What is renewed just now gets its old ttl back, so the end of that has to be seen.
+    quiet = 0
+    for _ in range(20):
         if all(lease.lost or lease.ttl == PATIENCE for lease in _held):
+            quiet += 1
+        else:
+            _keep_for(PATIENCE, _held)
+            quiet = 0
+        if quiet == 3:
             return
-        _keep_for(PATIENCE, _held)
         time.sleep(1)
 
 
