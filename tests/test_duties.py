@@ -224,9 +224,9 @@ class TestMessages:
         place = Place(PLACE.name, "y" * 201)
         if using == "default":
             pytest.skip("SQLite knows no lengths")
-        with pytest.raises(Exception, match="failed at the wish"):
+        with pytest.raises(Exception, match="failed at the count of a trigger"):
             duties.count(place, parcel("a"), GRACE, message())
-        with pytest.raises(Exception, match="failed at the wish"):
+        with pytest.raises(Exception, match="failed at the count of a trigger"):
             duties.count(PLACE, parcel("a"), GRACE, first)
         assert rows.count() == Delivery.objects.using(using).count() == 0
 

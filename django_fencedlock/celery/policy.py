@@ -51,7 +51,7 @@ class Policy:
             )
         if self.on_conflict == "coalesce" and not self.fenced:
             raise ValueError(
-                'on_conflict="coalesce" keeps its wishes in the database, beside the fences; it '
+                'on_conflict="coalesce" keeps its triggers in the database, beside the fences; it '
                 "can't be had with fenced=False."
             )
         if self.on_backend_error == "run" and self.fenced:

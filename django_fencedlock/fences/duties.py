@@ -119,7 +119,7 @@ class Duties(Records):
                     cursor.execute(sql, given)
                 return begun
 
-        return self.run("wish for a run", place.name, work)
+        return self.run("count of a trigger", place.name, work)
 
     def begin(
         self,
@@ -184,7 +184,7 @@ class Duties(Records):
         To be asked after the lock was given back. What was begun is the business of that run or,
         if it died, of `overdue()`.
         """
-        return self._found("look for wishes", name, "name = %(name)s AND wanted > started", {})
+        return self._found("look for duties", name, "name = %(name)s AND wanted > started", {})
 
     def state(self, place: Place) -> State | None:
         """The numbers of a duty; None if there never was one, or long ago."""
@@ -193,7 +193,7 @@ class Duties(Records):
             with statements.reading() as cursor:
                 return _state(cursor, place)
 
-        return self.run("look for wishes", place.name, work)
+        return self.run("look for duties", place.name, work)
 
     def overdue(self, task_names: Sequence[str], queues: Sequence[str], most: int) -> list[Open]:
         """
@@ -204,7 +204,7 @@ class Duties(Records):
         tasks, given = listed("t", task_names)
         known, more = listed("q", ("", *queues))
         return self._found(
-            "look for wishes",
+            "look for duties",
             None,
             f"due_at <= {{now}} AND wanted > done AND task_name IN ({tasks}) "
             f"AND queue IN ({known}) AND {_FREE} ORDER BY due_at LIMIT {int(most)}",

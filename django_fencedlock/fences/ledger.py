@@ -155,7 +155,7 @@ _READ = [each.name for each in fields(Row) if each.name not in ("token", "live")
 
 
 class Ledger(ABC):
-    """Reads and writes the two tables in one dialect of SQL."""
+    """Reads and writes the fences and the registry in one dialect of SQL."""
 
     #: The server's time in UTC, as an expression; may name the parameter ``now``.
     clock: str

@@ -1,4 +1,4 @@
-"""What the tables of tasks have in common: how their statements are run and written."""
+"""How statements on the other tables are written, for each dialect, and run beside the caller."""
 
 from __future__ import annotations
 
@@ -72,11 +72,9 @@ class Statements:
         vendor = self.connection.vendor
         if vendor == "postgresql":
             return f"clock_timestamp() + %({key})s * interval '1 second'"
-        return (
-            f"UTC_TIMESTAMP(6) + INTERVAL %({key})s MICROSECOND"
-            if vendor == "mysql"
-            else (f"%({key})s")
-        )
+        if vendor == "mysql":
+            return f"UTC_TIMESTAMP(6) + INTERVAL %({key})s MICROSECOND"
+        return f"%({key})s"
 
     def times(self, **later: float) -> dict[str, Any]:
         """The parameters of `now` and `later()`. To be asked after a transaction has begun."""
