@@ -43,8 +43,7 @@ class Owner:
         return Process(self.boot_id, self.pid_namespace, self.pid, self.pid_started)
 
     def __str__(self) -> str:
-        words = place_in_words(self.host, self.pid, self.thread, self.task_name, self.task_id)
-        return visible(words)
+        return place_in_words(self.host, self.pid, self.thread, self.task_name, self.task_id)
 
 
 def place_in_words(host: str, pid: int, thread: str, task_name: str, task_id: str) -> str:
@@ -52,8 +51,8 @@ def place_in_words(host: str, pid: int, thread: str, task_name: str, task_id: st
     place = f"{host}, pid {pid}"
     if task_name:
         told = f"[{task_id}]" if task_id else ""
-        return f"task {task_name}{told} on {place}"
-    return f"{place}, thread {thread}" if thread else place
+        return visible(f"task {task_name}{told} on {place}")
+    return visible(f"{place}, thread {thread}" if thread else place)
 
 
 @dataclass(frozen=True, slots=True)

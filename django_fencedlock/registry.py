@@ -20,7 +20,7 @@ from .fences import ledger_for
 from .fences.blocking import named
 from .fences.contenders import STALE
 from .models.tables import Contender, HeldLock, LockEvent
-from .owners import Holder, Owner
+from .owners import Holder, place_in_words
 from .services import service
 from .sessions import ask, bounded
 
@@ -203,7 +203,6 @@ def _entry(row: HeldLock, now: datetime, holders: Holders, *, waiting: int, refu
     acquired, renewed, expires = map(_aware, (row.acquired_at, row.renewed_at, row.expires_at))
     remaining, ttl = (expires - now).total_seconds(), (expires - renewed).total_seconds()
     state = _state(row, now, holders)
-    words = Owner(row.owner, row.host, "", "", row.pid, 0, row.thread, row.task_name, row.task_id)
     return Entry(
         name=row.name,
         alias=row.alias,
@@ -212,7 +211,7 @@ def _entry(row: HeldLock, now: datetime, holders: Holders, *, waiting: int, refu
         token=row.token,  # type: ignore[attr-defined]
         fenced=row.fenced,
         owner=row.owner,
-        holder=str(words),
+        holder=place_in_words(row.host, row.pid, row.thread, row.task_name, row.task_id),
         host=row.host,
         pid=row.pid,
         thread=row.thread,

@@ -11,7 +11,7 @@ from django.db import connections, transaction
 from django_fencedlock import conf, lock, sessions
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.fences.deliveries import SETTLED, Begun, Deliveries, Message
-from django_fencedlock.fences.records import BATCH, listed
+from django_fencedlock.fences.ledger import BATCH, listed
 from django_fencedlock.models import Delivery
 
 DAY = 86400.0

@@ -10,7 +10,7 @@ from django.db import connections
 from django_fencedlock import conf, lock, sessions
 from django_fencedlock.fences.deliveries import Deliveries, Message
 from django_fencedlock.fences.duties import Duties, Parcel, Place, State, Turn
-from django_fencedlock.fences.records import BATCH
+from django_fencedlock.fences.ledger import BATCH
 from django_fencedlock.models import Delivery, Duty
 from tests.test_deliveries import plans_kept
 

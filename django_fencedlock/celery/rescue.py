@@ -17,7 +17,7 @@ from .. import conf, logs
 from ..exceptions import FencedLockError
 from ..fences.deliveries import Deliveries
 from ..fences.duties import Duties, Open
-from ..fences.records import BATCH
+from ..fences.ledger import BATCH
 from ..lease import clock
 from .coalescing import MOST_TRIES, in_queue, serve, tell_given_up
 from .tasks import Single, single_of

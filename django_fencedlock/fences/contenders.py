@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .characters import storable
-from .records import Statements, listed
+from .ledger import listed
+from .records import Statements
 
 CONTENDERS = "django_fencedlock_contender"
 

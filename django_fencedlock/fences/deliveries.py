@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..texts import in_ascii
-from .ledger import HELD
-from .records import BATCH, Records, Statements, listed, update
+from .ledger import BATCH, HELD, listed
+from .records import Records, Statements, update
 
 DELIVERY = "django_fencedlock_delivery"
 

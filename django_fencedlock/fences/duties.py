@@ -15,8 +15,8 @@ from typing import Any
 
 from . import deliveries
 from .deliveries import Begun
-from .ledger import HELD
-from .records import BATCH, Records, Statements, listed, update
+from .ledger import BATCH, HELD, listed
+from .records import Records, Statements, update
 
 DUTY = "django_fencedlock_duty"
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..texts import visible
 from .characters import storable
-from .records import Statements, listed
+from .ledger import listed
+from .records import Statements
 
 EVENTS = "django_fencedlock_lockevent"
 

@@ -17,7 +17,7 @@ from django.utils.dateparse import parse_datetime
 
 from .. import prepared
 from ..lease import Lease
-from ..owners import Holder, Owner
+from ..owners import Holder, Owner, place_in_words
 from ..processes import Process
 
 #: Milliseconds that a recording waits for a row that somebody else has locked.
@@ -116,12 +116,9 @@ class Row:
         return Process(self.boot_id, self.pid_namespace, self.pid, self.pid_started)
 
     def holder(self) -> Holder:
-        words = Owner(
-            self.owner, self.host, "", "", self.pid, 0, self.thread, self.task_name, self.task_id
-        )
         return Holder(
             owner=self.owner,
-            words=str(words),
+            words=place_in_words(self.host, self.pid, self.thread, self.task_name, self.task_id),
             alias=self.alias,
             token=self.token,
             acquired_at=self.acquired_at,
@@ -243,11 +240,11 @@ class Ledger(ABC):
         rows: dict[str, Row] = {}
         with connection.cursor() as cursor:
             for start in range(0, len(names), BATCH):
-                given = {f"n{place}": name for place, name in enumerate(names[start:][:BATCH])}
+                inside, given = listed("n", names[start:][:BATCH])
                 cursor.execute(
                     f"SELECT {columns}, f.token, h.expires_at > {self.clock} FROM {HELD} h "
                     f"LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner "
-                    f"WHERE h.name IN ({', '.join(f'%({key})s' for key in given)})",
+                    f"WHERE h.name IN ({inside})",
                     {**given, **self.parameters(connection)},
                 )
                 for name, *values, token, live in cursor.fetchall():
@@ -335,8 +332,14 @@ def as_time(value: Any) -> datetime:
     return found if timezone.is_aware(found) else found.replace(tzinfo=UTC)
 
 
-#: Databases limit the parameters of a statement; SQLite's limit was 999 for long.
+#: Rows of one statement. Databases limit its parameters; SQLite's limit was 999 for long.
 BATCH = 400
+
+
+def listed(prefix: str, values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+    """The inside of an IN (...), and its parameters."""
+    given = {f"{prefix}{place}": value for place, value in enumerate(values)}
+    return ", ".join(f"%({key})s" for key in given), given
 
 
 def batches(leases: Sequence[Held]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -347,9 +350,6 @@ def batches(leases: Sequence[Held]) -> Iterator[tuple[str, str, Mapping[str, Any
     """
     for start in range(0, len(leases), BATCH):
         part = leases[start : start + BATCH]
-        given: dict[str, Any] = {}
-        for place, lease in enumerate(part):
-            given[f"n{place}"], given[f"o{place}"] = lease.name, lease.owner
-        names = ", ".join(f"%(n{place})s" for place in range(len(part)))
-        owners = ", ".join(f"%(o{place})s" for place in range(len(part)))
-        yield names, owners, given
+        names, given = listed("n", [lease.name for lease in part])
+        owners, more = listed("o", [lease.owner for lease in part])
+        yield names, owners, given | more

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from . import ledger_for
-from .ledger import BATCH, FENCE
+from .ledger import BATCH, FENCE, listed
 
 #: Seconds that a lift waits for a fence that somebody's transaction has locked. (On MySQL, one.)
 PATIENCE = 2
@@ -34,12 +34,8 @@ def _tokens(connection: BaseDatabaseWrapper, names: Sequence[str]) -> dict[str, 
     tokens: dict[str, int] = {}
     with connection.cursor() as cursor:
         for start in range(0, len(names), BATCH):
-            given = {f"n{place}": name for place, name in enumerate(names[start:][:BATCH])}
-            cursor.execute(
-                f"SELECT name, token FROM {FENCE} "
-                f"WHERE name IN ({', '.join(f'%({key})s' for key in given)})",
-                given,
-            )
+            inside, given = listed("n", names[start:][:BATCH])
+            cursor.execute(f"SELECT name, token FROM {FENCE} WHERE name IN ({inside})", given)
             tokens |= dict(cursor.fetchall())
     return tokens
 

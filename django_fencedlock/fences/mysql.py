@@ -12,7 +12,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..sessions import private
 from .characters import words_storable
-from .ledger import FENCE, HELD, Entry, session_words
+from .ledger import CLEAR, FENCE, HELD, Entry, session_words
 from .portable import PortableLedger
 
 LOCK_WAIT_TIMEOUT, DEADLOCK = 1205, 1213
@@ -60,9 +60,7 @@ class MySQLLedger(PortableLedger):
             except BaseException:
                 # The row is committed already, and would keep everybody out for a whole ttl.
                 with contextlib.suppress(Error):
-                    cursor.execute(
-                        f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s", given
-                    )
+                    cursor.execute(CLEAR, given)
                 raise
             return token is not None, token
 

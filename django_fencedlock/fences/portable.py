@@ -10,10 +10,10 @@ from typing import Any
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..lease import Lease
-from .ledger import COLUMNS, HELD, TAKEN_OVER, Entry, Ledger, batches
+from .ledger import COLUMNS, HELD, TAKEN_OVER, TIMES, Entry, Ledger, batches
 
 VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
-INTO_HELD = f"{HELD} ({', '.join(COLUMNS)}, acquired_at, renewed_at, expires_at)"
+INTO_HELD = f"{HELD} ({', '.join((*COLUMNS, *TIMES))})"
 
 
 class PortableLedger(Ledger):

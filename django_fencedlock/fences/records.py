@@ -30,8 +30,6 @@ TIMEOUT = 5.0
 BRIEFLY = 0.25
 #: How often a transaction is tried that lost a deadlock, or waited for a row for too long.
 TRIES = 4
-#: Rows that are deleted by one statement. Databases limit the parameters of a statement.
-BATCH = 400
 
 
 class Statements:
@@ -134,12 +132,6 @@ def update(table: str, sets: Mapping[str, str], condition: str) -> str:
 
 def _assignments(sets: Mapping[str, str]) -> str:
     return ", ".join(f"{column} = {value}" for column, value in sets.items())
-
-
-def listed(prefix: str, values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-    """The inside of an IN (...), and its parameters."""
-    given = {f"{prefix}{place}": value for place, value in enumerate(values)}
-    return ", ".join(f"%({key})s" for key in given), given
 
 
 class Records:

@@ -20,8 +20,8 @@ from ..conf import AliasConfig
 from ..sessions import ask
 from ..transactions import lent_by_test
 from .characters import storable
-from .ledger import BATCH, FENCE, HELD, as_time
-from .records import Records, Statements, listed
+from .ledger import BATCH, FENCE, HELD, as_time, listed
+from .records import Records, Statements
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .characters import words_storable
-from .ledger import COLUMNS, HELD, Entry
-from .records import Statements, listed
+from .ledger import COLUMNS, HELD, TIMES, Entry, listed
+from .records import Statements
 
 #: Rows that are written by one statement. SQLite's limit was 999 parameters for long.
 BATCH = 40
@@ -49,7 +49,7 @@ def _insert(
         marks = [f"%({column}{place})s" for column in COLUMNS]
         ends = [statements.later(f"age{place}"), statements.now, statements.later(f"ttl{place}")]
         rows.append(f"({', '.join(marks + ends)})")
-    columns = ", ".join((*COLUMNS, "acquired_at", "renewed_at", "expires_at"))
+    columns = ", ".join((*COLUMNS, *TIMES))
     mysql = statements.connection.vendor == "mysql"
     return (
         f"INSERT {'IGNORE ' if mysql else ''}INTO {HELD} ({columns}) VALUES {', '.join(rows)}"
