@@ -21,6 +21,7 @@ from .models.fencing import Fencing
 from .models.fields import FenceField, StampField, constraint_name
 from .models.guarded import BaseRowsManager, GuardedModel
 from .models.querysets import FencedQuerySet
+from .models.tables import exact_collation
 from .models.versioned import VersionedModel
 
 Model = type[models.Model]
@@ -274,7 +275,7 @@ def _collation_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
                 f"collation {found[1]!r} in database {connection.alias!r} takes {alike}: rows of "
                 "two locks would count as those of one, and one row could be written under two.",
                 f"Give {target.model._meta.label}.{target.name} a collation that compares every "
-                f"character, as db_collation={_exact_collation(connection)!r}, and migrate.",
+                f"character, as db_collation={exact_collation(connection)!r}, and migrate.",
                 warning=True,
             )
 
@@ -311,11 +312,6 @@ SELECT character_set_name, collation_name FROM information_schema.columns
 WHERE table_schema = DATABASE() AND table_name = %s AND column_name = %s
 AND collation_name IS NOT NULL
 """
-
-
-def _exact_collation(connection: BaseDatabaseWrapper) -> str:
-    mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
-    return "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
 
 
 def _trigger_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:

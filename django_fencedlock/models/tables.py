@@ -36,9 +36,14 @@ class ExactCharField(models.CharField):  # type: ignore[type-arg]
     def db_parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
         parameters = super().db_parameters(connection)
         if connection.vendor == "mysql":
-            mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
-            parameters["collation"] = "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
+            parameters["collation"] = exact_collation(connection)
         return parameters
+
+
+def exact_collation(connection: BaseDatabaseWrapper) -> str:
+    """The collation of MariaDB or MySQL that compares every character, blanks at the end too."""
+    mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
+    return "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
 
 
 class Fence(models.Model):
