@@ -119,11 +119,12 @@ def whoami() -> object:
     merely inherited a context (a child task, a copied context) is somebody else.
     """
     if running_loop() is None:
-        return _waiting_task() or _greenlet() or _thread.key
+        return _waiting_task() or running_greenlet() or _thread.key
     return asyncio.current_task() or _thread.key
 
 
-def _greenlet() -> object | None:
+def running_greenlet() -> object | None:
+    """The greenlet that runs this code; None if it is the thread itself."""
     greenlet = sys.modules.get("greenlet")
     if greenlet is None:
         return None

@@ -23,6 +23,7 @@ from typing import Any
 from .. import conf, threads
 from ..exceptions import SettingsError
 from ..lease import Lease
+from ..owners import running_greenlet
 from .struck import cancel_statements
 
 #: Seconds for whoever noticed the loss in the body itself to finish what he was at.
@@ -120,10 +121,7 @@ _innermost: dict[Place, Cell] = {}
 
 def _place() -> Place:
     """The thread, and the greenlet if it isn't the thread itself."""
-    greenlet = sys.modules.get("greenlet")
-    current = None if greenlet is None else greenlet.getcurrent()
-    ident: int = threads.original("_thread", "get_ident")()
-    return ident, None if current is None or current.parent is None else current
+    return threads.original("_thread", "get_ident")(), running_greenlet()
 
 
 def new_cell() -> Cell:
