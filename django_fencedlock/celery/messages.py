@@ -12,7 +12,8 @@ from celery.signals import before_task_publish
 from .tasks import single_of
 
 if TYPE_CHECKING:
-    from .tasks import AnyTask, Single
+    from .naming import AnyTask
+    from .tasks import Single
 
 #: Headers of ours. A message is known by DELIVERY, which all its deliveries share: a task's id
 #: is shared by retries, and may be chosen by users.

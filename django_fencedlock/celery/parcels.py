@@ -15,8 +15,8 @@ from ..names import MAX_LENGTH
 from .messages import REPRS
 
 if TYPE_CHECKING:
+    from .naming import AnyTask
     from .runs import Run
-    from .tasks import AnyTask
 
 #: Headers of ours: on a message that serves a duty, and on what a run publishes for its task
 #: anew, which is a retry; each with the duty's number.

@@ -14,7 +14,7 @@ from .naming import naming
 from .policy import Policy
 
 if TYPE_CHECKING:
-    AnyTask = Task[Any, Any]
+    from .naming import AnyTask
 
 #: The attribute of a wrapped function that leads to its Single.
 _MARK = "_fencedlock_single"
