@@ -16,6 +16,7 @@ from ..exceptions import OutcomeUnknown, StaleFence, TransactionInTheWay, WrongD
 from ..lease import Lease
 from . import ledger_for
 from .pins import Grant, is_newest
+from .postgresql import sqlstate
 from .revoking import notes
 
 logger = logging.getLogger(__name__)
@@ -211,6 +212,4 @@ def _is_gone(connection: BaseDatabaseWrapper, session: Any) -> bool:
 
 
 def _idled(error: Error) -> bool:
-    cause = error.__cause__
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    return state == IDLE_TOO_LONG
+    return sqlstate(error) == IDLE_TOO_LONG

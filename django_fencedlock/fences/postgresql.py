@@ -125,6 +125,12 @@ AND starts_with(c.relname, 'django_fencedlock_') ORDER BY a.xact_start, c.relnam
 """
 
 
+def sqlstate(error: Error) -> str | None:
+    """What the server called an error; psycopg 2 has another word for it than psycopg 3."""
+    cause = error.__cause__
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+
+
 class PostgresLedger(Ledger):
     clock = "clock_timestamp()"
 
@@ -168,10 +174,8 @@ class PostgresLedger(Ledger):
             return {owner for (owner,) in cursor.fetchall()}
 
     def is_row_locked(self, error: Error) -> bool:
-        # 55P03 lock_not_available, 40P01 deadlock_detected; psycopg 2 calls it pgcode.
-        cause = error.__cause__
-        state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-        return state in ("55P03", "40P01")
+        # lock_not_available, deadlock_detected
+        return sqlstate(error) in ("55P03", "40P01")
 
     def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
         # The second fails unless the row says that there are several: then nobody has it.
