@@ -12,6 +12,7 @@ from celery import Celery
 from .. import conf
 from ..conf import Problem
 from ..exceptions import SettingsError
+from ..fences.records import TIMEOUT
 from . import strikes
 from .parcels import PICKLES, serializer_of
 from .policy import Policy
@@ -31,8 +32,6 @@ IGNORED_LIMITS = {
 }
 #: Requests in vain that a ttl should outlast: the keeper sends the first after a third of it.
 REQUESTS = 3
-#: Seconds after which the backends of this package give a request up, unless OPTIONS say another.
-TIMEOUT = 5.0
 
 
 def problems(apps: Iterable[Celery]) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from .. import conf
 from ..backends.base import Backend, Grant, Renewal, Request
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable, FencedLockError
+from ..fences.records import TIMEOUT
 from ..findings import Finding, error, note, ok, warning
 from ..lease import Lease, clock
 from ..owners import new_owner
@@ -30,8 +31,6 @@ TTL = 10.0
 ANOTHER_DOCTOR = 5.0
 #: Seconds for the second owner to get into line, and to be served.
 LINING_UP, SERVED = 0.1, 5.0
-#: Seconds for one request of the second owner, unless OPTIONS says another "TIMEOUT".
-REQUEST = 5.0
 #: The problem of a service that can't be reached. To wait for it once more would tell no more.
 UNREACHABLE = "E013"
 #: How often a round trip is measured, and what is slow, in seconds.
@@ -242,7 +241,7 @@ def _apart(config: AliasConfig) -> AliasConfig:
         return config
     # Sessions are shared by those who give them the same time, and one session's locks are
     # refused to it by this process and not by the server.
-    timeout = conf.seconds(config.options.get("TIMEOUT", REQUEST), "TIMEOUT") + 0.001
+    timeout = conf.seconds(config.options.get("TIMEOUT", TIMEOUT), "TIMEOUT") + 0.001
     return replace(config, options={**config.options, "TIMEOUT": timeout})
 
 
