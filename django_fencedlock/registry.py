@@ -201,7 +201,7 @@ def _believed(database: str, now: datetime) -> QuerySet[Contender]:
 
 def _entry(row: HeldLock, now: datetime, holders: Holders, *, waiting: int, refused: int) -> Entry:
     acquired, renewed, expires = map(_aware, (row.acquired_at, row.renewed_at, row.expires_at))
-    remaining, ttl = (expires - now).total_seconds(), (expires - renewed).total_seconds()
+    remaining, ttl = _left(row, now)
     state = _state(row, now, holders)
     return Entry(
         name=row.name,
@@ -232,8 +232,7 @@ def _entry(row: HeldLock, now: datetime, holders: Holders, *, waiting: int, refu
 def _state(row: HeldLock, now: datetime, holders: Holders) -> State:
     if row.alias not in holders:
         return State.UNKNOWN
-    renewed, expires = _aware(row.renewed_at), _aware(row.expires_at)
-    remaining, ttl = (expires - now).total_seconds(), (expires - renewed).total_seconds()
+    remaining, ttl = _left(row, now)
     holder = holders[row.alias].get(row.name)
     if holder is None:
         return State.FREE if remaining > 0 else State.EXPIRED
@@ -244,6 +243,12 @@ def _state(row: HeldLock, now: datetime, holders: Holders) -> State:
         # registry wasn't.
         return State.HELD if service(row.alias).backend.supports_ttl else State.EXPIRED
     return State.EXPIRING if remaining < ttl / 3 else State.HELD
+
+
+def _left(row: HeldLock, now: datetime) -> tuple[float, float]:
+    """The seconds that are left, and those of the whole ttl."""
+    renewed, expires = _aware(row.renewed_at), _aware(row.expires_at)
+    return (expires - now).total_seconds(), (expires - renewed).total_seconds()
 
 
 def naive(value: datetime) -> datetime:
