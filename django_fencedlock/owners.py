@@ -118,6 +118,7 @@ def whoami() -> object:
     Code that an asyncio task sent to a thread by ``sync_to_async`` is still that task. Whatever
     merely inherited a context (a child task, a copied context) is somebody else.
     """
+    # Not get_running_loop(), which raises where there is none, as nearly always.
     if running_loop() is None:
         return _waiting_task() or running_greenlet() or _thread.key
     return asyncio.current_task() or _thread.key
