@@ -45,8 +45,8 @@ MUTATIONS = (
     Mutation(
         "The page that releases is none of the admin's: it knows no login",
         "admin/releasing.py",
-        "view = outside(page.admin_site.admin_view(self.release_view))",
-        "view = outside(lambda request: self.release_view(request))",
+        "page.admin_site.admin_view(self.release_view)",
+        "(lambda request: self.release_view(request))",
         (_PERMISSIONS, _RELEASING),
     ),
     Mutation(
@@ -109,8 +109,8 @@ MUTATIONS = (
     Mutation(
         "The second question is about whoever has the lock by now",
         "admin/releasing.py",
-        "            seen = [each for each in shown(rows) if each.mark == names[each.entry.name]]\n",
-        "            seen = shown(rows)\n",
+        "        seen = [each for each in shown(rows) if each.mark == names[each.entry.name]]\n",
+        "        seen = shown(rows)\n",
         (_RELEASING,),
     ),
     Mutation(
@@ -214,15 +214,15 @@ MUTATIONS = (
     Mutation(
         "`release` calls a lock free whose service didn't answer",
         "management/commands/fencedlock.py",
-        "        return 0 if done.done else FAILED if found is None and unanswered else 1\n",
-        "        return 0 if done.done else 1\n",
+        "        if found is None and unanswered:\n",
+        "        if False:\n",
         (_COMMAND,),
     ),
     Mutation(
         "`release` succeeds whatever became of it",
         "management/commands/fencedlock.py",
-        "        return 0 if done.done else FAILED if found is None and unanswered else 1\n",
-        "        return FAILED if found is None and unanswered else 0\n",
+        "        return 0 if done.done else 1\n",
+        "        return 0\n",
         (_COMMAND,),
     ),
     Mutation(

@@ -168,8 +168,8 @@ MUTATIONS = (
     Mutation(
         "A lock whose service doesn't answer is said to be free",
         "registry.py",
-        "    if row.alias not in holders:\n        return State.UNKNOWN\n    renewed",
-        "    if row.alias not in holders:\n        return State.FREE\n    renewed",
+        "    if row.alias not in holders:\n        return State.UNKNOWN\n    remaining",
+        "    if row.alias not in holders:\n        return State.FREE\n    remaining",
         (_REGISTRY,),
     ),
     Mutation(

@@ -144,8 +144,8 @@ MUTATIONS = (
     Mutation(
         "An answer that is an error counts as a refusal",
         "backends/redis_store.py",
-        "return [bool(answer) if isinstance(answer, int) else None for answer in answers]",
-        "return [answer == 1 for answer in answers]",
+        "[each if isinstance(each, Exception) else bool(each) for each in answers]",
+        "[each == 1 for each in answers]",
         (_BACKEND, REDIS),
     ),
     Mutation(
@@ -187,8 +187,8 @@ MUTATIONS = (
     Mutation(
         "A Redis that doesn't answer refuses",
         "backends/redis.py",
-        "            return [Renewal.UNKNOWN] * len(leases)\n",
-        "            return [Renewal.LOST] * len(leases)\n",
+        "        return Renewal.UNKNOWN\n    return Renewal.KEPT if answer",
+        "        return Renewal.LOST\n    return Renewal.KEPT if answer",
         (_BACKEND, "tests/test_contract.py::TestOutageOfRedis"),
     ),
     Mutation(

@@ -48,8 +48,8 @@ MUTATIONS = (
     Mutation(
         "A lease that was waited for counts from when the waiting began",
         "backends/postgres_taking.py",
-        '        since = clock()\n        given = {"name": request.name, "owner"',
-        '        since = clock() - 1.0\n        given = {"name": request.name, "owner"',
+        "        since = clock()\n        if since - asked",
+        "        since = asked\n        if since - asked",
         (_ROOMS, _BACKEND, SESSION_LOCKS),
     ),
     Mutation(

@@ -97,9 +97,9 @@ MUTATIONS = (
     ),
     Mutation(
         "Errors of a prepared statement are the driver's",
-        "prepared.py",
-        "        with connection.wrap_database_errors:\n            yield found\n",
-        "        yield found\n",
+        "libpq.py",
+        "        with self._errors:\n            self._execute(statement, given)\n",
+        "        self._execute(statement, given)\n",
         (_PREPARED,),
     ),
     Mutation(
