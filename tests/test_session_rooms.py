@@ -11,7 +11,7 @@ import pytest
 from django.db import DatabaseError, connections
 
 from django_fencedlock import threads
-from django_fencedlock.backends import postgres_waiting
+from django_fencedlock.backends import postgres_taking, postgres_waiting
 from django_fencedlock.backends.base import Cancel, Renewal
 from django_fencedlock.backends.postgres_home import Home
 from django_fencedlock.backends.postgres_hung import end_hung_holders
@@ -319,8 +319,10 @@ class TestTakingUp:
     """A wait ends in the server a while before its waiter knows."""
 
     @pytest.fixture
-    def waited(self, backend, peer, name):
+    def waited(self, backend, peer, name, monkeypatch):
         """Return a function that waits, and does something just before the lock is taken up."""
+        # None is so short that its grant needs no renewal.
+        monkeypatch.setattr(postgres_taking, "SHORT_WAIT", 0)
 
         def wait(meanwhile, cancel=None):
             held = take(peer, name)
