@@ -9,6 +9,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 
+from django_fencedlock.lease import current_lease, leave
 from django_fencedlock.scribe import Scribe, scribe
 from django_fencedlock.services import drop_leases_of_test
 from tests.browser import Browser
@@ -63,6 +64,9 @@ def no_leases_left_behind() -> Iterator[None]:
     """
     yield
     drop_leases_of_test()
+    # The context of the tests that follow is this one.
+    while lease := current_lease():
+        leave(lease)
 
 
 @pytest.fixture

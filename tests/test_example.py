@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -139,6 +139,17 @@ def test_every_variable_is_told() -> None:
 # The demonstration
 
 
+@contextmanager
+def heeded(*numbers: int) -> Iterator[None]:
+    """Have what is started here heed signals that these tests may have been told to ignore."""
+    former = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
 class Demo:
     """A demonstration under way, in a session and a temporary directory of its own."""
 
@@ -150,15 +161,16 @@ class Demo:
         self.temporary.chmod(0o711)
         variables["TMPDIR"] = str(self.temporary)
         self.environment = _environment(self.temporary) | variables
-        self.process = subprocess.Popen(
-            _command("demo", *options),
-            cwd=ROOT,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        with heeded(signal.SIGINT, signal.SIGHUP):
+            self.process = subprocess.Popen(
+                _command("demo", *options),
+                cwd=ROOT,
+                env=self.environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
         self.said = ""
 
     def hear(self, words: str) -> str:

@@ -145,8 +145,6 @@ def far(settings, make_postgres, make_alias):
         lease = lock("far", backend="far", ttl=600).acquire()
         service("far").keeper.forget(lease)
         yield server
-    # Its server may be gone; and the context of the tests that follow is this one.
-    lease.released = True
     service("far")._leases.clear()
 
 
