@@ -77,7 +77,11 @@ def listening(pid):
     """
     Return the addresses, as /proc has them, that a process listens on.
     """
-    sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    sockets = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        # It may be closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            sockets.add(os.readlink(link))
     lines = [
         line.split()
         for table in ("tcp", "tcp6")
@@ -334,6 +338,14 @@ def test_paused_rabbitmq_hangs(make_rabbitmq):
         assert is_silent(connection)
         server.resume()
         assert connection.recv(1) == b"\x01"
+
+
+def test_mariadb_keeps_its_temporary_files_to_itself(make_mariadb):
+    """Another one that started would remove them."""
+    with make_mariadb().connect() as connection, connection.cursor() as cursor:
+        cursor.execute("SELECT @@tmpdir, @@datadir")
+        tmpdir, datadir = cursor.fetchone()
+    assert tmpdir.rstrip("/") == datadir.rstrip("/")
 
 
 def test_rabbitmq_listens_on_loopback_alone(make_rabbitmq):

@@ -56,7 +56,8 @@ class MariaDB(Server):
         command += [f"--pid-file={directory}/pid", "--skip-name-resolve", "--skip-log-bin"]
         # At each commit to the operating system, once a second to the disk: a kill loses nothing.
         command += ["--innodb-flush-log-at-trx-commit=2", "--innodb-buffer-pool-size=32M"]
-        command += [_LOG_SIZE]
+        # One that starts removes all temporary files of the directory, those of others as well.
+        command += [_LOG_SIZE, f"--tmpdir={data}"]
         server = cls(f"mysql://root@127.0.0.1:{port}")
         server._process = Process(
             [*command, *arguments], directory, lambda process: server.answers()
