@@ -16,7 +16,7 @@ import django_fencedlock
 #: What only an extra brings. Nothing may need it on import.
 EXTRAS = ("redis", "psycopg", "MySQLdb", "prometheus_client", "pytest", "gevent", "eventlet")
 #: Modules that say themselves what they need.
-NEED_AN_EXTRA = ("contrib", "redis", "postgres", "test")
+NEED_AN_EXTRA = ("contrib", "libpq", "redis", "postgres", "test")
 
 SETTINGS = """
 from django.conf import settings
