@@ -57,7 +57,7 @@ def look(connection):
 
 def lease_of(entry):
     return Lease(
-        name=NAME,
+        name=entry.name,
         alias=entry.alias,
         owner=entry.owner,
         token=1,
@@ -167,6 +167,16 @@ def test_a_row_is_cleared_by_its_owner_alone(connection, entry):
     assert look(connection).owner == first.owner.id
     assert ledger.clear(connection, [lease_of(first)]) == 1
     assert look(connection) is None
+
+
+def test_of_several_rows_those_of_other_owners_are_left(connection, entry):
+    present, mine = entry(), replace(entry(), name="invoice:43")
+    claim(connection, present)
+    claim(connection, mine)
+    ledger = ledger_for(connection)
+    assert ledger.clear(connection, [lease_of(entry()), lease_of(mine)]) == 1
+    assert look(connection).owner == present.owner.id
+    assert ledger.look(connection, mine.name) is None
 
 
 @pytest.mark.django_db(transaction=True, databases={"default", "mariadb"})

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,23 @@ class TestGrants:
         assert backend.renew([lease, other]) == [Renewal.LOST, Renewal.KEPT]
         assert take(peer, name).token == 2
         assert backend.release(lease) is False
+
+    def test_the_row_of_whoever_came_next_outlasts_a_late_release(
+        self, backend: PostgresBackend, name: str
+    ) -> None:
+        lease, following = take(backend, name), new_owner().id
+        rows = HeldLock.objects.using(ALIAS).filter(name=name)
+        # The key is free a moment before the row is gone.
+        rows.update(owner=following)
+        backend.release(lease)
+        assert rows.get().owner == following
+
+    def test_a_waiter_thrown_out_leaves_the_row_of_whoever_came_next(
+        self, backend: PostgresBackend, peer: PostgresBackend, name: str
+    ) -> None:
+        take(peer, name)
+        backend._home.ask(partial(backend._clear, request_for(name)))
+        assert HeldLock.objects.using(ALIAS).filter(name=name).exists()
 
     def test_a_row_that_somebody_has_locked_is_passed_over(
         self, postgres: Postgres, backend: PostgresBackend, name: str

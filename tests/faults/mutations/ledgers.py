@@ -101,9 +101,23 @@ MUTATIONS = (
     Mutation(
         "A release doesn't compare the owner",
         "fences/ledger.py",
+        'f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"',
+        'f"DELETE FROM {HELD} WHERE name = %(name)s"',
+        ("tests/test_ledgers.py", ON_SQLITE),
+    ),
+    Mutation(
+        "A release of several leases doesn't compare their owners",
+        "fences/ledger.py",
         'f"DELETE FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})", given',
         "f\"DELETE FROM {HELD} WHERE name IN ({names}) AND '' NOT IN ({owners})\", given",
         ("tests/test_ledgers.py", ON_SQLITE),
+    ),
+    Mutation(
+        "Postgres: a release of several leases doesn't compare their owners",
+        "fences/postgresql.py",
+        " AND owner = ANY(%(owners)s::text[])\n",
+        "\n",
+        ("tests/test_ledgers.py", ON_POSTGRES),
     ),
     Mutation(
         "A row of another owner passes for one's own at a renewal",
@@ -321,6 +335,20 @@ MUTATIONS = (
         'return self._change(duty, sets, "due_at <= {now}", pause)',
         'return self._change(duty, sets, "wanted > 0", pause)',
         ("tests/test_duties.py::TestLookingAfter", "tests/test_coalescing.py::TestRescue"),
+    ),
+    Mutation(
+        "Session locks: a release takes the row of whoever came next",
+        "backends/postgres_statements.py",
+        "d AS (DELETE FROM {HELD} h USING s WHERE h.name = %(name)s AND h.owner = %(owner)s)",
+        "d AS (DELETE FROM {HELD} h USING s WHERE h.name = %(name)s)",
+        ("tests/test_session_rooms.py", "tests/test_postgres_backend.py", SESSION_LOCKS),
+    ),
+    Mutation(
+        "Session locks: a grant that is given back takes the row of whoever came next",
+        "backends/postgres_statements.py",
+        "WHERE name = %(name)s AND owner = %(owner)s RETURNING true",
+        "WHERE name = %(name)s RETURNING true",
+        ("tests/test_session_rooms.py", "tests/test_postgres_backend.py", SESSION_LOCKS),
     ),
     Mutation(
         "Session locks: a grant isn't refused that is live at another lock service",
