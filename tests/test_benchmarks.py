@@ -87,7 +87,8 @@ def test_contention_costs_few_commands_more(count, who):
 
 def test_a_handoff_takes_few_commands(count):
     work = "8 waiters, each once"
-    assert count("handoff", work, contestants.BATON, "commands") == pytest.approx(2, abs=0.2)
+    # On a busy machine a process may be at its first baton, which it lays.
+    assert 2 <= count("handoff", work, contestants.BATON, "commands") < 3
     assert count("handoff", work, contestants.REDIS_UNFENCED, "commands") <= 6
     assert count("handoff", work, contestants.POSTGRES, "commands") <= 5
 

@@ -249,7 +249,9 @@ def test_the_demo_ends_as_told(demos: dict[str, Demo]) -> None:
     ]
     assert "--serve" in demo.said
     assert _alike(_excerpt()) <= _alike(demo.said)
-    assert max(map(len, demo.said.splitlines())) <= 80
+    # Commands name the interpreter, whose path may be long.
+    lines = [line for line in demo.said.splitlines() if "python -m" not in line]
+    assert max(map(len, lines)) <= 80
     assert demo.left() == NOTHING
     kept = {**demo.environment, "EXAMPLE_DATA": demo.process.args[-1]}
     assert "no issues" in _manage(kept, "check", "--database", "default")

@@ -94,7 +94,8 @@ def test_a_lease_outlives_the_primary_that_granted_it(make_any_redis, closing, s
         lease.verify()
     assert len(str(refused.value)) < 1000
     wait_until(lambda: _answers(lease.verify), "a new primary", PATIENCE)
-    assert sentinels.primary() == replica.port
+    # All of them, a moment after the first.
+    wait_until(lambda: sentinels.primary() == replica.port, "one word of all sentinels", PATIENCE)
 
     lease.renew()
     assert lock("invoice:42").holder().owner == lease.owner

@@ -13,6 +13,8 @@ from typing import Any
 
 VARIABLE = "EXAMPLE_STAGE"
 
+_ASKS = "asks"
+
 
 # In the worker.
 
@@ -26,7 +28,7 @@ def tell(event: str, **facts: Any) -> None:
 def ask() -> None:
     """Ask a question, and wait for the answer however long it takes."""
     with contextlib.suppress(OSError), _line() as line:
-        _send(line, "asks", {})
+        _send(line, _ASKS, {})
         line.recv(1)
 
 
@@ -91,4 +93,8 @@ class Stage:
                 line, _ = self._socket.accept()
                 with line.makefile("rb") as file:
                     facts = json.loads(file.readline())
-                self._heard.put(Told(facts.pop("event"), facts.pop("pid"), facts, line))
+                told = Told(facts.pop("event"), facts.pop("pid"), facts, line)
+                if told.event != _ASKS:
+                    # Nobody will answer.
+                    line.close()
+                self._heard.put(told)

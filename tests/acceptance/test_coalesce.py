@@ -161,11 +161,12 @@ def is_served(journal, name, number):
     """
     Tell whether a run ended that began after the trigger came, or was made by it.
 
-    Not by its arguments alone: messages overtake one another when they are delivered again.
+    Not by its arguments alone: messages overtake one another when they are delivered again. And not
+    by when it came last: it may have been counted and served before it was delivered again.
     """
     came = [line["at"] for line in journal.notes(name, "arrived") if line["value"] == number]
     ended = [span for span in journal.spans(name) if span.outcome is not None]
-    return any(span.value == number or (came and span.begun > max(came)) for span in ended)
+    return any(span.value == number or (came and span.begun > min(came)) for span in ended)
 
 
 def values_done(journal, key):
