@@ -5,6 +5,7 @@ What is thrown at one run and hits another, or nobody's code, shows as "escaped"
 """
 
 import contextlib
+import linecache
 import random
 import signal
 import sys
@@ -264,6 +265,14 @@ def noting(make, made):
     return make_and_note
 
 
+def _waits_for_mutex(thread):
+    """Whether a thread is where it takes a lock, which the one that it strikes may hold."""
+    frame = sys._current_frames().get(thread.ident)
+    return frame is not None and "_mutex" in linecache.getline(
+        frame.f_code.co_filename, frame.f_lineno
+    )
+
+
 class TimeLimit(Exception):
     """What a signal of somebody else raises."""
 
@@ -298,9 +307,16 @@ class _Tracer:
                 if self.striker is None:
                     raise TimeLimit
                 self.striker.start()
-                # It may have to wait for what this thread holds.
-                self.striker.join(0.02)
+                self.await_strike()
         return self.trace
+
+    def await_strike(self):
+        """Let it strike here, however slow the machine is; unless this thread is in its way."""
+        until = time.monotonic() + 5
+        while self.striker.is_alive() and time.monotonic() < until:
+            self.striker.join(0.02)
+            if _waits_for_mutex(self.striker):
+                return
 
     def finish(self):
         if self.struck and self.striker is not None:

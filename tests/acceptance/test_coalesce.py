@@ -5,6 +5,8 @@ import os
 import random
 import signal
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -101,7 +103,7 @@ def test_no_trigger_is_lost_while_children_are_killed(make_worker, journal, key,
 
     # By then, whoever waits for a lease to run out, or sweeps, did so several times.
     try:
-        wait_until(lambda: not unserved(), "every trigger to be served", 30)
+        wait_until(lambda: not unserved(), "every trigger to be served", 60)
     except TimeoutError:
         pytest.fail(f"{len(unserved())} of {len(triggers)} names were left: {unserved()}")
     told = [SkippedRun.of(result.result) for results in triggers.values() for result in results]
@@ -121,14 +123,18 @@ def trigger_and_kill(worker, journal, triggers, alias):
     killed = []
     orders = [*["aimed"] * AIMED, *["blind"] * BLIND, *["none"] * 30]
     chance.shuffle(orders)
-    for place, order in enumerate(orders):
+
+    def trigger(place):
         # First the one half of the names, and then the other, so that each comes to an end.
         name = chance.choice([*triggers][place * 2 // len(orders) :: 2])
         made = task("late_coalesce", alias).s(name, len(triggers[name]), seconds=0.4)
         triggers[name].append(made.delay())
+
+    for place, order in enumerate(orders):
+        trigger(place)
         time.sleep(0.08)
         if order == "aimed":
-            killed.append(kill_a_body(journal, triggers, killed))
+            killed.append(kill_a_body(journal, triggers, killed, partial(trigger, place)))
         elif order == "blind" and (children := worker.children()):
             os.kill(chance.choice(children), signal.SIGKILL)
     for name, results in triggers.items():
@@ -137,24 +143,41 @@ def trigger_and_kill(worker, journal, triggers, alias):
     return killed
 
 
-def kill_a_body(journal, names, killed):
+def kill_a_body(journal, names, killed, trigger):
     """
     Kill a child within a body of one of these names, once one is; returns the run.
+
+    Calls `trigger` now and then: where all has ended before it was looked at, nothing more comes.
     """
     hit = []
+    more_at = now() + 1
 
     def kill_one():
+        nonlocal more_at
         for span in [span for name in names for span in journal.spans(name)][::-1]:
-            # One that has just begun won't end before it is killed.
+            # One that has just begun is likely not to end before it is killed.
             if span.ended is None and now() - span.begun < 0.2 and span.run not in killed:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(span.pid, signal.SIGKILL)
+                wait_until(partial(is_dead, span.pid), "a child to die")
+                (same,) = [each for each in journal.spans(span.key) if each.run == span.run]
+                if same.ended is None:
                     hit.append(span.run)
                     return True
+        if now() > more_at:
+            more_at = now() + 1
+            trigger()
         return False
 
-    wait_until(kill_one, "a body to be killed", 10)
+    wait_until(kill_one, "a body to be killed", 30)
     return hit[0]
+
+
+def is_dead(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def is_served(journal, name, number):
