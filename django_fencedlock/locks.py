@@ -16,10 +16,10 @@ from django.core.exceptions import SynchronousOnlyOperation
 
 from . import aio, conf, logs, names
 from .backends.base import Cancel
-from .exceptions import BackendUnavailable, NotTheHolder
+from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
 from .lease import Duration, Lease, clock, enter, leave
 from .owners import Holder, new_owner, whoami
-from .services import Service, service
+from .services import Service, give_back_left_over, service
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +122,24 @@ class Lock(_Terms):
             The lease, or None if somebody else held the lock all the while.
         """
         _forbid_in_event_loop(self.name)
-        lease = self._service.acquire(
-            self.name,
-            ttl=self.ttl,
-            timeout=self._timeout(blocking, blocking_timeout),
-            fenced=self.fenced,
-            pattern=self.pattern,
-        )
-        if lease is not None:
-            enter(lease)
-        return lease
+        began = clock()
+        try:
+            lease = self._service.acquire(
+                self.name,
+                ttl=self.ttl,
+                timeout=self._timeout(blocking, blocking_timeout),
+                fenced=self.fenced,
+                pattern=self.pattern,
+            )
+            if lease is not None:
+                enter(lease)
+            return lease
+        except FencedLockError:
+            raise
+        except BaseException:
+            # Ctrl-C, or a signal's handler: the caller won't know that it is his.
+            give_back_left_over(began)
+            raise
 
     def holder(self) -> Holder | None:
         """Tell who has the lock now, by the lock service's word; None if nobody."""
@@ -139,11 +147,18 @@ class Lock(_Terms):
 
     def __enter__(self) -> Lease:
         started = clock()
-        lease = self.acquire()
-        if lease is None:
-            raise self._service.refusal(self.name, clock() - started)
-        self._push(lease.who, lease)
-        return lease
+        try:
+            lease = self.acquire()
+            if lease is None:
+                raise self._service.refusal(self.name, clock() - started)
+            self._push(lease.who, lease)
+            return lease
+        except FencedLockError:
+            raise
+        except BaseException:
+            # As in acquire(): the block won't be left that was never entered.
+            give_back_left_over(started)
+            raise
 
     def __exit__(
         self,

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import connections
 
-from django_fencedlock import lock, services, sessions, taking
+from django_fencedlock import lock, locks, services, sessions, taking
 from django_fencedlock.backends import database, postgres_home, postgres_taking
-from django_fencedlock.lease import clock
+from django_fencedlock.owners import whoami
 from django_fencedlock.services import service
 from django_fencedlock.taking import TakesLeases
 from tests.test_registry import BACKENDS
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "post
 
 #: Where the strikes hit.
 FILES = {
-    each.__file__ for each in (services, taking, sessions, database, postgres_taking, postgres_home)
+    each.__file__
+    for each in (locks, services, taking, sessions, database, postgres_taking, postgres_home)
 }
 
 
@@ -45,6 +46,11 @@ class Strike:
     def __exit__(self, *error):
         sys.settrace(self.former)
         return isinstance(error[1], Struck)
+
+    def end(self):
+        """Strike no more."""
+        sys.settrace(self.former)
+        self.has_begun = False
 
     def trace(self, frame, event, arg):
         if frame.f_code.co_filename not in FILES:
@@ -72,12 +78,13 @@ def backend(request, settings, redis_server, postgres):
     return service("default").backend
 
 
-def test_no_line_leaves_a_lock(backend):
+@pytest.mark.parametrize("how", ["acquire", "with"])
+def test_no_line_leaves_a_lock(backend, how):
     for place in itertools.count(1):
         # Each in a thread of its own: Python 3.11 goes on handling the error whose handler was
         # struck, so that whatever is raised in that thread later has it as its context.
         with ThreadPoolExecutor(1) as thread:
-            was_struck = thread.submit(acquire_struck, place).result()
+            was_struck = thread.submit(take_struck, how, place).result()
         assert backend.holder(f"x{place}") is None, place
         assert not service("default")._leases
         if not was_struck:
@@ -85,14 +92,19 @@ def test_no_line_leaves_a_lock(backend):
     assert place > 20
 
 
-def acquire_struck(place):
-    strike, began = Strike(place), clock()
+def take_struck(how, place):
+    strike, mine = Strike(place), lock(f"x{place}", blocking_timeout=0)
     with strike:
-        lock(f"x{place}", blocking_timeout=0).acquire()
-    # As the run of a task does, and everybody else can't.
-    services.give_back_left_over(began)
+        if how == "acquire":
+            mine.acquire()
+        else:
+            with mine:
+                strike.end()
+    was_struck = strike.left <= 0
+    if how == "acquire" and not was_struck:
+        mine._service.lease_of(mine.name, whoami()).release()
     connections.close_all()
-    return strike.left <= 0
+    return was_struck
 
 
 def test_what_was_noted_already_is_nobodys(backend, monkeypatch):
