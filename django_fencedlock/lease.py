@@ -287,7 +287,10 @@ class Lease:
 
     def _run_callbacks(self) -> None:
         while self._callbacks:
-            callback = self._callbacks.pop(0)
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:
+                return  # Its owner has taken the last one back meanwhile.
             try:
                 callback(self)
             except Exception:

@@ -95,6 +95,20 @@ def test_a_callback_that_fails_stops_no_other(make):
     assert seen == [lease]
 
 
+def test_a_callback_that_is_taken_back_at_that_moment_is_not_missed(make):
+    seen, lease = [], make()
+
+    class Callbacks(list):
+        def pop(self, *place):
+            lease.off_lost(seen.append)
+            return super().pop(*place)
+
+    lease._callbacks = Callbacks()
+    lease.on_lost(seen.append)
+    assert lease.mark_lost("gone")
+    assert seen == []
+
+
 def test_an_unfenced_lease_has_no_token_and_says_why(make):
     lease = make(token=None)
     assert not lease.fenced
