@@ -1,14 +1,17 @@
 """The statements that grant, one by one: what they compare, and what they leave as it was."""
 
+import contextlib
+import threading
 from dataclasses import replace
 from datetime import UTC, timedelta
 
 import pytest
-from django.db import connections, transaction
+from django.db import Error, connections, transaction
 
 from django_fencedlock.fences import Entry, ledger_for
 from django_fencedlock.lease import Lease, clock
 from django_fencedlock.owners import new_owner
+from django_fencedlock.sessions import private
 
 NAME = "invoice:42"
 
@@ -138,8 +141,11 @@ def test_a_newer_token_is_recorded_with_its_owner(connection, entry):
     assert look(connection).owner == second.owner.id
 
 
-def test_nothing_is_recorded_of_a_name_that_is_live_at_another_lock_service(connection, entry):
-    first, second = entry(), replace(entry(), alias="other")
+@pytest.mark.parametrize("other", [{"alias": "other"}, {"backend": "redis"}])
+def test_nothing_is_recorded_of_a_name_that_is_live_at_another_lock_service(
+    connection, entry, other
+):
+    first, second = entry(), replace(entry(), **other)
     claim(connection, first)
     assert not record(connection, second, 9)
     assert newest(connection) == (1, first.owner.id)
@@ -157,6 +163,88 @@ def test_a_renewal_by_another_owner_renews_nothing(connection, entry):
     assert not look(connection).live
     assert ledger.renew(connection, [lease_of(first)]) == {first.owner.id}
     assert look(connection).live
+
+
+def test_a_holder_isnt_told_with_the_token_of_another(connection, entry):
+    claim(connection, entry())
+    assert look(connection).token == 1
+    with connection.cursor() as cursor:
+        cursor.execute("UPDATE django_fencedlock_fence SET token = 2, owner = 'another'")
+    assert look(connection).token is None
+
+
+@pytest.mark.parametrize("connection", [on("postgres"), on("mariadb")], indirect=True)
+def test_a_renewal_passes_over_what_somebody_has_locked(connection, entry):
+    locked, free = entry(), replace(entry(), name="invoice:43")
+    claim(connection, locked)
+    claim(connection, free)
+    ledger = ledger_for(connection)
+    with own(connection) as contender:
+        with contender.cursor() as cursor:
+            cursor.execute("BEGIN")
+            cursor.execute(
+                "SELECT 1 FROM django_fencedlock_heldlock WHERE name = %s FOR UPDATE", [NAME]
+            )
+        leases = [lease_of(locked), lease_of(free)]
+        assert ledger.renew(connection, leases) == {free.owner.id}
+        assert ledger.missing(connection, leases) == set()
+
+
+@pytest.mark.parametrize("connection", [on("postgres"), on("mariadb")], indirect=True)
+def test_a_claim_of_what_somebody_has_locked_fails_for_that_and_leaves_nothing(connection, entry):
+    """The fence has room for a row lock that outlives the registry's row."""
+    first = entry()
+    claim(connection, first)
+    ledger = ledger_for(connection)
+    ledger.clear(connection, [lease_of(first)])
+    with own(connection) as writer:
+        with writer.cursor() as cursor:
+            cursor.execute("BEGIN")
+            cursor.execute(
+                "SELECT 1 FROM django_fencedlock_fence WHERE name = %s FOR UPDATE", [NAME]
+            )
+        with pytest.raises(Error) as caught, own(connection) as contender:
+            claim(contender, entry())
+    assert ledger.is_row_locked(caught.value)
+    assert look(connection) is None
+    assert newest(connection) == (1, first.owner.id)
+
+
+@pytest.mark.parametrize("connection", [on("postgres"), on("mariadb")], indirect=True)
+def test_a_deadlock_is_somebody_elses_lock(connection, entry):
+    for name in ("a", "b"):
+        claim(connection, replace(entry(), name=name))
+    failed = []
+
+    def lock_row(cursor, name):
+        try:
+            cursor.execute(
+                "SELECT 1 FROM django_fencedlock_heldlock WHERE name = %s FOR UPDATE", [name]
+            )
+        except Error as exc:
+            failed.append(exc)
+            cursor.execute("ROLLBACK")
+
+    with (
+        own(connection) as one,
+        own(connection) as other,
+        one.cursor() as first,
+        other.cursor() as second,
+    ):
+        for cursor, name in ((first, "a"), (second, "b")):
+            cursor.execute("BEGIN")
+            lock_row(cursor, name)
+        thread = threading.Thread(target=lock_row, args=[first, "b"])
+        thread.start()
+        lock_row(second, "a")
+        thread.join()
+    assert [ledger_for(connection).is_row_locked(exc) for exc in failed] == [True]
+
+
+@contextlib.contextmanager
+def own(connection):
+    with contextlib.closing(private(connection.alias, 5)) as found:
+        yield found
 
 
 def test_a_row_is_cleared_by_its_owner_alone(connection, entry):
@@ -187,7 +275,28 @@ def test_on_mariadb_no_token_is_drawn_for_a_row_that_went_to_somebody_else(entry
     claim(connection, present)
     with connection.cursor() as cursor:
         assert ledger._draw(cursor, former.values()) is None
+        # Asked for where the answer of the draw was lost to a trigger.
+        assert ledger._token_of(cursor, former.values()) is None
     assert newest(connection) == (1, present.owner.id)
+
+
+@pytest.mark.django_db(transaction=True, databases={"default", "mariadb"})
+def test_on_mariadb_one_whose_row_went_to_somebody_else_before_the_draw_has_no_grant(
+    entry, monkeypatch
+):
+    connection = connections["mariadb"]
+    ledger = ledger_for(connection)
+    insert = ledger._insert
+
+    def insert_and_be_overtaken(cursor, given):
+        done = insert(cursor, given)
+        cursor.execute("UPDATE django_fencedlock_heldlock SET owner = 'another'")
+        return done
+
+    monkeypatch.setattr(ledger, "_insert", insert_and_be_overtaken)
+    assert claim(connection, entry()) == (False, None)
+    assert newest(connection) is None
+    assert look(connection).owner == "another"
 
 
 @pytest.mark.django_db(transaction=True, databases={"default", "postgres"})

@@ -846,6 +846,9 @@ def test_who_waits_for_a_dead_holder_is_served_when_his_lease_ends(backend, clie
     waiter = start_waiter(client, backend)
     waiter.result()
     assert -0.05 < waiter.done_at - lease.deadline < SLACK
+    # He isn't in line any more, where his own release would hand it to him.
+    backend.release(waiter.lease)
+    assert left_over(client, backend) == set()
 
 
 def test_waiting_ends_in_time_and_leaves_nothing(backend, client):

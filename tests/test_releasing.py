@@ -64,6 +64,22 @@ def test_the_first_who_did_it_is_told_of():
 
 
 @real
+def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
+    lease = lock("x").acquire()
+    config = revoking.Revoking(lease._control.config)
+    one = config.revoke("x", lease.owner, "one", fenced=True, seen=lease.token)
+    looks = iter([dict])
+
+    def notes_of_a_moment_before(*given):
+        return next(looks, lambda: revoking_notes(*given))()
+
+    revoking_notes = revoking.notes
+    monkeypatch.setattr(revoking, "notes", notes_of_a_moment_before)
+    other = config.revoke("x", lease.owner, "other", fenced=True, seen=lease.token)
+    assert (other.is_new, other.note, other.token) == (False, one.note, 2)
+
+
+@real
 def test_a_holder_whose_grant_is_about_to_be_recorded_is_above_no_fence():
     """Its token is the lock service's; the fence is behind it, or isn't there yet."""
     with lock("x") as lease:

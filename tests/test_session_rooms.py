@@ -11,6 +11,7 @@ import pytest
 from django.db import DatabaseError, connections
 
 from django_fencedlock import threads
+from django_fencedlock.backends import postgres_statements as statements
 from django_fencedlock.backends import postgres_taking, postgres_waiting
 from django_fencedlock.backends.base import Cancel, Renewal
 from django_fencedlock.backends.postgres_home import Home
@@ -267,6 +268,32 @@ class TestGrants:
         other.ask(lambda: other.session().one("SELECT pg_advisory_lock(%(key)s)", {"key": key}))
         assert backend.renew([lease]) == [Renewal.LOST]
         other.ask(lambda: other.session().unlock(key))
+
+    def test_of_all_advisory_locks_of_the_server_those_held_in_this_database_count(
+        self, backend, postgres, name, key
+    ):
+        high, low = (key >> 32), (key & 0xFFFFFFFF)
+        with (
+            postgres.connect() as elsewhere,
+            postgres.connect(connections[ALIAS].settings_dict["NAME"]) as here,
+        ):
+            elsewhere.execute("SELECT pg_advisory_lock(%s)", [key])
+            here.execute(
+                "SELECT pg_advisory_lock(%s, %s)",
+                [high, low - (1 << 32) if low >= 1 << 31 else low],
+            )
+            assert backend.is_free(name)
+            assert backend.holder(name) is None
+            lease = take(backend, name)
+            waiter = threading.Thread(
+                target=here.execute, args=["SELECT pg_advisory_lock(%s::bigint)", [key]]
+            )
+            waiter.start()
+            wait_until(lambda: backend.waiting([name]) == {name: 1}, "somebody to wait")
+            listed = backend._look(name, f"WITH {statements.LOCKS} SELECT k.pid FROM locks k", {})
+            assert listed == [(lease.handle.session.pid,)]
+            assert backend.release(lease)
+            waiter.join(10)
 
     def test_an_unfenced_lock_whose_key_is_gone_is_lost(self, backend, name, key):
         lease = take(backend, name, fenced=False)
