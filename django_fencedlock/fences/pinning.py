@@ -15,7 +15,7 @@ from .. import logs, signals
 from ..exceptions import OutcomeUnknown, StaleFence, TransactionInTheWay, WrongDatabase
 from ..lease import Lease
 from . import ledger_for
-from .pins import Grant, is_newest
+from .pins import WriteGrant, is_newest
 from .postgresql import sqlstate
 from .revoking import notes
 
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 IDLE_TOO_LONG = "25P03"
 
 
-def grant_of(lease: Lease) -> Grant:
+def grant_of(lease: Lease) -> WriteGrant:
     """What of a lease a database can check."""
-    return Grant(lease.name, lease.token, lease.owner, patience=lease.ttl)
+    return WriteGrant(lease.name, lease.token, lease.owner, patience=lease.ttl)
 
 
-def is_pinned(connection: BaseDatabaseWrapper, grant: Grant) -> bool:
+def is_pinned(connection: BaseDatabaseWrapper, grant: WriteGrant) -> bool:
     """Whether the transaction that is open has the grant's fence locked already."""
     return any(block.pins(grant) for block in _pinned_blocks(connection))
 
@@ -63,7 +63,7 @@ class PinnedBlock(Atomic):
     """An atomic block that has a fence locked from its beginning to its end."""
 
     #: What is locked, as soon as it is.
-    grant: Grant | None = None
+    grant: WriteGrant | None = None
     #: How many savepoints there were at the beginning.
     depth = 0
 
@@ -72,7 +72,7 @@ class PinnedBlock(Atomic):
         self._lease = lease
         self._connection = connection
 
-    def pins(self, grant: Grant) -> bool:
+    def pins(self, grant: WriteGrant) -> bool:
         return self.grant is not None and self.grant.owner == grant.owner
 
     def __enter__(self) -> None:

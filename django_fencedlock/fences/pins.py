@@ -32,7 +32,7 @@ _BE_PATIENT = (
 _LONGEST = 2**31 - 1
 
 
-class Grant(NamedTuple):
+class WriteGrant(NamedTuple):
     """The grant that a write is made under."""
 
     name: str
@@ -42,7 +42,7 @@ class Grant(NamedTuple):
     patience: float
 
 
-def pin_sql(connection: BaseDatabaseWrapper, grant: Grant) -> tuple[str, list[Any]]:
+def pin_sql(connection: BaseDatabaseWrapper, grant: WriteGrant) -> tuple[str, list[Any]]:
     """A SELECT that locks the fence's row and is true, if `grant` is the newest of its name."""
     value = "true"
     given: list[Any] = []
@@ -61,7 +61,7 @@ class Pin(Expression):
     conditional = True
     allowed_default = True
 
-    def __init__(self, grant: Grant) -> None:
+    def __init__(self, grant: WriteGrant) -> None:
         super().__init__()
         self.grant = grant
 
@@ -76,7 +76,7 @@ class Pin(Expression):
         return (self.__class__, self.grant)
 
 
-def is_newest(using: str, grant: Grant) -> bool:
+def is_newest(using: str, grant: WriteGrant) -> bool:
     """Lock the fence's row until the transaction ends; False if `grant` isn't the newest."""
     connection = connections[using]
     select, given = pin_sql(connection, grant)

@@ -12,7 +12,7 @@ from django.db import Error, connections, models
 from .. import logs, signals
 from ..exceptions import StaleFence, VersionConflict
 from ..fences import ledger_for
-from ..fences.pins import Grant
+from ..fences.pins import WriteGrant
 from ..fences.revoking import notes
 from ..owners import Holder
 
@@ -27,7 +27,7 @@ class Refusal:
     #: The primary key, or None for a statement over many rows.
     pk: Any
     using: str
-    grant: Grant
+    grant: WriteGrant
     #: Whether the fences are in the row's own database.
     serialised: bool
     doing: str

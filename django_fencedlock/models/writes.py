@@ -11,7 +11,7 @@ from django.db.models import Case, F, Q, Value, When
 
 from ..exceptions import WrongDatabase
 from ..fences.pinning import grant_of, is_pinned
-from ..fences.pins import Grant, Pin, pin_sql
+from ..fences.pins import Pin, WriteGrant, pin_sql
 from ..lease import Lease, held_names
 from .fencing import FencingOf
 from .fields import REFUSED
@@ -24,7 +24,7 @@ class Write(NamedTuple):
     fencing: FencingOf
     using: str
     #: What it goes under; None for an unleased write that is allowed.
-    grant: Grant | None
+    grant: WriteGrant | None
     #: What tells these rows from others, as look-ups: mostly the columns of their lock's name.
     columns: Mapping[str, Any]
     doing: str = "Saving"
@@ -44,7 +44,7 @@ class Write(NamedTuple):
             return False
         return is_pinned(connections[self.using], grant)
 
-    def pin(self, connection: BaseDatabaseWrapper) -> Grant | None:
+    def pin(self, connection: BaseDatabaseWrapper) -> WriteGrant | None:
         """The grant to be pinned in the statement itself; None if nothing is added by it."""
         grant = self.grant
         if grant is None or not self.fencing.spec.serialised or is_pinned(connection, grant):
