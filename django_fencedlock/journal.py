@@ -35,7 +35,7 @@ _quoted = json.encoder.encode_basestring
 _EMPTY, _WRITTEN, _INCOMPLETE = b"\0", b"=", b"!"
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """One lease that a process had, or was about to get."""
 
     alias: str
@@ -63,7 +63,7 @@ class Journal:
         _wipe(file, start)
         self._write(0, _WRITTEN + str(this_process()).encode())
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: JournalEntry) -> None:
         """Note what is about to be asked for."""
         try:
             place = self._free.popleft()
@@ -106,7 +106,7 @@ class Journal:
         )
 
 
-def _as_json(entry: Entry) -> str:
+def _as_json(entry: JournalEntry) -> str:
     words = ", ".join(map(_quoted, (entry.alias, entry.name, entry.owner)))
     return f"[{words}, {entry.ttl!r}, {'true' if entry.fenced else 'false'}]"
 
@@ -114,7 +114,7 @@ def _as_json(entry: Entry) -> str:
 class Found(NamedTuple):
     """What a process left behind."""
 
-    entries: list[Entry]
+    entries: list[JournalEntry]
     #: Nothing is missing among them.
     complete: bool
 
@@ -131,11 +131,11 @@ def read(file: int, start: int, process: Process) -> Found:
     return Found(list(_entries(file, start)), head[:1] == _WRITTEN)
 
 
-def _entries(file: int, start: int) -> Iterator[Entry]:
+def _entries(file: int, start: int) -> Iterator[JournalEntry]:
     for line in _used(file, start):
         if line[:1] == _WRITTEN:
             with contextlib.suppress(ValueError, TypeError):
-                yield Entry(*json.loads(line[1:]))
+                yield JournalEntry(*json.loads(line[1:]))
 
 
 def _used(file: int, start: int) -> Iterator[bytes]:
@@ -164,7 +164,7 @@ def begin(file: int, start: int) -> None:
 def enter(alias: str, name: str, owner: str, ttl: float, fenced: bool) -> None:
     """See `Journal.enter()`."""
     if _opened is not None:
-        _opened.enter(Entry(alias, name, owner, ttl, fenced))
+        _opened.enter(JournalEntry(alias, name, owner, ttl, fenced))
 
 
 def erase(owner: str) -> None:

@@ -57,7 +57,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ListedLock:
     """A lock of the registry."""
 
     name: str
@@ -93,7 +93,7 @@ class Entry:
 class Listing:
     """The locks of the registry, and the lock services that couldn't be asked."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[ListedLock] = field(default_factory=list)
     #: By alias.
     unanswered: dict[str, str] = field(default_factory=dict)
 
@@ -127,7 +127,9 @@ def fence_databases(aliases: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(conf.config(alias).fence_database for alias in aliases))
 
 
-def entries(database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]) -> Iterator[Entry]:
+def entries(
+    database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]
+) -> Iterator[ListedLock]:
     """
     Tell how things stand with `rows`, in their order; each service is asked once.
 
@@ -199,11 +201,13 @@ def _believed(database: str, now: datetime) -> QuerySet[Contender]:
     return Contender.objects.using(database).filter(seen_at__gt=since)
 
 
-def _entry(row: HeldLock, now: datetime, holders: Holders, *, waiting: int, refused: int) -> Entry:
+def _entry(
+    row: HeldLock, now: datetime, holders: Holders, *, waiting: int, refused: int
+) -> ListedLock:
     acquired, renewed, expires = map(_aware, (row.acquired_at, row.renewed_at, row.expires_at))
     remaining, ttl = _left(row, now)
     state = _state(row, now, holders)
-    return Entry(
+    return ListedLock(
         name=row.name,
         alias=row.alias,
         backend=row.backend,
@@ -317,7 +321,7 @@ class Portrait:
 
     name: str
     fences: list[Fenced] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[ListedLock] = field(default_factory=list)
     services: list[Asked] = field(default_factory=list)
     #: The oldest first.
     waiters: list[Waiter] = field(default_factory=list)

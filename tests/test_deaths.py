@@ -18,7 +18,7 @@ from django_fencedlock.celery.burials import Burials
 from django_fencedlock.celery.deaths import VARIABLE, Announcement, DeathWatch, Desk
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.fences.ledger import LOCK_WAIT
-from django_fencedlock.journal import Entry, Found
+from django_fencedlock.journal import Found, JournalEntry
 from django_fencedlock.owners import new_owner
 from django_fencedlock.processes import Process, this_process
 from django_fencedlock.services import service
@@ -79,7 +79,7 @@ def look_until(watch, condition):
 
 
 def entry(name):
-    return Entry("default", name, "owner", 30.0, True)
+    return JournalEntry("default", name, "owner", 30.0, True)
 
 
 class TestDeathWatch:
@@ -294,7 +294,7 @@ class TestFreeing:
         owner = new_owner()
         request = Request(name=name, owner=owner, ttl=30, fenced=fenced)
         assert service("default").backend.acquire(request)
-        entries = [Entry("default", name, owner.id, 30, fenced)] if complete else []
+        entries = [JournalEntry("default", name, owner.id, 30, fenced)] if complete else []
         return burials.Dead(this_process(), entries, complete)
 
     def test_what_the_journal_says_is_freed(self):

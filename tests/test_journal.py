@@ -12,7 +12,7 @@ import pytest
 
 from django_fencedlock import journal, lock
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.journal import LENGTH, MOST, Entry, Journal, read
+from django_fencedlock.journal import LENGTH, MOST, Journal, JournalEntry, read
 from django_fencedlock.processes import this_process
 from django_fencedlock.services import service
 
@@ -34,7 +34,7 @@ def mine(file):
 
 
 def entry(number=0, name="invoice:42"):
-    return Entry("default", name, f"owner{number}", 30.0, True)
+    return JournalEntry("default", name, f"owner{number}", 30.0, True)
 
 
 def found(file):
@@ -80,7 +80,7 @@ class TestJournal:
             check=False,
         )
         who = this_process().read(done.stdout.decode().strip())
-        assert read(file, START, who) == ([Entry("default", "x", "me", 30.0, False)], True)
+        assert read(file, START, who) == ([JournalEntry("default", "x", "me", 30.0, False)], True)
 
     def test_that_of_another_process_tells_nothing(self, file, mine):
         mine.enter(entry())
@@ -153,7 +153,7 @@ class TestServices:
 
     def test_what_is_held_is_noted(self, file):
         with lock("x", ttl=20) as lease:
-            assert found(file).entries == [Entry("default", "x", lease.owner, 20.0, True)]
+            assert found(file).entries == [JournalEntry("default", "x", lease.owner, 20.0, True)]
         assert found(file).entries == []
 
     def test_unfenced_leases_too(self, file):

@@ -18,7 +18,7 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
 from ..models import Fence, HeldLock, LockEvent
-from ..registry import Entry, State, entries, history, waiters
+from ..registry import ListedLock, State, entries, history, waiters
 from ..texts import telling
 from .databases import DatabaseFilter, address
 from .listing import STATES, Events, FewValues, HeldLocks, StateFilter
@@ -126,7 +126,7 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
         return telling(row.name)
 
     def state(self, row: Any) -> SafeString:
-        found: Entry = row.entry
+        found: ListedLock = row.entry
         return format_html(
             '<span class="fencedlock-state fencedlock-{}" title="{}">{}</span>',
             found.state.value,
@@ -192,7 +192,7 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
 
     @admin.display(description=_("lease left"), ordering="expires_at")
     def lease_left(self, row: Any) -> SafeString:
-        found: Entry = row.entry
+        found: ListedLock = row.entry
         left = in_words(max(0.0, found.remaining))
         bar = format_html(
             '<meter class="fencedlock-left" min="0" low="0.33" optimum="1" max="1" value="{}" '

@@ -28,7 +28,7 @@ from ..fences.revoking import Note, notes
 from ..lease import clock
 from ..models import HeldLock
 from ..names import validate
-from ..registry import Entry, State, entries
+from ..registry import ListedLock, State, entries
 from ..releasing import Outcome, Release, force_release
 from ..services import service
 from ..texts import telling
@@ -89,7 +89,7 @@ def _are_texts(found: list[Any]) -> bool:
 class Shown:
     """A lock on a page that asks."""
 
-    entry: Entry
+    entry: ListedLock
     session: HoldingSession | None = None
     #: By whom it was taken away before, if its holder hasn't given it back yet.
     before: Note | None = None

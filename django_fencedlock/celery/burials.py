@@ -20,7 +20,7 @@ from ..exceptions import BackendUnavailable, SettingsError
 from ..fences import events, ledger_for
 from ..fences.events import Row
 from ..fences.records import Statements
-from ..journal import Entry, Found
+from ..journal import Found, JournalEntry
 from ..lease import clock
 from ..processes import Process
 from .forks import no_fork
@@ -43,7 +43,7 @@ class Dead:
     """One process, and what is to be freed of it through one alias."""
 
     process: Process
-    entries: Sequence[Entry]
+    entries: Sequence[JournalEntry]
     #: There may be more, which the registry knows.
     complete: bool
 
@@ -62,7 +62,7 @@ class Burials:
 
     def add(self, process: Process, found: Found) -> None:
         """Free what a process held that is gone."""
-        entries: dict[str, list[Entry]] = defaultdict(list)
+        entries: dict[str, list[JournalEntry]] = defaultdict(list)
         for entry in found.entries:
             entries[entry.alias].append(entry)
         for alias in set(entries) | (set() if found.complete else set(conf.aliases())):

@@ -330,7 +330,7 @@ def _second(colours: dict[str, Any]) -> Callable[[int, str], Any]:
     return lambda column, text: colours.get(text) if column == 1 else None
 
 
-def _cells(entry: registry.Entry) -> tuple[str, ...]:
+def _cells(entry: registry.ListedLock) -> tuple[str, ...]:
     return (
         entry.name,
         entry.state,
@@ -342,7 +342,7 @@ def _cells(entry: registry.Entry) -> tuple[str, ...]:
     )
 
 
-def _details(entry: registry.Entry) -> list[tuple[str, str]]:
+def _details(entry: registry.ListedLock) -> list[tuple[str, str]]:
     left = max(0.0, entry.remaining)
     return [
         ("registry", f"{entry.holder} through alias {entry.alias!r} ({entry.backend})"),
@@ -368,7 +368,7 @@ def _history(found: list[registry.Happened]) -> Iterator[tuple[str, str]]:
         yield head, f"{each.at:%Y-%m-%d %H:%M:%S} {each.kind}{often}{token}, {each.holder}{note}"
 
 
-def _token(entry: registry.Entry) -> str:
+def _token(entry: registry.ListedLock) -> str:
     if not entry.fenced:
         return "unfenced"
     # A newer grant has its fence.
