@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import conf, signals
 from .exceptions import FencedLockError
 from .fences import events
-from .fences.events import FORCED, GRANTED, LOST, REFUSED, Event, Row
+from .fences.events import FORCED, GRANTED, LOST, REFUSED, Event, EventRow
 from .fences.records import Statements
 from .lease import Lease, clock
 from .owners import new_owner
@@ -122,7 +122,7 @@ class History:
                 self._granted.pop(owner, None)
             elif lease.held_for() >= WORTH and self._is_untold(lease):
                 self._add(_grant(lease), age=lease.held_for())
-        rows: dict[str, list[Row]] = {}
+        rows: dict[str, list[EventRow]] = {}
         for (database, _), row in self._take().items():
             rows.setdefault(database, []).append(row)
         for database, found in rows.items():
@@ -133,13 +133,13 @@ class History:
         """Whether its grant has no row yet; from now on it has."""
         return self._granted.pop(lease.owner, None) is not None
 
-    def _take(self) -> dict[tuple[str, Event], Row]:
+    def _take(self) -> dict[tuple[str, Event], EventRow]:
         """What happened, each event once; a writer that doesn't give up is refused again."""
         now = clock()
-        found: dict[tuple[str, Event], Row] = {}
+        found: dict[tuple[str, Event], EventRow] = {}
         while self._happened and len(found) < AT_ONCE:
             at, database, event = self._happened.popleft()
-            row = found.setdefault((database, event), Row(event, 0.0, times=0))
+            row = found.setdefault((database, event), EventRow(event, 0.0, times=0))
             row.age, row.times = now - at, row.times + 1
         return found
 
@@ -150,7 +150,7 @@ def death(name: str, alias: str, pid: int) -> Event:
     return Event(LOST, name, alias, None, place, "its process is gone; the lock was freed")
 
 
-def _write(rows: list[Row], statements: Statements) -> None:
+def _write(rows: list[EventRow], statements: Statements) -> None:
     events.write(statements, rows, conf.history())
 
 

@@ -13,7 +13,7 @@ from django.utils import timezone
 
 from django_fencedlock import StaleFence, conf, force_release, lock, sessions
 from django_fencedlock.fences import events
-from django_fencedlock.fences.events import Event, Row
+from django_fencedlock.fences.events import Event, EventRow
 from django_fencedlock.fences.records import Statements
 from django_fencedlock.history import MOST, history
 from django_fencedlock.lease import clock
@@ -148,7 +148,7 @@ class TestBounds:
         events.write(Statements(connection), rows, keep)
 
     def rows(self, count, name="x", kind="granted"):
-        return [Row(Event(kind, name, "default", n, "me", ""), 0.0) for n in range(count)]
+        return [EventRow(Event(kind, name, "default", n, "me", ""), 0.0) for n in range(count)]
 
     @pytest.mark.parametrize("alias", ["default", "postgres", "mariadb"])
     @pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])

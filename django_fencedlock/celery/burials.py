@@ -18,7 +18,7 @@ from .. import conf, history, logs, sessions, threads
 from ..backends.base import Backend
 from ..exceptions import BackendUnavailable, SettingsError
 from ..fences import events, ledger_for
-from ..fences.events import Row
+from ..fences.events import EventRow
 from ..fences.records import Statements
 from ..journal import Found, JournalEntry
 from ..lease import clock
@@ -170,7 +170,7 @@ def _evict(backend: Backend, process: Process, held: Iterable[tuple[str, str, bo
 
 def _tell(config: conf.AliasConfig, process: Process, names: Sequence[str]) -> None:
     """Write to the history what the scribe may not: it would have files open at the next fork."""
-    rows = [Row(history.death(name, config.alias, process.pid), 0.0) for name in names]
+    rows = [EventRow(history.death(name, config.alias, process.pid), 0.0) for name in names]
     if not rows or not conf.history() or sessions.under_test():
         return
 

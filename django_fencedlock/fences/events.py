@@ -42,7 +42,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Row:
+class EventRow:
     """An event of the table: what happened `times` times, the last time `age` seconds ago."""
 
     event: Event
@@ -50,7 +50,7 @@ class Row:
     times: int = 1
 
 
-def write(statements: Statements, rows: Sequence[Row], keep: int) -> None:
+def write(statements: Statements, rows: Sequence[EventRow], keep: int) -> None:
     """Write events, and keep no more than `keep` of each kind of the names that they are about."""
     with statements.cursor(atomic=True) as cursor:
         if statements.connection.vendor == "postgresql":
@@ -62,7 +62,7 @@ def write(statements: Statements, rows: Sequence[Row], keep: int) -> None:
             cursor.execute(statement, given)
 
 
-def _insert(statements: Statements, rows: Sequence[Row]) -> tuple[str, dict[str, Any]]:
+def _insert(statements: Statements, rows: Sequence[EventRow]) -> tuple[str, dict[str, Any]]:
     ages = {f"age{place}": -row.age for place, row in enumerate(rows)}
     given = statements.times(**ages)
     values = []
@@ -84,7 +84,7 @@ def _told(statements: Statements, text: str) -> str:
     return storable(statements.connection, visible(text))[:LONGEST]
 
 
-def _deletions(rows: Sequence[Row], keep: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _deletions(rows: Sequence[EventRow], keep: int) -> Iterator[tuple[str, dict[str, Any]]]:
     names, given = listed("n", sorted({row.event.name for row in rows}))
     # The innermost SELECT is there for MySQL, which reads no table that it deletes from.
     yield (
