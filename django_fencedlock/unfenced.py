@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from .backends.base import Backend, Renewal
-from .fences import HeldBy, unfenced
+from .fences import NameAndOwner, unfenced
 from .fences.records import Statements
 from .lease import Lease
 from .scribe import Page, Scribe, scribe
@@ -60,7 +60,9 @@ class UnfencedRows:
     def pages(self) -> Iterator[Page]:
         over = [self._over.popleft() for _ in range(min(AT_ONCE, len(self._over)))]
         for database in {lease.database for lease in over}:
-            ended = [HeldBy(each.name, each.owner) for each in over if each.database == database]
+            ended = [
+                NameAndOwner(each.name, each.owner) for each in over if each.database == database
+            ]
             yield Page(database, partial(_clear, ended))
         renewed = [self._renewed.pop(owner) for owner in list(self._renewed)[:AT_ONCE]]
         for backend in {backend for _, backend in renewed}:
@@ -84,7 +86,7 @@ def _lives(lease: Lease) -> bool:
     return lease.is_open() and not lease.lost
 
 
-def _clear(leases: Sequence[HeldBy], statements: Statements) -> None:
+def _clear(leases: Sequence[NameAndOwner], statements: Statements) -> None:
     statements.ledger.clear(statements.connection, leases)
 
 

@@ -9,7 +9,7 @@ import pytest
 from django.db import DataError, OperationalError, connections
 
 from django_fencedlock import prepared, sessions
-from django_fencedlock.fences import Entry, HeldBy, ledger_for
+from django_fencedlock.fences import Entry, NameAndOwner, ledger_for
 from django_fencedlock.libpq import AFTER
 from django_fencedlock.owners import new_owner
 from django_fencedlock.sessions import Sessions
@@ -57,7 +57,7 @@ def claim(connection):
     wish = entry()
     taken, token = ledger.claim(connection, wish)
     assert taken
-    assert ledger.clear(connection, [HeldBy("x", wish.owner.id)]) == 1
+    assert ledger.clear(connection, [NameAndOwner("x", wish.owner.id)]) == 1
     return token
 
 
@@ -81,7 +81,7 @@ class TestOfAConnectionThatIsKept:
             ledger = ledger_for(connection)
             token = (ledger.newest(connection, "x") or (0, ""))[0] + 1
             wish = entry()
-            held = HeldBy("x", wish.owner.id)
+            held = NameAndOwner("x", wish.owner.id)
             assert ledger.record(connection, wish, token)
             assert not ledger.record(connection, wish, token)
             assert ledger.newest(connection, "x") == (token, wish.owner.id)
@@ -89,8 +89,8 @@ class TestOfAConnectionThatIsKept:
             assert not ledger.enter(connection, other)
             assert ledger.claim(connection, other) == (False, None)
             assert ledger.look(connection, "x").owner == wish.owner.id
-            assert ledger.clear(connection, [HeldBy("x", other.owner.id)]) == 0
-            assert ledger.clear(connection, [held, HeldBy("y", other.owner.id)]) == 1
+            assert ledger.clear(connection, [NameAndOwner("x", other.owner.id)]) == 0
+            assert ledger.clear(connection, [held, NameAndOwner("y", other.owner.id)]) == 1
             assert ledger.claim(connection, entry(fenced=False)) == (True, None)
             assert ledger.look(connection, "x").live
             with connection.cursor() as cursor:
@@ -218,7 +218,7 @@ class TestATableThatIsChanged:
         token = (ledger.newest(connection, "x") or (0, ""))[0] + 1
         wish = entry()
         assert ledger.record(connection, wish, token)
-        ledger.clear(connection, [HeldBy("x", wish.owner.id)])
+        ledger.clear(connection, [NameAndOwner("x", wish.owner.id)])
         return token
 
     def test_grants_go_on(self, pool, change):

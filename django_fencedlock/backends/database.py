@@ -11,7 +11,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig, Problem, seconds, shown
 from ..exceptions import BackendUnavailable, TransactionInTheWay
-from ..fences import Entry, HeldBy, Ledger, Row, ledger_for
+from ..fences import Entry, Ledger, NameAndOwner, Row, ledger_for
 from ..lease import Lease, clock
 from ..owners import Holder
 from ..sessions import sessions
@@ -150,7 +150,7 @@ class DatabaseBackend(Backend):
         lent = lent_by_test(self.config.fence_database)
         try:
             cleared = self._run(
-                lambda ledger, used: ledger.clear(used, [HeldBy(name, owner)]), lent, BRIEFLY
+                lambda ledger, used: ledger.clear(used, [NameAndOwner(name, owner)]), lent, BRIEFLY
             )
             return cleared == 1
         except Error as exc:
@@ -166,7 +166,7 @@ class DatabaseBackend(Backend):
         try:
             # A row that a renewal has locked is free in a moment, as SQLite's file is.
             cleared = self._run(
-                lambda ledger, used: ledger.clear(used, [HeldBy(name, owner)]), lent
+                lambda ledger, used: ledger.clear(used, [NameAndOwner(name, owner)]), lent
             )
         except Error as exc:
             raise self.unavailable("forced release", exc, name) from exc

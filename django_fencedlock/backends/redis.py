@@ -16,7 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from .. import logs
 from ..conf import AliasConfig, Problem, seconds
 from ..exceptions import TransactionInTheWay
-from ..fences import Entry, Held, HeldBy, Ledger, Row, ledger_for
+from ..fences import Entry, Held, Ledger, NameAndOwner, Row, ledger_for
 from ..findings import Finding
 from ..lease import Lease, clock
 from ..owners import Holder, Owner
@@ -337,7 +337,7 @@ class RedisBackend(Backend):
         with self._asked("eviction", name):
             had = self._store.give_back(name, owner)
         if fenced:
-            self._pending.append(HeldBy(name, owner))
+            self._pending.append(NameAndOwner(name, owner))
         return had
 
     def take_away(
@@ -347,7 +347,7 @@ class RedisBackend(Backend):
             had = self._store.take_away(name, owner, token or 0)
         if had and token is not None:
             # At once: whoever did it looks at the registry next.
-            self._pending.append(HeldBy(name, owner))
+            self._pending.append(NameAndOwner(name, owner))
             self._clear_rows(lent_by_test(self.config.fence_database))
         return Taken.FREED if had else Taken.NOT_HIS
 

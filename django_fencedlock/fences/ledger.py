@@ -141,7 +141,7 @@ class Held(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBy:
+class NameAndOwner:
     """Somebody else's."""
 
     name: str
