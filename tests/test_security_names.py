@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from django_fencedlock import LeaseLost, alock, force_release, lock, owners, sessions
-from django_fencedlock.backends.redis_store import Held, Keys
+from django_fencedlock.backends.redis_store import KeyHolder, Keys
 from django_fencedlock.exceptions import LockNotAcquired
 from django_fencedlock.models import HeldLock
 from django_fencedlock.owners import Holder, running_task
@@ -345,5 +345,5 @@ def test_keys_of_two_names_are_others_and_each_name_has_one_slot(names):
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_whatever_a_key_of_redis_says_can_be_read(owner, rest):
     for value in (f"{owner}:{rest}", f"{owner}:7:{rest}", f"{owner}:²:{rest}", rest):
-        held = Held.read(value.encode(errors="replace"))
+        held = KeyHolder.read(value.encode(errors="replace"))
         assert is_quiet(str(Holder(held.owner, held.words, "default")))

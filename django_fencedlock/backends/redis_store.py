@@ -55,7 +55,7 @@ class Keys(NamedTuple):
         return f"{self.queue}:{owner.id}"
 
 
-class Held(NamedTuple):
+class KeyHolder(NamedTuple):
     """What the key of a lock says."""
 
     owner: str = ""
@@ -64,7 +64,7 @@ class Held(NamedTuple):
     words: str = ""
 
     @classmethod
-    def read(cls, value: bytes | str | None) -> Held:
+    def read(cls, value: bytes | str | None) -> KeyHolder:
         """What a value says; of one that isn't ours, nothing."""
         owner, token, told = [*_text(value).split(":", 2), "", ""][:3]
         if not token.isdecimal():
@@ -78,7 +78,7 @@ _AFTER_PLACE = " = "
 
 
 #: Who has a lock, and for how many milliseconds.
-Told = tuple[Held, int]
+Told = tuple[KeyHolder, int]
 
 
 class InLine(NamedTuple):
@@ -90,7 +90,7 @@ class InLine(NamedTuple):
 
     pause: float
     arrival: str
-    held: Held
+    held: KeyHolder
 
 
 class _Link:
@@ -143,7 +143,7 @@ class Store:
         self._recheck(keys, handed)
         # A key without an end is none of ours: somebody set it by hand.
         pause = BEAT if milliseconds < 0 else min(BEAT, milliseconds / 1000 + 0.002)
-        return InLine(pause, _text(arrival), Held.read(held))
+        return InLine(pause, _text(arrival), KeyHolder.read(held))
 
     def leave(self, request: Request) -> int | None:
         """Leave the line; returns the token if the lock came at the last moment."""
@@ -203,7 +203,7 @@ class Store:
         """What the keys of many locks say, in one batch."""
         keys = [self._keys(name).lock for name in names]
         answers = self._ask_many([(word, key) for key in keys for word in ("GET", "PTTL")])
-        held = map(Held.read, answers[::2])
+        held = map(KeyHolder.read, answers[::2])
         return {
             name: (each, milliseconds) if each.owner else None
             for name, each, milliseconds in zip(names, held, answers[1::2], strict=True)
