@@ -22,7 +22,7 @@ from . import threads
 AFTER = 5
 
 
-class Statements:
+class Executor:
     """
     Executes statements with named parameters, in a session whose every statement commits.
 

@@ -68,9 +68,9 @@ def _on_postgres(connection: BaseDatabaseWrapper) -> Any:
         raw: Any = connection.connection
         if not hasattr(raw, "prepare_threshold") or not _is_direct(first, raw):
             return None
-    from .libpq import Statements
+    from .libpq import Executor
 
-    return Statements(raw, connection.wrap_database_errors, brief=True)
+    return Executor(raw, connection.wrap_database_errors, brief=True)
 
 
 def _is_direct(cursor: Any, raw: Any) -> bool:

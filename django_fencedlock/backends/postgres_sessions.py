@@ -17,7 +17,7 @@ from .. import conf
 from ..exceptions import SettingsError
 from ..fences.ledger import LOCK_WAIT
 from ..lease import clock
-from ..libpq import Statements
+from ..libpq import Executor
 from ..sessions import private
 from ..texts import visible
 from ..watchdog import cut
@@ -47,7 +47,7 @@ class Session:
         self.wrapper = wrapper
         self.raw: psycopg.Connection[Any] = wrapper.connection
         self._cursor = psycopg.Cursor(self.raw)
-        self._statements = Statements(self.raw, wrapper.wrap_database_errors, brief=False)
+        self._statements = Executor(self.raw, wrapper.wrap_database_errors, brief=False)
         self.busy_since: float | None = None
         pid, started = self.one(sql.IDENTITY, {}, prepare=False)
         self.pid: int = pid
