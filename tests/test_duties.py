@@ -9,7 +9,7 @@ from django.db import connections
 
 from django_fencedlock import conf, lock, sessions
 from django_fencedlock.fences.deliveries import Deliveries, Message
-from django_fencedlock.fences.duties import Duties, Parcel, Place, State, Turn
+from django_fencedlock.fences.duties import Duties, Numbers, Parcel, Place, Turn
 from django_fencedlock.fences.ledger import BATCH
 from django_fencedlock.models import Delivery, Duty
 from tests.test_deliveries import plans_kept
@@ -78,7 +78,7 @@ class TestTriggers:
         for body in "bcd":
             assert duties.count(PLACE, parcel(body), GRACE) is None
         assert duties.settle(PLACE, me, turn.number, GRACE)
-        assert duties.state(PLACE) == State(wanted=4, done=1)
+        assert duties.numbers(PLACE) == Numbers(wanted=4, done=1)
         (open_,) = duties.waiting("invoice:1")
         assert (open_.place, open_.number, open_.parcel.body) == (PLACE, 4, "d")
 
@@ -88,12 +88,12 @@ class TestTriggers:
         me = owner()
         assert duties.take_on(PLACE, me, GRACE) == Turn(3, 1, parcel("c"))
         assert duties.settle(PLACE, me, 3, GRACE)
-        assert duties.state(PLACE) == State(3, 3)
+        assert duties.numbers(PLACE) == Numbers(3, 3)
         assert duties.take_on(PLACE, owner(), GRACE) is None
 
     def test_there_is_nothing_to_take_on_of_what_nobody_wished(self, duties):
         assert duties.take_on(PLACE, owner(), GRACE) is None
-        assert duties.state(PLACE) is None
+        assert duties.numbers(PLACE) is None
         assert duties.waiting("invoice:1") == []
 
     def test_a_run_that_others_took_over_strikes_nothing_off(self, duties):
@@ -101,13 +101,13 @@ class TestTriggers:
         turn = begin(duties, first)
         later = begin(duties, second)
         assert not duties.settle(PLACE, first, turn.number, GRACE)
-        assert duties.state(PLACE) == State(2, 0)
+        assert duties.numbers(PLACE) == Numbers(2, 0)
         assert duties.settle(PLACE, second, later.number, GRACE)
 
     def test_a_run_that_only_began_is_not_done(self, duties):
         duties.count(PLACE, parcel(), GRACE)
         duties.take_on(PLACE, owner(), GRACE)
-        assert duties.state(PLACE).is_open
+        assert duties.numbers(PLACE).is_open
 
     def test_tries_are_counted_for_each_number(self, duties):
         duties.count(PLACE, parcel(), GRACE)
@@ -132,8 +132,8 @@ class TestTriggers:
 
     def test_names_differ_by_case(self, duties):
         duties.count(PLACE, parcel(), GRACE)
-        assert duties.state(Place("INVOICE:1", "app.charge")) is None
-        assert duties.state(Place("invoice:1", "app.Charge")) is None
+        assert duties.numbers(Place("INVOICE:1", "app.charge")) is None
+        assert duties.numbers(Place("invoice:1", "app.Charge")) is None
 
     def test_any_text_comes_back_as_it_was(self, duties):
         body = "['%(name)s', \"{}\", '%%', '\\u0000', {now}]" * 1000
@@ -143,13 +143,13 @@ class TestTriggers:
     def test_none_is_lost_when_many_count_at_once(self, duties):
         begin(duties, owner())
         at_once([lambda: duties.count(PLACE, parcel(), GRACE)] * 8)
-        assert duties.state(PLACE).wanted == 9
+        assert duties.numbers(PLACE).wanted == 9
 
     def test_none_is_lost_when_many_count_a_new_one_at_once(self, duties):
         for number in range(5):
             place = Place(f"n{number}", "app.charge")
             at_once([lambda place=place: duties.count(place, parcel(), GRACE)] * 8)
-            assert duties.state(place).wanted == 8
+            assert duties.numbers(place).wanted == 8
 
     def test_number_and_arguments_are_of_one_moment(self, duties):
         """The body is the number, so a turn tells if it has another's."""
@@ -183,7 +183,7 @@ class TestMessages:
         duties.count(PLACE, parcel("c"), GRACE, message())
         again = duties.count(PLACE, parcel("b"), GRACE, replace(lost, owner=owner()))
         assert not again.is_first
-        assert duties.state(PLACE).wanted == 3
+        assert duties.numbers(PLACE).wanted == 3
         assert duties.waiting("invoice:1")[0].parcel.body == "c"
 
     def test_a_second_delivery_runs_with_the_latest_arguments(self, duties):
@@ -211,7 +211,7 @@ class TestMessages:
         begun, turn = duties.begin(PLACE, again.owner, parcel("a"), GRACE, again)
         assert (begun.outcome, turn) == ("success", None)
         assert duties.count(PLACE, parcel("a"), GRACE, again).outcome == "success"
-        assert duties.state(PLACE).wanted == 2
+        assert duties.numbers(PLACE).wanted == 2
 
     def test_what_was_begun_under_another_policy_counts_now(self, duties):
         died = message()
@@ -242,7 +242,7 @@ class TestMessages:
                 ]
                 * 4
             )
-            assert duties.state(PLACE).wanted == number
+            assert duties.numbers(PLACE).wanted == number
 
 
 class TestLookingAfter:
@@ -376,7 +376,7 @@ class TestForgetting:
         duties.forget(5)
         duties.count(PLACE, parcel(), GRACE)
         assert not duties.settle(PLACE, paused, turn.number, GRACE)
-        assert duties.state(PLACE) == State(1, 0)
+        assert duties.numbers(PLACE) == Numbers(1, 0)
 
 
 class TestOften:
@@ -391,7 +391,7 @@ class TestOften:
             assert duties.take_on(PLACE, me, GRACE) == Turn(number + 1, 1, parcel("b"))
             assert duties.settle(PLACE, me, number + 1, GRACE)
             duties.count(PLACE, parcel("c"), GRACE)
-            assert duties.state(PLACE) == State(wanted=number + 2, done=number + 1)
+            assert duties.numbers(PLACE) == Numbers(wanted=number + 2, done=number + 1)
             assert duties.overdue(["app.charge"], ["celery"], 10) == []
             assert duties.take_on(PLACE, me, GRACE).number == number + 2
             assert duties.settle(PLACE, me, number + 2, GRACE)
@@ -417,7 +417,7 @@ class TestCost:
         self.check(duties, mariadb, [2, 1, 1, 1, 2, 1])
 
     def check(self, duties, server, expected):
-        duties.state(PLACE)
+        duties.numbers(PLACE)
         me = owner()
         acts = [
             lambda: begin(duties, me),
@@ -436,7 +436,7 @@ class TestCost:
 
     @pytest.mark.parametrize("using", ["postgres"], indirect=True)
     def test_with_its_message_a_trigger_takes_a_transaction(self, duties, postgres):
-        duties.state(PLACE)
+        duties.numbers(PLACE)
         first = message()
         with postgres.statements() as seen:
             duties.begin(PLACE, first.owner, parcel(), GRACE, first)

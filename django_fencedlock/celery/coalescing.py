@@ -57,17 +57,17 @@ class Coalescing:
     def before(self) -> str | None:
         """Look whether there is a need for the lock at all."""
         if self._is_counted:
-            state = self._duties.state(self._place)
-            return None if state is not None and state.is_open else SERVED
+            numbers = self._duties.numbers(self._place)
+            return None if numbers is not None and numbers.is_open else SERVED
         retried = number(self._run.request, NUMBER)
         if not retried or not self._run.request.retries:
             return None
-        state = self._duties.state(self._place)
-        if state is None or state.wanted <= retried:
+        numbers = self._duties.numbers(self._place)
+        if numbers is None or numbers.wanted <= retried:
             return None
         # Triggers came after the run that this one retries, so their arguments are the latest.
         self._is_counted = self._is_last_try = True
-        return None if state.is_open else SERVED
+        return None if numbers.is_open else SERVED
 
     def lost(self) -> str | None:
         """Leave the work to the next run; None if the lock is to be tried once more."""

@@ -67,7 +67,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class Numbers:
     """The numbers of a row."""
 
     wanted: int
@@ -143,7 +143,7 @@ class Duties(Records):
                     if begun.outcome:
                         return begun, None
                     # Counted before, unless that was under another policy of the task.
-                    if not begun.is_first and _state(cursor, place) is not None:
+                    if not begun.is_first and _numbers(cursor, place) is not None:
                         return begun, self._take_on(statements, cursor, place, owner, grace)
                 return begun, self._begin(statements, cursor, place, owner, parcel, grace)
 
@@ -186,12 +186,12 @@ class Duties(Records):
         """
         return self._found("look for duties", name, "name = %(name)s AND wanted > started", {})
 
-    def state(self, place: Place) -> State | None:
+    def numbers(self, place: Place) -> Numbers | None:
         """The numbers of a duty; None if there never was one, or long ago."""
 
-        def work(statements: Statements) -> State | None:
+        def work(statements: Statements) -> Numbers | None:
             with statements.reading() as cursor:
-                return _state(cursor, place)
+                return _numbers(cursor, place)
 
         return self.run("look for duties", place.name, work)
 
@@ -355,13 +355,13 @@ def _open(row: tuple[Any, ...]) -> Open:
     return Open(number, Place(name, task_name), wanted, tries, rescues, Parcel(*parcel))
 
 
-def _state(cursor: Any, place: Place) -> State | None:
+def _numbers(cursor: Any, place: Place) -> Numbers | None:
     cursor.execute(
         f"SELECT wanted, done FROM {DUTY} WHERE {_PLACE}",
         {"name": place.name, "task_name": place.task_name},
     )
     found = cursor.fetchone()
-    return None if found is None else State(*found)
+    return None if found is None else Numbers(*found)
 
 
 def _forget(statements: Statements) -> int:
