@@ -23,7 +23,7 @@ TIMEOUT = 60.0
 
 
 @dataclass
-class Outcome:
+class Resynced:
     """What became of the fences of one model's rows in one database."""
 
     model: str
@@ -67,33 +67,33 @@ def databases_of(model: type[FencedModel]) -> list[str]:
     return [router.db_for_write(model)]
 
 
-def resync(model: type[FencedModel], database: str, *, dry_run: bool) -> Outcome:
+def resync(model: type[FencedModel], database: str, *, dry_run: bool) -> Resynced:
     """Lift the fences of one model's rows in one database."""
     fencing = model.fencing
     fences = conf.config(fencing.spec.backend).fence_database
-    outcome = Outcome(model._meta.label, database, fences)
+    done = Resynced(model._meta.label, database, fences)
     if model._meta.db_table not in connections[database].introspection.table_names():
-        outcome.error = f"database {database!r} has no table {model._meta.db_table!r}"
-        return outcome
+        done.error = f"database {database!r} has no table {model._meta.db_table!r}"
+        return done
     sessions = Sessions(fences, TIMEOUT)
     try:
-        for highest in _highest(model, fencing, database, outcome):
-            _resync(sessions, highest, outcome, dry_run)
+        for highest in _highest(model, fencing, database, done):
+            _resync(sessions, highest, done, dry_run)
     finally:
         sessions.close()
-    return outcome
+    return done
 
 
 def _highest(
-    model: type[FencedModel], fencing: FencingOf, database: str, outcome: Outcome
+    model: type[FencedModel], fencing: FencingOf, database: str, done: Resynced
 ) -> Iterator[dict[str, int]]:
     """Batches of names with the highest token of the rows read."""
     for batch in _batches(model, fencing, database):
         highest: dict[str, int] = {}
         for name, token in batch:
-            outcome.rows += 1
+            done.rows += 1
             if name is None:
-                outcome.nameless += 1
+                done.nameless += 1
             else:
                 highest[name] = max(token, highest.get(name, 0))
         yield highest
@@ -124,17 +124,15 @@ def _name(row: Any) -> str | None:
     return name
 
 
-def _resync(
-    sessions: Sessions, highest: Mapping[str, int], outcome: Outcome, dry_run: bool
-) -> None:
+def _resync(sessions: Sessions, highest: Mapping[str, int], done: Resynced, dry_run: bool) -> None:
     found = sessions.run(lambda private: too_low(private, highest))
     low = {name: highest[name] for name in found}
     if not low:
         return
     locked = set() if dry_run else set(_lift(sessions, low))
-    outcome.locked += sorted(locked - set(outcome.locked))
+    done.locked += sorted(locked - set(done.locked))
     for name, token in low.items():
-        outcome.low[name] = max(token, outcome.low.get(name, 0))
+        done.low[name] = max(token, done.low.get(name, 0))
 
 
 def _lift(sessions: Sessions, low: Mapping[str, int]) -> Iterator[str]:

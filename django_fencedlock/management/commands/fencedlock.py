@@ -222,35 +222,35 @@ class Command(BaseCommand):
                 self.stdout.write(f"{' ' * 11}-> {finding.remedy}")
 
     def _resync(self, models: list[str], dry_run: bool, **options: Any) -> int:
-        outcomes = []
+        resynced = []
         fenced = resync.models(models)
         if not fenced and options["format"] == "text":
             self.stdout.write("There are no fenced models.")
         for model in fenced:
             for database in resync.databases_of(model):
-                outcomes.append(outcome := resync.resync(model, database, dry_run=dry_run))
+                resynced.append(done := resync.resync(model, database, dry_run=dry_run))
                 if options["format"] == "text":
-                    self._outcome(outcome, dry_run, options["verbosity"])
+                    self._tell_resynced(done, dry_run, options["verbosity"])
         if options["format"] == "json":
-            self._json({"dry_run": dry_run, "models": [asdict(each) for each in outcomes]})
-        if any(each.error or each.locked for each in outcomes):
+            self._json({"dry_run": dry_run, "models": [asdict(each) for each in resynced]})
+        if any(each.error or each.locked for each in resynced):
             return FAILED
-        return int(dry_run and any(each.low for each in outcomes))
+        return int(dry_run and any(each.low for each in resynced))
 
-    def _outcome(self, outcome: resync.Outcome, dry_run: bool, verbosity: int) -> None:
-        where = f"{outcome.model} in {outcome.database!r}"
-        if outcome.error:
-            self.stderr.write(f"{where}: {outcome.error}")
+    def _tell_resynced(self, done: resync.Resynced, dry_run: bool, verbosity: int) -> None:
+        where = f"{done.model} in {done.database!r}"
+        if done.error:
+            self.stderr.write(f"{where}: {done.error}")
             return
         verb = "would be lifted" if dry_run else "lifted"
-        done = len(outcome.low) - len(outcome.locked)
-        self.stdout.write(f"{where}: {outcome.rows} rows with a token, {done} fences {verb}")
+        lifted = len(done.low) - len(done.locked)
+        self.stdout.write(f"{where}: {done.rows} rows with a token, {lifted} fences {verb}")
         if verbosity > 1:
-            for name, token in outcome.low.items():
+            for name, token in done.low.items():
                 self.stdout.write(f"  {name!r} above {token}")
-        if outcome.nameless:
-            self.stdout.write(f"  {outcome.nameless} rows have no lock name")
-        for name in outcome.locked:
+        if done.nameless:
+            self.stdout.write(f"  {done.nameless} rows have no lock name")
+        for name in done.locked:
             self.stderr.write(
                 f"  The fence of {name!r} is locked by somebody's transaction, and is as it was. "
                 f"See who: manage.py fencedlock show {for_shell(name)}"

@@ -235,14 +235,14 @@ MUTATIONS = (
     Mutation(
         "`resync` succeeds though a fence was locked, and is as it was",
         "management/commands/fencedlock.py",
-        "        if any(each.error or each.locked for each in outcomes):",
-        "        if any(each.error for each in outcomes):",
+        "        if any(each.error or each.locked for each in resynced):",
+        "        if any(each.error for each in resynced):",
         (_COMMAND,),
     ),
     Mutation(
         "`resync --dry-run` succeeds though fences are too low",
         "management/commands/fencedlock.py",
-        "        return int(dry_run and any(each.low for each in outcomes))\n",
+        "        return int(dry_run and any(each.low for each in resynced))\n",
         "        return 0\n",
         (_COMMAND,),
     ),
