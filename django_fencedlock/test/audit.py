@@ -116,7 +116,7 @@ class _Watch:
                     self._found.append(UnfencedWrite(write.table, text, why))
         return answer
 
-    def _why_unfenced(self, write: Write, connection: BaseDatabaseWrapper, rows: int) -> str:
+    def _why_unfenced(self, write: WrittenTable, connection: BaseDatabaseWrapper, rows: int) -> str:
         if any(isinstance(block, PinnedBlock) for block in connection.atomic_blocks):
             return ""
         path = _path.get()
@@ -181,7 +181,7 @@ _VERBS, _FIRST_VERBS = (
 _DEFINING = {"CREATE", "ALTER", "DROP", "COMMENT", "GRANT", "REVOKE"}
 
 
-class Write(NamedTuple):
+class WrittenTable(NamedTuple):
     """One table that a statement writes to."""
 
     verb: str
@@ -194,7 +194,7 @@ class Write(NamedTuple):
     overwrites: bool
 
 
-def writes_in(sql: str, vendor: str = "") -> Iterator[Write]:
+def writes_in(sql: str, vendor: str = "") -> Iterator[WrittenTable]:
     """The tables that a text of SQL writes to. Rather one too many than one too few."""
     noise = _NOISE_OF_MYSQL if vendor == "mysql" else _NOISE
     for statement in _statements(_TOKEN.findall(noise.sub(" '' ", sql))):
@@ -210,7 +210,7 @@ def writes_in(sql: str, vendor: str = "") -> Iterator[Write]:
             if _is_verb(upper, place):
                 rest = statement[place + 1 :]
                 for table in dict.fromkeys(_targets(verb, rest)):
-                    yield Write(verb, table, words, _assigned(rest), overwrites)
+                    yield WrittenTable(verb, table, words, _assigned(rest), overwrites)
 
 
 def _statements(tokens: list[str]) -> Iterator[list[str]]:
