@@ -32,8 +32,9 @@ LAYERS: dict[int, list[str]] = {
     3: ["contenders", "history", "keeper", "services", "taking", "unfenced"],
     4: ["locks"],
     5: [
-        *(f"models.{name}" for name in ("cascades", "fenced", "fencing", "fields", "guarded")),
-        *(f"models.{name}" for name in ("naming", "querysets", "refusals", "versioned", "writes")),
+        *(f"models.{name}" for name in ("adding", "cascades", "fenced", "fencing", "fields")),
+        *(f"models.{name}" for name in ("guarded", "managers", "naming", "querysets", "refusals")),
+        *(f"models.{name}" for name in ("versioned", "writes")),
         *("celery", "doctor", "model_checks", "operations", "registry", "releasing", "resync"),
     ],
     6: ["admin", "apps", "checks", "contrib", "management", "test"],

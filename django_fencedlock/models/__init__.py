@@ -2,7 +2,8 @@
 
 from .fenced import FencedModel
 from .fencing import Fencing
-from .querysets import FencedManager, FencedQuerySet
+from .managers import FencedManager
+from .querysets import FencedQuerySet
 from .tables import Contender, Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent
 from .versioned import VersionedModel
 

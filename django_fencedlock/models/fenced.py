@@ -15,7 +15,8 @@ from ..lease import Lease, held_names
 from .fencing import Fencing, FencingOf
 from .fields import FenceField
 from .guarded import Doing, Guard, GuardedModel, is_claimed
-from .querysets import FencedManager, handed_over
+from .managers import FencedManager
+from .querysets import handed_over
 from .writes import Write, new_rows_fence, row_condition, write_for, write_for_new_row
 
 

@@ -24,7 +24,8 @@ from django.db.models.sql.where import AND
 
 from .cascades import watch
 from .fields import constraint_name
-from .querysets import FencedManager, FencedQuerySet
+from .managers import FencedManager
+from .querysets import FencedQuerySet
 from .refusals import names_constraint
 
 _ABSENT = object()

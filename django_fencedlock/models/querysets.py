@@ -1,33 +1,30 @@
-"""The queryset and managers of guarded models: statements over many rows."""
+"""The queryset of guarded models: statements over many rows."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections, models, transaction
 from django.db.models import Case, F, Value, When
 from django.db.models.deletion import Collector
 
-from ..fences.pins import is_newest
 from ..lease import Lease
+from .adding import NewRows
 from .cascades import watch
 from .fencing import FencingOf
 from .fields import REFUSED, constraint_name
-from .naming import Rows, all_named, naming_values, rows_of, tells_the_lock
+from .naming import Rows, all_named, naming_values, rows_of
 from .refusals import names_constraint, of_many, version_conflict
 from .writes import (
     Write,
     fence_of_claimed,
     gather,
     leases_of,
-    new_rows_fence,
     token_or_refused,
     write_for,
-    write_for_new_row,
 )
 
 _Row = TypeVar("_Row", bound=models.Model, covariant=True)
@@ -139,16 +136,25 @@ class FencedQuerySet(models.QuerySet[_Row]):
         unique_fields: Any = None,
     ) -> list[Any]:
         objs = list(objs)
-        self._for_write = True
-        writes = self._writes_of_new_rows(objs) if self._is_fenced else []
+        new = NewRows(
+            self.model,
+            objs,
+            fencing=self._fencing if self._is_fenced else None,
+            is_versioned=self._is_versioned,
+            using=self._database(),
+            given=self._lease,
+        )
         if update_conflicts:
             unique_fields = unique_fields and list(unique_fields)
-            self._refuse_overwriting(objs, writes, unique_fields)
-            update_fields = [*(update_fields or ()), *(["fence"] if leases_of(writes) else [])]
-        with self._new_rows(objs, writes), self._all_or_nothing(writes):
-            if ignore_conflicts and leases_of(writes):
-                return self._create_ignoring(objs, writes, batch_size)
-            _set_fences(objs, writes)
+            new.refuse_overwriting(unique_fields)
+            update_fields = [*(update_fields or ()), *(["fence"] if new.are_leased else [])]
+        with new.columns_kept(), self._all_or_nothing(new.writes):
+            if ignore_conflicts and new.are_leased:
+                # SQLite and MySQL ignore the constraint as well.
+                with transaction.atomic(using=self.db, savepoint=False):
+                    new.check_beforehand()
+                    return super().bulk_create(objs, batch_size, ignore_conflicts=True)
+            new.have_checked()
             return super().bulk_create(
                 objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
             )
@@ -330,86 +336,6 @@ class FencedQuerySet(models.QuerySet[_Row]):
             if write.grant is not None and write.grant.name == obj.fencing.name_to_write():
                 obj.fence = write.token
 
-    # Parts of bulk_create()
-
-    def _writes_of_new_rows(self, objs: Sequence[Any]) -> list[Write]:
-        """A write for each object; those of one lock share theirs."""
-        if not self._is_covered():
-            return [Write(self._fencing, self.db, None, {})] * len(objs)
-        found: dict[str | None, Write] = {}
-        writes = []
-        for obj in objs:
-            fencing = obj.fencing
-            name = fencing.name_to_write()
-            if name not in found:
-                found[name] = write_for_new_row(fencing, name, self.db, self._lease, "Creating")
-            writes.append(found[name])
-        return writes
-
-    def _refuse_overwriting(
-        self, objs: Sequence[Any], writes: Sequence[Write], unique_fields: Sequence[str] | None
-    ) -> None:
-        label = self.model._meta.label
-        if self._is_versioned:
-            raise ImproperlyConfigured(
-                f"bulk_create(update_conflicts=True) of {label} can't compare the versions of the "
-                "rows that it overwrites, so it is refused."
-            )
-        if not self._is_covered():
-            return
-        for obj, write in zip(objs, writes, strict=True):
-            if write.grant is None:
-                # Adding is free, overwriting isn't.
-                self._fencing.lease_for(obj.fencing.name_to_write(), None, "Overwriting")
-        if not leases_of(writes):
-            return
-        if not self._fencing.spec.serialised:
-            raise ImproperlyConfigured(
-                f"bulk_create(update_conflicts=True) of {label} can't compare tokens of the rows "
-                "that it overwrites, so mode 'high_water' refuses it."
-            )
-        if not tells_the_lock(self._fencing, unique_fields):
-            raise ImproperlyConfigured(
-                f"bulk_create(update_conflicts=True) of {label} might overwrite rows of another "
-                f"lock: {', '.join(self._fencing.columns or ('what names it',))} has to be among "
-                "the unique fields that it goes by."
-            )
-
-    @contextlib.contextmanager
-    def _new_rows(self, objs: Sequence[Any], writes: Sequence[Write]) -> Iterator[None]:
-        """Have the objects' own columns as they are in the rows, or as they were on failure."""
-        columns = ["version"] if self._is_versioned else []
-        columns += ["fence"] if self._is_fenced else []
-        before = [{column: obj.__dict__.get(column, 0) for column in columns} for obj in objs]
-        for obj in objs:
-            if self._is_versioned:
-                obj.version = 0
-        try:
-            yield
-        except BaseException:
-            for obj, values in zip(objs, before, strict=True):
-                obj.__dict__.update(values)
-            raise
-        for obj, write in zip(objs, writes, strict=False):
-            obj.fence = 0 if write.grant is None else write.token
-        for obj in objs:
-            if self._is_versioned:
-                obj.version = 0
-
-    def _create_ignoring(
-        self, objs: list[Any], writes: Sequence[Write], batch_size: int | None
-    ) -> list[Any]:
-        """Check the leases beforehand: SQLite and MySQL ignore the constraint as well."""
-        with transaction.atomic(using=self.db, savepoint=False):
-            connection = connections[self.db]
-            for write in {each.grant: each for each in leases_of(writes)}.values():
-                grant = write.pin(connection)
-                if grant is not None and not is_newest(self.db, grant):
-                    raise write.refusal().of_statement()
-            for obj, write in zip(objs, writes, strict=True):
-                obj.fence = 0 if write.grant is None else write.token
-            return super().bulk_create(objs, batch_size, ignore_conflicts=True)
-
     @contextlib.contextmanager
     def _handing_over(self) -> Iterator[None]:
         lease = self._lease
@@ -425,7 +351,11 @@ class FencedQuerySet(models.QuerySet[_Row]):
         using = self._database()
         inherits = bool(self.model._meta.all_parents)
         try:
-            with transaction.atomic(using=using, savepoint=False) if inherits else _nothing():
+            with (
+                transaction.atomic(using=using, savepoint=False)
+                if inherits
+                else contextlib.nullcontext()
+            ):
                 yield
         except Error as exc:
             if self._objects is not None:
@@ -445,56 +375,3 @@ class FencedQuerySet(models.QuerySet[_Row]):
 
 def _stopped(error: Error, table: Any, column: str) -> bool:
     return names_constraint(error, constraint_name(table, column))
-
-
-def _set_fences(objs: Sequence[Any], writes: Sequence[Write]) -> None:
-    # Once for each lock is enough: the statements of one call share a transaction.
-    checked = set()
-    for obj, write in zip(objs, writes, strict=False):
-        if write.grant is None:
-            obj.fence = 0
-        elif write.grant.owner in checked:
-            obj.fence = write.token
-        else:
-            checked.add(write.grant.owner)
-            obj.fence = new_rows_fence(write)
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-if TYPE_CHECKING:
-    _Manager = models.Manager
-else:
-    _Manager = models.Manager.from_queryset(FencedQuerySet)
-
-
-class FencedManager(_Manager[_Row]):
-    """The manager of guarded models. A model's own `objects` should be a subclass of it."""
-
-    # Written out for type checkers, which don't see what from_queryset() copies.
-    def using_lease(self, lease: Lease) -> FencedQuerySet[_Row]:
-        """Write under `lease`, whatever the context holds."""
-        rows: Any = self.get_queryset()
-        return rows.using_lease(lease)  # type: ignore[no-any-return]
-
-    def count(self) -> int:
-        links = self._links()
-        return int(super().count() if links is None else links.count())
-
-    def exists(self) -> bool:
-        links = self._links()
-        return bool(super().exists() if links is None else links.exists())
-
-    def _links(self) -> Any:
-        """
-        Find the rows that link a many-to-many relation, if they alone can answer for it.
-
-        Django spares the join to the rows themselves for managers of its own class alone.
-        """
-        related: Any = self
-        if FencedManager not in type(self).__bases__ or not hasattr(self, "constrained_target"):
-            return None
-        return None if related.get_prefetch_cache() is not None else related.constrained_target

@@ -12,7 +12,7 @@ from django.db.models.sql.compiler import SQLCompiler
 from ..exceptions import VersionConflict
 from .fields import VersionField
 from .guarded import Doing, Guard, GuardedModel
-from .querysets import FencedManager
+from .managers import FencedManager
 from .refusals import version_conflict
 
 
