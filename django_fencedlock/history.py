@@ -84,10 +84,16 @@ class History:
         self._add(death(name, alias, pid))
 
     def _write_refused(
-        self, sender: Any, name: str, pk: Any, token: int, holder: Holder | None, **kwargs: Any
+        self,
+        sender: Any,
+        *,
+        name: str,
+        alias: str,
+        pk: Any,
+        token: int,
+        holder: Holder | None,
+        **kwargs: Any,
     ) -> None:
-        fencing = getattr(sender, "fencing", None)
-        alias = fencing.spec.backend if fencing else conf.DEFAULT_ALIAS
         row = sender._meta.label if pk is None else f"{sender._meta.label} pk={pk!r}"
         note = row if holder is None else f"{row}; the newest grant is that of {holder}"
         self._add(Event(REFUSED, name, alias, token, str(new_owner()), note))

@@ -2,8 +2,8 @@
 Signals of the lock's life.
 
 All are sent with ``send_robust()``: a receiver that raises is logged and breaks nothing.
-The sender is the backend's class. Each carries ``alias``, and ``name`` unless it is about several
-locks.
+The sender is the backend's class, unless it says otherwise. Each carries ``alias``, and ``name``
+unless it is about several locks.
 """
 
 from __future__ import annotations

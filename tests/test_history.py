@@ -141,6 +141,16 @@ class TestRefusals:
         assert f"pid {os.getpid()}" in write.holder
         assert transaction.note.startswith("lease.atomic()")
 
+    def test_it_is_told_of_the_lease_s_alias(self, writing, settings):
+        settings.FENCEDLOCK = {"default": {"TTL": 30}, "night": {"TTL": 30}}
+        row = Invoice.objects.create(amount=1)
+        with row.fencing.lock(backend="night"):
+            Fence.objects.filter(name=row.fencing.name()).update(token=17, owner="somebody else")
+            with pytest.raises(StaleFence):
+                row.save()
+        writing.flush()
+        assert LockEvent.objects.get(kind="refused").alias == "night"
+
 
 class TestBounds:
     def write(self, database, rows, keep=20):

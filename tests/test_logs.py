@@ -92,6 +92,7 @@ def test_a_refused_write_is_an_error(records):
     assert (write.name, write.levelname) == ("django_fencedlock.models.refusals", "ERROR")
     assert facts(write) == {
         "name": lease.name,
+        "alias": "default",
         "token": lease.token,
         "owner": lease.owner,
         "model": "tests.Invoice",

@@ -15,9 +15,9 @@ from .. import logs, signals
 from ..exceptions import OutcomeUnknown, StaleFence, TransactionInTheWay, WrongDatabase
 from ..lease import Lease
 from . import ledger_for
+from .overtaking import Overtaken, overtaken
 from .pins import WriteGrant, is_newest
 from .postgresql import sqlstate
-from .revoking import notes
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ IDLE_TOO_LONG = "25P03"
 
 def grant_of(lease: Lease) -> WriteGrant:
     """What of a lease a database can check."""
-    return WriteGrant(lease.name, lease.token, lease.owner, patience=lease.ttl)
+    return WriteGrant(lease.name, lease.token, lease.owner, lease.alias, patience=lease.ttl)
 
 
 def is_pinned(connection: BaseDatabaseWrapper, grant: WriteGrant) -> bool:
@@ -54,7 +54,7 @@ def pinned_atomic(lease: Lease, using: str | None = None) -> Iterator[None]:
     block = PinnedBlock(lease, connection, savepoint=not nested)
     with block, connection.execute_wrapper(_notice_rollback):
         if not is_newest(using, grant):
-            raise _stale(lease, connection)
+            raise _stale(lease, overtaken(connection, grant))
         block.grant = grant
         yield
 
@@ -174,14 +174,9 @@ def _notice_rollback(execute: Any, sql: str, params: Any, many: bool, context: A
         raise
 
 
-def _stale(lease: Lease, connection: BaseDatabaseWrapper) -> StaleFence:
-    ledger = ledger_for(connection)
-    newest = ledger.newest(connection, lease.name)
-    row = ledger.look(connection, lease.name)
-    holder = row.holder() if newest and row and row.owner == newest[1] else None
-    why = f"the newest token is {newest[0]}" if newest else "its fence is gone"
-    note = notes(connection, [lease.owner]).get(lease.owner)
-    to = f", granted to {holder}" if holder else f": {note}" if note else ""
+def _stale(lease: Lease, found: Overtaken | None) -> StaleFence:
+    # Where a snapshot hides what the locking read has seen, no more is known.
+    why, holder = found or Overtaken("a newer grant exists")
     logger.error(
         "Refused a stale transaction: lock=%r writer_token=%s holder=%s",
         lease.name,
@@ -198,7 +193,7 @@ def _stale(lease: Lease, connection: BaseDatabaseWrapper) -> StaleFence:
         holder=holder,
     )
     return StaleFence(
-        f"lease.atomic() of lock {lease.name!r} under token {lease.token} was refused: {why}{to}.",
+        f"lease.atomic() of lock {lease.name!r} under token {lease.token} was refused: {why}.",
         name=lease.name,
         owner=lease.owner,
         token=lease.token,

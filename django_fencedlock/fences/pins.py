@@ -38,6 +38,7 @@ class WriteGrant(NamedTuple):
     name: str
     token: int
     owner: str
+    alias: str
     #: For how long a silent transaction may keep the next grant waiting, in seconds.
     patience: float
 

@@ -11,9 +11,8 @@ from django.db import Error, connections, models
 
 from .. import logs, signals
 from ..exceptions import StaleFence, VersionConflict
-from ..fences import ledger_for
+from ..fences.overtaking import overtaken
 from ..fences.pins import WriteGrant
-from ..fences.revoking import notes
 from ..owners import Holder
 
 logger = logging.getLogger(__name__)
@@ -46,6 +45,7 @@ class Refusal:
             holder or "unknown",
             extra=logs.facts(
                 name=self.grant.name,
+                alias=self.grant.alias,
                 token=self.grant.token,
                 owner=self.grant.owner,
                 holder=holder and str(holder),
@@ -59,6 +59,7 @@ class Refusal:
             self.model,
             pk=self.pk,
             name=self.grant.name,
+            alias=self.grant.alias,
             token=self.grant.token,
             row_token=row_fence,
             holder=holder,
@@ -76,20 +77,8 @@ class Refusal:
         """The error if a newer grant exists; None if this is still the newest."""
         if not self.serialised:
             return None
-        connection = connections[self.using]
-        ledger = ledger_for(connection)
-        newest = ledger.newest(connection, self.grant.name)
-        if newest == (self.grant.token, self.grant.owner):
-            return None
-        if newest is None:
-            return self.error(None, "its fence is gone")
-        token, owner = newest
-        row = ledger.look(connection, self.grant.name)
-        if row is None or row.owner != owner:
-            note = notes(connection, [self.grant.owner]).get(self.grant.owner)
-            return self.error(None, f"the newest token is {token}{f': {note}' if note else ''}")
-        holder = row.holder()
-        return self.error(None, f"the newest token is {token}, granted to {holder}", holder)
+        found = overtaken(connections[self.using], self.grant)
+        return None if found is None else self.error(None, found.why, found.holder)
 
     def of_statement(self) -> StaleFence:
         """The error for a statement that the constraint stopped."""

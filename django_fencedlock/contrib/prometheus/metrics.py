@@ -11,7 +11,6 @@ from django.dispatch import Signal
 
 from ... import signals
 from ...backends.base import Renewal
-from ...conf import DEFAULT_ALIAS
 from ...lease import Lease
 from ..patterns import MOST, Patterns, Rule
 
@@ -149,12 +148,8 @@ class Metrics:
         for labels, times in tally.items():
             self._renewals.labels(*labels).inc(times)
 
-    def _write_refused(self, sender: Any, name: str, **kwargs: Any) -> None:
-        fencing = getattr(sender, "fencing", None)
-        alias, template = (
-            (fencing.spec.backend, fencing.pattern) if fencing else (DEFAULT_ALIAS, "")
-        )
-        self._refused_writes.labels(alias, self._patterns.of(name, template)).inc()
+    def _write_refused(self, sender: Any, name: str, alias: str, **kwargs: Any) -> None:
+        self._refused_writes.labels(alias, self._patterns.of(name, sender.fencing.pattern)).inc()
 
     def _transaction_refused(self, lease: Lease, **kwargs: Any) -> None:
         self._refused_writes.labels(*self._labels(lease)).inc()
