@@ -30,6 +30,8 @@ DEFAULTS: Mapping[str, Any] = {
     "FENCE_DATABASE": "default",
     "OPTIONS": {},
 }
+#: Seconds within which a lock service answers one request, unless OPTIONS says another "TIMEOUT".
+TIMEOUT = 5.0
 HISTORY, MOST_HISTORY = 20, 1000
 UNLEASED = ("reject", "warn", "allow")
 VENDORS = ("postgresql", "sqlite", "mysql")
@@ -65,6 +67,11 @@ class AliasConfig:
     def where(self, key: str = "") -> str:
         """Name the place in the settings, for messages."""
         return _where(self.alias, key)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds within which one request is answered, by those backends that have the option."""
+        return seconds(self.options.get("TIMEOUT", TIMEOUT), f"{self.where('OPTIONS')}['TIMEOUT']")
 
 
 def seconds(value: object, what: str, *, zero: bool = False, endless: bool = False) -> float:
@@ -223,6 +230,14 @@ def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
         )
     else:
         yield from backend.problems(_read(alias, given))
+
+
+def timeout_problems(config: AliasConfig) -> Iterator[Problem]:
+    """What is wrong with the option "TIMEOUT" of an alias."""
+    try:
+        config.timeout  # noqa: B018
+    except (TypeError, ValueError) as exc:
+        yield Problem("E003", str(exc))
 
 
 def shown(value: object) -> str:

@@ -58,6 +58,7 @@ def test_durations_may_be_timedeltas(settings):
         ({"default": {"OPTIONS": []}}, "E008", r"\[\].*dict"),
         ({"default": {"OPTIONS": {"TIMOUT": 3}}}, "E008", "'TIMOUT'.*Did you mean 'TIMEOUT'"),
         ({"default": {"OPTIONS": {"TIMEOUT": "x"}}}, "E003", "TIMEOUT.*'x'"),
+        ({"default": {"OPTIONS": {"TIMEOUT": 0}}}, "E003", "TIMEOUT.* more than zero"),
     ],
 )
 def test_a_slip_in_the_settings_is_an_error_with_its_remedy(settings, given, found_id, words):
@@ -97,6 +98,28 @@ def test_settings_are_read_again_when_they_change(settings):
     assert conf.config().ttl == 5
     settings.FENCEDLOCK = {"default": {"TTL": 6}}
     assert conf.config().ttl == 6
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"BACKEND": "django_fencedlock.backends.database.DatabaseBackend"},
+        {
+            "BACKEND": "django_fencedlock.backends.postgres.PostgresBackend",
+            "FENCE_DATABASE": "postgres",
+        },
+        {
+            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+            "LOCATION": "redis://localhost",
+        },
+    ],
+    ids=["database", "postgres", "redis"],
+)
+def test_every_backend_takes_a_time_out_as_a_timedelta(settings, given):
+    settings.FENCEDLOCK = {"default": {**given, "OPTIONS": {"TIMEOUT": timedelta(seconds=2)}}}
+    config = conf.config()
+    backend = conf.backend_class(config.backend)(config)
+    assert config.timeout == backend._timeout == 2
 
 
 def test_an_unreachable_database_is_an_error_of_the_database_checks_alone(settings, monkeypatch):

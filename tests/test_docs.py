@@ -356,8 +356,8 @@ def test_options_in_the_settings_tables(name: str) -> None:
     assert set(table) == backend.option_names
 
     # Constants are beside what goes by them.
-    module = backend.__module__ + {"redis": "_client", "postgres": "_taking"}.get(name, "")
-    constants = vars(importlib.import_module(module))
+    module = backend.__module__ + {"postgres": "_taking"}.get(name, "")
+    constants = {**vars(conf), **vars(importlib.import_module(module))}
     numbers = {key: float(value) for key, value in table.items() if value.isdigit()}
     assert numbers == {key: constants[key] for key in numbers}
     assert "TIMEOUT" in numbers

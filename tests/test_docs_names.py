@@ -27,7 +27,7 @@ NUMBERS = [
     ("backends", r"`MAX_WAITERS` \((\d+)\)", "backends.postgres_taking.MAX_WAITERS"),
     ("backends", r"`MAX_LOCKS` \((\d+)\)", "backends.postgres_taking.MAX_LOCKS"),
     ("backends", r"begins anew each (\d+) s", "backends.postgres_waiting.SLICE"),
-    ("backends", r"option `TIMEOUT` \((\d+) s\); after", "backends.database.TIMEOUT"),
+    ("backends", r"option `TIMEOUT` \((\d+) s\); after", "conf.TIMEOUT"),
     ("choosing", r"more than (\d+) locks held", "backends.postgres_taking.MAX_LOCKS"),
     ("commands", r"asked for ([\d,]+) locks at a time", "registry.BATCH"),
     ("commands", r"has (\d+) s \(`--timeout`\)", "doctor.LIMIT"),

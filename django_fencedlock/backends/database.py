@@ -9,7 +9,7 @@ from typing import TypeVar
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..conf import AliasConfig, Problem, seconds, shown
+from ..conf import AliasConfig, Problem, shown, timeout_problems
 from ..exceptions import BackendUnavailable, TransactionInTheWay
 from ..fences import Entry, Ledger, NameAndOwner, Row, ledger_for
 from ..lease import Lease, clock
@@ -21,8 +21,6 @@ from .base import Backend, Grant, Renewal, Request, Taken, is_table_missing
 T = TypeVar("T")
 Work = Callable[[Ledger, BaseDatabaseWrapper], T]
 
-#: Seconds within which one request is answered, unless OPTIONS says another "TIMEOUT".
-TIMEOUT = 5.0
 #: Seconds to wait for SQLite's file where waiting long would be in vain, or harm others; and where
 #: somebody wants to know who has a lock.
 BRIEFLY, LOOKING = 0.25, 1.0
@@ -42,7 +40,7 @@ class DatabaseBackend(Backend):
 
     def __init__(self, config: AliasConfig) -> None:
         super().__init__(config)
-        self._timeout = seconds(config.options.get("TIMEOUT", TIMEOUT), "TIMEOUT")
+        self._timeout = config.timeout
         self._sessions = sessions(config.fence_database, self._timeout)
         self._ledger = ledger_for(connections[config.fence_database])
         self._one_writer = connections[config.fence_database].vendor == "sqlite"
@@ -198,10 +196,7 @@ class DatabaseBackend(Backend):
                 "use.",
                 "Leave it out; FENCE_DATABASE names the database.",
             )
-        try:
-            seconds(config.options.get("TIMEOUT", TIMEOUT), f"{config.where('OPTIONS')}['TIMEOUT']")
-        except (TypeError, ValueError) as exc:
-            yield Problem("E003", str(exc))
+        yield from timeout_problems(config)
 
     def live_problems(self) -> Iterator[Problem]:
         try:

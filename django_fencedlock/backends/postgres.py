@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..conf import AliasConfig, Problem, seconds, shown
+from ..conf import AliasConfig, Problem, shown, timeout_problems
 from ..exceptions import BackendUnavailable
 from ..fences import Entry, Row, ledger_for
 from ..lease import Lease
@@ -35,7 +35,7 @@ from .postgres_home import Hold
 from .postgres_hung import end_hung_holders, end_orphan
 from .postgres_probe import probe
 from .postgres_sessions import read_application_name
-from .postgres_taking import TIMEOUT, TakesSessionLocks
+from .postgres_taking import TakesSessionLocks
 
 T = TypeVar("T")
 
@@ -248,11 +248,8 @@ class PostgresBackend(TakesSessionLocks):
                 "use.",
                 "Leave it out; FENCE_DATABASE names the database.",
             )
+        yield from timeout_problems(config)
         options, where = config.options, config.where("OPTIONS")
-        try:
-            seconds(options.get("TIMEOUT", TIMEOUT), f"{where}['TIMEOUT']")
-        except (TypeError, ValueError) as exc:
-            yield Problem("E003", str(exc))
         for option in ("MAX_LOCKS", "MAX_WAITERS"):
             if option in options and not _is_count(options[option]):
                 found = f"{where}[{option!r}] is {options[option]!r}."

@@ -31,8 +31,6 @@ from .postgres_waiting import SLICE, keeps_greenlets_waiting, pause, room, wait_
 
 T = TypeVar("T")
 
-#: Seconds within which one request is answered, unless OPTIONS says another "TIMEOUT".
-TIMEOUT = 5.0
 #: Locks that one process may hold. At default settings some 12,800 fill the server's lock table,
 #: and then nobody can connect any more, to any database.
 MAX_LOCKS = 1000
@@ -62,7 +60,7 @@ class TakesSessionLocks(Backend):
     def __init__(self, config: AliasConfig) -> None:
         super().__init__(config)
         options = config.options
-        self._timeout = float(options.get("TIMEOUT", TIMEOUT))
+        self._timeout = config.timeout
         self._max_locks: int = options.get("MAX_LOCKS", MAX_LOCKS)
         self._max_waiters: int = options.get("MAX_WAITERS", MAX_WAITERS)
         self._route: str = options.get("DATABASE", config.fence_database)

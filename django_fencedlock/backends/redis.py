@@ -14,7 +14,7 @@ from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import logs
-from ..conf import AliasConfig, Problem, seconds
+from ..conf import AliasConfig, Problem
 from ..exceptions import TransactionInTheWay
 from ..fences import Entry, Held, Ledger, NameAndOwner, Row, ledger_for
 from ..findings import Finding
@@ -77,7 +77,7 @@ class RedisBackend(Backend):
 
     def __init__(self, config: AliasConfig) -> None:
         super().__init__(config)
-        self._timeout = seconds(config.options.get("TIMEOUT", redis_client.TIMEOUT), "TIMEOUT")
+        self._timeout = config.timeout
         self._store = Store(config, self._timeout)
         self._pending: deque[Held] = deque(maxlen=MOST_PENDING)
 

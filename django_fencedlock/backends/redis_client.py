@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
 from .. import threads
-from ..conf import AliasConfig, Problem, seconds, shown
+from ..conf import TIMEOUT, AliasConfig, Problem, shown, timeout_problems
 from ..texts import HIDDEN, without_secrets
 from ..watchdog import cut
 from .base import Cancel
@@ -45,8 +45,6 @@ parse_url: Any = redis.connection.parse_url
 Sentinel: Any = redis.sentinel.Sentinel
 SentinelConnectionPool: Any = redis.sentinel.SentinelConnectionPool
 
-#: Seconds within which a server answers one request, unless OPTIONS says another "TIMEOUT".
-TIMEOUT = 5.0
 #: Seconds after which a blocking pop that failed is followed by another look.
 PAUSE = 0.1
 
@@ -270,10 +268,7 @@ def problems(config: AliasConfig) -> Iterator[Problem]:
     yield from _url_problems(config)
     yield from _cache_problems(config)
     yield from _factory_problems(config)
-    try:
-        seconds(config.options.get("TIMEOUT", TIMEOUT), f"{config.where('OPTIONS')}['TIMEOUT']")
-    except (TypeError, ValueError) as exc:
-        yield Problem("E003", str(exc))
+    yield from timeout_problems(config)
 
 
 def _url_problems(config: AliasConfig) -> Iterator[Problem]:

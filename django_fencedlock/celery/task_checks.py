@@ -12,7 +12,6 @@ from celery import Celery
 from .. import conf
 from ..conf import Problem
 from ..exceptions import SettingsError
-from ..fences.records import TIMEOUT
 from . import strikes
 from .parcels import PICKLES, serializer_of
 from .policy import Policy
@@ -185,7 +184,7 @@ def _short_ttl(case: _Case) -> Iterator[Problem]:
         return
     if "TIMEOUT" not in conf.backend_class(case.alias.backend).option_names:
         return
-    timeout = conf.seconds(case.alias.options.get("TIMEOUT", TIMEOUT), "TIMEOUT")
+    timeout = case.alias.timeout
     if case.ttl < REQUESTS * timeout:
         yield Problem(
             "W033",

@@ -14,7 +14,6 @@ from .. import conf
 from ..backends.base import Backend, Grant, Renewal, Request
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable, FencedLockError
-from ..fences.records import TIMEOUT
 from ..findings import Finding, error, note, ok, warning
 from ..lease import Lease, clock
 from ..owners import new_owner
@@ -241,8 +240,7 @@ def _apart(config: AliasConfig) -> AliasConfig:
         return config
     # Sessions are shared by those who give them the same time, and one session's locks are
     # refused to it by this process and not by the server.
-    timeout = conf.seconds(config.options.get("TIMEOUT", TIMEOUT), "TIMEOUT") + 0.001
-    return replace(config, options={**config.options, "TIMEOUT": timeout})
+    return replace(config, options={**config.options, "TIMEOUT": config.timeout + 0.001})
 
 
 class _Waiter:

@@ -16,7 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import prepared
 from ..backends.base import remedy_for
-from ..conf import AliasConfig, seconds
+from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
 from ..sessions import sessions
 from ..transactions import in_transaction, lent_by_test
@@ -24,8 +24,6 @@ from . import ledger_for
 
 T = TypeVar("T")
 
-#: Seconds within which one request is answered, unless OPTIONS says another "TIMEOUT".
-TIMEOUT = 5.0
 #: Seconds to wait for SQLite's file where waiting long would be in vain.
 BRIEFLY = 0.25
 #: How often a transaction is tried that lost a deadlock, or waited for a row for too long.
@@ -140,7 +138,7 @@ class Records:
     def __init__(self, config: AliasConfig) -> None:
         self.config = config
         self.using = config.fence_database
-        self._timeout = seconds(config.options.get("TIMEOUT", TIMEOUT), "TIMEOUT")
+        self._timeout = config.timeout
         #: Seconds to wait for SQLite's file.
         self._patience = self._timeout
 
