@@ -13,7 +13,6 @@ from django.core.checks import INFO
 from django.core.checks.registry import registry
 
 from django_fencedlock import checks, conf
-from django_fencedlock.backends import database, postgres_taking, redis_client
 from django_fencedlock.celery import single_instance, task_checks
 from django_fencedlock.checks import check_tasks
 
@@ -164,10 +163,6 @@ class TestShortTtl:
     def test_backends_without_a_timeout_are_not_judged(self, settings):
         settings.FENCEDLOCK = {"default": {"BACKEND": "django_fencedlock.test.off.NoService"}}
         assert found({"ttl": 1}) == {}
-
-    def test_the_default_is_that_of_the_backends(self):
-        for module in (database, postgres_taking, redis_client):
-            assert module.TIMEOUT == task_checks.TIMEOUT
 
 
 class TestLongWait:
