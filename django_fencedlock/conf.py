@@ -232,6 +232,17 @@ def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
         yield from backend.problems(_read(alias, given))
 
 
+def location_problems(config: AliasConfig) -> Iterator[Problem]:
+    """What is wrong with the LOCATION of a backend that FENCE_DATABASE says all to."""
+    if config.location:
+        yield Problem(
+            "E007",
+            f"{config.where('LOCATION')} is {shown(config.location)}, which this backend can't "
+            "use.",
+            "Leave it out; FENCE_DATABASE names the database.",
+        )
+
+
 def timeout_problems(config: AliasConfig) -> Iterator[Problem]:
     """What is wrong with the option "TIMEOUT" of an alias."""
     try:

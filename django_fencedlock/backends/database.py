@@ -9,7 +9,7 @@ from typing import TypeVar
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..conf import AliasConfig, Problem, shown, timeout_problems
+from ..conf import AliasConfig, Problem, location_problems, timeout_problems
 from ..exceptions import BackendUnavailable, TransactionInTheWay
 from ..fences import Entry, Ledger, NameAndOwner, Row, ledger_for
 from ..lease import Lease, clock
@@ -189,13 +189,7 @@ class DatabaseBackend(Backend):
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:
         yield from super().problems(config)
-        if config.location:
-            yield Problem(
-                "E007",
-                f"{config.where('LOCATION')} is {shown(config.location)}, which this backend can't "
-                "use.",
-                "Leave it out; FENCE_DATABASE names the database.",
-            )
+        yield from location_problems(config)
         yield from timeout_problems(config)
 
     def live_problems(self) -> Iterator[Problem]:

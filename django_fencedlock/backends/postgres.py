@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..conf import AliasConfig, Problem, shown, timeout_problems
+from ..conf import AliasConfig, Problem, location_problems, timeout_problems
 from ..exceptions import BackendUnavailable
 from ..fences import Entry, Row, ledger_for
 from ..lease import Lease
@@ -241,13 +241,7 @@ class PostgresBackend(TakesSessionLocks):
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:
         yield from super().problems(config)
-        if config.location:
-            yield Problem(
-                "E007",
-                f"{config.where('LOCATION')} is {shown(config.location)}, which this backend can't "
-                "use.",
-                "Leave it out; FENCE_DATABASE names the database.",
-            )
+        yield from location_problems(config)
         yield from timeout_problems(config)
         options, where = config.options, config.where("OPTIONS")
         for option in ("MAX_LOCKS", "MAX_WAITERS"):
