@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+#: Seconds by which two clocks may differ without a word.
+CLOCKS = 2.0
+
 
 class Level(IntEnum):
     """How bad a finding is."""
@@ -47,3 +50,15 @@ def warning(what: str, remedy: str) -> Finding:
 
 def error(what: str, remedy: str) -> Finding:
     return Finding(Level.ERROR, what, remedy)
+
+
+def of_clock(ahead: float, what: str = "") -> Finding:
+    """What is to be said of a clock that is so many seconds ahead of ours."""
+    what += f"its clock differs by {abs(ahead):.1f} s"
+    if abs(ahead) <= CLOCKS:
+        return ok(what)
+    return warning(
+        f"{what} ({'ahead' if ahead > 0 else 'behind'})",
+        "Locks are right all the same, since leases go by one clock each; times in logs and lists "
+        "can't be compared. Keep both by NTP.",
+    )

@@ -9,7 +9,7 @@ from django.apps import apps
 from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock import conf, doctor, model_checks
+from django_fencedlock import conf, doctor, findings, model_checks
 from django_fencedlock.backends.base import Grant
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.doctor import databases, probe
@@ -358,7 +358,7 @@ class TestDatabases:
         assert not [each for each in look() if "has table" in each.what]
 
     def test_clocks(self, settings, monkeypatch):
-        monkeypatch.setattr(databases, "CLOCKS", -1.0)
+        monkeypatch.setattr(findings, "CLOCKS", -1.0)
         assert "Keep both by NTP" in told(examine(settings), Level.WARNING)
 
     def test_a_pooler(self, settings, make_postgres, make_alias, make_pgbouncer):

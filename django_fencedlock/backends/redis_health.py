@@ -7,14 +7,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..findings import Finding, error, note, ok, warning
+from ..findings import Finding, error, note, of_clock, ok, warning
 from ..lease import clock
 from .redis_client import Client, RedisError, is_cluster
 
 Info = Mapping[str, Any]
 
-#: Seconds by which two clocks may differ without a word.
-CLOCKS = 2.0
 #: The part of maxmemory that may be in use.
 FULL = 0.9
 
@@ -56,14 +54,7 @@ def _clock(where: str, client: Client, target: dict[str, Any]) -> Finding:
     before, began = time.time(), clock()
     seconds, micros = client.time(**target)
     ahead = seconds + micros / 1e6 - before - (clock() - began) / 2
-    what = f"{where}its clock differs by {abs(ahead):.1f} s"
-    if abs(ahead) <= CLOCKS:
-        return ok(what)
-    return warning(
-        f"{what} ({'ahead' if ahead > 0 else 'behind'})",
-        "Locks are right all the same, since leases go by one clock each; times in logs and lists "
-        "can't be compared. Keep both by NTP.",
-    )
+    return of_clock(ahead, where)
 
 
 def _saves(client: Client, target: dict[str, Any]) -> bool | None:

@@ -18,13 +18,11 @@ from ..fences.duties import DUTY
 from ..fences.events import EVENTS
 from ..fences.ledger import FENCE, HELD
 from ..fences.revoking import FORCED
-from ..findings import Finding, error, note, ok, warning
+from ..findings import Finding, error, note, of_clock, ok, warning
 from ..lease import clock
 from ..sessions import ask, bounded
 from .problems import of_problems
 
-#: Seconds by which two clocks may differ without a word.
-CLOCKS = 2.0
 #: The most that a connection may take, whatever the limit is.
 CONNECTING = 5.0
 
@@ -100,14 +98,7 @@ def _clock(connection: BaseDatabaseWrapper) -> Finding:
     theirs = ledger_for(connection).now(connection)
     seconds = clock() - began
     ahead = (theirs - before).total_seconds() - seconds / 2
-    what = f"answers in {seconds * 1000:.1f} ms; its clock differs by {abs(ahead):.1f} s"
-    if abs(ahead) <= CLOCKS:
-        return ok(what)
-    return warning(
-        f"{what} ({'ahead' if ahead > 0 else 'behind'})",
-        "Locks are right all the same, since leases go by one clock each; times in logs and lists "
-        "can't be compared. Keep both by NTP.",
-    )
+    return of_clock(ahead, f"answers in {seconds * 1000:.1f} ms; ")
 
 
 # Tables
