@@ -9,6 +9,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 
+from django_fencedlock import sessions
 from django_fencedlock.lease import current_lease, leave
 from django_fencedlock.scribe import Scribe, scribe
 from django_fencedlock.services import drop_leases_of_test
@@ -67,6 +68,21 @@ def no_leases_left_behind() -> Iterator[None]:
     # The context of the tests that follow is this one.
     while lease := current_lease():
         leave(lease)
+
+
+@pytest.fixture(params=["default", "postgres", "mariadb"])
+def using(
+    request: pytest.FixtureRequest, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """
+    Return each of the databases in turn, with its fences there and its private sessions kept.
+    """
+    monkeypatch.setattr(sessions, "under_test", lambda: False)
+    # SQLite serves those who wait for its file in no order.
+    options = {"TIMEOUT": 20}
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": request.param, "OPTIONS": options}}
+    yield request.param
+    sessions.close_all()
 
 
 @pytest.fixture

@@ -19,16 +19,6 @@ DAY = 86400.0
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
 
 
-@pytest.fixture(params=["default", "postgres", "mariadb"])
-def using(request, settings, monkeypatch):
-    monkeypatch.setattr(sessions, "under_test", lambda: False)
-    # SQLite serves those who wait for its file in no order.
-    options = {"TIMEOUT": 20}
-    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": request.param, "OPTIONS": options}}
-    yield request.param
-    sessions.close_all()
-
-
 @pytest.fixture
 def deliveries(using):
     return Deliveries(conf.config())

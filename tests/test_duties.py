@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from django.db import connections
 
-from django_fencedlock import conf, lock, sessions
+from django_fencedlock import conf, lock
 from django_fencedlock.fences.deliveries import Deliveries, Message
 from django_fencedlock.fences.duties import Duties, Numbers, Parcel, Place, Turn
 from django_fencedlock.fences.ledger import BATCH
@@ -18,16 +18,6 @@ GRACE = 30.0
 PLACE = Place("invoice:1", "app.charge")
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
-
-
-@pytest.fixture(params=["default", "postgres", "mariadb"])
-def using(request, settings, monkeypatch):
-    monkeypatch.setattr(sessions, "under_test", lambda: False)
-    # SQLite serves those who wait for its file in no order.
-    options = {"TIMEOUT": 20}
-    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": request.param, "OPTIONS": options}}
-    yield request.param
-    sessions.close_all()
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from django_fencedlock.exceptions import AliasConflict, BackendUnavailable
 from django_fencedlock.lease import Lease, clock
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.owners import new_owner
+from tests.leases import lease_of
 from tests.servers import Postgres
 from tests.servers.process import wait_until
 
@@ -53,20 +54,6 @@ def configured(using: str = ALIAS, *, alias: str = "default", **options: Any) ->
 
 def request_for(name: str, *, ttl: float = 30.0, **terms: Any) -> Request:
     return Request(name=name, owner=new_owner(), ttl=ttl, **terms)
-
-
-def lease_of(request: Request, grant: Grant | None) -> Lease:
-    assert grant is not None
-    return Lease(
-        name=request.name,
-        alias="default",
-        owner=request.owner,
-        token=grant.token,
-        ttl=request.ttl,
-        since=grant.since,
-        control=None,
-        handle=grant.handle,
-    )
 
 
 def take(backend: PostgresBackend, name: str, **terms: Any) -> Lease:

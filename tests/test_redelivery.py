@@ -281,12 +281,8 @@ class TestWhileItRuns:
         assert copy.headers["eta"] is not None
         assert ran == []
 
-    def test_what_a_receiver_publishes_meanwhile_is_a_message_of_its_own(self, running):
-        def audit(sender, **kwargs):
-            if sender == late.name:
-                late_raise.delay(2)
-
-        told = message()
+    def _sent_when_deferred(self, running, told, audit):
+        """What is published for a message that comes again while it runs, beside a receiver."""
         running(told)
         before_task_publish.connect(audit)
         try:
@@ -294,6 +290,15 @@ class TestWhileItRuns:
                 assert deliver(late, 1, **told, redelivered=True).state == "IGNORED"
         finally:
             before_task_publish.disconnect(audit)
+        return sent
+
+    def test_what_a_receiver_publishes_meanwhile_is_a_message_of_its_own(self, running):
+        def audit(sender, **kwargs):
+            if sender == late.name:
+                late_raise.delay(2)
+
+        told = message()
+        sent = self._sent_when_deferred(running, told, audit)
         named = {each.headers["task"]: each.headers[DELIVERY] for each in sent}
         assert named[late.name] == told["headers"][DELIVERY]
         assert named[late_raise.name] != told["headers"][DELIVERY]
@@ -304,13 +309,7 @@ class TestWhileItRuns:
                 late.delay(2)
 
         told = message()
-        running(told)
-        before_task_publish.connect(audit)
-        try:
-            with sending() as sent:
-                assert deliver(late, 1, **told, redelivered=True).state == "IGNORED"
-        finally:
-            before_task_publish.disconnect(audit)
+        sent = self._sent_when_deferred(running, told, audit)
         named = {each.headers["id"] == told["id"]: each.headers[DELIVERY] for each in sent}
         assert named[True] == told["headers"][DELIVERY]
         assert named[False] != told["headers"][DELIVERY]

@@ -29,9 +29,10 @@ from django_fencedlock.backends.redis_store import InLine, Keys, Store
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, TransactionInTheWay
 from django_fencedlock.fences.sqlite import SQLiteLedger
-from django_fencedlock.lease import Lease, clock
+from django_fencedlock.lease import clock
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.owners import new_owner
+from tests.leases import lease_of
 from tests.servers.process import wait_until
 
 #: What a loaded machine may add to a bound.
@@ -85,21 +86,6 @@ def config_of(url="", alias="default", prefix=None, database="default", **option
 
 def wish(name="lock", *, ttl=10, fenced=False, **more):
     return Request(name, new_owner(), ttl, fenced=fenced, **more)
-
-
-def lease_of(request, grant):
-    # What asks nobody needs no control.
-    nobody: Any = None
-    return Lease(
-        name=request.name,
-        alias="default",
-        owner=request.owner,
-        token=grant.token,
-        ttl=request.ttl,
-        since=grant.since,
-        control=nobody,
-        handle=grant.handle,
-    )
 
 
 def take(backend, name="lock", **more):

@@ -1,7 +1,6 @@
 """Forced releases, as far as they are the same whatever the backend: notes, models, test cases."""
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from django.core.management import call_command
@@ -12,11 +11,12 @@ from django_fencedlock import LeaseLost, StaleFence, force_release, lock
 from django_fencedlock.backends.base import Request
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.fences import revoking
-from django_fencedlock.lease import Lease, clock
+from django_fencedlock.lease import clock
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock
 from django_fencedlock.owners import new_owner
 from django_fencedlock.releasing import Outcome, held_by
 from django_fencedlock.services import service
+from tests.leases import lease_of
 from tests.models import Invoice
 
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
@@ -250,17 +250,4 @@ def test_one_who_draws_a_newer_token_at_that_moment_is_fenced_off_too(
     assert done.token > grants[1].token
     assert (Fence.objects.get().token, Fence.objects.get().owner) == (done.token, "")
     assert backend.holder("x") is None
-    assert backend._store.renew([_lease_of(holder, grants[1])]) == [False]
-
-
-def _lease_of(request, grant):
-    nobody: Any = None
-    return Lease(
-        name=request.name,
-        alias="default",
-        owner=request.owner,
-        token=grant.token,
-        ttl=request.ttl,
-        since=grant.since,
-        control=nobody,
-    )
+    assert backend._store.renew([lease_of(holder, grants[1])]) == [False]
