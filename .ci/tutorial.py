@@ -81,6 +81,8 @@ class Reader:
         process = subprocess.Popen(
             ["bash", "-euc", f"exec {command}"],
             cwd=self.home,
+            # Lines go to a terminal at once, but to a file when there are enough of them.
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
