@@ -326,6 +326,29 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in _anchors(linked), target
 
 
+def test_every_how_to_ends_with_where_to_go_on() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    (names,) = re.findall(r":caption: How-to guides\n:maxdepth: 1\n\n([\w\n]+)\n```", index)
+    for name in names.split():
+        text = (ROOT / f"docs/{name}.md").read_text()
+        last = re.split(r"^## ", text, flags=re.MULTILINE)[-1]
+        assert last.startswith("See also\n"), name
+        pages = set(re.findall(r"\]\((\w+\.md)", last))
+        assert len(pages) >= 3, name
+
+
+def test_every_page_is_linked_from_another() -> None:
+    """And not from the list of all pages alone."""
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    linked = {
+        target
+        for path in (ROOT / "docs").glob("*.md")
+        for target in re.findall(r"\]\(([\w.]+\.md)", path.read_text())
+        if target != path.name and path.name != "index.md"
+    }
+    assert pages - linked == set()
+
+
 @pytest.mark.parametrize(
     ("marker", "what", "command"),
     [("demo command", ".", "example_project demo"), ("test command", "'.[dev]'", "pytest")],

@@ -1,9 +1,11 @@
 """Under gevent, in processes of their own: patching is for good."""
 
+import re
 import subprocess
 import sys
 import textwrap
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +128,9 @@ def test_greenlets_have_session_locks_at_the_same_time(run_green, library):
         {"gevent": GEVENT, "eventlet": EVENTLET}[library],
         BACKEND="django_fencedlock.backends.postgres.PostgresBackend",
     )
+
+
+def test_greenlets_take_turns_as_the_page_says(run_green):
+    page = Path(__file__).resolve().parent.parent / "docs/gevent.md"
+    code = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
+    run_green(f"{textwrap.dedent(code)}\nassert fetch_twice('news') == [1, 2]", "default")
