@@ -5,6 +5,7 @@ Run with the root of the checkout, whose files are compared with those that were
 """
 
 import importlib
+import re
 import subprocess
 import sys
 from importlib.metadata import metadata, version
@@ -69,6 +70,10 @@ def says_what_it_is() -> None:
     assert told["License-Expression"] == "MIT"
     assert told["Description-Content-Type"] == "text/markdown"
     assert told["Requires-Python"] == ">=3.11"
+    assert told.get_all("License-File") == ["LICENSE"]
+    # A package index has no files beside it that a link could lead to.
+    links = re.findall(r"\]\((?!https?:|#)[^)]*\)", str(told.get_payload()))
+    assert not links, f"The long description leads to {links}."
 
 
 def needs_no_extra(home: Path) -> None:
