@@ -10,7 +10,7 @@ import threading
 from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, Never, TypeVar, cast
 
 from django.core.exceptions import SynchronousOnlyOperation
 
@@ -38,7 +38,8 @@ class _Terms:
         blocking_timeout: Duration | None = None,
         backend: str = conf.DEFAULT_ALIAS,
         fenced: bool = True,
-        **unknown: object,
+        # None of any type, to a type checker; at run time they are refused with words.
+        **unknown: Never,
     ) -> None:
         if "timeout" in unknown:
             raise TypeError(
@@ -279,7 +280,7 @@ def lock(
     blocking_timeout: Duration | None = None,
     backend: str = conf.DEFAULT_ALIAS,
     fenced: bool = True,
-    **unknown: object,
+    **unknown: Never,
 ) -> Lock:
     """
     Name a lock, to be taken by ``with``, by ``acquire()``, or around a function as a decorator.
@@ -309,7 +310,7 @@ def alock(
     blocking_timeout: Duration | None = None,
     backend: str = conf.DEFAULT_ALIAS,
     fenced: bool = True,
-    **unknown: object,
+    **unknown: Never,
 ) -> AsyncLock:
     """See lock()."""
     return AsyncLock(
