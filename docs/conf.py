@@ -8,6 +8,8 @@ project_copyright = author
 version = release = installed_version("django-fencedlock")
 
 extensions = ["myst_parser"]
+# The glossary is a list of definitions.
+myst_enable_extensions = ["deflist"]
 source_suffix = {".md": "markdown"}
 # The anchors that GitHub gives to headings, so that a link works in both places.
 myst_heading_anchors = 4
