@@ -365,8 +365,12 @@ def test_every_check_has_a_section_and_every_section_a_check() -> None:
 
 
 def test_defaults_in_the_settings_table() -> None:
-    table = _table(ROOT / "docs/settings.md", "| key | default | meaning |")
-    assert {row[0]: ast.literal_eval(row[1]) for row in table} == conf.DEFAULTS
+    (backend, *others) = _table(ROOT / "docs/settings.md", "| key | default | meaning |")
+    # Its default is too long for the middle of a table.
+    assert backend[:2] == ["BACKEND", "that of database"]
+    told = {"BACKEND": ast.literal_eval(backend[2].rpartition(": ")[2])}
+    told |= {row[0]: ast.literal_eval(row[1]) for row in others}
+    assert told == conf.DEFAULTS
 
 
 @pytest.mark.parametrize("name", BACKENDS)
