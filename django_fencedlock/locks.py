@@ -15,7 +15,7 @@ from typing import Any, Never, TypeVar, cast
 from django.core.exceptions import SynchronousOnlyOperation
 
 from . import aio, conf, logs, names
-from .backends.base import Cancel
+from .backends.base import Cancel, Request
 from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
 from .lease import Duration, Lease, clock, enter, leave
 from .owners import Holder, new_owner, whoami
@@ -78,6 +78,10 @@ class _Terms:
     def _service(self) -> Service:
         return service(self.backend)
 
+    def _request(self, blocking: bool, blocking_timeout: Duration | None) -> Request:
+        timeout = self._timeout(blocking, blocking_timeout)
+        return Request(self.name, new_owner(), self.ttl, self.fenced, timeout)
+
     def _timeout(self, blocking: bool, blocking_timeout: Duration | None) -> float:
         if not blocking:
             if blocking_timeout is not None:
@@ -124,14 +128,9 @@ class Lock(_Terms):
         """
         _forbid_in_event_loop(self.name)
         began = clock()
+        request = self._request(blocking, blocking_timeout)
         try:
-            lease = self._service.acquire(
-                self.name,
-                ttl=self.ttl,
-                timeout=self._timeout(blocking, blocking_timeout),
-                fenced=self.fenced,
-                pattern=self.pattern,
-            )
+            lease = self._service.acquire(request, pattern=self.pattern)
             if lease is not None:
                 enter(lease)
             return lease
@@ -217,20 +216,10 @@ class AsyncLock(_Terms):
         self, blocking: bool = True, *, blocking_timeout: Duration | None = None
     ) -> Lease | None:
         """See Lock.acquire(). Release it with ``await lease.arelease()``."""
-        timeout = self._timeout(blocking, blocking_timeout)
-        handover = _Handover(self._service)
-        take = functools.partial(
-            self._service.acquire,
-            self.name,
-            ttl=self.ttl,
-            timeout=timeout,
-            fenced=self.fenced,
-            pattern=self.pattern,
-            who=whoami(),
-            owner=new_owner(),
-            cancel=handover.cancel,
-        )
-        kind = aio.WAITING if timeout > 0 else aio.SHORT
+        request = self._request(blocking, blocking_timeout)
+        handover = _Handover(self._service, request.cancel)
+        take = functools.partial(self._service.acquire, request, whoami(), pattern=self.pattern)
+        kind = aio.WAITING if request.timeout > 0 else aio.SHORT
         try:
             lease = await self._service.in_thread(handover.take, take, kind=kind)
         except BaseException:
@@ -368,9 +357,9 @@ class _Handover:
     by the event loop, which may end with the cancellation.
     """
 
-    def __init__(self, service: Service) -> None:
-        self.cancel = Cancel()
+    def __init__(self, service: Service, cancel: Cancel) -> None:
         self._service = service
+        self._cancel = cancel
         self._lock = threading.Lock()
         self._abandoned = False
         self._lease: Lease | None = None
@@ -391,7 +380,7 @@ class _Handover:
         with self._lock:
             self._abandoned = True
             lease = self._lease
-        self.cancel.cancel()
+        self._cancel.cancel()
         if lease is not None:
             aio.submit(aio.SHORT, self._give_back, lease)
 

@@ -24,7 +24,8 @@ from .texts import visible
 running_task: ContextVar[tuple[str, str]] = ContextVar("fencedlock_task", default=("", ""))
 
 
-@dataclass(frozen=True, slots=True)
+# Each lock makes one, and a frozen one takes five times as long to make; nobody changes it.
+@dataclass(slots=True)
 class Owner:
     """One holder of one lock: a unique id, and where it runs."""
 

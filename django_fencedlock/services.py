@@ -17,7 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.dispatch import Signal
 
 from . import aio, conf, journal, logs, signals, threads, transactions
-from .backends.base import Backend, Cancel, Renewal, Request
+from .backends.base import Backend, Renewal, Request
 from .exceptions import (
     BackendUnavailable,
     FencedLockError,
@@ -31,7 +31,7 @@ from .fences.revoking import told
 from .history import history
 from .keeper import REFUSED, Keeper
 from .lease import Duration, Lease, clock
-from .owners import Holder, Owner, new_owner, whoami
+from .owners import Holder, whoami
 from .scribe import scribe
 from .sessions import ask, under_test
 from .taking import TakesLeases
@@ -71,74 +71,59 @@ class Service(TakesLeases):
 
     def acquire(
         self,
-        name: str,
-        *,
-        ttl: float,
-        timeout: float,
-        fenced: bool = True,
-        pattern: str = "",
+        request: Request,
         who: object = None,
-        owner: Owner | None = None,
-        cancel: Cancel | None = None,
+        *,
+        pattern: str = "",
         max_hold: float | None = None,
-        seen: list[Holder] | None = None,
-        before_waiting: Callable[[Sequence[Holder]], object] | None = None,
     ) -> Lease | None:
         """
-        Take lock `name` within `timeout` seconds, or again if `who` has it; else None.
+        Take the lock within the request's time, or again if `who` has it; else None.
 
         Once it was held for `max_hold` seconds nothing renews it any more. What is entered again
-        keeps the bound that it has. `seen` gets who was in the way, if that is known and is news;
-        so does `before_waiting`, which may raise.
+        keeps the bound that it has.
         """
         who = who or whoami()
-        if lease := self._enter_again(name, who, fenced):
+        if lease := self._enter_again(request, who):
             return lease
         started = clock()
         home = connections[self.config.fence_database]
-        is_tests_own = transactions.is_tests_own(home)
-        request = Request(
-            name=name,
-            owner=owner or new_owner(),
-            ttl=ttl,
-            fenced=fenced,
-            connection=home if is_tests_own else None,
-            in_transaction=home.in_atomic_block and not is_tests_own,
-            timeout=timeout,
-            cancel=Cancel() if cancel is None else cancel,
-            seen=[] if seen is None else seen,
-            before_waiting=before_waiting,
-        )
+        if transactions.is_tests_own(home):
+            request.connection = home
+        else:
+            request.in_transaction = home.in_atomic_block
         try:
-            lease = self._obtain(request, home, started + timeout)
+            lease = self._obtain(request, home, started + request.timeout)
             if lease is not None:
                 lease.who, lease.pattern, lease.max_hold = who, pattern, max_hold
                 with self._lock:
-                    self._leases[name, who] = lease
+                    self._leases[lease.name, who] = lease
         except FencedLockError:
             raise
         except BaseException:
             # Something struck, maybe between the grant and the note of it.
             with self._lock:
-                self._leases.pop((name, who), None)
+                self._leases.pop((request.name, who), None)
             self._abandon(request)
             raise
-        if lease is None:
-            waited = clock() - started
-            logger.info(
-                "Lock %r (alias %r) wasn't acquired in %.1f s: somebody else has it",
-                name,
-                self.config.alias,
-                waited,
-                extra=logs.facts(name=name, alias=self.config.alias, waited=waited),
-            )
-            self._signal(signals.lock_not_acquired, name=name, pattern=pattern, waited=waited)
-            return None
         waited = clock() - started
+        if lease is None:
+            self._tell_refused(request.name, pattern, waited)
+            return None
         self._keep(lease)
         history.granted(lease)
-        self._signal(signals.lock_acquired, name=name, lease=lease, waited=waited)
+        self._signal(signals.lock_acquired, name=lease.name, lease=lease, waited=waited)
         return lease
+
+    def _tell_refused(self, name: str, pattern: str, waited: float) -> None:
+        logger.info(
+            "Lock %r (alias %r) wasn't acquired in %.1f s: somebody else has it",
+            name,
+            self.config.alias,
+            waited,
+            extra=logs.facts(name=name, alias=self.config.alias, waited=waited),
+        )
+        self._signal(signals.lock_not_acquired, name=name, pattern=pattern, waited=waited)
 
     def _keep(self, lease: Lease) -> None:
         try:
@@ -162,17 +147,17 @@ class Service(TakesLeases):
                 lease = None
         return lease
 
-    def _enter_again(self, name: str, who: object, fenced: bool) -> Lease | None:
-        lease = self.lease_of(name, who)
+    def _enter_again(self, request: Request, who: object) -> Lease | None:
+        lease = self.lease_of(request.name, who)
         if lease is None:
             return None
         if lease.lost:
             raise lease.loss()
-        if fenced and not lease.fenced:
+        if request.fenced and not lease.fenced:
             raise LockNotAcquired(
-                f"Lock {name!r} is already held here with fenced=False, so it can't be entered as "
-                "a fenced one. Take it fenced the first time.",
-                name=name,
+                f"Lock {lease.name!r} is already held here with fenced=False, so it can't be "
+                "entered as a fenced one. Take it fenced the first time.",
+                name=lease.name,
                 alias=self.config.alias,
             )
         lease.entries += 1
@@ -278,9 +263,10 @@ class Service(TakesLeases):
         lease.released = True
         history.released(lease)
         unfenced_rows.ended(lease)
-        if not lease.lost:
-            self._signal(signals.lock_released, name=lease.name, lease=lease)
-        return not lease.lost
+        if lease.lost:
+            return False
+        self._signal(signals.lock_released, name=lease.name, lease=lease)
+        return True
 
     async def in_thread(self, function: Callable[..., T], *args: Any, kind: str = aio.SHORT) -> T:
         """Do something for a coroutine that waits for it."""

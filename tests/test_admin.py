@@ -16,8 +16,9 @@ from django.utils import timezone
 
 from django_fencedlock import lock
 from django_fencedlock.admin import HeldLockAdmin
+from django_fencedlock.backends.base import Request
 from django_fencedlock.models import Contender, Fence, HeldLock, LockEvent
-from django_fencedlock.owners import running_task
+from django_fencedlock.owners import new_owner, running_task
 from django_fencedlock.services import service
 from django_fencedlock.test import lose
 from tests.servers import Redis
@@ -124,7 +125,7 @@ def test_the_state_is_the_services_word(page: Callable[..., str], redis_server: 
 @contextlib.contextmanager
 def hold_lock_unrecorded(name: str) -> Iterator[None]:
     """Take a lock of Redis whose grant the registry doesn't get."""
-    lease = service("default").acquire(name, ttl=30, timeout=0, fenced=False, who=object())
+    lease = service("default").acquire(Request(name, new_owner(), 30, fenced=False), object())
     assert lease is not None
     yield
     service("default").release(lease, lease.who)

@@ -15,6 +15,7 @@ from celery.signals import before_task_publish
 from django.db import connections
 
 from django_fencedlock import conf, current_lease, lock, sessions
+from django_fencedlock.backends.base import Request
 from django_fencedlock.celery import SkippedRun, redelivery, single_instance
 from django_fencedlock.celery.messages import DELIVERY
 from django_fencedlock.celery.parcels import NUMBER
@@ -259,7 +260,7 @@ class TestWhileItRuns:
 
         def begin(told, *, recorded=True, task_id=None):
             owner = replace(new_owner(), task_name="t", task_id=task_id or told["id"])
-            lease = service("default").acquire(NAME, ttl=30, timeout=0, who=object(), owner=owner)
+            lease = service("default").acquire(Request(NAME, owner, 30), object())
             leases.append(lease)
             if recorded:
                 record(told, owner.id)

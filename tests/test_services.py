@@ -184,8 +184,8 @@ def scripted(now):
 
 
 class TestASlowAnswer:
-    def take(self, service, ttl=30.0, **options):
-        return service.acquire("x", ttl=ttl, timeout=0.0, **options)
+    def take(self, service, ttl=30.0):
+        return service.acquire(Request("x", new_owner(), ttl))
 
     def test_the_ttl_counts_from_before_the_request(self, scripted, now):
         scripted.backend.took["acquire"] = 4
@@ -231,7 +231,7 @@ class TestASlowAnswer:
             lease.renew(ttl=60)
         assert lease.lost
         with pytest.raises(LeaseLost):
-            self.take(scripted, who=lease.who)
+            self.take(scripted)
 
     def test_a_release_without_an_answer_ends_the_lease_all_the_same(self, scripted, now):
         lease = self.take(scripted)
@@ -291,7 +291,8 @@ class TestASlowAnswer:
             return looked(name)
 
         backend.is_free = look
-        assert scripted.acquire("x", ttl=30.0, timeout=10.0, cancel=cancel) is None
+        request = Request("x", new_owner(), 30.0, timeout=10.0, cancel=cancel)
+        assert scripted.acquire(request) is None
         assert backend.calls == ["acquire", "is_free"]
 
     def test_a_shorter_ttl_without_an_answer_may_have_been_granted(self, scripted, now):
@@ -325,8 +326,9 @@ class TestASlowAnswer:
 
 def test_what_a_coroutine_is_granted_as_it_is_cancelled_is_given_back():
     found = service("default")
-    handover = locks._Handover(found)
-    lease = handover.take(lambda: found.acquire("x", ttl=30, timeout=0))
+    request = Request("x", new_owner(), 30)
+    handover = locks._Handover(found, request.cancel)
+    lease = handover.take(lambda: found.acquire(request))
     assert lease is not None
     handover.abandon()
     wait_until(lambda: found.holder("x") is None, "the lock to be given back")

@@ -55,7 +55,8 @@ class Cancel:
             hook()
 
 
-@dataclass(frozen=True, slots=True)
+# Each lock makes one, and a grant: frozen ones take five times as long to make.
+@dataclass(slots=True)
 class Request:
     """One wish for a lock. It may be sent any number of times: the owner makes it idempotent."""
 
@@ -63,22 +64,24 @@ class Request:
     owner: Owner
     ttl: float
     fenced: bool = True
-    #: Record the grant on this connection rather than on a private one (within a test's own
-    #: transaction nobody else would see its tables, and nothing may outlive it).
-    connection: BaseDatabaseWrapper | None = None
-    #: The caller is inside a transaction on the fence database.
-    in_transaction: bool = False
     #: Seconds that are left to the caller for waiting. A try isn't to take much longer; 0 if he
     #: doesn't wait for a holder.
     timeout: float = 0.0
     cancel: Cancel = field(default_factory=Cancel)
     #: Who was in the way at a try that didn't wait, for a backend to note that read it anyhow.
     seen: list[Holder] = field(default_factory=list)
-    #: For the service, not the backend: called when a try was in vain, before one waits. May raise.
+    #: For the service, not the backend: called with who was in the way, if that is known, when a
+    #: try was in vain, before one waits. May raise.
     before_waiting: Callable[[Sequence[Holder]], object] | None = None
+    #: Record the grant on this connection rather than on a private one (within a test's own
+    #: transaction nobody else would see its tables, and nothing may outlive it). The service says
+    #: so, and the next.
+    connection: BaseDatabaseWrapper | None = None
+    #: The caller is inside a transaction on the fence database.
+    in_transaction: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Grant:
     """A granted request."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from celery.app.task import Context
 
 from .. import logs, signals
+from ..backends.base import Request
 from ..exceptions import BackendUnavailable, LockNotAcquired
 from ..lease import Lease, clock, enter, leave
 from ..owners import Holder, new_owner, running_task, whoami
@@ -91,22 +92,22 @@ class Run:
         """Take the lock, or raise `LockNotAcquired`, or what `before_waiting` raises."""
         self._refuse_own_lock()
         started = clock()
-        seen: list[Holder] = []
-        lease = self.service.acquire(
+        request = Request(
             self.name,
-            ttl=self.policy.ttl or self.service.config.ttl,
-            timeout=self._patience(),
-            fenced=self.policy.fenced,
-            pattern=self.single.pattern(self.task),
-            who=self.who,
-            owner=self.owner,
-            cancel=self.shield.cancel,
-            max_hold=self.policy.max_hold,
-            seen=seen,
+            self.owner,
+            self.policy.ttl or self.service.config.ttl,
+            self.policy.fenced,
+            self._patience(),
+            self.shield.cancel,
             before_waiting=before_waiting,
         )
+        pattern = self.single.pattern(self.task)
+        lease = self.service.acquire(
+            request, self.who, pattern=pattern, max_hold=self.policy.max_hold
+        )
         if lease is None:
-            raise self.service.refusal(self.name, clock() - started, self.policy.fenced, seen)
+            waited = clock() - started
+            raise self.service.refusal(self.name, waited, request.fenced, request.seen)
         self.lease = lease
         return lease
 

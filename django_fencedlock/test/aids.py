@@ -127,14 +127,8 @@ _SOON = 0.01
 def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator[Lease]:
     # Not this thread nor this task, but on the test's connection all the same.
     somebody_else = object()
-    lease = control.acquire(
-        name,
-        ttl=control.config.ttl,
-        timeout=0,
-        fenced=fenced,
-        who=somebody_else,
-        owner=replace(new_owner(), thread="hold_lock"),
-    )
+    owner = replace(new_owner(), thread="hold_lock")
+    lease = control.acquire(Request(name, owner, control.config.ttl, fenced), somebody_else)
     if lease is None:
         raise control.refusal(name, 0)
     try:

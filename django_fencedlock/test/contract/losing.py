@@ -8,10 +8,12 @@ import time
 import pytest
 
 from ... import signals
+from ...backends.base import Request
 from ...exceptions import (
     LeaseLost,
 )
 from ...lease import Lease, clock
+from ...owners import new_owner
 from ..holders import AnotherProcess, AnotherThread, wait_until
 from . import acts
 from .acts import LONG
@@ -138,7 +140,7 @@ class LossContract(Contract):
 
     def take_bounded(self, name: str) -> Lease:
         """Take a free lock whose lease is renewed for a fifth of a second."""
-        lease = self.service.acquire(name, ttl=SHORT, timeout=0, max_hold=0.2)
+        lease = self.service.acquire(Request(name, new_owner(), SHORT), max_hold=0.2)
         assert lease is not None
         return lease
 

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from django_fencedlock import services, taking
+from django_fencedlock.backends.base import Request
 from django_fencedlock.exceptions import BackendUnavailable, LeaseLost, LockNotAcquired
 from django_fencedlock.keeper import Keeper
 from django_fencedlock.lease import Lease
+from django_fencedlock.owners import new_owner
 from django_fencedlock.services import Service
 
 from .server import Clock, Fault, Network, SimulatedBackend, Tables
@@ -136,7 +138,8 @@ class World:
     def _acquire(self, process: Process, step: Step) -> None:
         name = NAMES[step.name]
         had = process.leases.get(name)
-        lease = process.service.acquire(name, ttl=TTL, timeout=step.seconds, who=process.who)
+        request = Request(name, new_owner(), TTL, timeout=step.seconds)
+        lease = process.service.acquire(request, process.who)
         if lease is None:
             self.seen["refused"] += 1
             return
