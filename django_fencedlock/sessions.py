@@ -147,7 +147,10 @@ class Sessions:
     ) -> T:
         late: list[bool] = []
         keep = False
-        watch = watchdog.begin(self.timeout, partial(_cut, connection, late))
+        watch = None
+        # SQLite has nobody to wait for but another writer, and a time-out of its own for that.
+        if connection.vendor != "sqlite":
+            watch = watchdog.begin(self.timeout, partial(_cut, connection, late))
         try:
             try:
                 if self._prepares and not was_idle and not under_test():
@@ -155,7 +158,8 @@ class Sessions:
                     prepared.allow(connection)
                 done = work(connection)
             finally:
-                watchdog.end(watch)
+                if watch is not None:
+                    watchdog.end(watch)
             keep = True
             return done
         except Error as exc:
@@ -207,7 +211,7 @@ class NoAnswer(OperationalError):
 def _cut(connection: BaseDatabaseWrapper, late: list[bool]) -> None:
     late.append(True)
     raw = connection.connection
-    # MySQL's drivers have time-outs of their own, and SQLite has nobody to wait for.
+    # MySQL's drivers have time-outs of their own.
     if raw is not None and connection.vendor == "postgresql":
         with contextlib.suppress(Exception):
             cut(raw.fileno())

@@ -21,7 +21,9 @@ class Watchdog:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        self._changed = threading.Condition()
+        # One that a thread may take twice: what the garbage collector calls within may lock, too.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._ids = itertools.count()
         self._watched: dict[int, tuple[float, Callable[[], object]]] = {}
         self._wakes_at = math.inf
@@ -40,7 +42,7 @@ class Watchdog:
         """Call `bite` from another thread unless `end()` is called within `seconds`."""
         watch = next(self._ids)
         deadline = clock() + seconds
-        with self._changed:
+        with self._lock:
             if not self._runs:
                 threading.Thread(target=self._run, name="fencedlock-watchdog", daemon=True).start()
                 # Not before: where there are too many threads, the next statement tries again.
@@ -55,7 +57,7 @@ class Watchdog:
         """Don't call any more what `begin()` was given."""
         # Under the lock: a bite that has begun is over before this returns, so it never hits a
         # connection that was handed on.
-        with self._changed:
+        with self._lock:
             self._watched.pop(watch, None)
 
     def _run(self) -> None:

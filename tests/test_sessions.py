@@ -146,6 +146,24 @@ def test_a_statement_that_takes_too_long_is_cut_off():
     assert time.monotonic() - started < 5
 
 
+def test_a_wait_for_sqlites_file_ends_as_sqlite_says():
+    def wait(connection):
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA busy_timeout = 300")
+            cursor.execute("BEGIN IMMEDIATE")
+
+    writer, waiter = private("default", 1), Sessions("default", timeout=0.05)
+    try:
+        with writer.cursor() as cursor:
+            cursor.execute("BEGIN IMMEDIATE")
+            with pytest.raises(OperationalError, match="is locked") as caught:
+                waiter.run(wait)
+    finally:
+        writer.close()
+    # A holder has the lock then: nobody is to take it for a service that doesn't answer.
+    assert not isinstance(caught.value, NoAnswer)
+
+
 def test_a_burst_of_threads_uses_a_bounded_number_of_connections(pool):
     lock_, now, most = threading.Lock(), [0], [0]
 

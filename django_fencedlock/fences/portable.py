@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -86,12 +87,13 @@ class PortableLedger(Ledger):
     lock_free_rows = ""
 
     def _insert(self, cursor: Any, given: dict[str, Any]) -> bool:
-        cursor.execute(
-            f"{self.insert_or_ignore} INTO {INTO_HELD} "
-            f"VALUES ({VALUES}, {self.clock}, {self.clock}, {self.expiry})",
-            given,
-        )
+        cursor.execute(self._insertion, given)
         return bool(cursor.rowcount)
+
+    @cached_property
+    def _insertion(self) -> str:
+        times = f"{self.clock}, {self.clock}, {self.expiry}"
+        return f"{self.insert_or_ignore} INTO {INTO_HELD} VALUES ({VALUES}, {times})"
 
     def _take_over(self, cursor: Any, given: dict[str, Any]) -> bool:
         return self._overwrite(

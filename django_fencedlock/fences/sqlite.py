@@ -13,6 +13,13 @@ from .. import prepared
 from .ledger import FENCE, Entry
 from .portable import PortableLedger
 
+DRAW = (
+    f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
+    "ON CONFLICT (name) DO UPDATE SET token = token + (owner <> excluded.owner), "
+    "owner = excluded.owner"
+)
+DRAWN = f"SELECT token FROM {FENCE} WHERE name = %(name)s"
+
 #: The attribute of a connection that remembers its patience.
 _PATIENCE = "_fencedlock_patience"
 
@@ -57,13 +64,8 @@ class SQLiteLedger(PortableLedger):
 
     def _draw(self, cursor: Any, given: dict[str, Any]) -> int:
         """Raise the fence by one, unless this owner did so before, and return its token."""
-        cursor.execute(
-            f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
-            "ON CONFLICT (name) DO UPDATE SET token = token + (owner <> excluded.owner), "
-            "owner = excluded.owner",
-            given,
-        )
-        cursor.execute(f"SELECT token FROM {FENCE} WHERE name = %(name)s", given)
+        cursor.execute(DRAW, given)
+        cursor.execute(DRAWN, given)
         token: int = cursor.fetchone()[0]
         return token
 
