@@ -267,6 +267,19 @@ def test_of_several_rows_those_of_other_owners_are_left(connection, entry):
     assert ledger.look(connection, mine.name) is None
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["NULL", 'a"b', "a\\", '\\"', "{a,b}", "a, b", "it's", "50%", " x ", "a\nb", "\x1f", "Ä😀"],
+)
+def test_any_name_is_renewed_and_cleared_among_others(connection, entry, name):
+    entries = [replace(entry(), name=name), entry()]
+    for each in entries:
+        assert claim(connection, each)[0]
+    leases = [lease_of(each) for each in entries]
+    assert ledger_for(connection).renew(connection, leases) == {each.owner for each in leases}
+    assert ledger_for(connection).clear(connection, leases) == 2
+
+
 @pytest.mark.django_db(transaction=True, databases={"default", "mariadb"})
 def test_on_mariadb_no_token_is_drawn_for_a_row_that_went_to_somebody_else(entry):
     connection = connections["mariadb"]
