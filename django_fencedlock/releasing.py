@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from django.db import Error, connections
@@ -218,7 +218,29 @@ def _take(found: HeldBy, by: str, session: str) -> tuple[Revoked | None, Taken]:
     taken = service(found.alias).backend.take_away(
         found.name, found.holder.owner, token=revoked.token if revoked else None, session=session
     )
+    if revoked is not None and found.fenced and taken is Taken.FREED:
+        revoked = _revoked_again(found, by, revoked)
     return revoked, taken
+
+
+def _revoked_again(found: HeldBy, by: str, revoked: Revoked) -> Revoked:
+    """
+    Lift the fence once more, if it is the former holder's again.
+
+    A claim of his that reached the database twice, the second time between the lift and now, has
+    drawn a newer token for him.
+    """
+    try:
+        again = _revoke(found, by)
+    except (BackendUnavailable, ReleaseBlocked):
+        logger.warning(
+            "Whether lock %r was claimed as it was released by force can't be told",
+            found.name,
+            exc_info=True,
+            extra=logs.facts(name=found.name, alias=found.alias, owner=found.owner),
+        )
+        return revoked
+    return replace(revoked, token=again.token) if again and again.is_new else revoked
 
 
 def _session_to_end(found: HeldBy, end_session: bool | str) -> str:

@@ -251,3 +251,23 @@ def test_one_who_draws_a_newer_token_at_that_moment_is_fenced_off_too(
     assert (Fence.objects.get().token, Fence.objects.get().owner) == (done.token, "")
     assert backend.holder("x") is None
     assert backend._store.renew([lease_of(holder, grants[1])]) == [False]
+
+
+@real
+def test_a_claim_that_comes_again_at_that_moment_is_fenced_off_too(monkeypatch):
+    """The driver repeats a request whose first answer was lost, and a row knows its owner."""
+    backend, claim = service("default").backend, Request("x", new_owner(), 30.0)
+    grants = [backend.acquire(claim)]
+    take_away = backend.take_away
+
+    def after_it_came_again(*args, **kwargs):
+        grants.append(backend.acquire(claim))
+        return take_away(*args, **kwargs)
+
+    monkeypatch.setattr(backend, "take_away", after_it_came_again)
+    done = force_release("x", by="the boss")
+    assert (done.outcome, done.before) == (Outcome.FREED, "")
+    assert grants[1].token > grants[0].token
+    assert done.token > grants[1].token
+    assert (Fence.objects.get().token, Fence.objects.get().owner) == (done.token, "")
+    assert backend.holder("x") is None
