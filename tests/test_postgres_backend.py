@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from django_fencedlock.backends.postgres_home import Home
 from django_fencedlock.backends.postgres_waiting import Room
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable
+from django_fencedlock.fences import Entry, ledger_for
 from django_fencedlock.lease import Lease, clock
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.owners import new_owner
@@ -199,7 +201,9 @@ class TestGrants:
         assert (holder.owner, holder.token) == (first.owner, 1)
         assert backend.release(first)
         assert peer.holder(name) is None
-        assert take(peer, name).token == 2
+        second = take(peer, name)
+        fence = Fence.objects.using(ALIAS).get(name=name)
+        assert (fence.token, fence.owner) == (2, second.owner)
 
     def test_the_same_request_may_come_twice(self, backend: PostgresBackend, name: str) -> None:
         request = request_for(name)
@@ -236,6 +240,27 @@ class TestGrants:
             backend.wait(request_for(name), 1)
         assert backend._home.held == 0
         assert Fence.objects.using(ALIAS).get(name=name).token == 1
+
+    def test_a_refused_try_records_nothing(
+        self, backend: PostgresBackend, peer: PostgresBackend, name: str
+    ) -> None:
+        lease = take(backend, name)
+        assert peer.acquire(request_for(name)) is None
+        assert HeldLock.objects.using(ALIAS).get(name=name).owner == lease.owner
+        fence = Fence.objects.using(ALIAS).get(name=name)
+        assert (fence.token, fence.owner) == (lease.token, lease.owner)
+
+    @pytest.mark.parametrize("other", [{"alias": "other"}, {"backend": "redis"}])
+    def test_a_name_is_refused_as_long_as_it_is_live_at_another_service(
+        self, backend: PostgresBackend, name: str, other: dict[str, str]
+    ) -> None:
+        backend.release(take(backend, name))
+        entry = Entry(name, "default", "postgres", new_owner(), 30.0)
+        assert ledger_for(connections[ALIAS]).enter(connections[ALIAS], replace(entry, **other))
+        with pytest.raises(AliasConflict):
+            backend.acquire(request_for(name))
+        expire(name)
+        assert take(backend, name).token == 2
 
     def test_a_renewal_of_what_was_taken_away_is_a_loss_and_frees_the_key(
         self, backend: PostgresBackend, peer: PostgresBackend, name: str

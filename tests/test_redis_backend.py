@@ -980,6 +980,22 @@ def test_a_waiter_who_died_as_he_came_delays_the_next_for_one_claim(backend, cli
     assert waiter.done_at - released < CLAIM + SLACK
 
 
+def test_whatever_the_dead_leave_behind_runs_out(backend, client):
+    holder, keys = wish(), keys_of(backend)
+    backend._store.claim(holder)
+    first, _ = dead_waiter(backend)
+    dead_waiter(backend)
+    release_without_recheck(client, backend, holder)
+    assert left_over(client, backend) == {
+        keys.lock,
+        keys.queue,
+        keys.alive,
+        keys.mailbox(first.owner),
+    }
+    assert all(client.pttl(key) > 0 for key in left_over(client, backend))
+    assert client.pttl(keys.lock) <= 3000
+
+
 def test_a_paused_waiter_who_comes_back_has_his_old_place(backend, client):
     lease = take(backend)
     paused, place = dead_waiter(backend)

@@ -1029,8 +1029,13 @@ def test_giving_rows_to_another_lock_needs_both_leases(database):
             with refused(StaleFence, LedgerLine):
                 LedgerLine.objects.update(account=second)
             first.ledgerline_set.update(amount=6)
-    with LedgerLine.fencing.lock(account=second), refused(NoLease, LedgerLine):
-        LedgerLine.objects.update(account=second)
+    with LedgerLine.fencing.lock(account=second):
+        with refused(NoLease, LedgerLine):
+            LedgerLine.objects.update(account=second)
+        with LedgerLine.fencing.lock(account=first) as theirs:
+            overtake(theirs)
+            with refused(StaleFence, LedgerLine):
+                LedgerLine.objects.update(account=second)
 
 
 def test_a_row_that_was_moved_is_written_under_its_new_lock(database):
