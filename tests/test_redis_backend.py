@@ -725,9 +725,19 @@ def test_a_lease_that_ran_out_is_lost_if_somebody_came_and_went(backend, client)
     assert backend.is_free("lock")
 
 
+@recorded
+def test_a_lease_that_ran_out_is_lost_if_an_unfenced_holder_came(backend, client):
+    lease = take(backend, fenced=True)
+    client.delete(keys_of(backend).lock)
+    other = take(backend)
+    assert not backend.release(lease)
+    assert backend.verify(other)
+
+
 def test_an_unfenced_lease_that_ran_out_is_lost(backend, client):
     lease = take(backend)
     client.delete(keys_of(backend).lock)
+    assert not backend.verify(lease)
     assert backend.renew([lease]) == [Renewal.LOST]
     assert not backend.release(lease)
 
@@ -978,6 +988,15 @@ def test_a_waiter_who_died_as_he_came_delays_the_next_for_one_claim(backend, cli
     waiter = Waiter(backend, wish())
     waiter.join()
     assert waiter.done_at - released < CLAIM + SLACK
+
+
+def test_who_comes_while_the_servers_clock_goes_back_stands_behind(backend, client):
+    take(backend)
+    first, _ = dead_waiter(backend, pause=0)
+    queue = keys_of(backend).queue
+    client.zincrby(queue, 3_600_000_000, first.owner.id)
+    second, _ = dead_waiter(backend, pause=0)
+    assert client.zrange(queue, 0, -1) == [first.owner.id, second.owner.id]
 
 
 def test_whatever_the_dead_leave_behind_runs_out(backend, client):
