@@ -189,7 +189,7 @@ class Sessions:
 
 
 class _DeadWhileIdle(Exception):
-    """The connection can't be used any more, and nothing was done on it."""
+    """An idle connection turned out to be of no use: the work is to be done on a fresh one."""
 
 
 def _usable(connection: BaseDatabaseWrapper) -> bool:

@@ -266,6 +266,7 @@ class TestGrants:
         backend._home.ask(lambda: session.unlock(key))
         other = peer._home
         other.ask(lambda: other.session().one("SELECT pg_advisory_lock(%(key)s)", {"key": key}))
+        assert not backend.verify(lease)
         assert backend.renew([lease]) == [Renewal.LOST]
         other.ask(lambda: other.session().unlock(key))
 
@@ -294,6 +295,39 @@ class TestGrants:
             assert listed == [(lease.handle.session.pid,)]
             assert backend.release(lease)
             waiter.join(10)
+
+    def test_a_row_that_is_anothers_by_now_is_lost_and_left_alone(self, backend, name):
+        lease, rows = take(backend, name), HeldLock.objects.using(ALIAS).filter(name=name)
+        expire(name)
+        rows.update(owner="another")
+        before = rows.values().get()
+        assert not backend.verify(lease)
+        assert backend.renew([lease]) == [Renewal.LOST]
+        assert not backend.release(lease)
+        assert rows.values().get() == before
+
+    def test_what_was_lost_already_is_neither_verified_nor_renewed(self, backend, name):
+        lease = take(backend, name)
+        assert backend.release(lease)
+        following = take(backend, name)
+        assert not backend.verify(lease)
+        assert backend.renew([lease, following]) == [Renewal.LOST, Renewal.KEPT]
+
+    def test_one_who_was_struck_gives_back_what_is_his_alone(self, backend, name):
+        lease = take(backend, name)
+        backend.abandon(request_for(name))
+        assert backend.verify(lease)
+        assert backend._home.held == 1
+
+    def test_an_unfenced_key_that_went_to_another_session_is_not_verified(
+        self, backend, peer, name, key
+    ):
+        lease, other = take(backend, name, fenced=False), peer._home
+        session = lease.handle.session
+        backend._home.ask(lambda: session.unlock(key))
+        other.ask(lambda: other.session().one("SELECT pg_advisory_lock(%(key)s)", {"key": key}))
+        assert not backend.verify(lease)
+        other.ask(lambda: other.session().unlock(key))
 
     def test_an_unfenced_lock_whose_key_is_gone_is_lost(self, backend, name, key):
         lease = take(backend, name, fenced=False)
@@ -425,3 +459,47 @@ class TestHungHolders:
         HeldLock.objects.using(ALIAS).filter(name=name).update(session_started="2020-01-01T00:00Z")
         assert not self.end(peer, name)
         assert not lease.handle.session.closed
+
+    def test_one_who_has_another_lock_than_the_row_tells_is_left_alone(
+        self, backend, peer, name, key
+    ):
+        lease = take(backend, name)
+        expire(name)
+        HeldLock.objects.using(ALIAS).filter(name=name).update(session_key=key + 1)
+        assert not self.end(peer, name)
+        assert not lease.handle.session.closed
+
+    def test_rows_of_a_former_session_of_his_number_dont_count(self, backend, peer, name):
+        take(backend, name)
+        other = take(backend, f"{name}:other")
+        HeldLock.objects.using(ALIAS).filter(name=other.name).update(
+            session_started="2020-01-01T00:00Z"
+        )
+        expire(name)
+        assert self.end(peer, name)
+
+
+@POSTGRES
+@pytest.mark.parametrize(
+    "other", [{"owner": "another"}, {"session_key": 1}, {"session_started": "2020-01-01T00:00Z"}]
+)
+def test_whose_session_has_a_lock_is_told_by_all_of_his_row(backend, peer, name, other):
+    """The session of a dead holder is ended by it, and that of nobody else."""
+    lease = take(backend, name)
+    given = {"name": name, "owner": lease.owner}
+    pid = lease.handle.session.pid
+    assert peer._look(name, statements.HAS_KEY, given) == [(1,)]
+    HeldLock.objects.using(ALIAS).filter(name=name).update(**other)
+    assert peer._look(name, statements.END_ORPHAN, given) == []
+    if "session_started" not in other:
+        assert peer._look(name, statements.HAS_KEY, given) == []
+        assert peer._look(name, statements.EVICT, given)[0][0] is None
+    assert backend._home.ask(lambda: backend._home.session().pid) == pid
+
+
+@POSTGRES
+def test_a_holder_is_told_by_the_row_of_his_own_session_alone(backend, peer, name):
+    lease = take(backend, name)
+    assert peer.holder(name).owner == peer.holders([name])[name].owner == lease.owner
+    HeldLock.objects.using(ALIAS).filter(name=name).update(session_pid=1)
+    assert peer.holder(name).owner == peer.holders([name])[name].owner == ""
