@@ -69,7 +69,7 @@ class TakesLeases:
     def _grant(self, request: Request, deadline: float) -> Grant | None:
         grant = self.backend.acquire(request)
         left = deadline - clock()
-        if grant is not None or left <= 0:
+        if grant is not None or (left <= 0 and not request.place):
             return grant
         if request.connection is not None:
             # In a test's own transaction this very thread would have to give the lock back.

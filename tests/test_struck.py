@@ -13,8 +13,7 @@ import pytest
 from django.db import connections
 
 from django_fencedlock import lock, locks, services, sessions, taking
-from django_fencedlock.backends import database, postgres_home, postgres_taking
-from django_fencedlock.owners import whoami
+from django_fencedlock.backends import database, postgres_home, postgres_taking, redis
 from django_fencedlock.services import service
 from django_fencedlock.taking import TakesLeases
 from tests.test_registry import BACKENDS
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "post
 #: Where the strikes hit.
 FILES = {
     each.__file__
-    for each in (locks, services, taking, sessions, database, postgres_taking, postgres_home)
+    for each in (locks, services, taking, sessions, database, postgres_taking, postgres_home, redis)
 }
 
 
@@ -92,19 +91,33 @@ def test_no_line_leaves_a_lock(backend, how):
     assert place > 20
 
 
-def take_struck(how, place):
-    strike, mine = Strike(place), lock(f"x{place}", blocking_timeout=0)
+def take_struck(how, place, name="x{}", timeout=0):
+    strike, mine = Strike(place), lock(name.format(place), blocking_timeout=timeout)
+    lease = None
     with strike:
         if how == "acquire":
-            mine.acquire()
+            lease = mine.acquire()
         else:
             with mine:
                 strike.end()
     was_struck = strike.left <= 0
-    if how == "acquire" and not was_struck:
-        mine._service.lease_of(mine.name, whoami()).release()
+    if lease is not None:
+        lease.release()
     connections.close_all()
     return was_struck
+
+
+@pytest.mark.parametrize("backend", ["redis"], indirect=True)
+def test_no_line_leaves_anybody_in_line(backend):
+    """He would be handed the lock, and keep it from the others for seconds."""
+    with lock("x"):
+        for place in itertools.count(1):
+            with ThreadPoolExecutor(1) as thread:
+                was_struck = thread.submit(take_struck, "acquire", place, "x", 0.01).result()
+            assert backend.waiting(["x"]) == {"x": 0}, place
+            if not was_struck:
+                break
+    assert place > 20
 
 
 def test_what_was_noted_already_is_nobodys(backend, monkeypatch):

@@ -79,6 +79,13 @@ class Request:
     connection: BaseDatabaseWrapper | None = None
     #: The caller is inside a transaction on the fence database.
     in_transaction: bool = False
+    #: Of one who stands in line since his try was refused: what `wait()` is to know of it.
+    place: list[Any] = field(default_factory=list)
+
+    @property
+    def will_wait(self) -> bool:
+        """Whether he who is refused waits at once: nothing is asked, or may fail, in between."""
+        return self.timeout > 0 and self.before_waiting is None and self.connection is None
 
 
 @dataclass(slots=True)
@@ -150,10 +157,19 @@ class Backend(ABC):
 
     @abstractmethod
     def acquire(self, request: Request) -> Grant | None:
-        """Try once. None if somebody else holds the lock."""
+        """
+        Try once. None if somebody else holds the lock.
+
+        He who `will_wait` may stand in line from then on. He has a `request.place` if so, and
+        `wait()` is called whatever time is left, or `abandon()`.
+        """
 
     def wait(self, request: Request, timeout: float) -> Grant | None:
-        """Wait in line for up to `timeout` seconds; None if time ran out or it was cancelled."""
+        """
+        Wait in line for up to `timeout` seconds; None if time ran out or it was cancelled.
+
+        He has left the line then, or if it raises.
+        """
         raise NotImplementedError
 
     @abstractmethod

@@ -84,16 +84,27 @@ class RedisBackend(Backend):
     # Acquiring
 
     def acquire(self, request: Request) -> Grant | None:
-        since = clock()
         try:
-            answer = self._store.claim(request)
-            if isinstance(answer, InLine) and self._evict_dead(request, answer):
-                since = clock()
-                answer = self._store.claim(request)
-            return None if isinstance(answer, InLine) else self._granted(request, answer, since)
+            answer = self._claim(request, "0" if request.will_wait else None)
         except BaseException as exc:
             self._give_back_after(request, exc)
             raise
+        if not isinstance(answer, InLine):
+            return answer
+        if request.will_wait:
+            request.place[:] = [answer]
+        return None
+
+    def _claim(self, request: Request, arrival: str | None) -> Grant | InLine | None:
+        """Claim the lock; None if a grant of it couldn't be recorded, and was given back."""
+        while True:
+            since = clock()
+            answer = self._store.claim(request, arrival)
+            if not isinstance(answer, InLine):
+                return self._granted(request, answer, since)
+            if not self._evict_dead(request, answer):
+                return answer
+            arrival = arrival and answer.arrival
 
     def _evict_dead(self, request: Request, refused: InLine) -> bool:
         """Free the lock if the process is gone of him who was in the way."""
@@ -103,23 +114,23 @@ class RedisBackend(Backend):
 
     def wait(self, request: Request, timeout: float) -> Grant | None:
         deadline = clock() + timeout
-        arrival = "0"
+        pause, arrival = 0.0, "0"
+        if request.place:
+            pause, arrival, _ = request.place.pop()
         with self._given_back_on_error(request), self._store.mailbox(request) as mailbox:
             while not request.cancel:
-                since = clock()
-                answer = self._store.claim(request, arrival)
+                if pause:
+                    left = deadline - clock()
+                    if left <= 0:
+                        return self._leave(request)
+                    mailbox.wait(min(pause, left))
+                answer = self._claim(request, arrival)
                 if isinstance(answer, InLine):
-                    pause, arrival = answer.pause, answer.arrival
-                    if self._evict_dead(request, answer):
-                        continue
-                elif grant := self._granted(request, answer, since):
-                    return grant
+                    pause, arrival, _ = answer
+                elif answer is not None:
+                    return answer
                 else:
                     pause = PINNED
-                left = deadline - clock()
-                if left <= 0:
-                    return self._leave(request)
-                mailbox.wait(min(pause, left))
             self._give_back(request)
             return None
 

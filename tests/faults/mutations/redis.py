@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutation import REDIS, Mutation
 
 _BACKEND = "tests/test_redis_backend.py"
+_TAKING = "tests/test_taking.py"
 
 MUTATIONS = (
     Mutation(
@@ -213,5 +214,40 @@ MUTATIONS = (
         "            self._give_back(request)\n            return None\n\n    def _leave",
         "            return None\n\n    def _leave",
         (_BACKEND, REDIS),
+    ),
+    Mutation(
+        "Who will wait tries once before he stands in line",
+        "backends/redis.py",
+        'answer = self._claim(request, "0" if request.will_wait else None)',
+        "answer = self._claim(request, None)",
+        (_TAKING,),
+    ),
+    Mutation(
+        "Who doesn't wait stands in line all the same",
+        "backends/redis.py",
+        'answer = self._claim(request, "0" if request.will_wait else None)',
+        'answer = self._claim(request, "0")',
+        (_TAKING, _BACKEND),
+    ),
+    Mutation(
+        "Who is asked whether to wait stands in line meanwhile",
+        "backends/base.py",
+        "return self.timeout > 0 and self.before_waiting is None and self.connection is None",
+        "return self.timeout > 0 and self.connection is None",
+        (_TAKING,),
+    ),
+    Mutation(
+        "Who can't wait, in a test's transaction, stays in line",
+        "backends/base.py",
+        "return self.timeout > 0 and self.before_waiting is None and self.connection is None",
+        "return self.timeout > 0 and self.before_waiting is None",
+        (_TAKING,),
+    ),
+    Mutation(
+        "Whose time is up after his first try stays in line",
+        "taking.py",
+        "        if grant is not None or (left <= 0 and not request.place):",
+        "        if grant is not None or left <= 0:",
+        (_TAKING,),
     ),
 )
