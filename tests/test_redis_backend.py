@@ -755,6 +755,52 @@ def test_a_batch_is_renewed_in_one_round_trip_each_by_its_own_ttl(backend, serve
         assert 4000 < left - number * 1000 <= 5000
 
 
+def test_many_leases_are_renewed_by_one_request_for_each_hundred(backend, server, client):
+    leases = [take(backend, f"lock{number}") for number in range(201)]
+    backend.renew(leases)
+    client.pexpire(keys_of(backend, "lock200").lock, 100)
+    with server.monitor() as seen:
+        assert backend.renew(leases) == [Renewal.KEPT] * 201
+    assert [command.name for command in sent(seen)] == ["EVALSHA"] * 3
+    assert client.pttl(keys_of(backend, "lock200").lock) > 9000
+
+
+@recorded
+def test_each_lease_of_a_batch_has_its_own_answer(backend, client):
+    first, taken, run_out, overtaken, last = (
+        take(backend, name, fenced=True) for name in ("a", "b", "c", "d", "e")
+    )
+    client.delete(*(keys_of(backend, name).lock for name in ("b", "c", "d")))
+    take(backend, "b", fenced=True)
+    take_and_release(backend, name="d", fenced=True)
+    answers = backend.renew([first, taken, run_out, overtaken, last])
+    kept, lost = Renewal.KEPT, Renewal.LOST
+    assert answers == [kept, lost, kept, lost, kept]
+    assert str(backend.holder("c")) == str(run_out.holder)
+
+
+@recorded
+def test_an_earlier_token_of_the_same_owner_is_not_renewed(backend, client):
+    request = wish(fenced=True)
+    former = lease_of(request, backend.acquire(request))
+    client.delete(keys_of(backend).lock)
+    take_and_release(backend, fenced=True)
+    newer = backend.acquire(request)
+    assert newer.token > former.token
+    assert backend.renew([former]) == [Renewal.LOST]
+
+
+def test_a_cluster_behind_a_client_of_one_server_renews_leases_one_by_one(make_any_redis):
+    """As a proxy has it: no script gets keys of several slots."""
+    server = make_any_redis("--cluster-enabled", "yes")
+    server.execute("CLUSTER", "ADDSLOTS", *range(16384))
+    wait_until(lambda: "state:ok" in str(server.execute("CLUSTER", "INFO")), "the cluster")
+    with contextlib.closing(RedisBackend(config_of(server.url))) as backend:
+        leases = [take(backend, name) for name in "abc"]
+        lost = lease_of(wish("a"), Grant(None, 0))
+        assert backend.renew([*leases, lost]) == [Renewal.KEPT] * 3 + [Renewal.LOST]
+
+
 @recorded
 @pytest.mark.parametrize("fenced", [True, False])
 def test_a_lease_counts_from_before_it_was_asked_for(backend, monkeypatch, fenced):

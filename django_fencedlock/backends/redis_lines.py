@@ -94,6 +94,8 @@ def lines(client: Any) -> Lines | None:
 
 def ask_many(asked: Any, commands: Sequence[Command]) -> list[Any]:
     """Have a client, or lines, execute commands that are sent at once; see Lines.ask_many()."""
+    if not commands:
+        return []
     if isinstance(asked, Lines):
         return asked.ask_many(commands)
     if isinstance(asked, RedisCluster):

@@ -286,6 +286,22 @@ redis.call('SET', KEYS[1], head .. token .. ':' .. ARGV[3], 'PX', ARGV[2])
 return token
 """)
 
+# Of many locks, KEYS their lock keys: no cluster has those in one slot.
+# ARGV     of each, "owner:token:" and ttl in ms
+# returns  of each, 1 if it is the owner's and was renewed, or 0: RENEW tells more
+EXTEND = Script("""
+local answers = {}
+for place, key in ipairs(KEYS) do
+  local head = ARGV[2 * place - 1]
+  local held = redis.call('GET', key)
+  answers[place] = '0'
+  if held and string.sub(held, 1, #head) == head then
+    answers[place] = redis.call('PEXPIRE', key, ARGV[2 * place])
+  end
+end
+return table.concat(answers)
+""")
+
 # A lease that ran out is renewed if nobody came since: the counter tells, if it was fenced.
 # ARGV     owner, ttl in ms, words, token (0 if unfenced)
 # returns  1 if it was renewed, else 0

@@ -22,6 +22,7 @@ from .redis_lines import ask_many, lines
 from .redis_scripts import (
     ACQUIRE,
     BEAT,
+    EXTEND,
     GATE,
     LEAVE,
     RECHECK,
@@ -32,6 +33,9 @@ from .redis_scripts import (
 )
 
 logger = logging.getLogger(__name__)
+
+#: So many leases are renewed by one script, and nobody else is served meanwhile.
+AT_ONCE = 100
 
 
 class Keys(NamedTuple):
@@ -172,9 +176,28 @@ class Store:
 
     def renew(self, leases: Sequence[Lease]) -> list[bool | Exception]:
         """Renew leases in one batch: whether each was, or why that one couldn't be asked."""
-        calls = [(self._keys(lease.name), _renewal(lease)) for lease in leases]
-        answers = RENEW.run_many(self._link.asked, calls)
-        return [each if isinstance(each, Exception) else bool(each) for each in answers]
+        extended = self._extend(leases)
+        rest = [lease for lease in leases if lease not in extended]
+        calls = [(self._keys(lease.name)[:2], _renewal(lease)) for lease in rest]
+        answers = dict(zip(rest, RENEW.run_many(self._link.asked, calls), strict=True))
+        found = [answers.get(lease, True) for lease in leases]
+        return [each if isinstance(each, Exception) else bool(each) for each in found]
+
+    def _extend(self, leases: Sequence[Lease]) -> set[Lease]:
+        """Renew those whose keys say so, many by one request; returns them."""
+        if redis_client.is_cluster(self.client):
+            return set()
+        batches = [leases[start : start + AT_ONCE] for start in range(0, len(leases), AT_ONCE)]
+        calls = []
+        for batch in batches:
+            terms = [term for lease in batch for term in (_head(lease), _milliseconds(lease))]
+            calls.append(([self._keys(lease.name).lock for lease in batch], terms))
+        extended = set()
+        for batch, answer in zip(batches, EXTEND.run_many(self._link.asked, calls), strict=True):
+            # An error may be about one lease alone, or a proxy may have a cluster behind it.
+            told = "" if isinstance(answer, Exception) else _text(answer)
+            extended |= {lease for lease, each in zip(batch, told, strict=False) if each == "1"}
+        return extended
 
     def release(self, lease: Lease) -> bool:
         """Free the lock, or hand it on; False if somebody else came before."""
@@ -189,7 +212,7 @@ class Store:
         keys = self._keys(lease.name)
         held, drawn = map(_text, self.client.mget(keys.lock, keys.seq))
         if held:
-            return held.startswith(f"{lease.owner}:{_token(lease)}:")
+            return held.startswith(_head(lease))
         return lease.fenced and int(drawn.partition(":")[0] or 0) <= lease.token
 
     def is_free(self, name: str) -> bool:
@@ -296,7 +319,16 @@ def _terms(request: Request) -> tuple[str, int, str, int]:
 
 
 def _renewal(lease: Lease) -> tuple[str, int, str, int]:
-    return lease.owner, math.ceil(lease.ttl * 1000), _words(lease.holder), _token(lease)
+    return lease.owner, _milliseconds(lease), _words(lease.holder), _token(lease)
+
+
+def _milliseconds(lease: Lease) -> int:
+    return math.ceil(lease.ttl * 1000)
+
+
+def _head(lease: Lease) -> str:
+    """What the key of the lock begins with as long as it is the lease's."""
+    return f"{lease.owner}:{_token(lease)}:"
 
 
 def _words(owner: Owner) -> str:
