@@ -170,7 +170,8 @@ class Lock(_Terms):
         try:
             lease.release()
         except BackendUnavailable as exc:
-            _note_unreleased(lease, exc)
+            # The work is done, and the lock runs out by itself.
+            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
         _raise_loss(lease, error)
 
     def __call__(self, function: F) -> F:
@@ -256,7 +257,7 @@ class AsyncLock(_Terms):
         try:
             await self._service.arelease(lease, lease.who)
         except BackendUnavailable as exc:
-            _note_unreleased(lease, exc)
+            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
         finally:
             leave(lease)
         _raise_loss(lease, error)
@@ -339,16 +340,6 @@ def _raise_loss(lease: Lease, error: BaseException | None) -> None:
         raise lease.loss()
 
 
-def _note_unreleased(lease: Lease, exc: BackendUnavailable) -> None:
-    # The work is done, and the lock runs out by itself.
-    logger.warning(
-        "Lock %r couldn't be released and is left to run out: %s",
-        lease.name,
-        exc,
-        extra=logs.about(lease, reason=str(exc)),
-    )
-
-
 class _Handover:
     """
     Brings a lease from the thread that took it to the coroutine that wants it.
@@ -388,4 +379,4 @@ class _Handover:
         try:
             self._service.release(lease, lease.who)
         except BackendUnavailable as exc:
-            _note_unreleased(lease, exc)
+            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 # A record has attributes of its own, such as "name": hence what these begin with.
@@ -28,4 +29,16 @@ def about(lease: Any, **known: Any) -> dict[str, Any]:
         token=lease.token if lease.fenced else None,
         owner=lease.owner,
         **known,
+    )
+
+
+def left_to_run_out(
+    logger: logging.Logger, name: str, error: BaseException, known: dict[str, Any]
+) -> None:
+    """Log, with the ``extra`` that is known, that a lock couldn't be given back."""
+    logger.warning(
+        "Lock %r couldn't be given back, and is left to run out: %s",
+        name,
+        error,
+        extra={**known, **facts(reason=str(error))},
     )

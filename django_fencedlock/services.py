@@ -301,13 +301,8 @@ class Service(TakesLeases):
             lease.entries = 1
             try:
                 self.release(lease, who)
-            except BackendUnavailable:
-                logger.warning(
-                    "Lock %r is left to run out",
-                    lease.name,
-                    exc_info=True,
-                    extra=logs.about(lease),
-                )
+            except BackendUnavailable as exc:
+                logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
 
     def drop_all(self) -> None:
         """Give back whatever is held, as far as it goes. For the end of a test."""

@@ -138,19 +138,14 @@ class TakesLeases:
         lease.released = True
         try:
             self.backend.release(lease)
-        except BackendUnavailable:
-            logger.warning(
-                "Lock %r is left to run out", lease.name, exc_info=True, extra=logs.about(lease)
-            )
+        except BackendUnavailable as exc:
+            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
 
     def _abandon(self, request: Request) -> None:
         """Give back what a request may have got whose caller was struck, and won't know of it."""
         try:
             self.backend.abandon(request)
-        except (BackendUnavailable, RuntimeError):
-            logger.warning(
-                "Lock %r is left to run out, if it was granted",
-                request.name,
-                exc_info=True,
-                extra=logs.facts(name=request.name, alias=self.config.alias),
-            )
+        except (BackendUnavailable, RuntimeError) as exc:
+            # If it was granted at all.
+            known = logs.facts(name=request.name, alias=self.config.alias, owner=request.owner.id)
+            logs.left_to_run_out(logger, request.name, exc, known)

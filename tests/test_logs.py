@@ -9,9 +9,10 @@ import pytest
 
 import django_fencedlock
 from django_fencedlock import LeaseLost, LockNotAcquired, lock
-from django_fencedlock.exceptions import StaleFence
+from django_fencedlock.exceptions import BackendUnavailable, StaleFence
 from django_fencedlock.logs import KEYS, PREFIX
 from django_fencedlock.models import Fence
+from django_fencedlock.services import service
 from django_fencedlock.test import hold_lock, lose
 from tests.models import Invoice
 from tests.test_docs import ROOT, _table
@@ -102,6 +103,25 @@ def test_a_refused_write_is_an_error(records):
         *("django_fencedlock.fences.pinning", "ERROR"),
     )
     assert facts(transaction)["token"] == lease.token
+
+
+def test_a_lock_that_could_not_be_given_back_is_a_warning(records, monkeypatch):
+    def fail(lease):
+        raise BackendUnavailable("gone fishing", name=lease.name, alias=lease.alias)
+
+    with lock("x") as lease:
+        monkeypatch.setattr(service("default").backend, "release", fail)
+    (record,) = records
+    assert (record.name, record.levelname) == ("django_fencedlock.locks", "WARNING")
+    message = "Lock 'x' couldn't be given back, and is left to run out: gone fishing"
+    assert record.getMessage() == message
+    assert facts(record) == {
+        "name": "x",
+        "alias": "default",
+        "token": lease.token,
+        "owner": lease.owner,
+        "reason": "gone fishing",
+    }
 
 
 def calls():

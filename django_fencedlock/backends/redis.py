@@ -155,15 +155,9 @@ class RedisBackend(Backend):
     def _give_back(self, request: Request) -> None:
         try:
             self._store.give_back(request.name, request.owner.id)
-        except RedisError:
-            logger.warning(
-                "Lock %r is left to run out",
-                request.name,
-                exc_info=True,
-                extra=logs.facts(
-                    name=request.name, alias=self.config.alias, owner=request.owner.id
-                ),
-            )
+        except RedisError as exc:
+            known = logs.facts(name=request.name, alias=self.config.alias, owner=request.owner.id)
+            logs.left_to_run_out(logger, request.name, exc, known)
 
     # Recording
 

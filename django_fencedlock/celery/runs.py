@@ -171,9 +171,7 @@ class Run:
             self.service.release(lease, self.who)
         except BackendUnavailable as exc:
             # The work is done, and the lock runs out by itself.
-            logger.warning(
-                "Lock %r is left to run out: %s", lease.name, exc, extra=self.facts(reason=str(exc))
-            )
+            logs.left_to_run_out(logger, lease.name, exc, self.facts())
 
     def give_back_left_over(self) -> None:
         """Give back what a time limit, which may strike anywhere, kept from being given back."""
