@@ -69,14 +69,14 @@ MUTATIONS = (
     Mutation(
         "A lost lease is entered again",
         "services.py",
-        "        if lease.lost:\n            raise lease.loss()\n        if fenced and",
-        "        if fenced and",
+        "        if lease.lost:\n            raise lease.loss()\n        if request.fenced and",
+        "        if request.fenced and",
         (_SERVICES, ON_SQLITE),
     ),
     Mutation(
         "What was taken unfenced is entered again as fenced",
         "services.py",
-        "        if fenced and not lease.fenced:",
+        "        if request.fenced and not lease.fenced:",
         "        if False:",
         (_SERVICES, ON_SQLITE),
     ),

@@ -274,8 +274,8 @@ MUTATIONS = (
     Mutation(
         "A connection that was struck in mid-statement is used again",
         "sessions.py",
-        "        keep = False\n        watch = watchdog",
-        "        keep = True\n        watch = watchdog",
+        "        keep = False\n        watch = None",
+        "        keep = True\n        watch = None",
         (_SESSIONS,),
     ),
     Mutation(
