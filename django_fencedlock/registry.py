@@ -17,12 +17,12 @@ from . import conf
 from .backends.base import remedy_for
 from .exceptions import BackendUnavailable, SettingsError
 from .fences import ledger_for
-from .fences.blocking import named
+from .fences.blocking import named, pinned_by
 from .fences.contenders import STALE
 from .models.tables import Contender, HeldLock, LockEvent
 from .owners import Holder, place_in_words
 from .services import service
-from .sessions import ask, bounded
+from .sessions import bounded
 
 T = TypeVar("T")
 #: By alias and name, as far as the services could be asked.
@@ -32,8 +32,6 @@ Holders = dict[str, dict[str, Holder | None]]
 BATCH = 10_000
 #: Seconds within which a database answers one question of those who list and show locks.
 ANSWERED = 5.0
-#: Seconds for finding out who keeps a fence locked.
-BRIEFLY = 2.0
 #: So many are shown of one lock.
 MOST_WAITERS, MOST_EVENTS = 100, 100
 
@@ -269,7 +267,7 @@ def _aware(value: datetime) -> datetime:
 
 
 @dataclass
-class Fenced:
+class KnownFence:
     """What one database knows of a lock name."""
 
     database: str
@@ -320,7 +318,7 @@ class Portrait:
     """All that is known of a lock name."""
 
     name: str
-    fences: list[Fenced] = field(default_factory=list)
+    fences: list[KnownFence] = field(default_factory=list)
     entries: list[ListedLock] = field(default_factory=list)
     services: list[Asked] = field(default_factory=list)
     #: The oldest first.
@@ -358,7 +356,7 @@ def _draw(found: Portrait, database: str, silent: dict[str, str]) -> None:
     connection, name = connections[database], found.name
     newest = ledger_for(connection).newest(connection, name)
     if newest is not None:
-        found.fences.append(Fenced(database, *newest, pinned_by=_pinned_by(database, name)))
+        found.fences.append(KnownFence(database, *newest, pinned_by=pinned_by(database, name)))
     rows = list(HeldLock.objects.using(database).filter(name=name))
     found.entries += entries(database, rows, silent)
     found.waiters += waiters(database, name)
@@ -388,13 +386,6 @@ def history(database: str, name: str) -> Iterator[Happened]:
             note=row.note,
             times=row.times,
         )
-
-
-def _pinned_by(database: str, name: str) -> str:
-    try:
-        return ask(database, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name)) or ""
-    except Error:
-        return ""
 
 
 def _asked(alias: str, name: str, silent: dict[str, str]) -> Asked:

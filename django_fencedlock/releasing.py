@@ -18,18 +18,18 @@ from . import conf, logs, names, signals
 from .backends.base import HoldingSession, Taken, is_table_missing
 from .exceptions import BackendUnavailable, ReleaseBlocked
 from .fences import Row, ledger_for
-from .fences.blocking import named, tables_locked_by
+from .fences.blocking import named, pinned_by, tables_locked_by
 from .fences.revoking import Revoked, Revoking
 from .lease import clock
 from .owners import Holder
 from .services import Service, service
-from .sessions import ask, sessions
+from .sessions import sessions
 from .texts import visible
 from .transactions import lent_by_test
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for finding out who keeps a fence locked.
+#: Seconds for a look at the registry.
 BRIEFLY = 2.0
 #: Seconds within which a session that got a lock has recorded it, if it is fenced.
 RECORDED = 0.4
@@ -280,13 +280,8 @@ def _revoke(found: HeldBy, by: str) -> Revoked | None:
 
 def _blocked(found: HeldBy, using: str) -> ReleaseBlocked:
     obstacle = ledger_for(connections[using]).obstacle.format(using=using)
-    blocker = None
-    try:
-        if lent_by_test(using) is None:
-            blocker = ask(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, found.name))
-    except Error:
-        logger.debug("Who has a fence locked can't be told", exc_info=True)
-    if blocker is None and (blocker := tables_locked_by(using) or None):
+    blocker = pinned_by(using, found.name)
+    if not blocker and (blocker := tables_locked_by(using)):
         obstacle = f"a table of locks is locked in {using!r}"
     who = f": {blocker}" if blocker else ""
     return ReleaseBlocked(
@@ -295,7 +290,7 @@ def _blocked(found: HeldBy, using: str) -> ReleaseBlocked:
         name=found.name,
         alias=found.alias,
         holder=found.holder,
-        blocker=blocker,
+        blocker=blocker or None,
     )
 
 

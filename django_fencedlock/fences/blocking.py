@@ -1,4 +1,4 @@
-"""Who keeps a question to the tables waiting, for the error about it."""
+"""Who keeps a question to the tables, or the next grant, waiting: for people to be told."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ def tables_locked_by(using: str) -> str:
         return ask(using, BRIEFLY, lambda own: ledger_for(own).tables_locked_by(own)) or ""
     except Error:
         logger.debug("Who has a table locked can't be told", exc_info=True)
+        return ""
+
+
+def pinned_by(using: str, name: str) -> str:
+    """Say whose open transaction has a fence locked; empty if nobody's, or if it can't be told."""
+    if lent_by_test(using) is not None:
+        # From outside, the test's own transaction would seem to be in the way.
+        return ""
+    try:
+        return ask(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name)) or ""
+    except Error:
+        logger.debug("Who has a fence locked can't be told", exc_info=True)
         return ""
 
 
