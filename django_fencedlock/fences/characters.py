@@ -8,6 +8,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..texts import in_ascii
 
+#: So many characters of a text for people are kept, where the table is one for people alone.
+LONGEST = 400
+
 _WORDS = ("host", "thread", "task_name", "task_id")
 
 
@@ -25,9 +28,9 @@ def knows(connection: BaseDatabaseWrapper, text: str) -> bool:
         return str(cursor.fetchone()[0]).startswith("utf8")
 
 
-def storable(connection: BaseDatabaseWrapper, text: str) -> str:
-    """A text for people, with what a column doesn't know as an escape."""
-    return text if knows(connection, text) else in_ascii(text)
+def storable(connection: BaseDatabaseWrapper, text: str, longest: int | None = None) -> str:
+    """A text for people, with what a column doesn't know as an escape, and not longer than that."""
+    return (text if knows(connection, text) else in_ascii(text))[:longest]
 
 
 def words_storable(connection: BaseDatabaseWrapper, values: dict[str, Any]) -> dict[str, Any]:

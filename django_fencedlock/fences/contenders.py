@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .characters import storable
+from .characters import LONGEST, storable
 from .ledger import listed
 from .records import Statements
 
@@ -13,8 +13,6 @@ CONTENDERS = "django_fencedlock_contender"
 
 #: Seconds after which a row is no more believed that wasn't written again.
 STALE = 30.0
-#: So many characters of a text are kept.
-LONGEST = 400
 #: Rows that are written by one statement. SQLite's limit was 999 parameters for long.
 BATCH = 100
 
@@ -44,9 +42,9 @@ def write(statements: Statements, waits: Sequence[Wait]) -> None:
             since = {f"since{place}": -wait.waited for place, wait in enumerate(part)}
             given, rows = statements.times(**since), []
             for place, wait in enumerate(part):
-                words = storable(statements.connection, wait.words)
+                words = storable(statements.connection, wait.words, LONGEST)
                 given |= {f"owner{place}": wait.owner, f"name{place}": wait.name}
-                given |= {f"alias{place}": wait.alias, f"words{place}": words[:LONGEST]}
+                given |= {f"alias{place}": wait.alias, f"words{place}": words}
                 marks = ", ".join(f"%({key}{place})s" for key in ("owner", "name", "alias"))
                 times = f"{statements.later(f'since{place}')}, {statements.now}"
                 rows.append(f"({marks}, %(words{place})s, {times})")

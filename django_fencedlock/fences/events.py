@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..texts import visible
-from .characters import storable
+from .characters import LONGEST, storable
 from .ledger import listed
 from .records import Statements
 
@@ -20,8 +20,6 @@ GRANTED, LOST, REFUSED, FORCED = "granted", "lost", "refused", "forced"
 #: So many events of each kind are kept in all, and up to `SLACK` more.
 MOST = 10_000
 SLACK = 1_000
-#: So many characters of a text are kept.
-LONGEST = 400
 #: Rows that are written by one statement. SQLite's limit was 999 parameters for long.
 BATCH = 100
 
@@ -81,7 +79,7 @@ def _insert(statements: Statements, rows: Sequence[EventRow]) -> tuple[str, dict
 
 
 def _told(statements: Statements, text: str) -> str:
-    return storable(statements.connection, visible(text))[:LONGEST]
+    return storable(statements.connection, visible(text), LONGEST)
 
 
 def _deletions(rows: Sequence[EventRow], keep: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -146,7 +146,7 @@ def _revoke(statements: Statements, given: dict[str, Any]) -> Revoked:
         cursor.execute(
             f"INSERT INTO {FORCED} (owner, name, released_by, released_at) "
             f"VALUES (%(owner)s, %(name)s, %(by)s, {statements.now})",
-            {**given, **statements.times(), "by": storable(connection, given["by"])[:200]},
+            {**given, **statements.times(), "by": storable(connection, given["by"], 200)},
         )
         return Revoked(token, notes(connection, [given["owner"]])[given["owner"]], is_new=True)
 
