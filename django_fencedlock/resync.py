@@ -73,7 +73,10 @@ def resync(model: type[FencedModel], database: str, *, dry_run: bool) -> Resynce
     fences = conf.config(fencing.spec.backend).fence_database
     done = Resynced(model._meta.label, database, fences)
     if model._meta.db_table not in connections[database].introspection.table_names():
-        done.error = f"database {database!r} has no table {model._meta.db_table!r}"
+        done.error = (
+            f"database {database!r} has no table {model._meta.db_table!r}; "
+            f"run: manage.py migrate --database {database}"
+        )
         return done
     sessions = Sessions(fences, TIMEOUT)
     try:
