@@ -138,29 +138,29 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         with contextlib.ExitStack() as stack:
             refusal = _take(stack, queryset)
             if refusal is not None:
-                raise _Refused(refusal)
+                raise _NotDeleted(refusal)
             super().delete_queryset(request, queryset)
 
     def response_action(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().response_action(request, *args, **kwargs)
-        except _Refused as refused:
-            self.message_user(request, str(refused), messages.ERROR)
+        except _NotDeleted as exc:
+            self.message_user(request, str(exc), messages.ERROR)
             return HttpResponseRedirect(request.get_full_path())
 
 
 def _refusing(form: Any, why: str) -> Any:
     """A form that shows what was typed, and isn't valid."""
 
-    class Refused(form):  # type: ignore[misc]
+    class RefusedForm(form):  # type: ignore[misc]
         def clean(self) -> Any:
             super().clean()
             raise ValidationError(why)
 
-    return Refused
+    return RefusedForm
 
 
-class _Refused(Exception):
+class _NotDeleted(Exception):
     """Rows weren't deleted, since the lock of one is held."""
 
 
@@ -182,11 +182,9 @@ def _held(row: Model, refusal: LockNotAcquired) -> str:
     facts = {"row": row, "who": holder or _("somebody who has just gone")}
     if holder is None or holder.expires_at is None:
         return _("“%(row)s” is being processed by %(who)s. Nothing was saved; try again.") % facts
-    until = (
-        timezone.localtime(holder.expires_at)
-        if timezone.is_aware(holder.expires_at)
-        else (holder.expires_at)
-    )
+    until = holder.expires_at
+    if timezone.is_aware(until):
+        until = timezone.localtime(until)
     return _(
         "“%(row)s” is being processed by %(who)s, until %(until)s at least. Nothing was saved; try "
         "again then."

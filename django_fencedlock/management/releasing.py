@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from ..exceptions import FencedLockError, SettingsError
+from ..exceptions import FencedLockError
 from ..releasing import HeldBy, Outcome, Release, force_release, held_by
 from ..texts import visible
 
@@ -25,7 +25,7 @@ def find(name: str, aliases: Sequence[str]) -> tuple[HeldBy | None, dict[str, st
     for alias in aliases:
         try:
             each = held_by(name, alias)
-        except (FencedLockError, SettingsError) as exc:
+        except FencedLockError as exc:
             unanswered[alias] = str(exc)
             continue
         if each is not None:
