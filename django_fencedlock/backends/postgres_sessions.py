@@ -16,6 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from .. import conf
 from ..exceptions import SettingsError
 from ..fences.ledger import LOCK_WAIT
+from ..fences.postgresql import sqlstate
 from ..lease import clock
 from ..libpq import Executor
 from ..sessions import private
@@ -38,7 +39,7 @@ ROUNDS = 20
 
 class Session:
     """
-    One session, with plain prepared cursors on it. One thread uses it at a time.
+    One session, which prepares the statements of every lock. One thread uses it at a time.
 
     It never reconnects: that would look as if it still held its locks.
     """
@@ -122,11 +123,6 @@ class Session:
             self.wrapper.close()
         with contextlib.suppress(Exception):
             self.raw.close()
-
-
-def sqlstate(error: BaseException) -> str | None:
-    """The server's code for an error that Django wrapped."""
-    return getattr(error.__cause__, "sqlstate", None)
 
 
 class PoolsTransactions(OperationalError):

@@ -12,6 +12,7 @@ from django.db import Error, OperationalError
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
 from ..fences import Entry, Row, ledger_for
+from ..fences.postgresql import sqlstate
 from ..lease import clock
 from ..watchdog import watchdog
 from . import postgres_statements as sql
@@ -24,7 +25,6 @@ from .postgres_sessions import (
     OUT_OF_MEMORY,
     PoolsTransactions,
     Session,
-    sqlstate,
 )
 from .postgres_threads import Unanswered
 from .postgres_waiting import SLICE, keeps_greenlets_waiting, pause, room, wait_in_server

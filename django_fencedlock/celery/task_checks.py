@@ -106,7 +106,7 @@ def _broker(app: Celery) -> tuple[str, dict[str, Any]]:
     try:
         connection = app.connection_for_read()
     except Exception:
-        # An URL that Celery can't read either.
+        # A URL that Celery can't read either.
         return "", {}
     return str(connection.transport_cls or "").lower(), dict(connection.transport_options or {})
 
