@@ -1,5 +1,7 @@
 """The picture of the layers shows them as they are."""
 
+import pytest
+
 from tests.picture import PICTURE, TITLES, draw, names
 from tests.test_layers import LAYERS, ROOT
 
@@ -24,3 +26,11 @@ def test_the_table_of_contributing_has_every_module() -> None:
     }
     # One row for all that keeps locks.
     assert {name for name in missing if not name.startswith("backends.")} == set()
+
+
+@pytest.mark.parametrize("package", ["fences", "backends"])
+def test_its_tables_of_rooms_have_every_module(package: str) -> None:
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text().split(f"| in `{package}` | |")[1]
+    told = text.split("\n\n")[0].split("`")[1::2]
+    rooms = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
+    assert rooms <= set(told)
