@@ -36,56 +36,50 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry, patterns: Patterns) -> None:
         self._registry = registry
         self._patterns = patterns
-        self._acquisitions = Counter(
-            "fencedlock_acquisitions", "Locks that were taken.", LABELS, registry=registry
-        )
-        self._conflicts = Counter(
+        self._made: list[Counter | Histogram] = []
+        self._acquisitions = self._counter("fencedlock_acquisitions", "Locks that were taken.")
+        self._conflicts = self._counter(
             "fencedlock_conflicts",
             "Locks that somebody else had for as long as they were waited for.",
-            LABELS,
-            registry=registry,
         )
-        self._waits = Histogram(
-            "fencedlock_wait_seconds",
-            "From asking for a lock to the answer.",
-            (*LABELS, "outcome"),
-            registry=registry,
-            buckets=WAITS,
+        self._waits = self._histogram(
+            "fencedlock_wait_seconds", "From asking for a lock to the answer.", WAITS, "outcome"
         )
-        self._holds = Histogram(
+        self._holds = self._histogram(
             "fencedlock_hold_seconds",
             "From the grant of a lock to its release, or its loss.",
-            LABELS,
-            registry=registry,
-            buckets=HOLDS,
+            HOLDS,
         )
-        self._losses = Counter(
-            "fencedlock_losses", "Leases that were lost.", LABELS, registry=registry
-        )
-        self._refused_writes = Counter(
+        self._losses = self._counter("fencedlock_losses", "Leases that were lost.")
+        self._refused_writes = self._counter(
             "fencedlock_refused_writes",
             "Writes and transactions that were refused, a newer grant having been recorded.",
-            LABELS,
-            registry=registry,
         )
-        self._forced_releases = Counter(
+        self._forced_releases = self._counter(
             "fencedlock_forced_releases",
             "Locks that this process took from their holders by force.",
-            LABELS,
-            registry=registry,
         )
-        self._bypasses = Counter(
+        self._bypasses = self._counter(
             "fencedlock_bypasses",
             "Runs of tasks that went on without their lock, as its service failed.",
-            LABELS,
-            registry=registry,
         )
-        self._renewals = Counter(
-            "fencedlock_renewals",
-            "Tries to renew a lease.",
-            (*LABELS, "outcome"),
-            registry=registry,
+        self._renewals = self._counter("fencedlock_renewals", "Tries to renew a lease.", "outcome")
+
+    def _counter(self, name: str, what: str, *more: str) -> Counter:
+        made = Counter(name, what, (*LABELS, *more), registry=self._registry)
+        self._made.append(made)
+        return made
+
+    def _histogram(self, name: str, what: str, bounds: Sequence[float], *more: str) -> Histogram:
+        made = Histogram(
+            name,
+            what,
+            (*LABELS, *more),
+            registry=self._registry,
+            buckets=bounds,
         )
+        self._made.append(made)
+        return made
 
     def connect(self) -> None:
         """Count from now on."""
@@ -96,11 +90,7 @@ class Metrics:
         """Count no more, and leave the registry."""
         for signal, receiver in self._receivers():
             signal.disconnect(dispatch_uid=_uid(receiver))
-        for metric in (
-            *(self._acquisitions, self._conflicts, self._waits, self._holds),
-            *(self._losses, self._refused_writes, self._renewals),
-            *(self._forced_releases, self._bypasses),
-        ):
+        for metric in self._made:
             self._registry.unregister(metric)
 
     def _receivers(self) -> Iterator[tuple[Signal, Any]]:
