@@ -33,8 +33,30 @@ class Refusal:
 
     def error(self, row_fence: int | None, why: str, holder: Holder | None = None) -> StaleFence:
         """The error to raise; it is logged, and the signal sent, here and once."""
+        self._log(row_fence, holder)
+        signals.send(
+            signals.stale_write_rejected,
+            self.model,
+            pk=self.pk,
+            name=self.grant.name,
+            alias=self.grant.alias,
+            token=self.grant.token,
+            row_token=row_fence,
+            holder=holder,
+        )
         label = self.model._meta.label
         row = label if self.pk is None else f"{label} pk={self.pk!r}"
+        return StaleFence(
+            f"{self.doing} {row} under token {self.grant.token} of lock {self.grant.name!r} was "
+            f"refused: {why}.",
+            name=self.grant.name,
+            owner=self.grant.owner,
+            token=self.grant.token,
+            holder=holder,
+        )
+
+    def _log(self, row_fence: int | None, holder: Holder | None) -> None:
+        label = self.model._meta.label
         logger.error(
             "Refused a stale write: model=%s pk=%r lock=%r row_token=%s writer_token=%s holder=%s",
             label,
@@ -53,24 +75,6 @@ class Refusal:
                 pk=self.pk,
                 row_token=row_fence,
             ),
-        )
-        signals.send(
-            signals.stale_write_rejected,
-            self.model,
-            pk=self.pk,
-            name=self.grant.name,
-            alias=self.grant.alias,
-            token=self.grant.token,
-            row_token=row_fence,
-            holder=holder,
-        )
-        return StaleFence(
-            f"{self.doing} {row} under token {self.grant.token} of lock {self.grant.name!r} was "
-            f"refused: {why}.",
-            name=self.grant.name,
-            owner=self.grant.owner,
-            token=self.grant.token,
-            holder=holder,
         )
 
     def superseded(self) -> StaleFence | None:
