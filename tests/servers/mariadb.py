@@ -8,21 +8,20 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import pymysql
 
 from . import workspace
+from .database import DatabaseServer
 from .finding import Found, install_db
 from .process import Process, free_port, run_as_server_user
-from .server import Server
 
 # A twelfth of what it would be: it gets copied.
 _LOG_SIZE = "--innodb-log-file-size=8M"
 _SYSTEM_DATABASES = {"information_schema", "mysql", "performance_schema", "sys"}
 
 
-class MariaDB(Server):
+class MariaDB(DatabaseServer):
     """
     A MariaDB, with the user root and no password.
 
@@ -30,13 +29,10 @@ class MariaDB(Server):
     """
 
     name = "mariadb"
-
-    def __init__(self, url: str, process: Process | None = None) -> None:
-        parts = urlsplit(url)
-        super().__init__(parts.hostname or "127.0.0.1", parts.port or 3306, process)
-        self.user = unquote(parts.username or "root")
-        self.password = unquote(parts.password or "")
-        self.database = parts.path.lstrip("/") or "fencedlock"
+    engine = "mysql"
+    default_port = 3306
+    default_user = "root"
+    default_database = "fencedlock"
 
     @classmethod
     def launch(cls, found: Found, *arguments: str) -> "MariaDB":
@@ -64,33 +60,6 @@ class MariaDB(Server):
         )
         server.start()
         return server
-
-    @property
-    def url(self) -> str:
-        """
-        Return the address for a client.
-        """
-        return self.url_of(self.database)
-
-    def url_of(self, database: str) -> str:
-        """
-        Return the address of one of the databases.
-        """
-        secret = f":{self.password}" if self.password else ""
-        return f"mysql://{self.user}{secret}@{self.host}:{self.port}/{database}"
-
-    def django(self, database: str | None = None) -> dict[str, Any]:
-        """
-        Return the entry for Django's DATABASES.
-        """
-        return {
-            "ENGINE": "django.db.backends.mysql",
-            "NAME": database or self.database,
-            "USER": self.user,
-            "PASSWORD": self.password,
-            "HOST": self.host,
-            "PORT": str(self.port),
-        }
 
     def connect(self, database: str | None = None, **options: Any) -> pymysql.Connection:
         """

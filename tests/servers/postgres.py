@@ -12,20 +12,19 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import psycopg
 
 from . import workspace
+from .database import DatabaseServer
 from .finding import Found
 from .process import Process, free_port, run_as_server_user
-from .server import Server
 
 _IPC_RMID = 0
 _names = itertools.count(1)
 
 
-class Postgres(Server):
+class Postgres(DatabaseServer):
     """
     A PostgreSQL, with the superuser postgres and no password.
 
@@ -33,13 +32,13 @@ class Postgres(Server):
     """
 
     name = "postgres"
+    engine = "postgresql"
+    default_port = 5432
+    default_user = "postgres"
+    default_database = "postgres"
 
     def __init__(self, url: str, process: Process | None = None) -> None:
-        parts = urlsplit(url)
-        super().__init__(parts.hostname or "127.0.0.1", parts.port or 5432, process)
-        self.user = unquote(parts.username or "postgres")
-        self.password = unquote(parts.password or "")
-        self.database = parts.path.lstrip("/") or "postgres"
+        super().__init__(url, process)
         self.directory: Path | None = None
 
     @classmethod
@@ -70,33 +69,6 @@ class Postgres(Server):
         )
         server.start()
         return server
-
-    @property
-    def url(self) -> str:
-        """
-        Return the address for a client.
-        """
-        return self.url_of(self.database)
-
-    def url_of(self, database: str) -> str:
-        """
-        Return the address of one of the databases.
-        """
-        secret = f":{self.password}" if self.password else ""
-        return f"postgresql://{self.user}{secret}@{self.host}:{self.port}/{database}"
-
-    def django(self, database: str | None = None) -> dict[str, Any]:
-        """
-        Return the entry for Django's DATABASES.
-        """
-        return {
-            "ENGINE": "django.db.backends.postgresql",
-            "NAME": database or self.database,
-            "USER": self.user,
-            "PASSWORD": self.password,
-            "HOST": self.host,
-            "PORT": str(self.port),
-        }
 
     def connect(self, database: str | None = None, **options: Any) -> psycopg.Connection:
         """
