@@ -5,14 +5,13 @@ import uuid
 from dataclasses import replace
 
 import pytest
-from django.db import connections
 
 from django_fencedlock import conf, lock
 from django_fencedlock.fences.deliveries import Deliveries, Message
 from django_fencedlock.fences.duties import Duties, Numbers, Parcel, Place, Turn
 from django_fencedlock.fences.ledger import BATCH
 from django_fencedlock.models import Delivery, Duty
-from tests.test_deliveries import plans_kept
+from tests.test_deliveries import at_once, plans_kept
 
 GRACE = 30.0
 PLACE = Place("invoice:1", "app.charge")
@@ -431,24 +430,3 @@ class TestCost:
         with postgres.statements() as seen:
             duties.begin(PLACE, first.owner, parcel(), GRACE, first)
         assert sum(seen.values()) == 4, seen
-
-
-def at_once(calls):
-    """Make the calls in threads that begin together; returns what they returned."""
-    start, answers, errors = threading.Barrier(len(calls)), [], []
-
-    def make(call):
-        start.wait()
-        try:
-            answers.append(call())
-        except Exception as exc:
-            errors.append(exc)
-        connections.close_all()
-
-    threads = [threading.Thread(target=make, args=[call]) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    return answers
