@@ -1,7 +1,8 @@
-"""What a package index shows of the README: all its links lead somewhere there."""
+"""What a package index shows: links that lead somewhere, and versions that are tested."""
 
 import importlib.util
 import re
+from configparser import ConfigParser
 from pathlib import Path
 from types import ModuleType
 
@@ -71,3 +72,18 @@ def test_the_repository_is_that_of_the_metadata(
 
 def test_the_version_is_that_of_the_package(setup_py: ModuleType) -> None:
     assert setup_py.version() == django_fencedlock.__version__
+
+
+def test_what_the_classifiers_claim_is_what_tox_runs() -> None:
+    config = ConfigParser(interpolation=None)
+    config.read([ROOT / "setup.cfg", ROOT / "tox.ini"])
+    claimed = re.findall(
+        r"Python :: (3\.\d+)|Django :: (\d\.\d)", config["metadata"]["classifiers"]
+    )
+    run = re.findall(r"py3(\d+)-django(\d)(\d)", config["tox"]["env_list"])
+    assert {python for python, _ in claimed if python} == {f"3.{minor}" for minor, _, _ in run}
+    assert {django for _, django in claimed if django} == {f"{a}.{b}" for _, a, b in run}
+    assert (
+        config["options"]["python_requires"]
+        == f">={min(python for python, _ in claimed if python)}"
+    )
