@@ -25,6 +25,47 @@ task()
 """
 MODEL = "from django_fencedlock.models import FencedModel"
 COMMAND = "from django.core.management import call_command; call_command('fencedlock', 'list')"
+ADMIN = """
+import sys, types
+import django
+from django.conf import settings
+APPS = ["admin", "auth", "contenttypes", "messages", "sessions"]
+settings.configure(
+    INSTALLED_APPS=[*(f"django.contrib.{app}" for app in APPS), "django_fencedlock"],
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
+    MIDDLEWARE=[
+        "django.contrib.sessions.middleware.SessionMiddleware",
+        "django.contrib.auth.middleware.AuthenticationMiddleware",
+        "django.contrib.messages.middleware.MessageMiddleware",
+    ],
+    TEMPLATES=[{
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {"context_processors": ["django.template.context_processors.request"]},
+    }],
+    ALLOWED_HOSTS=["testserver"],
+    DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+    ROOT_URLCONF="pages",
+    SECRET_KEY="of no worth",
+    STATIC_URL="static/",
+)
+django.setup()
+from django.contrib import admin
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from django.test import Client
+from django.urls import path
+sys.modules["pages"] = pages = types.ModuleType("pages")
+pages.urlpatterns = [path("admin/", admin.site.urls)]
+for app in ("contenttypes", "auth", "sessions"):
+    call_command("migrate", app, verbosity=0)
+browser = Client()
+browser.force_login(User.objects.create_superuser("ada"))
+for page in ("heldlock/", "heldlock/x/change/", "fence/", "lockevent/"):
+    answer = browser.get(f"/admin/django_fencedlock/{page}")
+    assert answer.status_code == 503, page
+    assert "Run: manage.py migrate django_fencedlock" in answer.content.decode(), page
+"""
 MIGRATE = "manage.py migrate django_fencedlock"
 
 
@@ -41,16 +82,26 @@ def test_missing_tables_name_the_command_that_makes_them(code: str) -> None:
     assert "INSTALLED_APPS" not in told
 
 
+def test_pages_of_the_admin_name_it_as_well() -> None:
+    assert _run(ADMIN) is None
+
+
 def _last_line(apps: list[str], code: str) -> str:
+    told = _run(SET_UP.format(apps=apps) + code)
+    assert told is not None
+    return told.rstrip().splitlines()[-1]
+
+
+def _run(code: str) -> str | None:
+    """What a program says when it fails."""
     # In development mode, Python tells of databases in memory, which Django doesn't close.
     apart = ("DJANGO_SETTINGS_MODULE", "PYTHONDEVMODE")
     variables = {k: v for k, v in os.environ.items() if k not in apart}
     root = str(Path(__file__).resolve().parent.parent)
     done = subprocess.run(
-        [sys.executable, "-c", SET_UP.format(apps=apps) + code],
+        [sys.executable, "-c", code],
         env={**variables, "PYTHONPATH": root},
         capture_output=True,
         text=True,
     )
-    assert done.returncode != 0
-    return done.stderr.rstrip().splitlines()[-1]
+    return done.stderr if done.returncode else None

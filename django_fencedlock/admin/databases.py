@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from urllib.parse import urlencode
 
@@ -128,14 +129,14 @@ class OfOneDatabase(admin.ModelAdmin):  # type: ignore[type-arg]
     ) -> HttpResponse:
         """Have a view answer; or say, in time, that its database doesn't."""
         using = shown_of(request, self.model)
-        if using == router.db_for_read(get_user_model()):
-            # Without it there is no admin at all, and it has just answered who asks.
-            return view(request, *args)
+        # Without it there is no admin at all, and it has just answered who asks.
+        of_users = using == router.db_for_read(get_user_model())
         try:
-            with bounded(using, ANSWERED):
+            with nullcontext() if of_users else bounded(using, ANSWERED):
                 return view(request, *args)
         except Error as exc:
-            if not (isinstance(exc, OperationalError | InterfaceError) or is_table_missing(exc)):
+            silent = isinstance(exc, OperationalError | InterfaceError) and not of_users
+            if not (silent or is_table_missing(exc)):
                 raise
             return self._no_answer(request, using, exc)
 
