@@ -9,8 +9,6 @@ import re
 from configparser import ConfigParser
 from pathlib import Path
 
-from setuptools import setup
-
 HERE = Path(__file__).resolve().parent
 #: A link or picture whose target is a file: no address, and no heading of the same page.
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)")
@@ -48,4 +46,7 @@ def version() -> str:
 
 
 if __name__ == "__main__":
+    # A build has it; the environment of the tests may not.
+    from setuptools import setup
+
     setup(long_description=long_description())
