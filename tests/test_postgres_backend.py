@@ -31,6 +31,7 @@ from django_fencedlock.conf import AliasConfig
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable
 from django_fencedlock.fences import Entry, ledger_for
 from django_fencedlock.lease import Lease, clock
+from django_fencedlock.libpq import AFTER
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.owners import new_owner
 from tests.leases import lease_of
@@ -477,12 +478,21 @@ class TestWaiting:
         renewals = ("UPDATE django_fencedlock_heldlock", "FROM locks k WHERE")
         assert not [text for text in statements if any(part in text for part in renewals)]
 
+    @pytest.mark.parametrize("before", [0, AFTER + 1], ids=["its_first", "prepared"])
     def test_a_waiter_thrown_out_leaves_the_lock_free(
-        self, postgres: Postgres, backend: PostgresBackend, peer: PostgresBackend, name: str
+        self,
+        postgres: Postgres,
+        backend: PostgresBackend,
+        peer: PostgresBackend,
+        name: str,
+        before: int,
     ) -> None:
         lease = take(peer, name)
         code = f"""
             import signal
+            for number in range({before}):
+                request = request_for(f"{name}:{{number}}")
+                backend.release(lease_of(request, backend.wait(request, 10)))
             def stop(*args): raise KeyboardInterrupt
             signal.signal(signal.SIGALRM, stop)
             signal.setitimer(signal.ITIMER_REAL, 0.5)

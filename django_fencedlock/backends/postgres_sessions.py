@@ -44,11 +44,12 @@ class Session:
     It never reconnects: that would look as if it still held its locks.
     """
 
-    def __init__(self, wrapper: BaseDatabaseWrapper) -> None:
+    def __init__(self, wrapper: BaseDatabaseWrapper, *, waits: bool = False) -> None:
         self.wrapper = wrapper
         self.raw: psycopg.Connection[Any] = wrapper.connection
         self._cursor = psycopg.Cursor(self.raw)
-        self._statements = Executor(self.raw, wrapper.wrap_database_errors, brief=False)
+        # What waits does so in a caller's thread, for which signals have to get through.
+        self._statements = Executor(self.raw, wrapper.wrap_database_errors, brief=not waits)
         self.busy_since: float | None = None
         pid, started = self.one(sql.IDENTITY, {}, prepare=False)
         self.pid: int = pid
@@ -131,7 +132,7 @@ class PoolsTransactions(OperationalError):
 
 def open_session(route: str, timeout: float, *, waits: bool) -> Session:
     """Connect; `waits` says whether it will stand in the server's queues."""
-    session = connect(route, timeout)
+    session = connect(route, timeout, waits=waits)
     try:
         # Before the settings are made: through such a pooler they would hit other clients.
         if session.is_behind_pooler and pools_transactions(session, route, timeout):
@@ -148,7 +149,7 @@ def open_session(route: str, timeout: float, *, waits: bool) -> Session:
     return session
 
 
-def connect(route: str, timeout: float) -> Session:
+def connect(route: str, timeout: float, *, waits: bool = False) -> Session:
     """Connect, and set nothing."""
     wrapper = private(route, timeout)
     options = wrapper.settings_dict["OPTIONS"]
@@ -159,7 +160,7 @@ def connect(route: str, timeout: float) -> Session:
     try:
         with wrapper.wrap_database_errors:
             wrapper.connect()
-        return Session(wrapper)
+        return Session(wrapper, waits=waits)
     except BaseException:
         with contextlib.suppress(Exception):
             wrapper.close()
