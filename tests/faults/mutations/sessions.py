@@ -237,6 +237,13 @@ MUTATIONS = (
         (f"{_BACKEND}::TestProcesses", _ROOMS, SESSION_LOCKS),
     ),
     Mutation(
+        "A signal has to wait for the end of a wait",
+        "backends/postgres_sessions.py",
+        "brief=not waits)",
+        "brief=True)",
+        (f"{_BACKEND}::TestWaiting", SESSION_LOCKS),
+    ),
+    Mutation(
         "A private connection comes from Django's pool",
         "sessions.py",
         '    options.pop("pool", None)\n',
