@@ -666,6 +666,7 @@ def test_a_lease_that_ran_out_is_renewed_if_nobody_came(backend, client):
     client.delete(keys_of(backend).lock)
     assert backend.verify(lease)
     assert backend.renew([lease]) == [Renewal.KEPT]
+    assert 0 < client.pttl(keys_of(backend).lock) <= 10_000
     assert take(backend, fenced=True) is None
 
 
@@ -857,6 +858,7 @@ def test_a_lock_is_handed_to_the_next_in_line_at_once(backend, client):
     waiter.join()
     assert waiter.done_at - released < 0.1
     assert waiter.lease.deadline >= released + 9.9
+    assert 0 < client.pttl(keys_of(backend).lock) <= 10_000
     assert str(backend.holder("lock")) == str(waiter.lease.holder)
 
 
