@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+#: The clock of the time that the scheduler gave.
+_SCHEDULED = 2
 
 
 def computed(roots: Iterable[int]) -> float:
@@ -20,8 +23,12 @@ def computed(roots: Iterable[int]) -> float:
 
 
 def by_itself(pid: int) -> float:
-    """The CPU seconds so far of one process."""
-    return _of_threads(pid) / 1e9
+    """The CPU seconds so far of one process, with those of its threads that have ended."""
+    try:
+        # What clock_getcpuclockid() gives for a process: Linux has its number in the clock's.
+        return time.clock_gettime(~pid << 3 | _SCHEDULED)
+    except OSError:
+        return 0.0
 
 
 def _of_ended(pid: int) -> float:
@@ -41,11 +48,3 @@ def _family(pid: int) -> Iterator[int]:
         with suppress(OSError):
             for child in (task / "children").read_text().split():
                 yield from _family(int(child))
-
-
-def _of_threads(pid: int) -> int:
-    spent = 0
-    for schedstat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with suppress(OSError):
-            spent += int(schedstat.read_text().split()[0])
-    return spent
