@@ -16,6 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ..conf import AliasConfig, Problem, location_problems, timeout_problems
 from ..exceptions import BackendUnavailable
 from ..fences import Entry, Row, ledger_for
+from ..fences.postgresql import array
 from ..lease import Lease
 from ..owners import Holder, place_in_words
 from ..sessions import sessions
@@ -74,11 +75,11 @@ class PostgresBackend(TakesSessionLocks):
     def _renew(self, leases: Sequence[Lease]) -> Mapping[str, Renewal]:
         holds: dict[str, Hold] = {lease.owner: lease.handle for lease in leases}
         given = {
-            "names": [lease.name for lease in leases],
-            "owners": [lease.owner for lease in leases],
-            "ttls": [lease.ttl for lease in leases],
-            "keys": [hold.key for hold in holds.values()],
-            "pids": [hold.session.pid for hold in holds.values()],
+            "names": array([lease.name for lease in leases]),
+            "owners": array([lease.owner for lease in leases]),
+            "ttls": array([lease.ttl for lease in leases]),
+            "keys": array([hold.key for hold in holds.values()]),
+            "pids": array([hold.session.pid for hold in holds.values()]),
         }
         return {
             owner: self._renewal(holds[owner], *facts)

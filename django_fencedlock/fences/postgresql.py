@@ -130,12 +130,13 @@ def sqlstate(error: Error) -> str | None:
     return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
 
 
-def array(texts: Sequence[str]) -> str:
+def array(items: Sequence[object]) -> str:
     """
     An array as the server reads it, for a parameter that the statement casts.
 
     A driver finds out the type of each item first, which for many takes longer than all the rest.
     """
+    texts = map(str, items)
     quoted = ['"' + text.replace("\\", r"\\").replace('"', r"\"") + '"' for text in texts]
     return "{" + ",".join(quoted) + "}"
 
@@ -176,7 +177,7 @@ class PostgresLedger(Ledger):
         given = {
             "names": array([lease.name for lease in leases]),
             "owners": array([lease.owner for lease in leases]),
-            "ttls": array([str(lease.ttl) for lease in leases]),
+            "ttls": array([lease.ttl for lease in leases]),
         }
         with connection.cursor() as cursor:
             cursor.execute(RENEW, given)
