@@ -1,7 +1,7 @@
 """
 The Lua scripts of the Redis backend.
 
-Each works on the four keys of one lock, which share a hash tag and so a slot of a cluster:
+Each but EXTEND works on the keys of one lock, which share a hash tag and so a slot of a cluster:
 
     KEYS[1]  lock    "owner:token:words", with the lease's ttl; the words tell the owner's process,
                      and people who he is
