@@ -1,4 +1,4 @@
-"""Mutations of fenced writes: models, querysets, refusals."""
+"""Mutations of fenced writes: models, querysets, new rows, refusals."""
 
 from __future__ import annotations
 
@@ -103,6 +103,20 @@ MUTATIONS = (
         "models/querysets.py",
         '            stamps["fence"] = token_or_refused(writes)\n',
         '            stamps["fence"] = F("fence")\n',
+        (_PATHS,),
+    ),
+    Mutation(
+        "New rows are added past conflicts with no look at their leases",
+        "models/adding.py",
+        "            if grant is not None and not is_newest(self._using, grant):\n",
+        "            if grant is None and write.grant is None:\n",
+        (_PATHS,),
+    ),
+    Mutation(
+        "New rows are added in one statement with no look at their leases",
+        "models/adding.py",
+        "                obj.fence = new_rows_fence(write)\n",
+        "                obj.fence = write.token\n",
         (_PATHS,),
     ),
 )
