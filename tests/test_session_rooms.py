@@ -503,3 +503,14 @@ def test_a_holder_is_told_by_the_row_of_his_own_session_alone(backend, peer, nam
     assert peer.holder(name).owner == peer.holders([name])[name].owner == lease.owner
     HeldLock.objects.using(ALIAS).filter(name=name).update(session_pid=1)
     assert peer.holder(name).owner == peer.holders([name])[name].owner == ""
+
+
+@POSTGRES
+def test_a_session_is_ended_for_the_sake_of_a_lock_that_it_has_alone(backend, peer, name, key):
+    take(backend, name)
+    pid, started = map(int, peer.holding_session(name).id.split("."))
+    for other in ({"key": key + 1}, {"started": started + 1}):
+        given = {"key": key, "pid": pid, "started": started, **other}
+        assert peer._look(name, statements.END_SESSION, given) == []
+    given = {"key": key, "pid": pid, "started": started}
+    assert peer._look(name, statements.END_SESSION, given) == [(True,)]
