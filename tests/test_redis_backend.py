@@ -24,7 +24,7 @@ from django_fencedlock.backends import base
 from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request, Taken
 from django_fencedlock.backends.redis import RedisBackend
 from django_fencedlock.backends.redis_client import server_problems
-from django_fencedlock.backends.redis_scripts import BEAT, CLAIM, RELEASE
+from django_fencedlock.backends.redis_scripts import BEAT, CLAIM, RECHECK, RELEASE
 from django_fencedlock.backends.redis_store import InLine, Keys, Store
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, TransactionInTheWay
@@ -958,6 +958,33 @@ def test_what_is_taken_away_has_its_counter_lifted(backend, client):
         assert store.claim(me) == token + 8
         store.give_back("lock", me.owner.id)
         me = wish(fenced=True)
+
+
+def test_what_is_taken_away_leaves_a_counter_that_is_higher(backend, client):
+    store, me = backend._store, wish(fenced=True)
+    store.claim(me)
+    client.set(keys_of(backend).seq, "9:somebody")
+    assert store.take_away("lock", me.owner.id, 5)
+    assert store.claim(wish(fenced=True)) == 10
+
+
+def test_a_repaired_grant_is_renewed_and_the_next_one_has_the_next_token(backend, client):
+    store, me = backend._store, wish(fenced=True)
+    store.claim(me)
+    assert store.repair(me, 41) == 42
+    assert store.renew([lease_of(me, Grant(42, 0))]) == [True]
+    store.give_back("lock", me.owner.id)
+    assert store.claim(wish(fenced=True)) == 43
+
+
+def test_a_repeated_recheck_takes_the_lock_from_nobody(backend, client):
+    store, holder = backend._store, wish(fenced=True)
+    token = store.claim(holder)
+    first, second, _ = (dead_waiter(backend)[0] for _ in range(3))
+    release_without_recheck(client, backend, holder)
+    for _ in range(2):
+        RECHECK.run(client, keys_of(backend), first.owner.id, token + 1)
+        assert backend.holder("lock").owner == second.owner.id
 
 
 def test_a_lease_that_ran_out_is_taken_away_as_well(backend, client):

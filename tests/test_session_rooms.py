@@ -306,12 +306,24 @@ class TestGrants:
         assert not backend.release(lease)
         assert rows.values().get() == before
 
-    def test_what_was_lost_already_is_neither_verified_nor_renewed(self, backend, name):
-        lease = take(backend, name)
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_what_was_lost_already_is_neither_verified_nor_renewed(self, backend, name, fenced):
+        lease = take(backend, name, fenced=fenced)
         assert backend.release(lease)
-        following = take(backend, name)
+        following = take(backend, name, fenced=fenced)
         assert not backend.verify(lease)
         assert backend.renew([lease, following]) == [Renewal.LOST, Renewal.KEPT]
+
+    def test_a_release_whose_row_somebody_has_locked_frees_the_key(
+        self, backend, peer, postgres, name
+    ):
+        lease = take(backend, name)
+        with postgres.connect(connections[ALIAS].settings_dict["NAME"]) as contender:
+            contender.execute("BEGIN")
+            contender.execute("SELECT 1 FROM django_fencedlock_heldlock FOR UPDATE")
+            assert backend.release(lease)
+            assert peer.is_free(name)
+            contender.execute("ROLLBACK")
 
     def test_one_who_was_struck_gives_back_what_is_his_alone(self, backend, name):
         lease = take(backend, name)

@@ -1237,6 +1237,16 @@ def test_in_a_transaction_of_its_lease_a_collected_row_costs_none(database, shel
         Crate.objects.all().delete()
 
 
+def test_in_a_transaction_of_its_lease_a_collected_row_of_a_newer_token_stays(database, shelf):
+    crate = Crate.objects.create(shelf=shelf)
+    Bottle.objects.create(crate=crate)
+    with crate.fencing.lock() as lease:
+        plainly(Crate, fence=lease.token + 1)
+        with pytest.raises(StaleFence), lease.atomic():
+            Crate.objects.all().delete()
+    assert rows_of(Crate)
+
+
 @pytest.mark.parametrize("signal", [pre_delete, post_delete])
 def test_a_listener_that_comes_later_lets_no_row_escape(database, signal):
     """Django collects the rows of a model that has listeners, where it didn't before."""
