@@ -7,10 +7,14 @@ They are data for ``python -m tests.faults.mutants``, which shows that some test
 from . import (
     asking,
     celery,
+    comparing,
     forcing,
+    keys,
     ledgers,
     naming,
     redis,
+    rows,
+    scripts,
     services,
     sessions,
     striking,
@@ -24,9 +28,13 @@ __all__ = ["GROUPS", "MUTATIONS", "Mutation"]
 
 GROUPS: dict[str, tuple[Mutation, ...]] = {
     "Grants in the database": ledgers.MUTATIONS,
-    "Fenced writes": writes.MUTATIONS,
-    "Redis": redis.MUTATIONS,
-    "Session locks of PostgreSQL, and private connections": sessions.MUTATIONS,
+    "Comparisons in the SQL of the tables": comparing.MUTATIONS,
+    "Fenced writes": (*writes.MUTATIONS, *rows.MUTATIONS),
+    "Redis": (*redis.MUTATIONS, *scripts.MUTATIONS),
+    "Session locks of PostgreSQL, and private connections": (
+        *sessions.MUTATIONS,
+        *keys.MUTATIONS,
+    ),
     "Lock services, leases and renewals": services.MUTATIONS,
     "Tasks": celery.MUTATIONS,
     "Interrupted bodies, and messages that come again": striking.MUTATIONS,

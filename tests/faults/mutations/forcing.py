@@ -43,6 +43,13 @@ MUTATIONS = (
         (_FORCING,),
     ),
     Mutation(
+        "A claim that reaches the database twice undoes the lift",
+        "releasing.py",
+        "    if revoked is not None and found.fenced and taken is Taken.FREED:\n",
+        "    if revoked is None and found.fenced and taken is Taken.FREED:\n",
+        (_FORCING,),
+    ),
+    Mutation(
         "The fence is lifted to its holder's token, and not above",
         "fences/revoking.py",
         "THEN %(seen)s ELSE token END + 1, owner = ''",

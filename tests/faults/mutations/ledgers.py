@@ -253,13 +253,6 @@ MUTATIONS = (
         ("tests/test_pinning.py::TestACommitWithoutAnAnswer",),
     ),
     Mutation(
-        "A lift lowers a fence that is higher already",
-        "fences/lifting.py",
-        " AND token < %(highest)s\n",
-        " AND %(highest)s > 0\n",
-        ("tests/test_resync.py",),
-    ),
-    Mutation(
         "A lift leaves the former holder the newest grant",
         "fences/lifting.py",
         "SET token = %(token)s, owner = '' WHERE",
@@ -272,34 +265,6 @@ MUTATIONS = (
         "mine = \"nonce = %(nonce)s AND owner = %(owner)s AND outcome = ''\"",
         "mine = \"nonce = %(nonce)s AND %(owner)s <> '' AND outcome = ''\"",
         ("tests/test_deliveries.py",),
-    ),
-    Mutation(
-        "The end of a delivery is recorded over an earlier one",
-        "fences/deliveries.py",
-        "mine = \"nonce = %(nonce)s AND owner = %(owner)s AND outcome = ''\"",
-        'mine = "nonce = %(nonce)s AND owner = %(owner)s"',
-        ("tests/test_deliveries.py",),
-    ),
-    Mutation(
-        "A delivery that comes after its end takes the record over",
-        "fences/deliveries.py",
-        '"owner": f"CASE WHEN {old}outcome <> \'\' THEN {old}owner ELSE %(owner)s END",',
-        '"owner": "%(owner)s",',
-        ("tests/test_deliveries.py",),
-    ),
-    Mutation(
-        "A repeated request counts as another delivery",
-        "fences/deliveries.py",
-        '"tries": f"CASE WHEN {old}outcome <> \'\' OR {old}owner = %(owner)s "',
-        '"tries": f"CASE WHEN {old}outcome <> \'\' "',
-        ("tests/test_deliveries.py",),
-    ),
-    Mutation(
-        "Records of what still runs are swept",
-        "fences/deliveries.py",
-        "WHERE {over} AND {_DEAD.format(now=statements.now)} ",
-        "WHERE {over} ",
-        ("tests/test_deliveries.py::TestSweeping",),
     ),
     Mutation(
         "A run that was taken over strikes off what the next one covers",

@@ -194,6 +194,20 @@ MUTATIONS = (
         ("tests/test_contract.py::TestDatabaseOnSQLite", "tests/test_services.py"),
     ),
     Mutation(
+        "What was granted to plain code that was struck is kept",
+        "locks.py",
+        "            give_back_left_over(began)\n",
+        "            pass\n",
+        ("tests/test_struck.py",),
+    ),
+    Mutation(
+        "What was granted to plain code that was struck before its block is kept",
+        "locks.py",
+        "            give_back_left_over(started)\n",
+        "            pass\n",
+        ("tests/test_struck.py",),
+    ),
+    Mutation(
         "What a coroutine was granted that was cancelled meanwhile is kept",
         "locks.py",
         "            aio.submit(aio.SHORT, self._give_back, lease)\n",

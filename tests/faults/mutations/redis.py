@@ -9,7 +9,7 @@ _TAKING = "tests/test_taking.py"
 
 MUTATIONS = (
     Mutation(
-        "A lock is whoever's asks for it: no owner is compared (bare DEL and PEXPIRE)",
+        "A lock is whoever's asks for it: no owner is compared (a bare DEL)",
         "backends/redis_scripts.py",
         "local mine = held and string.sub(held, 1, #head) == head",
         "local mine = held",
