@@ -1,4 +1,4 @@
-"""Mutations of single comparisons in the SQL of fences and of the registry."""
+"""Mutations of single comparisons in the SQL of fences, registry and duties."""
 
 # ruff: noqa: E501 - quoted code is as long as it is
 from __future__ import annotations
@@ -319,5 +319,26 @@ MUTATIONS = (
         " and not _idled(exc):",
         ":",
         (_PINNING,),
+    ),
+    Mutation(
+        "A message whose run ended takes on what others wished",
+        "fences/duties.py",
+        "                    if begun.outcome:\n                        return begun, None\n",
+        "",
+        ("tests/test_duties.py",),
+    ),
+    Mutation(
+        "A trigger is counted again with each delivery",
+        "fences/duties.py",
+        "                if begun is None or begun.is_first:\n",
+        "                if begun is None or begun:\n",
+        ("tests/test_duties.py",),
+    ),
+    Mutation(
+        "A run takes on what is done",
+        "fences/duties.py",
+        'sql = update(DUTY, sets, f"{_PLACE} AND wanted > done")',
+        "sql = update(DUTY, sets, _PLACE)",
+        ("tests/test_duties.py",),
     ),
 )
