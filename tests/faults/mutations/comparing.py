@@ -71,8 +71,8 @@ MUTATIONS = (
     Mutation(
         "SQLite: the fence keeps the owner of the first grant",
         "fences/sqlite.py",
-        'token = token + (owner <> excluded.owner), "\n            "owner = excluded.owner",',
-        'token = token + (owner <> excluded.owner)",',
+        'token = token + (owner <> excluded.owner), "\n    "owner = excluded.owner"\n',
+        'token = token + (owner <> excluded.owner)"\n',
         (_LEDGERS,),
     ),
     Mutation(
