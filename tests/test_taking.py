@@ -6,6 +6,7 @@ import pytest
 
 from django_fencedlock import lock
 from django_fencedlock.backends import base
+from django_fencedlock.backends.base import Request
 from django_fencedlock.exceptions import LockNotAcquired
 from django_fencedlock.owners import new_owner
 from django_fencedlock.services import service
@@ -41,6 +42,10 @@ def holder():
 def gone(monkeypatch):
     """Have each process be gone."""
     monkeypatch.setattr(base, "is_gone", lambda *process: True)
+
+
+def wish(**terms):
+    return Request("x", new_owner(), 30.0, timeout=10.0, **terms)
 
 
 def in_line(backend):
@@ -93,7 +98,7 @@ def test_who_is_asked_whether_to_wait_does_not_stand_in_line_meanwhile(backend, 
         raise LockNotAcquired("changed his mind", name="x", alias="default")
 
     with pytest.raises(LockNotAcquired, match="changed his mind"):
-        service("default").acquire("x", ttl=30, timeout=10, before_waiting=refuse)
+        service("default").acquire(wish(before_waiting=refuse))
     assert places == [0]
     assert in_line(backend) == 0
 
@@ -101,8 +106,7 @@ def test_who_is_asked_whether_to_wait_does_not_stand_in_line_meanwhile(backend, 
 @pytest.mark.django_db
 def test_who_does_not_wait_in_a_tests_transaction_has_no_place_in_line(backend):
     with lock("x"):
-        again = {"ttl": 30, "timeout": 10, "who": object(), "owner": new_owner()}
-        assert service("default").acquire("x", **again) is None
+        assert service("default").acquire(wish(), object()) is None
         assert in_line(backend) == 0
 
 
