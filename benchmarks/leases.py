@@ -215,6 +215,8 @@ def _quieten() -> None:
             quiet += 1
         else:
             _keep_for(PATIENCE, _held)
+            # The service as well: they would run out meanwhile.
+            _beat()
             quiet = 0
         if quiet == 3:
             return
