@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from tests.servers.process import wait_until
 from tests.workers.looks import is_free, wait_until_free
 from tests.workers.tasks import task
 
@@ -20,12 +21,23 @@ def test_a_warm_shutdown_waits_and_keeps_the_lease(make_worker, journal, key):
     assert is_free(key)
 
 
+def quit_by_signal(worker):
+    """
+    Send the signal of a cold or soft shutdown, once the main process knows what is running.
+
+    What it hasn't noted as begun, it lets end by itself.
+    """
+    inspect = worker.app.control.inspect(destination=[worker.name], timeout=2)
+    wait_until(lambda: any((inspect.active() or {}).values()), "the run to be noted")
+    worker.send(signal.SIGQUIT)
+
+
 @pytest.mark.parametrize("kind", ["skip", "late_skip"])
 def test_a_cold_shutdown_gives_the_lock_back(make_worker, journal, key, kind):
     worker = make_worker(concurrency=2)
     task(kind).delay(key, seconds=30)
     journal.wait_for_begun(key)
-    worker.send(signal.SIGQUIT)
+    quit_by_signal(worker)
     worker.wait_for_end()
     wait_until_free(key)
 
@@ -34,7 +46,7 @@ def test_what_a_cold_shutdown_ended_is_run_by_another(make_worker, journal, key)
     worker = make_worker(concurrency=2)
     result = task("late").delay(key, 42, gate=True)
     journal.wait_for_begun(key)
-    worker.send(signal.SIGQUIT)
+    quit_by_signal(worker)
     worker.wait_for_end()
     journal.open_gate(key)
     make_worker(broker=worker.broker, concurrency=2)
@@ -48,7 +60,7 @@ def test_a_soft_shutdown_gives_the_lock_back(make_worker, journal, key):
     worker = make_worker(concurrency=2, worker_soft_shutdown_timeout=1)
     task("late").delay(key, seconds=30)
     (span,) = journal.wait_for_begun(key)
-    worker.send(signal.SIGQUIT)
+    quit_by_signal(worker)
     worker.wait_for_end()
     wait_until_free(key)
     assert journal.spans(key)[0].ended - span.begun > 0.9
