@@ -36,8 +36,10 @@ class FencedModel(GuardedModel):
         # django-stubs would make it this very class's, and no model could have both mixins.
         _default_manager: ClassVar[FencedManager[Self]]
 
-    class Meta(GuardedModel.Meta):
-        abstract = True
+    if not TYPE_CHECKING:
+
+        class Meta(GuardedModel.Meta):
+            abstract = True
 
     def save(self, *args: Any, lease: Lease | None = None, **kwargs: Any) -> None:
         """Save under `lease`, or the context's lease of the row's lock."""

@@ -10,7 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 from uuid import UUID
 
 from django.db import Error, models, router, transaction
@@ -139,7 +139,7 @@ class BaseRowsManager(models.Manager.from_queryset(BaseRows)):  # type: ignore[m
         return rows
 
 
-class GuardedModel(models.Model):
+class GuardedModel(models.Model):  # noqa: DJ008
     """What fenced and versioned models have in common."""
 
     objects: ClassVar[FencedManager[Self]] = FencedManager()
@@ -148,9 +148,14 @@ class GuardedModel(models.Model):
     _is_fenced = False
     _is_versioned = False
 
-    class Meta:
-        abstract = True
-        base_manager_name = "_guarded_rows"
+    if TYPE_CHECKING:
+        # pyright wants a model's Meta to be one of these, by its base or, as a Protocol, as it is.
+        class Meta(Protocol): ...
+    else:
+
+        class Meta:
+            abstract = True
+            base_manager_name = "_guarded_rows"
 
     def _guards(self, table: Any, using: str, doing: Doing) -> list[Guard]:
         """The guards of the columns in the table of model `table`."""

@@ -30,8 +30,10 @@ class VersionedModel(GuardedModel):
         # django-stubs would make it this very class's, and no model could have both mixins.
         _default_manager: ClassVar[FencedManager[Self]]
 
-    class Meta(GuardedModel.Meta):
-        abstract = True
+    if not TYPE_CHECKING:
+
+        class Meta(GuardedModel.Meta):
+            abstract = True
 
     def _guards(self, table: Any, using: str, doing: Doing) -> list[Guard]:
         guards = super()._guards(table, using, doing)

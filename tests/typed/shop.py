@@ -14,15 +14,19 @@ from django_fencedlock.models import FencedModel, Fencing, VersionedModel
 class Account(FencedModel, VersionedModel):
     balance = models.IntegerField(default=0)
 
-    # pyright wants to be told which of two parents' Meta is meant.
-    class Meta(FencedModel.Meta, VersionedModel.Meta):
-        pass
+
+class Sale(FencedModel, VersionedModel):
+    class Meta:
+        ordering = ("pk",)
 
 
 class LedgerLine(FencedModel):
     fencing = Fencing("account:{account_id}", unleased="warn")
     account = models.ForeignKey(Account, on_delete=models.PROTECT)
     amount = models.IntegerField()
+
+    class Meta(FencedModel.Meta):
+        verbose_name = "line of the ledger"
 
 
 def blocks(pk: int) -> None:
