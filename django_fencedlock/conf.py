@@ -89,7 +89,23 @@ def seconds(value: object, what: str, *, zero: bool = False, endless: bool = Fal
 
 def unleased() -> str:
     """What is done with a write to a fenced model outside of a lease."""
-    return cast(str, getattr(settings, "FENCEDLOCK_UNLEASED", "reject"))
+    # Anything else would let such a write pass: whoever asks compares with one of the three.
+    for problem in _unleased_problems():
+        raise SettingsError(str(problem))
+    return cast(str, _unleased())
+
+
+def _unleased() -> Any:
+    return getattr(settings, "FENCEDLOCK_UNLEASED", "reject")
+
+
+def _unleased_problems() -> Iterator[Problem]:
+    if _unleased() not in UNLEASED:
+        yield Problem(
+            "E012",
+            f"FENCEDLOCK_UNLEASED is {_unleased()!r}.",
+            f"Set it to one of {', '.join(map(repr, UNLEASED))}.",
+        )
 
 
 @cache
@@ -144,12 +160,7 @@ def problems() -> Iterator[Problem]:
     if not broken:
         for alias, given in _settings().items():
             yield from alias_problems(alias, given)
-    if unleased() not in UNLEASED:
-        yield Problem(
-            "E012",
-            f"FENCEDLOCK_UNLEASED is {unleased()!r}.",
-            f"Set it to one of {', '.join(map(repr, UNLEASED))}.",
-        )
+    yield from _unleased_problems()
     yield from _abort_signal_problems()
     if not _is_count(_history()):
         yield Problem(

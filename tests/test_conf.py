@@ -91,6 +91,9 @@ def test_an_alias_in_order_works_beside_a_broken_one(settings):
 def test_the_policy_for_unleased_writes_is_checked(settings):
     settings.FENCEDLOCK_UNLEASED = "ignore"
     assert "'reject', 'warn', 'allow'" in found()["E012"]
+    # An unknown one, followed, would let every write pass.
+    with pytest.raises(SettingsError, match=r"UNLEASED is 'ignore'\. Set it to one of"):
+        conf.unleased()
 
 
 def test_settings_are_read_again_when_they_change(settings):

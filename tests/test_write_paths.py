@@ -22,7 +22,7 @@ from django.test.utils import CaptureQueriesContext, register_lookup
 from django.urls import path
 
 from django_fencedlock import current_lease, lock
-from django_fencedlock.exceptions import NoLease, StaleFence, WrongDatabase
+from django_fencedlock.exceptions import NoLease, SettingsError, StaleFence, WrongDatabase
 from django_fencedlock.models import Fence
 from django_fencedlock.models.guarded import _claimed
 from django_fencedlock.signals import stale_write_rejected
@@ -336,6 +336,15 @@ def test_an_unleased_write_that_is_allowed_leaves_the_fence(
         (row,) = rows_of(Invoice)
         assert row["fence"] == 5
         assert row["amount"] in (99, 100) or how.startswith(("related", "set_null"))
+
+
+@pytest.mark.parametrize("how", ALL)
+def test_a_policy_that_is_none_lets_nothing_pass(database, settings, invoice, how):
+    settings.FENCEDLOCK_UNLEASED = "warm"
+    with pytest.raises(SettingsError, match="FENCEDLOCK_UNLEASED is 'warm'"):
+        ALL[how](invoice)
+    (row,) = rows_of(Invoice)
+    assert row["amount"] not in (99, 100)
 
 
 def test_bulk_update_does_not_look_at_the_fence_that_was_loaded(database, invoice):

@@ -110,6 +110,13 @@ MUTATIONS = (
         (_path("without_a_lease_nothing_is_written"), _PATHS),
     ),
     Mutation(
+        "A misspelt policy lets writes without a lease pass",
+        "conf.py",
+        "    for problem in _unleased_problems():\n        raise SettingsError(str(problem))\n",
+        "",
+        (_path("a_policy_that_is_none_lets_nothing_pass"), _PATHS),
+    ),
+    Mutation(
         "Half of its key makes a lock a row's own",
         "models/fencing.py",
         "columns is not None and all(field.attname in columns for field in self.plan.pk)",
