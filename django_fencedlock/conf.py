@@ -277,8 +277,9 @@ def backend_class(path: str) -> Any:
 
 def unknown(key: str, known: Any) -> str:
     """Say which keys there are, the likely one first."""
-    near = difflib.get_close_matches(key.upper(), list(known), n=1)
-    guess = f"Did you mean {near[0]!r}? " if near else ""
+    as_known = {each.upper(): each for each in known}
+    near = difflib.get_close_matches(key.upper(), as_known, n=1)
+    guess = f"Did you mean {as_known[near[0]]!r}? " if near else ""
     return f"{guess}Known are {', '.join(sorted(known)) or 'none'}."
 
 

@@ -136,10 +136,10 @@ def test_the_terms_are_those_of_a_lock(settings):
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (lambda: name(Invoice), TypeError, "named by id; lock.. was given nothing"),
+        (lambda: name(Invoice), TypeError, r"given nothing\. Write Invoice.fencing.lock.pk="),
         (lambda: name(Invoice, pk=1, note="x"), TypeError, "lock.. was given pk, note"),
         (lambda: name(Invoice, nonsense=1), TypeError, "lock.. was given nonsense"),
-        (lambda: name(LedgerLine, pk=1), TypeError, "named by account_id; lock.. was given pk"),
+        (lambda: name(LedgerLine, pk=1), TypeError, r"named by account_id; .* pk\. .*account_id="),
         (lambda: name(LedgerLine, account=Invoice(pk=1)), TypeError, "is to be Account, not"),
         (lambda: name(Invoice, pk=None), ValueError, "id is empty. Save it first"),
         (lambda: name(LedgerLine, account=Account()), ValueError, "account_id is empty"),
@@ -178,10 +178,12 @@ def test_a_message_says_what_to_do():
         invoice.save()
     assert str(caught.value) == (
         f"Saving tests.Invoice needs the lease of lock 'tests.invoice:{invoice.pk}'; none is held "
-        "here. Take it: with Invoice.fencing.lock(...):"
+        "here. Take it: with Invoice.fencing.lock(pk=...):"
     )
     assert caught.value.name == f"tests.invoice:{invoice.pk}"
     assert caught.value.held == ()
+    with pytest.raises(NoLease, match=r"Take it: with row\.fencing\.lock\(\):"):
+        Called.objects.create()
 
 
 # What the mixin leaves as it was

@@ -446,10 +446,10 @@ class TestByModel:
 
     @pytest.mark.parametrize(
         "arguments",
-        [{}, {"no": "invoice_id"}, {"amount": "invoice_id"}, {"pk": "invoice_id", "note": "note"}],
+        [{}, {"amount": "invoice_id"}, {"pk": "invoice_id", "note": "note"}],
     )
     def test_what_does_not_name_a_row_is_an_error_at_once(self, arguments):
-        with pytest.raises(TypeError, match=r'write @single_instance\(Invoice, id="id"\)'):
+        with pytest.raises(TypeError, match=r'write @single_instance\(Invoice, id="invoice_id"\)'):
             single_instance(Invoice, **arguments)(charge)
 
     @pytest.mark.parametrize("column", ["account", "account_id"])
@@ -462,8 +462,13 @@ class TestByModel:
             single_instance(Document, pk="invoice_id")(charge)
 
     def test_terms_that_do_not_exist(self):
-        with pytest.raises(TypeError, match="has no argument on_conflct"):
+        with pytest.raises(TypeError, match=r"has no argument 'on_conflct'.*mean 'on_conflict'"):
             single_instance("x", on_conflct="skip")(charge)
+
+    def test_terms_that_do_not_exist_beside_a_model(self):
+        message = r"@single_instance\(Invoice\) has no argument 'tll'\. Did you mean 'ttl'\?"
+        with pytest.raises(TypeError, match=message):
+            single_instance(Invoice, pk="invoice_id", tll=3)(charge)
 
 
 @pytest.mark.parametrize("name", [3, object(), ["x"]])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from django.db.models import Model
 
-from .. import names
+from .. import conf, names
 from .canonical import canonical
+from .policy import TERMS
 
 if TYPE_CHECKING:
     from celery import Task
@@ -104,7 +105,7 @@ class ByModel(Naming):
             raise TypeError(
                 f"@single_instance({model.__name__}) needs to know which parameters of "
                 f"{function.__qualname__}() name the row: write "
-                f"@single_instance({model.__name__}, {_example(columns)})."
+                f"@single_instance({model.__name__}, {_example(columns, known)})."
                 if columns is not None
                 else f"@single_instance({model.__name__}): its lock is named by a callable, which "
                 "needs a row. Give a callable (task, arguments) -> name instead of the model."
@@ -133,12 +134,12 @@ def naming(given: object, parameters: Mapping[str, object], function: Callable[.
                 f"@single_instance({given.__name__}): {given.__name__} is no FencedModel, so it "
                 'has no lock. Give a template, such as "invoice:{invoice_id}".'
             )
+        for key in parameters:
+            if not _is_column(given, key):
+                raise _unknown(given.__name__, key)
         return ByModel(given, parameters, function)
-    if parameters:
-        raise TypeError(
-            f"@single_instance() has no argument {', '.join(sorted(parameters))}. (The name of a "
-            "parameter can be given with a fenced model: @single_instance(Invoice, pk=...).)"
-        )
+    for key in parameters:
+        raise _unknown("", key)
     if given is None:
         return ByCall()
     if isinstance(given, str):
@@ -151,8 +152,25 @@ def naming(given: object, parameters: Mapping[str, object], function: Callable[.
     )
 
 
-def _example(columns: tuple[str, ...]) -> str:
-    return ", ".join(f'{column}="{column}"' for column in columns)
+def _is_column(model: type[Model], key: str) -> bool:
+    fields = model._meta.concrete_fields
+    return key == "pk" or any(key in (field.name, field.attname) for field in fields)
+
+
+def _example(columns: Iterable[str], parameters: Iterable[str]) -> str:
+    """Each column, with a parameter that is likely to be the one that gives it."""
+    likely = {
+        column: next((each for each in parameters if each.endswith(column)), "...")
+        for column in columns
+    }
+    return ", ".join(f'{column}="{parameter}"' for column, parameter in likely.items())
+
+
+def _unknown(given: str, key: str) -> TypeError:
+    return TypeError(
+        f"@single_instance({given}) has no argument {key!r}. {conf.unknown(key, TERMS)} (The name "
+        "of a parameter can be given with a fenced model: @single_instance(Invoice, pk=...).)"
+    )
 
 
 def _shortened(name: str) -> str:

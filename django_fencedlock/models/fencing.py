@@ -217,7 +217,7 @@ class FencingOf:
         if columns is None:
             raise TypeError(
                 f"The lock of {self.model.__name__} is named by a callable, which needs a row: "
-                "write row.fencing.lock()."
+                f"write {self.usage()}."
             )
         values: dict[str, Any] = {}
         for key, value in arguments.items():
@@ -238,7 +238,7 @@ class FencingOf:
         if set(values) != set(columns):
             raise TypeError(
                 f"The lock of {self.model.__name__} is named by {', '.join(columns) or 'nothing'}; "
-                f"lock() was given {', '.join(arguments) or 'nothing'}."
+                f"lock() was given {', '.join(arguments) or 'nothing'}. Write {self.usage()}."
             )
         return self.name_of(values)
 
@@ -277,6 +277,14 @@ class FencingOf:
         held = held_names()
         return f"held here: {', '.join(map(repr, held))}" if held else "none is held here"
 
+    def usage(self) -> str:
+        """How the lock of a row is written."""
+        if self.columns is None:
+            return "row.fencing.lock()"
+        by_pk = set(self.columns) == {field.attname for field in self.plan.pk}
+        keys = ("pk",) if by_pk else self.columns
+        return f"{self.model.__name__}.fencing.lock({', '.join(f'{key}=...' for key in keys)})"
+
     def no_lease(self, doing: str, why: str, name: str | None = None) -> NoLease:
         """The error for a write that no lease covers."""
         empty = ", ".join(self.columns or ()) or "its name"
@@ -284,7 +292,7 @@ class FencingOf:
         wanted = nameless if name is None else f"of lock {name!r}"
         return NoLease(
             f"{doing} {self.model._meta.label} needs the lease {wanted}; {why}. "
-            f"Take it: with {self.model.__name__}.fencing.lock(...):",
+            f"Take it: with {self.usage()}:",
             name=name,
             held=held_names(),
         )
