@@ -34,6 +34,7 @@ DEFAULTS: Mapping[str, Any] = {
 TIMEOUT = 5.0
 HISTORY, MOST_HISTORY = 20, 1000
 UNLEASED = ("reject", "warn", "allow")
+SETTINGS = ("FENCEDLOCK", "FENCEDLOCK_ABORT_SIGNAL", "FENCEDLOCK_HISTORY", "FENCEDLOCK_UNLEASED")
 VENDORS = ("postgresql", "sqlite", "mysql")
 
 
@@ -160,6 +161,7 @@ def problems() -> Iterator[Problem]:
     if not broken:
         for alias, given in _settings().items():
             yield from alias_problems(alias, given)
+    yield from _stray_problems()
     yield from _unleased_problems()
     yield from _abort_signal_problems()
     if not _is_count(_history()):
@@ -168,6 +170,14 @@ def problems() -> Iterator[Problem]:
             f"FENCEDLOCK_HISTORY is {_history()!r}.",
             f"Set it to an int from 0, which switches it off, to {MOST_HISTORY}.",
         )
+
+
+def _stray_problems() -> Iterator[Problem]:
+    for name in dir(settings):
+        if name.startswith("FENCEDLOCK") and name not in SETTINGS:
+            yield Problem(
+                "W003", f"Nothing reads the setting {name}.", unknown(name, SETTINGS), warning=True
+            )
 
 
 def _abort_signal() -> Any:
@@ -204,6 +214,13 @@ def shape_problems() -> Iterator[Problem]:
             "E001",
             f"FENCEDLOCK is a {type(found).__name__}.",
             'Make it a dict of aliases, as CACHES is: {"default": {"BACKEND": ...}}.',
+        )
+        return
+    if found and set(found) <= set(DEFAULTS):
+        yield Problem(
+            "E001",
+            f"FENCEDLOCK has {', '.join(found)}, which an alias has.",
+            'Write {"default": {...}} around it: it is a dict of aliases, as CACHES is.',
         )
         return
     for alias, given in found.items():

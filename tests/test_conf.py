@@ -42,6 +42,7 @@ def test_durations_may_be_timedeltas(settings):
     [
         ("redis://", "E001", "a str.*dict of aliases"),
         ({"default": "redis://"}, "E001", "'redis://'.*BACKEND, LOCATION"),
+        ({"TTL": 9, "LOCATION": "x"}, "E001", "TTL, LOCATION, which an alias has. Write.*default"),
         ({"locks": {}}, "E001", "no alias 'default'; it has 'locks'"),
         ({"default": {"TLL": 3}}, "E002", "unknown key 'TLL'.*Did you mean 'TTL'"),
         ({"default": {"BACKEND": 3}}, "E002", "is 3.*str"),
@@ -94,6 +95,16 @@ def test_the_policy_for_unleased_writes_is_checked(settings):
     # An unknown one, followed, would let every write pass.
     with pytest.raises(SettingsError, match=r"UNLEASED is 'ignore'\. Set it to one of"):
         conf.unleased()
+
+
+@pytest.mark.parametrize("name", ["FENCEDLOCKS", "FENCEDLOCK_UNLEASD", "FENCEDLOCK_TTL"])
+def test_a_setting_that_nothing_reads_is_named(settings, name):
+    assert found() == {}
+    setattr(settings, name, "warn")
+    assert f"the setting {name}." in found()["W003"]
+    assert "FENCEDLOCK_UNLEASED" in found()["W003"]
+    # It is in nobody's way.
+    assert conf.config().ttl == 30
 
 
 def test_settings_are_read_again_when_they_change(settings):
