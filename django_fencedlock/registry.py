@@ -14,7 +14,7 @@ from django.db import Error, connections
 from django.db.models import Count, QuerySet, Sum
 
 from . import conf
-from .backends.base import remedy_for
+from .backends.base import explained
 from .exceptions import BackendUnavailable, SettingsError
 from .fences import ledger_for
 from .fences.blocking import named, pinned_by
@@ -117,7 +117,7 @@ def listing(aliases: Sequence[str] = ()) -> Listing:
 
 def words_of(error: Error, database: str) -> str:
     """What is the matter with a database, and what to do about it."""
-    return f"{str(named(error, database)).strip()}{remedy_for(error, database)}"
+    return explained(named(error, database), database)
 
 
 def fence_databases(aliases: Sequence[str]) -> list[str]:

@@ -72,13 +72,13 @@ MIGRATE = "manage.py migrate django_fencedlock"
 @pytest.mark.parametrize("code", [LOCKS, TASK, MODEL])
 def test_a_missing_app_is_named(code: str) -> None:
     told = _last_line([], code)
-    assert "Add 'django_fencedlock' to INSTALLED_APPS, and run: " + MIGRATE in told
+    assert ". Add 'django_fencedlock' to INSTALLED_APPS, and run: " + MIGRATE in told
 
 
 @pytest.mark.parametrize("code", [LOCKS, TASK, COMMAND])
 def test_missing_tables_name_the_command_that_makes_them(code: str) -> None:
     told = _last_line(["django.contrib.contenttypes", "django_fencedlock"], code)
-    assert "Run: " + MIGRATE in told
+    assert ". Run: " + MIGRATE in told
     assert "INSTALLED_APPS" not in told
 
 

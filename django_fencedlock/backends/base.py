@@ -314,10 +314,9 @@ class Backend(ABC):
     ) -> BackendUnavailable:
         """The error for a service that failed, to be raised from `exc`."""
         about = f" of lock {name!r}" if name is not None else ""
-        remedy = remedy_for(exc, self.config.fence_database)
         return BackendUnavailable(
             f"Lock service {self.config.alias!r} ({self.label}) failed at the {doing}{about}: "
-            f"{type(exc).__name__}: {brief(exc)}{remedy}",
+            f"{type(exc).__name__}: {explained(exc, self.config.fence_database)}",
             name=name,
             alias=self.config.alias,
         )
@@ -341,11 +340,12 @@ def is_table_missing(exc: BaseException | None) -> bool:
     return False
 
 
-def remedy_for(exc: BaseException, database: str) -> str:
-    """What to do about missing tables, as a last sentence; empty if that isn't the trouble."""
+def explained(exc: BaseException, database: str) -> str:
+    """What an error says; of missing tables its first line, and what to do about them."""
     if not is_table_missing(exc):
-        return ""
+        return brief(exc)
+    missing = brief(exc).partition("\n")[0]
     command = f"manage.py migrate django_fencedlock --database {database}"
     if apps.is_installed("django_fencedlock"):
-        return f" Run: {command}"
-    return f" Add 'django_fencedlock' to INSTALLED_APPS, and run: {command}"
+        return f"{missing}. Run: {command}"
+    return f"{missing}. Add 'django_fencedlock' to INSTALLED_APPS, and run: {command}"

@@ -15,7 +15,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import prepared
-from ..backends.base import remedy_for
+from ..backends.base import explained
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
 from ..sessions import sessions
@@ -183,7 +183,7 @@ class Records:
         about = "" if name is None else f" of lock {name!r}"
         return BackendUnavailable(
             f"Fence database {self.using!r} failed at the {doing}{about}: "
-            f"{type(exc).__name__}: {str(exc).strip()}{remedy_for(exc, self.using)}",
+            f"{type(exc).__name__}: {explained(exc, self.using)}",
             name=name,
             alias=self.config.alias,
         )

@@ -16,7 +16,7 @@ from django.core.management.color import no_style
 from django.db import DEFAULT_DB_ALIAS, Error
 
 from ... import conf, doctor, names, registry, resync
-from ...backends.base import remedy_for
+from ...backends.base import explained
 from ...exceptions import FencedLockError, SettingsError
 from ...findings import Level
 from ...registry import State
@@ -98,9 +98,10 @@ class Command(BaseCommand):
         except (SettingsError, LookupError, ValueError) as exc:
             raise CommandError(str(exc), returncode=FAILED) from exc
         except (Error, FencedLockError) as exc:
-            remedy = "" if isinstance(exc, FencedLockError) else remedy_for(exc, DEFAULT_DB_ALIAS)
-            told = f"{type(exc).__name__}: {str(exc).strip()}{remedy}"
-            raise CommandError(told, returncode=FAILED) from exc
+            # One of the package's own has told already what to do.
+            ours = isinstance(exc, FencedLockError)
+            told = str(exc) if ours else explained(exc, DEFAULT_DB_ALIAS)
+            raise CommandError(f"{type(exc).__name__}: {told}", returncode=FAILED) from exc
         if code:
             sys.exit(code)
 
