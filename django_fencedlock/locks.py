@@ -213,6 +213,12 @@ class Lock(_Terms):
 class AsyncLock(_Terms):
     """A lock by name, for coroutines. Made by `alock()`. See Lock."""
 
+    def __call__(self, function: Never) -> Never:
+        raise TypeError(
+            f"alock() is no decorator. Write @lock({self.name!r}) instead: around a coroutine "
+            "function, it doesn't block the event loop either."
+        )
+
     async def acquire(
         self, blocking: bool = True, *, blocking_timeout: Duration | None = None
     ) -> Lease | None:

@@ -117,6 +117,7 @@ class Parameters:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.signature = inspect.signature(function)
+        self._where = getattr(function, "__qualname__", repr(function))
         known = self.signature.parameters.values()
         # What most functions have: whatever may be given by its place or by its name.
         simple = all(each.kind is each.POSITIONAL_OR_KEYWORD for each in known)
@@ -135,7 +136,10 @@ class Parameters:
                 found.update((name, named[name]) for name in rest)
                 return found
         # Slow, and knows what is wrong.
-        bound = self.signature.bind(*args, **kwargs)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as exc:
+            raise TypeError(f"{self._where}(): {exc}") from None
         bound.apply_defaults()
         return dict(bound.arguments)
 

@@ -9,6 +9,7 @@ from decimal import Decimal
 
 import pytest
 
+from django_fencedlock import alock
 from django_fencedlock.names import Parameters, Template, validate
 
 
@@ -78,8 +79,10 @@ def test_a_template_that_names_no_parameter_is_refused_at_decoration():
 
 
 def test_wrong_arguments_fail_as_the_functions_own_call_would():
-    with pytest.raises(TypeError, match="missing a required argument"):
-        Template("{it}", lambda it: ...).render((), {})
+    def charge(it): ...
+
+    with pytest.raises(TypeError, match=r"charge\(\): missing a required argument: 'it'"):
+        Template("{it}", charge).render((), {})
 
 
 @pytest.mark.parametrize(
@@ -126,3 +129,10 @@ def test_simple_templates_and_others_are_filled_alike(text, name):
     def build(a, b, width=3): ...
 
     assert Template(text, build).render((Decimal("1.5"), 7), {}) == name
+
+
+def test_alock_around_a_function_names_what_is():
+    async def fetch(url): ...
+
+    with pytest.raises(TypeError, match=r"alock\(\) is no decorator\. Write @lock\('feed:\{url\}'"):
+        alock("feed:{url}")(fetch)
