@@ -326,6 +326,29 @@ def test_how_the_other_pages_look(page):
         is_fine(page, look)
 
 
+def test_what_happened_is_not_broken_within_its_word(page):
+    (name,) = hold(1, start=1)
+    event(name, "granted", note="")
+    page.open()
+    page.one("#result_list .field-lock_name a").click()
+    assert "granted" in page.one(".fencedlock-more td:nth-child(2)").text.replace("\n", "")
+    assert page.run(BROKEN) == []
+
+
+#: What happened, by a first word that goes on in the next line.
+BROKEN = """
+const first = (cell) => {
+    const range = document.createRange();
+    range.setStart(cell.firstChild, 0);
+    range.setEnd(cell.firstChild, cell.firstChild.data.search(/\\s|$/));
+    return range;
+};
+return [...document.querySelectorAll("[aria-labelledby=fencedlock-history] td:nth-child(2)")]
+    .filter((cell) => first(cell).getClientRects().length > 1)
+    .map((cell) => cell.textContent);
+"""
+
+
 def looks(page):
     for width in (1280, 400):
         for dark in (False, True):
@@ -341,7 +364,10 @@ def is_fine(page, look):
     assert page.complaints() == [], look
 
 
-def event(name, kind="refused", times=1):
+NEWEST = "billing.Invoice pk=42; the newest grant is that of web-3, pid 812, thread MainThread"
+
+
+def event(name, kind="refused", times=1, note=NEWEST):
     LockEvent.objects.create(
         name=name,
         kind=kind,
@@ -349,6 +375,6 @@ def event(name, kind="refused", times=1):
         happened_at=timezone.now(),
         token=1_234_567,
         holder="task billing.charge[0714a454-1c2e-4f7e-9a51-0123456789ab] on web-3, pid 812",
-        note="billing.Invoice pk=42; the newest grant is that of web-3, pid 812, thread MainThread",
+        note=note,
         times=times,
     )
