@@ -87,3 +87,20 @@ def test_what_the_classifiers_claim_is_what_tox_runs() -> None:
         config["options"]["python_requires"]
         == f">={min(python for python, _ in claimed if python)}"
     )
+
+
+def test_what_the_readme_claims_is_what_tox_runs() -> None:
+    config = ConfigParser(interpolation=None)
+    config.read(ROOT / "tox.ini")
+    run = re.findall(r"py3(\d+)-django(\d\d)-celery(\d\d)", config["tox"]["env_list"])
+    pythons, djangos, celeries = (
+        [int(each) for each in column] for column in zip(*run, strict=True)
+    )
+    told = " ".join(
+        (
+            f"Python 3.{min(pythons)} to 3.{max(pythons)},",
+            f"Django {min(djangos) / 10} to {max(djangos) / 10} and",
+            f"Celery {min(celeries) / 10} to {max(celeries) / 10}.",
+        )
+    )
+    assert told in " ".join(README.split())
