@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from uuid import uuid4
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError, call_command, load_command_class
 from django.db import connections, transaction
 from django.db.models import F
 from django.utils import timezone
@@ -51,6 +51,11 @@ def run(*arguments, **options):
 def run_json(*arguments):
     out, _, code = run(*arguments, "--format", "json")
     return json.loads(out), code
+
+
+def test_without_an_action_the_usage_names_them():
+    usage = load_command_class("django_fencedlock", "fencedlock").create_parser("manage.py", "x")
+    assert "{list,show,release,doctor,resync}" in usage.format_usage()
 
 
 class TestList:

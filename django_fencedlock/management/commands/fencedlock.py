@@ -37,7 +37,7 @@ class Command(BaseCommand):
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        actions = parser.add_subparsers(dest="action", required=True)
         action = _adder(actions)
 
         listed = action("list", "the locks of the registry, and what their services say of them")
