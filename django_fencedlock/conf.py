@@ -138,6 +138,11 @@ def aliases() -> list[str]:
     return list(found) if isinstance(found, Mapping) and found else [DEFAULT_ALIAS]
 
 
+def lacks(alias: str) -> bool:
+    """Whether an alias is missing, as far as the settings can be read; if not, E001 tells of it."""
+    return alias not in aliases() and not any(shape_problems())
+
+
 @cache
 def config(alias: str = DEFAULT_ALIAS) -> AliasConfig:
     """Read one alias; raises `SettingsError` with the first thing that is wrong with it."""

@@ -81,7 +81,7 @@ def _fencing_problems(model: Model) -> Iterator[Problem]:
         )
         return
     yield from _template_problems(model, spec)
-    if spec.backend not in conf.aliases():
+    if conf.lacks(spec.backend):
         yield Problem(
             "E022",
             f"{label}.fencing names the alias {spec.backend!r}, which FENCEDLOCK hasn't.",

@@ -85,6 +85,10 @@ class TestFencing:
         line = of_type("Line", FencedModel, fencing=Fencing(backend="fest"))
         assert re.search("'fest'.*Known are default, fast", found(line)["E022"])
 
+    def test_an_alias_of_settings_that_cannot_be_read(self, settings):
+        settings.FENCEDLOCK = {"TTL": 3}
+        assert found(of_type("Line", FencedModel)) == {}
+
     def test_rows_in_another_database_than_the_fences(self, settings):
         settings.DATABASE_ROUTERS = [f"{__name__}.EverythingOnPostgres"]
         strict = of_type("Strict", FencedModel)

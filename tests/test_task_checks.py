@@ -65,6 +65,11 @@ def test_an_alias_that_is_not_configured():
     assert "Known are default" in words
 
 
+def test_aliases_of_settings_that_cannot_be_read(settings):
+    settings.FENCEDLOCK = {"TTL": 3}
+    assert found({}) == found({"backend": "jobz"}) == {}
+
+
 def test_an_alias_that_is_configured(settings):
     settings.FENCEDLOCK = {"default": {}, "jobs": {}}
     assert found({"backend": "jobs"}) == {}

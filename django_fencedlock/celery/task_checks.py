@@ -112,7 +112,7 @@ def _broker(app: Celery) -> tuple[str, dict[str, Any]]:
 
 
 def _alias(case: _Case) -> Iterator[Problem]:
-    if case.policy.backend not in conf.aliases():
+    if conf.lacks(case.policy.backend):
         yield Problem(
             "E030",
             f"backend={case.policy.backend!r} is no alias in FENCEDLOCK.",
