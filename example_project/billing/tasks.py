@@ -3,15 +3,26 @@ from django.db import transaction
 
 from django_fencedlock import LeaseLost, LockNotAcquired, StaleFence, current_lease
 from django_fencedlock.celery import single_instance
+from django_fencedlock.exceptions import BackendUnavailable
 
 from ..accounts.models import Account
 from . import gateway
 from .models import Invoice
 
-AGAIN = (gateway.NoAnswer, gateway.StaleRequest, StaleFence, LeaseLost, LockNotAcquired)
+AGAIN = (
+    *(gateway.NoAnswer, gateway.StaleRequest),
+    *(StaleFence, LeaseLost, LockNotAcquired, BackendUnavailable),
+)
 
 
-@shared_task(acks_late=True, autoretry_for=AGAIN, retry_backoff=True, max_retries=8)
+@shared_task(
+    # Without the second, Celery takes a run whose child was killed for failed.
+    acks_late=True,
+    reject_on_worker_lost=True,
+    autoretry_for=AGAIN,
+    retry_backoff=True,
+    max_retries=8,
+)
 @single_instance(Invoice, pk="invoice_id", ttl=60, on_conflict="retry")
 def charge(invoice_id: int) -> str:
     """Have an invoice paid. Whatever goes wrong on the way, it may run again."""
