@@ -10,12 +10,13 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 from uuid import UUID
 
 from django.db import Error, models, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Expression
+from django.db.models.base import ModelBase
 from django.db.models.deletion import Collector
 from django.db.models.fields.related_lookups import RelatedExact
 from django.db.models.lookups import Exact, IntegerFieldExact
@@ -139,10 +140,23 @@ class BaseRowsManager(models.Manager.from_queryset(BaseRows)):  # type: ignore[m
         return rows
 
 
-class GuardedModel(models.Model):  # noqa: DJ008
+if TYPE_CHECKING:
+    _Row = TypeVar("_Row", bound=models.Model)
+
+    class _ModelBase(ModelBase):
+        # As django-stubs has it. Were it declared, pyright would allow no model another manager.
+        def __getattr__(  # type: ignore[misc]
+            self: type[_Row], name: Literal["objects"]
+        ) -> FencedManager[_Row]: ...
+else:
+    _ModelBase = ModelBase
+
+
+class GuardedModel(models.Model, metaclass=_ModelBase):  # noqa: DJ008
     """What fenced and versioned models have in common."""
 
-    objects: ClassVar[FencedManager[Self]] = FencedManager()
+    if not TYPE_CHECKING:
+        objects = FencedManager()
     # It has a name of its own, so that a model's own filtered `objects` never takes its place.
     _guarded_rows = BaseRowsManager()
     _is_fenced = False

@@ -1,14 +1,14 @@
 """A user's models, tasks and locks; each ``assert_type`` is a promise to type checkers."""
 
 from collections.abc import Coroutine
-from typing import Any, assert_type
+from typing import Any, ClassVar, assert_type
 
 from celery import shared_task
 from django.db import models
 
 from django_fencedlock import Lease, LockNotAcquired, alock, current_lease, lock
 from django_fencedlock.celery import SkippedRun, single_instance
-from django_fencedlock.models import FencedModel, Fencing, VersionedModel
+from django_fencedlock.models import FencedManager, FencedModel, Fencing, VersionedModel
 
 
 class Account(FencedModel, VersionedModel):
@@ -27,6 +27,23 @@ class LedgerLine(FencedModel):
 
     class Meta(FencedModel.Meta):
         verbose_name = "line of the ledger"
+
+
+class BillManager(FencedManager["Bill"]):
+    def unpaid(self) -> "models.QuerySet[Bill]":
+        return self.filter(paid=False)
+
+
+class Bill(FencedModel):
+    paid = models.BooleanField(default=False)
+
+    objects: ClassVar[BillManager] = BillManager()
+
+
+def managers() -> None:
+    assert_type(Bill.objects, BillManager)
+    assert_type(Bill.objects.unpaid().get(), Bill)
+    assert_type(Sale.objects.get(), Sale)
 
 
 def blocks(pk: int) -> None:
