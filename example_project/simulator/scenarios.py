@@ -14,7 +14,7 @@ class Step:
     Args:
         does: ``acquire``, ``queue`` (acquire, and stand in line), ``write``, ``release``,
             ``pause``, ``wake``, ``cut``, ``mend``, ``kill``, ``empty``; or a wait: ``run_out``,
-            ``gets`` (the lock), ``gone`` (a dead holder's lock), ``kept`` (renewed once).
+            ``gets`` (the lock), ``kept`` (renewed once).
         who: Which client; ``?`` for whoever has the lock.
         caption: What it does, for people.
     """
