@@ -8,7 +8,16 @@ from _queue import Empty, SimpleQueue
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Empty", "SimpleQueue", "allocate_lock", "is_patched", "original", "start"]
+__all__ = [
+    "Empty",
+    "SimpleQueue",
+    "allocate_lock",
+    "is_patched",
+    "original",
+    "read",
+    "start",
+    "write",
+]
 
 # SimpleQueue above is the C type itself: what waits on it waits in the system, whatever is patched.
 
