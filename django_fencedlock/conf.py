@@ -40,7 +40,7 @@ VENDORS = ("postgresql", "sqlite", "mysql")
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with the settings: what was found, what is allowed, what to do."""
+    """One thing that a check finds: what is wrong, what is allowed, what to do."""
 
     id: str
     message: str

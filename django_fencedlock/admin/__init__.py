@@ -1,4 +1,4 @@
-"""The admin: pages of held locks and fences, and `FencedModelAdmin` for models of yours."""
+"""The admin: pages of locks, fences and history, and `FencedModelAdmin` for models of yours."""
 
 from .fenced import FencedModelAdmin
 from .held_locks import FenceAdmin, HeldLockAdmin, LockEventAdmin

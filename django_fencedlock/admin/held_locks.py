@@ -1,4 +1,4 @@
-"""The admin's pages of held locks and of fences. They show, and change no rows."""
+"""The admin's pages of held locks, fences and history. They show, and change no rows."""
 
 from __future__ import annotations
 

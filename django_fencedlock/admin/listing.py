@@ -1,4 +1,4 @@
-"""The list of held locks as the lock services see them, and its filters."""
+"""The lists: of held locks as the lock services see them, of their history, and the filters."""
 
 from __future__ import annotations
 

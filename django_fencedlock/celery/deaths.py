@@ -1,10 +1,10 @@
 """
-A worker's main process sees the deaths of its children, and frees what they held.
+A worker's main process sees the deaths of its children, and learns what they held.
 
 A child announces itself before it takes a task; from then on the main process has a file of the
 system's for it that turns readable when the whole process has ended, whatever ended it. Celery's
 own signals come too early (the child still runs) or too late (up to five seconds after a SIGKILL),
-so nothing is freed on their word.
+so nothing is freed on their word. `burials` does the freeing.
 """
 
 from __future__ import annotations
