@@ -19,7 +19,7 @@ from ..exceptions import TransactionInTheWay
 from ..fences import Entry, Held, Ledger, NameAndOwner, Row, ledger_for
 from ..findings import Finding
 from ..lease import Lease, clock
-from ..owners import Holder, Owner
+from ..owners import Holder
 from ..sessions import sessions
 from ..transactions import lent_by_test
 from . import redis_client, redis_health
@@ -179,7 +179,13 @@ class RedisBackend(Backend):
         return None
 
     def _record(self, request: Request, token: int) -> _Outcome:
-        entry = self._entry(request.name, request.owner, request.ttl)
+        entry = Entry(
+            name=request.name,
+            alias=self.config.alias,
+            backend=self.label,
+            owner=request.owner,
+            ttl=request.ttl,
+        )
 
         def record(ledger: Ledger, connection: BaseDatabaseWrapper) -> _Outcome:
             # If the caller's own transaction has the file, waiting is in vain.
@@ -311,7 +317,7 @@ class RedisBackend(Backend):
         newest = ledger.newest(connection, lease.name)
         if newest != (lease.token, lease.owner):
             return False
-        ledger.enter(connection, self._entry(lease.name, lease.holder, lease.ttl))
+        ledger.enter(connection, self.entry(lease))
         return True
 
     def verify(self, lease: Lease) -> bool:
@@ -450,16 +456,6 @@ class RedisBackend(Backend):
         # Not made before it is needed: a lock that isn't fenced needs no database.
         private = sessions(self.config.fence_database, self._timeout)
         return private.run(lambda found: work(ledger_for(found), found))
-
-    def _entry(self, name: str, owner: Owner, ttl: float, *, fenced: bool = True) -> Entry:
-        return Entry(
-            name=name,
-            alias=self.config.alias,
-            backend=self.label,
-            owner=owner,
-            ttl=ttl,
-            fenced=fenced,
-        )
 
 
 def _renewal(answer: bool | Exception) -> Renewal:
