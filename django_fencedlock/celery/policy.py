@@ -10,7 +10,7 @@ from .. import conf
 OnConflict = Literal["skip", "retry", "wait", "raise", "coalesce"]
 OnLost = Literal["raise", "abort", "ignore"]
 OnBackendError = Literal["raise", "run"]
-Redelivery = Literal["defer", "run"]
+OnRedelivery = Literal["defer", "run"]
 
 #: The pauses between tries double up to so many times the first.
 LONGEST_PAUSE = 12
@@ -31,7 +31,7 @@ class Policy:
     max_conflict_retries: int = MAX_CONFLICT_RETRIES
     on_lost: OnLost = "raise"
     max_hold: float | None = None
-    redelivery: Redelivery = "defer"
+    redelivery: OnRedelivery = "defer"
     on_backend_error: OnBackendError = "raise"
     sensitive: tuple[str, ...] = ()
 
@@ -70,7 +70,7 @@ _CHOICES = {
     "on_conflict": get_args(OnConflict),
     "on_lost": get_args(OnLost),
     "on_backend_error": get_args(OnBackendError),
-    "redelivery": get_args(Redelivery),
+    "redelivery": get_args(OnRedelivery),
 }
 
 

@@ -19,8 +19,8 @@ from .policy import (
     OnBackendError,
     OnConflict,
     OnLost,
+    OnRedelivery,
     Policy,
-    Redelivery,
     policy,
 )
 from .runs import Run, is_converted
@@ -63,7 +63,7 @@ def single_instance(
     max_conflict_retries: int = MAX_CONFLICT_RETRIES,
     on_lost: OnLost = "raise",
     max_hold: Duration | None = None,
-    redelivery: Redelivery = "defer",
+    redelivery: OnRedelivery = "defer",
     on_backend_error: OnBackendError = "raise",
     sensitive: str | Iterable[str] = (),
     **arguments: str,
