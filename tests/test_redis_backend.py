@@ -20,10 +20,9 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import OperationalError, connections, transaction
 from redis.crc import key_slot
 
-from django_fencedlock.backends import base
+from django_fencedlock.backends import base, redis_health
 from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request, Taken
 from django_fencedlock.backends.redis import RedisBackend
-from django_fencedlock.backends.redis_client import server_problems
 from django_fencedlock.backends.redis_scripts import BEAT, CLAIM, RECHECK, RELEASE
 from django_fencedlock.backends.redis_store import InLine, Keys, Store
 from django_fencedlock.conf import AliasConfig
@@ -1542,7 +1541,7 @@ class OldServer:
 
 
 def test_a_server_that_is_too_old_is_e014():
-    [problem] = server_problems(OldServer(), "default")
+    [problem] = redis_health.problems(OldServer(), "default")
     assert problem.id == "E014"
     assert "6.0.16" in str(problem)
     assert "6.2" in str(problem)

@@ -429,7 +429,7 @@ class RedisBackend(Backend):
 
     def live_problems(self) -> Iterator[Problem]:
         try:
-            yield from redis_client.server_problems(self._store.client, self.config.alias)
+            yield from redis_health.problems(self._store.client, self.config.alias)
         except RedisError as exc:
             yield Problem(
                 "E013",

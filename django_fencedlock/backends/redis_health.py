@@ -1,20 +1,71 @@
-"""What a doctor asks of the servers of the Redis backend."""
+"""What `check --database` and a doctor ask of the servers of the Redis backend."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..conf import Problem
 from ..findings import Finding, error, note, of_clock, ok, warning
 from ..lease import clock
 from .redis_client import Client, RedisError, is_cluster
 
 Info = Mapping[str, Any]
 
+#: The oldest server whose commands the scripts know.
+OLDEST = (6, 2)
 #: The part of maxmemory that may be in use.
 FULL = 0.9
+
+
+# Asked by the checks
+
+
+def problems(client: Client, alias: str) -> Iterator[Problem]:
+    """What is wrong with the servers themselves."""
+    for node, server, memory in _infos(client):
+        where = f"The Redis of FENCEDLOCK[{alias!r}]" + (f", node {node}," if node else "")
+        yield from _version_problems(where, server)
+        yield from _eviction_problems(where, memory)
+
+
+def _infos(client: Client) -> Iterator[tuple[str, Info, Info]]:
+    if not is_cluster(client):
+        yield "", client.info("server"), client.info("memory")
+        return
+    for node in client.get_primaries():
+        name = {"target_nodes": node}
+        yield node.name, client.info("server", **name), client.info("memory", **name)
+
+
+def _version_problems(where: str, server: Info) -> Iterator[Problem]:
+    # Valkey calls itself a Redis 7.2 there, beside its own name.
+    version = str(server.get("redis_version", ""))
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < OLDEST and "valkey_version" not in server:
+        yield Problem(
+            "E014",
+            f"{where} has version {version or 'unknown'}.",
+            "Use Redis 6.2 or newer, or Valkey.",
+        )
+
+
+def _eviction_problems(where: str, memory: Info) -> Iterator[Problem]:
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if memory.get("maxmemory") and policy != "noeviction":
+        yield Problem(
+            "W002",
+            f"{where} drops keys when it is full (maxmemory-policy {policy}): a dropped lock is "
+            "free for the next one. Tokens stay right.",
+            "Set maxmemory-policy to noeviction, or keep locks on a server of their own.",
+            warning=True,
+        )
+
+
+# Asked by the doctor
 
 
 def diagnose(client: Client) -> Iterator[Finding]:
