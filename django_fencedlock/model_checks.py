@@ -19,7 +19,8 @@ from .conf import Problem
 from .models.fenced import FencedModel
 from .models.fencing import Fencing
 from .models.fields import FenceField, StampField, constraint_name
-from .models.guarded import BaseRowsManager, GuardedModel
+from .models.guarded import GuardedModel
+from .models.managers import BaseRowsManager
 from .models.querysets import FencedQuerySet
 from .models.tables import exact_collation
 from .models.versioned import VersionedModel
