@@ -10,7 +10,7 @@ from typing import Any
 from django.apps import AppConfig, apps
 from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
 
-from . import conf, model_checks
+from . import conf, model_checks, table_checks
 from .services import service
 
 
@@ -41,7 +41,7 @@ def check_models(
 @register(Tags.database)
 def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
     """Look at the fenced models' tables; run by ``check --database ALIAS``."""
-    return _messages(model_checks.database_problems(databases or ()))
+    return _messages(table_checks.problems(databases or ()))
 
 
 @register(Tags.compatibility)

@@ -9,7 +9,7 @@ from django.apps import apps
 from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock import conf, doctor, findings, model_checks
+from django_fencedlock import conf, doctor, findings, table_checks
 from django_fencedlock.backends.base import Grant
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.doctor import databases, probe
@@ -322,7 +322,7 @@ class TestDatabases:
         server = make_postgres()
         alias = make_alias(server.django())
         declared = {}
-        monkeypatch.setattr(model_checks, "declared_triggers", lambda connection: declared)
+        monkeypatch.setattr(table_checks, "declared_triggers", lambda connection: declared)
         settings.DATABASE_ROUTERS = [Only("default", alias)]
 
         def found(*aliases):

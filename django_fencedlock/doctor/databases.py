@@ -10,7 +10,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.migrations.loader import MigrationLoader
 
-from .. import model_checks
+from .. import table_checks
 from ..fences import ledger_for
 from ..fences.contenders import CONTENDERS
 from ..fences.deliveries import DELIVERY
@@ -55,7 +55,7 @@ def examine(database: str, limit: float) -> Iterator[Finding]:
         )
         return
     with bounded(database, limit):
-        found = [*_tables(database), *of_problems(model_checks.database_problems([database]))]
+        found = [*_tables(database), *of_problems(table_checks.problems([database]))]
     yield from found
 
 
@@ -63,9 +63,9 @@ def examine_rows(database: str, limit: float) -> Iterator[Finding]:
     """Look at the fenced tables of a database that has no fences; nothing if it has none."""
     try:
         with bounded(database, min(limit, CONNECTING)):
-            if not model_checks.has_tables(database):
+            if not table_checks.has_tables(database):
                 return
-            found = list(of_problems(model_checks.database_problems([database])))
+            found = list(of_problems(table_checks.problems([database])))
     except Error as exc:
         yield warning(
             f"can't be asked whether its fenced tables are as they should be: {str(exc).strip()}",

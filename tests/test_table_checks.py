@@ -1,0 +1,305 @@
+"""The system checks over the tables of fenced models."""
+
+import re
+
+import pytest
+from django.db import connections, migrations
+from django.db.migrations.state import ProjectState
+
+from django_fencedlock import table_checks
+from django_fencedlock.checks import check_tables
+from django_fencedlock.models import Fencing
+from django_fencedlock.models.fields import constraint_name
+from django_fencedlock.operations import NAME, FenceTrigger, RemoveFenceTrigger
+from tests.models import Contract, Invoice, LedgerLine, Stock
+
+ON_POSTGRES = pytest.mark.django_db(databases=["default", "postgres"])
+
+
+def told(problems):
+    return {problem.id: str(problem) for problem in problems}
+
+
+def database_problems(alias):
+    """Those of a database, but for the collations of the tests' own models."""
+    return [each for each in table_checks.problems([alias]) if each.id != "W026"]
+
+
+@pytest.mark.django_db(databases=["default", "mariadb"])
+class TestMariaDB:
+    @pytest.fixture(autouse=True)
+    def session(self):
+        self.execute("SET @before = @@sql_mode")
+        yield
+        self.execute("SET sql_mode = @before, check_constraint_checks = 1")
+
+    def execute(self, sql):
+        with connections["mariadb"].cursor() as cursor:
+            cursor.execute(sql)
+
+    def problems(self):
+        return told(database_problems("mariadb"))
+
+    def test_nothing_is_wrong_with_a_strict_one(self):
+        assert self.problems() == {}
+
+    def test_one_that_is_not_strict(self):
+        self.execute("SET sql_mode = 'ANSI_QUOTES'")
+        assert "sql_mode being 'ANSI_QUOTES'" in self.problems()["W023"]
+
+    def test_one_that_heeds_no_constraints(self):
+        self.execute("SET check_constraint_checks = 0")
+        assert "check_constraint_checks off" in self.problems()["W023"]
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
+class TestCollations:
+    """Locks' names are compared by every character, and so has what they are made of to be."""
+
+    @pytest.fixture
+    def collate(self):
+        def alter(collation):
+            with connections["mariadb"].cursor() as cursor:
+                cursor.execute(
+                    f"ALTER TABLE tests_seat MODIFY `row` varchar(5) COLLATE {collation} NOT NULL"
+                )
+
+        yield alter
+        alter("latin1_swedish_ci")
+
+    def problems(self):
+        found = table_checks.problems(["mariadb"])
+        return {str(problem).split(" names")[0]: str(problem) for problem in found}
+
+    def problem(self):
+        return self.problems().get("Column 'row' of 'tests_seat'")
+
+    @pytest.mark.parametrize(
+        ("collation", "alike"),
+        [
+            ("utf8mb4_general_ci", "'a' for 'A' and 'e' for 'é' and 'a' for 'a '"),
+            ("utf8mb4_unicode_nopad_ci", "'a' for 'A' and 'e' for 'é'"),
+            ("latin1_general_cs", "'a' for 'a '"),
+            ("utf8mb4_bin", "'a' for 'a '"),
+        ],
+    )
+    def test_one_that_takes_texts_for_each_other(self, collate, collation, alike):
+        collate(collation)
+        assert f"locks of tests.Seat, and its collation '{collation}'" in self.problem()
+        assert f"in database 'mariadb' takes {alike}: rows of two locks" in self.problem()
+
+    @pytest.mark.parametrize("collation", ["utf8mb4_nopad_bin", "latin1_nopad_bin"])
+    def test_an_exact_one_is_in_order(self, collate, collation):
+        collate(collation)
+        assert self.problem() is None
+
+    def test_what_is_named_as_the_remedy_is_one(self, collate):
+        collate(re.search("db_collation='(.*?)'", self.problem())[1])
+        assert self.problem() is None
+
+    def test_keys_to_a_text_count_and_what_has_one_spelling_does_not(self):
+        found = set(self.problems())
+        columns = ["colour' of 'tests_parcel", "owner_id' of 'tests_parcel", "sku' of 'tests_stock"]
+        assert found == {f"Column '{each}'" for each in [*columns, "row' of 'tests_seat"]}
+        assert "Give tests.Stock.sku a" in self.problems()["Column 'owner_id' of 'tests_parcel'"]
+
+    def test_other_databases_are_not_asked(self):
+        assert told(table_checks.problems(["default"])) == {}
+
+    def test_a_row_is_written_under_the_lock_of_another_one_there(self, settings):
+        """What the check is for."""
+        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "mariadb"}}
+        stock = Stock.objects.using("mariadb")
+        with Stock.fencing.lock(sku="x") as lease:
+            stock.create(sku="x")
+            other = stock.get()
+            other.sku = "X"
+            with Stock.fencing.lock(sku="X", blocking_timeout=0) as at_once:
+                other.save()
+                assert stock.get().sku == "X"
+            assert at_once.name != lease.name
+
+    def test_a_lock_is_made_of_a_column_that_is_not_migrated_yet(self):
+        with connections["mariadb"].cursor() as cursor:
+            cursor.execute("ALTER TABLE tests_parcel RENAME COLUMN colour TO color")
+        try:
+            assert "Column 'colour' of 'tests_parcel'" not in self.problems()
+        finally:
+            with connections["mariadb"].cursor() as cursor:
+                cursor.execute("ALTER TABLE tests_parcel RENAME COLUMN color TO colour")
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [
+        pytest.param("default", marks=pytest.mark.django_db(transaction=True)),
+        pytest.param("postgres", marks=ON_POSTGRES),
+        pytest.param(
+            "mariadb", marks=pytest.mark.django_db(transaction=True, databases=["mariadb"])
+        ),
+    ],
+)
+def test_a_constraint_that_the_table_has_lost(alias):
+    name = constraint_name(Invoice, "fence")
+    before = ProjectState.from_apps(Invoice._meta.apps)
+    remove, after = migrations.RemoveConstraint("Invoice", name), before.clone()
+    remove.state_forwards("tests", after)
+    assert told(database_problems(alias)) == {}
+    with connections[alias].schema_editor() as editor:
+        remove.database_forwards("tests", editor, before, after)
+    try:
+        found = check_tables(databases=[alias])
+        (message,) = (each for each in found if not each.id.endswith("W026"))
+    finally:
+        with connections[alias].schema_editor() as editor:
+            remove.database_backwards("tests", editor, after, before)
+    assert message.id == "django_fencedlock.W024"
+    assert f"'{name}'" in message.msg
+    assert 'CHECK ("fence" >= 0)' in message.hint.replace("`", '"')
+
+
+def test_no_database_is_asked_unless_it_is_named():
+    assert check_tables() == []
+
+
+@ON_POSTGRES
+class TestTriggers:
+    @pytest.fixture(autouse=True)
+    def declared(self, monkeypatch):
+        found = {Contract: (), LedgerLine: ()}
+        monkeypatch.setattr(table_checks, "declared_triggers", lambda connection: found)
+        self.found = found
+        self.install("LedgerLine", "account")
+
+    def execute(self, sql):
+        with connections["postgres"].cursor() as cursor:
+            cursor.execute(sql)
+
+    def install(self, name="Contract", *named_by):
+        state = ProjectState.from_apps(Contract._meta.apps)
+        operation = FenceTrigger(name, named_by=named_by)
+        with connections["postgres"].schema_editor() as editor:
+            operation.database_forwards("tests", editor, state, state)
+
+    def problem(self):
+        return told(table_checks.problems(["postgres"])).get("W025")
+
+    def test_one_that_is_there_is_in_order(self):
+        self.install()
+        assert self.problem() is None
+
+    def test_one_that_is_not_there(self):
+        assert re.search("tests.Contract .*'postgres'.*isn't there", self.problem())
+        assert "FenceTrigger('Contract')" in self.problem()
+
+    def test_one_that_is_disabled(self):
+        self.install()
+        self.execute(f"ALTER TABLE tests_contract DISABLE TRIGGER {NAME}")
+        assert "is disabled" in self.problem()
+
+    def test_one_of_before_the_table_had_a_version(self):
+        self.install()
+        self.execute(
+            f"CREATE OR REPLACE TRIGGER {NAME} AFTER UPDATE ON tests_contract FOR EACH ROW "
+            f"WHEN (NEW.fence < OLD.fence) EXECUTE FUNCTION {NAME}('fence', '')"
+        )
+        self.execute(f"COMMENT ON TRIGGER {NAME} ON tests_contract IS 'older'")
+        assert "is another" in self.problem()
+        self.install()
+        assert self.problem() is None
+
+    def test_one_whose_function_was_replaced(self):
+        self.install()
+        self.execute(
+            f"CREATE OR REPLACE FUNCTION {NAME}() RETURNS trigger LANGUAGE plpgsql "
+            "AS 'BEGIN RETURN NULL; END'"
+        )
+        assert "is another" in self.problem()
+
+    def test_one_that_does_not_know_what_names_the_lock(self):
+        self.install()
+        self.install("LedgerLine")
+        assert "tests.LedgerLine" in self.problem()
+        assert "is another" in self.problem()
+        assert "FenceTrigger('LedgerLine', named_by=['account'])." in self.problem()
+
+    def test_what_a_callable_names_is_known_to_the_migration_alone(self, monkeypatch):
+        self.install()
+        monkeypatch.setitem(LedgerLine.__dict__["fencing"]._plans, LedgerLine, self.of_callable())
+        for named_by in [(), ("account",), ("account_id", "amount"), ("pk",)]:
+            self.install("LedgerLine", *named_by)
+            self.found[LedgerLine] = named_by
+            assert self.problem() is None
+        self.found[LedgerLine] = ("account",)
+        assert "FenceTrigger('LedgerLine', named_by=['account'])." in self.problem()
+        self.install("LedgerLine")
+        self.found[LedgerLine] = ("renamed_since",)
+        assert self.problem() is None
+
+    def of_callable(self):
+        return Fencing(lambda row: "x").plan(LedgerLine)
+
+    def test_a_column_of_the_name_that_is_not_migrated_yet_is_not_missed(self):
+        self.install()
+        self.execute("ALTER TABLE tests_ledgerline DROP COLUMN account_id CASCADE")
+        state = ProjectState.from_apps(Contract._meta.apps)
+        state.remove_field("tests", "ledgerline", "account")
+        with connections["postgres"].schema_editor() as editor:
+            FenceTrigger("LedgerLine").database_forwards("tests", editor, state, state)
+        assert self.problem() is None
+
+    def test_a_version_that_is_not_migrated_yet_is_not_missed(self):
+        self.execute("ALTER TABLE tests_contract DROP COLUMN version CASCADE")
+        self.install_for_the_fence_alone()
+        assert self.problem() is None
+
+    def install_for_the_fence_alone(self):
+        state = ProjectState.from_apps(Contract._meta.apps)
+        state.remove_field("tests", "contract", "version")
+        with connections["postgres"].schema_editor() as editor:
+            FenceTrigger("Contract").database_forwards("tests", editor, state, state)
+
+
+class TestDeclared:
+    def follow(self, *operations):
+        declared = {}
+        table_checks._follow("tests", operations, declared)
+        return declared
+
+    def test_renamed_models_take_their_trigger_along(self):
+        trigger = FenceTrigger("Invoice", named_by=["account"])
+        steps = [trigger, migrations.RenameModel("Invoice", "Bill")]
+        assert self.follow(*steps) == {("tests", "bill"): ("account",)}
+
+    def test_the_newest_one_counts(self):
+        steps = [FenceTrigger("Bill"), FenceTrigger("Bill", named_by=["account"])]
+        assert self.follow(*steps) == {("tests", "bill"): ("account",)}
+
+    def test_removed_triggers_and_deleted_models_have_none(self):
+        assert self.follow(FenceTrigger("Bill"), RemoveFenceTrigger("Bill")) == {}
+        assert self.follow(FenceTrigger("Bill"), migrations.DeleteModel("Bill")) == {}
+
+    def test_both_halves_of_a_separated_step_count(self):
+        step = migrations.SeparateDatabaseAndState(
+            database_operations=[FenceTrigger("Invoice")],
+            state_operations=[migrations.RenameModel("Invoice", "Bill")],
+        )
+        assert self.follow(step) == {("tests", "bill"): ()}
+
+    @ON_POSTGRES
+    def test_only_migrations_that_were_applied_count(self, settings, tmp_path, monkeypatch):
+        (tmp_path / "invoices_migrations").mkdir()
+        (tmp_path / "invoices_migrations/__init__.py").touch()
+        (tmp_path / "invoices_migrations/0001_trigger.py").write_text(
+            "from django.db import migrations\n"
+            "from django_fencedlock.operations import FenceTrigger\n"
+            "class Migration(migrations.Migration):\n"
+            "    operations = [FenceTrigger('Invoice', named_by=['account'])]\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        settings.MIGRATION_MODULES = {"tests": "invoices_migrations"}
+        connection = connections["postgres"]
+        assert table_checks.declared_triggers(connection) == {}
+        recorder = migrations.recorder.MigrationRecorder(connection)
+        recorder.record_applied("tests", "0001_trigger")
+        assert table_checks.declared_triggers(connection) == {Invoice: ("account",)}
