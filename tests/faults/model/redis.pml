@@ -1,6 +1,6 @@
 /*
- * Leases on Redis whose grants the fence database records: backends/redis.py, redis_scripts.py,
- * and RECORD in fences/postgresql.py.
+ * Leases on Redis whose grants the fence database records: backends/redis.py, redis_recording.py,
+ * redis_scripts.py, and RECORD in fences/postgresql.py.
  *
  * Each script is one step. Weak variants: DRAWN_BEFORE and DRAWN_AFTER, as tutorials have it, with
  * the token drawn before or after SET NX and checked by the row alone; NOT_RECORDED, where the

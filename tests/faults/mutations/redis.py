@@ -151,7 +151,7 @@ MUTATIONS = (
     ),
     Mutation(
         "The token is Redis's own: a refused recording counts as a grant",
-        "backends/redis.py",
+        "backends/redis_recording.py",
         "            if outcome is _Outcome.RECORDED:\n",
         "            if outcome is not _Outcome.PINNED:\n",
         (_BACKEND, REDIS),
@@ -166,7 +166,7 @@ MUTATIONS = (
     ),
     Mutation(
         "A grant that was never recorded, since the fence is pinned, isn't given back",
-        "backends/redis.py",
+        "backends/redis_recording.py",
         "            token = newer\n        self._give_back(request)\n        return None",
         "            token = newer\n        return None",
         (_BACKEND, REDIS),
@@ -194,7 +194,7 @@ MUTATIONS = (
     ),
     Mutation(
         "The lease counts from when it was granted, not from when it was asked for",
-        "backends/redis.py",
+        "backends/redis_recording.py",
         "                return Grant(token, since, handle=request.connection)\n"
         "            if outcome is _Outcome.PINNED",
         "                return Grant(token, clock(), handle=request.connection)\n"

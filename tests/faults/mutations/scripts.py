@@ -274,7 +274,7 @@ MUTATIONS = (
     ),
     Mutation(
         "An overtaken one who can't be repaired is granted what he was refused",
-        "backends/redis.py",
+        "backends/redis_recording.py",
         "            if newer is None:\n                return None\n",
         "            if newer is None:\n                return Grant(token, since, handle=request.connection)\n",
         _SOFT,
