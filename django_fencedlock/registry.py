@@ -17,7 +17,7 @@ from . import conf
 from .backends.base import explained
 from .exceptions import BackendUnavailable, SettingsError
 from .fences import ledger_for
-from .fences.blocking import named, pinned_by
+from .fences.blocking import named
 from .fences.contenders import STALE
 from .models.tables import Contender, HeldLock, LockEvent
 from .owners import Holder, place_in_words
@@ -32,8 +32,6 @@ Holders = dict[str, dict[str, Holder | None]]
 BATCH = 10_000
 #: Seconds within which a database answers one question of those who list and show locks.
 ANSWERED = 5.0
-#: So many are shown of one lock.
-MOST_WAITERS, MOST_EVENTS = 100, 100
 
 
 class State(StrEnum):
@@ -189,11 +187,11 @@ def _refused(database: str, names: Sequence[str]) -> dict[str, int]:
 
 
 def _noted(database: str, now: datetime, names: Sequence[str]) -> dict[str, int]:
-    found = _believed(database, now).filter(name__in=names)
+    found = believed(database, now).filter(name__in=names)
     return dict(found.values_list("name").annotate(Count("owner")))
 
 
-def _believed(database: str, now: datetime) -> QuerySet[Contender]:
+def believed(database: str, now: datetime) -> QuerySet[Contender]:
     """The contenders whose process still says so."""
     since = naive(now - timedelta(seconds=STALE))
     return Contender.objects.using(database).filter(seen_at__gt=since)
@@ -202,7 +200,7 @@ def _believed(database: str, now: datetime) -> QuerySet[Contender]:
 def _entry(
     row: HeldLock, now: datetime, holders: Holders, *, waiting: int, refused: int
 ) -> ListedLock:
-    acquired, renewed, expires = map(_aware, (row.acquired_at, row.renewed_at, row.expires_at))
+    acquired, renewed, expires = map(aware, (row.acquired_at, row.renewed_at, row.expires_at))
     remaining, ttl = _left(row, now)
     state = _state(row, now, holders)
     return ListedLock(
@@ -249,7 +247,7 @@ def _state(row: HeldLock, now: datetime, holders: Holders) -> State:
 
 def _left(row: HeldLock, now: datetime) -> tuple[float, float]:
     """The seconds that are left, and those of the whole ttl."""
-    renewed, expires = _aware(row.renewed_at), _aware(row.expires_at)
+    renewed, expires = aware(row.renewed_at), aware(row.expires_at)
     return (expires - now).total_seconds(), (expires - renewed).total_seconds()
 
 
@@ -258,144 +256,7 @@ def naive(value: datetime) -> datetime:
     return value if settings.USE_TZ else value.replace(tzinfo=None)
 
 
-def _aware(value: datetime) -> datetime:
+def aware(value: datetime) -> datetime:
+    """A time of the tables, as one of UTC."""
     # Naive with USE_TZ = False, and in UTC all the same.
     return value.replace(tzinfo=UTC) if value.tzinfo is None else value
-
-
-# One lock
-
-
-@dataclass
-class KnownFence:
-    """What one database knows of a lock name."""
-
-    database: str
-    token: int
-    owner: str
-    #: Whose open transaction keeps the next grant waiting.
-    pinned_by: str = ""
-
-
-@dataclass
-class Asked:
-    """What one lock service says of a lock name."""
-
-    alias: str
-    backend: str
-    holder: Holder | None = None
-    error: str = ""
-
-
-@dataclass
-class Waiter:
-    """Somebody who has waited for a lock for more than a second."""
-
-    words: str
-    alias: str
-    owner: str
-    since: datetime
-    waited: float
-
-
-@dataclass
-class Happened:
-    """An event of a lock's history."""
-
-    at: datetime
-    kind: str
-    alias: str
-    token: int | None
-    #: Whom it happened to.
-    holder: str
-    note: str
-    #: So often within about a second.
-    times: int
-
-
-@dataclass
-class Portrait:
-    """All that is known of a lock name."""
-
-    name: str
-    fences: list[KnownFence] = field(default_factory=list)
-    entries: list[ListedLock] = field(default_factory=list)
-    services: list[Asked] = field(default_factory=list)
-    #: The oldest first.
-    waiters: list[Waiter] = field(default_factory=list)
-    #: The newest first.
-    history: list[Happened] = field(default_factory=list)
-    #: Why a database couldn't be asked, by its alias.
-    away: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def is_held(self) -> bool:
-        return any(each.holder for each in self.services)
-
-    @property
-    def unanswered(self) -> bool:
-        return bool(self.away) or any(each.error for each in self.services)
-
-
-def portrait(name: str) -> Portrait:
-    """Gather all that is known of a lock name."""
-    found = Portrait(name)
-    silent: dict[str, str] = {}
-    for database in fence_databases(conf.aliases()):
-        try:
-            with bounded(database, ANSWERED):
-                _draw(found, database, silent)
-        except Error as exc:
-            found.away[database] = words_of(exc, database)
-    found.services += [_asked(alias, name, silent) for alias in conf.aliases()]
-    return found
-
-
-def _draw(found: Portrait, database: str, silent: dict[str, str]) -> None:
-    """Add what one database knows; `silent` gets the aliases that don't answer, and why."""
-    connection, name = connections[database], found.name
-    newest = ledger_for(connection).newest(connection, name)
-    if newest is not None:
-        found.fences.append(KnownFence(database, *newest, pinned_by=pinned_by(database, name)))
-    rows = list(HeldLock.objects.using(database).filter(name=name))
-    found.entries += entries(database, rows, silent)
-    found.waiters += waiters(database, name)
-    found.history += history(database, name)
-
-
-def waiters(database: str, name: str) -> Iterator[Waiter]:
-    """Tell who has waited for a lock for more than a second; the oldest first."""
-    connection = connections[database]
-    now = ledger_for(connection).now(connection)
-    for row in _believed(database, now).filter(name=name).order_by("since")[:MOST_WAITERS]:
-        since = _aware(row.since)
-        waited = (now - since).total_seconds()
-        yield Waiter(row.words, row.alias, row.owner, since, waited)
-
-
-def history(database: str, name: str) -> Iterator[Happened]:
-    """Tell what happened to a lock lately; the newest first."""
-    rows = LockEvent.objects.using(database).filter(name=name)
-    for row in rows.order_by("-happened_at", "-id")[:MOST_EVENTS]:
-        yield Happened(
-            at=_aware(row.happened_at),
-            kind=row.kind,
-            alias=row.alias,
-            token=row.token,
-            holder=row.holder,
-            note=row.note,
-            times=row.times,
-        )
-
-
-def _asked(alias: str, name: str, silent: dict[str, str]) -> Asked:
-    if alias in silent:
-        return Asked(alias, "", error=silent[alias])
-    try:
-        backend = service(alias).backend
-        holder = backend.holder(name)
-        # The database backend reads the rows that others have recorded, too.
-        mine = holder is not None and holder.alias == alias
-        return Asked(alias, backend.label, holder if mine else None)
-    except (BackendUnavailable, SettingsError) as exc:
-        return Asked(alias, "", error=str(exc))

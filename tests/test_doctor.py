@@ -16,7 +16,7 @@ from django_fencedlock.doctor import databases, probe
 from django_fencedlock.findings import Level
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.models.tables import Contender, Delivery, Duty, ForcedRelease, LockEvent
-from django_fencedlock.registry import portrait
+from django_fencedlock.portraits import portrait
 from django_fencedlock.test import hold_lock
 from tests.models import Invoice
 from tests.servers.process import wait_until

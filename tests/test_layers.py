@@ -35,8 +35,8 @@ LAYERS: dict[int, list[str]] = {
         *(f"models.{name}" for name in ("adding", "cascades", "fenced", "fencing", "fields")),
         *(f"models.{name}" for name in ("guarded", "managers", "naming", "querysets", "refusals")),
         *(f"models.{name}" for name in ("versioned", "writes")),
-        *("celery", "doctor", "model_checks", "operations", "registry", "releasing", "resync"),
-        "table_checks",
+        *("celery", "doctor", "model_checks", "operations", "portraits", "registry", "releasing"),
+        *("resync", "table_checks"),
     ],
     6: ["admin", "apps", "checks", "contrib", "management", "test"],
 }

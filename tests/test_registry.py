@@ -1,4 +1,4 @@
-"""The registry as people read it, with what real lock services say."""
+"""The registry, and the portrait of a lock, as people read them, with what services really say."""
 
 import contextlib
 import re
@@ -11,10 +11,11 @@ from django.db import OperationalError, connections
 from django.db.models import F
 from django.test.utils import CaptureQueriesContext
 
-from django_fencedlock import conf, force_release, lock, registry
+from django_fencedlock import conf, force_release, lock, portraits, registry
 from django_fencedlock.exceptions import BackendUnavailable, ReleaseBlocked
 from django_fencedlock.models import HeldLock
-from django_fencedlock.registry import State, listing, portrait
+from django_fencedlock.portraits import portrait
+from django_fencedlock.registry import State, listing
 from django_fencedlock.services import service
 from django_fencedlock.sessions import bounded
 from django_fencedlock.test.holders import wait_until
@@ -148,10 +149,16 @@ def far(settings, make_postgres, make_alias):
     service("far")._leases.clear()
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    for module in (registry, portraits):
+        monkeypatch.setattr(module, "ANSWERED", 0.5)
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("how", ["pause", "kill"])
-def test_a_database_that_does_not_answer_hides_no_other(far, monkeypatch, how):
+def test_a_database_that_does_not_answer_hides_no_other(far, how):
     """Be it paused: the project's own connection would wait for ever."""
-    monkeypatch.setattr(registry, "ANSWERED", 0.5)
     database = conf.config("far").fence_database
     assert {each.name for each in listing().entries} == {"near", "far"}
     connections[database].ensure_connection()
@@ -169,7 +176,7 @@ def test_a_database_that_does_not_answer_hides_no_other(far, monkeypatch, how):
         far.resume()
 
 
-def test_a_database_that_falls_silent_is_cut_off(far, monkeypatch):
+def test_a_database_that_falls_silent_is_cut_off(far):
     database = conf.config("far").fence_database
     with bounded(database, 0.5):
         assert HeldLock.objects.using(database).get().name == "far"
@@ -180,10 +187,10 @@ def test_a_database_that_falls_silent_is_cut_off(far, monkeypatch):
     assert HeldLock.objects.using(database).get().name == "far"
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("table", ["django_fencedlock_fence", "django_fencedlock_heldlock"])
-def test_who_has_a_table_locked_is_named(settings, postgres, monkeypatch, table):
+def test_who_has_a_table_locked_is_named(settings, postgres, table):
     """A change of the schema, say, that waits for something else in turn."""
-    monkeypatch.setattr(registry, "ANSWERED", 0.5)
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres", "OPTIONS": {"TIMEOUT": 0.5}}}
     database = connections["postgres"].settings_dict["NAME"]
     with lock("x") as lease, postgres.connect(database, autocommit=False) as other:

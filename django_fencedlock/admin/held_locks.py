@@ -18,7 +18,8 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
 from ..models import Fence, HeldLock, LockEvent
-from ..registry import ListedLock, State, entries, history, waiters
+from ..portraits import history, waiters
+from ..registry import ListedLock, State, entries
 from ..texts import telling
 from .databases import DatabaseFilter, address
 from .listing import STATES, Events, FewValues, HeldLocks, StateFilter

@@ -15,7 +15,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.core.management.color import no_style
 from django.db import DEFAULT_DB_ALIAS, Error
 
-from ... import conf, doctor, names, registry, resync
+from ... import conf, doctor, names, portraits, registry, resync
 from ...backends.base import explained
 from ...exceptions import FencedLockError, SettingsError
 from ...findings import Level
@@ -127,7 +127,7 @@ class Command(BaseCommand):
         return FAILED if found.unanswered else 0
 
     def _show(self, name: str, **options: Any) -> int:
-        found = registry.portrait(names.validate(name))
+        found = portraits.portrait(names.validate(name))
         if options["format"] == "json":
             self._json(asdict(found))
         else:
@@ -136,7 +136,7 @@ class Command(BaseCommand):
             return 0
         return FAILED if found.unanswered else 1
 
-    def _portrait(self, found: registry.Portrait, colours: dict[str, Any]) -> None:
+    def _portrait(self, found: portraits.Portrait, colours: dict[str, Any]) -> None:
         rows = []
         for asked in found.services:
             where = f"alias {asked.alias!r}"
@@ -356,12 +356,12 @@ def _details(entry: registry.ListedLock) -> list[tuple[str, str]]:
     ]
 
 
-def _waiters(found: list[registry.Waiter]) -> Iterator[tuple[str, str]]:
+def _waiters(found: list[portraits.Waiter]) -> Iterator[tuple[str, str]]:
     for head, each in zip(chain(["waiting"], repeat("")), found, strict=False):
         yield head, f"{each.words}, for {duration(each.waited)}"
 
 
-def _history(found: list[registry.Happened]) -> Iterator[tuple[str, str]]:
+def _history(found: list[portraits.Happened]) -> Iterator[tuple[str, str]]:
     for head, each in zip(chain(["history"], repeat("")), found, strict=False):
         often = f" {each.times} times" if each.times > 1 else ""
         token = "" if each.token is None else f", token {each.token}"
