@@ -18,7 +18,7 @@ from django.utils import timezone, translation
 import django_fencedlock
 from django_fencedlock import LeaseLost, exceptions, lock
 from django_fencedlock.admin import FenceAdmin, HeldLockAdmin, LockEventAdmin
-from django_fencedlock.admin.held_locks import EXPLAINED
+from django_fencedlock.admin.held_locks import EXPLAINED, in_words
 from django_fencedlock.admin.listing import STATES
 from django_fencedlock.admin.reasons import reason
 from django_fencedlock.models import Contender, Fence, HeldLock, LockEvent
@@ -138,6 +138,11 @@ def test_every_reason_is_marked(marked: None) -> None:
 def test_every_state_is_marked(marked: None) -> None:
     for told in (*STATES.values(), *EXPLAINED.values(), *LockEvent.Kind.labels):
         assert str(told).startswith(BEGIN), told
+
+
+@pytest.mark.parametrize("seconds", [1, 61, 3601, 200_000])
+def test_every_duration_is_marked(marked: None, seconds: int) -> None:
+    assert in_words(seconds).startswith(BEGIN)
 
 
 def test_columns_and_models_are_marked(marked: None) -> None:

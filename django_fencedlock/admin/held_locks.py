@@ -294,8 +294,8 @@ def in_words(seconds: float) -> str:
         return ngettext("%d second", "%d seconds", whole) % whole
     minutes, rest = divmod(whole, 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02} s"
+        return _now("%(minutes)d min %(seconds)02d s") % {"minutes": minutes, "seconds": rest}
     hours, minutes = divmod(minutes, 60)
     if hours < 48:
-        return f"{hours} h {minutes:02} min"
-    return f"{hours // 24} d {hours % 24} h"
+        return _now("%(hours)d h %(minutes)02d min") % {"hours": hours, "minutes": minutes}
+    return _now("%(days)d d %(hours)d h") % {"days": hours // 24, "hours": hours % 24}
