@@ -153,13 +153,9 @@ class Deliveries(Records):
         Args:
             until: Delete what is to be kept until then at the longest, rather than until now.
         """
-        swept = 0
-        for _ in range(batches):
-            part = self.run("sweeping of deliveries", None, lambda found: _sweep(found, until))
-            swept += part
-            if part < BATCH:
-                break
-        return swept
+        return self.in_batches(
+            "sweeping of deliveries", batches, lambda found: _sweep(found, until)
+        )
 
     def limit(self, most: int) -> Any:
         """What `sweep()` has to be given to leave the newest `most`; None if there are no more."""

@@ -234,13 +234,7 @@ class Duties(Records):
 
     def forget(self, batches: int) -> int:
         """Delete rows that had no duty for long; returns how many."""
-        forgotten = 0
-        for _ in range(batches):
-            part = self.run("sweeping of duties", None, _forget)
-            forgotten += part
-            if part < BATCH:
-                break
-        return forgotten
+        return self.in_batches("sweeping of duties", batches, _forget)
 
     def _begin(
         self,

@@ -21,6 +21,7 @@ from ..exceptions import BackendUnavailable
 from ..sessions import sessions
 from ..transactions import in_transaction, lent_by_test
 from . import ledger_for
+from .ledger import BATCH
 
 T = TypeVar("T")
 
@@ -156,6 +157,16 @@ class Records:
                     raise self._unavailable(doing, name, exc) from exc
                 time.sleep(random.uniform(0.005, 0.05))
         raise AssertionError  # pragma: no cover
+
+    def in_batches(self, doing: str, batches: int, work: Callable[[Statements], int]) -> int:
+        """Have `work` delete rows, `BATCH` of them each time, while there are; returns how many."""
+        deleted = 0
+        for _ in range(batches):
+            part = self.run(doing, None, work)
+            deleted += part
+            if part < BATCH:
+                break
+        return deleted
 
     def _once(self, work: Callable[[Statements], T]) -> T:
         # Within a test's own transaction nobody else sees its rows, and nothing may outlive it.
