@@ -22,6 +22,7 @@ from typing import Any
 
 import pymysql
 
+from benchmarks import project
 from benchmarks.processor import computed
 from benchmarks.report import COUNTED, Report
 from benchmarks.report import options as common
@@ -76,14 +77,7 @@ def _options() -> argparse.Namespace:
 
 def _sqlite(stack: ExitStack) -> dict[str, object]:
     folder = stack.enter_context(tempfile.TemporaryDirectory())
-    return {
-        "ENGINE": "django.db.backends.sqlite3",
-        "NAME": str(Path(folder) / "db.sqlite3"),
-        "OPTIONS": {
-            "transaction_mode": "IMMEDIATE",
-            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
-        },
-    }
+    return project.sqlite(str(Path(folder) / "db.sqlite3"))
 
 
 def _postgres() -> Any:
