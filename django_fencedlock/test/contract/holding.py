@@ -16,23 +16,12 @@ from django.conf import settings
 from django.test import override_settings
 
 from ... import signals
-from ...exceptions import (
-    LeaseLost,
-    LockNotAcquired,
-    NotTheHolder,
-)
+from ...exceptions import LeaseLost, LockNotAcquired, NotTheHolder
 from ...lease import Lease, clock, current_lease
 from ...owners import Holder
 from ..holders import AnotherProcess, AnotherThread, wait_until
 from . import acts
-from .base import (
-    Contract,
-    connected,
-    counted_batches,
-    keepers,
-    listening,
-    open_files,
-)
+from .base import Contract, connected, counted_batches, keepers, listening, open_files
 
 #: Names that a careless backend mixes up or can't take. Each pair is two locks.
 ODD_NAMES = {
@@ -56,7 +45,7 @@ ODD_NAMES = {
 
 
 class HoldingContract(Contract):
-    """One holder: what may enter again, read and release."""
+    """One holder: what may enter again, read and release, and how long its lease is kept."""
 
     # Holders
 
@@ -223,14 +212,37 @@ class HoldingContract(Contract):
         assert told["token"] == told["parent token"] + 1
         assert self.is_free(name)
 
+    # The keeper
+
+    def test_a_lease_is_kept_for_several_ttls(self, name: str, thread: AnotherThread) -> None:
+        with self.lock(name, ttl=1) as lease:
+            time.sleep(3.3)
+            # On a machine so busy that the keeper is late, nobody is to come just then.
+            wait_until(lambda: lease.remaining() > 0.5, "the lease to be renewed")
+            assert not self.is_free_for(thread, name)
+            assert not lease.lost
+            assert lease.verify()
+
+    def test_one_keeper_renews_a_thousand_leases_in_one_batch(self, name: str) -> None:
+        many = 1000
+        threads, files = keepers(self.alias), open_files()
+        with counted_batches(self.service) as batches:
+            leases = [self.take(f"{name}:{number}", ttl=6) for number in range(many)]
+            wait_until(lambda: batches.count(many) >= 3, "three rounds of renewals")
+            del batches[: batches.index(many)]
+            # Once they were renewed together they stay together.
+            assert set(batches) == {many}
+        assert keepers(self.alias) - threads <= 1
+        assert open_files() - files <= 20
+        assert not any(lease.lost for lease in leases)
+        assert all(lease.release() for lease in leases)
+
     async def _is_taken(self, name: str) -> bool:
         return await self.alock(name).acquire(blocking=False) is None
 
 
 class NameContract(Contract):
     """Which names there are, and what is told of them."""
-
-    # Names
 
     @pytest.mark.parametrize("kind", ODD_NAMES)
     def test_odd_names_are_locks_of_their_own(self, kind: str, thread: AnotherThread) -> None:
@@ -291,28 +303,3 @@ class NameContract(Contract):
             with self.lock(name) as lease:
                 assert lease.verify()
         assert self.is_free(name)
-
-    # The keeper
-
-    def test_a_lease_is_kept_for_several_ttls(self, name: str, thread: AnotherThread) -> None:
-        with self.lock(name, ttl=1) as lease:
-            time.sleep(3.3)
-            # On a machine so busy that the keeper is late, nobody is to come just then.
-            wait_until(lambda: lease.remaining() > 0.5, "the lease to be renewed")
-            assert not self.is_free_for(thread, name)
-            assert not lease.lost
-            assert lease.verify()
-
-    def test_one_keeper_renews_a_thousand_leases_in_one_batch(self, name: str) -> None:
-        many = 1000
-        threads, files = keepers(self.alias), open_files()
-        with counted_batches(self.service) as batches:
-            leases = [self.take(f"{name}:{number}", ttl=6) for number in range(many)]
-            wait_until(lambda: batches.count(many) >= 3, "three rounds of renewals")
-            del batches[: batches.index(many)]
-            # Once they were renewed together they stay together.
-            assert set(batches) == {many}
-        assert keepers(self.alias) - threads <= 1
-        assert open_files() - files <= 20
-        assert not any(lease.lost for lease in leases)
-        assert all(lease.release() for lease in leases)
