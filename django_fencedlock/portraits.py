@@ -14,15 +14,7 @@ from .fences import ledger_for
 from .fences.blocking import pinned_by
 from .models.tables import HeldLock, LockEvent
 from .owners import Holder
-from .registry import (
-    ANSWERED,
-    ListedLock,
-    aware,
-    believed,
-    entries,
-    fence_databases,
-    words_of,
-)
+from .registry import ANSWERED, ListedLock, aware, believed, entries, fence_databases, words_of
 from .services import service
 from .sessions import bounded
 

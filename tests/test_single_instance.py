@@ -21,13 +21,7 @@ from django_fencedlock.models import Duty, HeldLock
 from django_fencedlock.owners import whoami
 from django_fencedlock.services import Service, service
 from django_fencedlock.signals import lock_lost
-from django_fencedlock.test import (
-    assert_locked,
-    assert_not_locked,
-    eager_tasks,
-    hold_lock,
-    lose,
-)
+from django_fencedlock.test import assert_locked, assert_not_locked, eager_tasks, hold_lock, lose
 from tests.brokered import deliver, waiting
 
 pytestmark = pytest.mark.django_db(transaction=True)

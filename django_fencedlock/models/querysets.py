@@ -18,14 +18,7 @@ from .fencing import FencingOf
 from .fields import REFUSED, constraint_name
 from .naming import Rows, all_named, naming_values, rows_of
 from .refusals import names_constraint, of_many, version_conflict
-from .writes import (
-    Write,
-    fence_of_claimed,
-    gather,
-    leases_of,
-    token_or_refused,
-    write_for,
-)
+from .writes import Write, fence_of_claimed, gather, leases_of, token_or_refused, write_for
 
 _Row = TypeVar("_Row", bound=models.Model, covariant=True)
 

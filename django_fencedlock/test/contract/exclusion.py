@@ -10,17 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ...exceptions import (
-    LockNotAcquired,
-    Unfenced,
-)
+from ...exceptions import LockNotAcquired, Unfenced
 from ...lease import Lease
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes
 from . import acts
-from .base import (
-    Contract,
-    all_at_once,
-)
+from .base import Contract, all_at_once
 
 
 class ExclusionContract(Contract):

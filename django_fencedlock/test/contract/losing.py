@@ -9,19 +9,13 @@ import pytest
 
 from ... import signals
 from ...backends.base import Request
-from ...exceptions import (
-    LeaseLost,
-)
+from ...exceptions import LeaseLost
 from ...lease import Lease, clock
 from ...owners import new_owner
 from ..holders import AnotherProcess, AnotherThread, wait_until
 from . import acts
 from .acts import LONG
-from .base import (
-    SHORT,
-    Contract,
-    listening,
-)
+from .base import SHORT, Contract, listening
 
 
 class LossContract(Contract):

@@ -10,18 +10,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ...exceptions import (
-    BackendUnavailable,
-    LeaseLost,
-    LockNotAcquired,
-)
+from ...exceptions import BackendUnavailable, LeaseLost, LockNotAcquired
 from ...lease import Lease
 from ...locks import Lock
 from ..holders import PATIENCE, AnotherThread, another_thread
 from .acts import LONG
-from .base import (
-    Contract,
-)
+from .base import Contract
 
 T = TypeVar("T")
 

@@ -5,21 +5,14 @@ from __future__ import annotations
 import pytest
 from django.db import connections, transaction
 
-from ...exceptions import (
-    TransactionInTheWay,
-)
+from ...exceptions import TransactionInTheWay
 from ...lease import Lease
 from ..holders import PATIENCE, AnotherThread
-from .base import (
-    Contract,
-    ended_by,
-)
+from .base import Contract, ended_by
 
 
 class TransactionContract(Contract):
     """The caller's transactions neither keep nor break a lock."""
-
-    # Transactions
 
     @pytest.mark.parametrize("ends_by", ["commit", "rollback"])
     def test_a_release_inside_a_transaction_happens_at_its_end(
@@ -93,8 +86,6 @@ class TransactionContract(Contract):
             connections.close_all()
             assert lease.verify()
             assert not self.is_free_for(thread, name)
-
-    # Aids
 
     def _is_free_now(self, thread: AnotherThread, lease: Lease) -> bool:
         """Whether another holder could get the lock while this one is in a transaction."""

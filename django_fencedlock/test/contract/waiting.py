@@ -13,10 +13,7 @@ from ...exceptions import LeaseLost
 from ...releasing import force_release
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes, another_thread, wait_until
 from . import acts
-from .base import (
-    SHORT,
-    Contract,
-)
+from .base import SHORT, Contract
 
 
 class WaitingContract(Contract):
