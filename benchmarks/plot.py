@@ -54,9 +54,9 @@ path, line.key { fill: none; stroke-width: 1.5; }
 Points = Sequence[tuple[int, float]]
 
 
-def draw(figures: Iterable[Figure], measure: str = "mean") -> str:
-    """The SVG of one measure of hand-offs, both axes logarithmic."""
-    curves = _curves(figures, measure)
+def draw(figures: Iterable[Figure]) -> str:
+    """The SVG of hand-offs, both axes logarithmic."""
+    curves = _curves(figures)
     waiters = sorted({at for points in curves.values() for at, _ in points})
     values = [value for points in curves.values() for _, value in points]
     scale = _Scale(waiters, values)
@@ -71,10 +71,10 @@ def draw(figures: Iterable[Figure], measure: str = "mean") -> str:
     )
 
 
-def _curves(figures: Iterable[Figure], measure: str) -> dict[str, Points]:
+def _curves(figures: Iterable[Figure]) -> dict[str, Points]:
     found: dict[str, list[tuple[int, float]]] = {who: [] for who in LINES}
     for each in figures:
-        if each.measure == measure and each.who in found and each.at is not None:
+        if each.measure == "mean" and each.who in found and each.at is not None:
             # Nothing is quicker than a microsecond, and zero has no logarithm.
             found[each.who].append((each.at, max(each.value, 0.001)))
     return {who: sorted(points) for who, points in found.items() if points}

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+#: Seconds that a process has to tidy up.
+PATIENCE = 5
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -81,12 +83,12 @@ class Puppet:
         self._process.kill()
         self._process.wait()
 
-    def dismiss(self, patience: float = 5) -> None:
+    def dismiss(self) -> None:
         """Have it tidy up and end; returns when it is gone."""
         with self._writing, contextlib.suppress(OSError):
             self._stdin.close()
         try:
-            self._process.wait(patience)
+            self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             self.kill()
 
