@@ -52,23 +52,7 @@ class Command(BaseCommand):
         shown = action("show", "all that is known of one lock")
         shown.add_argument("name", help="the lock's name")
 
-        released = action("release", "take one lock from its holder by force")
-        released.add_argument("name", help="the lock's name")
-        _add_alias(released)
-        released.add_argument(
-            "--owner", help="only from this holder; a lock that has changed hands is left alone"
-        )
-        released.add_argument(
-            "--by",
-            default=releasing.whoami(),
-            help="who does it, for the holder and the log to tell (default: %(default)s)",
-        )
-        released.add_argument(
-            "--end-session",
-            action="store_true",
-            help="end the session of a PostgreSQL lock, with all other locks that it has",
-        )
-        released.add_argument("--yes", action="store_true", help="don't ask")
+        _add_release(action("release", "take one lock from its holder by force"))
 
         examined = action("doctor", "try each lock service, and look at what it rests on")
         _add_alias(examined)
@@ -309,6 +293,25 @@ def _add_alias(parser: CommandParser) -> None:
     parser.add_argument(
         "--alias", action="append", help="only this alias of FENCEDLOCK; may be repeated"
     )
+
+
+def _add_release(parser: CommandParser) -> None:
+    parser.add_argument("name", help="the lock's name")
+    _add_alias(parser)
+    parser.add_argument(
+        "--owner", help="only from this holder; a lock that has changed hands is left alone"
+    )
+    parser.add_argument(
+        "--by",
+        default=releasing.whoami(),
+        help="who does it, for the holder and the log to tell (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--end-session",
+        action="store_true",
+        help="end the session of a PostgreSQL lock, with all other locks that it has",
+    )
+    parser.add_argument("--yes", action="store_true", help="don't ask")
 
 
 def _seconds(text: str) -> float:
