@@ -46,7 +46,10 @@ def models(labels: Sequence[str] = ()) -> list[type[FencedModel]]:
         found: list[Any] = [apps.get_model(label) for label in labels]
         for model in found:
             if not issubclass(model, FencedModel):
-                raise LookupError(f"{model._meta.label} isn't a fenced model.")
+                raise LookupError(
+                    f"{model._meta.label} isn't a fenced model. Name models that inherit from "
+                    "FencedModel, or none, for all of them."
+                )
         return found
     return [
         model for model in apps.get_models() if issubclass(model, FencedModel) and _is_apart(model)

@@ -419,7 +419,9 @@ class TestResync:
         assert f"The fence of '{row.fencing.name()}' is locked" in err
 
     def test_what_is_no_fenced_model(self):
-        assert run("resync", "tests.Account")[1:] == ("tests.Account isn't a fenced model.", 2)
+        _, why, code = run("resync", "tests.Account")
+        assert why.startswith("tests.Account isn't a fenced model. Name models that ")
+        assert code == 2
         assert run("resync", "tests.Nothing")[2] == 2
         assert run("resync", "nothing")[2] == 2
 
