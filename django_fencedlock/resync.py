@@ -58,8 +58,8 @@ def models(labels: Sequence[str] = ()) -> list[type[FencedModel]]:
 
 def _is_apart(model: type[FencedModel]) -> bool:
     """Whether its rows' names aren't made along with those of a parent."""
-    owner = model.fencing.owner
-    return model is owner or model.fencing.spec is not owner.fencing.spec
+    table = model.fencing.table
+    return model is table or model.fencing.spec is not table.fencing.spec
 
 
 def databases_of(model: type[FencedModel]) -> list[str]:

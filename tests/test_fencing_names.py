@@ -369,7 +369,7 @@ def test_a_fenced_abstract_beside_a_fenced_concrete_parent_adds_no_second_column
             app_label = "tests"
 
     assert [field.name for field in Lot._meta.local_fields] == ["place_ptr"]
-    assert Lot.fencing.owner is Place
+    assert Lot.fencing.table is Place
 
 
 # Migrations

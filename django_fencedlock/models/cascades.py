@@ -41,7 +41,7 @@ def watch(model: Any) -> None:
         return  # Nothing is guarded, so nothing is to be slowed down.
     if collected:
         # A child's row of the fence's own table is collected along with it.
-        for each in {model, model.fencing.owner}:
+        for each in {model, model.fencing.table}:
             _listen(each, for_good=True)
     else:
         _listen(model, for_good=False)

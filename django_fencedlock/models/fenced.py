@@ -79,7 +79,7 @@ class FencedModel(GuardedModel):
     def _guards(self, table: Any, using: str, doing: Doing) -> list[Guard]:
         guards = super()._guards(table, using, doing)
         fencing: FencingOf = self.fencing
-        if table._meta.concrete_model is fencing.plan.owner:
+        if table._meta.concrete_model is fencing.plan.table:
             given = self.__dict__.get("_fence_lease")
             guards.append(FenceGuard(self, self._write(fencing, using, doing, given)))
         return guards
@@ -87,18 +87,18 @@ class FencedModel(GuardedModel):
     def _guard_collected(self, using: str, origin: Any) -> None:
         super()._guard_collected(using, origin)
         fencing: FencingOf = self.fencing
-        owner: Any = fencing.owner
+        table: Any = fencing.table
         concrete: Any = self._meta.concrete_model
-        if concrete is not owner:
+        if concrete is not table:
             return  # The row of the fence's own table is collected as well.
-        if isinstance(origin, owner) and is_claimed(origin) and origin.pk == self.pk:
+        if isinstance(origin, table) and is_claimed(origin) and origin.pk == self.pk:
             return
         given = _lease_given_to(origin)
         if given is not None and given.name != fencing.name():
             given = None
         guard = FenceGuard(self, self._write(fencing, using, Doing.DELETING, given))
         if not guard.keeps and not guard.is_met():
-            self._claim_row(owner, using, [guard])
+            self._claim_row(table, using, [guard])
 
     def _write(self, fencing: FencingOf, using: str, doing: Doing, given: Lease | None) -> Write:
         if not fencing.may_need_lease(given):

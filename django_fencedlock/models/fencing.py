@@ -92,7 +92,7 @@ class Plan:
     """What the names of one model's locks are made of."""
 
     #: The model whose table has the fence column: under inheritance, a parent.
-    owner: Any
+    table: Any
     fence_column: str
     pk: tuple[models.Field[Any, Any], ...]
     #: Text, the fields that follow it, and their format.
@@ -117,9 +117,9 @@ class FencingOf:
         self._instance = instance
 
     @property
-    def owner(self) -> Any:
+    def table(self) -> Any:
         """The model whose table has the fence column: under inheritance, a parent."""
-        return self.plan.owner
+        return self.plan.table
 
     @property
     def columns(self) -> tuple[str, ...] | None:
@@ -131,7 +131,7 @@ class FencingOf:
         """The template of the names; empty if a callable makes them."""
         template = self.spec.template
         if template is None:
-            return f"{self.owner._meta.label_lower}:{{pk}}"
+            return f"{self.table._meta.label_lower}:{{pk}}"
         return template if isinstance(template, str) else ""
 
     @property
@@ -312,11 +312,11 @@ def value_in(field: models.Field[Any, Any] | None, value: Any) -> Any:
 
 def _plan(model: type[Model], template: Any) -> Plan:
     meta: Any = model._meta
-    owner = meta.get_field("fence").model._meta.concrete_model
-    pk = tuple(owner._meta.pk_fields)
+    table = meta.get_field("fence").model._meta.concrete_model
+    pk = tuple(table._meta.pk_fields)
     parts: list[tuple[str, tuple[Any, ...], str]] = []
     if template is None:
-        parts.append((f"{owner._meta.label_lower}:", pk, ""))
+        parts.append((f"{table._meta.label_lower}:", pk, ""))
     elif not callable(template):
         for text, name, form, _ in Formatter().parse(template):
             fields = () if name is None else pk if name == "pk" else (_field(model, name),)
@@ -329,10 +329,10 @@ def _plan(model: type[Model], template: Any) -> Plan:
     named: dict[str, models.Field[Any, Any]] = {
         field.attname: field for _, fields, _ in parts for field in fields
     }
-    local: Sequence[Any] = owner._meta.local_concrete_fields
+    local: Sequence[Any] = table._meta.local_concrete_fields
     return Plan(
-        owner=owner,
-        fence_column=owner._meta.get_field("fence").column,
+        table=table,
+        fence_column=table._meta.get_field("fence").column,
         pk=pk,
         parts=tuple(parts),
         columns=None if callable(template) else tuple(named),

@@ -354,13 +354,13 @@ class FencedQuerySet(models.QuerySet[_Row]):
             if self._objects is not None:
                 raise  # It is explained by bulk_update(), once the transaction has ended.
             leased = leases_of(writes)
-            if self._is_fenced and _stopped(exc, self._fencing.owner, "fence"):
+            if self._is_fenced and _stopped(exc, self._fencing.table, "fence"):
                 if leased:
                     raise of_many([write.refusal() for write in leased]) from exc
                 raise self._fencing.no_lease("Writing", "rows of some lock came meanwhile") from exc
             if self._is_versioned:
-                owner = self.model._meta.get_field("version").model
-                if _stopped(exc, owner, "version"):
+                table = self.model._meta.get_field("version").model
+                if _stopped(exc, table, "version"):
                     why = "one of the rows has another version now"
                     raise version_conflict(self.model, None, None, why) from exc
             raise

@@ -37,8 +37,8 @@ class VersionedModel(GuardedModel):
 
     def _guards(self, table: Any, using: str, doing: Doing) -> list[Guard]:
         guards = super()._guards(table, using, doing)
-        owner: Any = self._meta.get_field("version").model
-        if table._meta.concrete_model is owner._meta.concrete_model:
+        its: Any = self._meta.get_field("version").model
+        if table._meta.concrete_model is its._meta.concrete_model:
             guards.append(VersionGuard(self, doing))
         return guards
 

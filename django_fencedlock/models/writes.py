@@ -122,7 +122,7 @@ def row_condition(
     """
     quote = connection.ops.quote_name
     plan = write.fencing.plan
-    table = quote(plan.owner._meta.db_table)
+    table = quote(plan.table._meta.db_table)
     fence = f"{table}.{quote(plan.fence_column)}"
     token = write.token
     if loaded is None:

@@ -123,8 +123,8 @@ MUTATIONS = (
     Mutation(
         "A collected row is the one whose delete() collected it",
         "models/fenced.py",
-        "if isinstance(origin, owner) and is_claimed(origin) and origin.pk == self.pk:",
-        "if isinstance(origin, owner) and is_claimed(origin):",
+        "if isinstance(origin, table) and is_claimed(origin) and origin.pk == self.pk:",
+        "if isinstance(origin, table) and is_claimed(origin):",
         _paths("another_row_of_its_model_that_a_delete_collects_is_guarded"),
     ),
     Mutation(
