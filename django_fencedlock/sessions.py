@@ -20,7 +20,7 @@ from .watchdog import cut, watchdog
 
 T = TypeVar("T")
 
-#: How many connections one process may use at once for each database, and keep.
+#: How many connections one `Sessions` may use at once, and keep.
 MOST = 10
 KEPT = 2
 

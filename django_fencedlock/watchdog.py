@@ -1,4 +1,4 @@
-"""Cuts a connection whose server doesn't answer in time; drivers have no limit of their own."""
+"""Cuts a connection whose server doesn't answer in time, where its driver has no limit."""
 
 from __future__ import annotations
 

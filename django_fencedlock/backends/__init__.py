@@ -1,1 +1,1 @@
-"""The lock services, one module each; named by dotted path in ``FENCEDLOCK``."""
+"""The lock services, each named in ``FENCEDLOCK`` by the dotted path of its class."""

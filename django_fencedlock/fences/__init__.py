@@ -1,5 +1,5 @@
 """
-The SQL of the fences and of the registry: claim, record, look, renew and clear.
+The SQL of the tables; here that of the fences and the registry, in each dialect.
 
 A `Ledger` speaks the dialect of one database. Each call is one short transaction of its own on a
 private connection, or a part of the caller's on the connection that a test lends.
