@@ -247,6 +247,17 @@ class Backend(ABC):
         """Tell which session holds a lock, where a lock can be freed by the end of one."""
         return None
 
+    def entry_for(self, request: Request) -> Entry:
+        """The row of the registry that a request's grant has."""
+        return Entry(
+            name=request.name,
+            alias=self.config.alias,
+            backend=self.label,
+            owner=request.owner,
+            ttl=request.ttl,
+            fenced=request.fenced,
+        )
+
     def entry(self, lease: Lease) -> Entry:
         """The row of the registry that a lease would have."""
         return Entry(

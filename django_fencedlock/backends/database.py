@@ -11,7 +11,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig, Problem, location_problems, timeout_problems
 from ..exceptions import BackendUnavailable, TransactionInTheWay
-from ..fences import Entry, Ledger, NameAndOwner, Row, ledger_for
+from ..fences import Ledger, NameAndOwner, Row, ledger_for
 from ..lease import Lease, clock
 from ..owners import Holder
 from ..sessions import sessions
@@ -65,14 +65,7 @@ class DatabaseBackend(Backend):
 
     def _try(self, request: Request, patience: float) -> Grant | None:
         since = clock()
-        entry = Entry(
-            name=request.name,
-            alias=self.config.alias,
-            backend=self.label,
-            owner=request.owner,
-            ttl=request.ttl,
-            fenced=request.fenced,
-        )
+        entry = self.entry_for(request)
         try:
             claim = partial(self._run, lambda ledger, used: ledger.claim(used, entry))
             taken, token = claim(request.connection, patience)

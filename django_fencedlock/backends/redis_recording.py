@@ -13,7 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from .. import logs
 from ..conf import AliasConfig
 from ..exceptions import TransactionInTheWay
-from ..fences import Entry, Ledger, Row, ledger_for
+from ..fences import Ledger, Row, ledger_for
 from ..sessions import sessions
 from .base import Backend, Grant, Request
 from .redis_client import RedisError
@@ -74,13 +74,7 @@ class RecordsGrants(Backend):
             logs.left_to_run_out(logger, request.name, exc, known)
 
     def _record(self, request: Request, token: int) -> _Outcome:
-        entry = Entry(
-            name=request.name,
-            alias=self.config.alias,
-            backend=self.label,
-            owner=request.owner,
-            ttl=request.ttl,
-        )
+        entry = self.entry_for(request)
 
         def record(ledger: Ledger, connection: BaseDatabaseWrapper) -> _Outcome:
             # If the caller's own transaction has the file, waiting is in vain.
