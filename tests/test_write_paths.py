@@ -155,12 +155,6 @@ def _upsert(row):
     type(row).objects.bulk_create(rows, update_conflicts=True, update_fields=["amount"], **target)
 
 
-def _deserialised(row):
-    text = serializers.serialize("json", [_set(row, amount=99)])
-    (found,) = serializers.deserialize("json", text)
-    models.Model.save_base(found.object)
-
-
 WRITES = {
     "save": lambda row: _set(row, amount=99).save(),
     "asave": lambda row: awaited(_set(row, amount=99).asave),
