@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from celery import current_app
@@ -192,24 +193,10 @@ def _ttl(single: Single) -> float:
     return single.policy.ttl or conf.config(single.policy.backend).ttl
 
 
-class _Regularly:
-    """The looks of a worker's main process."""
-
-    def __init__(self) -> None:
-        self._rescue: Rescue | None = None
-
-    def period(self) -> float:
-        return self._found().period()
-
-    def look(self) -> None:
-        self._found().look()
-
-    def _found(self) -> Rescue:
-        # Only the worker that runs knows which app it is for.
-        if self._rescue is None:
-            self._rescue = Rescue(current_app._get_current_object())  # type: ignore[attr-defined]
-        return self._rescue
+@cache
+def _of_worker() -> Rescue:
+    """The looks of a worker's main process. Only once it runs is it known which app it is for."""
+    return Rescue(current_app._get_current_object())  # type: ignore[attr-defined]
 
 
-_regularly = _Regularly()
-every(_regularly.period, _regularly.look)
+every(lambda: _of_worker().period(), lambda: _of_worker().look())
