@@ -183,7 +183,7 @@ class Scribe:
             self._rest(database, exc)
         else:
             if self._rests_until.pop(database, None):
-                logger.info("The history of locks is written to %r again", database)
+                logger.info("The scribe writes to %r again", database)
 
     def _session(self, database: str, timeout: float) -> Sessions:
         # Of its own, so that a lock never has to wait for a connection that the scribe has.
@@ -195,8 +195,9 @@ class Scribe:
             level = logging.INFO if is_table_missing(error) else logging.WARNING
             logger.log(
                 level,
-                "The history of locks can't be written to %r (%s: %s); locks aren't touched by "
-                "that. It is tried again every %d s.",
+                "What the scribe has to write (the history of locks, who waits, unfenced locks) "
+                "can't be written to %r (%s: %s); locks aren't touched by that. It is tried again "
+                "every %d s.",
                 database,
                 type(error).__name__,
                 str(error).strip(),
@@ -220,7 +221,7 @@ class Scribe:
                 with self._writing:
                     more = self.flush()
             except Exception:
-                logger.exception("The history of locks isn't written")
+                logger.exception("What the scribe has to write isn't written")
                 more = False
             if noted or more:
                 last = clock()

@@ -127,7 +127,7 @@ MUTATIONS = (
     Mutation(
         "The scribe's thread ends at an error",
         "scribe.py",
-        '                logger.exception("The history of locks isn\'t written")\n',
+        '                logger.exception("What the scribe has to write isn\'t written")\n',
         "                raise\n",
         (_SCRIBE, _HISTORY),
     ),
