@@ -209,7 +209,8 @@ class Keeper:
 
     def _note(self, lease: Lease, answer: Renewal, since: float, ttl: float) -> None:
         if answer is Renewal.KEPT:
-            lease.extend_from(since, ttl)
+            # Its holder's own renewal may have come after it, with a shorter ttl.
+            lease.extend_from(since, min(ttl, lease.ttl))
         elif answer is Renewal.LOST:
             return
         elif lease.expired:

@@ -179,29 +179,38 @@ class Service(TakesLeases):
         if ttl is not None:
             lease.ttl = conf.seconds(ttl, "ttl")
         since = clock()
-        answer = self.backend.renew([lease])[0]
+        try:
+            answer = self.backend.renew([lease])[0]
+        except BaseException:
+            self._leave_open(lease, since, before)
+            raise
         self._signal(signals.leases_renewed, leases=[lease], answers=[answer])
         unfenced_rows.renewed(self.backend, [lease], [answer])
         if answer is Renewal.KEPT:
             lease.extend_from(since)
             self.keeper.postpone(lease)
             return
-        asked, lease.ttl = lease.ttl, before
         if answer is Renewal.LOST:
+            lease.ttl = before
             self.lose(lease, self._why(lease, REFUSED))
             raise lease.loss()
-        # It may have taken effect, with a ttl shorter than the one that was left.
-        lease.end_by(since + asked)
-        if asked < before:
-            # Or it does so later, after the keeper's next renewal.
-            lease.extend_from(lease.deadline - asked, asked)
-        self.keeper.postpone(lease)
+        self._leave_open(lease, since, before)
         raise BackendUnavailable(
             f"The lease of lock {lease.name!r} couldn't be renewed: lock service "
             f"{lease.alias!r} didn't answer. {lease.remaining():.1f} s of it are left.",
             name=lease.name,
             alias=lease.alias,
         )
+
+    def _leave_open(self, lease: Lease, since: float, before: float) -> None:
+        """Reckon with a renewal that was asked for at `since` and may have been done, or not."""
+        asked, lease.ttl = lease.ttl, before
+        # It may have taken effect, with a ttl shorter than the one that was left.
+        lease.end_by(since + asked)
+        if asked < before:
+            # Or it does so later, after the keeper's next renewal.
+            lease.extend_from(lease.deadline - asked, asked)
+        self.keeper.postpone(lease)
 
     def atomic(self, lease: Lease, using: str | None) -> contextlib.AbstractContextManager[None]:
         return pinned_atomic(lease, using)

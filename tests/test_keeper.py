@@ -344,6 +344,21 @@ def test_the_ttl_that_was_sent_counts_if_the_holder_changes_it_meanwhile(
     assert kept.remaining() == pytest.approx(30)
 
 
+def test_a_shorter_ttl_that_the_holder_got_meanwhile_counts(keeper, service, clock, lease):
+    kept = lease(ttl=30)
+    keeper.keep(kept)
+
+    def renew(leases):
+        # What lease.renew(5) does, which comes to the service last, and is answered first.
+        kept.extend_from(clock.now, 5)
+        return [Renewal.KEPT]
+
+    service.renew = renew
+    clock.now += 10
+    keeper.tick()
+    assert kept.remaining() == pytest.approx(5)
+
+
 def drive(keeper, clock, until):
     """Tick whenever something is due, up to a time."""
     while (wait := keeper.tick()) is not None and clock.now + wait <= until:

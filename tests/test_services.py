@@ -224,6 +224,20 @@ class TestASlowAnswer:
             lease.renew(ttl=60)
         assert (lease.ttl, lease.remaining()) == (30, 20)
 
+    @pytest.mark.parametrize(("ttl", "left"), [(60, 20), (5, 5)])
+    def test_a_renewal_that_was_struck_may_have_been_done_or_not(
+        self, scripted, now, monkeypatch, ttl, left
+    ):
+        def strike(leases):
+            raise KeyboardInterrupt
+
+        lease = self.take(scripted)
+        monkeypatch.setattr(scripted.backend, "renew", strike)
+        now.now += 10
+        with pytest.raises(KeyboardInterrupt):
+            lease.renew(ttl=ttl)
+        assert lease.remaining() == left
+
     def test_a_renewal_that_is_refused_is_a_loss_for_everybody(self, scripted, now):
         lease = self.take(scripted)
         scripted.backend.renewal = Renewal.LOST

@@ -247,16 +247,30 @@ MUTATIONS = (
     Mutation(
         "The keeper's renewal counts from the answer",
         "keeper.py",
-        "            lease.extend_from(since, ttl)",
-        "            lease.extend_from(self._clock(), ttl)",
+        "            lease.extend_from(since, min(ttl, lease.ttl))",
+        "            lease.extend_from(self._clock(), min(ttl, lease.ttl))",
         ("tests/faults/test_simulation.py", _KEEPER),
     ),
     Mutation(
         "The keeper's renewal counts by a ttl that wasn't sent",
         "keeper.py",
-        "            lease.extend_from(since, ttl)",
+        "            lease.extend_from(since, min(ttl, lease.ttl))",
         "            lease.extend_from(since)",
         (_KEEPER,),
+    ),
+    Mutation(
+        "The keeper's renewal counts by a ttl that its holder has shortened since",
+        "keeper.py",
+        "            lease.extend_from(since, min(ttl, lease.ttl))",
+        "            lease.extend_from(since, ttl)",
+        (_KEEPER,),
+    ),
+    Mutation(
+        "A renewal that was struck passes for done",
+        "services.py",
+        "        except BaseException:\n            self._leave_open(lease, since, before)\n            raise\n",
+        "        except BaseException:\n            raise\n",
+        (_SERVICES,),
     ),
     Mutation(
         "A refusal goes unheard by the keeper",
