@@ -14,7 +14,7 @@ from typing import Any, Never, TypeVar, cast
 
 from django.core.exceptions import SynchronousOnlyOperation
 
-from . import aio, conf, logs, names
+from . import aio, conf, logs, names, threads
 from .backends.base import Cancel, Request
 from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
 from .lease import Duration, Lease, clock, enter, leave
@@ -93,7 +93,10 @@ class _Terms:
     def _push(self, who: object, lease: Lease) -> None:
         self._entered.setdefault(who, []).append(lease)
 
-    def _pop(self, who: object) -> Lease:
+    def _pop(self, who: object, kind: type[BaseException] | None) -> Lease:
+        if kind is GeneratorExit and who not in self._entered and len(self._entered) == 1:
+            # A generator, or a coroutine, is thrown away by whoever comes along.
+            (who,) = self._entered
         leases = self._entered.get(who)
         if leases is None:
             raise NotTheHolder(
@@ -105,6 +108,10 @@ class _Terms:
         if not leases:
             del self._entered[who]
         return lease
+
+    def _throw_away(self, lease: Lease) -> None:
+        """Give a lease back in a thread of its own: what collects garbage may be in anything."""
+        threads.start(functools.partial(_give_back, self._service, lease))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__.lower()}({self.name!r}, backend={self.backend!r})"
@@ -166,7 +173,11 @@ class Lock(_Terms):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        lease = self._pop(whoami())
+        who = whoami()
+        lease = self._pop(who, kind)
+        if lease.who is not who:
+            self._throw_away(lease)
+            return
         try:
             lease.release()
         except BackendUnavailable as exc:
@@ -255,10 +266,10 @@ class AsyncLock(_Terms):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        lease = self._pop(whoami())
+        lease = self._pop(whoami(), kind)
         if kind is GeneratorExit:
             # The coroutine is being thrown away, and can't await any more.
-            aio.submit(aio.SHORT, self._service.release, lease, lease.who)
+            self._throw_away(lease)
             return
         try:
             await self._service.arelease(lease, lease.who)
@@ -369,7 +380,7 @@ class _Handover:
                 self._lease = lease
                 return lease
         if lease is not None:
-            self._give_back(lease)
+            _give_back(self._service, lease)
         return None
 
     def abandon(self) -> None:
@@ -379,10 +390,12 @@ class _Handover:
             lease = self._lease
         self._cancel.cancel()
         if lease is not None:
-            aio.submit(aio.SHORT, self._give_back, lease)
+            aio.submit(aio.SHORT, _give_back, self._service, lease)
 
-    def _give_back(self, lease: Lease) -> None:
-        try:
-            self._service.release(lease, lease.who)
-        except BackendUnavailable as exc:
-            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
+
+def _give_back(service: Service, lease: Lease) -> None:
+    """Give back a lease that its holder has no use for any more."""
+    try:
+        service.release(lease, lease.who)
+    except BackendUnavailable as exc:
+        logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))

@@ -8,6 +8,7 @@ import contextvars
 import os
 import time
 import uuid
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -90,6 +91,52 @@ class HoldingContract(Contract):
 
         asyncio.run(main())
         assert self.is_free(name)
+
+    def test_a_generator_that_another_thread_throws_away_gives_the_lock_back(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        def rows() -> Iterator[None]:
+            with self.lock(name):
+                yield
+
+        begun = [rows()]
+        next(begun[0])
+        # It was the last reference, as where the garbage collector comes along.
+        thread.call(begun.clear)
+        wait_until(lambda: self.is_free(name), "the lock of a generator that is gone")
+
+    def test_an_async_generator_that_is_left_half_way_gives_the_lock_back(self, name: str) -> None:
+        async def rows() -> AsyncIterator[int]:
+            async with self.alock(name):
+                yield 1
+                yield 2
+
+        async def main() -> None:
+            async for _ in rows():
+                break
+            # The event loop closes it, in a task of its own.
+            await asyncio.to_thread(
+                wait_until, lambda: self.is_free(name), "the lock of a generator that is gone"
+            )
+
+        asyncio.run(main())
+
+    def test_a_coroutine_that_is_thrown_away_gives_the_lock_back(self, name: str) -> None:
+        async def wait() -> None:
+            async with self.alock(name):
+                await asyncio.Event().wait()
+
+        begun = wait()
+        loop = asyncio.new_event_loop()
+        try:
+            task = loop.create_task(begun)
+            while self.is_free(name):
+                loop.run_until_complete(asyncio.sleep(0.01))
+                assert not task.done()
+        finally:
+            loop.close()
+        begun.close()
+        wait_until(lambda: self.is_free(name), "the lock of a coroutine that is gone")
 
     def test_a_child_task_is_another_holder_that_may_read_the_lease(self, name: str) -> None:
         async def child() -> Lease | None:

@@ -217,9 +217,16 @@ MUTATIONS = (
     Mutation(
         "What a coroutine was granted that was cancelled meanwhile is kept",
         "locks.py",
-        "            aio.submit(aio.SHORT, self._give_back, lease)\n",
+        "            aio.submit(aio.SHORT, _give_back, self._service, lease)\n",
         "            pass\n",
         ("tests/test_contract.py::TestDatabaseOnSQLite", "tests/test_services.py"),
+    ),
+    Mutation(
+        "What a generator took is kept when another thread or task throws it away",
+        "locks.py",
+        "        if kind is GeneratorExit and who not in self._entered",
+        "        if False and who not in self._entered",
+        ("tests/test_contract.py::TestDatabaseOnSQLite",),
     ),
     Mutation(
         "A soft time limit strikes while a run is at its lock",
