@@ -85,6 +85,8 @@ class Lease:
         self.who: object = None
         #: How many times it was entered and not yet left.
         self.entries = 1
+        #: The request that entered it again last.
+        self.entered_by: object = None
         #: Its release waits for the end of the caller's transaction.
         self.put_off = False
         #: It was recorded within a test's own transaction, so nobody else can come, nor renew it.

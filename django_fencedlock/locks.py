@@ -134,8 +134,10 @@ class Lock(_Terms):
             The lease, or None if somebody else held the lock all the while.
         """
         _forbid_in_event_loop(self.name)
+        return self._take(self._request(blocking, blocking_timeout))
+
+    def _take(self, request: Request) -> Lease | None:
         began = clock()
-        request = self._request(blocking, blocking_timeout)
         try:
             lease = self._service.acquire(request, pattern=self.pattern)
             if lease is not None:
@@ -145,17 +147,23 @@ class Lock(_Terms):
             raise
         except BaseException:
             # Ctrl-C, or a signal's handler: the caller won't know that it is his.
-            give_back_left_over(began)
+            self._give_back_struck(request, began)
             raise
+
+    def _give_back_struck(self, request: Request, since: float) -> None:
+        self._service.leave_again(request)
+        give_back_left_over(since)
 
     def holder(self) -> Holder | None:
         """Tell who has the lock now, by the lock service's word; None if nobody."""
         return self._service.holder(self.name)
 
     def __enter__(self) -> Lease:
+        _forbid_in_event_loop(self.name)
         started = clock()
+        request = self._request(True, None)
         try:
-            lease = self.acquire()
+            lease = self._take(request)
             if lease is None:
                 raise self._service.refusal(self.name, clock() - started)
             self._push(lease.who, lease)
@@ -164,7 +172,7 @@ class Lock(_Terms):
             raise
         except BaseException:
             # As in acquire(): the block won't be left that was never entered.
-            give_back_left_over(started)
+            self._give_back_struck(request, started)
             raise
 
     def __exit__(

@@ -160,8 +160,15 @@ class Service(TakesLeases):
                 name=lease.name,
                 alias=self.config.alias,
             )
-        lease.entries += 1
+        # In one go, as far as signals are concerned.
+        lease.entries, lease.entered_by = lease.entries + 1, request
         return lease
+
+    def leave_again(self, request: Request) -> None:
+        """Undo the entering again of one who was struck, and won't leave: if it was the last."""
+        lease = self.lease_of(request.name, whoami())
+        if lease is not None and lease.entered_by is request:
+            lease.entries, lease.entered_by = lease.entries - 1, None
 
     # What a lease asks for
 

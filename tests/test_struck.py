@@ -14,7 +14,7 @@ from django.db import connections
 
 from django_fencedlock import lock, locks, services, sessions, taking
 from django_fencedlock.backends import database, postgres_home, postgres_taking, redis
-from django_fencedlock.services import service
+from django_fencedlock.services import Service, service
 from django_fencedlock.taking import TakesLeases
 from tests.test_registry import BACKENDS
 
@@ -32,10 +32,11 @@ class Struck(BaseException):
 
 
 class Strike:
-    """Strikes at the n-th line that is executed in `FILES`, from where a backend is asked on."""
+    """Strikes at the n-th line that is executed in `FILES`, from where a function begins on."""
 
-    def __init__(self, place):
+    def __init__(self, place, begins):
         self.left = place
+        self.begins = begins.__code__
         self.has_begun = False
 
     def __enter__(self):
@@ -54,7 +55,7 @@ class Strike:
     def trace(self, frame, event, arg):
         if frame.f_code.co_filename not in FILES:
             return None
-        self.has_begun = self.has_begun or frame.f_code is TakesLeases._grant.__code__
+        self.has_begun = self.has_begun or frame.f_code is self.begins
         # Python doesn't interrupt the way out of a block, which has the block's line.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         if self.has_begun and event == "line" and not line.strip().startswith("with "):
@@ -91,8 +92,28 @@ def test_no_line_leaves_a_lock(backend, how):
     assert place > 20
 
 
-def take_struck(how, place, name="x{}", timeout=0):
-    strike, mine = Strike(place), lock(name.format(place), blocking_timeout=timeout)
+@pytest.mark.parametrize("backend", ["database"], indirect=True)
+@pytest.mark.parametrize("how", ["acquire", "with"])
+def test_no_line_leaves_a_lock_that_was_entered_again(backend, how):
+    for place in itertools.count(1):
+        with ThreadPoolExecutor(1) as thread:
+            was_struck = thread.submit(enter_struck, how, place).result()
+        assert backend.holder(f"x{place}") is None, place
+        if not was_struck:
+            break
+    assert place > 10
+
+
+def enter_struck(how, place):
+    outer = lock(f"x{place}").acquire()
+    was_struck = take_struck(how, place, begins=Service._enter_again)
+    outer.release()
+    connections.close_all()
+    return was_struck
+
+
+def take_struck(how, place, name="x{}", timeout=0, begins=TakesLeases._grant):
+    strike, mine = Strike(place, begins), lock(name.format(place), blocking_timeout=timeout)
     lease = None
     with strike:
         if how == "acquire":

@@ -203,15 +203,22 @@ MUTATIONS = (
     Mutation(
         "What was granted to plain code that was struck is kept",
         "locks.py",
-        "            give_back_left_over(began)\n",
+        "            self._give_back_struck(request, began)\n",
         "            pass\n",
         ("tests/test_struck.py",),
     ),
     Mutation(
         "What was granted to plain code that was struck before its block is kept",
         "locks.py",
-        "            give_back_left_over(started)\n",
+        "            self._give_back_struck(request, started)\n",
         "            pass\n",
+        ("tests/test_struck.py",),
+    ),
+    Mutation(
+        "What plain code entered again that was struck stays entered",
+        "locks.py",
+        "        self._service.leave_again(request)\n",
+        "",
         ("tests/test_struck.py",),
     ),
     Mutation(

@@ -83,7 +83,7 @@ MUTATIONS = (
     Mutation(
         "Entering again isn't counted",
         "services.py",
-        "        lease.entries += 1\n",
+        "        lease.entries, lease.entered_by = lease.entries + 1, request\n",
         "",
         (_SERVICES, ON_SQLITE),
     ),
