@@ -10,6 +10,7 @@ from typing import Any
 from ..texts import visible
 from .characters import LONGEST, storable
 from .ledger import listed
+from .postgresql import array, unnested
 from .records import Statements
 
 EVENTS = "django_fencedlock_lockevent"
@@ -24,6 +25,15 @@ SLACK = 1_000
 BATCH = 100
 
 COLUMNS = ("name", "kind", "alias", "token", "holder", "note", "times")
+
+#: On PostgreSQL all rows are one statement, which is prepared. Nothing is lost with the newest
+#: events that a crash of the server takes.
+INSERT_ALL = f"""
+WITH s AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))
+INSERT INTO {EVENTS} (happened_at, {", ".join(COLUMNS)})
+SELECT clock_timestamp() - w.age * interval '1 second', {", ".join(f"w.{c}" for c in COLUMNS)}
+FROM s, {unnested(("age", *COLUMNS))}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +62,33 @@ def write(statements: Statements, rows: Sequence[EventRow], keep: int) -> None:
     """Write events, and keep no more than `keep` of each kind of the names that they are about."""
     with statements.cursor(atomic=True) as cursor:
         if statements.connection.vendor == "postgresql":
-            # Nothing is lost with the newest events that a crash of the server takes.
-            cursor.execute("SELECT set_config('synchronous_commit', 'off', true)")
-        for start in range(0, len(rows), BATCH):
-            cursor.execute(*_insert(statements, rows[start : start + BATCH]))
-        for statement, given in _deletions(rows, keep):
+            with statements.reading() as often:
+                often.execute(INSERT_ALL, _arrays(statements, rows))
+                often.execute(_trimming("= ANY(%(names)s::text[])"), _names(rows, keep))
+        else:
+            for start in range(0, len(rows), BATCH):
+                cursor.execute(*_insert(statements, rows[start : start + BATCH]))
+            names, given = listed("n", sorted({row.event.name for row in rows}))
+            cursor.execute(_trimming(f"IN ({names})"), {**given, "keep": keep})
+        for statement, given in _deletions(rows):
             cursor.execute(statement, given)
+
+
+def _arrays(statements: Statements, rows: Sequence[EventRow]) -> dict[str, str]:
+    columns = zip(*(_values(statements, row) for row in rows), strict=True)
+    given = {column: array(values) for column, values in zip(COLUMNS, columns, strict=True)}
+    return {**given, "age": array([row.age for row in rows])}
+
+
+def _names(rows: Sequence[EventRow], keep: int) -> dict[str, Any]:
+    return {"names": array(sorted({row.event.name for row in rows})), "keep": keep}
+
+
+def _values(statements: Statements, row: EventRow) -> tuple[object, ...]:
+    """The values of `COLUMNS`."""
+    event = row.event
+    holder, note = _told(statements, event.holder), _told(statements, event.note)
+    return event.name, event.kind, event.alias, event.token, holder, note, row.times
 
 
 def _insert(statements: Statements, rows: Sequence[EventRow]) -> tuple[str, dict[str, Any]]:
@@ -65,13 +96,8 @@ def _insert(statements: Statements, rows: Sequence[EventRow]) -> tuple[str, dict
     given = statements.times(**ages)
     values = []
     for place, row in enumerate(rows):
-        event = row.event
-        facts = {
-            **{column: getattr(event, column) for column in ("name", "kind", "alias", "token")},
-            **{each: _told(statements, getattr(event, each)) for each in ("holder", "note")},
-            "times": row.times,
-        }
-        given |= {f"{column}{place}": value for column, value in facts.items()}
+        facts = zip(COLUMNS, _values(statements, row), strict=True)
+        given |= {f"{column}{place}": value for column, value in facts}
         marks = ", ".join(f"%({column}{place})s" for column in COLUMNS)
         values.append(f"({statements.later(f'age{place}')}, {marks})")
     columns = ", ".join(("happened_at", *COLUMNS))
@@ -82,15 +108,17 @@ def _told(statements: Statements, text: str) -> str:
     return storable(statements.connection, visible(text), LONGEST)
 
 
-def _deletions(rows: Sequence[EventRow], keep: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    names, given = listed("n", sorted({row.event.name for row in rows}))
+def _trimming(among: str) -> str:
+    """Delete what is too much of the events of some names."""
     # The innermost SELECT is there for MySQL, which reads no table that it deletes from.
-    yield (
+    return (
         f"DELETE FROM {EVENTS} WHERE id IN (SELECT id FROM ("
         "SELECT id, row_number() OVER (PARTITION BY name, kind ORDER BY id DESC) AS place "
-        f"FROM {EVENTS} WHERE name IN ({names})) newest WHERE newest.place > %(keep)s)",
-        {**given, "keep": keep},
+        f"FROM {EVENTS} WHERE name {among}) newest WHERE newest.place > %(keep)s)"
     )
+
+
+def _deletions(rows: Sequence[EventRow]) -> Iterator[tuple[str, dict[str, Any]]]:
     # Looks at all that are kept: so not each time, but for as many rows, however many processes
     # write them, and however short they live.
     for kind in sorted({row.event.kind for row in rows}):

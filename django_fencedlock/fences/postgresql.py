@@ -23,15 +23,19 @@ LIMITS = (
 LAZY_LIMITS = LIMITS.replace("'on'", "'off'")
 
 # Where statements are prepared, the server has to know the types of their parameters.
-_TYPES = {
+TYPES = {
     "fenced": "boolean",
     "pid": "bigint",
     "pid_started": "bigint",
     "session_pid": "bigint",
     "session_started": "timestamptz",
     "session_key": "bigint",
+    "token": "bigint",
+    "times": "bigint",
+    "age": "double precision",
+    "ttl": "double precision",
 }
-VALUES = ", ".join(f"%({column})s::{_TYPES.get(column, 'text')}" for column in COLUMNS)
+VALUES = ", ".join(f"%({column})s::{TYPES.get(column, 'text')}" for column in COLUMNS)
 TIMES = "c.now, c.now, c.now + %(ttl)s * interval '1 second'"
 SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in TAKEN_OVER)
 INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join(COLUMNS)}, acquired_at, renewed_at, expires_at)"
@@ -136,9 +140,27 @@ def array(items: Sequence[object]) -> str:
 
     A driver finds out the type of each item first, which for many takes longer than all the rest.
     """
-    texts = map(str, items)
-    quoted = ['"' + text.replace("\\", r"\\").replace('"', r"\"") + '"' for text in texts]
-    return "{" + ",".join(quoted) + "}"
+    joined = '","'.join(map(str, items))
+    plain = "\\" not in joined and joined.count('"') == 2 * (len(items) - 1)
+    if plain and None not in items:
+        return '{"' + joined + '"}'
+    return "{" + ",".join(map(_quoted, items)) + "}"
+
+
+def _quoted(item: object) -> str:
+    if item is None:
+        return "NULL"
+    return '"' + str(item).replace("\\", r"\\").replace('"', r"\"") + '"'
+
+
+def unnested(columns: Sequence[str]) -> str:
+    """
+    The rows w of a FROM, whose columns are parameters made by `array()`.
+
+    A row for each place, whose values are parameters of their own, takes the driver far longer.
+    """
+    arrays = ", ".join(f"%({column})s::{TYPES.get(column, 'text')}[]" for column in columns)
+    return f"unnest({arrays}) AS w({', '.join(columns)})"
 
 
 class PostgresLedger(Ledger):
