@@ -79,6 +79,8 @@ class Lease:
         self.database = database
         #: For the backend alone: where the lock lives.
         self.handle = handle
+        #: For the backend alone: what it asks for each renewal with, if that never changes.
+        self.asked_with: Any = None
         #: The caller's own connection to the fence database, on SQLite the one that may have it.
         self.home: Any = None
         #: Who may enter it again and release it: a task, a greenlet or a thread.

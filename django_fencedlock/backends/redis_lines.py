@@ -123,8 +123,9 @@ def _answers(connection: Any, count: int) -> list[Any]:
 
 def _packed(command: Command) -> bytes:
     """A command as it goes over the wire."""
-    parts = [b"*%d\r\n" % len(command)]
-    for argument in command:
-        part = str(argument).encode()
-        parts.append(b"$%d\r\n%b\r\n" % (len(part), part))
-    return b"".join(parts)
+    texts = [str(argument) for argument in command]
+    if not "".join(texts).isascii():
+        # With a character for each byte, as lengths are those of bytes.
+        texts = [text.encode().decode("latin-1") for text in texts]
+    parts = [f"${len(text)}\r\n{text}\r\n" for text in texts]
+    return f"*{len(command)}\r\n{''.join(parts)}".encode("latin-1")

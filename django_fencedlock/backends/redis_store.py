@@ -190,14 +190,23 @@ class Store:
         batches = [leases[start : start + AT_ONCE] for start in range(0, len(leases), AT_ONCE)]
         calls = []
         for batch in batches:
-            terms = [term for lease in batch for term in (_head(lease), _milliseconds(lease))]
-            calls.append(([self._keys(lease.name).lock for lease in batch], terms))
+            asked = [lease.asked_with or self._asked_with(lease) for lease in batch]
+            ttls = map(_milliseconds, batch)
+            terms = [
+                term for (_, head), ttl in zip(asked, ttls, strict=True) for term in (head, ttl)
+            ]
+            calls.append(([key for key, _ in asked], terms))
         extended = set()
         for batch, answer in zip(batches, EXTEND.run_many(self._link.asked, calls), strict=True):
             # An error may be about one lease alone, or a proxy may have a cluster behind it.
             told = "" if isinstance(answer, Exception) else _text(answer)
             extended |= {lease for lease, each in zip(batch, told, strict=False) if each == "1"}
         return extended
+
+    def _asked_with(self, lease: Lease) -> tuple[str, str]:
+        """The key of its lock, and what that begins with: made once, and used each second."""
+        lease.asked_with = found = self._keys(lease.name).lock, _head(lease)
+        return found
 
     def release(self, lease: Lease) -> bool:
         """Free the lock, or hand it on; False if somebody else came before."""

@@ -260,8 +260,8 @@ MUTATIONS = (
     Mutation(
         "A renewal of many compares the owner, and not the token",
         "backends/redis_store.py",
-        "for term in (_head(lease), _milliseconds(lease))]",
-        'for term in (f"{lease.owner}:", _milliseconds(lease))]',
+        "found = self._keys(lease.name).lock, _head(lease)",
+        'found = self._keys(lease.name).lock, f"{lease.owner}:"',
         (_BACKEND,),
     ),
     Mutation(

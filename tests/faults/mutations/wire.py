@@ -41,8 +41,8 @@ MUTATIONS = (
     Mutation(
         "The length of an argument is that of its characters, and not of its bytes",
         "backends/redis_lines.py",
-        "% (len(part), part))",
-        "% (len(str(argument)), part))",
+        '        texts = [text.encode().decode("latin-1") for text in texts]\n',
+        "        pass\n",
         (_LINES,),
     ),
     Mutation(
