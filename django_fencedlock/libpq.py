@@ -7,7 +7,9 @@ short statement that takes longer than all the rest, and leaves the server's cac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import psycopg
@@ -33,8 +35,12 @@ class Executor:
     So a signal's handler doesn't strike between a question and its answer.
     """
 
-    def __init__(self, raw: psycopg.Connection[Any], errors: Any, *, brief: bool) -> None:
+    def __init__(
+        self, raw: psycopg.Connection[Any], errors: Any, *, brief: bool, after: float = AFTER
+    ) -> None:
         self._raw = raw
+        self._brief = brief
+        self._after = after
         # Not where greenlets would all stand still meanwhile.
         self._in_one_call = brief and not threads.is_patched("socket")
         #: Makes the driver's errors Django's.
@@ -55,7 +61,7 @@ class Executor:
             known = self._known[statement] = _Statement(statement, given)
         values = _as_texts([given[name] for name in known.parameters]) if given else []
         known.times += 1
-        if known.times > AFTER and not known.name:
+        if known.times > self._after and not known.name:
             self._prepare(known)
         pgconn = self._raw.pgconn
         if known.name and self._in_one_call:
@@ -66,6 +72,11 @@ class Executor:
         else:
             pgconn.send_query_params(known.text, values)
         self._result = self._answer()
+
+    @cached_property
+    def planning(self) -> Executor:
+        """Executes statements that are planned each time."""
+        return Executor(self._raw, self._errors, brief=self._brief, after=math.inf)
 
     def forget(self, statement: str) -> bool:
         """Have a statement prepared anew, as its tables have changed; whether it was prepared."""

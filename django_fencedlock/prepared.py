@@ -35,14 +35,19 @@ def allow(connection: BaseDatabaseWrapper) -> None:
             setattr(connection, _CURSOR, make(connection))
 
 
-def cursor(connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
+def cursor(
+    connection: BaseDatabaseWrapper, *, plan_once: bool = True
+) -> AbstractContextManager[Any]:
     """
     A cursor for a statement that is executed again and again, with named parameters.
 
-    They may go apart from its text, so their types have to be clear from that.
+    They may go apart from its text, so their types have to be clear from that. One that isn't
+    planned once and for all may have few rows at one time and thousands at another.
     """
     found = getattr(connection, _CURSOR, None)
-    return connection.cursor() if found is None else contextlib.nullcontext(found)
+    if found is None:
+        return connection.cursor()
+    return contextlib.nullcontext(found if plan_once else found.planning)
 
 
 def met_another_session(connection: BaseDatabaseWrapper, error: Error) -> bool:

@@ -14,6 +14,7 @@ from django_fencedlock import prepared, sessions
 from django_fencedlock.fences import Entry, NameAndOwner, events, ledger_for, unfenced
 from django_fencedlock.fences.events import GRANTED, REFUSED, Event, EventRow
 from django_fencedlock.fences.records import Statements
+from django_fencedlock.lease import Lease, clock
 from django_fencedlock.libpq import AFTER
 from django_fencedlock.models import HeldLock, LockEvent
 from django_fencedlock.owners import new_owner
@@ -395,3 +396,39 @@ class TestManyRowsAtOnce:
             unfenced.enter(Statements(connections["postgres"]), entries)
         assert sum("INSERT" in each["sql"] for each in queries) == 1
         assert HeldLock.objects.using("postgres").count() == 100
+
+
+def test_a_renewal_of_many_is_one_statement_and_planned_for_as_many(pool, postgres):
+    leases = []
+    for number in range(20):
+        wish = replace(entry(), name=str(number))
+        pool.run(lambda connection, wish=wish: ledger_for(connection).claim(connection, wish))
+        leases.append(lease_of(wish))
+    ours = {lease.owner for lease in leases}
+    with postgres.statements() as statements:
+        for _ in range(OFTEN):
+            assert pool.run(lambda c: ledger_for(c).renew(c, leases)) == ours
+    assert sum(n for text, n in statements.items() if "SKIP LOCKED" in text) == OFTEN
+    names = pool.run(prepared_names)
+    assert not any("SKIP LOCKED" in each for each in names)
+    stranger = lease_of(replace(entry(), name="0"))
+    kept = pool.run(lambda c: ledger_for(c).renew(c, [stranger, *leases[1:]]))
+    assert kept == ours - {leases[0].owner}
+
+
+def lease_of(wish):
+    return Lease(
+        name=wish.name,
+        alias=wish.alias,
+        owner=wish.owner,
+        token=1,
+        ttl=wish.ttl,
+        since=clock(),
+        control=None,
+    )
+
+
+def prepared_names(connection):
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT statement FROM pg_prepared_statements")
+        return [text for (text,) in cursor.fetchall()]

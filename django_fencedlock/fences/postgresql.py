@@ -96,7 +96,6 @@ p AS MATERIALIZED (
     FOR UPDATE OF h SKIP LOCKED)
 UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
 FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
-RETURNING h.owner
 """
 
 # Row locks aren't in pg_locks, but the row itself says who has it locked: a transaction, or a
@@ -201,8 +200,12 @@ class PostgresLedger(Ledger):
             "owners": array([lease.owner for lease in leases]),
             "ttls": array([lease.ttl for lease in leases]),
         }
-        with connection.cursor() as cursor:
+        with prepared.cursor(connection, plan_once=False) as cursor:
             cursor.execute(RENEW, given)
+            if cursor.rowcount == len(leases):
+                return {lease.owner for lease in leases}
+            # Some are gone, or locked. Once more does no harm.
+            cursor.execute(f"{RENEW} RETURNING h.owner", given)
             return {owner for (owner,) in cursor.fetchall()}
 
     def is_row_locked(self, error: Error) -> bool:
