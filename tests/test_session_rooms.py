@@ -3,6 +3,7 @@
 # The fixtures of its sister are used here.
 # ruff: noqa: F811
 
+import math
 import signal
 import threading
 from functools import partial
@@ -11,8 +12,8 @@ import pytest
 from django.db import DatabaseError, connections
 
 from django_fencedlock import threads
+from django_fencedlock.backends import postgres_home, postgres_taking, postgres_waiting
 from django_fencedlock.backends import postgres_statements as statements
-from django_fencedlock.backends import postgres_taking, postgres_waiting
 from django_fencedlock.backends.base import Cancel, Renewal
 from django_fencedlock.backends.postgres_home import Home
 from django_fencedlock.backends.postgres_hung import end_hung_holders
@@ -115,6 +116,35 @@ class TestTheThread:
         monkeypatch.undo()
         home.ask(lambda: done.append("second"))
         assert done == ["second"]
+
+    @pytest.fixture
+    def home(self, monkeypatch):
+        """A home that notes for whom it looks after hung holders, and asks no server."""
+        home = Home("nowhere", 5.0)
+        home.looks = []
+        monkeypatch.setattr(home, "session", lambda: None)
+        monkeypatch.setattr(
+            postgres_home, "end_hung_holders", lambda session, names: home.looks.append(names)
+        )
+        return home
+
+    def test_it_is_not_woken_for_one_more_who_waits(self, home, monkeypatch):
+        with home.awaiting(1, "x"):
+            wait_until(lambda: home._next_look < math.inf, "a look that is due")
+            monkeypatch.setattr(home, "rouse", lambda: pytest.fail("woken"))
+            with home.awaiting(2, "y"):
+                wait_until(lambda: home.looks, "the look")
+        assert home.looks[0] == ["x", "y"]
+
+    def test_it_looks_for_who_waits_after_a_look_for_nobody(self, home, monkeypatch):
+        monkeypatch.setattr(postgres_home, "LOOK_EVERY", 0.01)
+        with home.awaiting(1, "x"):
+            wait_until(lambda: home.looks, "the look")
+        wait_until(lambda: math.isinf(home._next_look), "nothing that is due")
+        home.looks.clear()
+        with home.awaiting(2, "y"):
+            wait_until(lambda: home.looks, "the look")
+        assert home.looks[0] == ["y"]
 
 
 class TestTheWaitingRoom:

@@ -165,7 +165,9 @@ class Home:
     def awaiting(self, key: int, name: str) -> Iterator[None]:
         """Within this block, look now and then whether the holder hangs."""
         self.awaited[key] = name
-        self.rouse()
+        # Where a look is due anyhow, the thread finds by itself that somebody waits.
+        if math.isinf(self._next_look):
+            self.rouse()
         try:
             yield
         finally:
@@ -302,9 +304,7 @@ class Home:
 
     def _sleep(self, ear: int) -> list[Session]:
         """Wait for work, or for a session that has something to say: most likely its end."""
-        if not self.awaited:
-            self._next_look = math.inf
-        elif math.isinf(self._next_look):
+        if self.awaited and math.isinf(self._next_look):
             self._next_look = clock() + LOOK_EVERY
         left = self._next_look - clock()
         found = self._poll.poll(None if math.isinf(left) else max(0.0, left) * 1000)
@@ -344,6 +344,7 @@ class Home:
 
     def _look_if_due(self) -> None:
         if clock() >= self._next_look:
+            # Before those are read who wait: whoever comes later sees that he has to rouse.
             self._next_look = math.inf
             try:
                 # Not for what this process holds itself: its keeper knows better.
