@@ -423,6 +423,61 @@ class TestWaiting:
         peer.release(lease)
         assert peer.is_free(name)
 
+    @pytest.fixture
+    def wanted(
+        self, backend: PostgresBackend, peer: PostgresBackend, name: str
+    ) -> Callable[[], bool]:
+        """A lock that was refused a moment ago; called, its holder gives it back."""
+        lease = take(peer, name)
+        request = request_for(name, timeout=0.05)
+        assert backend.acquire(request) is None
+        assert backend.wait(request, 0.05) is None
+        return lambda: peer.release(lease)
+
+    def test_who_waits_for_a_lock_that_was_refused_lately_asks_once(
+        self,
+        postgres: Postgres,
+        backend: PostgresBackend,
+        wanted: Callable[[], bool],
+        name: str,
+    ) -> None:
+        request = request_for(name, timeout=20)
+        with ThreadPoolExecutor(1) as pool, postgres.statements() as statements:
+            assert backend.acquire(request) is None
+            asked = pool.submit(backend.wait, request, 20)
+            waiting(postgres, 1)
+            wanted()
+            assert asked.result() is not None
+        assert [n for text, n in statements.items() if "pg_advisory_lock(" in text] == [1]
+        assert not [text for text in statements if "pg_try_advisory_lock(" in text]
+        assert not request.place
+
+    def test_whose_time_is_up_before_he_asked_asks_all_the_same(
+        self, backend: PostgresBackend, wanted: Callable[[], bool], name: str
+    ) -> None:
+        request = request_for(name, timeout=20)
+        assert backend.acquire(request) is None
+        wanted()
+        assert backend.wait(request, 0.0) is not None
+
+    @pytest.mark.parametrize("why", ["he will not wait", "no session is idle", "it is long ago"])
+    def test_else_who_waits_tries_first(
+        self,
+        backend: PostgresBackend,
+        wanted: Callable[[], bool],
+        name: str,
+        monkeypatch: pytest.MonkeyPatch,
+        why: str,
+    ) -> None:
+        wanted()
+        if why == "no session is idle":
+            backend._room.close()
+        if why == "it is long ago":
+            later = clock() + postgres_waiting.WANTED
+            monkeypatch.setattr(postgres_waiting, "clock", lambda: later)
+        timeout = 0 if why == "he will not wait" else 20
+        assert backend.acquire(request_for(name, timeout=timeout)) is not None
+
     def test_a_wait_can_be_cancelled(
         self, postgres: Postgres, backend: PostgresBackend, peer: PostgresBackend, name: str
     ) -> None:

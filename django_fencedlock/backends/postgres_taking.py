@@ -80,6 +80,14 @@ class TakesSessionLocks(Backend):
         # Asked first: the server lets a session have its own lock twice.
         if held := self._home.holding(key):
             return held.grant if held.owner == request.owner.id else None
+        if request.will_wait and self._room.is_better_than_a_try(key):
+            # Says that nothing was asked for him yet.
+            request.place[:] = [key]
+            return None
+        return self._ask_for(request, key)
+
+    def _ask_for(self, request: Request, key: int) -> Grant | None:
+        request.place.clear()
         try_it = partial(self._try, request, key, clock())
         grant = self._ask("acquiring", try_it, request.name, self._undo)
         if grant is None or request.connection is None:
@@ -98,6 +106,8 @@ class TakesSessionLocks(Backend):
             while not answer.granted and clock() < until:
                 answer = self._try_once(session, request, key)
         if not answer.granted:
+            if request.will_wait:
+                self._room.note_refusal(key)
             return None
         return self._hold(session, request, key, answer.token, since)
 
@@ -232,18 +242,22 @@ class TakesSessionLocks(Backend):
     def wait(self, request: Request, timeout: float) -> Grant | None:
         deadline = clock() + timeout
         key = self._key(request.name)
+        grant = None
         with self._room.turn(key, timeout, request.cancel) as first:
-            if not first:
-                return None
-            with self._home.awaiting(key, request.name):
-                return self._wait_first(request, key, deadline)
+            if first:
+                with self._home.awaiting(key, request.name):
+                    grant = self._wait_first(request, key, deadline)
+        if request.place and not request.cancel:
+            # His time was up before anything was asked.
+            return self._ask_for(request, key)
+        return grant
 
     def _wait_first(self, request: Request, key: int, deadline: float) -> Grant | None:
         while not request.cancel and clock() < deadline:
             self._refuse_beyond_cap(request)
             if session := self._session_to_wait_on(request):
                 return self._wait_on(session, request, key, deadline)
-            if grant := self.acquire(request):
+            if grant := self._ask_for(request, key):
                 return grant
             pause(deadline, request.cancel)
         return None
@@ -289,6 +303,7 @@ class TakesSessionLocks(Backend):
                 cancel=request.cancel,
             )
             asked = clock()
+            request.place.clear()
             try:
                 answer = self._granted(session, request, key, send)
             except Error as exc:

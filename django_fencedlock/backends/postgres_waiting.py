@@ -27,6 +27,8 @@ from .postgres_sessions import Session, open_session
 SLICE = 60.0
 #: Bounds of the pause before another try where one can't wait in the server.
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 0.25
+#: Seconds for which a key that was refused is taken to be wanted by others, and so many keys.
+WANTED, MOST_WANTED = 1.0, 1000
 
 _of_parents: list[Any] = []
 
@@ -46,6 +48,8 @@ class Room:
         self._free: list[Session] = []
         self._opening = 0
         self._lines: dict[int, deque[threading.Event]] = {}
+        #: The keys that were refused lately, and until when that counts.
+        self._wanted: dict[int, float] = {}
 
     def forget_after_fork(self) -> None:
         _of_parents.append(self._open)
@@ -70,6 +74,17 @@ class Room:
                     line[0].set()
                 else:
                     del self._lines[key]
+
+    def note_refusal(self, key: int) -> None:
+        """Note that others want a key."""
+        if len(self._wanted) >= MOST_WANTED:
+            self._wanted.clear()
+        self._wanted[key] = clock() + WANTED
+
+    def is_better_than_a_try(self, key: int) -> bool:
+        """Whether a key is likely to be refused, and a session is at hand to wait on."""
+        until = self._wanted.get(key)
+        return until is not None and clock() < until and bool(self._free)
 
     def take(self, most: int) -> Session | None:
         """A session to wait on; None if this process has `most` of them in use."""
