@@ -63,6 +63,28 @@ def test_down_removes_the_tables_and_up_makes_the_same_again(migrated: str) -> N
     Fence.objects.using(alias).create(name="x", token=1, owner="me")
 
 
+@pytest.mark.django_db(databases=["default", "postgres"])
+def test_a_grant_writes_no_index_that_nobody_reads() -> None:
+    connection = connections["postgres"]
+    with connection.cursor() as cursor:
+        for model in (Fence, HeldLock):
+            table = model._meta.db_table
+            (index,) = connection.introspection.get_constraints(cursor, table).values()
+            assert index["primary_key"], table
+            # Django makes a second one for "varchar", which is the same type.
+            cursor.execute(
+                "SELECT format_type(atttypid, atttypmod) FROM pg_attribute "
+                "WHERE attrelid = %s::regclass AND attname IN ('name', 'owner') ORDER BY attname",
+                [table],
+            )
+            types = [("character varying(200)",), ("character varying(32)",)]
+            assert cursor.fetchall() == types
+    made = Fence.objects.using("postgres").bulk_create(
+        [Fence(name=name, token=1, owner="me") for name in ("x", "y")]
+    )
+    assert list(Fence.objects.using("postgres").order_by("name")) == made
+
+
 @pytest.fixture(params=["sqlite", "postgres", "mariadb"])
 def migrated(
     request: pytest.FixtureRequest,

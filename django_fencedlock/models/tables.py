@@ -33,6 +33,14 @@ class ExactCharField(models.CharField):  # type: ignore[type-arg]
     MariaDB and MySQL would otherwise take ``A`` for ``a``, and ``a`` for ``a`` with a blank.
     """
 
+    def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
+        found = super().db_type(connection)
+        if found is None or connection.vendor != "postgresql":
+            return found
+        # The same type. Django gives an indexed "varchar" a second index for searches by prefix:
+        # nobody searches so, and each new name would be written once more.
+        return found.replace("varchar", "character varying", 1)
+
     def db_parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
         parameters = super().db_parameters(connection)
         if connection.vendor == "mysql":

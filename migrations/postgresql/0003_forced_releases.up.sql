@@ -4,7 +4,7 @@ BEGIN;
 --
 -- Create model ForcedRelease
 --
-CREATE TABLE "django_fencedlock_forcedrelease" ("owner" varchar(32) NOT NULL PRIMARY KEY, "name" varchar(200) NOT NULL, "released_by" varchar(200) NOT NULL, "released_at" timestamp with time zone NOT NULL);
+CREATE TABLE "django_fencedlock_forcedrelease" ("owner" varchar(32) NOT NULL PRIMARY KEY, "name" character varying(200) NOT NULL, "released_by" varchar(200) NOT NULL, "released_at" timestamp with time zone NOT NULL);
 --
 -- Change Meta options on heldlock
 --
