@@ -102,7 +102,10 @@ class Sessions:
 
     def _reset(self) -> None:
         self._idle: list[BaseDatabaseWrapper] = []
-        self._room = threading.BoundedSemaphore(MOST)
+        # Taken and given back by one call each, of C; a semaphore of Python's makes a dozen.
+        self._room = [True] * MOST
+        self._waiting = 0
+        self._left = threading.Condition()
         self._prepares = True
 
     def run(self, work: Callable[[BaseDatabaseWrapper], T]) -> T:
@@ -111,17 +114,23 @@ class Sessions:
 
         So `work` may be done twice: it has to be idempotent.
         """
-        if not self._room.acquire(timeout=self.timeout):
+        if not (self._take_room() or self._wait_for_room()):
             raise OperationalError(
                 f"all {MOST} private connections to {self.using!r} were busy for {self.timeout:g} s"
             )
         try:
             if idle := self._idle_one():
-                with contextlib.suppress(_DeadWhileIdle):
+                try:
                     return self._do(work, idle, was_idle=True)
+                except _DeadWhileIdle:
+                    pass  # Its successor is asked instead.
             return self._do(work, private(self.using, self.timeout), was_idle=False)
         finally:
-            self._room.release()
+            self._room.append(True)
+            # In this order: whoever is about to wait looks at the one after he set the other.
+            if self._waiting:
+                with self._left:
+                    self._left.notify()
 
     def close(self) -> None:
         """Close what is idle."""
@@ -131,6 +140,20 @@ class Sessions:
     def forget_after_fork(self) -> None:
         _of_parents.extend(self._idle)
         self._reset()
+
+    def _take_room(self) -> bool:
+        try:
+            return self._room.pop()
+        except IndexError:
+            return False
+
+    def _wait_for_room(self) -> bool:
+        with self._left:
+            self._waiting += 1
+            try:
+                return self._left.wait_for(self._take_room, self.timeout)
+            finally:
+                self._waiting -= 1
 
     def _idle_one(self) -> BaseDatabaseWrapper | None:
         try:

@@ -184,6 +184,50 @@ def test_a_burst_of_threads_uses_a_bounded_number_of_connections(pool):
     assert len(pool._idle) <= sessions.KEPT
 
 
+class TestRoom:
+    @pytest.fixture(autouse=True)
+    def room_for_one(self, monkeypatch):
+        monkeypatch.setattr(sessions, "MOST", 1)
+
+    def test_who_finds_none_waits_until_somebody_leaves(self):
+        pool, gate, done = Sessions("default", timeout=30), threading.Event(), []
+        first = threading.Thread(target=pool.run, args=(lambda connection: gate.wait(30),))
+        others = [threading.Thread(target=pool.run, args=(done.append,)) for _ in range(3)]
+        first.start()
+        wait_until(lambda: not pool._room, "the room to be taken")
+        for other in others:
+            other.start()
+        wait_until(lambda: pool._waiting == len(others), "the others to wait")
+        assert not done
+        gate.set()
+        for each in (first, *others):
+            each.join(10)
+        assert len(done) == len(others)
+        assert (pool._room, pool._waiting) == ([True], 0)
+
+    def test_who_finds_none_in_time_is_refused(self):
+        pool = Sessions("default", timeout=0.05)
+        with pytest.raises(OperationalError, match="all 1 private connections to 'default'"):
+            pool.run(lambda connection: pool.run(lambda another: None))
+        assert (pool._room, pool._waiting) == ([True], 0)
+        pool.run(lambda connection: None)
+
+    def test_nobody_who_waits_is_forgotten(self):
+        pool, done = Sessions("default", timeout=30), []
+
+        def come_and_go():
+            for _ in range(200):
+                pool.run(done.append)
+
+        threads = [threading.Thread(target=come_and_go) for _ in range(8)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(60)
+        assert len(done) == 200 * len(threads)
+        assert (pool._room, pool._waiting) == ([True], 0)
+
+
 def test_a_child_after_fork_leaves_its_parents_session_alone():
     shared = sessions.sessions("postgres", 2.0)
     before = shared.run(session_of)

@@ -323,9 +323,9 @@ MUTATIONS = (
     Mutation(
         "Room for a connection isn't given back after an error",
         "sessions.py",
-        "        finally:\n            self._room.release()",
+        "        finally:\n            self._room.append(True)",
         "        except ZeroDivisionError:\n            pass\n        else:\n"
-        "            self._room.release()",
+        "            self._room.append(True)",
         (_SESSIONS,),
     ),
     Mutation(
