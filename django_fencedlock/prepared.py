@@ -18,7 +18,7 @@ from typing import Any
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-#: The attribute of a connection that keeps its cursor, or None.
+#: The attribute of a connection that keeps its cursor, which no block closes, or None.
 _CURSOR = "_fencedlock_cursor"
 # invalid_sql_statement_name, duplicate_prepared_statement
 _ANOTHER_SESSION = ("26000", "42P05")
@@ -32,7 +32,8 @@ def allow(connection: BaseDatabaseWrapper) -> None:
     if make:
         connection.ensure_connection()
         with connection.wrap_database_errors:
-            setattr(connection, _CURSOR, make(connection))
+            made = make(connection)
+            setattr(connection, _CURSOR, made and contextlib.nullcontext(made))
 
 
 def cursor(
@@ -47,7 +48,7 @@ def cursor(
     found = getattr(connection, _CURSOR, None)
     if found is None:
         return connection.cursor()
-    return contextlib.nullcontext(found if plan_once else found.planning)
+    return found if plan_once else contextlib.nullcontext(found.enter_result.planning)
 
 
 def met_another_session(connection: BaseDatabaseWrapper, error: Error) -> bool:
@@ -95,11 +96,15 @@ class _OnSQLite:
         self.fetchall = self._errors(self._cursor.fetchall)
 
     def execute(self, statement: str, given: Mapping[str, Any] | None = None) -> None:
-        with self._errors:
+        try:
             if given is None:
                 self._cursor.execute(statement)
             else:
                 self._cursor.execute(_in_sqlites_words(statement), given)
+        except Exception:
+            # Not around all of it: that takes two calls of Python's for each statement.
+            with self._errors:
+                raise
 
     @property
     def rowcount(self) -> int:
