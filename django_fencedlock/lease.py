@@ -343,16 +343,15 @@ def enter(lease: Lease) -> None:
     leases = _leases.get()
     # Entries stay of leases that another context gave back. Looked for at each doubling alone: with
     # thousands of leases in one context, a look at all of them takes longer than the lock.
-    if len(leases) & (len(leases) - 1) == 0:
+    if leases and len(leases) & (len(leases) - 1) == 0:
         leases = tuple(each for each in leases if each.is_open())
     _leases.set((*leases, lease))
 
 
 def leave(lease: Lease) -> None:
     """Take the innermost entry of `lease` out of the running context."""
-    leases = list(_leases.get())
+    leases = _leases.get()
     for place in reversed(range(len(leases))):
         if leases[place] is lease:
-            del leases[place]
-            break
-    _leases.set(tuple(leases))
+            _leases.set(leases[:place] + leases[place + 1 :])
+            return

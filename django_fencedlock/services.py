@@ -397,7 +397,8 @@ class Service(TakesLeases):
             self._signal(signals.lock_lost, name=lease.name, lease=lease, reason=why)
 
     def _signal(self, signal: Signal, **facts: object) -> None:
-        signals.send(signal, type(self.backend), alias=self.config.alias, **facts)
+        if signal.receivers:
+            signals.send(signal, type(self.backend), alias=self.config.alias, **facts)
 
 
 _services: dict[str, Service] = {}

@@ -67,10 +67,11 @@ class TakesLeases:
                 return None
 
     def _grant(self, request: Request, deadline: float) -> Grant | None:
-        grant = self.backend.acquire(request)
-        left = deadline - clock()
-        if grant is not None or (left <= 0 and not request.place):
+        if grant := self.backend.acquire(request):
             return grant
+        left = deadline - clock()
+        if left <= 0 and not request.place:
+            return None
         if request.connection is not None:
             # In a test's own transaction this very thread would have to give the lock back.
             return None

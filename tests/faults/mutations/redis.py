@@ -246,8 +246,8 @@ MUTATIONS = (
     Mutation(
         "Whose time is up after his first try stays in line",
         "taking.py",
-        "        if grant is not None or (left <= 0 and not request.place):",
-        "        if grant is not None or left <= 0:",
+        "        if left <= 0 and not request.place:",
+        "        if left <= 0:",
         (_TAKING,),
     ),
     Mutation(
