@@ -33,7 +33,7 @@ def run(lease: Lease, body: Callable[[], T]) -> T:
         try:
             try:
                 cell.arm()
-                return call(body)
+                return _call(body, began, blocks)
             finally:
                 cell.disarm()
         except Abort as abort:
@@ -55,7 +55,10 @@ def run(lease: Lease, body: Callable[[], T]) -> T:
 
 def call(body: Callable[[], T]) -> T:
     """Run a body that nobody aborts; but a time limit, or the worker's end, may strike it."""
-    began, blocks = clock(), open_blocks()
+    return _call(body, clock(), open_blocks())
+
+
+def _call(body: Callable[[], T], began: float, blocks: Mapping[str, int]) -> T:
     try:
         return body()
     except BaseException as exc:
