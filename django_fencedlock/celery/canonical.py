@@ -43,7 +43,8 @@ def canonical(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    readable = json.dumps(text, ensure_ascii=False)
+    # As json.dumps() does with ensure_ascii=False, which makes an encoder for each call.
+    readable = json.encoder.encode_basestring(text)
     try:
         readable.encode()
     except UnicodeEncodeError:
