@@ -262,7 +262,8 @@ def many_held(request: pytest.FixtureRequest, redis_server: Redis) -> Iterator[i
     Hold so many locks of one Redis.
     """
     redis = {"BACKEND": REDIS, "LOCATION": redis_server.url, "KEY_PREFIX": uuid4().hex}
-    with override_settings(FENCEDLOCK={"default": redis}), lock("lock 0"):
+    # Long enough for ten thousand to be made, on any machine.
+    with override_settings(FENCEDLOCK={"default": redis}), lock("lock 0", ttl=600):
         row = HeldLock.objects.get()
         store = service("default").backend._store  # type: ignore[attr-defined]
         rows = []

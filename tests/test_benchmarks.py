@@ -89,7 +89,8 @@ def test_a_handoff_takes_few_commands(count):
     work = "8 waiters, each once"
     # On a busy machine a process may be at its first baton, which it lays.
     assert 2 <= count("handoff", work, contestants.BATON, "commands") < 3
-    assert count("handoff", work, contestants.REDIS_UNFENCED, "commands") <= 5
+    # Whoever hands it on to one who has waited for long takes a look at him: one more at most.
+    assert count("handoff", work, contestants.REDIS_UNFENCED, "commands") <= 5 + 1
     assert count("handoff", work, contestants.POSTGRES, "commands") <= 5
 
 

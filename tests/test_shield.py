@@ -112,6 +112,8 @@ class TestARun:
         assert time.monotonic() - started < 10
         assert runs == []
 
+    # What strikes within a finalizer, one of Django's for example, is ignored by Python.
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_at_any_moment(self):
         """
         Nothing here knows where the limit strikes; a run takes less than a millisecond.
