@@ -64,14 +64,21 @@ class Watchdog:
         while True:
             with self._changed:
                 self._bite_those_overdue()
-                first = min((deadline for deadline, _ in self._watched.values()), default=math.inf)
-                self._wakes_at = first
-                self._changed.wait(None if first == math.inf else max(0.0, first - clock()))
+                self._wakes_at = math.inf
+                for deadline, _ in self._watched.copy().values():
+                    if deadline < self._wakes_at:
+                        self._wakes_at = deadline
+                wait = self._wakes_at - clock()
+                self._changed.wait(None if math.isinf(wait) else max(0.0, wait))
 
+    # Copies are looked through: what the garbage collector calls meanwhile, in this very thread,
+    # may begin or end a watch.
     def _bite_those_overdue(self) -> None:
         now = clock()
-        for watch in [each for each, (deadline, _) in self._watched.items() if deadline <= now]:
-            self._watched.pop(watch)[1]()
+        for watch, (deadline, bite) in self._watched.copy().items():
+            if deadline <= now and watch in self._watched:
+                del self._watched[watch]
+                bite()
 
 
 watchdog = Watchdog()

@@ -10,6 +10,7 @@ import pytest
 from django.db import OperationalError, close_old_connections, connections
 
 from django_fencedlock import lock, sessions
+from django_fencedlock.lease import clock
 from django_fencedlock.sessions import NoAnswer, Sessions, ask, private
 from django_fencedlock.watchdog import Watchdog, watchdog
 from tests.servers.process import wait_until
@@ -264,11 +265,29 @@ def test_a_child_after_fork_owns_and_releases_nothing(settings):
     assert lease.release()
 
 
+class Meanwhile(float):
+    """
+    A deadline at whose sight a watch is begun, as by a finalizer that runs just then.
+    """
+
+    def __le__(self, other):
+        self.begin()
+        return super().__le__(other)
+
+
 class TestWatchdog:
     def test_it_bites_a_block_that_takes_too_long(self):
         bitten = threading.Event()
         with Watchdog().limit(0.05, bitten.set):
             assert bitten.wait(5)
+
+    def test_a_watch_that_its_own_thread_begins_does_no_harm(self):
+        dog, bitten = Watchdog(), threading.Event()
+        late = Meanwhile(clock() + 0.05)
+        late.begin = lambda: dog.begin(60, lambda: None)
+        dog._watched[-1] = (late, bitten.set)
+        dog.begin(60, lambda: None)
+        assert bitten.wait(5)
 
     def test_it_leaves_a_block_alone_that_was_left_in_time(self):
         bitten = threading.Event()
