@@ -148,17 +148,10 @@ class TakesSessionLocks(Backend):
         return {**self._entry(session, request, key).values(), "ttl": request.ttl}
 
     def _entry(self, session: Session, request: Request, key: int) -> Entry:
-        return Entry(
-            name=request.name,
-            alias=self.config.alias,
-            backend=self.label,
-            owner=request.owner,
-            ttl=request.ttl,
-            fenced=request.fenced,
-            session_pid=session.pid,
-            session_started=session.started,
-            session_key=key,
-        )
+        entry = self.entry_for(request)
+        entry.session_pid, entry.session_started = session.pid, session.started
+        entry.session_key = key
+        return entry
 
     def _hold(
         self, session: Session, request: Request, key: int, token: int | None, since: float
