@@ -23,7 +23,7 @@ def check_settings(**kwargs: Any) -> list[CheckMessage]:
 @register(Tags.database)
 def check_services(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
     """Ask the lock services themselves; run by ``check --database ALIAS``."""
-    if not databases or any(not problem.warning for problem in conf.problems()):
+    if not databases or any(problem.is_error for problem in conf.problems()):
         return []
     return _messages(_live_problems(databases))
 

@@ -45,7 +45,11 @@ class Problem:
     id: str
     message: str
     hint: str = ""
-    warning: bool = False
+
+    @property
+    def is_error(self) -> bool:
+        """By its id: those of warnings begin with W, and one of what is good to know with I."""
+        return self.id.startswith("E")
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}".strip()
@@ -154,7 +158,7 @@ def config(alias: str = DEFAULT_ALIAS) -> AliasConfig:
             f"FENCEDLOCK has no alias {alias!r}; it has {', '.join(map(repr, found))}."
         )
     for problem in alias_problems(alias, found[alias]):
-        if not problem.warning:
+        if problem.is_error:
             raise SettingsError(str(problem))
     return _read(alias, found[alias])
 
@@ -180,9 +184,7 @@ def problems() -> Iterator[Problem]:
 def _stray_problems() -> Iterator[Problem]:
     for name in dir(settings):
         if name.startswith("FENCEDLOCK") and name not in SETTINGS:
-            yield Problem(
-                "W003", f"Nothing reads the setting {name}.", unknown(name, SETTINGS), warning=True
-            )
+            yield Problem("W003", f"Nothing reads the setting {name}.", unknown(name, SETTINGS))
 
 
 def _abort_signal() -> Any:

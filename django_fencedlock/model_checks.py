@@ -127,7 +127,6 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
             "fenced: its update(), bulk_*() and delete(), those of related managers, and the "
             "admin's actions write without a look at fence and version.",
             _HINT,
-            warning=True,
         )
     if not isinstance(model._base_manager, BaseRowsManager):
         yield Problem(
@@ -136,7 +135,6 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
             "the package's own: cascades, SET_NULL, and add() and clear() of related managers may "
             "write without a look at fence and version, or not find the row.",
             "Leave Meta.base_manager_name to the model's fenced or versioned parent.",
-            warning=True,
         )
 
 
@@ -166,7 +164,6 @@ def _database_rule_problems(model: Model) -> Iterator[Problem]:
                 f"{model._meta.label}.{field.name} has on_delete={rule}: when a row of {target} "
                 "goes, the database writes this table, under no lease and unseen by Django.",
                 f"Use on_delete=models.{rule.removeprefix('DB_')}.",
-                warning=True,
             )
 
 

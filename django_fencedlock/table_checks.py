@@ -57,7 +57,6 @@ def _mode_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
             f"Database {connection.alias!r} isn't strict, its sql_mode being {mode!r}: values that "
             "don't fit are changed until they do, where a fenced write has to be refused.",
             "Add STRICT_TRANS_TABLES to the sql_mode, in OPTIONS or the server's configuration.",
-            warning=True,
         )
     mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
     if mariadb and not _row(connection, "SELECT @@check_constraint_checks")[0]:
@@ -66,7 +65,6 @@ def _mode_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
             f"Database {connection.alias!r} has check_constraint_checks off, so that stale "
             "statements over many rows pass.",
             "Set check_constraint_checks to ON.",
-            warning=True,
         )
 
 
@@ -96,7 +94,6 @@ def _missing(alias: str, model: Model, field: StampField, name: str) -> Problem:
         f"stale statement over many rows would write -1 into {field.column!r} instead of failing.",
         "Migrate. If the database lost it, add it: "
         f"CHECK ({connections[alias].ops.quote_name(str(field.column))} >= 0).",
-        warning=True,
     )
 
 
@@ -118,7 +115,6 @@ def _collation_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
                 "two locks would count as those of one, and one row could be written under two.",
                 f"Give {target.model._meta.label}.{target.name} a collation that compares every "
                 f"character, as db_collation={exact_collation(connection)!r}, and migrate.",
-                warning=True,
             )
 
 
@@ -168,7 +164,6 @@ def _trigger_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
                     f"A migration gives {model._meta.label} a FenceTrigger, and in database "
                     f"{connection.alias!r} it {state}.",
                     f"Run it again, in a new migration: FenceTrigger({model.__name__!r}{names}).",
-                    warning=True,
                 )
 
 

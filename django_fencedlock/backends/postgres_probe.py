@@ -73,5 +73,4 @@ def _lock_table(session: Session, config: AliasConfig, most: int) -> Iterator[Pr
             f"{connections} times max_locks_per_transaction {locks} is {room}. When it is full, "
             "nobody can connect any more.",
             f"Set MAX_LOCKS to {room // 10} or less, or raise max_locks_per_transaction.",
-            warning=True,
         )

@@ -61,7 +61,6 @@ def _eviction_problems(where: str, memory: Info) -> Iterator[Problem]:
             f"{where} drops keys when it is full (maxmemory-policy {policy}): a dropped lock is "
             "free for the next one. Tokens stay right.",
             "Set maxmemory-policy to noeviction, or keep locks on a server of their own.",
-            warning=True,
         )
 
 

@@ -144,7 +144,6 @@ def _redelivered_while_it_runs(case: _Case) -> Iterator[Problem]:
                 f"isn't acknowledged within {visible:g} s.",
                 f"Set broker_transport_options['visibility_timeout'] to more than {length:g}, or "
                 f"shorten the {what}.",
-                warning=True,
             )
 
 
@@ -161,7 +160,6 @@ def _redelivered_while_it_waits(case: _Case) -> Iterator[Problem]:
             "message has not acknowledged it.",
             "Lower retry_countdown (pauses grow to twelve times of it), or raise "
             "broker_transport_options['visibility_timeout'].",
-            warning=True,
         )
 
 
@@ -175,7 +173,6 @@ def _limits_of_no_effect(case: _Case) -> Iterator[Problem]:
                 f"{name} of {case.limits[name]:g} s, which the pool {case.app.conf.worker_pool!r} "
                 "ignores: a run that hangs keeps its lock.",
                 "Give max_hold, after which the lock isn't renewed any more, or use another pool.",
-                warning=True,
             )
 
 
@@ -192,7 +189,6 @@ def _short_ttl(case: _Case) -> Iterator[Problem]:
             "renewal that hangs, and there is no time for another.",
             f"Make the ttl at least {REQUESTS * timeout:g} s, or lower "
             f"{case.alias.where('OPTIONS')}['TIMEOUT'].",
-            warning=True,
         )
 
 
@@ -208,7 +204,6 @@ def _long_wait(case: _Case) -> Iterator[Problem]:
             f"waits up to {case.patience:g} s for its lock, and has a time limit of "
             f"{min(obeyed):g} s: who waited has no time left to run.",
             'Shorten wait_timeout, or use on_conflict="retry", which keeps no worker busy.',
-            warning=True,
         )
 
 
@@ -219,7 +214,6 @@ def _short_hold(case: _Case) -> Iterator[Problem]:
             f"max_hold of {case.policy.max_hold:g} s, and a ttl of {case.ttl:g} s, for which the "
             "lock is granted in any case.",
             "Make the ttl the shorter one.",
-            warning=True,
         )
 
 
@@ -235,7 +229,6 @@ def _lost_with_its_worker(case: _Case) -> Iterator[Problem]:
             "reject_on_worker_lost without acks_late has no effect: the message of a run that was "
             "killed is gone, and so is its work.",
             "Give acks_late=True as well.",
-            warning=True,
         )
 
 
@@ -248,7 +241,6 @@ def _skipped_for_the_dead(case: _Case) -> Iterator[Problem]:
             "message is delivered again while the dead run's lock still lasts, is skipped, and so "
             "is lost.",
             'Leave redelivery at "defer", or use on_conflict="retry".',
-            warning=True,
         )
 
 
@@ -266,7 +258,6 @@ def _taken_signal(case: _Case) -> Iterator[Problem]:
             f'on_lost="abort" interrupts a body by signal {int(number)}, which has the handler '
             f"{found!r} in this process.",
             "Set FENCEDLOCK_ABORT_SIGNAL to a signal that nobody uses.",
-            warning=True,
         )
 
 

@@ -39,7 +39,7 @@ def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Repor
     Where no alias is named, the other databases that have fenced tables, too.
     """
     yield Report("settings and models", list(_code()))
-    if any(not problem.warning for problem in conf.problems()):
+    if any(problem.is_error for problem in conf.problems()):
         return
     broken = set()
     configs = [conf.config(alias) for alias in aliases or conf.aliases()]

@@ -10,5 +10,5 @@ from ..findings import Finding, Level
 
 def of_problems(problems: Iterable[Problem]) -> Iterator[Finding]:
     for problem in problems:
-        level = Level.WARNING if problem.warning else Level.ERROR
+        level = Level.ERROR if problem.is_error else Level.WARNING
         yield Finding(level, f"{problem.id}: {problem.message}", problem.hint)
