@@ -105,7 +105,8 @@ def test_whoever_is_cut_off_reaches_the_counter_and_is_refused(backend, begin):
     simulation = begin(scenario="cut", backend=backend)
     mirror = played(simulation)
     assert (mirror.value, mirror.accepted, mirror.rejected, mirror.newest) == (2, 2, 1, 3)
-    assert "lost" in kinds(simulation, "A")
+    # It learns so from its keeper; or, if it comes again before that, as it gives the lease back.
+    assert {"lost", "dropped"} & set(kinds(simulation, "A"))
 
 
 @pytest.mark.parametrize("backend", ["redis"])
