@@ -25,6 +25,10 @@ from .settings import VARIABLE
 QUEUED = 6
 _QUICK = ["--without-mingle", "--without-gossip", "--without-heartbeat"]
 
+#: Seconds that a child of Celery 5.5 and 5.6 waits, at the worker's end, for an answer to be taken
+#: that was half-way then: nobody takes it.
+LINGERS = 30
+
 
 class Workers:
     """
@@ -145,7 +149,7 @@ class Workers:
             return []
         os.kill(self._process.pid, signal.SIGTERM)
         try:
-            wait_until(lambda: not self._process.running, "the worker to end", timeout)
+            wait_until(lambda: not self._process.running, "the worker to end", timeout + LINGERS)
         except TimeoutError:
             return ["worker"]
         finally:
