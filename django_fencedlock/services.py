@@ -83,7 +83,8 @@ class Service(TakesLeases):
         Once it was held for `max_hold` seconds nothing renews it any more. What is entered again
         keeps the bound that it has.
         """
-        who = who or whoami()
+        # A greenlet that has ended is false.
+        who = whoami() if who is None else who
         if lease := self._enter_again(request, who):
             return lease
         started = clock()
@@ -223,7 +224,7 @@ class Service(TakesLeases):
         return pinned_atomic(lease, using)
 
     def release(self, lease: Lease, who: object = None) -> bool:
-        if lease.who is not (who or whoami()):
+        if lease.who is not (whoami() if who is None else who):
             raise NotTheHolder(
                 f"Lock {lease.name!r} was taken by another thread, greenlet or task, which alone "
                 "may release it.",

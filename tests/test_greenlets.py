@@ -99,6 +99,30 @@ def test_a_greenlet_killed_while_it_waits_leaves_nothing_held(run_green):
     )
 
 
+def test_a_generator_of_a_greenlet_that_has_ended_gives_the_lock_back(run_green):
+    run_green(
+        """
+        def rows():
+            with lock("x"):
+                yield
+
+        def begin():
+            begun.append(rows())
+            next(begun[0])
+
+        begun = []
+        gevent.spawn(begin).get()
+        # It was the last reference, as where the garbage collector comes along.
+        begun.clear()
+        end = time.monotonic() + 20
+        while lock("x").holder() and time.monotonic() < end:
+            gevent.sleep(0.01)
+        assert not lock("x").holder()
+        """,
+        "postgres",
+    )
+
+
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
 def test_greenlets_have_session_locks_at_the_same_time(run_green, library):
     """All of them ask one thread of the system, at once; and who waits keeps nobody waiting."""

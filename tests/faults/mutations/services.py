@@ -148,7 +148,7 @@ MUTATIONS = (
     Mutation(
         "Any thread may release",
         "services.py",
-        "        if lease.who is not (who or whoami()):",
+        "        if lease.who is not (whoami() if who is None else who):",
         "        if lease.who is None:",
         (_SERVICES, ON_SQLITE),
     ),
