@@ -114,11 +114,13 @@ class Sessions:
 
         So `work` may be done twice: it has to be idempotent.
         """
-        if not (self._take_room() or self._wait_for_room()):
-            raise OperationalError(
-                f"all {MOST} private connections to {self.using!r} were busy for {self.timeout:g} s"
-            )
+        place: list[bool] = []
         try:
+            if not (self._take_room(place) or self._wait_for_room(place)):
+                raise OperationalError(
+                    f"all {MOST} private connections to {self.using!r} were busy for "
+                    f"{self.timeout:g} s"
+                )
             if idle := self._idle_one():
                 try:
                     return self._do(work, idle, was_idle=True)
@@ -126,7 +128,7 @@ class Sessions:
                     pass  # Its successor is asked instead.
             return self._do(work, private(self.using, self.timeout), was_idle=False)
         finally:
-            self._room.append(True)
+            self._room.extend(place)
             # In this order: whoever is about to wait looks at the one after he set the other.
             if self._waiting:
                 with self._left:
@@ -141,17 +143,19 @@ class Sessions:
         _of_parents.extend(self._idle)
         self._reset()
 
-    def _take_room(self) -> bool:
+    def _take_room(self, place: list[bool]) -> bool:
         try:
-            return self._room.pop()
+            # By one call of C: who is struck after it has the place where it is given back from.
+            place.extend(map(list.pop, (self._room,)))
         except IndexError:
             return False
+        return True
 
-    def _wait_for_room(self) -> bool:
+    def _wait_for_room(self, place: list[bool]) -> bool:
         with self._left:
             self._waiting += 1
             try:
-                return self._left.wait_for(self._take_room, self.timeout)
+                return self._left.wait_for(partial(self._take_room, place), self.timeout)
             finally:
                 self._waiting -= 1
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import sys
 import threading
 import time
 
@@ -212,6 +213,32 @@ class TestRoom:
             pool.run(lambda connection: pool.run(lambda another: None))
         assert (pool._room, pool._waiting) == ([True], 0)
         pool.run(lambda connection: None)
+
+    def test_who_is_struck_anywhere_leaves_his_room(self):
+        """After each call, of C or of Python: there a signal's handler may raise."""
+        pool, calls = Sessions("default", timeout=0.05), 0
+
+        def strike(frame, event, argument):
+            nonlocal left
+            if frame.f_code.co_filename == sessions.__file__ and event in ("call", "c_return"):
+                left -= 1
+                if left == 0:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+        struck = True
+        while struck:
+            calls, struck = calls + 1, False
+            left = calls
+            sys.setprofile(strike)
+            try:
+                pool.run(lambda connection: None)
+            except KeyboardInterrupt:
+                struck = True
+            finally:
+                sys.setprofile(None)
+            assert (pool._room, pool._waiting) == ([True], 0), calls
+        assert calls > 10
 
     def test_nobody_who_waits_is_forgotten(self):
         pool, done = Sessions("default", timeout=30), []

@@ -1,10 +1,9 @@
 """
 Celery's soft time limit, kept from striking where nobody could clean up after it.
 
-It is a signal whose handler raises wherever the main thread is: between a grant and the note of it,
-or between the taking of room for a connection and its use, so that it would never be free again. So
-it is put off, for moments, while a run is at its lock; the body, and a wait for the lock, it ends
-as ever.
+It is a signal whose handler raises wherever the main thread is, as between a grant and the note of
+it. So it is put off, for moments, while a run is at its lock; the body, and a wait for the lock, it
+ends as ever.
 """
 
 from __future__ import annotations

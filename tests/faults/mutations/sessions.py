@@ -323,9 +323,9 @@ MUTATIONS = (
     Mutation(
         "Room for a connection isn't given back after an error",
         "sessions.py",
-        "        finally:\n            self._room.append(True)",
+        "        finally:\n            self._room.extend(place)",
         "        except ZeroDivisionError:\n            pass\n        else:\n"
-        "            self._room.append(True)",
+        "            self._room.extend(place)",
         (_SESSIONS,),
     ),
     Mutation(
