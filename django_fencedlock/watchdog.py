@@ -48,8 +48,8 @@ class Watchdog:
                 # Not before: where there are too many threads, the next statement tries again.
                 self._runs = True
             self._watched[watch] = (deadline, bite)
+            # When it wakes the thread alone says: it may be this one, which isn't asleep yet.
             if deadline < self._wakes_at:
-                self._wakes_at = deadline
                 self._changed.notify()
         return watch
 

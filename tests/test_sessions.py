@@ -316,6 +316,23 @@ class TestWatchdog:
         dog.begin(60, lambda: None)
         assert bitten.wait(5)
 
+    def test_nor_does_one_that_it_begins_as_it_lies_down(self):
+        dog, lies_down, bitten = Watchdog(), threading.Event(), threading.Event()
+        wait = dog._changed.wait
+
+        def meanwhile(timeout):
+            dog._changed.wait = wait
+            dog.end(dog.begin(0.01, lambda: None))
+            lies_down.set()
+            wait(timeout)
+
+        dog._changed.wait = meanwhile
+        with dog.limit(60, lambda: None):
+            assert lies_down.wait(5)
+            time.sleep(0.02)
+            with dog.limit(0.05, bitten.set):
+                assert bitten.wait(5)
+
     def test_it_leaves_a_block_alone_that_was_left_in_time(self):
         bitten = threading.Event()
         dog = Watchdog()
