@@ -136,6 +136,15 @@ class TestTheThread:
                 wait_until(lambda: home.looks, "the look")
         assert home.looks[0] == ["x", "y"]
 
+    def test_it_looks_for_nobody_who_could_not_wake_it(self, home, monkeypatch):
+        def refuse(target):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threads, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"), home.awaiting(1, "x"):
+            pass
+        assert not home.awaited
+
     def test_it_looks_for_who_waits_after_a_look_for_nobody(self, home, monkeypatch):
         monkeypatch.setattr(postgres_home, "LOOK_EVERY", 0.01)
         with home.awaiting(1, "x"):

@@ -165,10 +165,10 @@ class Home:
     def awaiting(self, key: int, name: str) -> Iterator[None]:
         """Within this block, look now and then whether the holder hangs."""
         self.awaited[key] = name
-        # Where a look is due anyhow, the thread finds by itself that somebody waits.
-        if math.isinf(self._next_look):
-            self.rouse()
         try:
+            # Where a look is due anyhow, the thread finds by itself that somebody waits.
+            if math.isinf(self._next_look):
+                self.rouse()
             yield
         finally:
             self.awaited.pop(key, None)

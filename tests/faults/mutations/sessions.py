@@ -55,8 +55,8 @@ MUTATIONS = (
     Mutation(
         "Nobody looks for hung holders once a look found nobody waiting",
         "backends/postgres_home.py",
-        "        if math.isinf(self._next_look):\n            self.rouse()",
-        "        if self._wake is None:\n            self.rouse()",
+        "            if math.isinf(self._next_look):\n                self.rouse()",
+        "            if self._wake is None:\n                self.rouse()",
         (_ROOMS,),
     ),
     Mutation(
