@@ -86,9 +86,10 @@ class Journal:
         """
         run = uuid.uuid4().hex
         who = {"pid": os.getpid(), "thread": threading.get_ident()}
-        self.write(event="begun", run=run, key=key, **who, **facts)
         outcome = "returned"
         try:
+            # Whoever reads that it has begun may strike it before the next line.
+            self.write(event="begun", run=run, key=key, **who, **facts)
             yield run
         except BaseException as exc:
             outcome = type(exc).__name__
@@ -151,7 +152,8 @@ class Journal:
             if line["event"] == "begun":
                 facts = {name: value for name, value in line.items() if name not in _OF_SPANS}
                 spans[run] = Span(run, key, line["pid"], at, facts=facts)
-            else:
+            elif run in spans:
+                # Else it was struck before it could say that it began.
                 spans[run].ended, spans[run].outcome = at, line["outcome"]
         return sorted(spans.values(), key=lambda span: span.begun)
 
