@@ -341,4 +341,11 @@ MUTATIONS = (
         "sql = update(DUTY, sets, _PLACE)",
         ("tests/test_duties.py",),
     ),
+    Mutation(
+        "Rows on PostgreSQL: rows that are gone pass for renewed beside others",
+        "fences/postgresql.py",
+        "if cursor.rowcount == len(leases):",
+        "if cursor.rowcount >= 0:",
+        ("tests/test_prepared.py",),
+    ),
 )
