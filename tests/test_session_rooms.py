@@ -18,7 +18,7 @@ from django_fencedlock.backends.base import Cancel, Renewal
 from django_fencedlock.backends.postgres_home import Home
 from django_fencedlock.backends.postgres_hung import end_hung_holders
 from django_fencedlock.backends.postgres_sessions import PoolsTransactions, open_session
-from django_fencedlock.backends.postgres_threads import Job, Unanswered
+from django_fencedlock.backends.postgres_threads import Bell, GreenBell, Job, Unanswered
 from django_fencedlock.backends.postgres_waiting import Room
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.lease import clock
@@ -88,6 +88,24 @@ class TestJobs:
 
     def _throw(self, timeout):
         raise KeyboardInterrupt
+
+    @pytest.mark.parametrize("bell", [Bell, GreenBell])
+    def test_an_answer_that_came_during_a_pause_of_the_caller_is_returned(self, bell):
+        job = Job(lambda: "answer")
+        job._bell = bell()
+        job.run()
+        # The deadline passed while the process was stopped.
+        assert job.result(-3.5, leave=lambda job: None) == "answer"
+
+    @pytest.mark.parametrize("bell", [Bell, GreenBell])
+    def test_a_job_without_an_answer_is_undone_after_a_pause_of_the_caller(self, bell):
+        done = []
+        job = Job(lambda: done.append("work"), lambda value: done.append("undo"))
+        job._bell = bell()
+        with pytest.raises(Unanswered):
+            job.result(-3.5, leave=lambda job: done.append("leave"))
+        job.run()
+        assert done == []
 
 
 class FakeSession:
@@ -528,6 +546,53 @@ class TestHungHolders:
         )
         expire(name)
         assert self.end(peer, name)
+
+
+@POSTGRES
+class TestAPauseLongerThanTheTimeout:
+    """The process is stopped after a deadline was computed, and before it is used."""
+
+    @pytest.fixture
+    def pause(self, backend, monkeypatch):
+        """Stop the caller once, after its request was sent."""
+        paused = [0.0]
+        submit = backend._home.submit
+        monkeypatch.setattr(postgres_home, "clock", lambda: clock() + paused[0])
+
+        def pause(until):
+            def submit_and_stop(job):
+                monkeypatch.setattr(backend._home, "submit", submit)
+                submit(job)
+                until(job)
+                paused[0] += 60
+
+            monkeypatch.setattr(backend._home, "submit", submit_and_stop)
+
+        return pause
+
+    def test_a_lock_that_was_granted_meanwhile_is_held(self, backend, name, pause):
+        take(backend, f"{name}:first")
+        pause(until=lambda job: wait_until(lambda: job._done, "the answer"))
+        lease = take(backend, name)
+        assert backend.verify(lease)
+        pause(until=lambda job: wait_until(lambda: job._done, "the answer"))
+        assert backend.release(lease)
+
+    def test_a_request_without_an_answer_leaves_no_lock_behind(self, backend, peer, name, pause):
+        lease = take(backend, f"{name}:first")
+        go_on = threading.Event()
+        backend._home.do(lambda: go_on.wait(20))
+        pause(until=lambda job: None)
+        with pytest.raises(BackendUnavailable, match="no answer within 5 s"):
+            take(backend, name)
+        pause(until=lambda job: None)
+        with pytest.raises(BackendUnavailable, match="no answer within 5 s"):
+            backend.release(lease)
+        go_on.set()
+        # A release that was sent is carried out.
+        wait_until(lambda: not backend._home.held, "the release")
+        assert take(peer, name)
+        assert take(peer, f"{name}:first")
 
 
 @POSTGRES

@@ -121,7 +121,7 @@ class Home:
                 time.sleep(exc.wait)
             except Unanswered:
                 self._cut_if_stuck()
-                raise
+                raise Unanswered(f"no answer within {self.timeout:g} s") from None
 
     def submit(self, job: Job[Any]) -> None:
         """Have the thread run `job`, without waiting for it."""

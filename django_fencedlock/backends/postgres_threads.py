@@ -61,7 +61,7 @@ class GreenBell(Bell):
         self._ear.settimeout(timeout)
         try:
             return bool(self._ear.recv(1))
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             return False
 
     def close(self) -> None:
@@ -121,9 +121,11 @@ class Job(Generic[T]):
         """
         answered = False
         try:
-            answered = self._bell.wait(timeout)
+            # A deadline that passed while the process was paused leaves a negative timeout, which
+            # raises ValueError; -1 would wait forever.
+            answered = self._bell.wait(max(0.0, timeout))
             if not answered:
-                raise Unanswered(f"no answer within {timeout:g} s")
+                raise Unanswered
         finally:
             if not answered:
                 self._abandon(leave)
