@@ -27,8 +27,10 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 PACKAGE = Path(django_fencedlock.__file__).parent
 BEGIN, END = "\N{LEFT WHITE SQUARE BRACKET}", "\N{RIGHT WHITE SQUARE BRACKET}"
-#: What is no text, but tells of a process, an alias or a backend; and one of Django's own.
-DATA = {"pid", "thread", "MainThread", "default", "database", socket.gethostname(), "admin", "True"}
+WORD = r"[^\W\d_]{2,}"
+#: Data of a process, an alias or a backend, which nobody translates; and one text of Django's own.
+DATA = {"pid", "thread", "MainThread", "default", "database", "admin", "True"}
+DATA |= set(re.findall(WORD, socket.gethostname()))
 LIST = "/admin/django_fencedlock/heldlock/"
 
 
@@ -65,7 +67,7 @@ def unmarked(page: str) -> set[str]:
         # A text may be part of another one.
         while inside.search(text):
             text = inside.sub(" ", text)
-        found |= set(re.findall(r"[^\W\d_]{2,}", text))
+        found |= set(re.findall(WORD, text))
     return found - DATA
 
 
