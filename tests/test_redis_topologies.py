@@ -1,5 +1,6 @@
 """Locks on a primary that Sentinels choose, and on the nodes of a Cluster."""
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,29 +40,10 @@ class Sentinels:
     """Three that watch a primary, and take half a second's silence for its death."""
 
     def __init__(self, primary: Redis, closing: Callable[[Any], Any]) -> None:
-        self._all = [self._start(primary, closing) for _ in range(3)]
+        self._all = [start_sentinel(primary, closing) for _ in range(3)]
         hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self._all)
         self.location = f"redis+sentinel://{hosts}/shop/0"
         wait_until(self._know_each_other, "the Sentinels to know each other and the replica")
-
-    def _start(self, primary: Redis, closing: Callable[[Any], Any]) -> Redis:
-        directory = workspace.new_directory("sentinel")
-        port = free_port()
-        file = directory / "sentinel.conf"
-        file.write_text(
-            f"port {port}\n"
-            "bind 127.0.0.1\n"
-            f"sentinel monitor shop 127.0.0.1 {primary.port} 2\n"
-            "sentinel down-after-milliseconds shop 500\n"
-            "sentinel failover-timeout shop 5000\n"
-        )
-        # It notes there what it found out, and runs as another user.
-        file.chmod(0o666)
-        sentinel = Redis(f"redis://127.0.0.1:{port}")
-        command = [primary.process._command[0], file, "--sentinel"]
-        sentinel._process = Process(command, directory, lambda process: sentinel.answers())
-        closing(sentinel).start()
-        return sentinel
 
     def _know_each_other(self) -> bool:
         known = [self._asked(sentinel) for sentinel in self._all]
@@ -77,6 +59,26 @@ class Sentinels:
         flat = sentinel.execute("SENTINEL", "MASTER", "shop")
         told = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
         return {key: str(value) for key, value in told.items()}
+
+
+def start_sentinel(primary: Redis, closing: Callable[[Any], Any]) -> Redis:
+    directory = workspace.new_directory("sentinel")
+    port = free_port()
+    file = directory / "sentinel.conf"
+    file.write_text(
+        f"port {port}\n"
+        "bind 127.0.0.1\n"
+        f"sentinel monitor shop 127.0.0.1 {primary.port} 2\n"
+        "sentinel down-after-milliseconds shop 500\n"
+        "sentinel failover-timeout shop 5000\n"
+    )
+    # It notes there what it found out, and runs as another user.
+    file.chmod(0o666)
+    sentinel = Redis(f"redis://127.0.0.1:{port}")
+    command = [primary.process._command[0], file, "--sentinel"]
+    sentinel._process = Process(command, directory, lambda process: sentinel.answers())
+    closing(sentinel).start()
+    return sentinel
 
 
 def test_a_lease_outlives_the_primary_that_granted_it(make_any_redis, closing, settings):
@@ -109,6 +111,30 @@ def _answers(ask: Callable[[], Any]) -> bool:
         return bool(ask())
     except BackendUnavailable:
         return False
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_sentinels_are_asked_again_when_the_primary_became_a_replica(
+    make_any_redis, closing, settings, batch
+):
+    """Redis before 7 reports READONLY from a script as an error that the driver doesn't know."""
+    old, new = make_any_redis(), make_any_redis()
+    sentinel = start_sentinel(old, closing)
+    location = f"redis+sentinel://127.0.0.1:{sentinel.port}/shop/0"
+    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": location}}
+    lease = lock("invoice:42", ttl=60).acquire()
+
+    # By hand: a Sentinel that does it itself closes the connections of clients, if it can.
+    sentinel.execute("SENTINEL", "REMOVE", "shop")
+    sentinel.execute("SENTINEL", "MONITOR", "shop", "127.0.0.1", new.port, 1)
+    old.execute("REPLICAOF", new.host, new.port)
+    if batch:
+        service("default").backend.renew([lease])
+    else:
+        with contextlib.suppress(BackendUnavailable):
+            lock("invoice:43").acquire(blocking=False)
+    with lock("invoice:44"):
+        assert new.execute("EXISTS", Keys.of("", "invoice:44").lock)
 
 
 # Cluster

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from redis import ConnectionPool, RedisCluster
 from redis.exceptions import ReadOnlyError, ResponseError
+from redis.sentinel import SentinelConnectionPool
 
 from .redis_cluster import Command, ask_nodes
 
@@ -75,8 +76,7 @@ class Lines:
 
         After a failover its name, or its address, may lead to another one.
         """
-        # Redis before 7 tells it of a script by an error of another kind.
-        if not isinstance(error, ReadOnlyError) and "-READONLY" not in str(error):
+        if not isinstance(unwrapped(error), ReadOnlyError):
             return False
         self.close()
         self._pool.disconnect(inuse_connections=False)
@@ -105,6 +105,28 @@ def ask_many(asked: Any, commands: Sequence[Command]) -> list[Any]:
             pipeline.execute_command(*command)
         answers: list[Any] = pipeline.execute(raise_on_error=False)
         return answers
+
+
+def unwrapped(error: object) -> object:
+    """
+    Return the ReadOnlyError that Redis before 7 wraps in the error of a script.
+
+    Any other answer is returned as it is.
+    """
+    if isinstance(error, ResponseError) and "-READONLY " in str(error):
+        return ReadOnlyError(str(error).partition("-READONLY ")[2])
+    return error
+
+
+def drop_former_primary(client: Any) -> None:
+    """
+    Close a client's idle connections if Sentinels choose its server.
+
+    The driver does so by itself, but not for an error that Redis before 7 wrapped.
+    """
+    pool = getattr(client, "connection_pool", None)
+    if isinstance(pool, SentinelConnectionPool):
+        pool.disconnect(inuse_connections=False)
 
 
 def _answer(connection: Any) -> Any:

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from hashlib import sha1
 from typing import Any
 
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
-from .redis_lines import ask_many
+from .redis_lines import ask_many, drop_former_primary, unwrapped
 
 #: Seconds of the longest blocking pop; each ends in a sign of life.
 BEAT = 2.0
@@ -117,9 +117,15 @@ class Script:
     def run(self, asked: Any, keys: Sequence[str], *args: object) -> Any:
         """Run it on one lock. Who is asked is a client, or `Lines`."""
         try:
-            return asked.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)
-        except NoScriptError:
-            return asked.execute_command("EVAL", self.text, len(keys), *keys, *args)
+            try:
+                return asked.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)
+            except NoScriptError:
+                return asked.execute_command("EVAL", self.text, len(keys), *keys, *args)
+        except ResponseError as exc:
+            found = _read_only(asked, exc)
+            if found is exc:
+                raise
+            raise found from exc
 
     def run_many(
         self,
@@ -134,7 +140,15 @@ class Script:
             again = ask_many(asked, [("EVAL", self.text, *given[place]) for place in unknown])
             for place, answer in zip(unknown, again, strict=True):
                 answers[place] = answer
-        return answers
+        return [_read_only(asked, each) for each in answers]
+
+
+def _read_only(asked: Any, answer: Any) -> Any:
+    """Return the ReadOnlyError that an answer wraps, else the answer."""
+    found = unwrapped(answer)
+    if found is not answer:
+        drop_former_primary(asked)
+    return found
 
 
 # ARGV     owner, ttl in ms, words, 1 if fenced; to wait as well: arrival, as told before, or 0
