@@ -15,7 +15,7 @@ from pathlib import Path
 import django_fencedlock
 
 #: What only an extra brings. Nothing may need it on import.
-EXTRAS = ("redis", "psycopg", "MySQLdb", "prometheus_client", "pytest", "gevent", "eventlet")
+EXTRAS = ("redis", "psycopg", "MySQLdb", "prometheus_client", "pytest", "gevent")
 #: Modules that say themselves what they need.
 NEED_AN_EXTRA = ("contrib", "libpq", "redis", "postgres", "test")
 

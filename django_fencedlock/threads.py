@@ -1,4 +1,4 @@
-"""Real threads of the system, also where gevent or eventlet put greenlets in their place."""
+"""Real threads of the system, also where gevent put greenlets in their place."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ __all__ = [
     "allocate_lock",
     "is_patched",
     "original",
-    "read",
     "start",
-    "write",
 ]
 
 # SimpleQueue above is the C type itself: what waits on it waits in the system, whatever is patched.
@@ -34,31 +32,16 @@ def start(target: Callable[[], object]) -> None:
 
 def is_patched(module: str) -> bool:
     """Whether greenlets took the place of what a module of the standard library has."""
-    return _patcher(module) is not None
+    gevent: Any = sys.modules.get("gevent.monkey")
+    return bool(gevent and gevent.is_module_patched(module))
 
 
 def original(module: str, name: str) -> Any:
     """What a module of the standard library has, without greenlets."""
-    patcher = _patcher(module)
-    if patcher is None:
-        return getattr(sys.modules.get(module) or importlib.import_module(module), name)
-    if hasattr(patcher, "get_original"):
-        return patcher.get_original(module, name)
-    return getattr(patcher.original(module), name)
+    if is_patched(module):
+        return sys.modules["gevent.monkey"].get_original(module, name)
+    return getattr(sys.modules.get(module) or importlib.import_module(module), name)
 
-
-def _patcher(module: str) -> Any:
-    gevent: Any = sys.modules.get("gevent.monkey")
-    if gevent and gevent.is_module_patched(module):
-        return gevent
-    eventlet: Any = sys.modules.get("eventlet.patcher")
-    patched = eventlet and eventlet.is_monkey_patched(_EVENTLET_NAMES.get(module, module))
-    return eventlet if patched else None
-
-
-_EVENTLET_NAMES = {"_thread": "thread"}
 
 #: Makes a lock that knows nothing of greenlets: to be held for moments only.
 allocate_lock = original("_thread", "allocate_lock")
-read = original("os", "read")
-write = original("os", "write")

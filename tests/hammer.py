@@ -133,7 +133,6 @@ def late_strikes():
         patch = mock.patch.object
         stack.enter_context(patch(strikes._BySignal, "strike", strike_by_signal))
         stack.enter_context(patch(strikes, "_raise_in", late(strikes._raise_in)))
-        stack.enter_context(patch(strikes._InHub, "strike", late(strikes._InHub.strike)))
         yield
 
 

@@ -5,13 +5,9 @@ What is thrown into running code may arrive anywhere: see `tests.hammer` for how
 """
 
 import contextlib
-import importlib.util
 import os
 import queue
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from functools import partial
@@ -683,123 +679,3 @@ class TestInATestCaseOnPostgres(TestCase):
         with pytest.raises(LeaseLost), lock("x") as lease:
             aborting.run(lease, partial(lose_and_go_on, lease))
         assert query("SHOW application_name") == ("as it was",)
-
-
-# Greenlets
-
-GEVENT = """
-    from gevent import monkey
-    monkey.patch_all()
-    import gevent
-    spawn = gevent.spawn
-    wait = gevent.joinall
-    sleep = gevent.sleep
-"""
-EVENTLET = """
-    import eventlet
-    eventlet.monkey_patch()
-    spawn = eventlet.spawn
-    wait = lambda greenlets: [each.wait() for each in greenlets]
-    sleep = eventlet.sleep
-"""
-GREEN = """
-    import time
-    import django
-    django.setup()
-    from django_fencedlock import LeaseLost, threads
-    from django_fencedlock.celery import aborting, strikes
-    from tests.hammer import Hammer, a_lease, enter, late_strikes
-
-    def lose_soon(lease):
-        def lose():
-            threads.original("time", "sleep")(0.05)
-            lease.mark_lost("taken away")
-        threads.start(lose)
-"""
-
-
-@pytest.fixture(params=["gevent", "eventlet"])
-def run_green(request, child_environment):
-    if importlib.util.find_spec(request.param) is None:
-        pytest.skip(f"{request.param} isn't installed")
-
-    def run(body):
-        scripts = [{"gevent": GEVENT, "eventlet": EVENTLET}[request.param], GREEN, body]
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", "".join(map(textwrap.dedent, scripts))],
-            env=child_environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "Traceback" not in done.stderr, done.stderr
-
-    return run
-
-
-def test_a_greenlet_is_interrupted_where_it_waits(run_green):
-    run_green(
-        """
-        def work():
-            lease = a_lease()
-            lose_soon(lease)
-            try:
-                aborting.run(lease, lambda: time.sleep(20))
-            except LeaseLost:
-                return "lost"
-
-        started = time.monotonic()
-        found = []
-        bystander = spawn(lambda: (time.sleep(0.5), found.append("bystander")))
-        greenlets = [spawn(lambda: found.append(work())) for _ in range(5)]
-        wait([*greenlets, bystander])
-        assert found == ["lost"] * 5 + ["bystander"], found
-        # The main greenlet too, as in a management command.
-        assert work() == "lost"
-        assert time.monotonic() - started < 10
-        assert strikes._innermost == {}
-        """
-    )
-
-
-def test_runs_within_runs_of_a_greenlet(run_green):
-    run_green(
-        """
-        def work(loser):
-            leases = [a_lease("outer"), a_lease("inner")]
-            lose_soon(leases[loser])
-            try:
-                enter(leases, lambda: time.sleep(20))
-            except LeaseLost as exc:
-                assert exc.owner == leases[loser].owner
-                return loser
-
-        found = []
-        wait([spawn(lambda loser=loser: found.append(work(loser))) for loser in (0, 1, 0, 1)])
-        assert sorted(found) == [0, 0, 1, 1], found
-        """
-    )
-
-
-def test_aborts_of_greenlets_at_random_moments_hit_their_own_run_alone(run_green):
-    run_green(
-        f"""
-        from collections import Counter
-        for nested in (False, True):
-            for late in (False, True):
-                hammers = [
-                    Hammer({RUNS} // 20, seed=place, length=0.01, pause=time.sleep, nested=nested)
-                    for place in range(20)
-                ]
-                def work():
-                    wait([spawn(hammer.work) for hammer in hammers])
-                if late:
-                    with late_strikes():
-                        work()
-                else:
-                    work()
-                outcomes = sum((hammer.outcomes for hammer in hammers), Counter())
-                assert set(outcomes) == {{"aborted", "ended"}}, outcomes
-        """
-    )

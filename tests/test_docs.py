@@ -104,7 +104,7 @@ EVENTS = {
         "shutdown.test_what_a_cold_shutdown_ended_is_run_by_another",
         "shutdown.test_a_soft_shutdown_gives_the_lock_back",
     ],
-    "time limit in the pools threads, solo, eventlet": [
+    "time limit in the pools threads, solo": [
         "time_limits.test_limits_that_the_pool_ignores_end_no_lock",
         "time_limits.test_max_hold_ends_the_lease",
     ],

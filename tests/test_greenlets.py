@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,11 @@ GEVENT = """
     monkey.patch_all()
     import gevent
 """
-EVENTLET = """
-    import eventlet
-    eventlet.monkey_patch()
-"""
 
 
 @pytest.fixture
 def run_green(child_environment):
-    def run(body, database, patch=GEVENT, **alias):
+    def run(body, database, **alias):
         script = f"""
             import django, time
             from django.conf import settings
@@ -33,7 +28,7 @@ def run_green(child_environment):
             settings.FENCEDLOCK = {{"default": {{"FENCE_DATABASE": {database!r}, **{alias!r}}}}}
             from django_fencedlock import LockNotAcquired, current_lease, lock
         """
-        code = "".join(map(textwrap.dedent, (patch, script, body)))
+        code = "".join(map(textwrap.dedent, (GEVENT, script, body)))
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=child_environment(),
@@ -123,18 +118,15 @@ def test_a_generator_of_a_greenlet_that_has_ended_gives_the_lock_back(run_green)
     )
 
 
-@pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_greenlets_have_session_locks_at_the_same_time(run_green, library):
+def test_greenlets_have_session_locks_at_the_same_time(run_green):
     """All of them ask one thread of the system, at once; and who waits keeps nobody waiting."""
-    if find_spec(library) is None:
-        pytest.skip(f"{library} isn't installed")
     run_green(
-        f"""
-        from {library} import sleep, spawn
+        """
+        from gevent import sleep, spawn
 
         def work(number):
             for turn in range(5):
-                with lock(f"x{{number}}") as lease:
+                with lock(f"x{number}") as lease:
                     sleep(0)
                     assert lease.verify()
             with lock("all", blocking_timeout=20):
@@ -149,8 +141,34 @@ def test_greenlets_have_session_locks_at_the_same_time(run_green, library):
         assert sorted(done) == list(range(10)), done
         """,
         "postgres",
-        {"gevent": GEVENT, "eventlet": EVENTLET}[library],
         BACKEND="django_fencedlock.backends.postgres.PostgresBackend",
+    )
+
+
+def test_on_lost_abort_is_raise(run_green):
+    """The body runs to its end, and the task fails with LeaseLost."""
+    run_green(
+        """
+        from celery import Celery
+        from django_fencedlock import LeaseLost
+        from django_fencedlock.celery import single_instance
+
+        @Celery(set_as_current=False).task
+        @single_instance("x", on_lost="abort")
+        def work():
+            current_lease().mark_lost("taken away")
+            gevent.sleep(0.1)
+            ended.append(True)
+
+        ended = []
+        try:
+            work()
+        except LeaseLost:
+            assert ended
+        else:
+            raise AssertionError("the loss isn't reported")
+        """,
+        "default",
     )
 
 

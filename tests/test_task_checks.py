@@ -127,9 +127,7 @@ class TestVisibilityTimeout:
 
 
 class TestTimeLimitsOfNoEffect:
-    @pytest.mark.parametrize(
-        "pool", ["threads", "solo", "eventlet", "celery.concurrency.thread:TaskPool"]
-    )
+    @pytest.mark.parametrize("pool", ["threads", "solo", "celery.concurrency.thread:TaskPool"])
     @pytest.mark.parametrize("limit", ["time_limit", "soft_time_limit"])
     def test_on_pools_that_ignore_them(self, pool, limit):
         words = found(task={limit: 60}, worker_pool=pool)["W032"]
@@ -223,6 +221,14 @@ def test_a_signal_for_aborts_that_somebody_uses():
         assert found({"on_lost": "abort"}) == {}
     finally:
         signal.signal(number, before)
+
+
+@pytest.mark.parametrize("pool", ["gevent", "celery.concurrency.gevent:TaskPool"])
+def test_aborts_that_gevent_does_not_know(pool):
+    words = found({"on_lost": "abort"}, worker_pool=pool)["W039"]
+    assert 'the same as "raise"' in words
+    assert found({"on_lost": "raise"}, worker_pool=pool) == {}
+    assert found({"on_lost": "abort"}, worker_pool="threads") == {}
 
 
 def test_skips_that_nobody_sees_are_told_but_are_no_warning():

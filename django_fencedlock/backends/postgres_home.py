@@ -142,9 +142,8 @@ class Home:
                     os.set_blocking(end, False)
                 self._start()
             hand = self._wake[1]
-        # Eventlet's own would have the hub wait for the pipe, which two greenlets can't.
         with contextlib.suppress(BlockingIOError):
-            threads.write(hand, b"!")
+            os.write(hand, b"!")
 
     def _start(self) -> None:
         try:
@@ -309,7 +308,7 @@ class Home:
         left = self._next_look - clock()
         found = self._poll.poll(None if math.isinf(left) else max(0.0, left) * 1000)
         with contextlib.suppress(BlockingIOError):
-            threads.read(ear, 4096)
+            os.read(ear, 4096)
         return [self._watched[fileno] for fileno, _ in found if fileno != ear]
 
     def _work_off(self) -> None:

@@ -27,7 +27,7 @@ from .postgres_sessions import (
     Session,
 )
 from .postgres_threads import Unanswered
-from .postgres_waiting import SLICE, keeps_greenlets_waiting, pause, room, wait_in_server
+from .postgres_waiting import SLICE, pause, room, wait_in_server
 
 T = TypeVar("T")
 
@@ -256,7 +256,7 @@ class TakesSessionLocks(Backend):
         return None
 
     def _session_to_wait_on(self, request: Request) -> Session | None:
-        if request.connection is not None or keeps_greenlets_waiting():
+        if request.connection is not None:
             return None
         try:
             return self._room.take(self._max_waiters)

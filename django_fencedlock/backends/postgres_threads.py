@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 from collections.abc import Callable
@@ -55,7 +56,7 @@ class GreenBell(Bell):
 
     def ring(self) -> None:
         # By a thread of the system, which has no hub.
-        threads.write(self._clapper.fileno(), b"!")
+        os.write(self._clapper.fileno(), b"!")
 
     def wait(self, timeout: float) -> bool:
         self._ear.settimeout(timeout)

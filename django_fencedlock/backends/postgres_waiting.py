@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from psycopg import waiting
-
 from .. import threads
 from ..lease import clock
 from ..sessions import KEPT, under_test
@@ -169,13 +167,6 @@ class _Interrupt:
     def finish(self) -> None:
         with self._mutex:
             self._over.set()
-
-
-def keeps_greenlets_waiting() -> bool:
-    """Whether a statement that waits is waited for in C, where no hub of greenlets has a turn."""
-    # By psycopg's own choice it isn't under gevent; eventlet it doesn't know.
-    in_c = getattr(waiting, "wait_c", None)
-    return in_c is not None and waiting.wait is in_c and threads.is_patched("socket")
 
 
 def pause(deadline: float, cancel: Cancel) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from celery.app.task import Context
 
-from .. import logs, signals
+from .. import logs, signals, threads
 from ..backends.base import Request
 from ..exceptions import BackendUnavailable, LockNotAcquired
 from ..lease import Lease, clock, enter, leave
@@ -78,7 +78,8 @@ class Run:
     @property
     def aborts(self) -> bool:
         """Whether the body is interrupted when its lock is lost."""
-        return self.policy.on_lost == "abort"
+        # A greenlet can't be interrupted by a signal or an asynchronous exception.
+        return self.policy.on_lost == "abort" and not threads.is_patched("_thread")
 
     @property
     def is_nested(self) -> bool:

@@ -8,15 +8,9 @@ arrives, the thread may be at another run, or at nobody's.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import importlib
-import os
 import signal
-import sys
 import threading
-from collections import deque
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -42,7 +36,7 @@ class Cell:
     """
     One run that may be struck, once, while it is armed.
 
-    Made in the thread or greenlet of the run; `lost()` is called from any.
+    Made in the thread of the run; `lost()` is called from any.
     """
 
     def __init__(self) -> None:
@@ -125,11 +119,7 @@ def _place() -> Place:
 
 
 def new_cell() -> Cell:
-    """A cell for a run of this thread or greenlet, to be struck as can be done here."""
-    if threads.is_patched("_thread"):
-        kind, hub = (_GeventBell, _gevent_hub()) if _is_gevent() else (_Pipe, _eventlet_hub())
-        if hub is not None:
-            return _InHub(_bell(kind, hub))
+    """A cell for a run of this thread, to be struck as can be done here."""
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "pthread_kill"):
         return _BySignal()
     return _ByException()
@@ -223,119 +213,3 @@ class _ByException(Cell):
 
 def _raise_in(thread: int, error: type[BaseException]) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
-
-
-# Greenlets
-
-
-class _InHub(Cell):
-    """
-    The hub looks at the cell, and then throws.
-
-    While it runs the greenlet doesn't, so nothing can come in between.
-    """
-
-    def __init__(self, bell: _Bell) -> None:
-        super().__init__()
-        self._bell = bell
-        self._greenlet = sys.modules["greenlet"].getcurrent()
-
-    def strike(self) -> None:
-        self._bell.ring(self._throw)
-
-    def _throw(self) -> None:
-        if self.may_be_struck():
-            self.struck = True
-            self._greenlet.throw(Abort)
-
-
-def _is_gevent() -> bool:
-    monkey: Any = sys.modules.get("gevent.monkey")
-    return bool(monkey and monkey.is_module_patched("_thread"))
-
-
-# The hub that the running greenlet waits in; None in a thread that has none.
-
-
-def _gevent_hub() -> Any:
-    hubs = importlib.import_module("gevent.hub")
-    parent = sys.modules["greenlet"].getcurrent().parent
-    if parent is not None:
-        return parent if isinstance(parent, hubs.Hub) else None
-    hub = hubs.get_hub()
-    return hub if hub.loop.default else None
-
-
-def _eventlet_hub() -> Any:
-    hub = importlib.import_module("eventlet.hubs").get_hub()
-    parent = sys.modules["greenlet"].getcurrent().parent
-    return hub if parent in (None, hub.greenlet) else None
-
-
-class _Bell:
-    """Has a hub call something, from another thread."""
-
-    def __init__(self, hub: Any) -> None:
-        self._calls: deque[Callable[[], object]] = deque()
-
-    def ring(self, call: Callable[[], object]) -> None:
-        self._calls.append(call)
-        self._wake()
-
-    def _wake(self) -> None:
-        raise NotImplementedError
-
-    def _answer(self, *args: object) -> None:
-        while self._calls:
-            self._calls.popleft()()
-
-
-class _GeventBell(_Bell):
-    """
-    A watcher of the hub's own.
-
-    Its ``run_callback_threadsafe()`` counts in the loop's memory, which the loop does as well
-    without the GIL: some thousand calls, and the loop took itself for empty and ended.
-    """
-
-    def __init__(self, hub: Any) -> None:
-        super().__init__(hub)
-        self._watcher = hub.loop.async_(ref=False)
-        self._watcher.start(self._answer)
-
-    def _wake(self) -> None:
-        self._watcher.send()
-
-
-class _Pipe(_Bell):
-    """Eventlet's hub has no ears but for files."""
-
-    def __init__(self, hub: Any) -> None:
-        super().__init__(hub)
-        self._ear, self._hand = os.pipe()
-        for end in (self._ear, self._hand):
-            os.set_blocking(end, False)
-        # Eventlet's own would have the hub wait for itself.
-        self._read, self._write = threads.original("os", "read"), threads.original("os", "write")
-        hub.add(hub.READ, self._ear, self._answer, None, lambda: None)
-
-    def _wake(self) -> None:
-        # Full, it is full of rings that weren't answered yet.
-        with contextlib.suppress(BlockingIOError):
-            self._write(self._hand, b"!")
-
-    def _answer(self, *args: object) -> None:
-        self._read(self._ear, 4096)
-        super()._answer()
-
-
-_bells: dict[tuple[int, Any], _Bell] = {}
-
-
-def _bell(kind: type[_Bell], hub: Any) -> _Bell:
-    # A child after fork has a hub of its own, or a copy that hears its parent's bell.
-    key = (os.getpid(), hub)
-    found = _bells.get(key)
-    if found is None:
-        found = _bells[key] = kind(hub)
-    return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from celery import Celery
 
-from .. import conf
+from .. import conf, threads
 from ..conf import Problem
 from ..exceptions import SettingsError
 from . import strikes
@@ -24,7 +24,6 @@ VISIBILITY_TIMEOUTS = {
 }
 #: Pools that let a task run on beyond these limits.
 IGNORED_LIMITS = {
-    "eventlet": ("soft_time_limit", "time_limit"),
     "gevent": ("soft_time_limit",),
     "solo": ("soft_time_limit", "time_limit"),
     "thread": ("soft_time_limit", "time_limit"),
@@ -261,6 +260,18 @@ def _taken_signal(case: _Case) -> Iterator[Problem]:
         )
 
 
+def _no_abort_under_gevent(case: _Case) -> Iterator[Problem]:
+    if case.policy.on_lost != "abort":
+        return
+    if case.pool == "gevent" or threads.is_patched("_thread"):
+        yield Problem(
+            "W039",
+            'on_lost="abort" can\'t interrupt a greenlet: under gevent it is the same as "raise".',
+            'Use another pool, or on_lost="raise" with lease.check() between the steps of the '
+            "body.",
+        )
+
+
 def _unseen_skips(case: _Case) -> Iterator[Problem]:
     if case.policy.on_conflict == "skip" and case.setting("ignore_result"):
         yield Problem(
@@ -283,6 +294,7 @@ _LOOKS: tuple[Callable[[_Case], Iterator[Problem]], ...] = (
     _lost_with_its_worker,
     _skipped_for_the_dead,
     _taken_signal,
+    _no_abort_under_gevent,
     _unseen_skips,
 )
 

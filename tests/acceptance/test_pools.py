@@ -10,13 +10,13 @@ from django_fencedlock.models.tables import HeldLock
 from tests.workers.looks import failure, is_free, was_skipped
 from tests.workers.tasks import Mishap, task
 
-POOLS = ["prefork", "threads", "solo", "gevent", "eventlet"]
+POOLS = ["prefork", "threads", "solo", "gevent"]
 
 
 @pytest.fixture(params=POOLS)
 def pool_worker(request, shared_worker):
-    if request.param in ("gevent", "eventlet") and not find_spec(request.param):
-        pytest.skip(f"{request.param} isn't installed")
+    if request.param == "gevent" and not find_spec("gevent"):
+        pytest.skip("gevent isn't installed")
     return shared_worker(pool=request.param)
 
 

@@ -1,7 +1,5 @@
 """Time limits, revokes, and locks that are lost: what stops a body from outside."""
 
-from importlib.util import find_spec
-
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
@@ -96,10 +94,8 @@ def test_a_hard_limit_of_a_greenlet_gives_the_lock_back(shared_worker, journal, 
     wait_until_free(key)
 
 
-@pytest.mark.parametrize("pool", ["threads", "solo", "eventlet"])
+@pytest.mark.parametrize("pool", ["threads", "solo"])
 def test_limits_that_the_pool_ignores_end_no_lock(shared_worker, journal, key, pool):
-    if pool == "eventlet" and not find_spec(pool):
-        pytest.skip("eventlet isn't installed")
     shared_worker(pool=pool)
     result = task("hard").delay(key, 42, seconds=1.5)
     (span,) = journal.wait_for_begun(key)
@@ -122,7 +118,7 @@ def test_a_task_that_expired_takes_no_lock(worker, journal, key):
     assert journal.spans(key) == []
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_a_lost_lock_ends_the_body(shared_worker, journal, key, pool):
     """But for a sleeping thread, which nothing can wake."""
     worker = shared_worker(pool=pool)
@@ -135,6 +131,18 @@ def test_a_lost_lock_ends_the_body(shared_worker, journal, key, pool):
     assert span.ended - span.begun < 5
     assert task("skip").delay(key, 42).get(timeout=10) == 42
     assert worker.process.running
+
+
+def test_under_gevent_a_lost_lock_fails_the_task_when_its_body_ends(shared_worker, journal, key):
+    worker = shared_worker(pool="gevent")
+    result = task("abort").delay(key, gate=True)
+    journal.wait_for_begun(key)
+    HeldLock.objects.filter(name=key).delete()
+    wait_until(lambda: f"Lost lock {key!r}" in worker.log, "the worker to log the loss")
+    journal.open_gate(key)
+    assert type(failure(result)).__name__ == "LeaseLost"
+    (span,) = journal.wait_for_ended(key)
+    assert span.outcome == "returned"
 
 
 def test_a_fenced_write_under_a_lost_lock_is_refused(worker, journal, key):

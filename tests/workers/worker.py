@@ -140,7 +140,7 @@ class Worker(_Celery):
         broker: Where it gets its messages.
         journal: Where bodies write down what they do.
         environment: Of its process.
-        pool: prefork, threads, solo, gevent or eventlet.
+        pool: prefork, threads, solo or gevent.
         concurrency: How many bodies may run at once.
         transport: Transport options, such as ``{"visibility_timeout": 3}``.
         arguments: More of the command line, such as ``"--max-tasks-per-child=1"``.
