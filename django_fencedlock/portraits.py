@@ -1,4 +1,4 @@
-"""All that is known of one lock: its fences and rows, its services, who waits, its history."""
+"""All that is known of one lock: its fences and rows, its services, its history."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .fences import ledger_for
 from .fences.blocking import pinned_by
 from .models.tables import HeldLock, LockEvent
 from .owners import Holder
-from .registry import ANSWERED, ListedLock, aware, believed, entries, fence_databases, words_of
+from .registry import ANSWERED, ListedLock, aware, entries, fence_databases, words_of
 from .services import service
 from .sessions import bounded
 
 #: So many are told of.
-MOST_WAITERS, MOST_EVENTS = 100, 100
+MOST_EVENTS = 100
 
 
 @dataclass
@@ -41,17 +41,6 @@ class Asked:
     backend: str
     holder: Holder | None = None
     error: str = ""
-
-
-@dataclass
-class Waiter:
-    """Somebody who has waited for a lock for more than a second."""
-
-    words: str
-    alias: str
-    owner: str
-    since: datetime
-    waited: float
 
 
 @dataclass
@@ -77,8 +66,6 @@ class Portrait:
     fences: list[KnownFence] = field(default_factory=list)
     entries: list[ListedLock] = field(default_factory=list)
     services: list[Asked] = field(default_factory=list)
-    #: The oldest first.
-    waiters: list[Waiter] = field(default_factory=list)
     #: The newest first.
     history: list[Happened] = field(default_factory=list)
     #: Why a database couldn't be asked, by its alias.
@@ -115,18 +102,7 @@ def _draw(found: Portrait, database: str, silent: dict[str, str]) -> None:
         found.fences.append(KnownFence(database, *newest, pinned_by=pinned_by(database, name)))
     rows = list(HeldLock.objects.using(database).filter(name=name))
     found.entries += entries(database, rows, silent)
-    found.waiters += waiters(database, name)
     found.history += history(database, name)
-
-
-def waiters(database: str, name: str) -> Iterator[Waiter]:
-    """Tell who has waited for a lock for more than a second; the oldest first."""
-    connection = connections[database]
-    now = ledger_for(connection).now(connection)
-    for row in believed(database, now).filter(name=name).order_by("since")[:MOST_WAITERS]:
-        since = aware(row.since)
-        waited = (now - since).total_seconds()
-        yield Waiter(row.words, row.alias, row.owner, since, waited)
 
 
 def history(database: str, name: str) -> Iterator[Happened]:

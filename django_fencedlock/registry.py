@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
 from typing import TypeVar
 
 from django.conf import settings
 from django.db import Error, connections
-from django.db.models import Count, QuerySet, Sum
+from django.db.models import Sum
 
 from . import conf
 from .backends.base import explained
 from .exceptions import BackendUnavailable, SettingsError
 from .fences import ledger_for
 from .fences.blocking import named
-from .fences.contenders import STALE
-from .models.tables import Contender, HeldLock, LockEvent
+from .models.tables import HeldLock, LockEvent
 from .owners import Holder, place_in_words
 from .services import service
 from .sessions import bounded
@@ -77,7 +76,7 @@ class ListedLock:
     remaining: float
     #: What part of the ttl that is.
     part_left: float
-    #: How many stand in line for it, or have waited for it for more than a second.
+    #: How many wait for it, where its lock service has a queue.
     waiting: int = 0
     #: How many writes under former grants were refused, as far as the history goes back.
     refused: int = 0
@@ -134,9 +133,7 @@ def entries(
     connection = connections[database]
     now = ledger_for(connection).now(connection)
     holders = _holders(rows, unanswered)
-    everything = [row.name for row in rows]
-    refused = _asked_of(partial(_refused, database), everything)
-    noted = _asked_of(partial(_noted, database, now), everything)
+    refused = _asked_of(partial(_refused, database), [row.name for row in rows])
     waiting: dict[str, int] = {}
     for alias, asked in holders.items():
         try:
@@ -148,8 +145,7 @@ def entries(
             row,
             now,
             holders,
-            # Threads of one process may stand in line before the service's own.
-            waiting=max(waiting.get(row.name, 0), noted.get(row.name, 0)),
+            waiting=waiting.get(row.name, 0),
             refused=refused.get(row.name, 0),
         )
 
@@ -184,17 +180,6 @@ def _asked_of(ask: Callable[[Sequence[str]], dict[str, T]], names: Sequence[str]
 def _refused(database: str, names: Sequence[str]) -> dict[str, int]:
     found = LockEvent.objects.using(database).filter(kind=LockEvent.Kind.REFUSED, name__in=names)
     return dict(found.values_list("name").annotate(Sum("times")))
-
-
-def _noted(database: str, now: datetime, names: Sequence[str]) -> dict[str, int]:
-    found = believed(database, now).filter(name__in=names)
-    return dict(found.values_list("name").annotate(Count("owner")))
-
-
-def believed(database: str, now: datetime) -> QuerySet[Contender]:
-    """The contenders whose process still says so."""
-    since = naive(now - timedelta(seconds=STALE))
-    return Contender.objects.using(database).filter(seen_at__gt=since)
 
 
 def _entry(

@@ -195,7 +195,7 @@ class Scribe:
             level = logging.INFO if is_table_missing(error) else logging.WARNING
             logger.log(
                 level,
-                "What the scribe has to write (the history of locks, who waits, unfenced locks) "
+                "What the scribe has to write (the history of locks, unfenced locks) "
                 "can't be written to %r (%s: %s); locks aren't touched by that. It is tried again "
                 "every %d s.",
                 database,

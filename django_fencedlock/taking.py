@@ -12,7 +12,6 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from . import journal, logs, transactions
 from .backends.base import Backend, Grant, Renewal, Request
-from .contenders import contenders
 from .exceptions import BackendUnavailable, TransactionInTheWay
 from .fences import ledger_for
 from .lease import Lease, clock
@@ -78,10 +77,9 @@ class TakesLeases:
         if request.before_waiting is not None:
             request.before_waiting(request.seen)
         request.seen.clear()
-        with contenders.noted(request, self.config):
-            if self.backend.supports_waiting:
-                return self.backend.wait(request, left)
-            return self._poll(request, deadline)
+        if self.backend.supports_waiting:
+            return self.backend.wait(request, left)
+        return self._poll(request, deadline)
 
     def _poll(self, request: Request, deadline: float) -> Grant | None:
         pause = FIRST_PAUSE

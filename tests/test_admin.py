@@ -3,6 +3,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -17,11 +18,12 @@ from django.utils import timezone
 from django_fencedlock import lock
 from django_fencedlock.admin import HeldLockAdmin
 from django_fencedlock.backends.base import Request
-from django_fencedlock.models import Contender, Fence, HeldLock, LockEvent
+from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.owners import new_owner, running_task
 from django_fencedlock.services import service
 from django_fencedlock.test import lose
 from tests.servers import Redis
+from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -286,13 +288,13 @@ def test_queries_and_questions_are_constant(
 ) -> None:
     """However many locks there are: two for the login, and those of the page."""
     client.force_login(User.objects.create_superuser("root"))
-    # Four for the filters, the count, the page, the time, refused writes, contenders.
-    with django_assert_num_queries(11), asked() as questions:
+    # Four for the filters, the count, the page, the time, refused writes.
+    with django_assert_num_queries(10), asked() as questions:
         assert len(states(client.get(LIST).content.decode())) == min(100, many_held)
     assert questions == ["holders", "waiting"]
     # With a filter for the state as well: the time, and the locks that are looked at.
     for state, found in (("held", min(100, many_held)), ("free", 0), ("expired", 0)):
-        with django_assert_num_queries(13 if found else 9), asked() as questions:
+        with django_assert_num_queries(12 if found else 9), asked() as questions:
             html = client.get(LIST, {"state": state}).content.decode()
         assert len(states(html)) == found
         assert questions.count("holders") <= 2
@@ -343,38 +345,31 @@ def test_a_state_is_sought_among_what_the_rest_has_left(page: Callable[..., str]
         assert "Only the first 1 locks" in page(state="held")
 
 
-def test_who_waits_and_what_happened(page: Callable[..., str]) -> None:
-    now = timezone.now()
-    event = {"name": "invoice:42", "alias": "default", "happened_at": now}
+def test_what_happened(page: Callable[..., str]) -> None:
+    event = {"name": "invoice:42", "alias": "default", "happened_at": timezone.now()}
     LockEvent.objects.create(**event, kind="refused", holder="web-1", times=3, note="pk=7")
     LockEvent.objects.create(**event, kind="refused", holder="web-1", times=1)
     LockEvent.objects.create(**event, kind="lost", holder="web-1", token=4, times=1)
-    for number, name in enumerate(["second", "first"]):
-        Contender.objects.create(
-            owner=name,
-            name="invoice:42",
-            alias="default",
-            words=f"{name} of all",
-            since=now - timedelta(seconds=60 * number + 5),
-            seen_at=now,
-        )
-    Contender.objects.create(
-        owner="dead",
-        name="invoice:42",
-        alias="default",
-        words="dead",
-        since=now - timedelta(hours=1),
-        seen_at=now - timedelta(seconds=31),
-    )
     with lock("invoice:42"):
         html = page()
         one = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
     assert cell(html, "refused") == "writes refused 4"
-    assert cell(html, "waiting") == "waiting 2"
-    assert one.index("first of all") < one.index("second of all")
-    assert "dead" not in one
     assert "write refused \N{MULTIPLICATION SIGN} 3" in one
     assert "pk=7" in one
+
+
+def test_how_many_wait(page: Callable[..., str], redis_server: Redis) -> None:
+    redis = {"BACKEND": REDIS, "LOCATION": redis_server.url, "KEY_PREFIX": uuid4().hex}
+    with override_settings(FENCEDLOCK={"default": redis}), ThreadPoolExecutor(1) as waiter:
+        with lock("invoice:42"):
+            got = waiter.submit(lock("invoice:42", blocking_timeout=30)(lambda: True))
+            backend = service("default").backend
+            wait_until(lambda: backend.waiting(["invoice:42"]) == {"invoice:42": 1}, "the waiter")
+            html = page()
+            one = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
+        assert got.result(30)
+    assert cell(html, "waiting") == "waiting 1"
+    assert re.search(r"field-waiting.*?waiting</span> 1", one, re.DOTALL)
 
 
 def test_events(client: Client) -> None:

@@ -15,7 +15,7 @@ from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.doctor import databases, probe
 from django_fencedlock.findings import Level
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.models.tables import Contender, Delivery, Duty, ForcedRelease, LockEvent
+from django_fencedlock.models.tables import Delivery, Duty, ForcedRelease, LockEvent
 from django_fencedlock.portraits import portrait
 from django_fencedlock.test import hold_lock
 from tests.models import Invoice
@@ -301,7 +301,7 @@ class TestDatabases:
         assert 'GRANT INSERT, UPDATE, DELETE ON django_fencedlock_heldlock TO "clerk";' in found
         assert "on django_fencedlock_fence" not in found
         lacking = told(reports, Level.WARNING)
-        for model in (ForcedRelease, LockEvent, Contender, Delivery, Duty):
+        for model in (ForcedRelease, LockEvent, Delivery, Duty):
             assert f" on {model._meta.db_table}: " in lacking
         remedies = re.findall("GRANT .*;", found + lacking)
         with server.connect() as connection:

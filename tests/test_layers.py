@@ -29,7 +29,7 @@ LAYERS: dict[int, list[str]] = {
         *("signals", "transactions"),
     ],
     2: ["backends.database", "backends.postgres*", "backends.redis*"],
-    3: ["contenders", "history", "keeper", "services", "taking", "unfenced"],
+    3: ["history", "keeper", "services", "taking", "unfenced"],
     4: ["locks"],
     5: [
         *(f"models.{name}" for name in ("adding", "cascades", "fenced", "fencing", "fields")),

@@ -10,7 +10,6 @@ from django.core.management import call_command
 from django.db import connections
 
 from django_fencedlock.models import (
-    Contender,
     Delivery,
     Duty,
     Fence,
@@ -20,7 +19,7 @@ from django_fencedlock.models import (
 )
 from tests import mirror
 
-TABLES = (Contender, Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent)
+TABLES = (Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent)
 ALIASES = [
     # SQLite edits no schema within a test's transaction.
     pytest.param("default", marks=pytest.mark.django_db(transaction=True)),

@@ -21,7 +21,7 @@ from django_fencedlock.admin import FenceAdmin, HeldLockAdmin, LockEventAdmin
 from django_fencedlock.admin.held_locks import EXPLAINED, in_words
 from django_fencedlock.admin.listing import STATES
 from django_fencedlock.admin.reasons import reason
-from django_fencedlock.models import Contender, Fence, HeldLock, LockEvent
+from django_fencedlock.models import Fence, HeldLock, LockEvent
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -98,9 +98,6 @@ def test_pages_of_locks(see: Callable[..., None]) -> None:
     with lock("q1", ttl=60), lock("q2", fenced=False):
         LockEvent.objects.create(
             name="q1", kind="refused", happened_at=timezone.now(), times=2, token=1
-        )
-        Contender.objects.create(
-            owner="q3", name="q1", since=timezone.now(), seen_at=timezone.now(), words="q4"
         )
         see(LIST)
         see(f"{LIST}q1/change/")

@@ -18,7 +18,7 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
 from ..models import Fence, HeldLock, LockEvent
-from ..portraits import history, waiters
+from ..portraits import history
 from ..registry import ListedLock, State, entries
 from ..texts import telling
 from .databases import DatabaseFilter, address
@@ -74,7 +74,12 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
     fieldsets = (
         (
             None,
-            {"fields": ("lock_name", "state_explained", "token_number", "lease_left", "refused")},
+            {
+                "fields": (
+                    *("lock_name", "state_explained", "token_number", "lease_left", "waiting"),
+                    "refused",
+                )
+            },
         ),
         (_("Holder"), {"fields": ("holder", "task_name", "task_id", "host", "pid", "thread")}),
         (_("Lock service"), {"fields": ("alias", "backend", "fenced", "owner", "session")}),
@@ -114,12 +119,7 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
         if row is not None:
             names = dict(LockEvent.Kind.choices)
             happened = [(each, names[each.kind]) for each in history(row._state.db, row.name)]
-            waiting = list(waiters(row._state.db, row.name))
-            context |= {
-                "waiters": [(each, in_words(each.waited)) for each in waiting],
-                "others_waiting": max(0, row.entry.waiting - len(waiting)),
-                "happened": happened,
-            }
+            context["happened"] = happened
         return super().render_change_form(request, context, *args, **kwargs)
 
     @admin.display(description=_("lock name"), ordering="name")

@@ -12,7 +12,6 @@ from django.db.migrations.loader import MigrationLoader
 
 from .. import table_checks
 from ..fences import ledger_for
-from ..fences.contenders import CONTENDERS
 from ..fences.deliveries import DELIVERY
 from ..fences.duties import DUTY
 from ..fences.events import EVENTS
@@ -38,7 +37,6 @@ _NEEDED = {
 _WANTED = {
     FORCED: (("INSERT", "DELETE"), "it can't take a lock from its holder by force"),
     EVENTS: (("SELECT", "INSERT", "DELETE"), "the history of locks is left out"),
-    CONTENDERS: (("SELECT", "INSERT", "DELETE"), "nobody is shown who waits for a lock"),
     DELIVERY: (_ALL, "its workers may run a message again that was run before"),
     DUTY: (_ALL, 'its tasks with on_conflict="coalesce" fail'),
 }

@@ -12,21 +12,6 @@ class Migration(migrations.Migration):
 
     operations = [
         migrations.CreateModel(
-            name='Contender',
-            fields=[
-                ('owner', models.CharField(max_length=32, primary_key=True, serialize=False, verbose_name='owner')),
-                ('name', django_fencedlock.models.tables.ExactCharField(db_index=True, max_length=200, verbose_name='lock name')),
-                ('alias', models.CharField(max_length=100, verbose_name='alias')),
-                ('words', models.CharField(max_length=400, verbose_name='who')),
-                ('since', models.DateTimeField(verbose_name='since')),
-                ('seen_at', models.DateTimeField(verbose_name='seen')),
-            ],
-            options={
-                'verbose_name': 'contender',
-                'verbose_name_plural': 'contenders',
-            },
-        ),
-        migrations.CreateModel(
             name='LockEvent',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),

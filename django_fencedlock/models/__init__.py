@@ -4,11 +4,10 @@ from .fenced import FencedModel
 from .fencing import Fencing
 from .managers import FencedManager
 from .querysets import FencedQuerySet
-from .tables import Contender, Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent
+from .tables import Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent
 from .versioned import VersionedModel
 
 __all__ = [
-    "Contender",
     "Delivery",
     "Duty",
     "Fence",

@@ -1,9 +1,8 @@
 """
 The tables: `Fence`, the newest grant of each name, and `HeldLock`, the registry.
 
-Beside them `ForcedRelease`, who took a lock away, `LockEvent`, what happened lately, and
-`Contender`, who waits; for tasks alone `Duty`, what is still to be run, and `Delivery`, what was
-begun.
+Beside them `ForcedRelease`, who took a lock away, and `LockEvent`, what happened lately; for tasks
+alone `Duty`, what is still to be run, and `Delivery`, what was begun.
 """
 
 from __future__ import annotations
@@ -174,24 +173,6 @@ class LockEvent(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name}: {self.get_kind_display()}"
-
-
-class Contender(models.Model):
-    """Somebody who has waited for a lock for a while. Believed for half a minute."""
-
-    owner = models.CharField(_("owner"), max_length=32, primary_key=True)
-    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH, db_index=True)
-    alias = models.CharField(_("alias"), max_length=100)
-    words = models.CharField(_("who"), max_length=400)
-    since = models.DateTimeField(_("since"))
-    seen_at = models.DateTimeField(_("seen"))
-
-    class Meta:
-        verbose_name = _("contender")
-        verbose_name_plural = _("contenders")
-
-    def __str__(self) -> str:
-        return f"{self.words} for {self.name}"
 
 
 class Duty(models.Model):

@@ -4,7 +4,3 @@
 -- Create model LockEvent
 --
 DROP TABLE `django_fencedlock_lockevent` CASCADE;
---
--- Create model Contender
---
-DROP TABLE `django_fencedlock_contender` CASCADE;

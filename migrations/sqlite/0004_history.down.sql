@@ -5,8 +5,4 @@ BEGIN;
 -- Create model LockEvent
 --
 DROP TABLE "django_fencedlock_lockevent";
---
--- Create model Contender
---
-DROP TABLE "django_fencedlock_contender";
 COMMIT;

@@ -139,7 +139,6 @@ class Command(BaseCommand):
             rows.append(("databases", "it was never granted as a fenced lock"))
         for entry in found.entries:
             rows += _details(entry)
-        rows += _waiters(found.waiters)
         rows += _history(found.history)
         for line in table(("LOCK", found.name), rows, _second(colours)):
             self.stdout.write(line)
@@ -356,12 +355,8 @@ def _details(entry: registry.ListedLock) -> list[tuple[str, str]]:
         ("acquired", f"{entry.acquired_at:%Y-%m-%d %H:%M:%S %Z}, {duration(entry.held_for)} ago"),
         ("renewed", f"{entry.renewed_at:%Y-%m-%d %H:%M:%S %Z}"),
         ("expires", f"{entry.expires_at:%Y-%m-%d %H:%M:%S %Z}, {duration(left)} left"),
+        *([("waiting", str(entry.waiting))] if entry.waiting else []),
     ]
-
-
-def _waiters(found: list[portraits.Waiter]) -> Iterator[tuple[str, str]]:
-    for head, each in zip(chain(["waiting"], repeat("")), found, strict=False):
-        yield head, f"{each.words}, for {duration(each.waited)}"
 
 
 def _history(found: list[portraits.Happened]) -> Iterator[tuple[str, str]]:

@@ -41,7 +41,7 @@ GROUPS: dict[str, tuple[Mutation, ...]] = {
     "Connections and the trigger": wire.MUTATIONS,
     "Forced release": forcing.MUTATIONS,
     "The admin and the command": asking.MUTATIONS,
-    "History, and who waits": telling.MUTATIONS,
+    "History": telling.MUTATIONS,
     "Names, models, and what people are told": naming.MUTATIONS,
 }
 

@@ -1,4 +1,4 @@
-"""Mutations of what is written behind everybody's back: history, waiters, unfenced locks."""
+"""Mutations of what is written behind everybody's back: history, unfenced locks."""
 
 # ruff: noqa: E501 - quoted code is as long as it is
 from __future__ import annotations
@@ -7,7 +7,6 @@ from .mutation import Mutation
 
 _HISTORY = "tests/test_history.py"
 _SCRIBE = "tests/test_scribe.py"
-_CONTENDERS = "tests/test_contenders.py"
 _UNFENCED = "tests/test_unfenced.py"
 
 MUTATIONS = (
@@ -158,49 +157,6 @@ MUTATIONS = (
         "                self.flush(AT_EXIT)\n",
         "                pass\n",
         (_HISTORY,),
-    ),
-    Mutation(
-        "Whoever waits for a moment gets a row",
-        "contenders.py",
-        "            return now >= self.since + WORTH",
-        "            return now >= self.since",
-        (_CONTENDERS,),
-    ),
-    Mutation(
-        "A waiter's row is written each second",
-        "contenders.py",
-        "        return now >= self.written_at + AGAIN",
-        "        return now >= self.written_at",
-        (_CONTENDERS,),
-    ),
-    Mutation(
-        "A waiter's row is written once, and passes for that of a dead one",
-        "contenders.py",
-        "        return now >= self.written_at + AGAIN",
-        "        return False",
-        (_CONTENDERS,),
-    ),
-    Mutation(
-        "Who got the lock is among those who wait for it",
-        "contenders.py",
-        "                self._over.append((config.fence_database, owner))\n",
-        "                pass\n",
-        (_CONTENDERS,),
-    ),
-    Mutation(
-        "There is no bound for waits that are noted",
-        "contenders.py",
-        "        if self._scribe.is_quiet() or len(self._waiting) >= MOST:",
-        "        if self._scribe.is_quiet():",
-        (_CONTENDERS,),
-    ),
-    Mutation(
-        "The dead wait for ever",
-        "fences/contenders.py",
-        '                f"DELETE FROM {CONTENDERS} WHERE owner IN ({owners}) "\n'
-        "                f\"OR seen_at <= {statements.later('stale')}\",\n",
-        '                f"DELETE FROM {CONTENDERS} WHERE owner IN ({owners})",\n',
-        (_CONTENDERS,),
     ),
     Mutation(
         "The row of an unfenced lock stays after its release",
