@@ -262,3 +262,10 @@ class Verse(FencedModel):
 
     class Meta:
         order_with_respect_to = "song"
+
+
+class Ticket(FencedModel):
+    """Its key is a text, which the admin quotes in addresses."""
+
+    code = models.CharField(max_length=20, primary_key=True)
+    amount = models.IntegerField(default=0)

@@ -157,11 +157,10 @@ def test_a_database_that_is_paused_hangs_no_page(boss, silent):
         assert answer.status_code == 503, path
         assert "There is no answer from database" in answer.content.decode()
     mark = '["x", "default", "me", ""]'
-    for step, status in (("ask_again", 503), ("release", 302)):
+    for step in ("ask_again", "release"):
         answer = boss.post(f"{LIST}release/", {"lock": mark, "step": step})
-        assert answer.status_code == status, step
-    (text,) = [str(each) for each in get_messages(answer.wsgi_request)]
-    assert text.startswith("Lock “x” wasn't released: ")
+        assert answer.status_code == 503, step
+        assert "There is no answer from database" in answer.content.decode()
 
 
 def test_who_has_a_table_locked_is_named(boss, held, postgres, monkeypatch):

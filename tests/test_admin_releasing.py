@@ -205,7 +205,7 @@ class TestReleasing:
         asked = anna.get(RELEASE, {"name": "invoice:42"})
         former.release()
         assert told(confirm(anna, asked)) == [
-            ("info", "Lock “invoice:42” had been given back already.")
+            ("info", "Lock “invoice:42” is no longer in the list. Nothing was released.")
         ]
         answer = anna.get(RELEASE, {"name": "invoice:42"})
         assert (answer.status_code, answer.url) == (302, LIST)
@@ -253,10 +253,23 @@ class TestReleasing:
         assert anna.post(RELEASE, data).status_code == 400
 
     def test_an_alias_that_there_is_not(self, anna):
-        mark = str(releasing.Marked("invoice:42", "nope", "me"))
+        lease = lock("invoice:42").acquire()
+        HeldLock.objects.update(alias="nope")
+        mark = str(releasing.Marked("invoice:42", "nope", lease.owner))
         ((level, text),) = told(anna.post(RELEASE, {"lock": mark, "step": "release"}))
         assert level == "error"
         assert "nope" in text
+
+    def test_a_form_that_names_a_lock_of_another_alias(self, anna, redis_server):
+        """The list shows a lock of the same name, which is another one."""
+        redis = {"BACKEND": REDIS, "LOCATION": redis_server.url}
+        with override_settings(FENCEDLOCK={"default": {}, "redis": redis}), lock("invoice:42"):
+            lease = lock("invoice:42", backend="redis", fenced=False).acquire()
+            mark = str(releasing.Marked("invoice:42", "redis", lease.owner))
+            ((level, _),) = told(anna.post(RELEASE, {"lock": mark, "step": "release"}))
+            assert level == "info"
+            assert lease.verify()
+            lease.release()
 
     def test_hostile_names_are_text(self, anna):
         with lock('<b>"x"</b>'):

@@ -13,7 +13,7 @@ from django_fencedlock import lock
 from django_fencedlock.admin import FencedModelAdmin
 from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock
-from tests.models import Account, Contract, Invoice, LedgerLine
+from tests.models import Account, Contract, Invoice, LedgerLine, Ticket
 
 pytestmark = [
     pytest.mark.django_db(transaction=True),
@@ -28,7 +28,7 @@ class InvoiceAdmin(FencedModelAdmin):
     fields = ("amount", "note")
 
 
-@admin.register(Contract, LedgerLine, site=site)
+@admin.register(Contract, LedgerLine, Ticket, site=site)
 class OtherAdmin(FencedModelAdmin):
     pass
 
@@ -138,6 +138,24 @@ def test_a_row_is_deleted_under_its_lock(browser: Client, invoice: Invoice) -> N
     assert Invoice.objects.exists()
     assert browser.post(url(invoice, "delete"), {"post": "yes"}).status_code == 302
     assert not Invoice.objects.exists()
+
+
+@pytest.mark.parametrize("view", ["change", "delete"])
+def test_a_key_that_is_quoted_in_the_address(browser: Client, view: str) -> None:
+    with Ticket.fencing.lock(pk="a/1"):
+        ticket = Ticket.objects.create(pk="a/1")
+    form = {"code": "a/1", "amount": 5, "post": "yes"}
+    assert browser.post(f"/admin/tests/ticket/a_2F1/{view}/", form).status_code == 302
+    assert not Ticket.objects.filter(amount=ticket.amount).exists()
+
+
+def test_what_else_would_be_deleted_needs_permission_too(
+    browser: Client, invoice: Invoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = lambda self, objs, request: ([], {}, {"ledger line"}, [])  # noqa: E731
+    monkeypatch.setattr(InvoiceAdmin, "get_deleted_objects", lacking)
+    assert browser.post(url(invoice, "delete"), {"post": "yes"}).status_code == 403
+    assert not Fence.objects.exists()
 
 
 def test_many_rows_are_deleted_under_their_locks(browser: Client) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin.checks import ModelAdminChecks
+from django.contrib.admin.options import TO_FIELD_VAR
+from django.contrib.admin.utils import unquote
 from django.core import checks
 from django.core.exceptions import ValidationError
 from django.db.models import Model, QuerySet
@@ -83,8 +85,7 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         refusal = None
         try:
             with contextlib.ExitStack() as stack:
-                row = self._row_to_write(request, object_id)
-                refusal = _take(stack, [] if row is None else [row])
+                refusal = _take(stack, self._rows_to_save(request, object_id))
                 if refusal is None:
                     return show(extra_context)
         except FencedLockError as exc:
@@ -94,16 +95,29 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         request.fencedlock_refusal = refusal  # type: ignore[attr-defined]
         return show(extra_context)
 
-    def _row_to_write(self, request: HttpRequest, object_id: str | None) -> Any:
-        """The row that a request is about to change or to add; None if its lock isn't needed."""
+    def _rows_to_save(self, request: HttpRequest, object_id: str | None) -> list[Any]:
+        """
+        Return the row whose lock a request needs, if the user may save it.
+
+        Django's view checks the same once more, and refuses.
+        """
         if request.method != "POST":
-            return None
+            return []
         if object_id is not None and "_saveasnew" not in request.POST:
-            return self.get_object(request, object_id)
-        if self.model.fencing.is_of_own_pk:
-            return None
+            row = self._posted_row(request, object_id)
+            may = row is not None and self.has_change_permission(request, row)
+            return [row] if may else []
+        if self.model.fencing.is_of_own_pk or not self.has_add_permission(request):
+            return []
         form = self.get_form(request, None)(request.POST, request.FILES)
-        return form.instance if form.is_valid() else None
+        return [form.instance] if form.is_valid() else []
+
+    def _posted_row(self, request: HttpRequest, object_id: str) -> Any:
+        """Return the row that Django's view will find."""
+        to_field = request.POST.get(TO_FIELD_VAR, request.GET.get(TO_FIELD_VAR))
+        if to_field and not self.to_field_allowed(request, to_field):
+            return None
+        return self.get_object(request, unquote(object_id), to_field)
 
     def get_form(
         self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any
@@ -127,12 +141,20 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         self, request: HttpRequest, object_id: str, extra_context: Any = None
     ) -> HttpResponse:
         with contextlib.ExitStack() as stack:
-            row = self.get_object(request, object_id) if request.method == "POST" else None
-            refusal = _take(stack, [] if row is None else [row])
+            refusal = _take(stack, self._rows_to_delete(request, object_id))
             if refusal is None:
                 return super().delete_view(request, object_id, extra_context)
         self.message_user(request, refusal, messages.ERROR)
         return HttpResponseRedirect(request.get_full_path())
+
+    def _rows_to_delete(self, request: HttpRequest, object_id: str) -> list[Any]:
+        """Return the row whose lock a request needs, if Django's view will delete it."""
+        # It asks first if nothing was posted.
+        row = self._posted_row(request, object_id) if request.POST else None
+        if row is None or not self.has_delete_permission(request, row):
+            return []
+        _texts, _counts, lacking, protected = self.get_deleted_objects([row], request)
+        return [] if lacking or protected else [row]
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> None:
         with contextlib.ExitStack() as stack:

@@ -156,7 +156,7 @@ class ReleasesByForce:
             text = _("At most %d locks can be released at once. Nothing was done.")
             messages.error(request, text % MOST)
             return None
-        return self._ask(request, shown(queryset.order_by("name")))
+        return self._ask(request, shown(self._visible(request, queryset)))
 
     def get_urls(self) -> list[Any]:
         page = cast(_Page, self)
@@ -190,19 +190,27 @@ class ReleasesByForce:
             return page.answered(request, self._ask_again, marks)
         if step not in (RELEASE, END_SESSION):
             raise BadRequest("Nothing is to be done.")
-        self._release(request, marks, end_session=step == END_SESSION)
-        return HttpResponseRedirect(self._url(request, "changelist"))
+        return page.answered(request, self._release, marks, step == END_SESSION)
 
     def _ask_first(self, request: HttpRequest) -> HttpResponse:
-        rows = cast(_Page, self).get_queryset(request).filter(pk=request.GET.get("name", ""))
-        return self._ask(request, shown(rows))
+        return self._ask(request, shown(self._listed_rows(request, [request.GET.get("name", "")])))
 
     def _ask_again(self, request: HttpRequest, marks: Sequence[Marked]) -> HttpResponse:
         names = {mark.name: mark for mark in marks}
-        rows = cast(_Page, self).get_queryset(request).filter(pk__in=names)
+        rows = self._listed_rows(request, names)
         # One that has changed hands since the first question isn't in the second.
         seen = [each for each in shown(rows) if each.mark == names[each.entry.name]]
         return self._ask(request, seen, again=True)
+
+    def _listed_rows(self, request: HttpRequest, names: Iterable[str]) -> list[HeldLock]:
+        """Return the rows of these locks that the list shows to the user."""
+        queryset = cast(_Page, self).get_queryset(request)
+        return self._visible(request, queryset.filter(pk__in=list(names)))
+
+    def _visible(self, request: HttpRequest, queryset: QuerySet[HeldLock]) -> list[HeldLock]:
+        page = cast(_Page, self)
+        rows = queryset.order_by("name")
+        return [row for row in rows if page.has_view_permission(request, row)]
 
     def _url(self, request: HttpRequest, view: str, **query: str) -> str:
         page = cast(_Page, self)
@@ -238,12 +246,21 @@ class ReleasesByForce:
             request, "admin/django_fencedlock/heldlock/release_confirmation.html", context
         )
 
-    def _release(self, request: HttpRequest, marks: Sequence[Marked], end_session: bool) -> None:
+    def _release(
+        self, request: HttpRequest, marks: Sequence[Marked], end_session: bool
+    ) -> HttpResponse:
+        # A form can name any lock.
+        rows = self._listed_rows(request, [mark.name for mark in marks])
+        listed = {(row.name, row.alias) for row in rows}
         by = f"{cast(AbstractBaseUser, request.user).get_username()} (admin)"
         until = clock() + LIMIT
         done: list[Release] = []
         away: set[str] = set()
         for mark in marks:
+            if (mark.name, mark.alias) not in listed:
+                text = _("Lock “%s” is no longer in the list. Nothing was released.")
+                messages.info(request, text % mark.name)
+                continue
             if mark.alias in away or clock() > until:
                 messages.error(request, _("Lock “%s” wasn't tried: it took too long.") % mark.name)
                 continue
@@ -268,6 +285,7 @@ class ReleasesByForce:
             else:
                 _tell(request, release)
         _tell_done(request, done)
+        return HttpResponseRedirect(self._url(request, "changelist"))
 
 
 def _listed(request: HttpRequest, marks: Sequence[Marked]) -> str:

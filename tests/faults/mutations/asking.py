@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from .mutation import Mutation
 
+_ACCESS = "tests/test_admin_access.py"
 _PERMISSIONS = "tests/test_admin_permissions.py"
 _RELEASING = "tests/test_admin_releasing.py"
 _DATABASES = "tests/test_admin_databases.py"
@@ -17,7 +18,7 @@ MUTATIONS = (
         "admin/releasing.py",
         "        return page.has_view_permission(request) and user.has_perm(\n",
         "        return user.has_perm(\n",
-        (_PERMISSIONS, _RELEASING),
+        (_ACCESS, _RELEASING),
     ),
     Mutation(
         "Who may see locks may release them",
@@ -26,35 +27,35 @@ MUTATIONS = (
         '            f"{page.opts.app_label}.release_heldlock"\n'
         "        )\n",
         "        return page.has_view_permission(request) and user.is_staff\n",
-        (_PERMISSIONS, _RELEASING),
+        (_ACCESS, _RELEASING),
     ),
     Mutation(
         "The page that releases asks for no permission",
         "admin/releasing.py",
         "        if not self.has_release_permission(request):\n            raise PermissionDenied\n",
         "",
-        (_PERMISSIONS, _RELEASING),
+        (_ACCESS, _RELEASING),
     ),
     Mutation(
         "The action of the list asks for no permission",
         "admin/releasing.py",
         '        permissions=["release"], description',
         "        description",
-        (_PERMISSIONS, _RELEASING),
+        (_ACCESS, _RELEASING),
     ),
     Mutation(
         "The page that releases is none of the admin's: it knows no login",
         "admin/releasing.py",
         "page.admin_site.admin_view(self.release_view)",
         "(lambda request: self.release_view(request))",
-        (_PERMISSIONS, _RELEASING),
+        (_ACCESS, _RELEASING),
     ),
     Mutation(
         "The button that releases is shown to everybody",
         "admin/releasing.py",
         "        if row is not None and self.has_release_permission(request):",
         "        if row is not None:",
-        (_PERMISSIONS, _RELEASING),
+        (_ACCESS, _RELEASING),
     ),
     Mutation(
         "A page links to a history that its reader may not see",
@@ -70,7 +71,7 @@ MUTATIONS = (
             "admin/readonly.py",
             old := f"    def has_{verb}_permission(self, request: HttpRequest{more}) -> bool:\n",
             f"{old}        if request.user.is_superuser:\n            return True\n",
-            (_PERMISSIONS, "tests/test_admin.py"),
+            (_ACCESS, "tests/test_admin.py"),
         )
         for what, verb, more in (
             ("added", "add", ""),
@@ -111,6 +112,20 @@ MUTATIONS = (
         "admin/releasing.py",
         "        seen = [each for each in shown(rows) if each.mark == names[each.entry.name]]\n",
         "        seen = shown(rows)\n",
+        (_RELEASING,),
+    ),
+    Mutation(
+        "A form releases locks that the list hides from the user",
+        "admin/releasing.py",
+        "            if (mark.name, mark.alias) not in listed:\n",
+        "            if not mark.name:\n",
+        (_ACCESS,),
+    ),
+    Mutation(
+        "A form releases the lock that another alias has under a listed name",
+        "admin/releasing.py",
+        "            if (mark.name, mark.alias) not in listed:\n",
+        "            if mark.name not in {name for name, _ in listed}:\n",
         (_RELEASING,),
     ),
     Mutation(
@@ -182,6 +197,27 @@ MUTATIONS = (
         "request.POST.get(SEEN) or _stamp(row)",
         "_stamp(row)",
         (_FENCED,),
+    ),
+    Mutation(
+        "The admin acquires a row's lock for a user who may not change the row",
+        "admin/fenced.py",
+        "            may = row is not None and self.has_change_permission(request, row)\n",
+        "            may = row is not None\n",
+        (_ACCESS,),
+    ),
+    Mutation(
+        "The admin acquires a row's lock for a user who may not delete what goes with it",
+        "admin/fenced.py",
+        "        return [] if lacking or protected else [row]\n",
+        "        return [row]\n",
+        (_FENCED,),
+    ),
+    Mutation(
+        "The admin acquires the lock of a new row for a user who may not add it",
+        "admin/fenced.py",
+        "        if self.model.fencing.is_of_own_pk or not self.has_add_permission(request):\n",
+        "        if self.model.fencing.is_of_own_pk:\n",
+        (_ACCESS,),
     ),
     Mutation(
         "Rows are deleted in the admin without their locks",
