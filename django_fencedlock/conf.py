@@ -88,7 +88,8 @@ def seconds(value: object, what: str, *, zero: bool = False, endless: bool = Fal
     low = value < 0 if zero else value <= 0
     if low or math.isnan(value) or (math.isinf(value) and not endless):
         allowed = "zero or more" if zero else "more than zero"
-        raise ValueError(f"{what} is {value!r}; it has to be {allowed} and finite.")
+        finite = "" if endless else " and finite"
+        raise ValueError(f"{what} is {value!r}; it has to be {allowed}{finite}.")
     return float(value)
 
 

@@ -304,7 +304,8 @@ def lock(
         name: What is protected; as a decorator it may name parameters, ``"report:{user_id}"``.
         ttl: How long the lock lasts unless it is renewed, which happens by itself. Seconds or a
             timedelta; without one, the setting TTL.
-        blocking_timeout: How long to wait for it; without one, the setting BLOCKING_TIMEOUT.
+        blocking_timeout: How long to wait for it, ``float("inf")`` for no limit; without one, the
+            setting BLOCKING_TIMEOUT.
         backend: The alias in ``FENCEDLOCK``.
         fenced: False for a lock that only saves work: no token, and no record in the database.
     """

@@ -51,6 +51,7 @@ def test_durations_may_be_timedeltas(settings):
         ({"default": {"TTL": True}}, "E003", "True"),
         ({"default": {"TTL": float("inf")}}, "E003", "inf.*finite"),
         ({"default": {"BLOCKING_TIMEOUT": -1}}, "E003", "-1.*zero or more"),
+        ({"default": {"BLOCKING_TIMEOUT": float("inf")}}, "E003", "inf.*zero or more and finite"),
         ({"default": {"BLOCKING_TIMEOUT": None}}, "E003", "None"),
         ({"default": {"BACKEND": "no.such.Backend"}}, "E004", "no.such.Backend.*dotted path"),
         ({"default": {"BACKEND": "datetime.datetime"}}, "E004", "no lock backend"),
@@ -172,5 +173,15 @@ class TestLockArguments:
 
     def test_a_wait_may_be_endless_and_a_ttl_may_not(self):
         assert lock("x", blocking_timeout=float("inf")).blocking_timeout == float("inf")
-        with pytest.raises(ValueError, match="finite"):
+        with pytest.raises(ValueError, match="ttl is inf; it has to be more than zero and finite"):
             lock("x", ttl=float("inf"))
+
+    @pytest.mark.parametrize("wait", [-1, float("nan"), float("-inf")])
+    def test_a_refused_wait_is_told_what_is_allowed_and_no_less(self, wait):
+        message = re.escape(f"blocking_timeout is {wait}; it has to be zero or more.")
+        for refused in (
+            lambda: lock("x", blocking_timeout=wait),
+            lambda: lock("x").acquire(blocking_timeout=wait),
+        ):
+            with pytest.raises(ValueError, match=f"^{message}$"):
+                refused()

@@ -140,6 +140,17 @@ class ExclusionContract(Contract):
         lease.release()
         assert waiting.result(PATIENCE).token == lease.token + 1
 
+    def test_a_wait_without_a_limit_ends_when_the_lock_is_released(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        lease = self.take(name)
+        waiting = thread.start(self.lock(name, blocking_timeout=float("inf")).acquire)
+        time.sleep(0.1)
+        lease.release()
+        got = waiting.result(PATIENCE)
+        assert got is not None
+        assert got.token == lease.token + 1
+
     def test_a_process_that_waits_gets_the_lock_when_it_is_released(
         self, name: str, process: AnotherProcess
     ) -> None:
