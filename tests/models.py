@@ -8,6 +8,7 @@ from django.contrib.contenttypes.fields import GenericForeignKey, GenericRelatio
 from django.contrib.contenttypes.models import ContentType
 from django.db import models
 
+from django_fencedlock import lock
 from django_fencedlock.models import FencedManager, FencedModel, Fencing, VersionedModel
 
 
@@ -269,3 +270,74 @@ class Ticket(FencedModel):
 
     code = models.CharField(max_length=20, primary_key=True)
     amount = models.IntegerField(default=0)
+
+
+# Base classes that save and delete in their own way
+
+
+class Counted(models.Model):
+    """Counts saves, as an audit log does."""
+
+    class Meta:
+        abstract = True
+
+    def __str__(self) -> str:
+        return str(self.pk)
+
+    def save(self, *args, **kwargs):
+        self.saves = getattr(self, "saves", 0) + 1
+        super().save(*args, **kwargs)
+
+
+class Trash(Counted):
+    """Marks a row as deleted, or deletes it if asked for that."""
+
+    gone = models.BooleanField(default=False)
+    why = models.CharField(max_length=50, default="")
+    #: A lock that is acquired on the way.
+    to_lock = ""
+
+    class Meta:
+        abstract = True
+
+    def delete(self, *args, hard=False, why="", **kwargs):
+        if hard:
+            return super().delete(*args, **kwargs)
+        if self.to_lock:
+            lock(self.to_lock).acquire().release()
+        self.gone, self.why = True, why
+        self.save()
+        return 0, {"kept": 1}
+
+
+class FencedBeforeTrash(FencedModel, Trash):
+    pass
+
+
+class FencedAfterTrash(Trash, FencedModel):
+    folder = models.ForeignKey(Folder, null=True, on_delete=models.CASCADE)
+
+
+class VersionedBeforeTrash(VersionedModel, Trash):
+    pass
+
+
+class VersionedAfterTrash(Trash, VersionedModel):
+    pass
+
+
+class BetweenTheTwo(FencedModel, Trash, VersionedModel):
+    pass
+
+
+class TrashChild(FencedBeforeTrash):
+    size = models.IntegerField(default=0)
+
+
+class FolderOfTrash(models.Model):
+    """Plain: is deleted along with a row."""
+
+    trash = models.ForeignKey(FencedBeforeTrash, on_delete=models.CASCADE)
+
+    def __str__(self) -> str:
+        return str(self.pk)

@@ -24,7 +24,7 @@ from django.urls import path
 from django_fencedlock import current_lease, lock
 from django_fencedlock.exceptions import NoLease, SettingsError, StaleFence, WrongDatabase
 from django_fencedlock.models import Fence
-from django_fencedlock.models.guarded import _claimed
+from django_fencedlock.models.guarded import _Deletion
 from django_fencedlock.signals import stale_write_rejected
 from tests.models import (
     Account,
@@ -1215,8 +1215,9 @@ def test_a_row_with_dependents_is_deleted_under_its_lease_alone(database, shelf)
 
 def test_another_row_of_its_model_that_a_delete_collects_is_guarded(database, shelf):
     one, other = (Crate.objects.create(shelf=shelf) for _ in range(2))
-    with one.fencing.lock(), _claimed(one):
+    with one.fencing.lock(), _Deletion(one) as deletion:
         one._guard_collected(one._state.db, one)
+        assert deletion.is_claimed
         with pytest.raises(NoLease, match=f"'tests.crate:{other.pk}'"):
             other._guard_collected(one._state.db, one)
 

@@ -42,12 +42,13 @@ def watch(model: Any) -> None:
     if collected:
         # A child's row of the fence's own table is collected along with it.
         for each in {model, model.fencing.table}:
-            _listen(each, for_good=True)
+            listen(each)
     else:
-        _listen(model, for_good=False)
+        listen(model, for_good=False)
 
 
-def _listen(model: type, for_good: bool) -> None:
+def listen(model: type, for_good: bool = True) -> None:
+    """Guard each row of a model that is collected."""
     pre_delete.connect(_guard, sender=model, dispatch_uid=_UID)
     _watched[model] = for_good
 

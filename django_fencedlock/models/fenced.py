@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from asgiref.sync import sync_to_async
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models.sql.compiler import SQLCompiler
@@ -14,7 +13,7 @@ from django.db.models.sql.compiler import SQLCompiler
 from ..lease import Lease, held_names
 from .fencing import Fencing, FencingOf
 from .fields import FenceField
-from .guarded import Doing, Guard, GuardedModel, is_claimed
+from .guarded import Doing, Guard, GuardedModel
 from .managers import FencedManager
 from .querysets import handed_over
 from .writes import Write, new_rows_fence, row_condition, write_for, write_for_new_row
@@ -60,19 +59,20 @@ class FencedModel(GuardedModel):
     asave.alters_data = True  # type: ignore[attr-defined]
 
     def delete(
-        self, using: str | None = None, keep_parents: bool = False, *, lease: Lease | None = None
+        self, *args: Any, lease: Lease | None = None, **kwargs: Any
     ) -> tuple[int, dict[str, int]]:
         """Delete under `lease`, or the context's lease of the row's lock."""
         with _given(self, lease):
-            return super().delete(using, keep_parents)
+            return super().delete(*args, **kwargs)
 
     delete.alters_data = True  # type: ignore[attr-defined]
 
     async def adelete(
-        self, using: str | None = None, keep_parents: bool = False, *, lease: Lease | None = None
+        self, *args: Any, lease: Lease | None = None, **kwargs: Any
     ) -> tuple[int, dict[str, int]]:
         """See delete()."""
-        return await sync_to_async(self.delete)(using, keep_parents, lease=lease)
+        with _given(self, lease):
+            return await super().adelete(*args, **kwargs)
 
     adelete.alters_data = True  # type: ignore[attr-defined]
 
@@ -84,15 +84,13 @@ class FencedModel(GuardedModel):
             guards.append(FenceGuard(self, self._write(fencing, using, doing, given)))
         return guards
 
-    def _guard_collected(self, using: str, origin: Any) -> None:
-        super()._guard_collected(using, origin)
+    def _guard_dependent(self, using: str, origin: Any) -> None:
+        super()._guard_dependent(using, origin)
         fencing: FencingOf = self.fencing
         table: Any = fencing.table
         concrete: Any = self._meta.concrete_model
         if concrete is not table:
             return  # The row of the fence's own table is collected as well.
-        if isinstance(origin, table) and is_claimed(origin) and origin.pk == self.pk:
-            return
         given = _lease_given_to(origin)
         if given is not None and given.name != fencing.name():
             given = None

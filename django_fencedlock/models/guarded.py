@@ -6,9 +6,9 @@ Deserialisers and ``save_base()`` pass by ``save()``, but not by the steps that 
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextvars import ContextVar
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 from uuid import UUID
@@ -20,10 +20,11 @@ from django.db.models.base import ModelBase
 from django.db.models.deletion import Collector
 from django.db.models.fields.related_lookups import RelatedExact
 from django.db.models.lookups import Exact, IntegerFieldExact
+from django.db.models.signals import class_prepared
 from django.db.models.sql.compiler import SQLCompiler
 from django.db.models.sql.where import AND
 
-from .cascades import watch
+from .cascades import listen, watch
 from .fields import constraint_name
 from .managers import BaseRowsManager, FencedManager
 from .refusals import names_constraint
@@ -134,7 +135,15 @@ class GuardedModel(models.Model, metaclass=_ModelBase):  # noqa: DJ008
         return []
 
     def _guard_collected(self, using: str, origin: Any) -> None:
-        """Guard a row that Django is about to delete along with others."""
+        """Guard a row that Django is about to delete."""
+        deletion = _Deletion.of(origin)
+        if deletion is None or not deletion.is_about(self):
+            self._guard_dependent(using, origin)
+        elif not deletion.is_claimed:
+            deletion.claim(using)
+
+    def _guard_dependent(self, using: str, origin: Any) -> None:
+        """Guard a row that goes because of another."""
 
     def _save_table(
         self,
@@ -206,26 +215,38 @@ class GuardedModel(models.Model, metaclass=_ModelBase):  # noqa: DJ008
         step.was_inserted = True
         return answer
 
-    def delete(
+    def delete(self, *args: Any, **kwargs: Any) -> tuple[int, dict[str, int]]:
+        """Delete the row on the same conditions as it is saved."""
+        parent: Any = super()
+        if getattr(parent.delete, "__func__", None) is models.Model.delete:
+            return self._guarded_delete(*args, **kwargs)
+        # The delete() of another base class, such as a soft delete. What it saves is guarded, and
+        # so is the row if it comes to Django's delete() in the end.
+        listen(type(self))
+        with _Deletion(self):
+            return parent.delete(*args, **kwargs)  # type: ignore[no-any-return]
+
+    delete.alters_data = True  # type: ignore[attr-defined]
+
+    def _guarded_delete(
         self, using: str | None = None, keep_parents: bool = False
     ) -> tuple[int, dict[str, int]]:
-        """Delete the row on the same conditions as it is saved."""
         using = using or router.db_for_write(type(self), instance=self)
-        concrete = self._meta.concrete_model
-        tables = dict.fromkeys([concrete, *(each for each in self._meta.all_parents)])
-        guards = {table: self._writing(table, using) for table in tables if self.pk is not None}
+        guards = self._guards_of_delete(using) if self.pk is not None else {}
         if not any(guards.values()):
-            return super().delete(using, keep_parents)
+            return models.Model.delete(self, using, keep_parents)
         if self._is_fenced:
             watch(type(self))
         if not keep_parents and Collector(using=using).can_fast_delete(self):
-            return self._delete_row(using, guards[concrete])
-        with transaction.atomic(using=using, savepoint=False), _claimed(self):
-            for table, found in guards.items():
-                self._claim_row(table, using, found)
-            return super().delete(using, keep_parents)
+            return self._delete_row(using, guards[self._meta.concrete_model])
+        with transaction.atomic(using=using, savepoint=False), _Deletion(self) as deletion:
+            deletion.claim(using)
+            return models.Model.delete(self, using, keep_parents)
 
-    delete.alters_data = True  # type: ignore[attr-defined]
+    def _guards_of_delete(self, using: str) -> dict[Any, list[Guard]]:
+        """The guards of the object's row in each of its tables."""
+        tables = dict.fromkeys([self._meta.concrete_model, *self._meta.all_parents])
+        return {table: self._writing(table, using) for table in tables}
 
     def _writing(self, table: Any, using: str) -> list[Guard]:
         return [guard for guard in self._guards(table, using, Doing.DELETING) if not guard.keeps]
@@ -251,11 +272,6 @@ class GuardedModel(models.Model, metaclass=_ModelBase):  # noqa: DJ008
         return _OneRow(table._base_manager.using(using), guards).filter(self.pk)
 
 
-def is_claimed(instance: Any) -> bool:
-    """Whether the object's own delete() has written its row already."""
-    return "_guarded_claim" in getattr(instance, "__dict__", ())
-
-
 def raise_if_stopped(guards: Sequence[Guard], table: Any, error: Error) -> None:
     """Raise a guard's own error if `error` says that its constraint stopped the statement."""
     for guard in guards:
@@ -270,13 +286,40 @@ def _explain(guards: Sequence[Guard], row: Any) -> None:
         raise guards[0].stopped()
 
 
-@contextlib.contextmanager
-def _claimed(instance: GuardedModel) -> Iterator[None]:
-    instance.__dict__["_guarded_claim"] = True
-    try:
-        yield
-    finally:
-        del instance.__dict__["_guarded_claim"]
+class _Deletion:
+    """The delete() of one object, while it lasts."""
+
+    def __init__(self, instance: GuardedModel) -> None:
+        self.instance = instance
+        #: Its row was written, on the conditions of a save.
+        self.is_claimed = False
+
+    @staticmethod
+    def of(origin: Any) -> _Deletion | None:
+        """The delete() of `origin` that is under way."""
+        return next((each for each in _deletions.get() if each.instance is origin), None)
+
+    def is_about(self, row: GuardedModel) -> bool:
+        """Whether a collected row is the object's, in its own table or in that of a parent."""
+        table: Any = row._meta.concrete_model
+        instance: Any = self.instance
+        return isinstance(instance, table) and instance._get_pk_val(table._meta) == row.pk
+
+    def claim(self, using: str) -> None:
+        """Write the object's row in each table, or be stopped there."""
+        for table, guards in self.instance._guards_of_delete(using).items():
+            self.instance._claim_row(table, using, guards)
+        self.is_claimed = True
+
+    def __enter__(self) -> _Deletion:
+        self._token = _deletions.set((self, *_deletions.get()))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        _deletions.reset(self._token)
+
+
+_deletions: ContextVar[tuple[_Deletion, ...]] = ContextVar("fencedlock_deletions", default=())
 
 
 class _OneRow(NamedTuple):
@@ -390,3 +433,12 @@ class _Pass:
             elif not guard.keeps:
                 # Django may have set it to an expression's answer, or have dropped it.
                 setattr(instance, guard.column, guard.updated)
+
+
+def _use_own_base_manager(sender: Any, **kwargs: Any) -> None:
+    # Django takes that of the first base class alone, which may be a plain one.
+    if issubclass(sender, GuardedModel) and sender._meta.base_manager_name is None:
+        sender._meta.base_manager_name = "_guarded_rows"
+
+
+class_prepared.connect(_use_own_base_manager)

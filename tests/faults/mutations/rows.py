@@ -122,9 +122,9 @@ MUTATIONS = (
     ),
     Mutation(
         "A collected row is the one whose delete() collected it",
-        "models/fenced.py",
-        "if isinstance(origin, table) and is_claimed(origin) and origin.pk == self.pk:",
-        "if isinstance(origin, table) and is_claimed(origin):",
+        "models/guarded.py",
+        "return isinstance(instance, table) and instance._get_pk_val(table._meta) == row.pk",
+        "return isinstance(instance, table)",
         _paths("another_row_of_its_model_that_a_delete_collects_is_guarded"),
     ),
     Mutation(

@@ -87,8 +87,8 @@ MUTATIONS = (
     Mutation(
         "A row with dependents is deleted without being claimed first",
         "models/guarded.py",
-        "                self._claim_row(table, using, found)\n            return super()",
-        "                pass\n            return super()",
+        "            self.instance._claim_row(table, using, guards)\n",
+        "            pass\n",
         (_PATHS,),
     ),
     Mutation(
