@@ -3,8 +3,11 @@
 import contextlib
 
 import pytest
+from django.db import connections, models
+from django.test.utils import isolate_apps
 
 from django_fencedlock.exceptions import NoLease, StaleFence, VersionConflict
+from django_fencedlock.models import FencedModel
 from tests.models import (
     BetweenTheTwo,
     FencedAfterTrash,
@@ -172,6 +175,44 @@ def test_other_base_classes_may_open_transactions_and_take_locks(database):
     with row.fencing.lock():
         row.delete()
     assert rows_of(FencedBeforeTrash)[0]["gone"]
+
+
+@pytest.mark.django_db(transaction=True)
+@isolate_apps("tests")
+def test_a_fence_in_the_table_of_a_further_parent_is_that_of_its_own_row():
+    class Mooring(models.Model):  # noqa: DJ008
+        number = models.AutoField(primary_key=True)
+
+        class Meta:
+            app_label = "tests"
+
+    class Boat(FencedModel):
+        class Meta:
+            app_label = "tests"
+
+    class Ferry(Mooring, Boat):  # noqa: DJ008
+        class Meta:
+            app_label = "tests"
+
+    with connections["default"].schema_editor() as editor:
+        for model in (Mooring, Boat, Ferry):
+            editor.create_model(model)
+    try:
+        other = Boat.objects.create()
+        ferry = Ferry.objects.create()
+        assert ferry.pk == other.pk != ferry.id
+        with ferry.fencing.lock() as lease:
+            assert lease.name == f"tests.boat:{ferry.id}"
+            with pytest.raises(StaleFence):
+                models.QuerySet(Boat).filter(pk=ferry.id).update(fence=overtake(lease))
+                ferry.delete()
+        with ferry.fencing.lock():
+            Ferry.objects.get().delete()
+        assert rows_of(Boat) == [{"id": other.pk, "fence": 0}]
+    finally:
+        with connections["default"].schema_editor() as editor:
+            for model in (Ferry, Boat, Mooring):
+                editor.delete_model(model)
 
 
 def test_cascades_reach_rows_that_come_first_among_the_bases_or_last(database):

@@ -269,7 +269,9 @@ class GuardedModel(models.Model, metaclass=_ModelBase):  # noqa: DJ008
             _explain(guards, self._row(table, using))
 
     def _row(self, table: Any, using: str, guards: Sequence[Guard] = ()) -> Any:
-        return _OneRow(table._base_manager.using(using), guards).filter(self.pk)
+        # The key of a further parent is another than the object's own.
+        pk = self._get_pk_val(table._meta)
+        return _OneRow(table._base_manager.using(using), guards).filter(pk)
 
 
 def raise_if_stopped(guards: Sequence[Guard], table: Any, error: Error) -> None:
