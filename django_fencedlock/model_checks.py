@@ -49,6 +49,7 @@ def _fencing_problems(model: Model) -> Iterator[Problem]:
         )
         return
     yield from _template_problems(model, spec)
+    yield from _second_lock_problems(model, spec)
     if conf.lacks(spec.backend):
         yield Problem(
             "E022",
@@ -69,6 +70,23 @@ def _template_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
             f"The locks of {model._meta.label} are named by {spec.template!r}: "
             f"{str(exc).rstrip('.')}.",
             f"Use {{pk}} and the model's columns: {', '.join(columns)}.",
+        )
+
+
+def _second_lock_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
+    table: Any = model._meta.get_field("fence").model
+    of_table = inspect.getattr_static(table, "fencing", None)
+    if not isinstance(of_table, Fencing) or table._meta.concrete_model is model:
+        return
+    default = f"{table._meta.label_lower}:{{pk}}"
+    templates = {each.template or default for each in (spec, of_table)}
+    if len(templates) > 1 or spec.mode != of_table.mode:
+        label, owner = model._meta.label, table._meta.label
+        yield Problem(
+            "E026",
+            f"{label}.fencing differs from that of {owner}, whose table has the fence: a row would "
+            "have two locks, and tokens of different locks can't be compared.",
+            f"Take the attribute away from {label}, or give it the template and mode of {owner}.",
         )
 
 
@@ -134,8 +152,32 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
             f"The base manager of {model._meta.label} is {model._base_manager.name!r} in place of "
             "the package's own: cascades, SET_NULL, and add() and clear() of related managers may "
             "write without a look at fence and version, or not find the row.",
-            "Leave Meta.base_manager_name to the model's fenced or versioned parent.",
+            "Leave base_manager_name out of the model's Meta, and inherit no Meta that has it; or "
+            'set it to "_guarded_rows".',
         )
+    yield from _hidden_manager_problems(model)
+
+
+def _hidden_manager_problems(model: Model) -> Iterator[Problem]:
+    of_bases = [
+        (base, manager)
+        for base in model.__mro__
+        for manager in getattr(getattr(base, "_meta", None), "local_managers", ())
+        if manager.name == "objects" and not manager.auto_created
+    ]
+    if not of_bases or of_bases[0][0] is not GuardedModel:
+        return  # The model's own, or that of a class that knows of both.
+    for base, manager in of_bases[1:]:
+        if type(manager) is not models.Manager:
+            yield Problem(
+                "W027",
+                f"{model._meta.label}.objects is the FencedManager of the package, and hides the "
+                f"{type(manager).__name__} of {base.__name__}: rows that it leaves out, such as "
+                "deleted ones, are found.",
+                f"Write objects in {model._meta.label}, made of both: class Both("
+                f"{type(manager).__name__}, FencedManager). If it has its own queryset, make one "
+                "of both as well.",
+            )
 
 
 _HINT = (

@@ -41,6 +41,11 @@ def of_type(name, *bases, **attributes):
     return type(name, bases, {"__module__": "tests.models", **attributes})
 
 
+def abstract(name, **attributes):
+    meta = type("Meta", (attributes.pop("Meta", object),), {"abstract": True})
+    return of_type(name, models.Model, Meta=meta, **attributes)
+
+
 def test_the_checks_are_registered_and_find_nothing_in_the_models_here():
     assert {check_models, check_tables} <= set(registry.get_checks())
     assert check_models() == []
@@ -117,6 +122,30 @@ class TestInheritance:
         meta = type("Meta", (), {"proxy": True})
         assert found(of_type("Child", concrete), of_type("Proxy", concrete, Meta=meta)) == {}
 
+    @pytest.mark.parametrize("options", [{}, {"Meta": type("Meta", (), {"proxy": True})}])
+    @pytest.mark.parametrize(
+        "fencing",
+        [
+            Fencing("other:{pk}"),
+            Fencing("{size}"),
+            Fencing(lambda row: "x"),
+            Fencing(mode="high_water"),
+        ],
+    )
+    def test_a_child_or_a_proxy_under_another_lock_than_its_table(self, options, fencing):
+        concrete = of_type("Concrete", FencedModel)
+        message = found(of_type("Other", concrete, fencing=fencing, **options))["E026"]
+        assert "tests.Other.fencing differs from that of tests.Concrete" in message
+        assert "Take the attribute away from tests.Other" in message
+
+    def test_a_child_or_a_proxy_may_have_a_policy_of_its_own_for_unleased_writes(self):
+        concrete = of_type("Concrete", FencedModel, fencing=Fencing("a:{pk}"))
+        same = Fencing("a:{pk}", unleased="allow")
+        meta = type("Meta", (), {"proxy": True})
+        assert found(of_type("Proxy", concrete, fencing=same, Meta=meta)) == {}
+        plain = of_type("Plain", models.Model)
+        assert found(of_type("Child", FencedModel, plain, fencing=Fencing("b:{pk}"))) == {}
+
 
 class TestManagers:
     def test_a_default_manager_that_is_not_fenced(self):
@@ -131,6 +160,56 @@ class TestManagers:
             with isolate_apps("tests"):
                 line = of_type("Line", parent, mine=manager(), Meta=meta)
                 assert re.search("'mine'.*cascades, SET_NULL", found(line)["W021"])
+
+    @pytest.mark.parametrize("first", [True, False])
+    @pytest.mark.parametrize("guarded", [FencedModel, VersionedModel])
+    def test_the_base_manager_is_the_packages_own_in_every_order_of_bases(self, guarded, first):
+        plain = abstract("Plain")
+        bases = (guarded, plain) if first else (plain, guarded)
+        for meta in (None, type("Meta", (), {"ordering": ["pk"]})):
+            with isolate_apps("tests"):
+                line = of_type("Line", *bases, **({"Meta": meta} if meta else {}))
+                assert found(line) == {}
+                assert line._base_manager.name == "_guarded_rows"
+
+    def test_what_is_to_be_done_about_another_base_manager_works(self):
+        both = {"mine": models.Manager(), "Meta": type("Meta", (), {"base_manager_name": "mine"})}
+        plain = abstract("Plain", **both)
+        assert "W021" in found(of_type("Line", plain, FencedModel))
+        for meta in ({}, {"base_manager_name": "_guarded_rows"}):
+            with isolate_apps("tests"):
+                own = type("Meta", (), meta)
+                line = of_type("Line", FencedModel, plain, Meta=own)
+                assert "W021" not in found(line)
+                line = of_type("Other", plain, FencedModel, Meta=own, objects=FencedManager())
+                assert "W021" not in found(line)
+
+    def test_a_manager_of_another_base_class_that_is_hidden(self):
+        class Kept(models.Manager):
+            def get_queryset(self):
+                return super().get_queryset().filter(gone=False)
+
+        trash = abstract("Trash", objects=Kept(), gone=models.BooleanField(default=False))
+        for guarded in (FencedModel, VersionedModel):
+            with isolate_apps("tests"):
+                message = found(of_type("Line", guarded, trash))["W027"]
+                assert "tests.Line.objects is the FencedManager of" in message
+                assert "hides the Kept of Trash" in message
+
+        class Both(Kept, FencedManager):
+            pass
+
+        line = of_type("Mended", FencedModel, trash, objects=Both())
+        assert found(line) == {}
+        assert "gone" in str(line.objects.all().query)
+        assert isinstance(line.objects.all(), FencedQuerySet)
+        with isolate_apps("tests"):
+            assert list(found(of_type("Last", trash, FencedModel))) == ["W020"]
+
+    def test_managers_of_other_names_or_without_a_mind_of_their_own_are_hidden_by_none(self):
+        trash = abstract("Trash", kept=FencedManager())
+        plain = abstract("Plain", objects=models.Manager())
+        assert found(of_type("One", FencedModel, trash), of_type("Two", FencedModel, plain)) == {}
 
     def test_fenced_managers_of_every_make_are_in_order(self):
         class OldStyle(models.Manager):
