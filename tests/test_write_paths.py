@@ -1,6 +1,7 @@
 """Every way the ORM writes a fenced row: under a lease, under an old one, and under none."""
 
 import contextlib
+import copy
 import json
 import logging
 import pickle
@@ -17,7 +18,7 @@ from django.core.management import call_command
 from django.db import DatabaseError, IntegrityError, connections, models, transaction
 from django.db.models import F
 from django.db.models.lookups import Exact
-from django.db.models.signals import post_delete, post_save, pre_delete
+from django.db.models.signals import post_delete, post_save, pre_delete, pre_save
 from django.test.utils import CaptureQueriesContext, register_lookup
 from django.urls import path
 
@@ -1358,9 +1359,42 @@ def test_a_given_lease_is_not_kept(database, invoice):
     lease = invoice.fencing.lock().acquire()
     _leave(lease)
     invoice.save(lease=lease)
-    assert "_fence_lease" not in invoice.__dict__
     with refused(NoLease):
         invoice.save()
+    lease.release()
+
+
+@pytest.mark.parametrize("how", ["save", "asave", "update_or_create", "delete"])
+def test_a_given_lease_stays_out_of_the_object(database, invoice, how):
+    """Receivers put objects into caches, and copies would keep the lease for good."""
+    lease = invoice.fencing.lock().acquire()
+    _leave(lease)
+    copies = []
+
+    def copy_it(instance, **kwargs):
+        copies.extend([copy.copy(instance), copy.deepcopy(instance)])
+        copies.append(pickle.loads(pickle.dumps(instance)))
+
+    writes = {
+        "save": lambda: invoice.save(lease=lease),
+        "asave": lambda: awaited(invoice.asave, lease=lease),
+        "update_or_create": lambda: Invoice.objects.using_lease(lease).update_or_create(
+            pk=invoice.pk, defaults={"amount": 9}
+        ),
+        "delete": lambda: invoice.delete(lease=lease),
+    }
+    signals = (pre_save, post_save, pre_delete, post_delete)
+    for signal in signals:
+        signal.connect(copy_it, sender=Invoice)
+    try:
+        writes[how]()
+    finally:
+        for signal in signals:
+            signal.disconnect(copy_it, sender=Invoice)
+    assert len(copies) == 6
+    for each in copies:
+        with pytest.raises(NoLease, match="none is held here"):
+            each.save()
     lease.release()
 
 

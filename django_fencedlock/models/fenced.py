@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from django.db import models
@@ -80,8 +81,8 @@ class FencedModel(GuardedModel):
         guards = super()._guards(table, using, doing)
         fencing: FencingOf = self.fencing
         if table._meta.concrete_model is fencing.plan.table:
-            given = self.__dict__.get("_fence_lease")
-            guards.append(FenceGuard(self, self._write(fencing, using, doing, given)))
+            write = self._write(fencing, using, doing, _lease_given_to(self))
+            guards.append(FenceGuard(self, write))
         return guards
 
     def _guard_dependent(self, using: str, origin: Any) -> None:
@@ -182,12 +183,18 @@ class FenceGuard(Guard):
             )
 
 
+#: The objects that are being written under a lease that was given along, the innermost first. Not
+#: kept in the objects: a lease can't be pickled, and copies would keep it.
+_given_leases: ContextVar[tuple[tuple[models.Model, Lease], ...]] = ContextVar(
+    "fencedlock_given_leases", default=()
+)
+
+
 def _lease_given_to(origin: Any) -> Lease | None:
     """The lease that a write of an object or queryset was given explicitly."""
-    if isinstance(origin, models.Model):
-        lease: Lease | None = origin.__dict__.get("_fence_lease")
-        return lease
-    return getattr(origin, "_lease", None)
+    if not isinstance(origin, models.Model):
+        return getattr(origin, "_lease", None)
+    return next((lease for instance, lease in _given_leases.get() if instance is origin), None)
 
 
 @contextlib.contextmanager
@@ -196,12 +203,9 @@ def _given(instance: models.Model, lease: Lease | None) -> Iterator[None]:
     if lease is None:
         yield
         return
-    before = _lease_given_to(instance)
-    instance.__dict__["_fence_lease"] = lease
+    token = _given_leases.set(((instance, lease), *_given_leases.get()))
     try:
         yield
     finally:
-        if before is None:
-            del instance.__dict__["_fence_lease"]
-        else:
-            instance.__dict__["_fence_lease"] = before
+        with contextlib.suppress(ValueError):  # A coroutine is closed in another context.
+            _given_leases.reset(token)
