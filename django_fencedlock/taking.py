@@ -68,14 +68,14 @@ class TakesLeases:
     def _grant(self, request: Request, deadline: float) -> Grant | None:
         if grant := self.backend.acquire(request):
             return grant
+        if request.on_refusal is not None:
+            request.on_refusal(request.seen)
         left = deadline - clock()
         if left <= 0 and not request.place:
             return None
         if request.connection is not None:
             # In a test's own transaction this very thread would have to give the lock back.
             return None
-        if request.before_waiting is not None:
-            request.before_waiting(request.seen)
         request.seen.clear()
         if self.backend.supports_waiting:
             return self.backend.wait(request, left)

@@ -16,7 +16,7 @@ from django.db import connections
 
 from django_fencedlock import conf, current_lease, lock, sessions
 from django_fencedlock.backends.base import Request
-from django_fencedlock.celery import SkippedRun, redelivery, single_instance
+from django_fencedlock.celery import SkippedRun, messages, redelivery, single_instance
 from django_fencedlock.celery.messages import DELIVERY
 from django_fencedlock.celery.parcels import NUMBER
 from django_fencedlock.celery.redelivery import kept, nonce
@@ -456,7 +456,7 @@ class TestWhileItRuns:
     def test_if_the_copy_cannot_be_sent_the_message_stays(self, running, monkeypatch):
         told = message()
         running(told)
-        monkeypatch.setattr(redelivery, "publish_copy", broken)
+        monkeypatch.setattr(messages, "publish_copy", broken)
         assert deliver(late, 1, **told).state == "REJECTED"
 
     def test_a_plain_lock_of_that_name_is_an_ordinary_conflict(self):

@@ -98,7 +98,7 @@ def test_who_is_asked_whether_to_wait_does_not_stand_in_line_meanwhile(backend, 
         raise LockNotAcquired("changed his mind", name="x", alias="default")
 
     with pytest.raises(LockNotAcquired, match="changed his mind"):
-        service("default").acquire(wish(before_waiting=refuse))
+        service("default").acquire(wish(on_refusal=refuse))
     assert places == [0]
     assert in_line(backend) == 0
 

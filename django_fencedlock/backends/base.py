@@ -70,9 +70,9 @@ class Request:
     cancel: Cancel = field(default_factory=Cancel)
     #: Who was in the way at a try that didn't wait, for a backend to note that read it anyhow.
     seen: list[Holder] = field(default_factory=list)
-    #: For the service, not the backend: called with who was in the way, if that is known, when a
-    #: try was in vain, before one waits. May raise.
-    before_waiting: Callable[[Sequence[Holder]], object] | None = None
+    #: For the service, not the backend: called once the first try was refused, with the holder if
+    #: the backend read it. What it raises ends the request, which then isn't counted as a conflict.
+    on_refusal: Callable[[Sequence[Holder]], object] | None = None
     #: Record the grant on this connection rather than on a private one (within a test's own
     #: transaction nobody else would see its tables, and nothing may outlive it). The service says
     #: so, and the next.
@@ -85,7 +85,7 @@ class Request:
     @property
     def will_wait(self) -> bool:
         """Whether he who is refused waits at once: nothing is asked, or may fail, in between."""
-        return self.timeout > 0 and self.before_waiting is None and self.connection is None
+        return self.timeout > 0 and self.on_refusal is None and self.connection is None
 
 
 @dataclass(slots=True)

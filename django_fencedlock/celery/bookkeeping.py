@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..exceptions import LockNotAcquired
 from ..owners import Holder
+from . import publisher
 from .coalescing import Coalescing
 from .outcomes import outcome
 from .redelivery import Conflict, Redelivery
@@ -35,9 +36,16 @@ class Bookkeeping:
         """To be called before the lock is asked for."""
         return self._coalescing.before() if self._coalescing else None
 
-    def before_waiting(self, seen: Sequence[Holder]) -> None:
-        """To be called with who has the lock, if that is known, before one waits for him."""
-        self._redelivery.before_waiting(seen)
+    def refused(self, seen: Sequence[Holder]) -> None:
+        """
+        To be called with the holder, if it is known, when the first try for the lock was refused.
+
+        Raises:
+            Ignore: The message has been postponed.
+        """
+        publisher.postpone_until_end(self._run, seen)
+        if self._run.policy.on_conflict == "wait":
+            self._redelivery.before_waiting(seen)
 
     def lost(self, refusal: LockNotAcquired) -> str | None:
         """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery import Signature, _state, current_app
+from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish
 
 from .tasks import single_of
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 #: is shared by retries, and may be chosen by users.
 DELIVERY = "fencedlock_delivery"
 CONFLICTS = "fencedlock_conflicts"
+#: The owner id of the run that published the message as its own continuation: a retry, a
+#: replacement, a step of a workflow. Until that run has ended, its lock is no conflict.
+FOLLOWS = "fencedlock_follows"
+#: How often the message was postponed since that run still held the lock.
+POSTPONED = "fencedlock_postponed"
+#: The attribute of Celery's request that has the owner id of its run.
+RUN = "fencedlock_run"
 
 #: What Celery tells of a message's arguments, in logs and events.
 REPRS = ("argsrepr", "kwargsrepr")
@@ -45,6 +53,8 @@ def again(task: AnyTask, request: Any, *, countdown: float, headers: dict[str, A
     more: dict[str, Any] = {"ignore_result": True} if request.ignore_result else {}
     # Nor are these copied: who hid an argument by them would see it told after all.
     more |= {each: told for each in REPRS if (told := getattr(request, each, None))}
+    # Celery copies the queue only if the message came through the nameless exchange.
+    more |= {each: told for each, told in route(request.delivery_info or {}).items() if told}
     made: Any = task.signature_from_request(
         request,
         countdown=countdown,
@@ -62,6 +72,28 @@ def publish_copy(signature: Signature[Any], delivery: str) -> None:
     signature.apply_async()
 
 
+def postpone(task: AnyTask, copy: Signature[Any], delivery: str, why: str) -> NoReturn:
+    """Publish a copy of a message, which comes later, and be done with this delivery of it."""
+    try:
+        publish_copy(copy, delivery)
+    except Exception as exc:
+        if task.acks_late:
+            raise Reject(exc, requeue=True) from exc
+        # The broker has no copy any more: the task has to fail, or nobody learns of it.
+        raise
+    raise Ignore(f"{why}; comes again in {copy.options['countdown']:.1f} s")
+
+
+def route(info: dict[str, Any]) -> dict[str, Any]:
+    """The options that send a message the way that one with this delivery_info came."""
+    options: dict[str, Any] = {"priority": info.get("priority")}
+    exchange, key = info.get("exchange"), info.get("routing_key")
+    if exchange:
+        return {**options, "exchange": exchange, "routing_key": key}
+    # The nameless exchange leads to the queue that the key names.
+    return {**options, "queue": key}
+
+
 def number(request: Any, header: str) -> int:
     """What a header of ours counts; zero if the message has none."""
     found = (request.headers or {}).get(header, 0)
@@ -70,11 +102,30 @@ def number(request: Any, header: str) -> int:
 
 def _name_delivery(sender: str = "", headers: Any = None, body: Any = None, **kwargs: Any) -> None:
     if headers is not None and (found := _single_task(sender)) is not None:
-        # Anew for each message: a retry carries the headers of the one before.
         given = headers.get(DELIVERY)
-        headers[DELIVERY] = str(given) if isinstance(given, _Copied) else uuid.uuid4().hex
+        if isinstance(given, _Copied):
+            headers[DELIVERY] = str(given)
+        else:
+            # A retry carries the headers of the message before.
+            headers[DELIVERY] = uuid.uuid4().hex
+            for each in (FOLLOWS, POSTPONED):
+                headers.pop(each, None)
+            if publisher := _followed_run(sender, headers, body):
+                headers[FOLLOWS] = publisher
         published, single = found
         single.hide_in_message(published, headers, body)
+
+
+def _followed_run(name: str, headers: Any, body: Any) -> str:
+    """The owner id of the run that a message continues; empty if it is a message of its own."""
+    task: Any = _state.get_current_worker_task()
+    owner = "" if task is None else getattr(task.request, RUN, "")
+    if not owner:
+        return ""
+    facts = {**headers, **(body if isinstance(body, dict) else body[2])}
+    # A retry and a replacement have the task's own id.
+    is_step = any(facts.get(each) for each in ("chain", "chord", "group", "taskset"))
+    return owner if name != task.name or facts.get("id") == task.request.id or is_step else ""
 
 
 def _single_task(name: str) -> tuple[AnyTask, Single] | None:

@@ -12,7 +12,7 @@ from kombu.serialization import dumps, loads, prepare_accept_content
 
 from ..fences.duties import Open, Parcel
 from ..names import MAX_LENGTH
-from .messages import REPRS
+from .messages import REPRS, route
 
 if TYPE_CHECKING:
     from .naming import AnyTask
@@ -123,7 +123,7 @@ def _options(request: Any) -> dict[str, Any]:
         return {}
     hard, soft = request.timelimit or (None, None)
     options = {
-        **_route(request.delivery_info or {}),
+        **route(request.delivery_info or {}),
         "headers": _headers(request.headers or {}),
         "time_limit": hard,
         "soft_time_limit": soft,
@@ -133,15 +133,6 @@ def _options(request: Any) -> dict[str, Any]:
         **{each: getattr(request, each, None) for each in REPRS},
     }
     return {name: value for name, value in options.items() if value}
-
-
-def _route(info: dict[str, Any]) -> dict[str, Any]:
-    route: dict[str, Any] = {"priority": info.get("priority")}
-    exchange, key = info.get("exchange"), info.get("routing_key")
-    if exchange:
-        return {**route, "exchange": exchange, "routing_key": key}
-    # The nameless exchange leads to the queue that the key names.
-    return {**route, "queue": key}
 
 
 def _headers(headers: dict[str, Any]) -> dict[str, Any]:

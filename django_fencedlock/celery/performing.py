@@ -52,7 +52,7 @@ def _acquire(run: Run, books: Bookkeeping) -> Lease | str:
     """Get the lock, or tell why there is no need to."""
     while True:
         try:
-            return run.acquire(books.before_waiting)
+            return run.acquire(books.refused)
         except AliasConflict:
             raise
         except LockNotAcquired as refusal:

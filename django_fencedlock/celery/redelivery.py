@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore
 from celery.states import READY_STATES
 
 from ..exceptions import BackendUnavailable
 from ..fences.deliveries import Begun, Deliveries, Message
 from ..owners import Holder, told_id
-from .messages import DELIVERY, again, number, publish_copy
+from .messages import DELIVERY, again, number, postpone
 from .outcomes import FAILURE, IGNORED, RETRY
 from .parcels import SERVE
 from .skipped import FINISHED
@@ -203,11 +203,7 @@ class Redelivery:
         longest = max(2 * SHORTEST, (run.policy.ttl or run.service.config.ttl) / 3)
         countdown = random.uniform(SHORTEST, longest)
         copy = again(run.task, run.request, countdown=countdown, headers={})
-        try:
-            publish_copy(copy, self.message.nonce)
-        except Exception as exc:
-            raise Reject(exc, requeue=True) from exc
-        raise Ignore(f"an earlier delivery of the message {why}; comes again in {countdown:.0f} s")
+        postpone(run.task, copy, self.message.nonce, f"an earlier delivery of the message {why}")
 
     def _is_told(self, outcome: str) -> bool:
         """Whether the earlier delivery did all that a worker does after the body."""

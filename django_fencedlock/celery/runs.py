@@ -16,6 +16,7 @@ from ..exceptions import BackendUnavailable, LockNotAcquired
 from ..lease import Lease, clock, enter, leave
 from ..owners import Holder, new_owner, running_task, whoami
 from ..services import Service, service
+from .messages import RUN
 from .shield import Shield
 from .tasks import Single
 
@@ -89,8 +90,8 @@ class Run:
             for outer in _running.get()
         )
 
-    def acquire(self, before_waiting: Callable[[Sequence[Holder]], object]) -> Lease:
-        """Take the lock, or raise `LockNotAcquired`, or what `before_waiting` raises."""
+    def acquire(self, on_refusal: Callable[[Sequence[Holder]], object]) -> Lease:
+        """Acquire the lock, or raise `LockNotAcquired`, or what `on_refusal` raises."""
         self._refuse_own_lock()
         started = clock()
         request = Request(
@@ -100,7 +101,7 @@ class Run:
             self.policy.fenced,
             self._patience(),
             self.shield.cancel,
-            before_waiting=before_waiting,
+            on_refusal=on_refusal,
         )
         pattern = self.single.pattern(self.task)
         lease = self.service.acquire(
@@ -110,6 +111,9 @@ class Run:
             waited = clock() - started
             raise self.service.refusal(self.name, waited, request.fenced, request.seen)
         self.lease = lease
+        if self.request is not None:
+            # What the task publishes from now on may have to wait until this lock is free.
+            setattr(self.request, RUN, self.owner.id)
         return lease
 
     def _patience(self) -> float:

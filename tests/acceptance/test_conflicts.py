@@ -1,6 +1,11 @@
 """What a run does that finds its lock held."""
 
+import os
+import signal
+import time
+
 import pytest
+from celery.result import AsyncResult
 
 from django_fencedlock import lock
 from tests.servers.process import wait_until
@@ -98,6 +103,43 @@ def test_conflicts_leave_the_own_retries_alone(worker, journal, key, held):
     assert second.get(timeout=20) == "second"
     spans = journal.assert_no_overlap(key)
     assert [span.retries for span in spans] == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["skip", "raise", "wait", "retry", "late_skip"])
+def test_a_retry_is_no_conflict_with_its_own_run(worker, journal, key, kind):
+    result = task(kind).delay(key, 42, outcome="retry, return", tidy=1)
+    assert result.get(timeout=20) == 42
+    spans = journal.assert_no_overlap(key)
+    assert [span.retries for span in spans] == [0, 1]
+    assert "wasn't acquired" not in worker.new_log
+
+
+def test_a_coalesced_retry_is_none_either(worker, journal, key):
+    result = task("coalesce").delay(key, 42, outcome="retry, return", tidy=1)
+    assert result.get(timeout=20) == 42
+    assert [span.retries for span in journal.assert_no_overlap(key)] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["skip", "late_skip"])
+@pytest.mark.parametrize("outcome", ["replace", "chain"])
+def test_what_a_body_publishes_to_go_on_waits_for_its_end(worker, journal, key, kind, outcome):
+    result = task(kind).delay(key, 42, outcome=outcome, tidy=1)
+    if outcome == "chain":
+        result = AsyncResult(result.get(timeout=20))
+    assert result.get(timeout=20) == 42
+    spans = journal.assert_no_overlap(key)
+    assert [span.value for span in spans] == [42, 42]
+
+
+def test_a_retry_runs_though_its_own_run_was_killed(make_worker, journal, key):
+    make_worker()
+    task("skip").delay(key, 42, outcome="retry, return", tidy=60)
+    first = journal.wait_for_begun(key)[0]
+    # So that the retry has been published, and found the lock held.
+    time.sleep(0.5)
+    os.kill(first.pid, signal.SIGKILL)
+    wait_until(lambda: len(journal.spans(key)) == 2, "the retry", 20)
+    wait_until(lambda: is_free(key), "the end of the retry", 5)
 
 
 @pytest.mark.parametrize("alias", ["default", "redis"])

@@ -46,6 +46,20 @@ def test_retries_have_tokens_of_their_own(pool_worker, journal, key):
     assert len({span.token for span in spans}) == 2
 
 
+def test_a_retry_comes_again_until_its_own_run_has_ended(pool_worker, journal, key):
+    """The body's ``finally`` outlasts the countdown, and another thread or process is idle."""
+    aliases = ["default", "sessions", "redis"]
+    results = [
+        task("skip", alias).delay(f"{key}-{alias}", 42, outcome="retry, return", tidy=1)
+        for alias in aliases
+    ]
+    assert [result.get(timeout=30) for result in results] == [42, 42, 42]
+    for alias in aliases:
+        spans = journal.assert_no_overlap(f"{key}-{alias}")
+        assert [span.retries for span in spans] == [0, 1]
+        assert is_free(f"{key}-{alias}", alias)
+
+
 def test_a_conflict_is_skipped(pool_worker, journal, key):
     with lock(key):
         assert was_skipped(task("skip").delay(key))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from celery import Task, _state, current_app
+from celery import Task, _state, chain, current_app
 from celery._state import connect_on_app_finalize
 from celery.exceptions import Ignore, Reject
 
@@ -50,6 +50,7 @@ def run(
     seconds: float = 0.0,
     grind: int = 0,
     outcome: str = "return",
+    tidy: float = 0.0,
 ) -> Any:
     """
     Do as told, and write down when that begins and ends.
@@ -60,7 +61,10 @@ def run(
         gate: Wait until the test opens the gate of the key.
         seconds: Sleep for so long.
         grind: Compute so many rounds in one call of C, in which no signal is seen.
-        outcome: return, raise, retry, ignore, reject or exit; "raise, return" has one per attempt.
+        outcome: return, raise, retry, replace, chain, ignore, reject or exit;
+            "raise, return" has one per attempt. What replaces it, and the chain, are of the task
+            "skip" and under the same lock.
+        tidy: Sleep for so long in a ``finally`` of the first attempt, under the lock.
     """
     journal = Journal()
     # Not the context's: a lease of another name is none of ours.
@@ -83,7 +87,10 @@ def run(
         time.sleep(seconds)
         if grind:
             hashlib.pbkdf2_hmac("sha256", b"", b"", grind)
-        return _end(self, what, value)
+        try:
+            return _end(self, what, value)
+        finally:
+            time.sleep(0 if self.request.retries else tidy)
 
 
 def _end(self: Any, outcome: str, value: Any) -> Any:
@@ -93,6 +100,12 @@ def _end(self: Any, outcome: str, value: Any) -> Any:
         raise Mishap(value)
     if outcome == "retry":
         raise self.retry(countdown=0.1, max_retries=3)
+    if outcome in ("replace", "chain"):
+        key = self.request.args[0]
+        step = task("skip").si(key, value)
+        if outcome == "replace":
+            return self.replace(step)
+        return chain(step, task("plain").si(f"{key}-tail", value)).delay().id
     if outcome == "ignore":
         raise Ignore
     if outcome == "reject":

@@ -232,15 +232,15 @@ MUTATIONS = (
     Mutation(
         "Who is asked whether to wait stands in line meanwhile",
         "backends/base.py",
-        "return self.timeout > 0 and self.before_waiting is None and self.connection is None",
+        "return self.timeout > 0 and self.on_refusal is None and self.connection is None",
         "return self.timeout > 0 and self.connection is None",
         (_TAKING,),
     ),
     Mutation(
         "Who can't wait, in a test's transaction, stays in line",
         "backends/base.py",
-        "return self.timeout > 0 and self.before_waiting is None and self.connection is None",
-        "return self.timeout > 0 and self.before_waiting is None",
+        "return self.timeout > 0 and self.on_refusal is None and self.connection is None",
+        "return self.timeout > 0 and self.on_refusal is None",
         (_TAKING,),
     ),
     Mutation(
