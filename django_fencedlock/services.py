@@ -91,6 +91,7 @@ class Service(TakesLeases):
         home = connections[self.config.fence_database]
         if transactions.is_tests_own(home):
             request.connection = home
+            self._refuse_as_in_production(request, home)
         else:
             request.in_transaction = home.in_atomic_block
         try:
@@ -115,6 +116,23 @@ class Service(TakesLeases):
         history.granted(lease)
         self._signal(signals.lock_acquired, name=lease.name, lease=lease, waited=waited)
         return lease
+
+    def _refuse_as_in_production(self, request: Request, home: BaseDatabaseWrapper) -> None:
+        """
+        Refuse a lock inside the code's own ``atomic()`` on SQLite, though a test could grant it.
+
+        Outside of a ``TestCase`` the grant is written by another connection, which has to wait for
+        that transaction.
+        """
+        writes = request.fenced or self.backend.records_unfenced
+        if (
+            home.vendor == "sqlite"
+            and writes
+            and self.backend.excludes
+            and not request.of_another_process
+            and transactions.has_own_block(home)
+        ):
+            raise self.backend.in_the_way(request)
 
     def _tell_refused(self, name: str, pattern: str, waited: float) -> None:
         logger.info(

@@ -51,6 +51,11 @@ def is_tests_own(connection: BaseDatabaseWrapper) -> bool:
     return bool(blocks) and bool(blocks[0]._from_testcase)  # type: ignore[attr-defined]
 
 
+def has_own_block(connection: BaseDatabaseWrapper) -> bool:
+    """Whether code under test has an ``atomic()`` of its own open inside a ``TestCase``'s."""
+    return any(not block._from_testcase for block in connection.atomic_blocks)  # type: ignore[attr-defined]
+
+
 def when_all_ended(open_now: Sequence[BaseDatabaseWrapper], callback: Callable[[], object]) -> None:
     """Call `callback` once, when the last of the transactions was committed or rolled back."""
     ending = _Ending(len(open_now), callback)

@@ -9,6 +9,7 @@ import textwrap
 import time
 
 import pytest
+from celery import Celery
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, transaction
 from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
@@ -22,11 +23,14 @@ from django_fencedlock import (
     current_lease,
     lock,
 )
+from django_fencedlock.celery import single_instance
+from django_fencedlock.exceptions import TransactionInTheWay
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.signals import lock_lost
 from django_fencedlock.test import (
     assert_locked,
     assert_not_locked,
+    eager_tasks,
     expire,
     hold_lock,
     locks_off,
@@ -70,11 +74,20 @@ class Grants:
             assert HeldLock.objects.using(self.using).get().token == 1
         assert not HeldLock.objects.using(self.using).exists()
 
-    def test_a_lock_after_a_write_in_atomic(self):
-        with transaction.atomic(using=self.using), lock("invoice:42") as lease:
+    def test_a_lock_inside_atomic(self):
+        with transaction.atomic(using=self.using):
             Fence.objects.using(self.using).create(name="other", token=7, owner="x")
-            assert lease.token == 1
-        assert not HeldLock.objects.using(self.using).exists()
+            if self.using == "default":
+                with pytest.raises(TransactionInTheWay, match=r"^Lock 'invoice:42' can't be taken"):
+                    lock("invoice:42").acquire()
+            else:
+                assert lock("invoice:42").acquire().release()
+
+    def test_a_lock_outside_of_atomic(self):
+        with lock("invoice:42") as lease, transaction.atomic(using=self.using):
+            with lock("invoice:42") as again:
+                assert again is lease
+            assert lease.verify()
 
     def test_a_lock_after_a_write(self):
         Fence.objects.using(self.using).create(name="other", token=7, owner="x")
@@ -326,9 +339,6 @@ class InATestCaseOnPostgres(Grants, LeftBehind, TestCase):
 class InATransactionTestCase(Grants, TransactionTestCase):
     available_apps = ["django_fencedlock"]
 
-    # SQLite has one writer, and this one is not the test's own.
-    test_a_lock_after_a_write_in_atomic = None
-
 
 @override_settings(FENCEDLOCK=ON_POSTGRES)
 class InATransactionTestCaseOnPostgres(Grants, TransactionTestCase):
@@ -387,6 +397,45 @@ class WithoutADatabase(SimpleTestCase):
         with locks_off():
             async with alock("invoice:42") as lease:
                 assert lease.token == 1
+
+
+_app = Celery("testing", set_as_current=False)
+
+
+@_app.task(shared=False)
+@single_instance("invoice:{pk}")
+def _charge(pk):
+    return current_lease().token
+
+
+class InsideAtomicInATestCase(TestCase):
+    """
+    On SQLite, where production has another connection write the grant, and can't.
+    """
+
+    def test_an_unfenced_lock_is_refused_too(self):
+        with transaction.atomic(), pytest.raises(TransactionInTheWay):
+            lock("invoice:42", fenced=False).acquire()
+
+    def test_so_is_a_plain_call_of_a_task(self):
+        with transaction.atomic(), pytest.raises(TransactionInTheWay):
+            _charge(42)
+
+    def test_a_task_that_a_worker_would_run_is_not(self):
+        with eager_tasks(_app), transaction.atomic():
+            assert _charge.delay(42).get() == 1
+
+    def test_nor_is_what_stands_for_another_process(self):
+        lease = lock("invoice:42").acquire()
+        with transaction.atomic(), hold_lock("invoice:43"):
+            lose(lease)
+        assert lease.lost
+
+    def test_nor_is_what_runs_after_the_commit(self):
+        got = []
+        with self.captureOnCommitCallbacks(execute=True), transaction.atomic():
+            transaction.on_commit(lambda: got.append(lock("invoice:42").acquire()))
+        assert got[0].release()
 
 
 @pytest.mark.django_db

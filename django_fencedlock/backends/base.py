@@ -15,7 +15,7 @@ from django.db import DatabaseError
 
 from .. import logs, signals
 from ..conf import AliasConfig, Problem, unknown
-from ..exceptions import AliasConflict, BackendUnavailable
+from ..exceptions import AliasConflict, BackendUnavailable, TransactionInTheWay
 from ..fences import Entry
 from ..findings import Finding
 from ..lease import Lease
@@ -79,6 +79,9 @@ class Request:
     connection: BaseDatabaseWrapper | None = None
     #: The caller is inside a transaction on the fence database.
     in_transaction: bool = False
+    #: In a test it stands for a request of another process, which isn't inside the transaction of
+    #: the code under test.
+    of_another_process: bool = False
     #: Of one who stands in line since his try was refused: what `wait()` is to know of it.
     place: list[Any] = field(default_factory=list)
 
@@ -318,6 +321,16 @@ class Backend(ABC):
             name=request.name,
             alias=self.config.alias,
             holder=holder,
+        )
+
+    def in_the_way(self, request: Request) -> TransactionInTheWay:
+        """The error for a caller on SQLite whose own transaction keeps a grant from its file."""
+        return TransactionInTheWay(
+            f"Lock {request.name!r} can't be taken here: SQLite has one writer at a time, and "
+            "this code is inside a transaction that has the file. Take the lock first, and open "
+            "the transaction inside of it.",
+            name=request.name,
+            alias=self.config.alias,
         )
 
     def unavailable(

@@ -10,7 +10,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig, Problem, location_problems, timeout_problems
-from ..exceptions import BackendUnavailable, TransactionInTheWay
+from ..exceptions import BackendUnavailable
 from ..fences import Ledger, NameAndOwner, Row, ledger_for
 from ..lease import Lease, clock
 from ..owners import Holder
@@ -224,13 +224,7 @@ class DatabaseBackend(Backend):
             return
         # If the caller's own transaction has the file, waiting is in vain.
         if request.in_transaction:
-            raise TransactionInTheWay(
-                f"Lock {request.name!r} can't be taken here: SQLite has one writer at a time, and "
-                "this code is inside a transaction that has the file. Take the lock first, and "
-                "open the transaction inside of it.",
-                name=request.name,
-                alias=self.config.alias,
-            ) from error
+            raise self.in_the_way(request) from error
         if request.connection is not None:
             raise self.unavailable("acquiring", error, request.name) from error
         raise _FileLocked from error

@@ -12,7 +12,6 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import logs
 from ..conf import AliasConfig
-from ..exceptions import TransactionInTheWay
 from ..fences import Ledger, Row, ledger_for
 from ..sessions import sessions
 from .base import Backend, Grant, Request
@@ -101,13 +100,7 @@ class RecordsGrants(Backend):
             return
         if not request.in_transaction:
             raise error
-        raise TransactionInTheWay(
-            f"Lock {request.name!r} can't be recorded here: SQLite has one writer at a time, and "
-            "this code is inside a transaction that has the file. Take the lock first, and open "
-            "the transaction inside of it.",
-            name=request.name,
-            alias=self.config.alias,
-        ) from error
+        raise self.in_the_way(request) from error
 
     def _repair(self, request: Request) -> int | None:
         """Get a token newer than the recorded one; None if somebody else has the lock by now."""

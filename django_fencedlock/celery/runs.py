@@ -102,6 +102,8 @@ class Run:
             self._patience(),
             self.shield.cancel,
             on_refusal=on_refusal,
+            # A worker's, but for a plain call.
+            of_another_process=not self.is_called_directly,
         )
         pattern = self.single.pattern(self.task)
         lease = self.service.acquire(

@@ -128,7 +128,8 @@ def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator
     # Not this thread nor this task, but on the test's connection all the same.
     somebody_else = object()
     owner = replace(new_owner(), thread="hold_lock")
-    lease = control.acquire(Request(name, owner, control.config.ttl, fenced), somebody_else)
+    request = Request(name, owner, control.config.ttl, fenced, of_another_process=True)
+    lease = control.acquire(request, somebody_else)
     if lease is None:
         raise control.refusal(name, 0)
     try:
