@@ -66,6 +66,8 @@ class Holder:
     token: int | None = None
     acquired_at: datetime | None = None
     expires_at: datetime | None = None
+    #: The server process of the session that has the lock, where a lock lives on a session.
+    session_pid: int | None = None
 
     def __str__(self) -> str:
         # As another process wrote them, of whatever release: nothing in them is to forge a log.

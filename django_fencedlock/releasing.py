@@ -15,7 +15,7 @@ from enum import StrEnum
 from django.db import Error, connections
 
 from . import conf, logs, names, signals
-from .backends.base import HoldingSession, Taken, is_table_missing
+from .backends.base import Taken, is_table_missing
 from .exceptions import BackendUnavailable, ReleaseBlocked
 from .fences import Row, ledger_for
 from .fences.blocking import named, pinned_by, tables_locked_by
@@ -46,7 +46,7 @@ class Outcome(StrEnum):
     NOT_HELD = "not held"
     #: Somebody else has it than was meant: nothing was done to him.
     CHANGED_HANDS = "changed hands"
-    #: It has no row, and ends with its session alone: nothing was done.
+    #: It has no row, and ends with its server session alone: nothing was done.
     NEEDS_END_OF_SESSION = "needs the end of its session"
 
 
@@ -61,13 +61,11 @@ class HeldBy:
     fenced: bool
     #: Its lease is over, and nobody has come since.
     expired: bool = False
-    #: Where the lock lives as long as a session: that one, and what falls with it.
-    session: HoldingSession | None = None
 
     @property
     def owner(self) -> str:
-        """What tells this holder from any other."""
-        return self.holder.owner or (self.session.id if self.session else "")
+        """What tells this holder from any other; empty if it isn't in the registry."""
+        return self.holder.owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,9 @@ class Release:
     def __str__(self) -> str:
         lock = f"Lock {self.name!r}"
         lock += f" (alias {self.alias!r})" if self.alias else ""
-        return _WORDS[self.outcome].format(lock=lock, holder=self.holder, fence=self._fence())
+        return _WORDS[self.outcome].format(
+            lock=lock, holder=self.holder, fence=self._fence(), end=end_of_session(self.holder)
+        )
 
     def _fence(self) -> str:
         if self.token is None:
@@ -103,12 +103,26 @@ class Release:
 _WORDS = {
     Outcome.FREED: "{lock} of {holder} was released by force. {fence}",
     Outcome.LEFT_TO_HOLDER: "{lock} was taken from {holder}, whose process gives it back when it "
-    "next renews it, within a third of its ttl. {fence}",
+    "next renews it, within a third of its ttl. {fence}{end}",
     Outcome.NOT_HELD: "{lock} is free: there is nothing to release.",
     Outcome.CHANGED_HANDS: "{lock} has changed hands, and was left alone: now {holder} has it.",
     Outcome.NEEDS_END_OF_SESSION: "{lock} of {holder} isn't in the registry, so it ends with its "
-    "session alone. Nothing was done.",
+    "session alone. Nothing was done.{end}",
 }
+
+
+def end_of_session(holder: Holder | None) -> str:
+    """How to end the server session that a lock lives on; empty if it lives on none."""
+    if holder is None or holder.session_pid is None:
+        return ""
+    return (
+        " If its process hangs, end its session, and with it every other lock of that session: "
+        f"{end_session_sql(holder.session_pid)}"
+    )
+
+
+def end_session_sql(pid: int) -> str:
+    return f"SELECT pg_terminate_backend({pid})"
 
 
 def held_by(name: str, backend: str = conf.DEFAULT_ALIAS) -> HeldBy | None:
@@ -144,7 +158,6 @@ def _held_by(name: str, backend: str) -> HeldBy | None:
         holder=holder,
         fenced=row.fenced if row and is_recorded else holder.token is not None,
         expired=now is None,
-        session=asked.backend.holding_session(name),
     )
 
 
@@ -170,7 +183,6 @@ def force_release(
     by: str,
     backend: str = conf.DEFAULT_ALIAS,
     owner: str | None = None,
-    end_session: bool | str = False,
 ) -> Release:
     """
     Take lock `name` away from whoever has it, and let the next one have it.
@@ -183,8 +195,6 @@ def force_release(
         backend: The alias that the lock is taken through.
         owner: The holder that is meant, by `HeldBy.owner` or `Lease.owner`; a lock that has
             changed hands since is left alone.
-        end_session: End the session of a lock of PostgreSQL, with all other locks that it holds;
-            its id for that one alone. `HeldBy.session` tells what falls with it.
 
     Raises:
         ReleaseBlocked: Somebody's open transaction has the fence locked. Nothing was done.
@@ -197,26 +207,25 @@ def force_release(
     found = held_by(name, backend)
     if found is None:
         return Release(name, backend, Outcome.NOT_HELD)
+    if not found.owner:
+        return Release(name, backend, Outcome.NEEDS_END_OF_SESSION, found.holder)
     if owner is not None and owner != found.owner:
         return Release(name, backend, Outcome.CHANGED_HANDS, found.holder)
-    session = _session_to_end(found, end_session)
-    if not found.holder.owner and not session:
-        return Release(name, backend, Outcome.NEEDS_END_OF_SESSION, found.holder)
-    revoked, taken = _take(found, by, session)
+    revoked, taken = _take(found, by)
     if taken is Taken.NOT_HIS:
         again = _held_by(name, backend)
         if again is not None and again.owner == found.owner:
             # He was recording his grant meanwhile, and so got a token above the lifted fence.
             found = again
-            revoked, taken = _take(found, by, session)
+            revoked, taken = _take(found, by)
     return _concluded(found, by, revoked, taken)
 
 
-def _take(found: HeldBy, by: str, session: str) -> tuple[Revoked | None, Taken]:
+def _take(found: HeldBy, by: str) -> tuple[Revoked | None, Taken]:
     """Lift the fence, then free the lock."""
     revoked = _revoke(found, by)
     taken = service(found.alias).backend.take_away(
-        found.name, found.holder.owner, token=revoked.token if revoked else None, session=session
+        found.name, found.owner, token=revoked.token if revoked else None
     )
     if revoked is not None and found.fenced and taken is Taken.FREED:
         revoked = _revoked_again(found, by, revoked)
@@ -243,25 +252,9 @@ def _revoked_again(found: HeldBy, by: str, revoked: Revoked) -> Revoked:
     return replace(revoked, token=again.token) if again and again.is_new else revoked
 
 
-def _session_to_end(found: HeldBy, end_session: bool | str) -> str:
-    if not end_session or found.session is None:
-        return ""
-    if not found.session.id:
-        raise BackendUnavailable(
-            f"Lock {found.name!r} is held by {found.session.words}, which this role may not look "
-            "into, nor end. Connect as the same role, or GRANT that one to this.",
-            name=found.name,
-            alias=found.alias,
-        )
-    # The one that was seen, should another hold the lock by now.
-    return found.session.id if end_session is True else end_session
-
-
 def _revoke(found: HeldBy, by: str) -> Revoked | None:
     """Lift the fence and note who did it; None if that can't be had for an unfenced lock."""
     holder, config = found.holder, service(found.alias).config
-    if not holder.owner:
-        return None
     try:
         return Revoking(config).revoke(
             found.name, holder.owner, by, fenced=found.fenced, seen=holder.token

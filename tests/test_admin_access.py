@@ -7,7 +7,6 @@ A request that isn't allowed acquires no lock, releases none, and names neither 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from django.utils import timezone
 
 from django_fencedlock import Lease, signals
 from django_fencedlock.admin import FenceAdmin, FencedModelAdmin, HeldLockAdmin, LockEventAdmin
-from django_fencedlock.admin.releasing import Marked, _listed
+from django_fencedlock.admin.releasing import Marked
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.test import hold_lock
 from tests.models import Account, Invoice, LedgerLine
@@ -104,8 +103,8 @@ VISITORS = {
 
 # What is asked for
 
-#: In posted data: the row's key, its account, the lock that a page showed, and its signature.
-PK, ACCOUNT, LOCK, LISTED = "<pk>", "<account>", "<lock>", "<listed>"
+#: In posted data: the row's key, its account, the lock that a page showed.
+PK, ACCOUNT, LOCK = "<pk>", "<account>", "<lock>"
 #: No visitor has it.
 NONE = frozenset({"none"})
 #: As everywhere in Django's admin, who may change may view.
@@ -155,7 +154,6 @@ CHANGE = {"account": ACCOUNT, "amount": "5", "note": "x"}
 SAVE_AS_NEW = {**CHANGE, "_saveasnew": "x"}
 DELETE = {"action": "delete_selected", "_selected_action": PK}
 RELEASE = {"lock": LOCK, "step": "release"}
-END_SESSION = {"lock": LOCK, "step": "end_session"}
 NO_ROW: Any = {"narrowed": None, "guarded": None}
 
 
@@ -198,12 +196,6 @@ def steps() -> Iterator[Step]:
     # There is an action, and not this one.
     yield Step("heldlock", "changelist", DELETE, VIEW, 302, "", "release", 200, **NO_ROW)
     yield Step(data=None, needs=VIEW, status=200, **asks)
-    yield Step(data={"lock": LOCK, "step": "ask_again"}, needs=VIEW, status=200, **asks)
-    # What a page hasn't listed is listed first.
-    yield Step(data=END_SESSION, needs=VIEW, status=200, **asks)
-    yield Step(
-        data=END_SESSION | {"listed": LISTED}, needs=VIEW, status=302, effect="releases", **asks
-    )
     yield Step(data=RELEASE, needs=VIEW, status=302, effect="releases", **asks)
 
 
@@ -233,7 +225,6 @@ class Scene:
 
     visitor: Visitor
     client: Client
-    user: User
 
     def answer(self, step: Step, row: Any, lease: Lease | None) -> Any:
         app = "tests" if step.model in FENCED else "django_fencedlock"
@@ -247,10 +238,6 @@ class Scene:
             return self.client.get(url)
         mark = str(Marked(NAME, "default", lease.owner)) if lease else ""
         values = {PK: row.pk, ACCOUNT: getattr(row, "account_id", ""), LOCK: mark}
-        if LISTED in step.data.values():
-            # The very signature that the page before would have made for this user.
-            request: Any = SimpleNamespace(user=self.user)
-            values[LISTED] = _listed(request, [Marked(NAME, "default", lease.owner)])
         data = {key: values.get(value, value) for key, value in step.data.items()}
         if self.visitor.has_csrf_token:
             self.client.cookies["csrftoken"] = data["csrfmiddlewaretoken"] = "a" * 32
@@ -269,7 +256,7 @@ def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sc
         monkeypatch.setattr(model, "__str__", lambda row: ROW)
     event = {"kind": "refused", "holder": HOLDER, "times": 1, "happened_at": timezone.now()}
     LockEvent.objects.create(id=1, name=NAME, **event)
-    return Scene(visitor, client, user)
+    return Scene(visitor, client)
 
 
 @contextlib.contextmanager

@@ -64,9 +64,8 @@ def choose(client, *names):
     return client.post(LIST, data)
 
 
-def confirm(client, asked, step="release"):
-    listed = re.findall(r'name="listed" value="([^"]*)"', asked.content.decode())
-    return client.post(RELEASE, {"lock": marks(asked), "step": step, "listed": listed})
+def confirm(client, asked):
+    return client.post(RELEASE, {"lock": marks(asked), "step": "release"})
 
 
 class TestPermission:
@@ -82,9 +81,8 @@ class TestPermission:
         with lock("invoice:42") as lease:
             mark = str(releasing.Marked("invoice:42", "default", lease.owner))
             assert viewer.get(RELEASE, {"name": "invoice:42"}).status_code == 403
-            for step in ("release", "ask_again", "end_session"):
-                answer = viewer.post(RELEASE, {"lock": mark, "step": step})
-                assert answer.status_code == 403
+            answer = viewer.post(RELEASE, {"lock": mark, "step": "release"})
+            assert answer.status_code == 403
             choose(viewer, "invoice:42")
             lease.renew()
         assert not LogEntry.objects.exists()
@@ -246,7 +244,7 @@ class TestReleasing:
             {"step": "no"},
             {"step": "release", "lock": "x"},
             {"step": "release", "lock": "[1]"},
-            {"step": "release", "lock": '["invoice:42", "default", {"id": 1}, ""]'},
+            {"step": "release", "lock": '["invoice:42", "default", {"id": 1}]'},
         ],
     )
     def test_a_form_that_is_none_of_ours(self, anna, data):
@@ -323,73 +321,18 @@ class TestSessions:
             lease.renew()
         assert lock("x").holder() is None
 
-    def test_the_second_question_names_all_that_falls(self, anna):
-        lease, other = lock("x").acquire(), lock("y").acquire()
-        asked = anna.get(RELEASE, {"name": "x"})
-        again = confirm(anna, asked, step="ask_again")
-        page = html.unescape(again.content.decode())
-        assert "These locks end with it:" in page
-        assert "<strong>y</strong>" in page
-        assert lease.verify()
-        ((level, _),) = told(confirm(anna, again, step="end_session"))
-        assert level == "success"
-        assert not other.verify()
-        assert not lease.verify()
-        with pytest.raises(LeaseLost, match="by anna"):
-            lease.check()
+    def test_the_page_shows_how_to_end_the_session(self, anna):
+        lease = lock("x").acquire()
+        pid = HeldLock.objects.using("postgres").get(name="x").session_pid
+        page = html.unescape(anna.get(RELEASE, {"name": "x"}).content.decode())
+        assert f"SELECT pg_terminate_backend({pid})" in page
+        lease.release()
 
-    def test_one_that_changed_hands_is_not_asked_about_again(self, anna):
-        former = lock("x").acquire()
-        asked = anna.get(RELEASE, {"name": "x"})
-        former.release()
-        with lock("x") as lease:
-            again = confirm(anna, asked, step="ask_again")
-            assert again.status_code == 302
-            assert confirm(anna, asked, step="end_session").status_code == 302
-            assert lease.verify()
-
-    def test_no_session_ends_whose_locks_were_not_listed(self, anna):
-        """A form that was made up, or another's, leads to the second question."""
-        one, two = lock("x").acquire(), lock("y").acquire()
-        asked = anna.get(RELEASE, {"name": "x"})
-        assert 'name="listed"' not in asked.content.decode()
-        again = confirm(anna, asked, step="end_session")
-        assert "These locks end with it:" in again.content.decode()
-        listed = re.findall(r'name="listed" value="([^"]*)"', again.content.decode())
-        for other in (marks(anna.get(RELEASE, {"name": "y"})), marks(again)):
-            data = {"lock": other, "step": "end_session", "listed": listed}
-            if other == marks(again):
-                data["listed"] = f"{listed[0]}x"
-            assert "These locks end with it:" in anna.post(RELEASE, data).content.decode()
-        assert one.verify()
-        assert two.verify()
-        assert not LogEntry.objects.exists()
-
-    def test_what_was_listed_for_one_lock_or_user_is_good_for_no_other(self, anna):
-        """One session each: what falls with the other wasn't told."""
-        leases = [lock("x").acquire(), lock("y").acquire()]
-        again = confirm(anna, anna.get(RELEASE, {"name": "x"}), step="ask_again")
-        listed = re.findall(r'name="listed" value="([^"]*)"', again.content.decode())
-        both = marks(again) + marks(anna.get(RELEASE, {"name": "y"}))
-        data = {"lock": both, "step": "end_session", "listed": listed}
-        assert "These locks end with it:" in anna.post(RELEASE, data).content.decode()
-        boss = Client()
-        boss.force_login(User.objects.create_superuser("boss"))
-        data["lock"] = marks(again)
-        assert "These locks end with it:" in boss.post(RELEASE, data).content.decode()
-        assert all(lease.verify() for lease in leases)
-        assert anna.post(RELEASE, data).status_code == 302
-        assert not any(lease.verify() for lease in leases)
-
-    def test_after_it_was_left_to_a_holder_it_can_be_ended(self, anna):
+    def test_who_did_it_before_is_shown(self, anna):
         lock("x").acquire()
         force_release("x", by="somebody")
         asked = anna.get(RELEASE, {"name": "x"})
         assert "released by force already, by somebody at" in asked.content.decode()
-        again = confirm(anna, asked, step="ask_again")
-        ((level, _),) = told(confirm(anna, again, step="end_session"))
-        assert level == "success"
-        assert lock("x").holder() is None
 
 
 class ToPostgres:

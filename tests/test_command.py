@@ -273,12 +273,6 @@ class TestRelease:
         assert "It isn't fenced" in out
         assert not lease.verify()
 
-    def test_no_session_to_end(self):
-        with lock("invoice:1"):
-            _, err, code = run("release", "invoice:1", "--end-session", "--yes")
-            assert code == 2
-            assert "live in no session" in err
-
     def test_several_aliases(self, settings, redis_server):
         redis = {"BACKEND": REDIS, "LOCATION": redis_server.url, "KEY_PREFIX": uuid4().hex}
         settings.FENCEDLOCK = {"default": {}, "jobs": redis}
@@ -325,25 +319,27 @@ class TestRelease:
             assert lease.verify()
 
     @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-    def test_the_end_of_a_session(self, settings):
+    def test_how_to_end_a_session(self, settings):
         settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
-        lease, other = lock("x").acquire(), lock("y").acquire()
+        lease = lock("x").acquire()
+        pid = HeldLock.objects.using("postgres").get(name="x").session_pid
+        assert f", server session {pid}\n" in run("show", "x")[0]
+        assert run_json("show", "x")[0]["services"][0]["holder"]["session_pid"] == pid
         out, _, code = run("release", "x", stdin=Terminal("y\n"))
         assert code == 0
         assert "gives it back when it next renews it" in out
-        out, err, code = run("release", "x", "--end-session", stdin=Terminal("y\nn\n"))
-        assert (err, code) == ("Nothing was done.", 1)
-        assert "It holds 'y' too" in out
-        assert other.verify()
-        found, code = run_json("release", "x", "--end-session", "--yes")
-        assert code == 0
-        assert (found["outcome"], found["fell_with_it"]) == ("freed", ["y"])
-        # By whoever watches the session, and not by a question that comes first.
-        wait_until(lambda: other.lost, "the other lock to be lost")
-        with pytest.raises(LeaseLost, match="the session that held it ended"):
-            other.check()
+        assert out.count(f"SELECT pg_terminate_backend({pid})") == 2
         with pytest.raises(LeaseLost, match="released by force"):
-            lease.check()
+            lease.renew()
+
+    @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+    def test_a_lock_that_only_the_end_of_its_session_frees(self, settings):
+        settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
+        with lock("x", fenced=False) as lease:
+            found, code = run_json("release", "x", "--yes")
+            assert (found["outcome"], code) == ("needs the end of its session", 1)
+            assert f"pg_terminate_backend({found['holder']['session_pid']})" in found["message"]
+            assert lease.verify()
 
 
 class TablesInDefault:

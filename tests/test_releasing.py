@@ -1,5 +1,6 @@
 """Forced releases, as far as they are the same whatever the backend: notes, models, test cases."""
 
+import re
 from datetime import timedelta
 
 import pytest
@@ -18,6 +19,7 @@ from django_fencedlock.releasing import Outcome, held_by
 from django_fencedlock.services import service
 from tests.leases import lease_of
 from tests.models import Invoice
+from tests.servers.process import wait_until
 
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
@@ -187,39 +189,27 @@ def test_a_database_that_is_away_keeps_a_fenced_lock_from_being_freed(
     lease.release()
 
 
-@real
-def test_a_session_that_may_not_be_looked_into_is_not_ended(settings, make_postgres, make_alias):
-    alias = make_alias(make_postgres().django())
-    settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": alias}}
-    with connections[alias].cursor() as cursor:
-        cursor.execute("CREATE ROLE clerk LOGIN")
-        cursor.execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO clerk")
-    lease = lock("x").acquire()
-    # From now on, for every session but that of the lock.
-    connections[alias].close()
-    connections[alias].settings_dict["USER"] = "clerk"
-    found = held_by("x")
-    assert found is not None
-    assert found.session is not None
-    assert found.session.id == ""
-    with pytest.raises(BackendUnavailable, match="GRANT that one to this"):
-        force_release("x", by="me", end_session=True)
-    assert lease.verify()
-    assert force_release("x", by="me").outcome is Outcome.LEFT_TO_HOLDER
-    with pytest.raises(LeaseLost, match="by me"):
-        lease.renew()
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_session_lock_tells_how_to_end_its_session(settings, postgres, fenced):
+    settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
+    lease = lock("x", fenced=fenced).acquire()
+    done = force_release("x", by="me")
+    assert done.outcome is (Outcome.LEFT_TO_HOLDER if fenced else Outcome.NEEDS_END_OF_SESSION)
+    (statement,) = re.findall(r"SELECT pg_terminate_backend\(\d+\)", str(done))
+    with connections["postgres"].cursor() as cursor:
+        cursor.execute(statement)
+    wait_until(lambda: lease.lost, "the lock to be lost with its session")
+    assert lock("x").holder() is None
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-def test_a_session_that_has_its_number_from_one_that_is_gone_is_not_ended(settings, postgres):
+def test_an_owner_that_is_not_in_the_registry_is_not_said_to_have_changed(settings, postgres):
     settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
-    lease, other = lock("x").acquire(), lock("y").acquire()
-    pid, _, _ = held_by("x").session.id.partition(".")
-    done = force_release("x", by="me", end_session=f"{pid}.1")
-    assert done.outcome is Outcome.LEFT_TO_HOLDER
-    assert other.verify()
-    with pytest.raises(LeaseLost, match="by me"):
-        lease.renew()
+    with lock("x", fenced=False) as lease:
+        done = force_release("x", by="me", owner=lease.owner)
+        assert done.outcome is Outcome.NEEDS_END_OF_SESSION
+        assert lease.verify()
 
 
 @real

@@ -319,11 +319,10 @@ def test_what_can_be_no_name_is_refused_everywhere(service_name, alias, boss, na
         with pytest.raises(CommandError) as caught:
             command(*arguments, "--", name)
         assert is_quiet(str(caught.value))
-    mark = json.dumps([name, "default", "me", ""])
+    mark = json.dumps([name, "default", "me"])
     for answer in (
         boss.get(f"{LIST}release/", {"database": alias, "name": name.encode(errors="replace")}),
         boss.post(f"{LIST}release/", {"lock": mark, "step": "release"}),
-        boss.post(f"{LIST}release/", {"lock": mark, "step": "ask_again"}),
         boss.get(LIST, {"database": alias, "q": name.encode(errors="replace")}),
         boss.get(LIST, {"database": alias, "host": name.encode(errors="replace")}),
     ):

@@ -604,11 +604,9 @@ def test_whose_session_has_a_lock_is_told_by_all_of_his_row(backend, peer, name,
     lease = take(backend, name)
     given = {"name": name, "owner": lease.owner}
     pid = lease.handle.session.pid
-    assert peer._look(name, statements.HAS_KEY, given) == [(1,)]
     HeldLock.objects.using(ALIAS).filter(name=name).update(**other)
     assert peer._look(name, statements.END_ORPHAN, given) == []
     if "session_started" not in other:
-        assert peer._look(name, statements.HAS_KEY, given) == []
         assert peer._look(name, statements.EVICT, given)[0][0] is None
     assert backend._home.ask(lambda: backend._home.session().pid) == pid
 
@@ -619,14 +617,3 @@ def test_a_holder_is_told_by_the_row_of_his_own_session_alone(backend, peer, nam
     assert peer.holder(name).owner == peer.holders([name])[name].owner == lease.owner
     HeldLock.objects.using(ALIAS).filter(name=name).update(session_pid=1)
     assert peer.holder(name).owner == peer.holders([name])[name].owner == ""
-
-
-@POSTGRES
-def test_a_session_is_ended_for_the_sake_of_a_lock_that_it_has_alone(backend, peer, name, key):
-    take(backend, name)
-    pid, started = map(int, peer.holding_session(name).id.split("."))
-    for other in ({"key": key + 1}, {"started": started + 1}):
-        given = {"key": key, "pid": pid, "started": started, **other}
-        assert peer._look(name, statements.END_SESSION, given) == []
-    given = {"key": key, "pid": pid, "started": started}
-    assert peer._look(name, statements.END_SESSION, given) == [(True,)]

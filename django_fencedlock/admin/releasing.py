@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -11,7 +10,6 @@ from typing import Any, Protocol, cast
 from django.contrib import admin, messages
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.auth.models import AbstractBaseUser
-from django.core import signing
 from django.core.exceptions import BadRequest, PermissionDenied
 from django.db import connections
 from django.db.models import QuerySet
@@ -22,21 +20,17 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 from django.views.decorators.clickjacking import xframe_options_deny
 
-from ..backends.base import HoldingSession
 from ..exceptions import BackendUnavailable, FencedLockError
 from ..fences.revoking import Note, notes
 from ..lease import clock
 from ..models import HeldLock
 from ..names import validate
 from ..registry import ListedLock, State, entries
-from ..releasing import Outcome, Release, force_release
-from ..services import service
+from ..releasing import Outcome, Release, end_session_sql, force_release
 from ..texts import telling
 from .databases import address, be_storable, shown_of
 from .reasons import reason
 from .transactions import outside
-
-logger = logging.getLogger(__name__)
 
 #: Locks that are released at once.
 MOST = 100
@@ -44,9 +38,6 @@ MOST = 100
 LIMIT = 20.0
 #: Locks that are told of one by one.
 TOLD = 10
-
-#: What the form says is to be done.
-RELEASE, ASK_AGAIN, END_SESSION = "release", "ask_again", "end_session"
 
 _CANT = {
     State.LOST: gettext_lazy("Somebody else has it by now; it will be left alone."),
@@ -61,10 +52,9 @@ class Marked:
     name: str
     alias: str
     owner: str
-    session: str = ""
 
     def __str__(self) -> str:
-        return json.dumps([self.name, self.alias, self.owner, self.session])
+        return json.dumps([self.name, self.alias, self.owner])
 
     @classmethod
     def read(cls, text: str) -> Marked:
@@ -72,7 +62,7 @@ class Marked:
             found = json.loads(text)
         except (ValueError, RecursionError) as exc:
             raise BadRequest("No lock of this form.") from exc
-        if not (isinstance(found, list) and len(found) == 4 and _are_texts(found)):
+        if not (isinstance(found, list) and len(found) == 3 and _are_texts(found)):
             raise BadRequest("No lock of this form.")
         try:
             validate(found[0])
@@ -90,29 +80,27 @@ class Shown:
     """A lock on a page that asks."""
 
     entry: ListedLock
-    session: HoldingSession | None = None
+    #: The server process of the session that it lives on, if it lives on one.
+    session_pid: int | None = None
     #: By whom it was taken away before, if its holder hasn't given it back yet.
     before: Note | None = None
 
     @property
     def mark(self) -> Marked:
-        entry, session = self.entry, self.session
-        return Marked(entry.name, entry.alias, entry.owner, session.id if session else "")
+        return Marked(self.entry.name, self.entry.alias, self.entry.owner)
 
     @property
     def name(self) -> str:
         return telling(self.entry.name)
 
     @property
-    def others(self) -> list[tuple[str, str]]:
-        """What else would end with its session, each with its holder."""
-        held = self.session.others if self.session else ()
-        return [(telling(name), holder) for name, holder in held]
-
-    @property
     def why_not(self) -> Any:
         """Why it can't be released."""
         return _CANT.get(self.entry.state)
+
+    @property
+    def end_session_sql(self) -> str:
+        return end_session_sql(self.session_pid) if self.session_pid else ""
 
     @property
     def seconds(self) -> int:
@@ -185,22 +173,12 @@ class ReleasesByForce:
             be_storable(request)
             return page.answered(request, self._ask_first)
         marks = [Marked.read(text) for text in request.POST.getlist("lock")[:MOST]]
-        step = request.POST.get("step")
-        if step == ASK_AGAIN or (step == END_SESSION and not _were_listed(request, marks)):
-            return page.answered(request, self._ask_again, marks)
-        if step not in (RELEASE, END_SESSION):
+        if request.POST.get("step") != "release":
             raise BadRequest("Nothing is to be done.")
-        return page.answered(request, self._release, marks, step == END_SESSION)
+        return page.answered(request, self._release, marks)
 
     def _ask_first(self, request: HttpRequest) -> HttpResponse:
         return self._ask(request, shown(self._listed_rows(request, [request.GET.get("name", "")])))
-
-    def _ask_again(self, request: HttpRequest, marks: Sequence[Marked]) -> HttpResponse:
-        names = {mark.name: mark for mark in marks}
-        rows = self._listed_rows(request, names)
-        # One that has changed hands since the first question isn't in the second.
-        seen = [each for each in shown(rows) if each.mark == names[each.entry.name]]
-        return self._ask(request, seen, again=True)
 
     def _listed_rows(self, request: HttpRequest, names: Iterable[str]) -> list[HeldLock]:
         """Return the rows of these locks that the list shows to the user."""
@@ -218,26 +196,18 @@ class ReleasesByForce:
         path = reverse(f"{base}_{view}", current_app=page.admin_site.name)
         return address(path, shown_of(request, HeldLock), **query)
 
-    def _ask(
-        self, request: HttpRequest, locks: Sequence[Shown], again: bool = False
-    ) -> HttpResponse:
+    def _ask(self, request: HttpRequest, locks: Sequence[Shown]) -> HttpResponse:
         if not locks:
             messages.warning(request, _("That lock has been given back, or has changed hands."))
             return HttpResponseRedirect(self._url(request, "changelist"))
         page = cast(_Page, self)
-        some = [each for each in locks if not each.why_not]
-        sessions = {each.session.id for each in some if each.session and each.session.id}
-        end = ngettext("End the session?", "End the sessions?", len(sessions) or 1)
         context = {
             **page.admin_site.each_context(request),
-            "title": end if again else _("Release by force?"),
+            "title": _("Release by force?"),
             "opts": page.opts,
             "media": getattr(self, "media", ""),
             "locks": locks,
-            "some": some,
-            "sessions": len(sessions),
-            "again": again,
-            "listed": _listed(request, [each.mark for each in some]) if again else "",
+            "some": [each for each in locks if not each.why_not],
             "list_url": self._url(request, "changelist"),
             "release_url": self._url(request, "release"),
         }
@@ -246,9 +216,7 @@ class ReleasesByForce:
             request, "admin/django_fencedlock/heldlock/release_confirmation.html", context
         )
 
-    def _release(
-        self, request: HttpRequest, marks: Sequence[Marked], end_session: bool
-    ) -> HttpResponse:
+    def _release(self, request: HttpRequest, marks: Sequence[Marked]) -> HttpResponse:
         # A form can name any lock.
         rows = self._listed_rows(request, [mark.name for mark in marks])
         listed = {(row.name, row.alias) for row in rows}
@@ -265,13 +233,7 @@ class ReleasesByForce:
                 messages.error(request, _("Lock “%s” wasn't tried: it took too long.") % mark.name)
                 continue
             try:
-                release = force_release(
-                    mark.name,
-                    by=by,
-                    backend=mark.alias,
-                    owner=mark.owner,
-                    end_session=mark.session if end_session else False,
-                )
+                release = force_release(mark.name, by=by, backend=mark.alias, owner=mark.owner)
             except FencedLockError as exc:
                 if isinstance(exc, BackendUnavailable):
                     away.add(mark.alias)
@@ -288,40 +250,18 @@ class ReleasesByForce:
         return HttpResponseRedirect(self._url(request, "changelist"))
 
 
-def _listed(request: HttpRequest, marks: Sequence[Marked]) -> str:
-    """What the second page sends along, to tell that it was this user who was shown it."""
-    return signing.dumps([str(mark) for mark in marks], salt=_salt(request))
-
-
-def _were_listed(request: HttpRequest, marks: Sequence[Marked]) -> bool:
-    try:
-        listed = signing.loads(request.POST.get("listed", ""), salt=_salt(request))
-    except signing.BadSignature:
-        return False
-    return {str(mark) for mark in marks} <= set(listed)
-
-
-def _salt(request: HttpRequest) -> str:
-    return f"django_fencedlock.end_session:{cast(Any, request.user).pk}"
-
-
 def shown(rows: Iterable[HeldLock]) -> list[Shown]:
-    """Locks as their services see them now, and the sessions that some of them live on."""
+    """Locks as their services see them now."""
     found = list(rows)
     if not found:
         return []
     using = found[0]._state.db or "default"
-    sessions: dict[str, HoldingSession | None] = {}
     listed = list(entries(using, found, {}))
     before = notes(connections[using], [entry.owner for entry in listed])
-    for entry in listed:
-        if entry.state is State.UNKNOWN:
-            continue
-        try:
-            sessions[entry.name] = service(entry.alias).backend.holding_session(entry.name)
-        except FencedLockError:
-            logger.debug("The session of lock %r can't be told", entry.name, exc_info=True)
-    return [Shown(entry, sessions.get(entry.name), before.get(entry.owner)) for entry in listed]
+    return [
+        Shown(entry, row.session_pid, before.get(entry.owner))
+        for row, entry in zip(found, listed, strict=True)
+    ]
 
 
 def _log(request: HttpRequest, release: Release) -> None:
@@ -345,7 +285,7 @@ def _tell(request: HttpRequest, release: Release) -> None:
     if release.outcome is Outcome.LEFT_TO_HOLDER:
         text = _(
             "Lock “%(name)s”: writes of %(holder)s are refused from now on. The lock is free as "
-            "soon as its process has noticed, at its next renewal. If that hangs, end the session."
+            "soon as its process has noticed, at its next renewal."
         )
         messages.warning(request, text % facts)
     elif release.outcome is Outcome.NOT_HELD:

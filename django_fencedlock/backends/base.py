@@ -119,19 +119,6 @@ class Taken(enum.Enum):
     LEFT_TO_HOLDER = "the holder gives it back when it is next renewed"
 
 
-@dataclass(frozen=True, slots=True)
-class HoldingSession:
-    """A session of a server, with which a lock and maybe others fall."""
-
-    #: Tells it from all other sessions that the server ever had.
-    id: str
-    words: str
-    #: The names of the other locks that it holds, each with its holder.
-    others: tuple[tuple[str, str], ...] = ()
-    #: How many more it holds that the registry doesn't know.
-    unlisted: int = 0
-
-
 class Backend(ABC):
     """
     One lock service.
@@ -231,9 +218,7 @@ class Backend(ABC):
         facts = {"alias": self.config.alias, "name": name, "owner": owner, "pid": process.pid}
         signals.send(signals.lock_evicted, type(self), **facts)
 
-    def take_away(
-        self, name: str, owner: str, *, token: int | None = None, session: str = ""
-    ) -> Taken:
+    def take_away(self, name: str, owner: str, *, token: int | None = None) -> Taken:
         """
         Free the lock of an owner who lives, so that he can't renew it; never another's.
 
@@ -241,14 +226,9 @@ class Backend(ABC):
 
         Args:
             token: The fence's, to be passed by the next grant; None if the lock isn't fenced.
-            session: The id of the session to be ended, where a lock lives as long as that.
         """
         freed = self.evict(name, owner, fenced=token is not None)
         return Taken.FREED if freed else Taken.NOT_HIS
-
-    def holding_session(self, name: str) -> HoldingSession | None:
-        """Tell which session holds a lock, where a lock can be freed by the end of one."""
-        return None
 
     def entry_for(self, request: Request) -> Entry:
         """The row of the registry that a request's grant has."""

@@ -20,7 +20,7 @@ from ..fences.postgresql import array
 from ..lease import Lease
 from ..owners import Holder, place_in_words
 from ..sessions import sessions
-from .base import HoldingSession, Renewal, Taken, is_table_missing
+from .base import Renewal, Taken, is_table_missing
 
 try:
     import psycopg  # noqa: F401
@@ -30,10 +30,9 @@ except ImportError as exc:
         "Run: pip install 'django-fencedlock[postgres]'"
     ) from exc
 
-from . import postgres_forcing as forcing
 from . import postgres_statements as sql
 from .postgres_home import Hold
-from .postgres_hung import end_hung_holders, end_orphan
+from .postgres_hung import end_orphan
 from .postgres_probe import probe
 from .postgres_sessions import read_application_name
 from .postgres_taking import TakesSessionLocks
@@ -128,28 +127,18 @@ class PostgresBackend(TakesSessionLocks):
             return False
         return self._on_private("eviction", name, lambda private: end_orphan(private, name, owner))
 
-    def take_away(
-        self, name: str, owner: str, *, token: int | None = None, session: str = ""
-    ) -> Taken:
-        def end_hung() -> bool:
-            ended = partial(self._end_hung, name)
-            return bool(owner) and self._ask("forced release", ended, name)
+    def take_away(self, name: str, owner: str, *, token: int | None = None) -> Taken:
+        # Nothing but its own session can release an advisory lock: the holder's process does, when
+        # it next renews. A row without such a session is cleared.
+        def clear(private: BaseDatabaseWrapper) -> Taken:
+            with private.cursor() as cursor:
+                cursor.execute(sql.EVICT, {"name": name, "owner": owner})
+                session, cleared = cursor.fetchone()
+            if session is not None:
+                return Taken.LEFT_TO_HOLDER
+            return Taken.FREED if cleared else Taken.NOT_HIS
 
-        return self._on_private(
-            "forced release",
-            name,
-            lambda private: forcing.take_away(
-                private, name, owner, self._key(name), session, end_hung
-            ),
-        )
-
-    def _end_hung(self, name: str) -> bool:
-        return end_hung_holders(self._home.session(), [name])
-
-    def holding_session(self, name: str) -> HoldingSession | None:
-        return self._on_private(
-            "look", name, lambda private: forcing.holding_session(private, name, self._key(name))
-        )
+        return self._on_private("forced release", name, clear)
 
     def _on_private(self, doing: str, name: str, work: Callable[[BaseDatabaseWrapper], T]) -> T:
         # Not asked of the session for locks: this process may hold none, now or ever.
@@ -190,7 +179,7 @@ class PostgresBackend(TakesSessionLocks):
     def holders(self, names: Sequence[str]) -> dict[str, Holder | None]:
         given = {"names": list(names), "keys": [self._key(name) for name in names]}
         holders: dict[str, Holder | None] = dict.fromkeys(names)
-        for name, application, owner, token, acquired_at, expires_at, *place in self._look(
+        for name, pid, application, owner, token, acquired_at, expires_at, *place in self._look(
             None, sql.HOLDERS, given
         ):
             holders[name] = (
@@ -201,9 +190,10 @@ class PostgresBackend(TakesSessionLocks):
                     token,
                     acquired_at,
                     expires_at,
+                    pid,
                 )
                 if owner
-                else self._stranger(application)
+                else self._stranger(pid, application)
             )
         return holders
 
@@ -212,14 +202,15 @@ class PostgresBackend(TakesSessionLocks):
         return {str(name): int(count) for name, count in self._look(None, sql.WAITING, given)}
 
     def _holder(self, found: tuple[Any, ...]) -> Holder:
-        _, application, *values = found
+        pid, application, *values = found
         facts = dict(zip((*sql.ROW, "token", "live"), values, strict=False))
         if facts.get("owner"):
-            return Row(**facts).holder()
-        return self._stranger(application)
+            return replace(Row(**facts).holder(), session_pid=pid)
+        return self._stranger(pid, application)
 
-    def _stranger(self, application: str | None) -> Holder:
-        return Holder("", read_application_name(application), self.config.alias)
+    def _stranger(self, pid: int, application: str | None) -> Holder:
+        words = read_application_name(application)
+        return Holder("", words, self.config.alias, session_pid=pid)
 
     def _look(
         self, name: str | None, statement: str, given: Mapping[str, Any]

@@ -101,36 +101,6 @@ JOIN pg_stat_activity a ON a.pid = h.session_pid AND a.backend_start = h.session
 WHERE h.name = %(name)s AND h.owner = %(owner)s
 """
 
-#: Whether the session of an owner's row still has the key.
-HAS_KEY = f"""
-WITH {LOCKS}
-SELECT 1 FROM {HELD} h JOIN locks k ON k.pid = h.session_pid AND k.key = h.session_key
-WHERE h.name = %(name)s AND h.owner = %(owner)s
-"""
-
-# When it began is NULL, and so 0, if this role may not look into it.
-_STARTED = "coalesce((extract(epoch FROM {0}) * 1000000)::bigint, 0)"
-#: The session that has a key: its process and start, name, role, and the number of its keys.
-HOLDING_SESSION = f"""
-WITH {LOCKS}
-SELECT k.pid, {_STARTED.format("a.backend_start")}, a.application_name, a.usename,
-(SELECT count(*) FROM locks x WHERE x.pid = k.pid)
-FROM locks k JOIN pg_stat_activity a ON a.pid = k.pid WHERE k.key = %(key)s
-"""
-#: What the registry knows of the locks of a session.
-RECORDED_ON = f"""
-SELECT h.name, h.owner, h.host, h.pid, h.thread, h.task_name, h.task_id FROM {HELD} h
-WHERE h.session_pid = %(pid)s AND {_STARTED.format("h.session_started")} = %(started)s
-ORDER BY h.name
-"""
-#: End a session, whatever it holds, if it is the one that was meant and still has the key.
-END_SESSION = f"""
-WITH {LOCKS}
-SELECT pg_terminate_backend(a.pid) FROM locks k JOIN pg_stat_activity a ON a.pid = k.pid
-WHERE k.key = %(key)s AND a.pid = %(pid)s
-AND {_STARTED.format("a.backend_start")} = %(started)s AND a.pid <> pg_backend_pid()
-"""
-
 #: Renew one row, right after a wait; no row if it is somebody else's by now.
 EXTEND = f"""
 WITH {LAZY_LIMITS}
@@ -200,7 +170,7 @@ WHERE k.key = %(key)s
 #: The same of many names, for people; those that nobody has are left out.
 HOLDERS = f"""
 WITH {LOCKS}
-SELECT w.name, a.application_name, h.owner, f.token, h.acquired_at, h.expires_at,
+SELECT w.name, k.pid, a.application_name, h.owner, f.token, h.acquired_at, h.expires_at,
 h.host, h.pid, h.thread, h.task_name, h.task_id
 FROM unnest(%(names)s::text[], %(keys)s::bigint[]) AS w(name, key)
 JOIN locks k ON k.key = w.key LEFT JOIN pg_stat_activity a ON a.pid = k.pid

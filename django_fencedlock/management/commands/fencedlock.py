@@ -19,6 +19,7 @@ from ... import conf, doctor, names, portraits, registry, resync
 from ...backends.base import explained
 from ...exceptions import FencedLockError, SettingsError
 from ...findings import Level
+from ...owners import Holder
 from ...registry import State
 from ...releasing import Outcome, Release
 from ...texts import for_shell, visible
@@ -124,8 +125,7 @@ class Command(BaseCommand):
         rows = []
         for asked in found.services:
             where = f"alias {asked.alias!r}"
-            says = asked.error or (f"held by {asked.holder}" if asked.holder else "nobody has it")
-            rows.append((where, says))
+            rows.append((where, asked.error or _says(asked.holder)))
         for fence in found.fences:
             newest = (
                 f"newest token {fence.token}, of owner {fence.owner or 'nobody (it was lifted)'}"
@@ -149,7 +149,6 @@ class Command(BaseCommand):
         alias: list[str] | None,
         owner: str | None,
         by: str,
-        end_session: bool,
         yes: bool,
         **options: Any,
     ) -> int:
@@ -169,14 +168,12 @@ class Command(BaseCommand):
             )
         if found is None:
             done = Release(name, "" if alias is None else alias[0], Outcome.NOT_HELD)
-        elif end_session and found.session is None:
-            raise ValueError(f"Locks of alias {found.alias!r} live in no session to be ended.")
         else:
-            if not yes and (owner is None or owner == found.owner):
-                releasing.confirm(found, end_session, self.stdout.write, options.get("stdin"))
-            done = releasing.release(found, by, owner, end_session)
+            if not yes and found.owner and owner in (None, found.owner):
+                releasing.confirm(found, self.stdout.write, options.get("stdin"))
+            done = releasing.release(found, by, owner)
         if as_json:
-            self._json(releasing.plain(done, found, end_session))
+            self._json(releasing.plain(done))
         else:
             self.stdout.write(visible(str(done)))
         return 0 if done.done else 1
@@ -305,11 +302,6 @@ def _add_release(parser: CommandParser) -> None:
         default=releasing.whoami(),
         help="who does it, for the holder and the log to tell (default: %(default)s)",
     )
-    parser.add_argument(
-        "--end-session",
-        action="store_true",
-        help="end the session of a PostgreSQL lock, with all other locks that it has",
-    )
     parser.add_argument("--yes", action="store_true", help="don't ask")
 
 
@@ -343,6 +335,13 @@ def _cells(entry: registry.ListedLock) -> tuple[str, ...]:
         duration(entry.held_for),
         duration(max(0.0, entry.remaining)),
     )
+
+
+def _says(holder: Holder | None) -> str:
+    if holder is None:
+        return "nobody has it"
+    session = f", server session {holder.session_pid}" if holder.session_pid else ""
+    return f"held by {holder}{session}"
 
 
 def _details(entry: registry.ListedLock) -> list[tuple[str, str]]:

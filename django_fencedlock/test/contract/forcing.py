@@ -121,7 +121,8 @@ class ForcedReleaseContract(Contract):
             # It has no row by which its holder could learn it.
             assert done.outcome is Outcome.NEEDS_END_OF_SESSION
             assert lease.verify()
-            done = self.force(name, owner=found.owner, end_session=True)
+            assert lease.release()
+            return
         assert done.outcome is Outcome.FREED
         assert done.token is None
         assert "isn't fenced" in str(done)
@@ -244,18 +245,17 @@ class ForcedReleaseContract(Contract):
         found = held_by(name, self.alias)
         assert found is not None
         process.pause()
+        done = self.force(name, owner=found.owner)
         if self.left_to_holder:
-            assert self.force(name).outcome is Outcome.LEFT_TO_HOLDER
-            assert found.session is not None
-            assert self.force(name, end_session="1.1").outcome is Outcome.LEFT_TO_HOLDER
-            assert self.lock(name).acquire(blocking=False) is None
-        done = self.force(name, owner=found.owner, end_session=self.left_to_holder)
-        assert done.outcome is Outcome.FREED
-        assert self.is_free_for(thread, name)
+            assert done.outcome is Outcome.LEFT_TO_HOLDER
+        else:
+            assert done.outcome is Outcome.FREED
+            assert self.is_free_for(thread, name)
         process.resume()
         process.call(acts.wait_for_the_loss, name)
         assert "by the boss" in process.call(acts.why_lost, name)
         assert process.call(acts.let_go, name) is False
+        assert self.is_free_for(thread, name)
         process.healthy = True
 
     def test_a_row_whose_lock_is_gone_goes_too(self, name: str) -> None:

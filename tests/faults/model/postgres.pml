@@ -161,15 +161,9 @@ next:
     od
 }
 
-/* postgres_forcing.py take_away() */
+/* PostgresBackend.take_away() */
 inline take_away(o) {
     if
-    :: atomic {
-           /* pg_terminate_backend(), if it has the lock still. */
-           row_of == o && key_count > 0 ->
-           take(o);
-           end_session(key_of)
-       }
     :: atomic {
            /* Left to his keeper, who finds it noted: UNLOCK_LISTED. */
            row_of == o && key_count > 0 ->

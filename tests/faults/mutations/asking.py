@@ -80,41 +80,6 @@ MUTATIONS = (
         )
     ),
     Mutation(
-        "Sessions are ended on a form that nobody was shown",
-        "admin/releasing.py",
-        "        if step == ASK_AGAIN or (step == END_SESSION and not _were_listed(request, marks)):",
-        "        if step == ASK_AGAIN:",
-        (_RELEASING,),
-    ),
-    Mutation(
-        "What a form says that it was shown isn't verified",
-        "admin/releasing.py",
-        "    except signing.BadSignature:\n        return False\n",
-        '    except signing.BadSignature:\n        return bool(request.POST.get("listed"))\n',
-        (_RELEASING,),
-    ),
-    Mutation(
-        "What one user was shown counts for all others",
-        "admin/releasing.py",
-        '    return f"django_fencedlock.end_session:{cast(Any, request.user).pk}"',
-        '    return "django_fencedlock.end_session"',
-        (_RELEASING,),
-    ),
-    Mutation(
-        "To have been shown one lock is enough for ending others as well",
-        "admin/releasing.py",
-        "    return {str(mark) for mark in marks} <= set(listed)",
-        "    return bool({str(mark) for mark in marks} & set(listed))",
-        (_RELEASING,),
-    ),
-    Mutation(
-        "The second question is about whoever has the lock by now",
-        "admin/releasing.py",
-        "        seen = [each for each in shown(rows) if each.mark == names[each.entry.name]]\n",
-        "        seen = shown(rows)\n",
-        (_RELEASING,),
-    ),
-    Mutation(
         "A form releases locks that the list hides from the user",
         "admin/releasing.py",
         "            if (mark.name, mark.alias) not in listed:\n",
@@ -131,8 +96,8 @@ MUTATIONS = (
     Mutation(
         "A form releases whoever has the lock by now",
         "admin/releasing.py",
-        "                    owner=mark.owner,\n",
-        "                    owner=None,\n",
+        "backend=mark.alias, owner=mark.owner)\n",
+        "backend=mark.alias, owner=None)\n",
         (_RELEASING,),
     ),
     Mutation(
@@ -159,8 +124,8 @@ MUTATIONS = (
     Mutation(
         "What a form names needn't be text",
         "admin/releasing.py",
-        "len(found) == 4 and _are_texts(found)):",
-        "len(found) == 4):",
+        "len(found) == 3 and _are_texts(found)):",
+        "len(found) == 3):",
         (_RELEASING,),
     ),
     Mutation(
@@ -307,15 +272,8 @@ MUTATIONS = (
     Mutation(
         "`release` takes the lock from whoever has it once the question is answered",
         "management/releasing.py",
-        "        owner=owner or found.owner,\n",
-        "        owner=owner,\n",
-        (_COMMAND,),
-    ),
-    Mutation(
-        "`release --end-session` doesn't ask about the locks that fall with it",
-        "management/releasing.py",
-        "    if end_session:\n        for line",
-        "    if not found:\n        for line",
+        "owner=owner or found.owner)\n",
+        "owner=owner)\n",
         (_COMMAND,),
     ),
     Mutation(

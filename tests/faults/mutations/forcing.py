@@ -23,10 +23,10 @@ MUTATIONS = (
         "releasing.py",
         "    revoked = _revoke(found, by)\n"
         "    taken = service(found.alias).backend.take_away(\n"
-        "        found.name, found.holder.owner, token=revoked.token if revoked else None, session=session\n"
+        "        found.name, found.owner, token=revoked.token if revoked else None\n"
         "    )\n",
         "    taken = service(found.alias).backend.take_away(\n"
-        "        found.name, found.holder.owner, token=found.holder.token, session=session\n"
+        "        found.name, found.owner, token=found.holder.token\n"
         "    )\n"
         "    revoked = _revoke(found, by)\n",
         (
@@ -119,35 +119,6 @@ MUTATIONS = (
         "        if found.fenced or not is_table_missing(cause):\n            raise\n",
         "",
         (_FORCING,),
-    ),
-    Mutation(
-        "The session of whoever has the lock by now is ended",
-        "releasing.py",
-        "    return found.session.id if end_session is True else end_session",
-        "    return found.session.id",
-        (_contract("TestPostgres", "a_stopped_process_loses_it_and_learns_it"),),
-    ),
-    Mutation(
-        "A session is ended with all its locks though nobody asked for it",
-        "releasing.py",
-        "    session = _session_to_end(found, end_session)\n",
-        "    session = _session_to_end(found, end_session or True)\n",
-        (
-            "tests/test_admin_releasing.py::TestSessions",
-            _contract("TestPostgres", "the_former_holders_writes_are_refused_before_it_notices"),
-        ),
-    ),
-    Mutation(
-        "A session is ended that has its number from the one that was meant",
-        "backends/postgres_statements.py",
-        "WHERE k.key = %(key)s AND a.pid = %(pid)s\n"
-        'AND {_STARTED.format("a.backend_start")} = %(started)s AND a.pid',
-        "WHERE k.key = %(key)s AND a.pid = %(pid)s\nAND %(started)s > 0 AND a.pid",
-        (
-            _FORCING,
-            "tests/test_postgres_backend.py",
-            _contract("TestPostgres", "a_stopped_process_loses_it_and_learns_it"),
-        ),
     ),
     Mutation(
         "The keeper of a session lock that was taken away goes on renewing it",

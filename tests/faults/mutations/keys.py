@@ -161,27 +161,6 @@ MUTATIONS = (
         _DEAD,
     ),
     Mutation(
-        "Session locks: to have the key is to be its recorded owner",
-        _SQL,
-        "SELECT 1 FROM {HELD} h JOIN locks k ON k.pid = h.session_pid AND k.key = h.session_key\nWHERE h.name = %(name)s AND h.owner = %(owner)s\n",
-        "SELECT 1 FROM {HELD} h JOIN locks k ON k.pid = h.session_pid AND k.key = h.session_key\nWHERE h.name = %(name)s AND h.owner IS NOT NULL\n",
-        (_ROOMS,),
-    ),
-    Mutation(
-        "Session locks: whose session has any lock has this one",
-        _SQL,
-        "SELECT 1 FROM {HELD} h JOIN locks k ON k.pid = h.session_pid AND k.key = h.session_key\n",
-        "SELECT 1 FROM {HELD} h JOIN locks k ON k.pid = h.session_pid\n",
-        (_ROOMS,),
-    ),
-    Mutation(
-        "Session locks: a session is ended that doesn't have the lock any more",
-        _SQL,
-        "WHERE k.key = %(key)s AND a.pid = %(pid)s\n",
-        "WHERE a.pid = %(pid)s\n",
-        (_ROOMS,),
-    ),
-    Mutation(
         "Session locks: a grant that was waited for passes for one's own though it was overtaken",
         _SQL,
         "FROM s, (SELECT clock_timestamp() AS now) c\nWHERE h.name = %(name)s AND h.owner = %(owner)s RETURNING true",
