@@ -443,7 +443,8 @@ def _counted(world: World, actor: Actor) -> World:
         world,
         owed=world.owed | {mark},
         counted=world.counted | {mark},
-        latest=actor.version,
+        # A retry has the arguments of the run that it retries: any newer trigger's are later.
+        latest=world.latest if actor.retries else actor.version,
         fresh=True,
     )
 

@@ -16,7 +16,7 @@ from django.db import connections
 from django.db.models import F
 from kombu.serialization import register
 
-from django_fencedlock import lock
+from django_fencedlock import lock, signals
 from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.celery import rescue as rescuing
 from django_fencedlock.celery.coalescing import MOST_TRIES, Coalescing
@@ -24,7 +24,7 @@ from django_fencedlock.celery.messages import DELIVERY
 from django_fencedlock.celery.parcels import NUMBER, SERVE
 from django_fencedlock.celery.rescue import MOST_RESCUES, Rescue
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.fences.deliveries import Deliveries
+from django_fencedlock.fences.deliveries import SETTLED, Deliveries
 from django_fencedlock.fences.duties import Duties
 from django_fencedlock.models import Delivery, Duty, Fence
 from django_fencedlock.services import service
@@ -432,6 +432,25 @@ class TestRetries:
             within.pop()()
         assert deliver_sent(again).result == 2
 
+    def test_its_arguments_never_replace_those_of_a_newer_trigger(self):
+        """The newer one is counted after the retry has looked for newer ones."""
+        again = self.retried()
+
+        def trigger(sender, **kwargs):
+            signals.lock_not_acquired.disconnect(trigger)
+            meanwhile(coalesced(rebuild, 2))
+            within.pop()()
+
+        signals.lock_not_acquired.connect(trigger)
+        with lock(NAME):
+            meanwhile(lambda: reason(deliver_sent(again), "coalesced"))
+            within.pop()()
+        overdue()
+        with sending() as sent:
+            Rescue(app).look()
+        assert deliver_sent(sent[0]).result == 2
+        assert ran == [1, 2]
+
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.usefixtures("here")
@@ -493,6 +512,46 @@ class TestMessagesAgain:
         with sending() as sent:
             reason(deliver(late, 1, **told), "served")
         assert [each.args[0] for each in sent] == [2]
+
+    def failed(self):
+        """A message whose run failed, which its worker could tell nobody."""
+        told = self.told()
+
+        def fail(self):
+            raise ValueError
+
+        within.append(fail)
+        deliver(late, 1, **told)
+        app.AsyncResult(told["id"]).forget()
+        for row in Delivery.objects.all():
+            row.finished_at -= timedelta(seconds=SETTLED)
+            row.save()
+        return told
+
+    def test_one_that_failed_is_run_again(self):
+        told = self.failed()
+        assert deliver(late, 1, **told, redelivered=True).result == 1
+        assert ran == [1, 1]
+
+    def test_one_that_failed_before_a_newer_trigger_ran_is_not_run_again(self):
+        told = self.failed()
+        deliver(late, 2, **self.told())
+        reason(deliver(late, 1, **told, redelivered=True), "served")
+        assert ran == [1, 2]
+
+    def test_one_that_failed_does_not_replace_the_arguments_of_a_newer_trigger(self):
+        told = self.failed()
+        with lock(NAME):
+            meanwhile(
+                coalesced(late, 2, **self.told()),
+                coalesced(late, 1, **told, redelivered=True),
+            )
+            within.pop()()
+        overdue()
+        with sending() as sent:
+            Rescue(app).look()
+        assert deliver_sent(sent[0]).result == 2
+        assert ran == [1, 2]
 
     def test_a_finished_one_is_not_run_again(self):
         told = self.told()

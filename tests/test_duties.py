@@ -8,7 +8,7 @@ import pytest
 
 from django_fencedlock import conf, lock
 from django_fencedlock.fences.deliveries import Deliveries, Message
-from django_fencedlock.fences.duties import Duties, Numbers, Parcel, Place, Turn
+from django_fencedlock.fences.duties import Duties, Former, Numbers, Parcel, Place, Turn
 from django_fencedlock.fences.ledger import BATCH
 from django_fencedlock.models import Delivery, Duty
 from tests.test_deliveries import at_once, plans_kept
@@ -44,6 +44,50 @@ def message(**changes):
 
 def begin(duties, who, body="a"):
     return duties.begin(PLACE, who, parcel(body), GRACE)[1]
+
+
+class TestFormerTriggers:
+    """A retry, or a message that failed and is delivered again, has arguments of before."""
+
+    @pytest.fixture
+    def former(self, duties):
+        """Returns a function that has a run take on and end."""
+
+        def run(body="old"):
+            me = owner()
+            turn = begin(duties, me, body)
+            duties.settle(PLACE, me, turn.number, GRACE)
+            return [Former(number=turn.number), Former(owner=me)]
+
+        return run
+
+    @pytest.mark.parametrize("known_by", [0, 1], ids=["number", "owner"])
+    def test_the_newest_is_counted_again(self, duties, former, known_by):
+        run = former()[known_by]
+        duties.count(PLACE, parcel("again"), GRACE, unless_newer=run)
+        assert duties.numbers(PLACE) == Numbers(wanted=2, done=1)
+        assert duties.take_on(PLACE, owner(), GRACE).parcel == parcel("again")
+
+    @pytest.mark.parametrize("known_by", [0, 1], ids=["number", "owner"])
+    @pytest.mark.parametrize("newer", ["counted", "begun", "ended"])
+    def test_an_older_one_changes_nothing(self, duties, rows, former, known_by, newer):
+        run = former()[known_by]
+        if newer == "counted":
+            duties.count(PLACE, parcel("new"), GRACE)
+        elif newer == "begun":
+            begin(duties, owner(), "new")
+        else:
+            former("new")
+        before = rows.values().get()
+        duties.count(PLACE, parcel("old"), GRACE, unless_newer=run)
+        assert rows.values().get() == before
+        assert before["body"] == "new"
+
+    def test_one_whose_row_was_deleted_is_counted(self, duties, rows, former):
+        run, _ = former()
+        rows.all().delete()
+        duties.count(PLACE, parcel("old"), GRACE, unless_newer=run)
+        assert duties.numbers(PLACE) == Numbers(wanted=1, done=0)
 
 
 class TestTriggers:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import logs
 from ..exceptions import BackendUnavailable
-from ..fences.duties import Duties, Open, Place, Turn
+from ..fences.duties import Duties, Former, Open, Parcel, Place, Turn
 from ..transactions import open_ones, when_all_ended
 from .messages import number
 from .parcels import NUMBER, SERVE, pack, put_on, send, unpack
@@ -53,17 +53,18 @@ class Coalescing:
         #: Everything of this run's own is counted already, so it only does what is there.
         self._is_counted = number(run.request, SERVE) > 0
         self._is_last_try = self._is_counted
+        #: The run that this one retries.
+        self._retried = _retried(run.request)
 
     def before(self) -> str | None:
         """Look whether there is a need for the lock at all."""
         if self._is_counted:
             numbers = self._duties.numbers(self._place)
             return None if numbers is not None and numbers.is_open else SERVED
-        retried = number(self._run.request, NUMBER)
-        if not retried or not self._run.request.retries:
+        if self._retried is None:
             return None
         numbers = self._duties.numbers(self._place)
-        if numbers is None or numbers.wanted <= retried:
+        if numbers is None or numbers.wanted <= self._retried.number:
             return None
         # Triggers came after the run that this one retries, so their arguments are the latest.
         self._is_counted = self._is_last_try = True
@@ -74,13 +75,9 @@ class Coalescing:
         if self._is_last_try:
             return COALESCED
         # Counted first and tried afterwards: the holder may have looked before it was counted.
-        parcel = pack(self._run)
-        begun = self._duties.count(self._place, parcel, GRACE, self._message)
-        if begun is not None and begun.outcome:
-            if why := self._redelivery.judge(begun):
-                return why
-            self._duties.count(self._place, parcel, GRACE)
-        self._is_counted = self._is_last_try = True
+        if why := self._count():
+            return why
+        self._is_last_try = True
         return None
 
     def won(self) -> str | None:
@@ -131,8 +128,26 @@ class Coalescing:
     def _ttl(self) -> float:
         return self._run.policy.ttl or self._run.service.config.ttl
 
+    def _count(self) -> str | None:
+        """Count the run's own trigger; that of a retry only if no newer one was counted since."""
+        parcel = pack(self._run)
+        begun = self._duties.count(self._place, parcel, GRACE, self._message, self._retried)
+        if begun is not None and begun.outcome:
+            if why := self._redelivery.judge(begun):
+                return why
+            self._count_failed(parcel)
+        self._is_counted = True
+        return None
+
+    def _count_failed(self, parcel: Parcel) -> None:
+        """Count the trigger of a run that failed, and whose result wasn't stored, once more."""
+        failed = Former(owner=self._redelivery.newest_owner())
+        self._duties.count(self._place, parcel, GRACE, unless_newer=failed)
+
     def _begin(self) -> tuple[str, Turn | None]:
         me = self._run.owner.id
+        if self._retried and not self._is_counted and (why := self._count()):
+            return why, None
         if self._is_counted:
             return SERVED, self._duties.take_on(self._place, me, GRACE)
         parcel = pack(self._run)
@@ -141,7 +156,8 @@ class Coalescing:
             return SERVED, turn
         why = self._redelivery.judge(begun)
         if begun.outcome and why is None:
-            _, turn = self._duties.begin(self._place, me, parcel, GRACE)
+            self._count_failed(parcel)
+            turn = self._duties.take_on(self._place, me, GRACE)
         return why or SERVED, turn
 
     def _remember(self, turn: Turn) -> None:
@@ -169,6 +185,12 @@ class Coalescing:
                 exc,
                 extra=self._run.facts(reason=str(exc)),
             )
+
+
+def _retried(request: Any) -> Former | None:
+    taken_on = number(request, NUMBER) if request is not None and request.retries else 0
+    # As large as the column; whoever sends a message may write any number.
+    return Former(number=min(taken_on, 2**63 - 1)) if taken_on > 0 else None
 
 
 def serve(app: Celery, duty: Open, **options: Any) -> bool:

@@ -176,6 +176,11 @@ class Redelivery:
                 "The end of a message wasn't recorded: %s", exc, extra=self._run.facts(str(exc))
             )
 
+    def newest_owner(self) -> str:
+        """The owner id of the run that the newest delivery of the message became."""
+        found = None if self.message is None else self._newest(self.message)
+        return "" if found is None else found[0]
+
     def _newest(self, message: Message) -> tuple[str, Begun] | None:
         try:
             return self._deliveries.newest(message.nonce, message.name)

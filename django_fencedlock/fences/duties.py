@@ -55,6 +55,25 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Former:
+    """A run that took on a trigger, and ended without the work being done."""
+
+    #: The number that it took on, if it is known; else its owner id.
+    number: int = 0
+    owner: str = ""
+
+    @property
+    def is_newest(self) -> str:
+        """The condition that no trigger was counted since that run took on."""
+        if self.number:
+            return f"{_OLD}wanted <= %(former_number)s"
+        return f"{_OLD}owner = %(former_owner)s AND {_OLD}wanted = {_OLD}started"
+
+    def given(self) -> dict[str, Any]:
+        return {"former_number": self.number, "former_owner": self.owner}
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """A duty that nobody is known to see to."""
 
@@ -100,9 +119,14 @@ class Duties(Records):
         parcel: Parcel,
         grace: float,
         delivery: deliveries.Message | None = None,
+        unless_newer: Former | None = None,
     ) -> Begun | None:
         """
         Count a trigger that didn't get the lock; its arguments are the latest now.
+
+        Args:
+            unless_newer: Of a trigger that was counted before: the run of it. It isn't counted
+                again if newer ones came since, whose arguments would be lost.
 
         Returns:
             What is known of its message. One that was counted at an earlier delivery isn't again.
@@ -115,8 +139,9 @@ class Duties(Records):
                     begun = deliveries.begin(statements, cursor, delivery)
                 if begun is None or begun.is_first:
                     given = self._given(statements, place, parcel, grace=grace, owner="")
-                    sql = self._upsert(statements, {"started": "0", "tries": "0"}, {})
-                    cursor.execute(sql, given)
+                    sql = self._upsert(statements, {"started": "0", "tries": "0"}, {}, unless_newer)
+                    former = {} if unless_newer is None else unless_newer.given()
+                    cursor.execute(sql, {**given, **former})
                 return begun
 
         return self.run("count of a trigger", place.name, work)
@@ -277,7 +302,13 @@ class Duties(Records):
         number, tries, *parcel = found
         return Turn(number, tries, Parcel(*parcel))
 
-    def _upsert(self, statements: Statements, new: dict[str, str], old: dict[str, str]) -> str:
+    def _upsert(
+        self,
+        statements: Statements,
+        new: dict[str, str],
+        old: dict[str, str],
+        unless_newer: Former | None = None,
+    ) -> str:
         """Count a trigger, whose arguments are the latest from now on."""
         later = statements.later("grace")
         had = f"{_OLD}wanted > {_OLD}done AND {_OLD}due_at IS NOT NULL"
@@ -298,10 +329,17 @@ class Duties(Records):
             **old,
             "rescues": f"CASE WHEN {had} THEN {_OLD}rescues ELSE 0 END",
             "due_at": f"CASE WHEN {had} THEN {_OLD}due_at ELSE {later} END",
-            "wanted": f"{_OLD}wanted + 1",
             "updated_at": statements.now,
             **columns,
+            # After what is reckoned from it.
+            "wanted": f"{_OLD}wanted + 1",
         }
+        if unless_newer is not None:
+            newest = unless_newer.is_newest
+            sets = {
+                column: f"CASE WHEN {newest} THEN {value} ELSE {_OLD}{column} END"
+                for column, value in sets.items()
+            }
         return statements.upsert(DUTY, values, ["name", "task_name"], sets)
 
     def _given(

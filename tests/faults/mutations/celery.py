@@ -155,9 +155,16 @@ MUTATIONS = (
     Mutation(
         "A trigger is counted after the second try",
         "celery/coalescing.py",
-        "        begun = self._duties.count(self._place, parcel, GRACE, self._message)\n",
-        "        begun = None\n",
+        "        if why := self._count():\n            return why\n        self._is_last",
+        "        self._is_last",
         (_COALESCING,),
+    ),
+    Mutation(
+        "The arguments of a retry replace those of a newer trigger",
+        "fences/duties.py",
+        "        if unless_newer is not None:\n            newest",
+        "        if False:\n            newest",
+        ("tests/test_duties.py", _COALESCING),
     ),
     Mutation(
         "A run that waited for others runs with its own arguments",
