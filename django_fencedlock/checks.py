@@ -47,13 +47,23 @@ def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[
 @register(Tags.compatibility)
 def check_tasks(**kwargs: Any) -> list[CheckMessage]:
     """Look at the Celery tasks under `single_instance`, in a project that has an app of Celery."""
+    return _messages(_task_problems())
+
+
+def problems() -> list[conf.Problem]:
+    """Find all that `check` reports of settings, models and tasks; asks no server."""
+    models = model_checks.problems(apps.get_models())
+    return [*conf.problems(), *models, *_task_problems()]
+
+
+def _task_problems() -> list[conf.Problem]:
     celery_apps = _celery_apps()
     # A project without such a task is spared what the decorator brings along.
     if f"{__package__}.celery" not in sys.modules:
         return []
     from .celery import task_checks
 
-    return _messages(task_checks.problems(celery_apps))
+    return list(task_checks.problems(celery_apps))
 
 
 def _live_problems(databases: Sequence[str]) -> Iterator[conf.Problem]:

@@ -18,7 +18,7 @@ from django.db import connections, transaction
 from django.db.models import F
 from django.utils import timezone
 
-from django_fencedlock import LeaseLost, lock, resync
+from django_fencedlock import LeaseLost, checks, lock, resync
 from django_fencedlock.doctor import probe
 from django_fencedlock.findings import Level
 from django_fencedlock.management import releasing
@@ -353,6 +353,8 @@ class TestDoctor:
     @pytest.fixture(autouse=True)
     def on_a_busy_machine(self, monkeypatch, settings):
         monkeypatch.setattr(probe, "SLOW", 5.0)
+        # Without the tasks of other tests.
+        monkeypatch.setattr(checks, "_celery_apps", list)
         settings.DATABASE_ROUTERS = [TablesInDefault()]
 
     def test_exit_codes(self, settings, redis_server, make_redis):
@@ -377,7 +379,7 @@ class TestDoctor:
         assert code == 0
         assert found["level"] == "note"
         assert [each["about"] for each in found["reports"]] == [
-            *("settings and models", "database 'default'", "alias 'other' (database)"),
+            *("settings, models and tasks", "database 'default'", "alias 'other' (database)"),
         ]
         assert found["reports"][2]["findings"][0]["what"].startswith("round trip")
 

@@ -9,7 +9,7 @@ from django.apps import apps
 from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock import conf, doctor, findings, table_checks
+from django_fencedlock import checks, conf, doctor, findings, table_checks
 from django_fencedlock.backends.base import Grant
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.doctor import databases, probe
@@ -26,6 +26,11 @@ POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 ON_MARIADB = pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
+
+
+@pytest.fixture(autouse=True)
+def no_tasks_of_other_tests(monkeypatch):
+    monkeypatch.setattr(checks, "_celery_apps", list)
 
 
 def examine(settings, **terms):
@@ -101,8 +106,19 @@ def test_the_two_owners_share_no_session(settings, postgres, backend):
 
 def test_broken_settings_end_the_examination(settings):
     reports = examine(settings, TTL=-1)
-    assert list(reports) == ["settings and models"]
+    assert list(reports) == ["settings, models and tasks"]
     assert "E003" in told(reports, Level.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("found", "level"), [("E030", Level.ERROR), ("W030", Level.WARNING), ("I030", Level.NOTE)]
+)
+def test_it_tells_all_that_check_finds(settings, monkeypatch, found, level):
+    settings.DATABASE_ROUTERS = [Only("default")]
+    problem = conf.Problem(found, "a task", "Change it.")
+    monkeypatch.setattr(checks, "_task_problems", lambda: [problem])
+    report = next(doctor.examine())
+    assert report.findings == [findings.Finding(level, f"{found}: a task", "Change it.")]
 
 
 class TestServices:

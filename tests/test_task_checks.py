@@ -338,6 +338,10 @@ class TestInAProject:
         assert "(django_fencedlock.W032) Task shop.tasks.charge: time_limit of 60 s" in output
         assert output.count("W032") == 1
 
+    def test_so_does_the_doctor(self, project):
+        _, output = project.check("-m", "django", "fencedlock", "doctor")
+        assert "W032: Task shop.tasks.charge: time_limit of 60 s" in output
+
     def test_check_finds_nothing_where_nothing_is(self, project):
         project.write("proj/settings.py", SETTINGS.replace('"threads"', '"prefork"'))
         assert project.check() == (0, "System check identified no issues (0 silenced).\n")

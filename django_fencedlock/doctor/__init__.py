@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from django.apps import apps
 from django.db import connections
 
-from .. import conf, model_checks
+from .. import checks, conf
 from ..findings import Finding, Level, error, ok
 from ..lease import clock
 from . import databases, probe
@@ -34,11 +33,11 @@ class Report:
 
 def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Report]:
     """
-    Examine settings and models, then the fences' databases, then each alias.
+    Examine settings, models and tasks, then the fences' databases, then each alias.
 
     Where no alias is named, the other databases that have fenced tables, too.
     """
-    yield Report("settings and models", list(_code()))
+    yield Report("settings, models and tasks", list(_code()))
     if any(problem.is_error for problem in conf.problems()):
         return
     broken = set()
@@ -65,10 +64,10 @@ def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Repor
 
 
 def _code() -> Iterator[Finding]:
-    found = [*conf.problems(), *model_checks.problems(apps.get_models())]
+    found = checks.problems()
     yield from of_problems(found)
     if not found:
-        yield ok("the system checks have nothing to say")
+        yield ok("this package's checks of settings, models and Celery tasks found nothing")
 
 
 def _untried(database: str) -> Finding:

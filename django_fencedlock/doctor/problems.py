@@ -10,5 +10,7 @@ from ..findings import Finding, Level
 
 def of_problems(problems: Iterable[Problem]) -> Iterator[Finding]:
     for problem in problems:
-        level = Level.ERROR if problem.is_error else Level.WARNING
-        yield Finding(level, f"{problem.id}: {problem.message}", problem.hint)
+        yield Finding(_LEVELS[problem.id[0]], f"{problem.id}: {problem.message}", problem.hint)
+
+
+_LEVELS = {"E": Level.ERROR, "W": Level.WARNING, "I": Level.NOTE}
