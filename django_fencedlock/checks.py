@@ -10,14 +10,14 @@ from typing import Any
 from django.apps import AppConfig, apps
 from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
 
-from . import conf, model_checks, table_checks
+from . import conf, model_checks, query_caches, table_checks
 from .services import service
 
 
 @register(Tags.compatibility)
 def check_settings(**kwargs: Any) -> list[CheckMessage]:
     """Look at the settings alone."""
-    return _messages(conf.problems())
+    return _messages([*conf.problems(), *query_caches.problems()])
 
 
 @register(Tags.database)
@@ -53,7 +53,7 @@ def check_tasks(**kwargs: Any) -> list[CheckMessage]:
 def problems() -> list[conf.Problem]:
     """Find all that `check` reports of settings, models and tasks; asks no server."""
     models = model_checks.problems(apps.get_models())
-    return [*conf.problems(), *models, *_task_problems()]
+    return [*conf.problems(), *query_caches.problems(), *models, *_task_problems()]
 
 
 def _task_problems() -> list[conf.Problem]:

@@ -36,7 +36,7 @@ LAYERS: dict[int, list[str]] = {
         *(f"models.{name}" for name in ("guarded", "managers", "naming", "querysets", "refusals")),
         *(f"models.{name}" for name in ("versioned", "writes")),
         *("celery", "checks", "doctor", "model_checks", "operations", "portraits"),
-        *("registry", "releasing", "resync", "table_checks"),
+        *("query_caches", "registry", "releasing", "resync", "table_checks"),
     ],
     6: ["admin", "apps", "contrib", "management", "test"],
 }
