@@ -133,7 +133,7 @@ class VersionConflict(FencedLockError):
 
 
 class NotTheHolder(FencedLockError, RuntimeError):
-    """Somebody other than the holder tried to release a lease."""
+    """Other code tried to release a lease while its holder runs."""
 
     fields = ("name",)
     name: str

@@ -97,6 +97,11 @@ class Keeper:
         with self._lock:
             self._due.pop(lease, None)
 
+    def leases(self) -> list[Lease]:
+        """What is renewed."""
+        with self._lock:
+            return list(self._due)
+
     def postpone(self, lease: Lease) -> None:
         """Note that `lease` was renewed by its holder."""
         with self._lock:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -18,7 +18,7 @@ from . import logs
 from .exceptions import LeaseLost, Unfenced
 
 if TYPE_CHECKING:
-    from .owners import Owner
+    from .owners import LocalHolder, Owner
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,10 @@ def _boot_time() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+#: Seconds after which the end of a call in a thread was noticed: the thread drops the call when it
+#: has handed over the result.
+NOTICED = 1.0
+
 #: Seconds on a clock that no one sets. Where there is one, it counts a suspended machine's sleep,
 #: which ``time.monotonic()`` leaves out on Linux: a lease goes on ageing while its holder sleeps.
 clock: Callable[[], float] = _boot_time if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
@@ -40,8 +44,8 @@ class Control(Protocol):
 
     def verify(self, lease: Lease) -> bool: ...
     def renew(self, lease: Lease, ttl: Duration | None) -> None: ...
-    def release(self, lease: Lease, who: object = None) -> bool: ...
-    async def arelease(self, lease: Lease, who: object) -> bool: ...
+    def release(self, lease: Lease, who: LocalHolder | None = None) -> bool: ...
+    async def arelease(self, lease: Lease) -> bool: ...
     def atomic(self, lease: Lease, using: str | None) -> AbstractContextManager[None]: ...
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T: ...
 
@@ -83,8 +87,8 @@ class Lease:
         self.asked_with: Any = None
         #: The caller's own connection to the fence database, on SQLite the one that may have it.
         self.home: Any = None
-        #: Who may enter it again and release it: a task, a greenlet or a thread.
-        self.who: object = None
+        # Weak: a holder that is gone has ended.
+        self._who: Callable[[], LocalHolder | None] | None = None
         #: How many times it was entered and not yet left.
         self.entries = 1
         #: The request that entered it again last.
@@ -111,6 +115,32 @@ class Lease:
     def owner(self) -> str:
         """The unique id of this holder."""
         return self.holder.id
+
+    @property
+    def who(self) -> LocalHolder | None:
+        """The task, greenlet, thread or call that may acquire it again; None once it is gone."""
+        return None if self._who is None else self._who()
+
+    def belongs_to(self, who: LocalHolder) -> None:
+        self._who = weakref.ref(who)
+
+    def is_left(self) -> bool:
+        """Whether the code that acquired it has ended, so that any other code may release it."""
+        if self._who is None:
+            return False
+        who = self._who()
+        return who is None or who.has_ended()
+
+    def wait_until_left(self) -> bool:
+        """As `is_left()`, for code that may have been told of the end before it was noticed."""
+        until = self._clock() + NOTICED
+        while not self.is_left():
+            who = self.who
+            if who is not None and (not who.may_be_call or self._clock() > until):
+                return False
+            del who
+            time.sleep(0.001)
+        return True
 
     @property
     def token(self) -> int:
@@ -235,7 +265,7 @@ class Lease:
         if not self.is_open():
             return False
         try:
-            return await self._control.arelease(self, asyncio.current_task())
+            return await self._control.arelease(self)
         finally:
             leave(self)
 

@@ -59,8 +59,8 @@ class _Terms:
         self.pattern = ""
         self._ttl = None if ttl is None else conf.seconds(ttl, "ttl")
         self._blocking_timeout = _wait(blocking_timeout)
-        # Who entered this very object, and how often: one object may serve several threads.
-        self._entered: dict[object, list[Lease]] = {}
+        # The leases of the blocks that are open now: one object may serve several threads.
+        self._entered: list[Lease] = []
 
     @property
     def ttl(self) -> float:
@@ -90,23 +90,22 @@ class _Terms:
         wait = _wait(blocking_timeout)
         return self.blocking_timeout if wait is None else wait
 
-    def _push(self, who: object, lease: Lease) -> None:
-        self._entered.setdefault(who, []).append(lease)
-
-    def _pop(self, who: object, kind: type[BaseException] | None) -> Lease:
-        if kind is GeneratorExit and who not in self._entered and len(self._entered) == 1:
-            # A generator, or a coroutine, is thrown away by whoever comes along.
-            (who,) = self._entered
-        leases = self._entered.get(who)
-        if leases is None:
+    def _leave_block(self, kind: type[BaseException] | None) -> Lease:
+        """Return the lease of the innermost block that this code may leave."""
+        who = whoami()
+        found = [lease for lease in self._entered if lease.who is who]
+        if not found and kind is GeneratorExit and len(self._entered) == 1:
+            # Any code may throw away a generator or a coroutine.
+            found = self._entered
+        found = found or [lease for lease in self._entered if lease.wait_until_left()]
+        if not found:
             raise NotTheHolder(
                 f"The block of lock {self.name!r} was entered by another thread, greenlet or "
-                "task, which alone may leave it.",
+                "task. Only that one may leave it until it has ended.",
                 name=self.name,
             )
-        lease = leases.pop()
-        if not leases:
-            del self._entered[who]
+        lease = found[-1]
+        self._entered.remove(lease)
         return lease
 
     def _throw_away(self, lease: Lease) -> None:
@@ -166,7 +165,7 @@ class Lock(_Terms):
             lease = self._take(request)
             if lease is None:
                 raise self._service.refusal(self.name, clock() - started)
-            self._push(lease.who, lease)
+            self._entered.append(lease)
             return lease
         except FencedLockError:
             raise
@@ -181,9 +180,8 @@ class Lock(_Terms):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        who = whoami()
-        lease = self._pop(who, kind)
-        if lease.who is not who:
+        lease = self._leave_block(kind)
+        if kind is GeneratorExit and lease.who is not whoami():
             self._throw_away(lease)
             return
         try:
@@ -265,7 +263,7 @@ class AsyncLock(_Terms):
         if lease is None:
             waited = clock() - started
             raise await self._service.in_thread(self._service.refusal, self.name, waited)
-        self._push(lease.who, lease)
+        self._entered.append(lease)
         return lease
 
     async def __aexit__(
@@ -274,7 +272,7 @@ class AsyncLock(_Terms):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        lease = self._pop(whoami(), kind)
+        lease = self._leave_block(kind)
         if kind is GeneratorExit:
             # The coroutine is being thrown away, and can't await any more.
             self._throw_away(lease)

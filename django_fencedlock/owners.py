@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 import sys
 import threading
+import weakref
 from asyncio import _get_running_loop as running_loop
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from asgiref.sync import SyncToAsync
 
@@ -101,30 +104,82 @@ def _place(pid: int) -> tuple[str, str, str, int, int]:
     return host, process.boot_id, process.pid_namespace, pid, process.started
 
 
-#: Seconds that an event loop may take to tell which task waits.
-LOOP_ANSWERS = 2.0
+class LocalHolder:
+    """What holds locks in this process: a task, a greenlet, a thread, or one call in a thread."""
+
+    __slots__ = ("__weakref__", "_ended", "_runs_in", "leases", "may_be_call")
+
+    def __init__(self, runs_in: object = None, may_be_call: bool = False) -> None:
+        self._runs_in = None if runs_in is None else weakref.ref(runs_in)
+        self._ended = False
+        #: It may be a call of ``asyncio.to_thread()``, whose end is noticed a moment too late.
+        self.may_be_call = may_be_call
+        #: By lock service and lock name. The leases of a holder that is gone go with it.
+        self.leases: dict[tuple[object, str], Any] = {}
+
+    def runs_in(self, place: object) -> bool:
+        """Whether this is the holder of a task, a greenlet or a thread."""
+        return self._runs_in is not None and self._runs_in() is place
+
+    def is_task(self) -> bool:
+        return self._runs_in is not None and isinstance(self._runs_in(), asyncio.Future)
+
+    def end(self) -> None:
+        self._ended = True
+
+    def has_ended(self) -> bool:
+        """Whether none of its code can run any more."""
+        if self._ended or self._runs_in is None:
+            return self._ended
+        place = self._runs_in()
+        if isinstance(place, asyncio.Future):
+            return place.done()
+        # A greenlet knows whether it is dead.
+        return place is None or bool(getattr(place, "dead", False))
+
+
+class _Key:
+    """Stands for a thread and ends with it. The system uses a thread's ident again."""
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # Not the thread's ident: the system gives it out again after the thread's end.
-        self.key = object()
+        self.key = _Key()
+        #: The call of ``sync_to_async`` that runs here now.
+        self.call: LocalHolder | None = None
 
 
 _thread = _Thread()
+_tasks: WeakKeyDictionary[asyncio.Task[Any], LocalHolder] = WeakKeyDictionary()
+#: The holder of code outside of tasks and of ``sync_to_async``. A context variable, since each call
+#: of ``asyncio.to_thread()`` has a context of its own, and shares its thread with others.
+_holder: ContextVar[LocalHolder | None] = ContextVar("fencedlock_holder", default=None)
 
 
-def whoami() -> object:
+def whoami() -> LocalHolder:
     """
-    Tell who runs this code: the asyncio task, else the greenlet, else the thread.
+    Return the holder that runs this code.
 
-    Code that an asyncio task sent to a thread by ``sync_to_async`` is still that task. Whatever
-    merely inherited a context (a child task, a copied context) is somebody else.
+    It is the asyncio task, else the call of ``sync_to_async`` or ``asyncio.to_thread``, else the
+    greenlet, else the thread. A child task and a thread with a copied context are other holders.
     """
     # Not get_running_loop(), which raises where there is none, as nearly always.
-    if running_loop() is None:
-        return _waiting_task() or running_greenlet() or _thread.key
-    return asyncio.current_task() or _thread.key
+    if running_loop() is not None and (task := asyncio.current_task()) is not None:
+        return _tasks.get(task) or _tasks.setdefault(task, LocalHolder(task))
+    if _thread.call is not None:
+        return _thread.call
+    place = running_greenlet() or _thread.key
+    holder = _holder.get()
+    if holder is None or not holder.runs_in(place):
+        in_main = threading.current_thread() is threading.main_thread()
+        holder = LocalHolder(place, may_be_call=not in_main)
+        _holder.set(holder)
+    return holder
+
+
+def is_in_call() -> bool:
+    """Whether a call of ``sync_to_async`` runs this code."""
+    return running_loop() is None and _thread.call is not None
 
 
 def running_greenlet() -> object | None:
@@ -137,40 +192,20 @@ def running_greenlet() -> object | None:
     return current if current.parent is not None else None
 
 
-def _waiting_task() -> object | None:
-    """
-    Find the task that awaits this very call of ``sync_to_async``.
+def _mark_calls(handler: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(handler)
+    def thread_handler(*args: Any, **kwargs: Any) -> Any:
+        outer, call = _thread.call, LocalHolder()
+        _thread.call = call
+        try:
+            return handler(*args, **kwargs)
+        finally:
+            _thread.call = outer
+            call.end()
 
-    asgiref hands one list, ``task_context``, to the waiting coroutine and to the thread, so the
-    task whose coroutine holds the same list is the caller. The context can't tell: a child task
-    inherits it. Should asgiref change this, no task is found, and the thread is another holder.
-    """
-    here = vars(SyncToAsync.threadlocal)
-    mark, loop = here.get("task_context"), here.get("main_event_loop")
-    if mark is None or loop is None or not loop.is_running():
-        return None
-    # Asked in the loop itself: this thread may have begun before the task came to wait for it.
-    answer: Future[object | None] = Future()
-    loop.call_soon_threadsafe(lambda: answer.set_result(_find_task(loop, mark)))
-    try:
-        return answer.result(timeout=LOOP_ANSWERS)
-    except TimeoutError:
-        return None
+    return thread_handler
 
 
-def _find_task(loop: asyncio.AbstractEventLoop, mark: Any) -> object | None:
-    return next((task for task in asyncio.all_tasks(loop) if _awaits(task, mark)), None)
-
-
-def _awaits(task: asyncio.Task[Any], mark: Any) -> bool:
-    step: Any = task.get_coro()
-    while step is not None:
-        frame = getattr(step, "cr_frame", None)
-        if (
-            frame is not None
-            and frame.f_code is SyncToAsync.__call__.__code__
-            and frame.f_locals.get("task_context") is mark
-        ):
-            return True
-        step = getattr(step, "cr_await", None)
-    return False
+# asgiref has no public hook for the beginning and the end of a call in a thread. Without it, all
+# calls of the one thread that Django shares among tasks are one holder, and get the same lease.
+SyncToAsync.thread_handler = _mark_calls(SyncToAsync.thread_handler)  # type: ignore[method-assign]

@@ -30,8 +30,8 @@ from .fences.pinning import pinned_atomic
 from .fences.revoking import told
 from .history import history
 from .keeper import REFUSED, Keeper
-from .lease import Duration, Lease, clock
-from .owners import Holder, whoami
+from .lease import Duration, Lease, clock, current_lease
+from .owners import Holder, LocalHolder, is_in_call, whoami
 from .scribe import scribe
 from .sessions import ask, under_test
 from .taking import TakesLeases
@@ -53,26 +53,19 @@ class Service(TakesLeases):
         self.backend: Backend = conf.backend_class(self.config.backend)(self.config)
         self.keeper = Keeper(self.backend, self.lose)
         self.keeper.explain = self.taken_away
-        self._reset()
         _living.add(self)
-
-    def _reset(self) -> None:
-        # Held for moments, and never while the service is asked.
-        self._lock = threads.allocate_lock()
-        self._leases: dict[tuple[str, object], Lease] = {}
 
     def forget_after_fork(self) -> None:
         """Own nothing of the parent's."""
         self.backend.forget_after_fork()
         self.keeper.forget_after_fork()
-        self._reset()
 
     # Acquiring
 
     def acquire(
         self,
         request: Request,
-        who: object = None,
+        who: LocalHolder | None = None,
         *,
         pattern: str = "",
         max_hold: float | None = None,
@@ -83,10 +76,10 @@ class Service(TakesLeases):
         Once it was held for `max_hold` seconds nothing renews it any more. What is entered again
         keeps the bound that it has.
         """
-        # A greenlet that has ended is false.
-        who = whoami() if who is None else who
+        who = who or whoami()
         if lease := self._enter_again(request, who):
             return lease
+        self._refuse_to_wait_for_caller(request, who)
         started = clock()
         home = connections[self.config.fence_database]
         if transactions.is_tests_own(home):
@@ -97,15 +90,14 @@ class Service(TakesLeases):
         try:
             lease = self._obtain(request, home, started + request.timeout)
             if lease is not None:
-                lease.who, lease.pattern, lease.max_hold = who, pattern, max_hold
-                with self._lock:
-                    self._leases[lease.name, who] = lease
+                lease.belongs_to(who)
+                lease.pattern, lease.max_hold = pattern, max_hold
+                who.leases[self, lease.name] = lease
         except FencedLockError:
             raise
         except BaseException:
             # Something struck, maybe between the grant and the note of it.
-            with self._lock:
-                self._leases.pop((request.name, who), None)
+            who.leases.pop((self, request.name), None)
             self._abandon(request)
             raise
         waited = clock() - started
@@ -149,24 +141,49 @@ class Service(TakesLeases):
             self.keeper.keep(lease)
         except BaseException:
             # Nobody would renew it, nor give it back: the caller doesn't get it.
-            with self._lock:
-                del self._leases[lease.name, lease.who]
+            self._forget(lease)
             self.keeper.forget(lease)
             self._give_back(lease)
             journal.erase(lease.owner)
             raise
 
-    def lease_of(self, name: str, who: object) -> Lease | None:
+    def _forget(self, lease: Lease) -> None:
+        who = lease.who
+        if who is not None and who.leases.get((self, lease.name)) is lease:
+            del who.leases[self, lease.name]
+
+    def lease_of(self, name: str, who: LocalHolder) -> Lease | None:
         """The lease of lock `name` that `who` has in this process."""
-        with self._lock:
-            lease = self._leases.get((name, who))
-            if lease is not None and not lease.is_open():
-                # Left behind by a test, with whose transaction it ended.
-                del self._leases[name, who]
-                lease = None
+        lease = who.leases.get((self, name))
+        if lease is not None and not lease.is_open():
+            # Left behind by a test, with whose transaction it ended, or by the parent process.
+            self._forget(lease)
+            lease = None
         return lease
 
-    def _enter_again(self, request: Request, who: object) -> Lease | None:
+    def _refuse_to_wait_for_caller(self, request: Request, who: LocalHolder) -> None:
+        """
+        Raise if the holder of the lock waits for this very call.
+
+        The context of the call has the lease. A child task that the holder started has it as well,
+        and can't be told apart here.
+        """
+        lease = current_lease(request.name) if request.timeout > 0 else None
+        if lease is None or lease._control is not self or lease.lost:
+            return
+        holder = lease.who
+        if holder is None or holder is who or holder.has_ended():
+            return
+        if holder.is_task() or is_in_call():
+            raise LockNotAcquired(
+                f"Lock {lease.name!r} is held by the code that called this function by "
+                "sync_to_async, so waiting for it might never end. Use the caller's lease, "
+                f"current_lease({lease.name!r}), or release it before the call.",
+                name=lease.name,
+                alias=self.config.alias,
+            )
+
+    def _enter_again(self, request: Request, who: LocalHolder) -> Lease | None:
         lease = self.lease_of(request.name, who)
         if lease is None:
             return None
@@ -241,13 +258,15 @@ class Service(TakesLeases):
     def atomic(self, lease: Lease, using: str | None) -> contextlib.AbstractContextManager[None]:
         return pinned_atomic(lease, using)
 
-    def release(self, lease: Lease, who: object = None) -> bool:
-        if lease.who is not (whoami() if who is None else who):
-            raise NotTheHolder(
-                f"Lock {lease.name!r} was taken by another thread, greenlet or task, which alone "
-                "may release it.",
-                name=lease.name,
-            )
+    def release(self, lease: Lease, who: LocalHolder | None = None) -> bool:
+        if lease.who is not (who or whoami()):
+            if not lease.wait_until_left():
+                raise NotTheHolder(
+                    f"Lock {lease.name!r} was acquired by another thread, greenlet or task. Only "
+                    "that one may release it until it has ended.",
+                    name=lease.name,
+                )
+            lease.entries = 1
         # None are left of one whose release was put off to the end of a transaction.
         lease.entries = max(0, lease.entries - 1)
         if lease.entries > 0:
@@ -280,9 +299,7 @@ class Service(TakesLeases):
             )
 
     def _finish(self, lease: Lease) -> bool:
-        with self._lock:
-            if self._leases.get((lease.name, lease.who)) is lease:
-                del self._leases[lease.name, lease.who]
+        self._forget(lease)
         self.keeper.drop(lease)
         try:
             kept = self.backend.release(lease)
@@ -310,8 +327,9 @@ class Service(TakesLeases):
             return await sync_to_async(function)(*args)
         return await aio.run(kind, function, *args)
 
-    async def arelease(self, lease: Lease, who: object) -> bool:
+    async def arelease(self, lease: Lease, who: LocalHolder | None = None) -> bool:
         """See release()."""
+        who = who or whoami()
         if lease.lent:
             return await sync_to_async(self.release)(lease, who)
         return await aio.run(aio.SHORT, self.release, lease, who)
@@ -319,32 +337,13 @@ class Service(TakesLeases):
     def _is_lent(self) -> bool:
         return transactions.lent_by_test(self.config.fence_database) is not None
 
-    def give_back_left_over(self, who: object, since: float) -> None:
-        """
-        Give back what `who` has taken since a time on the local clock, and can't have a use for.
-
-        Whatever is thrown into a block as it begins or ends may keep it from giving its lock back,
-        which would then be renewed as long as the process lives.
-        """
-        with self._lock:
-            left = [
-                lease
-                for (_, holder), lease in self._leases.items()
-                if holder is who and lease.granted_at >= since and not lease.put_off
-            ]
-        for lease in left:
-            lease.entries = 1
-            try:
-                self.release(lease, who)
-            except BackendUnavailable as exc:
-                logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
-
     def drop_all(self) -> None:
-        """Give back whatever is held, as far as it goes. For the end of a test."""
-        with self._lock:
-            leases = [lease for lease in self._leases.values() if lease.is_open()]
-            self._leases.clear()
-        for lease in leases:
+        """Release whatever is held, as far as possible. For the end of a test."""
+        mine = [lease for lease in whoami().leases.values() if lease._control is self]
+        for lease in {*mine, *self.keeper.leases()}:
+            self._forget(lease)
+            if not lease.is_open():
+                continue
             self.keeper.forget(lease)
             # The test may have taken the service itself away.
             with contextlib.suppress(Exception):
@@ -437,10 +436,21 @@ def service(alias: str) -> Service:
 
 
 def give_back_left_over(since: float) -> None:
-    """Give back every lease that this thread, greenlet or task has taken since then."""
+    """
+    Release every lease that this thread, greenlet or task has acquired since then.
+
+    An exception that is thrown into a block as it begins or ends may skip the release of its lock.
+    The lease would then be renewed as long as the process lives.
+    """
     who = whoami()
-    for each in list(_living):
-        each.give_back_left_over(who, since)
+    for lease in list(who.leases.values()):
+        if lease.granted_at < since or lease.put_off or not lease.is_open():
+            continue
+        lease.entries = 1
+        try:
+            lease._control.release(lease, who)
+        except BackendUnavailable as exc:
+            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
 
 
 def drop_leases_of_test(**kwargs: object) -> None:

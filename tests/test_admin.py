@@ -19,7 +19,7 @@ from django_fencedlock import lock
 from django_fencedlock.admin import HeldLockAdmin
 from django_fencedlock.backends.base import Request
 from django_fencedlock.models import Fence, HeldLock, LockEvent
-from django_fencedlock.owners import new_owner, running_task
+from django_fencedlock.owners import LocalHolder, new_owner, running_task
 from django_fencedlock.services import service
 from django_fencedlock.test import lose
 from tests.servers import Redis
@@ -127,10 +127,11 @@ def test_the_state_is_the_services_word(page: Callable[..., str], redis_server: 
 @contextlib.contextmanager
 def hold_lock_unrecorded(name: str) -> Iterator[None]:
     """Take a lock of Redis whose grant the registry doesn't get."""
-    lease = service("default").acquire(Request(name, new_owner(), 30, fenced=False), object())
+    who = LocalHolder()
+    lease = service("default").acquire(Request(name, new_owner(), 30, fenced=False), who)
     assert lease is not None
     yield
-    service("default").release(lease, lease.who)
+    service("default").release(lease, who)
 
 
 def test_a_server_that_is_gone(page: Callable[..., str], make_redis: Callable[..., Redis]) -> None:

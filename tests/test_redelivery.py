@@ -25,7 +25,7 @@ from django_fencedlock.fences.deliveries import DELIVERY as DELIVERY_TABLE
 from django_fencedlock.fences.deliveries import SETTLED, Deliveries, Message
 from django_fencedlock.fences.ledger import HELD
 from django_fencedlock.models import Delivery, HeldLock
-from django_fencedlock.owners import new_owner
+from django_fencedlock.owners import LocalHolder, new_owner
 from django_fencedlock.services import service
 from django_fencedlock.test import hold_lock, lose
 from tests.deliveries import app, deliver, deliver_sent, sending
@@ -260,7 +260,7 @@ class TestWhileItRuns:
 
         def begin(told, *, recorded=True, task_id=None):
             owner = replace(new_owner(), task_name="t", task_id=task_id or told["id"])
-            lease = service("default").acquire(Request(NAME, owner, 30), object())
+            lease = service("default").acquire(Request(NAME, owner, 30), LocalHolder())
             leases.append(lease)
             if recorded:
                 record(told, owner.id)

@@ -146,7 +146,7 @@ def far(settings, make_postgres, make_alias):
         lease = lock("far", backend="far", ttl=600).acquire()
         service("far").keeper.forget(lease)
         yield server
-    service("far")._leases.clear()
+    lease.released = True
 
 
 @pytest.fixture

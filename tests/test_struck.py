@@ -14,6 +14,7 @@ from django.db import connections
 
 from django_fencedlock import lock, locks, services, sessions, taking
 from django_fencedlock.backends import database, postgres_home, postgres_taking, redis
+from django_fencedlock.owners import whoami
 from django_fencedlock.services import Service, service
 from django_fencedlock.taking import TakesLeases
 from tests.test_registry import BACKENDS
@@ -85,8 +86,8 @@ def test_no_line_leaves_a_lock(backend, how):
         # struck, so that whatever is raised in that thread later has it as its context.
         with ThreadPoolExecutor(1) as thread:
             was_struck = thread.submit(take_struck, how, place).result()
+            assert not thread.submit(lambda: whoami().leases).result()
         assert backend.holder(f"x{place}") is None, place
-        assert not service("default")._leases
         if not was_struck:
             break
     assert place > 20
@@ -147,8 +148,8 @@ def test_what_was_noted_already_is_nobodys(backend, monkeypatch):
             super().__setitem__(key, lease)
             raise Struck
 
-    monkeypatch.setattr(service("default"), "_leases", Leases())
+    monkeypatch.setattr(whoami(), "leases", Leases())
     with pytest.raises(Struck):
         lock("x").acquire()
-    assert not service("default")._leases
+    assert not whoami().leases
     assert backend.holder("x") is None

@@ -8,7 +8,7 @@ from django_fencedlock import lock
 from django_fencedlock.backends import base
 from django_fencedlock.backends.base import Request
 from django_fencedlock.exceptions import LockNotAcquired
-from django_fencedlock.owners import new_owner
+from django_fencedlock.owners import LocalHolder, new_owner
 from django_fencedlock.services import service
 from django_fencedlock.test.holders import another_thread, wait_until
 
@@ -106,7 +106,7 @@ def test_who_is_asked_whether_to_wait_does_not_stand_in_line_meanwhile(backend, 
 @pytest.mark.django_db
 def test_who_does_not_wait_in_a_tests_transaction_has_no_place_in_line(backend):
     with lock("x"):
-        assert service("default").acquire(wish(), object()) is None
+        assert service("default").acquire(wish(), LocalHolder()) is None
         assert in_line(backend) == 0
 
 

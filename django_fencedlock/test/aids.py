@@ -17,7 +17,7 @@ from .. import conf, names, transactions
 from ..backends.base import Grant, Request
 from ..fences import ledger_for
 from ..lease import Lease, clock
-from ..owners import Holder, new_owner
+from ..owners import Holder, LocalHolder, new_owner
 from ..services import Service, service
 from . import off
 
@@ -126,7 +126,7 @@ _SOON = 0.01
 @contextlib.contextmanager
 def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator[Lease]:
     # Not this thread nor this task, but on the test's connection all the same.
-    somebody_else = object()
+    somebody_else = LocalHolder()
     owner = replace(new_owner(), thread="hold_lock")
     request = Request(name, owner, control.config.ttl, fenced, of_another_process=True)
     lease = control.acquire(request, somebody_else)

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import contextvars
 import os
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.conf import settings
 from django.test import override_settings
 
@@ -20,7 +22,7 @@ from ... import signals
 from ...exceptions import LeaseLost, LockNotAcquired, NotTheHolder
 from ...lease import Lease, clock, current_lease
 from ...owners import Holder
-from ..holders import AnotherProcess, AnotherThread, wait_until
+from ..holders import PATIENCE, AnotherProcess, AnotherThread, another_thread, wait_until
 from . import acts
 from .base import Contract, connected, counted_batches, keepers, listening, open_files
 
@@ -42,6 +44,14 @@ ODD_NAMES = {
     "backslash": ("in\\voice", "in\\\\voice"),
     "glob": ("invoice:*", "invoice:?"),
     "colons": ("a::b", "a:b"),
+}
+
+
+#: Ways to run a function in a thread that other tasks use as well.
+IN_THREADS: dict[str, Callable[..., Callable[..., Coroutine[Any, Any, Any]]]] = {
+    "sync_to_async": sync_to_async,
+    "any thread": lambda function: sync_to_async(function, thread_sensitive=False),
+    "to_thread": lambda function: partial(asyncio.to_thread, function),
 }
 
 
@@ -165,19 +175,129 @@ class HoldingContract(Contract):
             assert thread.call(current_lease, name) is None
         assert current_lease(name) is None
 
-    @pytest.mark.parametrize("thread_sensitive", [True, False])
-    def test_a_task_enters_again_through_sync_to_async(
-        self, name: str, thread_sensitive: bool
-    ) -> None:
-        def enter() -> Lease:
-            with self.lock(name, blocking_timeout=0) as lease:
-                return lease
+    @pytest.mark.parametrize("calls", IN_THREADS)
+    def test_tasks_that_lock_in_threads_exclude_each_other(self, name: str, calls: str) -> None:
+        in_thread = IN_THREADS[calls]
+        inside: list[int] = []
+        tokens: list[int] = []
+
+        # The frames of an async generator are in between, and hide the task from the thread.
+        @contextlib.asynccontextmanager
+        async def locked() -> AsyncIterator[Lease]:
+            while (lease := await in_thread(self.lock(name).acquire)(blocking=False)) is None:
+                await asyncio.sleep(0.005)
+            try:
+                yield lease
+            finally:
+                assert await in_thread(lease.release)()
+
+        async def work() -> None:
+            async with locked() as lease:
+                inside.append(1)
+                tokens.append(lease.token)
+                await asyncio.sleep(0.02)
+                assert len(inside) == 1
+                inside.pop()
 
         async def main() -> None:
+            await asyncio.gather(*(work() for _ in range(3)))
+
+        asyncio.run(main())
+        assert tokens == [1, 2, 3]
+
+    @pytest.mark.parametrize("calls", IN_THREADS)
+    def test_a_call_in_a_thread_is_a_holder_that_may_acquire_again(
+        self, name: str, calls: str
+    ) -> None:
+        def work() -> int:
+            with self.lock(name) as lease, self.lock(name) as again:
+                assert again is lease
+                # The code of another call moves on in this very thread.
+                async_to_sync(IN_THREADS[calls](lambda: self.is_free(f"{name}:other")))()
+                with self.lock(name) as again:
+                    assert again is lease
+            assert self.is_free(name)
+            return lease.token
+
+        assert asyncio.run(IN_THREADS[calls](work)()) == work() - 2
+
+    def test_what_an_ended_call_holds_any_code_may_release(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        def acquire_twice() -> Lease:
+            self.take(name)
+            return self.take(name)
+
+        async def main(calls: str) -> None:
+            lease = await IN_THREADS[calls](acquire_twice)()
+            assert await lease.arelease()
+            assert self.is_free(name)
+            lease = await IN_THREADS[calls](acquire_twice)()
+            assert thread.call(lease.release)
+            assert self.is_free(name)
+
+        for calls in IN_THREADS:
+            asyncio.run(main(calls))
+
+    @pytest.mark.parametrize("inner", [asyncio.wait_for, asyncio.gather])
+    def test_what_an_ended_task_holds_any_code_may_release(self, name: str, inner: Any) -> None:
+        async def main() -> None:
+            terms = (PATIENCE,) if inner is asyncio.wait_for else ()
+            # Each runs acquire() in a task of its own (wait_for() only before Python 3.12).
+            found = await inner(self.alock(name).acquire(), *terms)
+            lease = found if inner is asyncio.wait_for else found[0]
+            assert await lease.arelease()
+            assert self.is_free(name)
+
+        asyncio.run(main())
+
+    def test_what_an_ended_thread_holds_any_code_may_release(self, name: str) -> None:
+        with another_thread() as ended:
+            lease = ended.call(self.take, name)
+        assert lease.release()
+        assert self.is_free(name)
+
+    @pytest.mark.parametrize("calls", IN_THREADS)
+    def test_waiting_for_the_task_that_made_the_call_is_an_error(
+        self, name: str, calls: str
+    ) -> None:
+        async def main() -> None:
             async with self.alock(name) as lease:
-                entered = sync_to_async(enter, thread_sensitive=thread_sensitive)
-                assert await entered() is lease
+                acquire = IN_THREADS[calls](self.lock(name).acquire)
+                assert await acquire(blocking=False) is None
+                with pytest.raises(LockNotAcquired, match="held by the code that called"):
+                    await acquire(blocking_timeout=PATIENCE)
                 assert await lease.averify()
+            assert await acquire(blocking_timeout=0)
+
+        asyncio.run(main())
+
+    def test_waiting_for_the_sync_code_that_made_the_call_is_an_error(self, name: str) -> None:
+        async def main() -> None:
+            with pytest.raises(LockNotAcquired, match="held by the code that called"):
+                await sync_to_async(self.lock(name).acquire)(blocking_timeout=PATIENCE)
+
+        with self.lock(name):
+            async_to_sync(main)()
+        assert self.is_free(name)
+
+    def test_a_busy_event_loop_holds_up_no_lock(self, name: str) -> None:
+        entered, go_on, left = (threading.Event() for _ in range(3))
+
+        def work() -> None:
+            with self.lock(name):
+                entered.set()
+                assert go_on.wait(PATIENCE)
+            left.set()
+
+        async def main() -> None:
+            working = asyncio.create_task(sync_to_async(work)())
+            while not entered.is_set():
+                await asyncio.sleep(0.005)
+            go_on.set()
+            # The loop is blocked from here on.
+            assert left.wait(PATIENCE)
+            await working
 
         asyncio.run(main())
         assert self.is_free(name)

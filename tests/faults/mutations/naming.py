@@ -231,8 +231,8 @@ MUTATIONS = (
     Mutation(
         "What a generator took is kept when another thread or task throws it away",
         "locks.py",
-        "        if kind is GeneratorExit and who not in self._entered",
-        "        if False and who not in self._entered",
+        "        if not found and kind is GeneratorExit and",
+        "        if False and",
         ("tests/test_contract.py::TestDatabaseOnSQLite",),
     ),
     Mutation(

@@ -90,9 +90,8 @@ MUTATIONS = (
     Mutation(
         "A lock is entered again by whichever thread",
         "services.py",
-        "            lease = self._leases.get((name, who))\n            if lease is not None and not",
-        "            lease = next((v for (n, _), v in self._leases.items() if n == name), None)\n"
-        "            if lease is not None and not",
+        "        lease = who.leases.get((self, name))\n",
+        "        lease = next((each for each in self.keeper.leases() if each.name == name), None)\n",
         (_SERVICES, ON_SQLITE),
     ),
     Mutation(
@@ -148,7 +147,7 @@ MUTATIONS = (
     Mutation(
         "Any thread may release",
         "services.py",
-        "        if lease.who is not (whoami() if who is None else who):",
+        "        if lease.who is not (who or whoami()):",
         "        if lease.who is None:",
         (_SERVICES, ON_SQLITE),
     ),
@@ -183,9 +182,8 @@ MUTATIONS = (
     Mutation(
         "A lease whose release failed is still there to be entered",
         "services.py",
-        "            if self._leases.get((lease.name, lease.who)) is lease:\n"
-        "                del self._leases[lease.name, lease.who]\n",
-        "            pass\n",
+        "        self._forget(lease)\n        self.keeper.drop(lease)\n",
+        "        self.keeper.drop(lease)\n",
         (_SERVICES, ON_SQLITE),
     ),
     Mutation(
@@ -226,8 +224,8 @@ MUTATIONS = (
     Mutation(
         "What was left over from before is given back as well",
         "services.py",
-        "if holder is who and lease.granted_at >= since and not lease.put_off",
-        "if holder is who and not lease.put_off",
+        "        if lease.granted_at < since or lease.put_off or not",
+        "        if lease.put_off or not",
         (_SERVICES, "tests/test_aborting.py"),
     ),
     Mutation(
@@ -240,8 +238,8 @@ MUTATIONS = (
     Mutation(
         "A child goes on with its parent's leases",
         "services.py",
-        "        self.keeper.forget_after_fork()\n        self._reset()",
-        "        self.keeper.forget_after_fork()",
+        "        self.keeper.forget_after_fork()\n",
+        "",
         (_SERVICES, ON_SQLITE),
     ),
     Mutation(
@@ -450,11 +448,32 @@ MUTATIONS = (
         ("tests/test_single_instance.py::TestCalls", "tests/test_redelivery.py"),
     ),
     Mutation(
-        "Whoever has the thread's number is the thread",
+        "A thread that has ended holds its locks as long as its context lives",
         "owners.py",
-        "        self.key = object()",
-        "        self.key = __import__('threading').get_ident()",
+        "        self.key = _Key()",
+        "        self.key = _Key()\n        globals().setdefault('_keys', []).append(self.key)",
+        ("tests/test_owners.py",),
+    ),
+    Mutation(
+        "All calls of sync_to_async in a thread are one holder",
+        "owners.py",
+        "        _thread.call = call\n        try:",
+        "        try:",
         ("tests/test_owners.py", ON_SQLITE),
+    ),
+    Mutation(
+        "A call of sync_to_async never ends",
+        "owners.py",
+        "            call.end()\n",
+        "            pass\n",
+        ("tests/test_owners.py", ON_SQLITE),
+    ),
+    Mutation(
+        "A call waits for the task that waits for it",
+        "services.py",
+        "        self._refuse_to_wait_for_caller(request, who)\n",
+        "",
+        (ON_SQLITE,),
     ),
     Mutation(
         "A holder with a row of his own time counts from after the claim",

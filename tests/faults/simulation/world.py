@@ -15,7 +15,7 @@ from django_fencedlock.backends.base import Request
 from django_fencedlock.exceptions import BackendUnavailable, LeaseLost, LockNotAcquired
 from django_fencedlock.keeper import Keeper
 from django_fencedlock.lease import Lease
-from django_fencedlock.owners import new_owner
+from django_fencedlock.owners import LocalHolder, new_owner
 from django_fencedlock.services import Service
 
 from .server import Clock, Fault, Network, SimulatedBackend, Tables
@@ -79,7 +79,7 @@ class Process:
     """One process: its lock service, and the leases that its code has."""
 
     def __init__(self, world: World) -> None:
-        self.who = object()
+        self.who = LocalHolder()
         self.service = Service("default")
         backend = SimulatedBackend(self.service.config, world.clock, world.tables, world.network)
         self.service.backend = backend
@@ -256,7 +256,7 @@ class World:
                 while lease.is_open():
                     process.service.release(lease, process.who)
             process.leases.clear()
-            if process.service._leases or process.service.keeper._due:
+            if process.who.leases or process.service.keeper._due:
                 raise self.broken("something is left in a process that gave all back")
         self.clock.now += 2 * TTL + max(SECONDS)
         for number in range(len(NAMES)):
