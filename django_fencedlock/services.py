@@ -16,7 +16,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.dispatch import Signal
 
-from . import aio, conf, journal, logs, signals, threads, transactions
+from . import aio, conf, logs, signals, threads, transactions
 from .backends.base import Backend, Renewal, Request
 from .exceptions import (
     BackendUnavailable,
@@ -144,7 +144,6 @@ class Service(TakesLeases):
             self._forget(lease)
             self.keeper.forget(lease)
             self._give_back(lease)
-            journal.erase(lease.owner)
             raise
 
     def _forget(self, lease: Lease) -> None:
@@ -307,8 +306,6 @@ class Service(TakesLeases):
             lease.released = True
             unfenced_rows.ended(lease)
             raise
-        finally:
-            journal.erase(lease.owner)
         if not kept:
             why = "the lock service no longer knew this holder at the release"
             self.lose(lease, self._why(lease, why))

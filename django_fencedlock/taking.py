@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from . import journal, logs, transactions
+from . import logs, transactions
 from .backends.base import Backend, Grant, Renewal, Request
 from .exceptions import BackendUnavailable, TransactionInTheWay
 from .fences import ledger_for
@@ -34,20 +34,6 @@ class TakesLeases:
     backend: Backend
 
     def _obtain(self, request: Request, home: BaseDatabaseWrapper, deadline: float) -> Lease | None:
-        lease = None
-        owner = request.owner.id
-        try:
-            # Before it is asked for: the process may be killed while the answer is under way.
-            journal.enter(self.config.alias, request.name, owner, request.ttl, request.fenced)
-            lease = self._ask_for_lease(request, home, deadline)
-        finally:
-            if lease is None:
-                journal.erase(owner)
-        return lease
-
-    def _ask_for_lease(
-        self, request: Request, home: BaseDatabaseWrapper, deadline: float
-    ) -> Lease | None:
         while True:
             grant = self._grant(request, deadline)
             if grant is None:

@@ -72,8 +72,9 @@ EVENTS = {
         "many_deaths.test_a_body_that_is_revoked_in_vain_keeps_its_lock",
     ],
     "a child is killed (SIGKILL, out of memory)": [
-        "death.test_a_killed_child_frees_its_lock",
-        "many_deaths.test_celery_learns_of_a_death_soon_too",
+        "death.test_a_fenced_lock_of_a_killed_child_is_free_within_a_second",
+        "death.test_an_unfenced_lock_of_a_killed_child_is_free_for_who_wants_it_on_the_host",
+        "death.test_celery_reports_a_killed_child",
     ],
     "... with acks_late and reject_on_worker_lost": [
         "death.test_a_lost_run_is_delivered_again_and_runs",

@@ -16,14 +16,10 @@ from celery import bootsteps, signals
 from django.db import connections
 
 from .. import sessions, threads
-from ..journal import Found
 from ..lease import clock
-from ..processes import Process
 from ..scribe import scribe
-from . import deaths
-from .burials import Burials
+from . import children
 from .forks import no_fork
-from .mending import Mender
 
 logger = logging.getLogger(__name__)
 
@@ -95,19 +91,13 @@ class Housekeeping(bootsteps.StartStopStep):
         forks = _has_children(worker.pool_cls)
         if forks:
             scribe.hush()
-        self._mender = Mender()
-        self._burials = Burials()
-        self._watch = self._death_watch() if forks else None
+        self._watch = _child_watch() if forks else None
         self._rounds = Rounds(forks=forks)
 
     def start(self, worker: Any) -> None:
         if self._watch:
             self._watch.start()
         self._rounds.start()
-
-    def register_with_event_loop(self, worker: Any, hub: Any) -> None:
-        if self._watch:
-            self._mender.listen(worker.pool, hub)
 
     def stop(self, worker: Any) -> None:
         # The watch goes on: the pool stops later, and its children may be killed until then.
@@ -116,20 +106,15 @@ class Housekeeping(bootsteps.StartStopStep):
     def terminate(self, worker: Any) -> None:
         self.stop(worker)
 
-    def _death_watch(self) -> deaths.DeathWatch | None:
-        if deaths.are_seen():
-            return deaths.DeathWatch(self._bury)
-        logger.info(
-            "This system doesn't tell a process of another one's end (pidfd_open(), Linux 5.3): "
-            "the locks of children that are killed are held until they run out"
-        )
-        return None
 
-    def _bury(self, child: Process, found: Found) -> None:
-        self._burials.add(child, found)
-        if found.entries:
-            # It was killed. One that Celery has replaced in its time holds nothing.
-            self._mender.ring()
+def _child_watch() -> children.ChildWatch | None:
+    if children.can_be_watched():
+        return children.ChildWatch(children.LeftLocks().release)
+    logger.info(
+        "This system doesn't tell a process of another one's end (pidfd_open(), Linux 5.3): the "
+        "locks of children that are killed are held until they expire"
+    )
+    return None
 
 
 def _has_children(pool: type) -> bool:
@@ -138,12 +123,12 @@ def _has_children(pool: type) -> bool:
 
 @signals.celeryd_init.connect(weak=False, dispatch_uid="django_fencedlock.worker")
 def _install(instance: Any, **kwargs: object) -> None:
-    deaths.forget_watch()
+    children.forget_watch()
     instance.app.steps["worker"].add(Housekeeping)
 
 
 @signals.worker_process_init.connect(weak=False, dispatch_uid="django_fencedlock.worker_process")
 def _announce(**kwargs: object) -> None:
     # The solo pool sends this signal too, in the main process, which nobody watches.
-    if deaths.is_watched():
-        deaths.announce()
+    if children.is_watched():
+        children.announce()

@@ -8,7 +8,7 @@ from .mutation import Mutation
 _SINGLE = "tests/test_single_instance.py"
 _REDELIVERY = "tests/test_redelivery.py"
 _COALESCING = "tests/test_coalescing.py"
-_DEATHS = "tests/test_deaths.py"
+_DEATHS = "tests/test_children.py"
 
 MUTATIONS = (
     Mutation(
@@ -240,58 +240,30 @@ MUTATIONS = (
     ),
     Mutation(
         "Another process that has a dead child's pid is watched",
-        "celery/deaths.py",
-        "        if opened.is_gone(said.child.started):",
+        "celery/children.py",
+        "        if opened.is_gone(child.started):",
         "        if opened.has_ended():",
         (_DEATHS,),
     ),
     Mutation(
         "A child that was gone before anybody looked isn't buried",
-        "celery/deaths.py",
-        "        except ProcessLookupError:\n            self._bury(said)\n            return",
+        "celery/children.py",
+        "        except ProcessLookupError:\n            self._ended(child)\n            return",
         "        except ProcessLookupError:\n            return",
         (_DEATHS,),
     ),
     Mutation(
-        "A journal is never used again",
-        "celery/deaths.py",
-        "            self._desk.give_back(said.ticket)\n",
-        "",
-        (_DEATHS,),
-    ),
-    Mutation(
-        "A journal that another process keeps by now is read as the dead one's",
-        "journal.py",
-        "    if head[1:].strip() != str(process).encode():\n        return NOTHING\n",
-        "",
-        ("tests/test_journal.py", _DEATHS),
-    ),
-    Mutation(
-        "What is held beyond the journal's room passes for complete",
-        "journal.py",
-        "            os.pwrite(self._file, _INCOMPLETE, self._start)\n",
-        "            pass\n",
-        ("tests/test_journal.py",),
-    ),
-    Mutation(
         "The dead are freed once, though a request of theirs may still be under way",
-        "celery/burials.py",
-        "PASSES = (0.0, 0.4, 2.0)",
-        "PASSES = (0.0,)",
+        "celery/children.py",
+        "LOOK_AFTER = (0.0, 0.4, 2.0)",
+        "LOOK_AFTER = (0.0,)",
         (_DEATHS,),
     ),
     Mutation(
         "A lock service that was away isn't asked again",
-        "celery/burials.py",
-        "        if clock() < until:\n            longer",
-        "        if clock() > until + 3600:\n            longer",
-        (_DEATHS,),
-    ),
-    Mutation(
-        "Of who kept no journal nothing is freed",
-        "celery/burials.py",
-        "        for alias in set(entries) | (set() if found.complete else set(conf.aliases())):",
-        "        for alias in set(entries):",
+        "celery/children.py",
+        "for each in due if at < each.until)",
+        "for each in due if at < each.until - 1e6)",
         (_DEATHS,),
     ),
     Mutation(

@@ -7,7 +7,7 @@ from .mutation import Mutation
 
 _LEDGERS = "tests/test_ledgers.py"
 _DATABASE = "tests/test_database_backend.py"
-_FREEING = "tests/test_deaths.py::TestFreeing"
+_FREEING = "tests/test_children.py::TestReleasing"
 _FORCING = "tests/test_releasing.py"
 _PINNING = "tests/test_pinning.py"
 

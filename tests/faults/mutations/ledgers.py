@@ -138,7 +138,7 @@ MUTATIONS = (
         "fences/ledger.py",
         '"AND pid_started = %(started)s AND boot_id = %(boot_id)s "',
         '"AND %(started)s >= 0 AND boot_id = %(boot_id)s "',
-        ("tests/test_deaths.py::TestFreeing",),
+        ("tests/test_children.py::TestReleasing",),
     ),
     Mutation(
         "SQLite: a row is taken from a live holder",

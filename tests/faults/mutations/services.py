@@ -215,13 +215,6 @@ MUTATIONS = (
         ("tests/test_keeper.py",),
     ),
     Mutation(
-        "A journal goes on telling of what was given back",
-        "services.py",
-        "        finally:\n            journal.erase(lease.owner)\n",
-        "        finally:\n            pass\n",
-        (_SERVICES, "tests/test_journal.py"),
-    ),
-    Mutation(
         "What was left over from before is given back as well",
         "services.py",
         "        if lease.granted_at < since or lease.put_off or not",

@@ -351,13 +351,6 @@ MUTATIONS = (
         ("tests/test_processes.py",),
     ),
     Mutation(
-        "What this process is about to take isn't in its journal",
-        "taking.py",
-        "            journal.enter(self.config.alias, request.name, owner, request.ttl, request.fenced)\n",
-        "",
-        ("tests/test_journal.py",),
-    ),
-    Mutation(
         "A connection that was cut off within a statement is lent again",
         "libpq.py",
         "        if self._raw.closed:",

@@ -1,0 +1,405 @@
+"""A worker's main process sees which children have ended, and releases their locks."""
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from django.core.management import call_command
+
+from django_fencedlock import lock, sessions, threads
+from django_fencedlock.backends.base import Request
+from django_fencedlock.celery import children, forks, worker
+from django_fencedlock.celery.children import VARIABLE, ChildWatch, LeftLocks
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.fences.ledger import LOCK_WAIT
+from django_fencedlock.owners import new_owner
+from django_fencedlock.processes import Process, this_process
+from django_fencedlock.services import service
+from tests.servers.process import wait_until
+
+pytestmark = pytest.mark.skipif(not children.can_be_watched(), reason="this system has no pidfd")
+
+# It announces itself as a spawned child does, and waits for its end.
+CHILD = """
+import sys
+from django_fencedlock.celery import children
+children.announce()
+print(children.this_process(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def ended():
+    return []
+
+
+@pytest.fixture
+def watch(ended, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(children, "_pipe", None)
+    made = ChildWatch(ended.append)
+    pipe = made._announcements, children._pipe
+    yield made
+    for end in pipe:
+        os.close(end)
+
+
+@contextlib.contextmanager
+def child_of(watch):
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            child.identity = Process.read(child.stdout.readline().strip())
+            assert child.identity.pid == child.pid
+            yield child
+        finally:
+            child.kill()
+
+
+def look_until(watch, condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        watch.look(timeout=0.05)
+
+
+class TestChildWatch:
+    def test_a_child_that_is_killed(self, watch, ended):
+        with child_of(watch) as child:
+            watch.look(timeout=1)
+            child.kill()
+            look_until(watch, lambda: ended)
+        assert ended == [child.identity]
+
+    def test_a_child_that_lives(self, watch, ended):
+        with child_of(watch), child_of(watch) as killed:
+            killed.kill()
+            look_until(watch, lambda: ended)
+            for _ in range(5):
+                watch.look(timeout=0.02)
+            assert ended == [killed.identity]
+
+    def test_a_child_that_had_ended_before_anybody_looked(self, watch, ended):
+        with child_of(watch) as child:
+            child.kill()
+            child.wait()
+            look_until(watch, lambda: ended)
+        assert ended == [child.identity]
+
+    def test_a_child_that_ends_by_itself(self, watch, ended):
+        with child_of(watch) as child:
+            watch.look(timeout=1)
+            child.stdin.close()
+            look_until(watch, lambda: ended)
+
+    def test_a_child_whose_pid_another_process_has_by_now(self, watch, ended):
+        former = replace(this_process(), started=this_process().started - 1)
+        os.write(children._pipe, f"{former}\n".encode())
+        watch.look(timeout=1)
+        assert ended == [former]
+
+    def test_announcements_may_come_in_pieces(self, watch, ended):
+        lines = "".join(f"{Process('b', 'n', 2**22 + number, 1)}\n" for number in range(50))
+        for start in range(0, len(lines), 7):
+            os.write(children._pipe, lines[start : start + 7].encode())
+            watch.look(timeout=1)
+        assert [child.pid - 2**22 for child in ended] == list(range(50))
+
+    def test_an_error_ends_no_watch(self, watch, ended, monkeypatch, caplog):
+        monkeypatch.setattr(children, "AFTER_ERROR", 0.01)
+
+        def fail_once(child):
+            watch._ended = ended.append
+            raise RuntimeError
+
+        watch._ended = fail_once
+        watch.start()
+        try:
+            with child_of(watch) as first:
+                first.kill()
+            wait_until(lambda: "Watching the worker's children failed" in caplog.text, "the error")
+            with child_of(watch) as second:
+                second.kill()
+                wait_until(lambda: ended, "the second end", 30)
+            assert ended == [second.identity]
+        finally:
+            # The thread is left with a pipe of its own, which nobody closes under it.
+            watch._announcements, children._pipe = os.pipe()
+
+    def test_no_file_stays_open(self, watch, ended):
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with child_of(watch) as child:
+                watch.look(timeout=1)
+                child.kill()
+                look_until(watch, lambda: ended)
+            ended.clear()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+class TestAnnouncing:
+    def test_without_a_worker_it_is_a_warning(self, monkeypatch, caplog):
+        monkeypatch.setenv(VARIABLE, "1:900")
+        monkeypatch.setattr(children, "_pipe", None)
+        children.announce()
+        assert "couldn't announce itself" in caplog.text
+
+    def test_a_worker_that_a_task_started_is_not_its_child(self, monkeypatch):
+        monkeypatch.setenv(VARIABLE, "1:2")
+        monkeypatch.setattr(children, "_pipe", None)
+        assert children.is_watched()
+        children.forget_watch()
+        assert not children.is_watched()
+
+
+class Service:
+    """Takes the place of `release_locks_of()`, and fails for as long as it is told to."""
+
+    def __init__(self):
+        self.released = []
+        self.tries = 0
+        self.away = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, ended, alias):
+        self.tries += 1
+        self.gate.wait(30)
+        if self.away:
+            raise BackendUnavailable("away")
+        self.released.append((alias, ended))
+
+
+def test_the_last_look_comes_after_any_request_that_a_child_has_sent():
+    assert children.LOOK_AFTER[0] == 0
+    # It may wait in the server for a row, and take it then.
+    assert children.LOOK_AFTER[-1] > 2 * LOCK_WAIT / 1000
+
+
+class TestLeftLocks:
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch, settings):
+        settings.FENCEDLOCK = {"default": {}}
+        monkeypatch.setattr(children, "LOOK_AFTER", (0.0, 0.05))
+        monkeypatch.setattr(children, "RETRY_AFTER", 0.01)
+
+    @pytest.fixture
+    def release(self, monkeypatch):
+        def release(service):
+            monkeypatch.setattr(children, "release_locks_of", service)
+            made = LeftLocks()
+            made.release(this_process())
+            return made
+
+        return release
+
+    def test_they_are_released_and_once_more_a_little_later(self, release):
+        service = Service()
+        release(service)
+        wait_until(lambda: len(service.released) == 2, "two looks", 30)
+        assert service.released == [("default", [this_process()])] * 2
+
+    def test_every_alias_is_asked(self, release, settings):
+        settings.FENCEDLOCK = {"default": {}, "other": {}}
+        service = Service()
+        release(service)
+        wait_until(lambda: len(service.released) == 4, "both aliases, twice", 30)
+        assert {alias for alias, _ in service.released} == {"default", "other"}
+
+    def test_a_service_that_is_away_is_asked_again(self, release):
+        service = Service()
+        service.away = True
+        release(service)
+        wait_until(lambda: service.tries > 4, "several tries", 30)
+        service.away = False
+        wait_until(lambda: service.released, "the end of it", 30)
+
+    def test_but_not_for_longer_than_the_ttl(self, release, settings):
+        settings.FENCEDLOCK = {"default": {"TTL": 1}}
+        service = Service()
+        service.away = True
+        made = release(service)
+        wait_until(lambda: not made._aliases["default"]._runs, "it to give up", 30)
+        assert service.released == []
+
+    def test_one_service_delays_no_other(self, release, settings):
+        settings.FENCEDLOCK = {"default": {}, "other": {}}
+        slow, quick = Service(), Service()
+        slow.gate.clear()
+        try:
+            release(lambda ended, alias: (slow if alias == "default" else quick)(ended, alias))
+            wait_until(lambda: quick.released, "the other one", 30)
+            assert slow.released == []
+        finally:
+            slow.gate.set()
+
+    def test_children_that_end_meanwhile_are_looked_up_together(self, release):
+        service = Service()
+        service.gate.clear()
+        made = release(service)
+        wait_until(lambda: service.tries, "the first look", 30)
+        others = [replace(this_process(), pid=pid) for pid in (1, 2, 3)]
+        for each in others:
+            made.release(each)
+        service.gate.set()
+        wait_until(lambda: len(service.released) >= 2, "the second look", 30)
+        assert set(others) <= set(service.released[1][1])
+
+    def test_the_thread_ends_and_begins_again(self, release):
+        service = Service()
+        made = release(service)
+        alias = made._aliases["default"]
+        wait_until(lambda: not alias._runs, "its end", 30)
+        other = replace(this_process(), pid=1)
+        made.release(other)
+        wait_until(lambda: ("default", [other]) in service.released, "the second look", 30)
+        wait_until(lambda: not alias._runs, "its end", 30)
+
+
+@pytest.mark.django_db(transaction=True)
+class TestReleasing:
+    def hold(self, name):
+        """Hold a lock that no lease of this process has."""
+        assert service("default").backend.acquire(Request(name=name, owner=new_owner(), ttl=30))
+
+    def test_what_the_registry_says_is_released(self):
+        self.hold("x")
+        self.hold("y")
+        children.release_locks_of([replace(this_process(), pid=1), this_process()], "default")
+        assert lock("x").holder() is None
+        assert lock("y").holder() is None
+
+    @pytest.mark.parametrize(
+        "other", [{"boot_id": "b"}, {"pid_namespace": "n"}, {"pid": 1}, {"started": 1}]
+    )
+    def test_and_of_that_very_process_alone(self, other):
+        self.hold("x")
+        children.release_locks_of([replace(this_process(), **other)], "default")
+        assert lock("x").holder() is not None
+
+    def test_no_other_alias_is_touched(self, settings):
+        self.hold("x")
+        settings.FENCEDLOCK = {"default": {}, "other": {}}
+        children.release_locks_of([this_process()], "other")
+        assert lock("x").holder() is not None
+
+    def test_no_connection_stays_open(self, monkeypatch, settings):
+        monkeypatch.setattr(sessions, "under_test", lambda: False)
+        settings.FENCEDLOCK = {"default": {"OPTIONS": {"TIMEOUT": 1}}}
+        self.hold("x")
+        children.release_locks_of([this_process()], "default")
+        assert not any(each._idle for each in sessions._all.values())
+
+    def test_a_project_without_tables_is_told_nothing(self, settings, make_alias, tmp_path, caplog):
+        entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "empty.sqlite3")}
+        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": (alias := make_alias(entry))}}
+        call_command("migrate", "django_fencedlock", "zero", database=alias, verbosity=0)
+        left = LeftLocks()
+        left.release(this_process())
+        wait_until(lambda: not left._aliases["default"]._runs, "the looks", 30)
+        assert caplog.text == ""
+
+
+class TestForks:
+    def test_a_fork_waits_for_a_talk_that_is_short(self):
+        gate = forks._Gate()
+        gate.enter()
+        timer = threading.Timer(0.05, gate.leave)
+        timer.start()
+        started = time.monotonic()
+        gate.before_fork()
+        assert 0.04 < time.monotonic() - started < 0.2
+        gate.after_in_parent()
+
+    def test_but_not_for_a_long_one(self):
+        gate = forks._Gate()
+        gate.enter()
+        started = time.monotonic()
+        gate.before_fork()
+        assert forks.PATIENCE <= time.monotonic() - started < forks.PATIENCE + 5
+        gate.after_in_parent()
+        gate.leave()
+
+    def test_a_talk_waits_for_the_fork(self):
+        gate = forks._Gate()
+        gate.before_fork()
+        talking = threading.Thread(target=gate.enter)
+        talking.start()
+        talking.join(0.05)
+        assert talking.is_alive()
+        gate.after_in_parent()
+        talking.join(5)
+        assert not talking.is_alive()
+
+    def test_the_child_waits_for_nobody(self):
+        gate = forks._Gate()
+        gate.enter()
+        gate.before_fork()
+        gate.after_in_child()
+        started = time.monotonic()
+        gate.before_fork()
+        gate.after_in_parent()
+        assert time.monotonic() - started < 0.1
+
+
+class TestRounds:
+    @pytest.fixture(autouse=True)
+    def regular(self, monkeypatch):
+        monkeypatch.setattr(worker, "_regular", [])
+
+    def run(self, forks=True):
+        rounds = worker.Rounds(forks=forks)
+        rounds.start()
+        return rounds
+
+    def test_each_has_its_own_pace(self):
+        calls = []
+        worker.every(lambda: 0.01, lambda: calls.append("often"))
+        worker.every(lambda: 60, lambda: calls.append("once"))
+        rounds = self.run()
+        wait_until(lambda: calls.count("often") > 3, "some rounds", 5)
+        rounds.stop()
+        assert calls.count("once") == 1
+
+    def test_an_error_is_logged_and_the_rounds_go_on(self, monkeypatch, caplog):
+        monkeypatch.setattr(worker, "AFTER_FAILURE", 0.01)
+        calls = []
+
+        def fail():
+            calls.append(1)
+            raise RuntimeError("oh")
+
+        worker.every(lambda: 0.01, fail)
+        with caplog.at_level(logging.ERROR):
+            rounds = self.run()
+            wait_until(lambda: len(calls) > 1, "two rounds", 5)
+            rounds.stop()
+        assert "oh" in caplog.text
+
+    def test_they_end(self):
+        calls = []
+        worker.every(lambda: 0.01, lambda: calls.append(1))
+        rounds = worker.Rounds(forks=True)
+        thread = threading.Thread(target=rounds._run)
+        thread.start()
+        wait_until(lambda: calls, "a round", 5)
+        rounds.stop()
+        thread.join(5)
+        assert not thread.is_alive()
+
+    def test_without_any_there_is_no_thread(self, monkeypatch):
+        started = []
+        monkeypatch.setattr(threads, "start", started.append)
+        self.run()
+        assert started == []
