@@ -112,8 +112,8 @@ class TakesLeases:
         if ledger_for(connection).newest(connection, lease.name) != (lease.token, lease.owner):
             raise TransactionInTheWay(
                 f"Lock {lease.name!r} was granted with token {lease.token}, but this transaction "
-                "has an older snapshot and can't see the grant. Take the lock first, and open the "
-                "transaction inside of it (or use READ COMMITTED, where the database has it).",
+                "has an older snapshot and can't see the grant. Acquire the lock first, and open "
+                "the transaction inside of it (or use READ COMMITTED, where the database has it).",
                 name=lease.name,
                 alias=lease.alias,
             )

@@ -141,7 +141,7 @@ class TestReleasing:
         entry = LogEntry.objects.get()
         assert (entry.user.username, entry.object_id) == ("anna", "invoice:42")
         assert entry.change_message == (
-            f"Released by force; it was held by {lease.holder}. The fence was lifted to 2."
+            f"Released by force. It was held by {lease.holder}. The fence was raised to 2."
         )
 
     def test_several_by_the_action(self, anna):
@@ -166,7 +166,7 @@ class TestReleasing:
             answer = choose(anna, "a", "b")
             assert answer.status_code == 302
             assert told(answer) == [
-                ("error", "At most 1 locks can be released at once. Nothing was done.")
+                ("error", "At most 1 locks can be released at once. Nothing was released.")
             ]
 
     def test_a_form_that_names_more_than_that_is_cut_off(self, anna, monkeypatch):
@@ -182,7 +182,8 @@ class TestReleasing:
         monkeypatch.setattr(releasing, "LIMIT", -1.0)
         answers = told(confirm(anna, asked))
         assert answers == [
-            ("error", f"Lock “{name}” wasn't tried: it took too long.") for name in "ab"
+            ("error", f"Lock “{name}” was not tried: others before it failed or took too long.")
+            for name in "ab"
         ]
         assert all(lease.verify() for lease in leases)
 
@@ -193,7 +194,7 @@ class TestReleasing:
         with lock("invoice:42") as lease:
             ((level, text),) = told(confirm(anna, asked))
             assert level == "error"
-            assert "has changed hands" in text
+            assert "has acquired it since" in text
             assert str(lease.holder) in text
             lease.renew()
         assert not LogEntry.objects.exists()
@@ -228,7 +229,7 @@ class TestReleasing:
         assert "fenced: nothing that" in asked.content.decode()
         ((level, text),) = told(confirm(anna, asked))
         assert level == "success"
-        assert "isn't refused" in text
+        assert "are not rejected" in text
 
     def test_within_a_transaction_for_each_request(self, anna):
         """The fence couldn't be lifted beside it: SQLite has one writer."""
@@ -292,10 +293,10 @@ def test_a_service_that_is_gone(anna, make_redis):
         server.kill()
         again = choose(anna, "a", "b")
         assert marks(again) == []
-        assert "be asked, so it can" in html.unescape(again.content.decode())
+        assert "Its lock service is unavailable" in html.unescape(again.content.decode())
         (_, one), (_, other) = told(confirm(anna, asked))
-        assert "wasn't released: " in one
-        assert "wasn't tried" in other
+        assert "was not released: " in one
+        assert "was not tried" in other
         service("default").drop_all()
 
 
@@ -316,7 +317,7 @@ class TestSessions:
         ((level, text),) = told(confirm(anna, asked))
         assert level == "warning"
         assert "writes of" in text
-        assert "has yet to give it back" in LogEntry.objects.get().change_message
+        assert "has not released it yet" in LogEntry.objects.get().change_message
         with pytest.raises(LeaseLost, match="by anna"):
             lease.renew()
         assert lock("x").holder() is None

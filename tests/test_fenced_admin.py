@@ -72,7 +72,7 @@ def test_a_held_row_is_told_of_and_nothing_typed_is_lost(browser: Client, invoic
     html = answer.content.decode()
     assert answer.status_code == 200
     assert "is being processed by" in html
-    assert "thread hold_lock, until" in html
+    assert "thread hold_lock, at least until" in html
     assert 'value="typed"' in html
     invoice.refresh_from_db()
     assert invoice.amount == 1

@@ -621,7 +621,7 @@ def test_a_fence_that_an_open_transaction_pins_counts_as_held(server):
 def test_a_writing_transaction_on_sqlite_is_refused_with_the_remedy(backend):
     with transaction.atomic():
         Fence.objects.create(name="other", token=1, owner="x")
-        with pytest.raises(TransactionInTheWay, match="Take the lock first"):
+        with pytest.raises(TransactionInTheWay, match="Acquire the lock first"):
             take(backend, fenced=True, in_transaction=True)
     assert backend.is_free("lock")
 

@@ -78,7 +78,9 @@ class Grants:
         with transaction.atomic(using=self.using):
             Fence.objects.using(self.using).create(name="other", token=7, owner="x")
             if self.using == "default":
-                with pytest.raises(TransactionInTheWay, match=r"^Lock 'invoice:42' can't be taken"):
+                with pytest.raises(
+                    TransactionInTheWay, match=r"^Lock 'invoice:42' can't be acquired"
+                ):
                     lock("invoice:42").acquire()
             else:
                 assert lock("invoice:42").acquire().release()

@@ -172,7 +172,7 @@ def test_sqlite_refuses_at_once_after_a_write_and_says_what_to_do(settings):
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "default"}}
     with transaction.atomic():
         Fence.objects.create(name="other", token=1, owner="o")
-        with pytest.raises(TransactionInTheWay, match="Take the lock first"):
+        with pytest.raises(TransactionInTheWay, match="Acquire the lock first"):
             lock("x").acquire()
     assert not Fence.objects.filter(name="x").exists()
     assert lock("x").acquire(blocking=False).release()

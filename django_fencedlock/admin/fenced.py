@@ -53,10 +53,10 @@ class FencedModelAdminChecks(ModelAdminChecks):
 
 class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """
-    Takes a row's lock for a change, outside of the view's transaction.
+    Acquire a row's lock for a change, outside of the view's transaction.
 
-    Who finds it held is told by whom, and keeps what he typed. So does whose form was opened
-    before somebody else changed the row.
+    If another holder has the lock, or if the row was changed since the form was opened, nothing
+    is saved. The form then says so, and keeps what the user typed.
     """
 
     checks_class = FencedModelAdminChecks
@@ -172,7 +172,7 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
 
 def _refusing(form: Any, why: str) -> Any:
-    """A form that shows what was typed, and isn't valid."""
+    """Return a form that shows what was typed and is never valid."""
 
     class RefusedForm(form):  # type: ignore[misc]
         def clean(self) -> Any:
@@ -183,11 +183,11 @@ def _refusing(form: Any, why: str) -> Any:
 
 
 class _NotDeleted(Exception):
-    """Rows weren't deleted, since the lock of one is held."""
+    """Rows weren't deleted because another holder has the lock of one."""
 
 
 def _take(stack: contextlib.ExitStack, rows: Iterable[Any]) -> str | None:
-    """Take the rows' locks for the time of `stack`; or say why that can't be."""
+    """Acquire the rows' locks until `stack` is left, or return why that isn't possible."""
     # In one order, so that two who want the same don't each hold a part of it.
     for _name, row in sorted({row.fencing.name(): row for row in rows}.items()):
         try:
@@ -201,15 +201,15 @@ def _take(stack: contextlib.ExitStack, rows: Iterable[Any]) -> str | None:
 
 def _held(row: Model, refusal: LockNotAcquired) -> str:
     holder = refusal.holder
-    facts = {"row": row, "who": holder or _("somebody who has just gone")}
+    facts = {"row": row, "who": holder or _("an unknown holder")}
     if holder is None or holder.expires_at is None:
-        return _("“%(row)s” is being processed by %(who)s. Nothing was saved; try again.") % facts
+        return _("“%(row)s” is being processed by %(who)s. Nothing was saved. Try again.") % facts
     until = holder.expires_at
     if timezone.is_aware(until):
         until = timezone.localtime(until)
     return _(
-        "“%(row)s” is being processed by %(who)s, until %(until)s at least. Nothing was saved; try "
-        "again then."
+        "“%(row)s” is being processed by %(who)s, at least until %(until)s. Nothing was saved. Try "
+        "again after that."
     ) % {**facts, "until": formats.time_format(until, "H:i:s")}
 
 
@@ -218,7 +218,7 @@ def _not_saved(why: FencedLockError) -> str:
 
 
 def _stamp(row: Any) -> str:
-    """What changes whenever somebody writes a row."""
+    """Return a text that changes with every write of the row under a lease."""
     return f"{row.fence}:{getattr(row, 'version', '')}"
 
 
@@ -227,6 +227,6 @@ def _changed_since(request: HttpRequest, row: Any) -> str | None:
     if row is None or seen is None or seen == _stamp(row):
         return None
     return _(
-        "“%(row)s” was changed since you opened this form. Nothing was saved; open it anew, and "
-        "carry over what you changed."
+        "“%(row)s” was changed since you opened this form. Your changes were not saved. Reopen the "
+        "form and apply them again."
     ) % {"row": row}

@@ -40,8 +40,8 @@ LIMIT = 20.0
 TOLD = 10
 
 _CANT = {
-    State.LOST: gettext_lazy("Somebody else has it by now; it will be left alone."),
-    State.UNKNOWN: gettext_lazy("Its lock service can't be asked, so it can't be released."),
+    State.LOST: gettext_lazy("Another holder has acquired it since. It will not be released."),
+    State.UNKNOWN: gettext_lazy("Its lock service is unavailable, so it can't be released."),
 }
 
 
@@ -141,7 +141,7 @@ class ReleasesByForce:
         self, request: HttpRequest, queryset: QuerySet[HeldLock]
     ) -> HttpResponse | None:
         if queryset.count() > MOST:
-            text = _("At most %d locks can be released at once. Nothing was done.")
+            text = _("At most %d locks can be released at once. Nothing was released.")
             messages.error(request, text % MOST)
             return None
         return self._ask(request, shown(self._visible(request, queryset)))
@@ -198,7 +198,9 @@ class ReleasesByForce:
 
     def _ask(self, request: HttpRequest, locks: Sequence[Shown]) -> HttpResponse:
         if not locks:
-            messages.warning(request, _("That lock has been given back, or has changed hands."))
+            messages.warning(
+                request, _("The lock was released, or another holder has acquired it.")
+            )
             return HttpResponseRedirect(self._url(request, "changelist"))
         page = cast(_Page, self)
         context = {
@@ -230,14 +232,15 @@ class ReleasesByForce:
                 messages.info(request, text % mark.name)
                 continue
             if mark.alias in away or clock() > until:
-                messages.error(request, _("Lock “%s” wasn't tried: it took too long.") % mark.name)
+                text = _("Lock “%s” was not tried: others before it failed or took too long.")
+                messages.error(request, text % mark.name)
                 continue
             try:
                 release = force_release(mark.name, by=by, backend=mark.alias, owner=mark.owner)
             except FencedLockError as exc:
                 if isinstance(exc, BackendUnavailable):
                     away.add(mark.alias)
-                text = _("Lock “%(name)s” wasn't released: %(why)s")
+                text = _("Lock “%(name)s” was not released: %(why)s")
                 messages.error(request, text % {"name": mark.name, "why": reason(exc)})
                 continue
             if release.done:
@@ -265,11 +268,11 @@ def shown(rows: Iterable[HeldLock]) -> list[Shown]:
 
 
 def _log(request: HttpRequest, release: Release) -> None:
-    what = _("Released by force; it was held by %s.") % release.holder
+    what = _("Released by force. It was held by %s.") % release.holder
     if release.token is not None:
-        what += " " + _("The fence was lifted to %d.") % release.token
+        what += " " + _("The fence was raised to %d.") % release.token
     if release.outcome is Outcome.LEFT_TO_HOLDER:
-        what += " " + _("Its process has yet to give it back.")
+        what += " " + _("Its process has not released it yet.")
     LogEntry.objects.log_actions(
         user_id=cast(Any, request.user).pk,
         # The row is gone, or somebody else's.
@@ -284,14 +287,14 @@ def _tell(request: HttpRequest, release: Release) -> None:
     facts = {"name": release.name, "holder": release.holder}
     if release.outcome is Outcome.LEFT_TO_HOLDER:
         text = _(
-            "Lock “%(name)s”: writes of %(holder)s are refused from now on. The lock is free as "
-            "soon as its process has noticed, at its next renewal."
+            "Lock “%(name)s”: writes of %(holder)s are rejected from now on. Its process releases "
+            "the lock at its next renewal."
         )
         messages.warning(request, text % facts)
     elif release.outcome is Outcome.NOT_HELD:
-        messages.info(request, _("Lock “%(name)s” had been given back already.") % facts)
+        messages.info(request, _("Lock “%(name)s” was already released.") % facts)
     else:
-        text = _("Lock “%(name)s” has changed hands, and was left alone: %(holder)s has it.")
+        text = _("Lock “%(name)s” was not released: %(holder)s has acquired it since.")
         messages.error(request, text % facts)
 
 
@@ -309,5 +312,5 @@ def _tell_done(request: HttpRequest, done: Sequence[Release]) -> None:
         text = _("Lock “%(name)s” of %(holder)s was released by force.")
         text %= {"name": each.name, "holder": each.holder}
         if each.token is None:
-            text += " " + _("It isn't fenced: what that holder writes isn't refused.")
+            text += " " + _("It isn't fenced: writes of that holder are not rejected.")
         messages.success(request, text)

@@ -306,8 +306,8 @@ class Backend(ABC):
     def in_the_way(self, request: Request) -> TransactionInTheWay:
         """The error for a caller on SQLite whose own transaction keeps a grant from its file."""
         return TransactionInTheWay(
-            f"Lock {request.name!r} can't be taken here: SQLite has one writer at a time, and "
-            "this code is inside a transaction that has the file. Take the lock first, and open "
+            f"Lock {request.name!r} can't be acquired here: SQLite has one writer at a time, and "
+            "this code is inside a transaction that has the file. Acquire the lock first, and open "
             "the transaction inside of it.",
             name=request.name,
             alias=self.config.alias,
