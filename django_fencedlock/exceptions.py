@@ -106,6 +106,14 @@ class StaleFence(FencedLockError):
     holder: Holder | None
 
 
+class StaleObject(StaleFence):
+    """
+    The object is older than what was written into its row since.
+
+    It was read before the lock was acquired, or without its fence: read it under the lock.
+    """
+
+
 class OutcomeUnknown(FencedLockError):
     """A COMMIT failed in a way that doesn't tell whether it took place."""
 

@@ -368,6 +368,11 @@ def held_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def held_owners() -> tuple[str, ...]:
+    """The owner ids of the running context's leases; one that is over among them does no harm."""
+    return tuple(lease.owner for lease in _leases.get())
+
+
 def enter(lease: Lease) -> None:
     """Make `lease` the innermost one of the running context."""
     leases = _leases.get()

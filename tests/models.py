@@ -30,6 +30,14 @@ class Invoice(FencedModel):
     note = models.CharField(max_length=50, default="")
 
 
+class Docket(FencedModel):
+    """Refers to another fenced row."""
+
+    fencing = Fencing("dockets")
+
+    invoice = models.ForeignKey(Invoice, on_delete=models.DO_NOTHING)
+
+
 class LedgerLine(FencedModel):
     """Its lock is its account's."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -11,13 +11,21 @@ from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models.sql.compiler import SQLCompiler
 
-from ..lease import Lease, held_names
+from ..exceptions import StaleObject
+from ..lease import Lease, held_names, held_owners
 from .fencing import Fencing, FencingOf
 from .fields import FenceField
 from .guarded import Doing, Guard, GuardedModel
 from .managers import FencedManager
-from .querysets import handed_over
-from .writes import Write, new_rows_fence, row_condition, write_for, write_for_new_row
+from .querysets import handed_over, reading_under
+from .writes import (
+    Write,
+    fences_of,
+    new_rows_fence,
+    row_condition,
+    write_for,
+    write_for_new_row,
+)
 
 
 class FencedModel(GuardedModel):
@@ -40,6 +48,33 @@ class FencedModel(GuardedModel):
 
         class Meta(GuardedModel.Meta):
             abstract = True
+
+    @classmethod
+    def from_db(cls, *args: Any, **kwargs: Any) -> Self:
+        row: Any = super().from_db(*args, **kwargs)
+        if "fence" not in row.__dict__:
+            # Whatever fence it gets later isn't that of its other columns.
+            row._state.fence_read_under = None
+        elif owners := reading_under.get():
+            row._state.fence_read_under = owners
+        return row  # type: ignore[no-any-return]
+
+    def refresh_from_db(  # type: ignore[override]
+        self, using: str | None = None, fields: Iterable[str] | None = None, **kwargs: Any
+    ) -> None:
+        """
+        Reload the row, and with it the fence.
+
+        Some fields alone leave the fence as it is, since the others stay older.
+        """
+        before = self.__dict__.get("fence")
+        owners = held_owners()
+        super().refresh_from_db(using, fields, **kwargs)
+        if fields is not None:
+            if before is not None:
+                self.__dict__["fence"] = before
+        elif "fence" in self.__dict__:
+            self._state.fence_read_under = owners  # type: ignore[attr-defined]
 
     def save(self, *args: Any, lease: Lease | None = None, **kwargs: Any) -> None:
         """Save under `lease`, or the context's lease of the row's lock."""
@@ -125,29 +160,27 @@ class FenceGuard(Guard):
         self.insert_only = (
             self.keeps and write.doing is Doing.ADDING and write.fencing.spec.unleased == "reject"
         )
+        #: The fences that the row may have; None for any up to the token.
+        self.fences: tuple[int, ...] | None = None
         if not self.keeps:
             self.updated = self.after_insert = write.token
+            if write.doing is not Doing.ADDING:
+                self.fences = fences_of(write, instance, self.before)
 
     @property
     def inserted(self) -> Any:
         return new_rows_fence(self.write)
 
-    @property
-    def loaded(self) -> int | None:
-        """The fence that the object was read with; None if it wasn't."""
-        if self.instance._state.adding or not isinstance(self.before, int):
-            return None
-        return self.before
-
     def as_sql(
         self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
     ) -> tuple[str, list[Any]]:
-        return row_condition(self.write, self.loaded, connection)
+        return row_condition(self.write, self.fences, connection)
 
     def is_met(self) -> bool:
         """Whether a row that was read in this transaction needs no statement to be checked."""
-        loaded = self.loaded
-        return self.write.is_pinned and loaded is not None and loaded <= self.write.token
+        # What was read under the lease that pins the transaction is as it was.
+        fences = self.fences or ()
+        return self.write.is_pinned and self.before in fences and self.write.token in fences
 
     def overwrote(self) -> None:
         if self.keeps and self.write.doing is Doing.ADDING:
@@ -175,11 +208,13 @@ class FenceGuard(Guard):
             )
         if fence > self.write.token:
             raise refusal.error(fence, f"the row was written under token {fence} already")
-        if self.loaded is not None and fence not in (self.loaded, self.write.token):
+        if self.fences is not None and fence not in self.fences:
+            lease = "this lease" if fence == self.write.token else f"token {fence}"
             raise refusal.error(
                 fence,
-                f"it was read before the lock was taken, and written under token {fence} since; "
-                "read it again under the lock",
+                f"it was read before the lock was acquired, and written under {lease} since; read "
+                "it again under the lock",
+                kind=StaleObject,
             )
 
 

@@ -11,14 +11,22 @@ from django.db import Error, connections, models, transaction
 from django.db.models import Case, F, Value, When
 from django.db.models.deletion import Collector
 
-from ..lease import Lease
+from ..lease import Lease, held_owners
 from .adding import NewRows
 from .cascades import watch
 from .fencing import FencingOf
 from .fields import REFUSED, constraint_name
 from .naming import Rows, all_named, naming_values, rows_of
 from .refusals import names_constraint, of_many, version_conflict
-from .writes import Write, fence_of_claimed, gather, leases_of, token_or_refused, write_for
+from .writes import (
+    Write,
+    as_read,
+    fence_of_claimed,
+    gather,
+    leases_of,
+    token_or_refused,
+    write_for,
+)
 
 _Row = TypeVar("_Row", bound=models.Model, covariant=True)
 
@@ -26,6 +34,10 @@ _Row = TypeVar("_Row", bound=models.Model, covariant=True)
 _handed_over: ContextVar[tuple[type[models.Model], Lease] | None] = ContextVar(
     "fencedlock_handed_over", default=None
 )
+
+#: The owner ids of the leases under which rows are read: those that were held when the query was
+#: sent. None for rows of an iterator, which are fetched long after that.
+reading_under: ContextVar[tuple[str, ...]] = ContextVar("fencedlock_reading_under", default=())
 
 
 def handed_over(model: type[models.Model]) -> Lease | None:
@@ -62,6 +74,23 @@ class FencedQuerySet(models.QuerySet[_Row]):
         if self._objects is not None:
             clone._objects = self._objects
         return clone  # type: ignore[no-any-return]
+
+    def only(self, *fields: Any) -> Self:
+        # An object without its fence can't be written.
+        loaded = (*fields, "fence") if self._is_fenced and fields not in ((), (None,)) else fields
+        return super().only(*loaded)
+
+    def defer(self, *fields: Any) -> Self:
+        deferred = (each for each in fields if each != "fence" or not self._is_fenced)
+        return super().defer(*deferred)
+
+    def _fetch_all(self) -> None:
+        owners = held_owners() if self._lease is None else (*held_owners(), self._lease.owner)
+        token = reading_under.set(owners)
+        try:
+            super()._fetch_all()
+        finally:
+            reading_under.reset(token)
 
     def _is_covered(self) -> bool:
         """Whether any write can need a lease: else it is left to Django as it is."""
@@ -220,6 +249,8 @@ class FencedQuerySet(models.QuerySet[_Row]):
         writes = gather(self._fencing, self._rows(), database, self._lease, doing)
         if values:
             writes = [self._moved(write, values) for write in writes]
+        if self._objects is not None:
+            writes = as_read(writes, self._objects)
         return self._unless_left_alone(writes)
 
     def _writes_of(self, objs: Sequence[Any]) -> Sequence[Write] | None:
@@ -289,8 +320,10 @@ class FencedQuerySet(models.QuerySet[_Row]):
         if size is not None and size <= 0:
             raise ValueError("Batch size must be a positive integer.")
         meta: Any = self.model._meta
-        # As Django counts parameters, and two more for each object's version.
+        # As Django counts parameters, and some more for each object's fence and version.
         columns = [meta.pk, meta.pk, *map(meta.get_field, fields)]
+        if self._is_fenced:
+            columns += [meta.pk, meta.get_field("fence"), meta.get_field("fence")]
         if self._is_versioned:
             columns += [meta.pk, meta.get_field("version"), meta.get_field("version")]
         largest = max(1, connections[self.db].ops.bulk_batch_size(columns, objs))

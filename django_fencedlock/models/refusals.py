@@ -31,7 +31,13 @@ class Refusal:
     serialised: bool
     doing: str
 
-    def error(self, row_fence: int | None, why: str, holder: Holder | None = None) -> StaleFence:
+    def error(
+        self,
+        row_fence: int | None,
+        why: str,
+        holder: Holder | None = None,
+        kind: type[StaleFence] = StaleFence,
+    ) -> StaleFence:
         """The error to raise; it is logged, and the signal sent, here and once."""
         self._log(row_fence, holder)
         signals.send(
@@ -46,7 +52,7 @@ class Refusal:
         )
         label = self.model._meta.label
         row = label if self.pk is None else f"{label} pk={self.pk!r}"
-        return StaleFence(
+        return kind(
             f"{self.doing} {row} under token {self.grant.token} of lock {self.grant.name!r} was "
             f"refused: {why}.",
             name=self.grant.name,
@@ -89,11 +95,13 @@ class Refusal:
         if not _answers(self.using):
             return self.error(
                 None,
-                "a newer grant exists, or a row was written under a newer token, or belongs to "
-                "another lock",
+                "a newer grant exists, or a row was written since it was read or under a newer "
+                "token, or belongs to another lock",
             )
         return self.superseded() or self.error(
-            None, "a row was written under a newer token, or belongs to another lock"
+            None,
+            "a row was written since it was read or under a newer token, or belongs to another "
+            "lock",
         )
 
 
@@ -111,7 +119,7 @@ def of_many(refusals: Sequence[Refusal]) -> StaleFence:
     return first.error(
         None,
         f"a newer grant of one of the locks {names}{more} exists, or one of their rows was written "
-        "under a newer token, or belongs to another lock",
+        "since it was read or under a newer token, or belongs to another lock",
     )
 
 

@@ -9,7 +9,7 @@ from django.db import connections, models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Case, F, Q, Value, When
 
-from ..exceptions import WrongDatabase
+from ..exceptions import StaleObject, WrongDatabase
 from ..fences.pinning import grant_of, is_pinned
 from ..fences.pins import Pin, WriteGrant, pin_sql
 from ..lease import Lease, held_names
@@ -28,6 +28,8 @@ class Write(NamedTuple):
     #: What tells these rows from others, as look-ups: mostly the columns of their lock's name.
     columns: Mapping[str, Any]
     doing: str = "Saving"
+    #: For objects: the fences that their rows may have.
+    fences: Q | None = None
     #: The write to the lock that the rows are given to, if that is another.
     moving_to: Write | None = None
 
@@ -112,11 +114,68 @@ def write_for_new_row(
     return write_for(fencing, name, {}, using, given, doing)
 
 
+def fences_of(write: Write, row: Any, loaded: Any) -> tuple[int, ...] | None:
+    """
+    Find the fences that an object's row may have for the object to be written.
+
+    The fence that it was read with; and the lease's own token if it was read under this lease, so
+    that nobody else can have written in between. None stands for any up to the token: an object
+    that was never loaded overwrites what is there.
+
+    Raises:
+        StaleObject: It was loaded without its fence.
+    """
+    if row._state.adding:
+        return None
+    read_under = getattr(row._state, "fence_read_under", ())
+    if read_under is None or not isinstance(loaded, int):
+        raise write.refusal(row.pk).error(
+            None,
+            "its fence wasn't loaded with it, so its age can't be told; read the whole row under "
+            "the lock",
+            kind=StaleObject,
+        )
+    assert write.grant is not None
+    # Not above the token: such a row is a newer holder's, or the fences were lost.
+    accepted = {loaded} if loaded <= write.token else set()
+    if write.grant.owner in read_under and row._state.db == write.using:
+        accepted.add(write.token)
+    return tuple(sorted(accepted)) or (REFUSED,)
+
+
+def as_read(writes: Iterable[Write], objs: Iterable[Any]) -> list[Write]:
+    """Writes of these objects, and of no other rows: made if the rows are as they were read."""
+    by_name: dict[str | None, list[Any]] = {}
+    for obj in objs:
+        by_name.setdefault(obj.fencing.name_to_write(), []).append(obj)
+    # Those without a name have a key alone, as Django makes them to set an order.
+    nameless = by_name.get(None, [])
+    return [
+        write
+        if write.grant is None
+        else write._replace(
+            fences=_fences_of_many(write, [*by_name.get(write.grant.name, ()), *nameless])
+        )
+        for write in writes
+    ]
+
+
+def _fences_of_many(write: Write, rows: Iterable[Any]) -> Q:
+    by_fences: dict[tuple[int, ...] | None, list[Any]] = {}
+    for row in rows:
+        by_fences.setdefault(fences_of(write, row, row.__dict__.get("fence")), []).append(row.pk)
+    conditions: list[Any] = []
+    for fences, pks in by_fences.items():
+        condition = Q(fence__lte=write.token) if fences is None else Q(fence__in=fences)
+        conditions.append(condition if len(by_fences) == 1 else condition & Q(pk__in=pks))
+    return Q.create(conditions, connector=Q.OR)
+
+
 def row_condition(
-    write: Write, loaded: int | None, connection: BaseDatabaseWrapper
+    write: Write, fences: Sequence[int] | None, connection: BaseDatabaseWrapper
 ) -> tuple[str, list[Any]]:
     """
-    The condition of a single row's UPDATE or DELETE, given the fence that it was read with.
+    The condition of a single row's UPDATE or DELETE, given the fences that it may have.
 
     Made by hand: Django's way through Q and expressions costs more than the database's work.
     """
@@ -124,15 +183,13 @@ def row_condition(
     plan = write.fencing.plan
     table = quote(plan.table._meta.db_table)
     fence = f"{table}.{quote(plan.fence_column)}"
-    token = write.token
-    if loaded is None:
-        parts, given = [f"{fence} <= %s"], [token]
-    elif loaded >= token:
-        # Not above this lease's own: a row of a higher fence is a newer holder's, or the fences
-        # were lost; to write it would lower the fence.
-        parts, given = [f"{fence} = %s"], [token]
+    given: list[Any] = [write.token] if fences is None else [*fences]
+    if fences is None:
+        parts = [f"{fence} <= %s"]
+    elif len(given) == 1:
+        parts = [f"{fence} = %s"]
     else:
-        parts, given = [f"{fence} IN (%s, %s)"], [loaded, token]
+        parts = [f"{fence} IN (%s, %s)"]
     for field in plan.guarding:
         # Somebody else may have given the row to another lock meanwhile.
         if field.attname in write.columns:
@@ -179,7 +236,7 @@ def _rows_of(write: Write) -> Q:
 def _condition(write: Write) -> Q:
     condition = _rows_of(write)
     if write.grant is not None:
-        condition &= Q(fence__lte=write.token)
+        condition &= Q(fence__lte=write.token) if write.fences is None else write.fences
     for each in (write, write.moving_to):
         if each is not None and (grant := each.pin(connections[each.using])) is not None:
             condition &= Q(Pin(grant))

@@ -130,15 +130,15 @@ MUTATIONS = (
     Mutation(
         "A collected row needs no check, in whatever transaction",
         "models/fenced.py",
-        "return self.write.is_pinned and loaded is not None and loaded <= self.write.token",
-        "return loaded is not None and loaded <= self.write.token",
+        "return self.write.is_pinned and self.before in fences and self.write.token in fences",
+        "return self.before in fences and self.write.token in fences",
         _paths("a_row_with_dependents_is_deleted_under_its_lease_alone"),
     ),
     Mutation(
         "A collected row of a newer token needs no check in a transaction of its lease",
         "models/fenced.py",
-        "return self.write.is_pinned and loaded is not None and loaded <= self.write.token",
-        "return self.write.is_pinned and loaded is not None",
+        "return self.write.is_pinned and self.before in fences and self.write.token in fences",
+        "return self.write.is_pinned and self.write.token in fences",
         (
             "tests/test_never_lowered.py",
             *_paths("in_a_transaction_of_its_lease_a_collected_row_costs_none"),

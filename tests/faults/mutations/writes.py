@@ -17,22 +17,22 @@ MUTATIONS = (
     Mutation(
         "A save goes over a row of a newer token",
         "models/writes.py",
-        'parts, given = [f"{fence} <= %s"], [token]',
-        'parts, given = [f"{fence} <> -%s"], [token]',
+        'parts = [f"{fence} <= %s"]',
+        'parts = [f"{fence} <> -%s"]',
         (_PATHS,),
     ),
     Mutation(
         "A save goes over what was written since the object was read",
         "models/writes.py",
-        'parts, given = [f"{fence} IN (%s, %s)"], [loaded, token]',
-        'parts, given = [f"{fence} <= %s"], [token]',
+        "return tuple(sorted(accepted)) or (REFUSED,)",
+        "return None",
         (_PATHS,),
     ),
     Mutation(
         "A save lowers a fence that is above its token",
         "models/writes.py",
-        "    elif loaded >= token:",
-        "    elif loaded == token:",
+        "accepted = {loaded} if loaded <= write.token else set()",
+        "accepted = {loaded}",
         ("tests/test_never_lowered.py", _PATHS),
     ),
     Mutation(
@@ -45,8 +45,8 @@ MUTATIONS = (
     Mutation(
         "An update of many rows goes over rows of newer tokens",
         "models/writes.py",
-        "        condition &= Q(fence__lte=write.token)\n",
-        "        condition &= Q(fence__gte=0)\n",
+        "condition &= Q(fence__lte=write.token) if write.fences is None else write.fences",
+        "condition &= Q(fence__gte=0) if write.fences is None else write.fences",
         (_PATHS,),
     ),
     Mutation(
