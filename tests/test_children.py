@@ -45,9 +45,8 @@ def watch(ended, monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setattr(children, "_pipe", None)
     made = ChildWatch(ended.append)
-    pipe = made._announcements, children._pipe
     yield made
-    for end in pipe:
+    for end in (made._announcements, children._pipe):
         os.close(end)
 
 
