@@ -19,6 +19,7 @@ from .backends.base import Taken, is_table_missing
 from .exceptions import BackendUnavailable, ReleaseBlocked
 from .fences import Row, ledger_for
 from .fences.blocking import named, pinned_by, tables_locked_by
+from .fences.ledger import whose
 from .fences.revoking import Revoked, Revoking
 from .lease import clock
 from .owners import Holder
@@ -276,10 +277,9 @@ def _blocked(found: HeldBy, using: str) -> ReleaseBlocked:
     blocker = pinned_by(using, found.name)
     if not blocker and (blocker := tables_locked_by(using)):
         obstacle = f"a table of locks is locked in {using!r}"
-    who = f": {blocker}" if blocker else ""
     return ReleaseBlocked(
         f"Lock {found.name!r} of {found.holder} wasn't released by force, since its fence can't be "
-        f"lifted: {obstacle}{who}. Try again when that has ended, or end it.",
+        f"lifted: {obstacle}{whose(blocker)}. Try again when that has ended, or end it.",
         name=found.name,
         alias=found.alias,
         holder=found.holder,

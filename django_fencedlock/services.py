@@ -26,6 +26,7 @@ from .exceptions import (
     NotTheHolder,
 )
 from .fences import Ledger, Row, ledger_for
+from .fences.ledger import whose
 from .fences.pinning import pinned_atomic
 from .fences.revoking import told
 from .history import history
@@ -392,7 +393,7 @@ class Service(TakesLeases):
         last = f"; its last holder was {row.holder()}" if row and not row.live else ""
         return (
             f"free, but {ledger.obstacle.format(using=using)}, and the next grant has to wait for "
-            f"its end: {blocker}{last}"
+            f"its end{whose(blocker)}{last}"
         )
 
     def taken_away(self, leases: Sequence[Lease]) -> dict[str, str]:

@@ -20,6 +20,9 @@ from ..lease import Lease
 from ..owners import Holder, Owner, place_in_words
 from ..processes import Process
 
+#: What is in the way of a grant, where the database doesn't name the session.
+OPEN_TRANSACTION = "an open transaction"
+
 #: Milliseconds that a recording waits for a row that somebody else has locked.
 LOCK_WAIT = 250
 
@@ -194,7 +197,14 @@ class Ledger(ABC):
         return False
 
     def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
-        """Say whose open transaction has the fence locked; None if nobody's has."""
+        """Describe the open transaction that has the fence locked; None if none has."""
+        try:
+            with connection.cursor() as cursor:
+                cursor.execute(f"SELECT 1 FROM {FENCE} WHERE name = %s FOR UPDATE NOWAIT", [name])
+        except Error as exc:
+            if self.is_row_locked(exc):
+                return OPEN_TRANSACTION
+            raise
         return None
 
     def tables_locked_by(self, connection: BaseDatabaseWrapper) -> str | None:
@@ -318,6 +328,11 @@ def _row(values: Sequence[Any], token: int | None, live: Any) -> Row:
     # SQLite and MySQL have numbers for it.
     named["fenced"] = bool(named["fenced"])
     return Row(**named, token=token, live=bool(live))
+
+
+def whose(blocker: str) -> str:
+    """What an error adds about the session that is in the way; empty if nothing is known of it."""
+    return "" if blocker in ("", OPEN_TRANSACTION) else f": {blocker}"
 
 
 def session_words(number: int, program: str | None, state: str | None, seconds: float) -> str:

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from typing import Any
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..sessions import private
 from .characters import words_storable
-from .ledger import CLEAR, FENCE, HELD, Entry, session_words
+from .ledger import CLEAR, FENCE, HELD, Entry
 from .portable import PortableLedger
 
-LOCK_WAIT_TIMEOUT, DEADLOCK = 1205, 1213
-
-#: Seconds to look for whoever has a fence locked, and between two looks. The server brings its
-#: tables of transactions up to date only if nobody has read them for a tenth of a second.
-LOOK, BETWEEN_LOOKS = 0.35, 0.12
-
-# MariaDB tells who has a row locked only while somebody waits for it.
-PINNED_BY = """
-SELECT t.trx_mysql_thread_id, p.user, IF(p.command = 'Sleep', 'idle in transaction', p.state),
-TIMESTAMPDIFF(MICROSECOND, t.trx_started, NOW(6)) / 1000000
-FROM information_schema.innodb_lock_waits w
-JOIN information_schema.innodb_trx r ON r.trx_id = w.requesting_trx_id
-JOIN information_schema.innodb_trx t ON t.trx_id = w.blocking_trx_id
-LEFT JOIN information_schema.processlist p ON p.id = t.trx_mysql_thread_id
-WHERE r.trx_mysql_thread_id = %s
-"""
-UNKNOWN_SESSION = "a session that this user may not look at (it takes the privilege PROCESS)"
+#: MariaDB answers NOWAIT with the first, MySQL with the last.
+LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT = 1205, 1213, 3572
 
 
 class MySQLLedger(PortableLedger):
@@ -108,48 +90,8 @@ class MySQLLedger(PortableLedger):
         return bool(cursor.fetchone() == (given["token"], given["owner"]))
 
     def is_row_locked(self, error: Error) -> bool:
-        return bool(error.args) and error.args[0] in (LOCK_WAIT_TIMEOUT, DEADLOCK)
+        return bool(error.args) and error.args[0] in (LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT)
 
     def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
         # A deadlock does; waiting too long does only if innodb_rollback_on_timeout is set.
         return self.is_row_locked(error)
-
-    def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
-        with contextlib.closing(_Probe(connection, name)) as probe:
-            until = time.monotonic() + LOOK
-            while probe.waits() and time.monotonic() < until:
-                with contextlib.suppress(Error), connection.cursor() as cursor:
-                    cursor.execute(PINNED_BY, [probe.session])
-                    if found := cursor.fetchall():
-                        return " and ".join(session_words(*facts) for facts in found)
-            return UNKNOWN_SESSION if probe.waits() else None
-
-
-class _Probe:
-    """A session that waits for a fence's row until it is told to stop."""
-
-    def __init__(self, asking: BaseDatabaseWrapper, name: str) -> None:
-        self._asking = asking
-        self._connection = private(asking.alias, 1)
-        with self._connection.cursor() as cursor:
-            cursor.execute("SELECT CONNECTION_ID()")
-            self.session: int = cursor.fetchone()[0]
-        self._name = name
-        self._thread = threading.Thread(target=self._wait, daemon=True)
-        self._thread.start()
-
-    def _wait(self) -> None:
-        with contextlib.suppress(Error), self._connection.cursor() as cursor:
-            cursor.execute(f"SELECT 1 FROM {FENCE} WHERE name = %s FOR UPDATE", [self._name])
-
-    def waits(self) -> bool:
-        self._thread.join(BETWEEN_LOOKS)
-        return self._thread.is_alive()
-
-    def close(self) -> None:
-        with contextlib.suppress(Error):
-            if self.waits():
-                with self._asking.cursor() as cursor:
-                    cursor.execute(f"KILL QUERY {self.session}")
-                self._thread.join()
-            self._connection.close()

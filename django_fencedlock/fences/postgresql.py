@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from django.db import Error
@@ -98,22 +97,16 @@ UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1
 FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
 """
 
-# Row locks aren't in pg_locks, but the row itself says who has it locked: a transaction, or a
-# "multixact" of several.
-_PINNED_BY = f"""
+# Row locks aren't in pg_locks, but the row itself names the transaction that has it locked. Where
+# several have, it names none.
+PINNED_BY = f"""
 SELECT a.pid, a.application_name, a.state,
 extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.backend_start))
-FROM {FENCE} f %s
-JOIN pg_locks l ON l.locktype = 'transactionid' AND l.granted AND l.transactionid = %s
+FROM {FENCE} f
+JOIN pg_locks l ON l.locktype = 'transactionid' AND l.granted AND l.transactionid = f.xmax
 JOIN pg_stat_activity a ON a.pid = l.pid
-WHERE f.name = %%(name)s ORDER BY a.xact_start
+WHERE f.name = %(name)s
 """
-PINNED_BY_ONE = _PINNED_BY % ("", "f.xmax")
-PINNED_BY_SEVERAL = _PINNED_BY % (
-    "CROSS JOIN LATERAL pg_get_multixact_members(f.xmax) m",
-    "m.xid",
-)
-
 
 # By a change of the schema, an index that is made, or a VACUUM FULL: what keeps writes waiting.
 LOCKED_BY = """
@@ -213,13 +206,10 @@ class PostgresLedger(Ledger):
         return sqlstate(error) in ("55P03", "40P01")
 
     def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
-        # The second fails unless the row says that there are several: then nobody has it.
-        for statement in (PINNED_BY_ONE, PINNED_BY_SEVERAL):
-            with contextlib.suppress(Error), connection.cursor() as cursor:
-                cursor.execute(statement, {"name": name})
-                if found := cursor.fetchall():
-                    return " and ".join(session_words(*facts) for facts in found)
-        return None
+        with connection.cursor() as cursor:
+            cursor.execute(PINNED_BY, {"name": name})
+            found = cursor.fetchone()
+        return session_words(*found) if found else super().pinned_by(connection, name)
 
     def tables_locked_by(self, connection: BaseDatabaseWrapper) -> str | None:
         with connection.cursor() as cursor:
