@@ -477,7 +477,8 @@ def _forget_after_fork() -> None:
         each.forget_after_fork()
 
 
-def _tidy_at_exit() -> None:
+def tidy_at_exit() -> None:
+    """Do what releases have put off: the process ends."""
     for each in list(_living):
         with contextlib.suppress(Error, BackendUnavailable, LeaseLost):
             each.backend.tidy()
@@ -486,4 +487,4 @@ def _tidy_at_exit() -> None:
 
 setting_changed.connect(_forget_settings, dispatch_uid="django_fencedlock.services")
 os.register_at_fork(after_in_child=_forget_after_fork)
-atexit.register(_tidy_at_exit)
+atexit.register(tidy_at_exit)

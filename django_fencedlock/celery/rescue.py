@@ -1,5 +1,5 @@
 """
-What the living do for the dead: serve duties that are left over, and delete old records.
+What the living do for the dead: serve duties that are left over, and delete old rows.
 
 Each worker's main process does it now and then; one of them is enough.
 """
@@ -18,6 +18,7 @@ from .. import conf, logs
 from ..exceptions import FencedLockError
 from ..fences.deliveries import Deliveries
 from ..fences.duties import Duties, Open
+from ..fences.expired import ExpiredRows
 from ..fences.ledger import BATCH
 from ..lease import clock
 from .coalescing import MOST_TRIES, in_queue, serve, tell_given_up
@@ -85,6 +86,7 @@ class Rescue:
                     logger.warning("What tasks left behind can't be looked after: %s", exc)
                 self._failing.add(alias)
         if deletes:
+            self._delete_expired_rows()
             self._delete_at = self._clock() + (OFTEN if self._behind else DELETED_EACH)
             if counts:
                 self._count_at = self._clock() + COUNTED_EACH
@@ -153,6 +155,19 @@ class Rescue:
             left |= surplus
         if left:
             self._behind.add(alias)
+
+    def _delete_expired_rows(self) -> None:
+        """Delete what dead processes left in the registry, of every alias."""
+        done = set()
+        for alias in conf.aliases():
+            try:
+                config = conf.config(alias)
+                if config.fence_database not in done:
+                    done.add(config.fence_database)
+                    ExpiredRows(config).sweep(BATCHES)
+            except FencedLockError as exc:
+                # Unfenced locks alone need no tables.
+                logger.debug("Expired rows of the registry stay: %s", exc)
 
     def _count(self, alias: str, deliveries: Deliveries) -> None:
         over = deliveries.limit(MOST_DELIVERIES)

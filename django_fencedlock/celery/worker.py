@@ -18,6 +18,7 @@ from django.db import connections
 from .. import sessions, threads
 from ..lease import clock
 from ..scribe import scribe
+from ..services import tidy_at_exit
 from . import children
 from .forks import no_fork
 
@@ -132,3 +133,10 @@ def _announce(**kwargs: object) -> None:
     # The solo pool sends this signal too, in the main process, which nobody watches.
     if children.is_watched():
         children.announce()
+
+
+@signals.worker_process_shutdown.connect(weak=False, dispatch_uid="django_fencedlock.worker_tidy")
+def _tidy(**kwargs: object) -> None:
+    # A child ends by os._exit(), which calls nothing of atexit. Rows of the registry whose locks
+    # it released in its last second would stay.
+    tidy_at_exit()

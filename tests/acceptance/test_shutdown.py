@@ -1,9 +1,11 @@
 """Workers that are told to end."""
 
 import signal
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from django_fencedlock.models import HeldLock
 from tests.servers.process import wait_until
 from tests.workers.looks import is_free, wait_until_free
 from tests.workers.tasks import task
@@ -75,3 +77,17 @@ def test_a_warm_shutdown_waits_on_every_pool(make_worker, journal, key, pool):
     worker.wait_for_end()
     assert [span.outcome for span in journal.spans(key)] == ["returned"]
     assert is_free(key)
+
+
+def test_children_that_end_leave_no_row_behind_and_old_ones_are_deleted(make_worker, key):
+    """Redis has no row of its own; that of the registry is cleared a while after the release."""
+    rows = HeldLock.objects.using("postgres").filter(name__startswith=key)
+    long_ago = datetime.now(UTC) - timedelta(days=1)
+    times = dict.fromkeys(("acquired_at", "renewed_at", "expires_at"), long_ago)
+    HeldLock.objects.using("postgres").create(
+        name=f"{key}-old", fenced=True, pid=1, pid_started=1, **times
+    )
+    make_worker("--max-tasks-per-child=1", concurrency=2)
+    results = [task("skip", "redis").delay(f"{key}-{number}", number) for number in range(4)]
+    assert [result.get(timeout=30) for result in results] == list(range(4))
+    wait_until(lambda: not rows.exists(), "no rows", 15)

@@ -163,3 +163,13 @@ def test_max_hold_ends_the_lease(worker, journal, key):
     (span,) = journal.wait_for_ended(key)
     assert 1 < span.ended - span.begun < 6
     wait_until(lambda: is_free(key), "the lock to be free")
+
+
+def test_a_terminated_child_leaves_no_row_of_a_released_lock(worker, journal, key, revoke):
+    """As at a hard limit, its body's ``finally`` runs; but nothing kills it while it ends."""
+    result = task("skip", "redis").delay(key, seconds=30)
+    journal.wait_for_begun(key)
+    rows = HeldLock.objects.using("postgres").filter(name=key)
+    assert rows.exists()
+    revoke(result, "SIGTERM")
+    wait_until(lambda: not rows.exists(), "no row of the lock", 10)
