@@ -618,7 +618,8 @@ class TestWhatTheWaitingOneIsTold:
             execute("postgres", "SELECT 1 FROM django_fencedlock_fence FOR SHARE")
             words = self.refused(first)
             pid = self.session("postgres")
-        assert f"server session {pid} of 'night shift', idle in transaction, begun 0." in words
+        told = f"server session {pid} of 'night shift', idle in transaction, begun "
+        assert re.search(rf"{re.escape(told)}\d+\.\d s ago\.", words)
         assert "has to wait for its end" in words
         connections["postgres"].close()
 
@@ -687,14 +688,14 @@ class TestWhatTheWaitingOneIsTold:
         lease.release()
 
     @pytest.mark.parametrize("server", ["postgres", "mariadb"])
-    def test_it_is_found_out_in_half_a_second(self, on, server):
+    def test_it_is_found_out_long_before_the_time_limit(self, on, server):
         on(server)
         lease = lock("x").acquire()
         abandon(lease)
-        with lease.atomic(), contextlib.closing(private(server, 5)) as session:
+        with lease.atomic(), contextlib.closing(private(server, LONG)) as session:
             started = time.monotonic()
             assert ledger_for(session).pinned_by(session, "x")
-            assert time.monotonic() - started < 0.5
+            assert time.monotonic() - started < LONG / 3
         lease.release()
 
     @pytest.mark.parametrize("server", ["postgres", "mariadb"])
