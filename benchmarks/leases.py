@@ -239,7 +239,9 @@ def _beat() -> None:
 
     assert _held
     backend = service(_held[0].alias).backend
-    backend.renew([lease for lease in _held if not lease.lost])
+    held = [lease for lease in _held if not lease.lost]
+    backend.renew(held)
+    backend.renew_rows(held)
 
 
 def _python_redis_lock(names: list[str], given: Given) -> Any:

@@ -1,4 +1,4 @@
-"""The keeper renews the leases of one alias in batches, and notices when one is lost."""
+"""The keeper renews the leases of one alias in batches, and marks those that are lost."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
-from . import logs, signals, threads
+from . import logs, notifier, signals, threads
 from .backends.base import Backend, Renewal
 from .lease import Lease, clock
+from .notifier import notify
 from .unfenced import rows as unfenced_rows
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,10 @@ class Keeper:
     """
     Renews every lease each third of its ttl.
 
+    Its thread waits for the lock service of its alias alone, and runs no code of the user's:
+    callbacks, signal receivers and log handlers run in the notifier's thread. A second thread
+    renews the registry's rows and compares the fences, where the service is no database.
+
     A lease is lost when the service refuses it, or when its ttl is over and the last try to renew
     it failed. One that was held for its ``max_hold`` is renewed no more: it is lost when its ttl is
     over. `tick()` does all the work and may be driven without the thread.
@@ -40,14 +44,14 @@ class Keeper:
     def __init__(
         self,
         backend: Backend,
-        lost: Callable[[Lease, str], object],
+        report_losses: Callable[[Sequence[Lease]], object],
         clock: Callable[[], float] = clock,
     ) -> None:
         self._backend = backend
-        self._lost = lost
+        #: Called from the notifier's thread with leases that were marked as lost.
+        self._report_losses = report_losses
         self._clock = clock
-        #: Tells, by owner, of leases that somebody took away, why they were refused.
-        self.explain: Callable[[Sequence[Lease]], Mapping[str, str]] = lambda leases: {}
+        self._registry = threads.Worker(f"fencedlock-registry-{backend.config.alias}")
         backend.lost_hook = self.lose
         self._reset()
 
@@ -56,6 +60,9 @@ class Keeper:
         self._lock = threads.allocate_lock()
         self._due: dict[Lease, float] = {}
         self._tidy_at: float | None = None
+        #: What the registry's thread is asked for: rows to be renewed, and `tidy()`.
+        self._renewed: dict[Lease, None] = {}
+        self._tidies = False
         self._batch: frozenset[Lease] = frozenset()
         self._batch_done = threading.Event()
         self._wake: threads.SimpleQueue[None] = threads.SimpleQueue()
@@ -63,8 +70,9 @@ class Keeper:
         self._runs = False
 
     def forget_after_fork(self) -> None:
-        """Keep nothing of the parent's; the thread stayed there."""
+        """Keep nothing of the parent's; the threads stayed there."""
         self._reset()
+        self._registry.forget_after_fork()
 
     def keep(self, lease: Lease) -> None:
         """Renew `lease` from now on."""
@@ -83,7 +91,7 @@ class Keeper:
             self._due.pop(lease, None)
             done = self._batch_done if lease in self._batch else None
             tidy_at = None
-            if self._tidy_at is None:
+            if self._tidy_at is None and not self._backend.records_grants:
                 self._tidy_at = tidy_at = self._clock() + TIDY_AFTER
         if done is not None:
             done.wait()
@@ -112,9 +120,7 @@ class Keeper:
         """Note that the sessions of these owners died."""
         with self._lock:
             dead = [lease for lease in self._due if lease.owner in owners]
-            for lease in dead:
-                del self._due[lease]
-        self._tell_losses({lease: self._ended_with_session(lease) for lease in dead})
+        self._give_up({lease: self._ended_with_session(lease) for lease in dead}, guessed=True)
 
     def _ended_with_session(self, lease: Lease) -> str:
         # Whoever wants a lock that ran out may end the session, when that has no other.
@@ -123,18 +129,19 @@ class Keeper:
 
     def end(self, lease: Lease) -> None:
         """Give up a lease that was held for too long."""
-        self._give_up(lease, _too_long(lease))
+        self._give_up({lease: _too_long(lease)})
         if self._backend.supports_ttl:
             return
         # Only now, when it is known to be lost: somebody may get it at once. A session lives on
         # when its locks are renewed no more, and keeps them.
         try:
             self._backend.release(lease)
-        except Exception:
-            logger.warning(
+        except Exception as exc:
+            notify(
+                logger.warning,
                 "Lock %r is left to its session's end",
                 lease.name,
-                exc_info=True,
+                exc_info=exc,
                 extra=logs.about(lease),
             )
 
@@ -146,9 +153,13 @@ class Keeper:
                 answers = self._renew(batch)
             finally:
                 self._end_batch()
-            # A release waits for the end of the batch, and shouldn't wait for receivers.
-            self._give_up_refused(batch, answers)
-            self._tell(batch, answers)
+            refused = [
+                lease
+                for lease, answer in zip(batch, answers, strict=True)
+                if answer is Renewal.LOST
+            ]
+            self._give_up(dict.fromkeys(refused, REFUSED), guessed=True)
+            self._report(batch, answers)
         for lease in ended:
             self.end(lease)
         self._tidy_if_due()
@@ -183,15 +194,48 @@ class Keeper:
             self._batch = frozenset()
             self._batch_done.set()
 
-    def _tell(self, batch: list[Lease], answers: list[Renewal]) -> None:
+    def _report(self, batch: list[Lease], answers: list[Renewal]) -> None:
+        """Leave to other threads what is to be done about a batch that was renewed."""
         unfenced_rows.renewed(self._backend, batch, answers)
-        signals.send(
-            signals.leases_renewed,
-            type(self._backend),
-            alias=self._backend.config.alias,
-            leases=batch,
-            answers=answers,
-        )
+        if signals.leases_renewed.receivers and not notifier.is_behind():
+            notify(
+                signals.send,
+                signals.leases_renewed,
+                type(self._backend),
+                alias=self._backend.config.alias,
+                leases=batch,
+                answers=answers,
+            )
+        if not self._backend.records_grants:
+            kept = [
+                lease
+                for lease, answer in zip(batch, answers, strict=True)
+                if answer is Renewal.KEPT and lease.fenced
+            ]
+            if kept:
+                self._ask_registry(kept)
+
+    def _ask_registry(self, renewed: Sequence[Lease] = (), *, tidies: bool = False) -> None:
+        """Have the registry's thread renew rows, and tidy up if asked to."""
+        with self._lock:
+            # While the database hangs one job waits, whatever it is asked for meanwhile.
+            is_asked = bool(self._renewed) or self._tidies
+            self._renewed.update(dict.fromkeys(renewed))
+            self._tidies = self._tidies or tidies
+        if not is_asked:
+            self._registry.put(self._tend_registry)
+
+    def _tend_registry(self) -> None:
+        with self._lock:
+            # One that was released meanwhile has no row, or its row waits for `tidy()`.
+            leases = [lease for lease in self._renewed if lease in self._due]
+            tidies, self._tidies, self._renewed = self._tidies, False, {}
+        try:
+            overtaken = self._backend.renew_rows(leases) if leases else ()
+            self._give_up(dict.fromkeys(overtaken, REFUSED), guessed=True)
+        finally:
+            if tidies:
+                self._backend.tidy()
 
     def _renew(self, batch: list[Lease]) -> list[Renewal]:
         # The clock is read before the request: the service counts the ttl from later on.
@@ -199,12 +243,13 @@ class Keeper:
         ttls = [lease.ttl for lease in batch]
         try:
             answers = self._backend.renew(batch)
-        except Exception:
-            logger.warning(
+        except Exception as exc:
+            notify(
+                logger.warning,
                 "The renewal of %d leases of alias %r failed",
                 len(batch),
                 self._backend.config.alias,
-                exc_info=True,
+                exc_info=exc,
                 extra=logs.facts(alias=self._backend.config.alias),
             )
             answers = [Renewal.UNKNOWN] * len(batch)
@@ -219,7 +264,7 @@ class Keeper:
         elif answer is Renewal.LOST:
             return
         elif lease.expired:
-            self._give_up(lease, f"it couldn't be renewed within its ttl of {lease.ttl:g} s")
+            self._give_up({lease: f"it couldn't be renewed within its ttl of {lease.ttl:g} s"})
             return
         with self._lock:
             if lease in self._due:
@@ -229,40 +274,13 @@ class Keeper:
                     else self._clock() + min(1.0, lease.ttl / BEATS / 4)
                 )
 
-    def _give_up_refused(self, batch: list[Lease], answers: list[Renewal]) -> None:
+    def _give_up(self, reasons: Mapping[Lease, str], *, guessed: bool = False) -> None:
+        """Mark leases as lost at once, and report them from the notifier's thread."""
         with self._lock:
-            refused = [
-                lease
-                for lease, answer in zip(batch, answers, strict=True)
-                if answer is Renewal.LOST and self._due.pop(lease, None) is not None
-            ]
-            others_wait = bool(self._due)
-        if not refused:
-            return
-        tell = partial(self._tell_losses, dict.fromkeys(refused, REFUSED))
-        if others_wait:
-            self._aside(tell)
-        else:
-            tell()
-
-    def _tell_losses(self, reasons: Mapping[Lease, str]) -> None:
-        """Tell of leases that are kept no more, with a better reason if there is one to be had."""
-        told = self.explain(list(reasons)) if reasons else {}
-        for lease, why in reasons.items():
-            self._lost(lease, told.get(lease.owner, why))
-
-    def _aside(self, work: Callable[[], object]) -> None:
-        """Do what may take seconds, if a database hangs: leases of a short ttl would run out."""
-        try:
-            threads.start(work)
-        except RuntimeError:
-            work()
-
-    def _give_up(self, lease: Lease, why: str) -> None:
-        with self._lock:
-            kept = self._due.pop(lease, None) is not None
-        if kept:
-            self._lost(lease, why)
+            kept = [lease for lease in reasons if self._due.pop(lease, None) is not None]
+        lost = [lease for lease in kept if lease.mark_lost(reasons[lease], guessed=guessed)]
+        if lost:
+            notify(self._report_losses, lost)
 
     def _tidy_if_due(self) -> None:
         with self._lock:
@@ -270,10 +288,7 @@ class Keeper:
             if due:
                 self._tidy_at = None
         if due:
-            try:
-                self._backend.tidy()
-            except Exception:
-                logger.warning("Tidying up after releases failed", exc_info=True)
+            self._ask_registry(tidies=True)
 
     def _next(self) -> float | None:
         """The time of the next work; called with the lock held."""
@@ -317,9 +332,10 @@ class Keeper:
                     return
             try:
                 wait = self.tick()
-            except Exception:
-                # Without this thread every lease of the process would run out.
-                logger.exception("The keeper of alias %r stumbled", self._backend.config.alias)
+            except Exception as exc:
+                # Without this thread every lease of the process would expire.
+                alias = self._backend.config.alias
+                notify(logger.error, "The keeper of alias %r failed", alias, exc_info=exc)
                 wait = 1.0
 
     def _may_end(self) -> bool:

@@ -8,7 +8,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -47,6 +47,7 @@ class Control(Protocol):
     def release(self, lease: Lease, who: LocalHolder | None = None) -> bool: ...
     async def arelease(self, lease: Lease) -> bool: ...
     def atomic(self, lease: Lease, using: str | None) -> AbstractContextManager[None]: ...
+    def explain(self, leases: Sequence[Lease]) -> None: ...
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T: ...
 
 
@@ -109,7 +110,10 @@ class Lease:
         #: When it was asked for, on the local clock.
         self.granted_at = self._since = since
         self._why_lost = ""
+        #: The reason is the one that is most likely; the database may have a better one.
+        self.loss_is_guessed = False
         self._callbacks: list[Callable[[Lease], object]] = []
+        self._interrupts: list[Callable[[Lease], object]] = []
 
     @property
     def owner(self) -> str:
@@ -282,12 +286,27 @@ class Lease:
         """Call `callback(lease)` once it is lost, from another thread; at once if it is already."""
         self._callbacks.append(callback)
         if self.lost:
-            self._run_callbacks()
+            self.run_callbacks()
 
     def off_lost(self, callback: Callable[[Lease], object]) -> None:
         """Take back what `on_lost()` was given, if it wasn't called yet."""
         with contextlib.suppress(ValueError):
             self._callbacks.remove(callback)
+
+    def interrupt_by(self, interrupt: Callable[[Lease], object]) -> None:
+        """
+        Call `interrupt(lease)` at the very moment of the loss, before any callback.
+
+        For the package alone: it is called by the thread that renews leases, and must not wait.
+        """
+        self._interrupts.append(interrupt)
+        if self.lost:
+            self._run(self._interrupts)
+
+    def interrupt_no_more_by(self, interrupt: Callable[[Lease], object]) -> None:
+        """Take back what `interrupt_by()` was given, if it wasn't called yet."""
+        with contextlib.suppress(ValueError):
+            self._interrupts.remove(interrupt)
 
     def extend_from(self, since: float, ttl: float | None = None) -> None:
         """Note that the service renewed this lease by a request sent at `since`."""
@@ -299,13 +318,33 @@ class Lease:
         """Note that the service may let the lock go at `deadline` already."""
         self._since = min(self._since, deadline - self.ttl)
 
-    def mark_lost(self, why: str) -> bool:
-        """Note the loss and run the callbacks; whether this call was the first to do so."""
+    def mark_lost(self, why: str, *, guessed: bool = False) -> bool:
+        """Note the loss and interrupt the body; return whether this call was the first to do so."""
         if self._why_lost or self.released:
             return False
+        self.loss_is_guessed = guessed
         self._why_lost = why
-        self._run_callbacks()
+        self._run(self._interrupts)
         return True
+
+    def run_callbacks(self) -> None:
+        """Call what `on_lost()` was given."""
+        self._run(self._callbacks)
+
+    @property
+    def why_lost(self) -> str:
+        """The reason of the loss; empty if it isn't lost."""
+        return self._why_lost
+
+    def explain_loss(self, why: str | None) -> None:
+        """Note what the database says about the loss; None if it says nothing."""
+        self.loss_is_guessed = False
+        self._why_lost = why or self._why_lost
+
+    def explain(self) -> None:
+        """Find out the reason of the loss if it is guessed so far. Asks the database."""
+        if self.loss_is_guessed:
+            self._control.explain([self])
 
     def loss(self) -> LeaseLost:
         """The error that tells of this lease's loss."""
@@ -319,10 +358,10 @@ class Lease:
             token=self._token,
         )
 
-    def _run_callbacks(self) -> None:
-        while self._callbacks:
+    def _run(self, callbacks: list[Callable[[Lease], object]]) -> None:
+        while callbacks:
             try:
-                callback = self._callbacks.pop(0)
+                callback = callbacks.pop(0)
             except IndexError:
                 return  # Its owner has taken the last one back meanwhile.
             try:

@@ -16,7 +16,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.dispatch import Signal
 
-from . import aio, conf, logs, signals, threads, transactions
+from . import aio, conf, logs, notifier, signals, threads, transactions
 from .backends.base import Backend, Renewal, Request
 from .exceptions import (
     BackendUnavailable,
@@ -52,8 +52,7 @@ class Service(TakesLeases):
     def __init__(self, alias: str) -> None:
         self.config = conf.config(alias)
         self.backend: Backend = conf.backend_class(self.config.backend)(self.config)
-        self.keeper = Keeper(self.backend, self.lose)
-        self.keeper.explain = self.taken_away
+        self.keeper = Keeper(self.backend, self.report_losses)
         _living.add(self)
 
     def forget_after_fork(self) -> None:
@@ -211,7 +210,7 @@ class Service(TakesLeases):
     def verify(self, lease: Lease) -> bool:
         if self.backend.verify(lease):
             return not lease.lost
-        self.lose(lease, self._why(lease, "the lock service no longer knows this holder"))
+        self.lose(lease, "the lock service no longer knows this holder")
         return False
 
     def renew(self, lease: Lease, ttl: Duration | None) -> None:
@@ -223,7 +222,7 @@ class Service(TakesLeases):
             lease.ttl = conf.seconds(ttl, "ttl")
         since = clock()
         try:
-            answer = self.backend.renew([lease])[0]
+            answer = self._renew(lease)
         except BaseException:
             self._leave_open(lease, since, before)
             raise
@@ -235,7 +234,7 @@ class Service(TakesLeases):
             return
         if answer is Renewal.LOST:
             lease.ttl = before
-            self.lose(lease, self._why(lease, REFUSED))
+            self.lose(lease, REFUSED)
             raise lease.loss()
         self._leave_open(lease, since, before)
         raise BackendUnavailable(
@@ -308,8 +307,7 @@ class Service(TakesLeases):
             unfenced_rows.ended(lease)
             raise
         if not kept:
-            why = "the lock service no longer knew this holder at the release"
-            self.lose(lease, self._why(lease, why))
+            self.lose(lease, "the lock service no longer knew this holder at the release")
         lease.released = True
         history.released(lease)
         unfenced_rows.ended(lease)
@@ -396,21 +394,38 @@ class Service(TakesLeases):
             f"its end{whose(blocker)}{last}"
         )
 
-    def taken_away(self, leases: Sequence[Lease]) -> dict[str, str]:
-        """Tell, by owner, by whom those of these leases were taken away that were."""
-        return told(self.config.fence_database, [lease.owner for lease in leases])
-
-    def _why(self, lease: Lease, otherwise: str) -> str:
-        return otherwise if lease.lost else self.taken_away([lease]).get(lease.owner, otherwise)
+    def explain(self, leases: Sequence[Lease]) -> None:
+        """Ask the database who has taken these leases away, if anybody has."""
+        guessed = [lease for lease in leases if lease.loss_is_guessed]
+        if guessed:
+            reasons = told(self.config.fence_database, [lease.owner for lease in guessed])
+            for lease in guessed:
+                lease.explain_loss(reasons.get(lease.owner))
 
     def lose(self, lease: Lease, why: str) -> None:
-        """Note a loss, and tell of it once."""
+        """Note a loss that the caller's thread noticed, and report it from there."""
         self.keeper.forget(lease)
-        if lease.mark_lost(why):
+        if lease.mark_lost(why, guessed=True):
+            self.report_losses([lease])
+        else:
+            # The keeper was faster; what is raised next is to say the reason.
+            self.explain([lease])
+
+    def report_losses(self, leases: Sequence[Lease]) -> None:
+        """Run the user's code for leases that were marked as lost."""
+        for lease in leases:
             unfenced_rows.ended(lease)
-            facts = logs.about(lease, reason=why, held_for=lease.held_for())
-            logger.warning("Lost lock %r (alias %r): %s", lease.name, lease.alias, why, extra=facts)
-            self._signal(signals.lock_lost, name=lease.name, lease=lease, reason=why)
+        try:
+            self.explain(leases)
+        finally:
+            for lease in leases:
+                self._report_loss(lease, lease.why_lost)
+
+    def _report_loss(self, lease: Lease, why: str) -> None:
+        lease.run_callbacks()
+        facts = logs.about(lease, reason=why, held_for=lease.held_for())
+        logger.warning("Lost lock %r (alias %r): %s", lease.name, lease.alias, why, extra=facts)
+        self._signal(signals.lock_lost, name=lease.name, lease=lease, reason=why)
 
     def _signal(self, signal: Signal, **facts: object) -> None:
         if signal.receivers:
@@ -479,6 +494,7 @@ def _forget_after_fork() -> None:
 
 def tidy_at_exit() -> None:
     """Do what releases have put off: the process ends."""
+    notifier.finish()
     for each in list(_living):
         with contextlib.suppress(Error, BackendUnavailable, LeaseLost):
             each.backend.tidy()

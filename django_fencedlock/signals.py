@@ -21,7 +21,8 @@ lock_acquired = Signal()
 lock_not_acquired = Signal()
 #: Carries ``lease``.
 lock_released = Signal()
-#: Carries ``lease`` and ``reason``. Sent from the thread that noticed, often the keeper's.
+#: Carries ``lease`` and ``reason``. Sent from the notifier's thread if the keeper noticed the loss,
+#: else from the thread whose call noticed it.
 lock_lost = Signal()
 #: Carries ``holder``, from whom the lock was taken away, ``by`` whom, ``token``, the fence's from
 #: then on (None if the lock isn't fenced), and ``freed``: False if the holder has yet to give it
@@ -33,8 +34,8 @@ lock_evicted = Signal()
 #: Carries ``pattern``, the ``task`` and the ``reason``: a run of a task that is about to begin
 #: without its lock, since ``on_backend_error="run"`` says so and the lock service failed.
 lock_bypassed = Signal()
-#: Carries ``leases`` and ``answers``, a `Renewal` for each: a batch of the keeper, or one lease
-#: that its holder renewed.
+#: Carries ``leases`` and ``answers``, a `Renewal` for each: a batch of the keeper, from the
+#: notifier's thread, or one lease that its holder renewed.
 leases_renewed = Signal()
 #: Carries ``lease``, whose ``atomic()`` was refused, and the present ``holder`` if known. The
 #: sender is the lease's class.

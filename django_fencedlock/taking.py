@@ -98,10 +98,17 @@ class TakesLeases:
 
     def _revive(self, lease: Lease) -> bool:
         since = clock()
-        if self.backend.renew([lease]) != [Renewal.KEPT]:
+        if self._renew(lease) is not Renewal.KEPT:
             return False
         lease.extend_from(since)
         return not lease.expired
+
+    def _renew(self, lease: Lease) -> Renewal:
+        """Renew a lease for its holder, who waits for the answer of the fence database too."""
+        (answer,) = self.backend.renew([lease])
+        if answer is Renewal.KEPT and self.backend.renew_rows([lease]):
+            return Renewal.LOST
+        return answer
 
     def _require_visible(
         self, request: Request, lease: Lease, connection: BaseDatabaseWrapper

@@ -1,10 +1,15 @@
-"""The keeper's timing, with a clock of the test's own and no thread."""
+"""The keeper's timing, with a clock of the test's own and no thread; and its threads."""
 
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
 
-from django_fencedlock import threads
+from django_fencedlock import keeper as keeper_module
+from django_fencedlock import signals, threads
 from django_fencedlock.backends.base import Renewal
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.keeper import TIDY_AFTER, Keeper
@@ -31,6 +36,9 @@ class Service:
     def __init__(self) -> None:
         self.answer = Renewal.KEPT
         self.batches: list[int] = []
+        self.records_grants = False
+        self.overtaken: list[Lease] = []
+        self.rows: list[list[Lease]] = []
         self.tidied = 0
         self.lost_hook = None
         self.supports_ttl = True
@@ -41,6 +49,10 @@ class Service:
         if isinstance(self.answer, Exception):
             raise self.answer
         return [self.answer] * len(leases)
+
+    def renew_rows(self, leases):
+        self.rows.append(leases)
+        return self.overtaken
 
     def release(self, lease):
         self.released.append(lease)
@@ -66,10 +78,20 @@ def losses():
 
 
 @pytest.fixture
-def keeper(service, clock, losses):
-    keeper = Keeper(service, lambda lease, why: losses.append((lease, why)), clock=clock)
+def keeper(service, clock, losses, monkeypatch):
+    def call(function, *args, **kwargs):
+        function(*args, **kwargs)
+
+    monkeypatch.setattr(keeper_module, "notify", call)
+    monkeypatch.setattr(threads.Worker, "put", lambda self, job: job())
+    keeper = Keeper(service, noting(losses), clock=clock)
     keeper._runs = True  # the test ticks in the thread's place
     return keeper
+
+
+def noting(losses):
+    """Return what notes the leases that are reported as lost, each with its reason."""
+    return lambda leases: losses.extend((lease, lease.why_lost) for lease in leases)
 
 
 @pytest.fixture
@@ -128,50 +150,6 @@ def test_a_refused_lease_is_lost_at_once(keeper, service, clock, lease, losses):
     clock.now += 10
     assert keeper.tick() is None
     assert [found for found, _ in losses] == [kept]
-
-
-def test_others_do_not_wait_for_the_words_about_a_loss(keeper, service, clock, lease, losses):
-    """A database that hangs may keep them for seconds, as long as a short ttl."""
-    asked, answered = threading.Event(), threading.Event()
-
-    def explain(leases):
-        asked.set()
-        assert answered.wait(60)
-        return {each.owner: "it was released by force" for each in leases}
-
-    refused, other = lease(ttl=3), lease(ttl=4, name="y")
-    keeper.explain = explain
-    keeper.keep(refused)
-    keeper.keep(other)
-    service.renew = lambda leases: [
-        Renewal.LOST if each is refused else Renewal.KEPT for each in leases
-    ]
-    clock.now += 1
-    keeper.tick()
-    assert asked.wait(60)
-    clock.now += 2
-    keeper.tick()
-    assert other.remaining() == 4
-    assert losses == []
-    answered.set()
-    wait_until(lambda: losses, "the words", 60)
-    assert losses == [(refused, "it was released by force")]
-
-
-def test_without_a_thread_the_words_are_waited_for(
-    keeper, service, clock, lease, losses, monkeypatch
-):
-    def refuse(target):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threads, "start", refuse)
-    refused = lease()
-    keeper.keep(refused)
-    keeper.keep(lease(name="y", ttl=90))
-    service.answer = Renewal.LOST
-    clock.now += 10
-    keeper.tick()
-    assert [found for found, _ in losses] == [refused]
 
 
 def test_a_service_that_is_silent_loses_the_lease_when_its_ttl_is_over(
@@ -440,9 +418,10 @@ def test_a_lock_that_does_not_run_out_by_itself_is_given_back_once_it_is_lost(
 ):
     service.supports_ttl = supports_ttl
     order = []
-    keeper._lost = lambda lease, why: order.append("lost")
     service.release = lambda lease: order.append("released")
-    keeper.keep(lease(ttl=30, max_hold=5))
+    kept = lease(ttl=30, max_hold=5)
+    kept.interrupt_by(lambda lease: order.append("lost"))
+    keeper.keep(kept)
     clock.now += 30
     keeper.tick()
     assert order == (["lost"] if supports_ttl else ["lost", "released"])
@@ -489,7 +468,7 @@ def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(
 ):
     monkeypatch.setattr("django_fencedlock.keeper.LINGER", 0.05)
     monkeypatch.setattr("django_fencedlock.keeper.TIDY_AFTER", 0.0)
-    keeper = Keeper(service, lambda lease, why: losses.append(lease))
+    keeper = Keeper(service, losses.extend)
     for round_ in range(2):
         kept = Lease(
             name="x",
@@ -510,7 +489,7 @@ def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(
 @pytest.fixture
 def threaded(service, losses):
     """A keeper with its thread, by the real clock."""
-    keeper = Keeper(service, lambda lease, why: losses.append(lease))
+    keeper = Keeper(service, losses.extend)
     kept = []
 
     def keep(ttl):
@@ -526,10 +505,227 @@ def threaded(service, losses):
         kept.append(lease)
         keeper.keep(lease)
 
-    keeper.keep_for = keep
+    keeper.keep_for, keeper.kept = keep, kept
     yield keeper
     for lease in kept:
         keeper.drop(lease)
+
+
+@pytest.fixture
+def busy():
+    """What keeps a thread busy: set once it has begun, and told when to go on."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def take_long(*args, **kwargs):
+        began.set()
+        assert go_on.wait(60)
+
+    take_long.began = began
+    take_long.go_on = go_on
+    yield take_long
+    go_on.set()
+
+
+def renewed_again(service):
+    before = len(service.batches)
+    wait_until(lambda: len(service.batches) > before + 2, "renewals")
+
+
+def test_a_slow_handler_of_logs_delays_no_renewal(threaded, service, busy, monkeypatch):
+    monkeypatch.setattr(keeper_module.logger, "warning", busy)
+    service.answer = RuntimeError("driver")
+    threaded.keep_for(0.3)
+    assert busy.began.wait(60)
+    service.answer = Renewal.KEPT
+    renewed_again(service)
+
+
+@pytest.mark.parametrize("work", ["renew_rows", "tidy"])
+def test_a_slow_registry_delays_no_renewal_and_has_one_job_at_most(
+    threaded, service, busy, work, monkeypatch
+):
+    monkeypatch.setattr(keeper_module, "TIDY_AFTER", 0.0)
+    setattr(service, work, busy)
+    threaded.keep_for(0.3)
+    threaded.drop(threaded.kept[0])
+    threaded.keep_for(0.3)
+    assert busy.began.wait(60)
+    renewed_again(service)
+    assert threaded._registry.waiting <= 1
+
+
+def test_renewals_are_reported_until_the_notifier_is_far_behind(
+    keeper, service, clock, lease, monkeypatch
+):
+    heard = []
+    receiver = lambda leases, **facts: heard.append(leases)  # noqa: E731
+    signals.leases_renewed.connect(receiver)
+    try:
+        kept = lease()
+        keeper.keep(kept)
+        for behind in (False, True):
+            monkeypatch.setattr(keeper_module.notifier, "is_behind", lambda behind=behind: behind)
+            clock.now += 10
+            keeper.tick()
+    finally:
+        signals.leases_renewed.disconnect(receiver)
+    assert heard == [[kept]]
+
+
+def test_rows_are_renewed_of_what_is_fenced_kept_and_not_released(keeper, service, clock, lease):
+    fenced, unfenced = lease(), lease(name="unfenced")
+    unfenced._token = None
+    for each in (fenced, unfenced):
+        keeper.keep(each)
+    clock.now += 10
+    keeper.tick()
+    service.answer = Renewal.UNKNOWN
+    clock.now += 10
+    keeper.tick()
+    service.answer = Renewal.KEPT
+    service.renew = lambda leases: keeper.forget(fenced) or [Renewal.KEPT] * len(leases)
+    clock.now += 10
+    keeper.tick()
+    assert service.rows == [[fenced]]
+
+
+def test_a_service_that_records_grants_itself_has_no_rows_renewed(keeper, service, clock, lease):
+    service.records_grants = True
+    kept = lease()
+    keeper.keep(kept)
+    clock.now += 10
+    keeper.tick()
+    keeper.drop(kept)
+    clock.now += TIDY_AFTER
+    assert keeper.tick() is None
+    assert (service.rows, service.tidied) == ([], 0)
+
+
+def test_a_lease_that_a_newer_grant_came_after_is_lost(keeper, service, clock, lease, losses):
+    overtaken, kept = lease(), lease(name="y")
+    for each in (overtaken, kept):
+        keeper.keep(each)
+    service.overtaken = [overtaken]
+    clock.now += 10
+    keeper.tick()
+    assert overtaken.lost
+    assert [found for found, _ in losses] == [overtaken]
+    assert not kept.lost
+
+
+def test_what_could_not_be_renewed_in_the_registry_is_tidied_up_all_the_same(
+    keeper, service, clock, lease
+):
+    def fail(leases):
+        raise RuntimeError("driver")
+
+    service.renew_rows = fail
+    keeper._renewed = {lease(): None}
+    keeper._due = dict.fromkeys(keeper._renewed, 1e9)
+    keeper._tidies = True
+    with pytest.raises(RuntimeError):
+        keeper._tend_registry()
+    assert service.tidied == 1
+
+
+def test_a_loss_that_no_thread_can_report_is_reported_later(
+    service, clock, lease, losses, monkeypatch
+):
+    def refuse(target):
+        raise RuntimeError("can't start new thread")
+
+    worker = threads.Worker("notifier")
+    monkeypatch.setattr(keeper_module.notifier, "worker", worker)
+    keeper = Keeper(service, noting(losses), clock=clock)
+    keeper._runs = True
+    refused, other = lease(), lease(name="y")
+    keeper.keep(refused)
+    service.answer = Renewal.LOST
+    clock.now += 10
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "start", refuse)
+        keeper.tick()
+    assert refused.lost
+    assert losses == []
+    keeper.keep(other)
+    clock.now += 10
+    keeper.tick()
+    wait_until(lambda: len(losses) == 2, "the reports")
+    assert [found for found, _ in losses] == [refused, other]
+
+
+class TestWorkers:
+    def test_jobs_are_done_in_order_though_one_fails(self, caplog):
+        worker, done = threads.Worker("worker"), []
+        worker.put(lambda: done.append(threading.current_thread().name))
+        worker.put(lambda: [][0])
+        worker.put(lambda: sys.exit())
+        worker.put(lambda: done.append("last"))
+        wait_until(lambda: len(done) == 2, "the jobs")
+        assert done == ["worker", "last"]
+        assert "A job of thread 'worker' failed" in caplog.text
+
+    def test_the_thread_ends_and_starts_again(self, monkeypatch):
+        monkeypatch.setattr(threads, "LINGER", 0.01)
+        worker, done = threads.Worker("worker"), []
+        for _ in range(2):
+            worker.put(lambda: done.append(None))
+            wait_until(lambda: done, "the job")
+            wait_until(lambda: not worker._runs, "the thread's end")
+            done.clear()
+
+    def test_a_thread_does_not_end_while_a_job_has_just_come(self):
+        worker = threads.Worker("worker")
+        worker._jobs.put(print)
+        assert not worker._may_end()
+        assert worker._runs
+        worker.forget_after_fork()
+        assert worker._may_end()
+
+    def test_the_end_waits_for_the_jobs_but_not_for_ever(self, busy):
+        worker, done = threads.Worker("worker"), []
+        worker.finish(60)  # Nothing to wait for.
+        worker.put(lambda: done.append(None))
+        worker.finish(60)
+        assert done
+        worker.put(busy)
+        worker.finish(0.01)
+
+    def test_a_child_has_its_own_and_the_end_of_a_process_waits_for_reports(self):
+        script = """
+            import os
+            import time
+
+            import django
+
+            django.setup()
+            from django_fencedlock import lock, services
+            from django_fencedlock.notifier import notify, worker
+
+
+            def say(word):
+                time.sleep(0.2)
+                os.write(1, word.encode())
+
+
+            notify(say, "parent, ")
+            worker.finish(60)
+            child = os.fork()
+            if not child:
+                notify(say, "child, ")
+                worker.finish(60)
+                os._exit(0)
+            os.waitpid(child, 0)
+            notify(say, "end")
+        """
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+            env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout == "parent, child, end", done.stderr
 
 
 def test_a_lease_that_is_due_sooner_wakes_the_thread(threaded, service):
@@ -543,19 +739,19 @@ def test_a_lease_that_is_due_sooner_wakes_the_thread(threaded, service):
 
 
 def test_an_error_that_nobody_foresaw_does_not_end_the_thread(threaded, service, caplog):
-    tick, stumbled = threaded.tick, []
+    tick, failed = threaded.tick, []
 
-    def stumble():
-        if not stumbled:
-            stumbled.append(True)
+    def fail():
+        if not failed:
+            failed.append(True)
             raise ZeroDivisionError
         return tick()
 
-    threaded.tick = stumble
+    threaded.tick = fail
     threaded.keep_for(0.3)
     wait_until(lambda: service.batches, "a renewal")
-    assert stumbled
-    assert "stumbled" in caplog.text
+    assert failed
+    wait_until(lambda: "The keeper of alias 'default' failed" in caplog.text, "the log")
 
 
 def test_a_thread_does_not_end_while_a_lease_has_just_come(keeper, lease):

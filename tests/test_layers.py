@@ -25,7 +25,7 @@ LAYERS: dict[int, list[str]] = {
     ],
     1: [
         *("aio", "backends.base", "conf", "fences", "models.tables", "prepared", "scribe"),
-        *("libpq", "sessions"),
+        *("libpq", "notifier", "sessions"),
         *("signals", "transactions"),
     ],
     2: ["backends.database", "backends.postgres*", "backends.redis*"],

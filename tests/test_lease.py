@@ -76,7 +76,9 @@ def test_callbacks_run_once_and_in_order(make):
     lease.on_lost(lambda lost: seen.append(("first", lost)))
     lease.on_lost(lambda lost: seen.append(("second", lost)))
     assert lease.mark_lost("gone")
+    lease.run_callbacks()
     assert not lease.mark_lost("again")
+    lease.run_callbacks()
     assert seen == [("first", lease), ("second", lease)]
 
 
@@ -92,6 +94,7 @@ def test_a_callback_that_fails_stops_no_other(make):
     lease.on_lost(lambda lost: 1 / 0)
     lease.on_lost(seen.append)
     lease.mark_lost("gone")
+    lease.run_callbacks()
     assert seen == [lease]
 
 
@@ -106,7 +109,21 @@ def test_a_callback_that_is_taken_back_at_that_moment_is_not_missed(make):
     lease._callbacks = Callbacks()
     lease.on_lost(seen.append)
     assert lease.mark_lost("gone")
+    lease.run_callbacks()
     assert seen == []
+
+
+def test_the_body_is_interrupted_before_any_callback_runs(make):
+    seen, lease = [], make()
+    lease.on_lost(lambda lost: seen.append("callback"))
+    lease.interrupt_by(lambda lost: seen.append("interrupt"))
+    lease.interrupt_by(taken_back := lambda lost: 1 / 0)
+    lease.interrupt_no_more_by(taken_back)
+    lease.mark_lost("gone")
+    assert seen == ["interrupt"]
+    lease.interrupt_by(lambda lost: seen.append("late interrupt"))
+    lease.run_callbacks()
+    assert seen == ["interrupt", "late interrupt", "callback"]
 
 
 def test_an_unfenced_lease_has_no_token_and_says_why(make):

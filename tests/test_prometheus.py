@@ -11,7 +11,7 @@ from django.apps import apps
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from django_fencedlock import LeaseLost, LockNotAcquired, force_release, lock, signals
+from django_fencedlock import LeaseLost, LockNotAcquired, force_release, lock, notifier, signals
 from django_fencedlock.backends.base import Renewal
 from django_fencedlock.celery import single_instance
 from django_fencedlock.contrib.patterns import pattern_of
@@ -138,6 +138,7 @@ def test_renewals_by_hand_and_by_the_keeper(registry, monkeypatch):
         for lease in (one, two):
             keeper._due[lease] = 0.0
         keeper.tick()
+        notifier.worker.finish(60)
         renewals = {"pattern": "invoice:*"}
         assert read(registry, "fencedlock_renewals_total", outcome="ok", **renewals) == 3
         monkeypatch.setattr(

@@ -519,7 +519,9 @@ def test_an_old_holder_who_has_the_key_back_is_told_that_he_lost_it(backend, cli
     new = take(backend, fenced=True)
     # A replica that didn't hear of the second grant becomes the primary.
     client.mset({keys.lock: value, keys.seq: f"{old.token}:{old.owner}"})
-    assert backend.renew([old]) == [Renewal.LOST]
+    other = take(backend, "other", fenced=True)
+    assert backend.renew([old, other]) == [Renewal.KEPT] * 2
+    assert backend.renew_rows([old, other]) == [old]
     assert backend.is_free("lock")
     assert take(backend, fenced=True).token > new.token
 
@@ -829,21 +831,22 @@ def test_an_error_about_one_lock_of_a_batch_refuses_no_renewal(backend, client):
 def test_a_row_that_is_gone_from_the_registry_is_put_back(backend):
     lease = take(backend, fenced=True)
     HeldLock.objects.all().delete()
-    assert backend.renew([lease]) == [Renewal.KEPT]
+    assert backend.renew_rows([lease]) == []
     assert HeldLock.objects.get().owner == lease.owner
     assert Fence.objects.get().token == lease.token
 
 
 @recorded
-def test_leases_are_kept_while_the_database_is_away(backend, monkeypatch, caplog):
+def test_leases_are_kept_while_the_database_fails(backend, monkeypatch, caplog):
     lease = take(backend, fenced=True)
 
     def fail(*args):
         raise OperationalError("gone fishing")
 
     monkeypatch.setattr(SQLiteLedger, "renew", fail)
-    assert backend.renew([lease]) == [Renewal.KEPT]
+    assert backend.renew_rows([lease]) == []
     assert "gone fishing" in caplog.text
+    assert backend.renew([lease]) == [Renewal.KEPT]
 
 
 # Standing in line

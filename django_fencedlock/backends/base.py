@@ -135,6 +135,9 @@ class Backend(ABC):
     supports_ttl = True
     #: Unfenced locks are in the registry from their grant on; else once they were renewed.
     records_unfenced = False
+    #: `acquire()` and `renew()` write the registry in the request that they send anyhow. Else
+    #: another thread than the one that renews calls `renew_rows()` and `tidy()`.
+    records_grants = False
     #: It keeps others out. Only what switches locks off for a test doesn't.
     excludes = True
     #: Keys of OPTIONS that the backend knows.
@@ -142,7 +145,8 @@ class Backend(ABC):
 
     def __init__(self, config: AliasConfig) -> None:
         self.config = config
-        #: Called with the ids of owners whose session died, as soon as that is noticed.
+        #: Called with the ids of owners whose session died, as soon as that is noticed. It never
+        #: waits, and runs no code of the user's.
         self.lost_hook: Callable[[Sequence[str]], object] | None = None
 
     @abstractmethod
@@ -168,7 +172,20 @@ class Backend(ABC):
 
     @abstractmethod
     def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
-        """Renew `leases`, each by its own ttl from now, in one batch; answers in their order."""
+        """
+        Renew `leases`, each by its own ttl from now, in one batch; answers in their order.
+
+        Asks the lock service alone: other leases are renewed after its answer.
+        """
+
+    def renew_rows(self, leases: Sequence[Lease]) -> Sequence[Lease]:
+        """
+        Renew the rows of leases that the service has renewed; where it keeps rows elsewhere.
+
+        Returns:
+            The leases that a newer grant came after. They are lost, and were released.
+        """
+        return ()
 
     @abstractmethod
     def verify(self, lease: Lease) -> bool:
@@ -265,7 +282,7 @@ class Backend(ABC):
         return {}
 
     def tidy(self) -> None:
-        """Do what was put off at releases. Called now and then, from the keeper's thread."""
+        """Do what was put off at releases. Called by the thread that calls `renew_rows()`."""
 
     def close(self) -> None:
         """Let go of connections that hold nothing. The next request opens what it needs."""

@@ -35,6 +35,7 @@ class DatabaseBackend(Backend):
     """
 
     label = "database"
+    records_grants = True
     records_unfenced = True
     option_names = frozenset({"TIMEOUT"})
 

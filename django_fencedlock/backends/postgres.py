@@ -50,6 +50,7 @@ class PostgresBackend(TakesSessionLocks):
     """
 
     label = "postgres"
+    records_grants = True
     supports_waiting = True
     supports_ttl = False
     option_names = frozenset({"TIMEOUT", "MAX_LOCKS", "MAX_WAITERS", "DATABASE"})

@@ -21,6 +21,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import threads
 from ..lease import clock
+from ..notifier import notify
 from ..sessions import under_test
 from .base import Grant
 from .postgres_hung import end_hung_holders
@@ -50,7 +51,7 @@ class Hold:
     #: The registry has a row of it, which its sessions can see.
     recorded: bool
     session: Session
-    #: Called, in a thread of its own, with the owners of holds whose session died.
+    #: Called with the owners of holds whose session died. It must not wait.
     tell: Callable[[Sequence[str]], object]
     #: An unfenced one that was renewed: there are tables, and there may be a row of it by now.
     listed: bool = False
@@ -298,8 +299,13 @@ class Home:
                     self._examine(session)
                 self._bury_dead()
                 self._look_if_due()
-            except Exception:
-                logger.exception("The thread of database %r's session locks stumbled", self.route)
+            except Exception as exc:
+                notify(
+                    logger.error,
+                    "The thread of database %r's session locks failed",
+                    self.route,
+                    exc_info=exc,
+                )
 
     def _sleep(self, ear: int) -> list[Session]:
         """Wait for work, or for a session that has something to say: most likely its end."""
@@ -339,7 +345,7 @@ class Home:
             if self.remove(hold):
                 told.setdefault(hold.tell, []).append(hold.owner)
         for tell, owners in told.items():
-            _in_thread(tell, owners)
+            tell(owners)
 
     def _look_if_due(self) -> None:
         if clock() >= self._next_look:
@@ -350,14 +356,8 @@ class Home:
                 names = [name for key, name in [*self.awaited.items()] if key not in self._by_key]
                 if names:
                     end_hung_holders(self.session(), names)
-            except Error:
-                logger.debug("Looking for hung holders failed", exc_info=True)
-
-
-def _in_thread(tell: Callable[[Sequence[str]], object], owners: Sequence[str]) -> None:
-    # Callbacks for a loss may use locks, and so may want this very thread.
-    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-        threads.start(lambda: tell(owners))
+            except Error as exc:
+                notify(logger.debug, "Looking for hung holders failed", exc_info=exc)
 
 
 _homes: dict[tuple[str, float], Home] = {}

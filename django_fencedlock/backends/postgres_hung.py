@@ -10,6 +10,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import logs
 from ..lease import clock
+from ..notifier import notify
 from . import postgres_statements as sql
 from .postgres_sessions import Session
 
@@ -36,7 +37,13 @@ def end_hung_holders(session: Session, names: Sequence[str]) -> bool:
     given = {"names": overdue}
     ended = [pid for pid, done in session.all(sql.TERMINATE, given, prepare=False) if done]
     for pid in ended:
-        logger.warning("Ended the hung session %s, past its time, for locks %r", pid, overdue)
+        # Not from here: this is the thread that renews leases.
+        notify(
+            logger.warning,
+            "Ended the hung session %s, past its time, for locks %r",
+            pid,
+            overdue,
+        )
     if not ended:
         _tell_of_hidden(session, overdue)
     return bool(ended)
@@ -75,7 +82,8 @@ def _tell_of_hidden(session: Session, overdue: Sequence[str]) -> None:
         if pid in _told:
             continue
         _told.add(pid)
-        logger.warning(
+        notify(
+            logger.warning,
             "Locks %r are held past their time by session %s of role %r, which this role may "
             "neither see nor end. Connect as the same role everywhere, or GRANT %s to this one.",
             overdue,

@@ -16,6 +16,7 @@ from ..conf import AliasConfig, Problem
 from ..fences import Held, Ledger, NameAndOwner
 from ..findings import Finding
 from ..lease import Lease, clock
+from ..notifier import notify
 from ..owners import Holder
 from ..transactions import lent_by_test
 from . import redis_client, redis_health
@@ -139,7 +140,8 @@ class RedisBackend(RecordsGrants):
         except RedisError as exc:
             answers = [exc] * len(leases)
         if failed := [answer for answer in answers if isinstance(answer, Exception)]:
-            logger.warning(
+            notify(
+                logger.warning,
                 "Redis of alias %r failed at the renewal of %d of %d leases: %s",
                 self.config.alias,
                 len(failed),
@@ -147,27 +149,18 @@ class RedisBackend(RecordsGrants):
                 brief(failed[0]),
                 extra=logs.facts(alias=self.config.alias, reason=brief(failed[0])),
             )
-        renewed = dict(zip(leases, map(_renewal, answers), strict=True))
-        recorded = [
-            lease
-            for lease, renewal in renewed.items()
-            # What a test lent its connection for can't be seen from here.
-            if renewal is Renewal.KEPT and lease.fenced and lease.handle is None
-        ]
-        if recorded:
-            renewed.update(dict.fromkeys(self._renew_rows(recorded), Renewal.LOST))
-        return list(renewed.values())
+        return list(map(_renewal, answers))
 
-    def _renew_rows(self, leases: Sequence[Lease]) -> list[Lease]:
-        """
-        Renew rows of the registry; returns the leases that a newer grant came after.
-
-        Redis gives an old owner his key back when it fails over to a replica that lags.
-        """
+    def renew_rows(self, leases: Sequence[Lease]) -> list[Lease]:
+        # What a test lent its connection for can't be seen from here.
+        rows = [lease for lease in leases if lease.fenced and lease.handle is None]
+        if not rows:
+            return []
+        # A failover to a replica that lags gives an old owner the key back.
         try:
-            overtaken = self._run(lambda ledger, private: self._overtaken(ledger, private, leases))
+            overtaken = self._run(lambda ledger, private: self._overtaken(ledger, private, rows))
         except Error as exc:
-            # Redis has renewed the leases, and the fence refuses the writes of those overtaken.
+            # Redis has renewed the leases, and the fence rejects the writes of those overtaken.
             logger.warning(
                 "The registry of alias %r wasn't renewed: %s",
                 self.config.alias,
@@ -183,7 +176,6 @@ class RedisBackend(RecordsGrants):
     def _overtaken(
         self, ledger: Ledger, connection: BaseDatabaseWrapper, leases: Sequence[Lease]
     ) -> list[Lease]:
-        # The keeper comes again soon: better than to keep all leases waiting for the file.
         ledger.patience(connection, BRIEFLY)
         kept = ledger.renew(connection, leases)
         rest = [lease for lease in leases if lease.owner not in kept]

@@ -27,7 +27,7 @@ def run(lease: Lease, body: Callable[[], T]) -> T:
     began, blocks = clock(), open_blocks()
     try:
         cell.open()
-        lease.on_lost(cell.lost)
+        lease.interrupt_by(cell.lost)
         # What strikes between two of these lines is caught by the next block outwards. The first
         # disarms; so does the last, since a time limit may have kept the first from it.
         try:
@@ -38,16 +38,18 @@ def run(lease: Lease, body: Callable[[], T]) -> T:
                 cell.disarm()
         except Abort as abort:
             if cell.is_lost:
+                lease.explain()
                 raise lease.loss() from abort
             # It was meant for a run that called this one.
             raise
         except Error as exc:
             if cell.struck and _came_of(exc, (Abort,)):
+                lease.explain()
                 raise lease.loss() from exc
             raise
     finally:
         cell.close()
-        lease.off_lost(cell.lost)
+        lease.interrupt_no_more_by(cell.lost)
         if cell.struck:
             mend(began, blocks)
         cell.pass_on()

@@ -74,6 +74,7 @@ class Run:
     def raise_loss(self, lease: Lease) -> None:
         """Fail if the lock was lost: the task isn't to say that it ran alone."""
         if lease.lost and self.policy.on_lost != "ignore":
+            lease.explain()
             raise lease.loss()
 
     @property

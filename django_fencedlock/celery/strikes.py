@@ -69,7 +69,7 @@ class Cell:
         self.armed = False
 
     def lost(self, lease: Lease) -> None:
-        """Note the loss and strike; a callback of the lease."""
+        """Note the loss and strike, from the thread that noticed it. It never waits."""
         self.is_lost = True
         if not self.armed:
             # It looks for itself when it is armed, if it ever will be.
@@ -200,8 +200,9 @@ class _ByException(Cell):
                 pass
 
     def strike(self) -> None:
-        # Held for moments only, if nobody was struck just where he got it.
-        if not self._mutex.acquire(timeout=1):
+        # Never waited for: this thread renews leases. `arm()` looks for a loss after it has let go,
+        # and with `disarm()` the body is over.
+        if not self._mutex.acquire(blocking=False):
             return
         try:
             if self.may_be_struck():

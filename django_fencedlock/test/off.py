@@ -29,6 +29,7 @@ class NoService(Backend):
 
     label = "off"
     excludes = False
+    records_grants = True
     records_unfenced = True
 
     def __init__(self, config: AliasConfig) -> None:

@@ -128,4 +128,7 @@ def _bury(child: int) -> None:
 
 
 def why_lost(name: str) -> str:
-    return str(_held[name].loss())
+    lease = _held[name]
+    # The notifier does so as well, a moment after the loss.
+    lease.explain()
+    return str(lease.loss())

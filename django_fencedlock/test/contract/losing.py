@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -12,10 +15,11 @@ from ...backends.base import Request
 from ...exceptions import LeaseLost
 from ...lease import Lease, clock
 from ...owners import new_owner
-from ..holders import AnotherProcess, AnotherThread, wait_until
+from ...releasing import force_release
+from ..holders import PATIENCE, AnotherProcess, AnotherThread, wait_until
 from . import acts
 from .acts import LONG
-from .base import SHORT, Contract, listening
+from .base import SHORT, Contract, connected, listening
 
 
 class LossContract(Contract):
@@ -64,6 +68,41 @@ class LossContract(Contract):
             former.release()
         assert told == [former]
         assert heard == ["lost"]
+
+    @pytest.mark.parametrize("code", ["on_lost", "lock_lost", "leases_renewed"])
+    def test_slow_code_of_the_user_delays_no_renewal_and_no_loss(
+        self, name: str, code: str
+    ) -> None:
+        began, go_on = threading.Event(), threading.Event()
+        told: list[Lease] = []
+
+        def take_long(*args: Any, **facts: Any) -> None:
+            about = facts.get("leases", [facts.get("lease", *args)])
+            if any(lease.name == name for lease in about) and not began.is_set():
+                began.set()
+                go_on.wait(3 * PATIENCE)
+
+        with contextlib.ExitStack() as stack:
+            if code != "on_lost":
+                stack.enter_context(connected(getattr(signals, code), take_long))
+            stack.callback(go_on.set)
+            first = self.take(name, ttl=SHORT)
+            first.on_lost(take_long)
+            if code != "leases_renewed":
+                force_release(name, by="the boss", backend=self.alias)
+            assert began.wait(PATIENCE)
+            kept, lost = (self.take(f"{name}:{each}", ttl=SHORT) for each in ("kept", "lost"))
+            lost.on_lost(told.append)
+            granted_until = kept.deadline
+            wait_until(lambda: kept.deadline > granted_until + SHORT, "renewals of another lease")
+            force_release(lost.name, by="the boss", backend=self.alias)
+            wait_until(lambda: lost.lost, "the loss of another lease")
+            with pytest.raises(LeaseLost):
+                lost.check()
+            assert kept.verify()
+            assert not kept.lost
+            go_on.set()
+            wait_until(lambda: told == [lost], "the callback for the other lease")
 
     def test_what_is_asked_for_after_the_loss_is_called_at_once(
         self, name: str, thread: AnotherThread

@@ -313,7 +313,7 @@ end:
            who = 0; got = 0; turn = 0; mine = 0; outcome = 0; kept = 0
        }
     :: atomic {
-           /* RedisBackend._renew_rows(): an old owner who has his key back gives it up. */
+           /* RedisBackend.renew_rows(): an old owner who has his key back gives it up. */
            key_owner != 0 && token_of[key_owner] != 0 && row_of != key_owner &&
            fence_owner != key_owner -> printf("owner %d gives the key up\n", key_owner);
            key_owner = 0; key_token = 0; running = 0

@@ -174,8 +174,8 @@ MUTATIONS = (
     Mutation(
         "An old owner who has his key back after a failover isn't told",
         "backends/redis.py",
-        "            renewed.update(dict.fromkeys(self._renew_rows(recorded), Renewal.LOST))\n",
-        "            self._renew_rows(recorded)\n",
+        "                self._store.release(lease)\n        return overtaken\n",
+        "                self._store.release(lease)\n        return []\n",
         (_BACKEND, REDIS),
     ),
     Mutation(

@@ -27,8 +27,8 @@ MUTATIONS = (
     Mutation(
         "A service that doesn't answer has renewed what ran out before it was handed over",
         "taking.py",
-        "        if self.backend.renew([lease]) != [Renewal.KEPT]:",
-        "        if self.backend.renew([lease]) == [Renewal.LOST]:",
+        "        if self._renew(lease) is not Renewal.KEPT:",
+        "        if self._renew(lease) is Renewal.LOST:",
         (_SERVICES,),
     ),
     Mutation(
@@ -133,14 +133,14 @@ MUTATIONS = (
     Mutation(
         "A refused renewal is no loss to others who look",
         "services.py",
-        "            self.lose(lease, self._why(lease, REFUSED))\n",
+        "            self.lose(lease, REFUSED)\n",
         "",
         (_SERVICES, ON_SQLITE),
     ),
     Mutation(
         "A verification that fails is no loss",
         "services.py",
-        '        self.lose(lease, self._why(lease, "the lock service no longer knows this holder"))\n',
+        '        self.lose(lease, "the lock service no longer knows this holder")\n',
         "",
         (_SERVICES, ON_SQLITE),
     ),
@@ -175,8 +175,8 @@ MUTATIONS = (
     Mutation(
         "A release of what was lost is a success",
         "services.py",
-        "            self.lose(lease, self._why(lease, why))\n        lease.released = True",
-        "            pass\n        lease.released = True",
+        '            self.lose(lease, "the lock service no longer knew this holder at the release")\n',
+        "            pass\n",
         (_SERVICES, ON_SQLITE),
     ),
     Mutation(
@@ -208,11 +208,60 @@ MUTATIONS = (
         (_SERVICES,),
     ),
     Mutation(
-        "All leases wait for the words about one's loss",
+        "The keeper runs the callbacks for a loss",
         "keeper.py",
-        "        if others_wait:\n",
+        "            notify(self._report_losses, lost)",
+        "            self._report_losses(lost)",
+        (f"{ON_SQLITE}::test_slow_code_of_the_user_delays_no_renewal_and_no_loss",),
+    ),
+    Mutation(
+        "The keeper runs the receivers of renewals",
+        "keeper.py",
+        "            notify(\n                signals.send,\n",
+        "            signals.send(\n",
+        (f"{ON_SQLITE}::test_slow_code_of_the_user_delays_no_renewal_and_no_loss",),
+    ),
+    Mutation(
+        "The keeper runs the handlers of its log records",
+        "keeper.py",
+        '            notify(\n                logger.warning,\n                "The renewal',
+        '            logger.warning(\n                "The renewal',
+        (_KEEPER,),
+    ),
+    Mutation(
+        "The keeper waits for the registry",
+        "keeper.py",
+        "            self._registry.put(self._tend_registry)",
+        "            self._tend_registry()",
+        (_KEEPER, "tests/test_renewals.py"),
+    ),
+    Mutation(
+        "A lease that a newer grant came after is lost by nobody but the fence",
+        "keeper.py",
+        "            self._give_up(dict.fromkeys(overtaken, REFUSED), guessed=True)\n        finally",
+        "            pass\n        finally",
+        (_KEEPER, "tests/test_renewals.py"),
+    ),
+    Mutation(
+        "A renewal by the holder compares no fence",
+        "taking.py",
+        "        if answer is Renewal.KEPT and self.backend.renew_rows([lease]):\n",
         "        if False:\n",
-        ("tests/test_keeper.py",),
+        ("tests/test_renewals.py",),
+    ),
+    Mutation(
+        "The body is interrupted by the callbacks' thread",
+        "lease.py",
+        "        self._run(self._interrupts)\n        return True",
+        "        self._callbacks += self._interrupts\n        return True",
+        (_LEASE,),
+    ),
+    Mutation(
+        "A worker's thread ends while a job has just come",
+        "threads.py",
+        "            self._runs = False\n            self._runs = not self._jobs.empty()",
+        "            self._runs = False",
+        (_KEEPER,),
     ),
     Mutation(
         "What was left over from before is given back as well",
@@ -309,8 +358,8 @@ MUTATIONS = (
     Mutation(
         "A lease is lost twice",
         "keeper.py",
-        "            kept = self._due.pop(lease, None) is not None\n        if kept:",
-        "            self._due.pop(lease, None)\n        if True:",
+        "            kept = [lease for lease in reasons if self._due.pop(lease, None) is not None]",
+        "            kept = list(reasons)",
         (_KEEPER,),
     ),
     Mutation(

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from django_fencedlock import services, taking
+from django_fencedlock import keeper, services, taking
 from django_fencedlock.backends.base import Request
 from django_fencedlock.exceptions import BackendUnavailable, LeaseLost, LockNotAcquired
 from django_fencedlock.keeper import Keeper
 from django_fencedlock.lease import Lease
 from django_fencedlock.owners import LocalHolder, new_owner
 from django_fencedlock.services import Service
+from django_fencedlock.threads import Worker
 
 from .server import Clock, Fault, Network, SimulatedBackend, Tables
 
@@ -83,7 +84,7 @@ class Process:
         self.service = Service("default")
         backend = SimulatedBackend(self.service.config, world.clock, world.tables, world.network)
         self.service.backend = backend
-        self.service.keeper = Keeper(backend, self.service.lose, clock=world.clock)
+        self.service.keeper = Keeper(backend, self.service.report_losses, clock=world.clock)
         # Nobody but the schedule ticks.
         self.service.keeper._runs = True
         self.leases: dict[str, Lease] = {}
@@ -276,6 +277,9 @@ def simulated_time() -> Iterator[Any]:
     def read() -> float:
         return now.clock()
 
+    def call(function: Callable[..., object], *args: object, **kwargs: object) -> None:
+        function(*args, **kwargs)
+
     def sleep(seconds: float) -> None:
         now.clock.now += seconds
 
@@ -285,7 +289,8 @@ def simulated_time() -> Iterator[Any]:
         patch.object(taking, "time", SimpleNamespace(sleep=sleep)),
         # Nobody takes a lock away, and there is no database to ask.
         patch.object(services, "told", lambda using, owners: {}),
-        patch.object(Keeper, "_aside", lambda self, work: work()),
+        patch.object(keeper, "notify", call),
+        patch.object(Worker, "put", lambda self, job: job()),
         patch.dict(Lease.__init__.__kwdefaults__, {"clock": read}),
     ):
         yield now

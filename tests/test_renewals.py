@@ -1,0 +1,108 @@
+"""Renewals of leases on Redis while the fence database hangs."""
+
+import pytest
+
+from django_fencedlock import LeaseLost, lock
+from django_fencedlock.backends.redis_store import Keys
+from django_fencedlock.keeper import TIDY_AFTER
+from django_fencedlock.lease import clock
+from django_fencedlock.models import HeldLock
+from django_fencedlock.services import service
+from django_fencedlock.test.holders import another_thread
+from tests.servers.process import wait_until
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+#: A request to a database that hangs may take twice the time-out, which is longer than the ttl.
+TTL, TIMEOUT = 2.0, 5
+
+
+@pytest.fixture
+def database(settings, redis_server, postgres, make_proxy, make_alias):
+    """The alias of the fence database of locks on Redis, and the network on the way to it."""
+    entry = postgres.django(postgres.create_database())
+    proxy = make_proxy(postgres.host, postgres.port)
+    alias = make_alias({**entry, "HOST": proxy.host, "PORT": str(proxy.port)})
+    settings.FENCEDLOCK = {
+        "default": {
+            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+            "LOCATION": redis_server.url,
+            "FENCE_DATABASE": alias,
+            "OPTIONS": {"TIMEOUT": TIMEOUT},
+        }
+    }
+    redis_server.empty()
+    yield alias, proxy
+    proxy.pass_through()
+
+
+def renewed_beyond(moment, *leases):
+    wait_until(lambda: all(lease.deadline > moment for lease in leases), "renewals")
+
+
+def test_a_database_that_hangs_delays_no_renewal(database):
+    alias, proxy = database
+    fenced, unfenced = lock("fenced", ttl=TTL).acquire(), lock("u", ttl=TTL, fenced=False).acquire()
+    proxy.black_hole()
+    renewed_beyond(clock() + 2.5 * TTL, fenced, unfenced)
+    assert fenced.verify()
+    assert unfenced.verify()
+    assert not fenced.lost
+    assert not unfenced.lost
+    proxy.pass_through()
+    row = HeldLock.objects.using(alias).get(name="fenced")
+    renewed = HeldLock.objects.using(alias).filter(expires_at__gt=row.expires_at)
+    wait_until(renewed.exists, "the registry to be renewed again", 60)
+    assert fenced.release()
+    assert unfenced.release()
+
+
+def test_a_row_that_can_not_be_cleared_delays_no_renewal(database):
+    alias, proxy = database
+    released, kept = lock("released", ttl=TTL).acquire(), lock("u", ttl=TTL, fenced=False).acquire()
+    proxy.black_hole()
+    assert released.release()
+    renewed_beyond(clock() + TIDY_AFTER + 2 * TTL, kept)
+    assert kept.verify()
+    assert not kept.lost
+    proxy.pass_through()
+    rows = HeldLock.objects.using(alias)
+    lock("next").acquire().release()
+    wait_until(lambda: not rows.exists(), "the registry to be cleared", 60)
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+@pytest.mark.parametrize("renewed_by", ["keeper", "holder"])
+def test_a_lease_that_was_overtaken_at_a_failover_is_lost(settings, redis_server, renewed_by):
+    """A replica that lags gives the key back to an old holder; the fence tells."""
+    settings.FENCEDLOCK = {
+        "default": {
+            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+            "LOCATION": redis_server.url,
+            "FENCE_DATABASE": "postgres",
+        }
+    }
+    redis_server.empty()
+    told = []
+    old = lock("x", ttl=1).acquire()
+    old.on_lost(told.append)
+    keeper = service("default").keeper
+    keeper.forget(old)
+    keys = Keys.of("", "x")
+    before = redis_server.execute("MGET", keys.lock, keys.seq)
+    redis_server.execute("DEL", keys.lock)
+    with another_thread() as thread:
+        new = thread.call(lock("x").acquire)
+        assert new.token == old.token + 1
+        redis_server.execute("MSET", keys.lock, before[0], keys.seq, before[1])
+        assert old.verify()
+        if renewed_by == "keeper":
+            keeper.keep(old)
+        else:
+            with pytest.raises(LeaseLost):
+                old.renew()
+        wait_until(lambda: told, "the loss", 60)
+        assert old.lost
+        wait_until(lambda: lock("x").holder() is None, "the key to be given back", 60)
+        assert HeldLock.objects.using("postgres").get().owner == new.owner
+        thread.call(new.release)
