@@ -34,6 +34,7 @@ PARTS: dict[str, Sequence[str]] = {
     "handoff": (),
     "contention": (),
     "leases": (),
+    "hammering": (),
     "names": (),
     "saves": (),
     "tasks": ("--cpus", "2", "--concurrency", "4", "--rounds", "3", "--tasks", "3000"),

@@ -104,6 +104,13 @@ def test_leases_are_renewed_in_one_batch(count, on):
     assert count("leases", "100 leases, ttl 3 s", who, "threads") <= 4
 
 
+@pytest.mark.parametrize("on", ["database", "database, SQLite", "redis"])
+def test_tries_that_do_not_wait_delay_no_renewal(count, on):
+    work = "a held lock, tried without waiting"
+    assert count("hammering", work, f"{OURS}, {on}", "renewals") > 0
+    assert count("hammering", work, f"{OURS}, {on}", "late renewals") == 0
+
+
 def test_a_name_takes_little_room(count):
     redis = "a name on Redis"
     assert count("names", redis, OURS, "keys after release") == 1

@@ -120,6 +120,13 @@ class TestOnMariaDB:
             lease.release()
         assert sum(seen.values()) == 1
 
+    def test_a_refusal_is_three_statements(self, on, mariadb):
+        backend = on("mariadb").backend
+        assert backend.acquire(Request(name="x", owner=new_owner(), ttl=30))
+        with mariadb.statements() as seen:
+            assert lock("x").acquire(blocking=False) is None
+        assert sum(seen.values()) == 3
+
     def test_a_trigger_on_the_fences_changes_no_token(self, on):
         on("mariadb")
         fences = Fence._meta.db_table
@@ -258,19 +265,31 @@ class TestOnSQLite:
         process.call(end_writing)
         assert lock("x", blocking_timeout=5).acquire().release()
 
-    def test_acquire_is_a_transaction_of_three_statements_and_release_one(self, on):
+    @pytest.fixture
+    def seen(self, on):
+        """The first words of the statements on the private connection."""
         backend = on("default").backend
         with lock("another"):
             pass
         [connection] = backend._sessions._idle
         seen = []
-        connection.connection.set_trace_callback(seen.append)
+        connection.connection.set_trace_callback(lambda text: seen.append(text.split()[0]))
+        return seen
+
+    def test_acquire_is_a_look_and_a_transaction_of_three_statements_and_release_one(self, seen):
         with lock("x"):
             pass
-        assert [statement.split()[0] for statement in seen] == [
-            *("BEGIN", "INSERT", "INSERT", "SELECT", "COMMIT"),
+        assert seen == [
+            *("SELECT", "BEGIN", "INSERT", "INSERT", "SELECT", "COMMIT"),
             "DELETE",
         ]
+
+    def test_a_refusal_only_reads(self, seen):
+        holder = new_owner()
+        assert service("default").backend.acquire(Request(name="x", owner=holder, ttl=30))
+        seen.clear()
+        assert lock("x").acquire(blocking=False) is None
+        assert set(seen) == {"SELECT", "PRAGMA"}
 
     def test_a_release_waits_for_the_file_as_long_as_any_request(self, on):
         held = on("default")

@@ -2,16 +2,20 @@
 
 import contextlib
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, timedelta
 
 import pytest
 from django.db import Error, connections, transaction
 
-from django_fencedlock.fences import Entry, ledger_for
+from django_fencedlock import sessions
+from django_fencedlock.fences import Entry, ledger_for, postgresql
 from django_fencedlock.lease import Lease, clock
 from django_fencedlock.owners import new_owner
 from django_fencedlock.sessions import private
+from tests.servers.process import wait_until
 
 NAME = "invoice:42"
 
@@ -310,6 +314,71 @@ def test_on_mariadb_one_whose_row_went_to_somebody_else_before_the_draw_has_no_g
     assert claim(connection, entry()) == (False, None)
     assert newest(connection) is None
     assert look(connection).owner == "another"
+
+
+class TestLockedRows:
+    """Another transaction has a row locked, and ends while it is waited for."""
+
+    @pytest.fixture(params=[on("postgres"), on("mariadb")])
+    def connection(self, request, monkeypatch):
+        # Statements wait for a row for as long as it takes on a busy machine.
+        for statement in ("CLAIM", "RENEW_WAITING"):
+            text = getattr(postgresql, statement).replace("'250'", "'20000'")
+            monkeypatch.setattr(postgresql, statement, text)
+        monkeypatch.setattr(sessions, "_bound_row_waits", lambda connection: None)
+        return connections[request.param]
+
+    @pytest.fixture
+    def beside(self, connection):
+        """Call a function in another thread, with a connection of its own."""
+        with (
+            ThreadPoolExecutor(1) as executor,
+            contextlib.closing(private(connection.alias, 30)) as other,
+        ):
+            yield lambda function, *args: executor.submit(function, other, *args)
+
+    @pytest.fixture
+    def wait_for_waiter(self, connection):
+        waiters = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+        if connection.vendor == "mysql":
+            waiters = (
+                "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'"
+            )
+
+        def somebody_waits():
+            if connection.vendor == "mysql":
+                # The table is brought up to date if it wasn't read for a tenth of a second.
+                time.sleep(0.15)
+            with connection.cursor() as cursor:
+                cursor.execute(waiters)
+                return cursor.fetchone()[0]
+
+        return lambda: wait_until(somebody_waits, "a statement that waits for the row")
+
+    def test_a_claim_that_saw_the_row_free_is_refused_after_the_wait(
+        self, connection, entry, beside, wait_for_waiter
+    ):
+        first, second = entry(), entry()
+        with transaction.atomic(connection.alias):
+            assert claim(connection, first) == (True, 1)
+            claiming = beside(claim, second)
+            wait_for_waiter()
+        assert claiming.result(20) == (False, None)
+        assert newest(connection) == (1, first.owner.id)
+
+    def test_a_renewal_waits_for_a_row_and_renews_it(
+        self, connection, entry, beside, wait_for_waiter
+    ):
+        mine = entry()
+        claim(connection, mine)
+        before = look(connection).expires_at
+        with transaction.atomic(connection.alias):
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT 1 FROM django_fencedlock_heldlock FOR UPDATE")
+            renewing = beside(ledger_for(connection).renew, [lease_of(mine)])
+            wait_for_waiter()
+        assert renewing.result(20) == {mine.owner.id}
+        assert look(connection).expires_at > before
 
 
 @pytest.mark.django_db(transaction=True, databases={"default", "postgres"})

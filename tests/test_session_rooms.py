@@ -612,6 +612,14 @@ def test_whose_session_has_a_lock_is_told_by_all_of_his_row(backend, peer, name,
 
 
 @POSTGRES
+def test_a_refused_try_locks_no_row(backend, peer, name):
+    lease = take(backend, name)
+    peer._home.ask(lambda: peer._home.session().raw.execute("BEGIN"))
+    assert peer.acquire(request_for(name)) is None
+    assert backend.renew([lease]) == [Renewal.KEPT]
+
+
+@POSTGRES
 def test_a_holder_is_told_by_the_row_of_his_own_session_alone(backend, peer, name):
     lease = take(backend, name)
     assert peer.holder(name).owner == peer.holders([name])[name].owner == lease.owner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -11,7 +12,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig, Problem, location_problems, timeout_problems
 from ..exceptions import BackendUnavailable
-from ..fences import Ledger, NameAndOwner, Row, ledger_for
+from ..fences import Entry, Ledger, NameAndOwner, Row, ledger_for
 from ..lease import Lease, clock
 from ..owners import Holder
 from ..sessions import sessions
@@ -47,28 +48,21 @@ class DatabaseBackend(Backend):
         self._one_writer = connections[config.fence_database].vendor == "sqlite"
 
     def acquire(self, request: Request) -> Grant | None:
-        # Who doesn't wait for a holder does wait for SQLite's file: that is no holder.
+        # A try that doesn't wait for a holder does wait for SQLite's file: that is no holder.
         patience = min(self._timeout, request.timeout or self._timeout)
         first = min(patience, BRIEFLY)
-        try:
-            return self._try(request, first)
-        except _FileLocked:
-            return self._try_again(request, patience - first) if patience > first else None
-
-    def _try_again(self, request: Request, patience: float) -> Grant | None:
-        """Wait for the file, unless somebody has the lock itself."""
-        if not self.is_free(request.name):
-            return None
-        try:
-            return self._try(request, patience)
-        except _FileLocked:
-            return None
+        for seconds in (first, patience - first):
+            # Another owner may have been granted the lock meanwhile: a claim looks first.
+            with contextlib.suppress(_FileLocked):
+                if seconds > 0:
+                    return self._try(request, seconds)
+        return None
 
     def _try(self, request: Request, patience: float) -> Grant | None:
         since = clock()
         entry = self.entry_for(request)
         try:
-            claim = partial(self._run, lambda ledger, used: ledger.claim(used, entry))
+            claim = partial(self._run, partial(self._claim, request, entry))
             taken, token = claim(request.connection, patience)
             if not taken and self._evict_dead(request):
                 since = clock()
@@ -77,6 +71,17 @@ class DatabaseBackend(Backend):
             self._refused(request, exc)
             return None
         return Grant(token, since, handle=request.connection) if taken else None
+
+    def _claim(
+        self, request: Request, entry: Entry, ledger: Ledger, connection: BaseDatabaseWrapper
+    ) -> tuple[bool, int | None]:
+        # A claim has SQLite's file for itself, also one that is refused: renewals and all other
+        # writers would wait for it. If the caller's own transaction has the file, that is an error,
+        # whoever holds the lock.
+        look = self._one_writer and not request.in_transaction
+        if look and ledger.is_held(connection, entry):
+            return False, None
+        return ledger.claim(connection, entry)
 
     def _evict_dead(self, request: Request) -> bool:
         """Look who is in the way, and free the lock if his process is gone."""

@@ -172,6 +172,16 @@ class Ledger(ABC):
             Whether the row was taken, and the token.
         """
 
+    def is_held(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
+        """Look whether another owner has the row: a write locks it even if it changes nothing."""
+        with self.cursor(connection) as cursor:
+            cursor.execute(
+                f"SELECT 1 FROM {HELD} WHERE name = %(name)s AND owner <> %(owner)s "
+                f"AND expires_at > {self.clock}",
+                {"name": entry.name, "owner": entry.owner.id, **self.parameters(connection)},
+            )
+            return cursor.fetchone() is not None
+
     @abstractmethod
     def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
         """Take the name's row if it is free, expired or this owner's, and leave the fence alone."""

@@ -15,11 +15,17 @@ from .portable import PortableLedger
 #: MariaDB answers NOWAIT with the first, MySQL with the last.
 LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT = 1205, 1213, 3572
 
+IS_THERE = f"SELECT 1 FROM {HELD} x WHERE x.name = %(name)s"
+
 
 class MySQLLedger(PortableLedger):
     clock = "UTC_TIMESTAMP(6)"
     expiry = "UTC_TIMESTAMP(6) + INTERVAL %(micros)s MICROSECOND"
     insert_or_ignore = "INSERT IGNORE"
+    # IGNORE alone locks a live row, and the renewals of that row leave it out. The UPDATE that
+    # follows unlocks at once what it doesn't change (under READ COMMITTED).
+    if_absent = f"SELECT {{}} FROM DUAL WHERE NOT EXISTS ({IS_THERE})"
+    lock_rows = " FOR UPDATE"
     lock_free_rows = " FOR UPDATE SKIP LOCKED"
 
     def values(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:

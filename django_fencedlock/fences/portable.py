@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..lease import Lease
@@ -42,11 +43,25 @@ class PortableLedger(Ledger):
             return True
 
     def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+        kept = self._renew(connection, leases, self.lock_free_rows)
+        locked = [lease for lease in leases if lease.owner not in kept]
+        if locked and self.lock_rows:
+            # Or gone. A lock on a row lasts for a moment, most likely.
+            try:
+                kept |= self._renew(connection, locked, self.lock_rows)
+            except Error as exc:
+                if not self.is_row_locked(exc):
+                    raise
+        return kept
+
+    def _renew(
+        self, connection: BaseDatabaseWrapper, leases: Sequence[Lease], lock: str
+    ) -> set[str]:
         kept: set[str] = set()
         with self.transaction(connection) as cursor:
             for ttl, group in groupby(sorted(leases, key=_ttl), key=_ttl):
                 mine = list(group)
-                free = self.lock_rows(cursor, mine)
+                free = self._lock_rows(cursor, mine, lock)
                 times = self.times(connection, ttl)
                 for names, owners, given in batches([each for each in mine if each.owner in free]):
                     cursor.execute(
@@ -69,13 +84,12 @@ class PortableLedger(Ledger):
     def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
         """Make the proposed token the newest; False if a newer one, or the same, was there."""
 
-    def lock_rows(self, cursor: Any, leases: Sequence[Lease]) -> set[str]:
-        """Lock those of the rows that nobody else has locked; returns their owners."""
+    def _lock_rows(self, cursor: Any, leases: Sequence[Lease], lock: str) -> set[str]:
+        """Lock rows, by the end of a SELECT that does so; returns their owners."""
         found: set[str] = set()
         for names, owners, given in batches(leases):
             cursor.execute(
-                f"SELECT owner FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})"
-                f"{self.lock_free_rows}",
+                f"SELECT owner FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners}){lock}",
                 given,
             )
             found.update(owner for (owner,) in cursor.fetchall())
@@ -83,8 +97,10 @@ class PortableLedger(Ledger):
 
     #: An INSERT that does nothing if the name is there.
     insert_or_ignore: str
-    #: What makes a SELECT lock its rows and pass over those that are locked.
-    lock_free_rows = ""
+    #: Its values.
+    if_absent = "VALUES ({})"
+    #: What makes a SELECT lock its rows; and pass over those that are locked.
+    lock_rows = lock_free_rows = ""
 
     def _insert(self, cursor: Any, given: dict[str, Any]) -> bool:
         cursor.execute(self._insertion, given)
@@ -92,8 +108,8 @@ class PortableLedger(Ledger):
 
     @cached_property
     def _insertion(self) -> str:
-        times = f"{self.clock}, {self.clock}, {self.expiry}"
-        return f"{self.insert_or_ignore} INTO {INTO_HELD} VALUES ({VALUES}, {times})"
+        values = f"{VALUES}, {self.clock}, {self.clock}, {self.expiry}"
+        return f"{self.insert_or_ignore} INTO {INTO_HELD} {self.if_absent.format(values)}"
 
     def _take_over(self, cursor: Any, given: dict[str, Any]) -> bool:
         return self._overwrite(

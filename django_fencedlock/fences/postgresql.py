@@ -43,9 +43,14 @@ INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join(COLUMNS)}, acquired_at, renewe
 # token of its own it would shut him out.
 DRAW = "token = f.token + (f.owner <> EXCLUDED.owner)::int"
 
+# A live row is looked at before it is locked: ON CONFLICT locks the row that it then leaves alone,
+# and tries that are refused kept up to all renewals of that row from it.
 _CLAIM_ROW = f"""
     {INTO_HELD}
     SELECT {VALUES}, {TIMES} FROM s, (SELECT clock_timestamp() AS now) c
+    WHERE NOT EXISTS (
+        SELECT 1 FROM {HELD} x WHERE x.name = %(name)s::text AND x.owner <> %(owner)s::text
+        AND x.expires_at > clock_timestamp())
     ON CONFLICT (name) DO UPDATE SET {SET_ALL}
     WHERE h.expires_at <= clock_timestamp() OR h.owner = EXCLUDED.owner
     RETURNING h.name, h.owner
@@ -84,7 +89,7 @@ CLEAR_MANY = f"""
 DELETE FROM {HELD} WHERE name = ANY(%(names)s::text[]) AND owner = ANY(%(owners)s::text[])
 """
 
-# Rows that a contender has locked are left out: he may be waiting for something else in turn.
+# Rows that another session has locked are left out at first: it may be waiting for something else.
 RENEW = f"""
 WITH {LAZY_LIMITS},
 w AS MATERIALIZED (
@@ -96,6 +101,7 @@ p AS MATERIALIZED (
 UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
 FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
 """
+RENEW_WAITING = RENEW.replace(" SKIP LOCKED", "")
 
 # Row locks aren't in pg_locks, but the row itself names the transaction that has it locked. Where
 # several have, it names none.
@@ -197,8 +203,13 @@ class PostgresLedger(Ledger):
             cursor.execute(RENEW, given)
             if cursor.rowcount == len(leases):
                 return {lease.owner for lease in leases}
-            # Some are gone, or locked. Once more does no harm.
-            cursor.execute(f"{RENEW} RETURNING h.owner", given)
+            # Some are gone, or locked, most likely for a moment. Once more does no harm.
+            try:
+                cursor.execute(f"{RENEW_WAITING} RETURNING h.owner", given)
+            except Error as exc:
+                if not self.is_row_locked(exc):
+                    raise
+                cursor.execute(f"{RENEW} RETURNING h.owner", given)
             return {owner for (owner,) in cursor.fetchall()}
 
     def is_row_locked(self, error: Error) -> bool:

@@ -8,7 +8,10 @@ import os
 import select
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from django.db import connections
 
 from ...lease import Lease, current_lease
 from ...locks import lock
@@ -22,6 +25,25 @@ LONG = 60.0
 def try_to_take(alias: str, name: str) -> bool:
     lease = lock(name, ttl=LONG, backend=alias).acquire(blocking=False)
     return lease is not None and lease.release()
+
+
+def hammer(alias: str, name: str, threads: int, seconds: float) -> tuple[int, int]:
+    """Try for the lock again and again without waiting; return the tries and the grants."""
+    until = time.monotonic() + seconds
+
+    def hammer_once() -> list[bool]:
+        taken = []
+        while time.monotonic() < until:
+            taken.append(try_to_take(alias, name))
+            # Without a pause the threads leave no CPU to the process that renews.
+            time.sleep(0.001)
+        connections.close_all()
+        return taken
+
+    with ThreadPoolExecutor(threads) as executor:
+        done = [executor.submit(hammer_once) for _ in range(threads)]
+    taken = [each for thread in done for each in thread.result()]
+    return len(taken), sum(taken)
 
 
 _held: dict[str, Lease] = {}
@@ -40,6 +62,10 @@ def held_by(name: str) -> str:
 
 def who() -> Process:
     return this_process()
+
+
+def renew(name: str) -> None:
+    _held[name].renew()
 
 
 def let_go(name: str) -> bool:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ... import signals
 from ...exceptions import BackendUnavailable
 from ...lease import Lease
 from ...locks import AsyncLock, Lock, alock, lock
 from ...services import Service, service
+from ...sessions import private
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes, another_thread
 from . import acts
 from .acts import LONG
@@ -165,6 +167,22 @@ def give_back(lease: Lease) -> None:
         with contextlib.suppress(BackendUnavailable):
             # Not its alias' service of now: the settings may have changed.
             lease._control.release(lease, lease.who)
+
+
+@contextlib.contextmanager
+def left_open(using: str) -> Iterator[BaseDatabaseWrapper]:
+    """A connection of its own within a transaction, which keeps all locks until the end."""
+    connection = private(using, PATIENCE)
+    try:
+        with connection.cursor() as cursor:
+            # SQLite's takes no lock before it has to.
+            cursor.execute("BEGIN")
+            connection.in_atomic_block = True
+            yield connection
+            cursor.execute("ROLLBACK")
+    finally:
+        connection.in_atomic_block = False
+        connection.close()
 
 
 class Rollback(Exception):

@@ -7,14 +7,19 @@ import contextlib
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ... import signals
+from ...backends.base import Renewal, Request
 from ...exceptions import LockNotAcquired, Unfenced
 from ...lease import Lease
+from ...owners import new_owner
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes
 from . import acts
-from .base import Contract, all_at_once
+from .acts import LONG
+from .base import Contract, all_at_once, connected, left_open
 
 
 class ExclusionContract(Contract):
@@ -87,6 +92,37 @@ class ExclusionContract(Contract):
         assert process.call(acts.let_go, name)
         with self.lock(name) as lease:
             assert lease.token == token + 1
+
+    # Refused tries
+
+    def test_a_refused_try_locks_no_row(self, name: str, process: AnotherProcess) -> None:
+        process.call(acts.hold, self.alias, name)
+        with left_open(self.database) as connection:
+            request = Request(name, new_owner(), LONG, connection=connection)
+            assert self.service.backend.acquire(request) is None
+            # The transaction of the try is open, and would keep the holder from renewing.
+            process.call(acts.renew, name)
+        assert process.call(acts.let_go, name)
+
+    def test_a_lease_survives_three_ttls_of_tries_that_do_not_wait(
+        self, name: str, processes: Processes
+    ) -> None:
+        renewals: list[Renewal] = []
+
+        def receive(answers: list[Renewal], **kwargs: Any) -> None:
+            renewals.extend(answers)
+
+        with contextlib.ExitStack() as stack:
+            several = [stack.enter_context(processes.borrow()) for _ in range(2)]
+            stack.enter_context(connected(signals.leases_renewed, receive))
+            lease = self.take(name, ttl=2)
+            hammers = [each.start(acts.hammer, self.alias, name, 4, 6.0) for each in several]
+            done = [each.result(PATIENCE) for each in hammers]
+        assert sum(tries for tries, _ in done) > 100
+        assert not any(granted for _, granted in done)
+        assert lease.verify()
+        # Each in time: none had to be repeated.
+        assert set(renewals) == {Renewal.KEPT}
 
     # Waiting, in vain and not
 

@@ -39,7 +39,7 @@ inline claim(o) {
        /* lock_timeout (LOCK_WAIT): the statement is undone as a whole. */
        printf("owner %d waits for the fence in vain\n", o)
     :: pins == 0 && (held_by == 0 || !live || held_by == o) ->
-       /* WHERE h.expires_at <= clock_timestamp() OR h.owner = EXCLUDED.owner */
+       /* With the row locked: WHERE h.expires_at <= clock_timestamp() OR h.owner = EXCLUDED.owner */
        give(o);
        held_by = o; live = true;
        /* DRAW: token + 1, unless this owner's claim came before */
@@ -51,7 +51,9 @@ inline claim(o) {
        :: else -> fence_token++; fence_owner = o; recorded(o)
        fi;
        got = fence_token; mine = serial
-    :: else
+    :: pins == 0 ->
+       /* WHERE NOT EXISTS (...): it saw a live row, which may have gone meanwhile. */
+       printf("owner %d is refused\n", o)
     fi
 }
 

@@ -24,8 +24,8 @@ MUTATIONS = (
     Mutation(
         "Postgres: a claim's ttl counts from when the transaction began",
         "fences/postgresql.py",
-        "{TIMES} FROM s, (SELECT clock_timestamp() AS now) c\n    ON CONFLICT",
-        "{TIMES} FROM s, (SELECT now() AS now) c\n    ON CONFLICT",
+        "{TIMES} FROM s, (SELECT clock_timestamp() AS now) c\n    WHERE NOT",
+        "{TIMES} FROM s, (SELECT now() AS now) c\n    WHERE NOT",
         ("tests/test_ledgers.py", ON_POSTGRES),
     ),
     Mutation(
@@ -83,6 +83,41 @@ MUTATIONS = (
         "    FOR UPDATE OF h SKIP LOCKED)",
         "    FOR UPDATE OF h)",
         ("tests/test_database_backend.py",),
+    ),
+    Mutation(
+        "Postgres: a claim that is refused locks the holder's row",
+        "fences/postgresql.py",
+        "WHERE x.name = %(name)s::text AND x.owner <> %(owner)s::text\n        AND x.expires_at >",
+        "WHERE x.name = %(name)s::text AND x.owner <> %(owner)s::text\n        AND x.expires_at = ",
+        (ON_POSTGRES,),
+    ),
+    Mutation(
+        "MariaDB: a claim that is refused locks the holder's row",
+        "fences/mysql.py",
+        'if_absent = f"SELECT {{}} FROM DUAL WHERE NOT EXISTS ({IS_THERE})"',
+        'if_absent = "VALUES ({})"',
+        (ON_MARIADB,),
+    ),
+    Mutation(
+        "SQLite: a claim that is refused has the file for itself",
+        "backends/database.py",
+        "if look and ledger.is_held(connection, entry):",
+        "if False:",
+        (ON_SQLITE,),
+    ),
+    Mutation(
+        "Postgres: a renewal gives a row up that is locked for a moment",
+        "fences/postgresql.py",
+        'RENEW_WAITING = RENEW.replace(" SKIP LOCKED", "")',
+        "RENEW_WAITING = RENEW",
+        ("tests/test_ledgers.py",),
+    ),
+    Mutation(
+        "MariaDB: a renewal gives a row up that is locked for a moment",
+        "fences/mysql.py",
+        'lock_rows = " FOR UPDATE"',
+        'lock_rows = ""',
+        ("tests/test_ledgers.py",),
     ),
     Mutation(
         "Postgres: a crash of the server may undo a grant that was answered",
