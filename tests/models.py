@@ -231,12 +231,40 @@ class Parcel(FencedModel):
     rank = models.IntegerField(default=0)
 
 
+class Shift(FencedModel):
+    """Its lock is that of a day; the column has the minute."""
+
+    fencing = Fencing("day:{at:%Y-%m-%d}")
+
+    at = models.DateTimeField()
+    note = models.CharField(max_length=50, default="")
+
+
+class Depot(models.Model):
+    """Plain: the parent of a fenced model, and what its lock is named by."""
+
+    town = models.CharField(max_length=50, default="")
+
+    def __str__(self) -> str:
+        return self.town
+
+
+class Warehouse(FencedModel, Depot):  # type: ignore[misc]
+    """Its lock is named by a column of another table than the fence's."""
+
+    fencing = Fencing("town:{town}:{floor}")
+
+    floor = models.IntegerField(default=0)
+    goods = models.IntegerField(default=0)
+
+
 class Called(FencedModel):
     """Its lock is named by a callable."""
 
     fencing = Fencing(lambda called: f"called:{called.amount % 2}")
 
     amount = models.IntegerField(default=0)
+    note = models.CharField(max_length=50, default="")
 
 
 class Unique(FencedModel):

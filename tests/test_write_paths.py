@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import datetime
 import json
 import logging
 import pickle
@@ -41,6 +42,7 @@ from tests.models import (
     Careful,
     Contract,
     Crate,
+    Depot,
     Docket,
     Filtered,
     Invoice,
@@ -52,6 +54,7 @@ from tests.models import (
     Remark,
     Seat,
     Shelf,
+    Shift,
     Stock,
     Trailer,
     Truck,
@@ -59,6 +62,7 @@ from tests.models import (
     Van,
     Vehicle,
     Verse,
+    Warehouse,
     Warned,
 )
 
@@ -1330,6 +1334,132 @@ def test_names_that_only_a_callable_knows(database):
         with refused(NoLease, Called):
             Called.objects.all().delete()
         assert Called.objects.filter(amount=3).delete()[0] == 1
+
+
+def _given_to_another_lock(model, other, **values):
+    """Ways to write a row of `model` whose object has the name of another lock."""
+
+    def loaded():
+        return _set(model.objects.get(), **values)
+
+    def by_hand():
+        return model(pk=model.objects.get().pk, **values)
+
+    return {
+        "save": lambda: loaded().save(),
+        "save_base": lambda: loaded().save_base(raw=True),
+        "update_fields": lambda: loaded().save(update_fields=[*values]),
+        "others": lambda: loaded().save(update_fields=[other]),
+        "force_update": lambda: loaded().save(force_update=True),
+        "pickled": lambda: pickle.loads(pickle.dumps(loaded())).save(),
+        "bulk_update": lambda: model.objects.bulk_update([loaded()], [*values, other]),
+        "bulk_others": lambda: model.objects.bulk_update([loaded()], [other]),
+        "delete": lambda: loaded().delete(),
+        "never_loaded": lambda: by_hand().save(),
+        "never_loaded_fields": lambda: by_hand().save(update_fields=[*values]),
+        "never_loaded_forced": lambda: by_hand().save(force_update=True),
+        "never_loaded_bulk": lambda: model.objects.bulk_update([by_hand()], [other]),
+        "delete_unloaded": lambda: by_hand().delete(),
+    }
+
+
+def _at(day, hour=0):
+    return datetime.datetime(2024, 5, day, hour, tzinfo=datetime.UTC)
+
+
+@pytest.mark.parametrize(
+    ("model", "mine", "others"),
+    [
+        (Called, {"amount": 1}, {"amount": 2}),
+        (Shift, {"at": _at(1)}, {"at": _at(2)}),
+        (Warehouse, {"town": "a"}, {"town": "b"}),
+        (LedgerLine, {"account_id": 1}, {"account_id": 2}),
+    ],
+    ids=["callable", "format", "column of a parent", "column"],
+)
+def test_a_row_is_not_written_under_the_lock_that_its_object_names_now(
+    database, model, mine, others
+):
+    Account.objects.bulk_create([Account(pk=1), Account(pk=2)])
+    old, new = (model(**values).fencing.lock() for values in (mine, others))
+    with old:
+        model.objects.create(**mine)
+    other = next(name for name in ("note", "goods", "amount") if hasattr(model, name))
+    tables = [model, *model._meta.all_parents]
+    for held in ((new,), (new, old)):
+        with contextlib.ExitStack() as stack:
+            for each in held:
+                stack.enter_context(each)
+            for how, write in _given_to_another_lock(model, other, **others).items():
+                if how == "never_loaded" and model is not Called:
+                    continue  # It is an INSERT, of a key that is there.
+                with refused((StaleFence, NoLease), *tables):
+                    write()
+
+
+@pytest.mark.parametrize("model", [Called, Shift, Warehouse])
+def test_a_row_whose_lock_its_columns_do_not_tell_is_written_under_it(database, model):
+    values = {"at": _at(1)} if model is Shift else {}
+    other = "goods" if model is Warehouse else "note"
+    with model(**values).fencing.lock() as lease:
+        row = model.objects.create(**values)
+        parents = 1 if model is Warehouse else 0
+        with statements(2 + parents):  # it is looked for first
+            _set(row, **{other: "5"}).save()
+        with statements(3):  # names, and for the objects again; the update
+            model.objects.bulk_update([row], [other])
+        model(pk=row.pk, **values).save(force_update=True)
+        row.refresh_from_db()
+        overtake(lease)
+        for write in (row.save, row.delete, lambda: model.objects.bulk_update([row], [other])):
+            with refused(StaleFence, model):
+                write()
+    with row.fencing.lock():
+        row.delete()
+    assert not rows_of(model)
+
+
+def test_rows_of_one_lock_with_several_values_in_its_columns(database):
+    with lock("day:2024-05-01") as lease:
+        shifts = [Shift.objects.create(at=_at(1, hour)) for hour in (0, 3)]
+        assert Shift.objects.bulk_update([_set(each, note="x") for each in shifts], ["note"]) == 2
+        _set(shifts[0], at=_at(1, 5)).save()
+        Shift.objects.bulk_update([_set(each, at=_at(1, 6)) for each in shifts], ["at"])
+        assert Shift.objects.update(note="y") == 2
+        Shift.objects.update(at=_at(1, 7))
+        assert {(row["at"], row["fence"]) for row in rows_of(Shift)} == {(_at(1, 7), lease.token)}
+        with refused(NoLease, Shift, match="day:2024-05-02"):
+            Shift.objects.update(at=_at(2))
+        with lock("day:2024-05-02") as other:
+            Shift.objects.filter(pk=shifts[0].pk).update(at=_at(2))
+            assert {row["fence"] for row in rows_of(Shift)} == {lease.token, other.token}
+            Shift.objects.all().delete()
+
+
+def test_bulk_update_may_set_a_column_of_the_name_to_what_it_is(database):
+    account = Account.objects.create()
+    with LedgerLine.fencing.lock(account=account):
+        line = LedgerLine.objects.create(account=account)
+        LedgerLine.objects.bulk_update([_set(line, amount=5)], ["account", "amount"])
+        for value in (F("account") + 1, None):
+            line = LedgerLine.objects.get()
+            with refused(NoLease, LedgerLine):
+                LedgerLine.objects.bulk_update([_set(line, account_id=value)], ["account"])
+    assert rows_of(LedgerLine)[0]["amount"] == 5
+
+
+def test_rows_whose_lock_is_named_by_a_parents_column_are_moved_under_both_leases(database):
+    with lock("town:a:0"):
+        Warehouse.objects.create(town="a")
+        with refused(NoLease, Warehouse, Depot):
+            Warehouse.objects.update(town="b", floor=1)
+        with refused(NoLease, Warehouse, Depot):
+            Warehouse.objects.update(town="b")  # which floor, the new name doesn't tell
+        Warehouse.objects.update(town="a", floor=0, goods=5)
+        with lock("town:b:1"):
+            Warehouse.objects.update(town="b", floor=1)
+    with lock("town:b:1"):
+        _set(Warehouse.objects.get(), goods=7).save()
 
 
 def test_an_order_with_respect_to_something_is_set_under_the_lease(database):

@@ -120,6 +120,20 @@ class FencedModel(GuardedModel):
             guards.append(FenceGuard(self, write))
         return guards
 
+    def _look_first(self, using: str, doing: Doing) -> None:
+        super()._look_first(using, doing)
+        fencing: FencingOf = self.fencing
+        plan = fencing.plan
+        if plan.tells_rows or self._get_pk_val(plan.table._meta) is None:
+            return
+        write = self._write(fencing, using, doing, _lease_given_to(self))
+        if write.grant is None:
+            return
+        rows = plan.table._base_manager.using(using)
+        row = rows.filter(pk=self._get_pk_val(plan.table._meta)).first()
+        if row is not None and row.fencing.name_to_write() != write.name:
+            raise write.refusal(self.pk).moved(row.fence)
+
     def _guard_dependent(self, using: str, origin: Any) -> None:
         super()._guard_dependent(using, origin)
         fencing: FencingOf = self.fencing
@@ -201,11 +215,7 @@ class FenceGuard(Guard):
             raise refusal.error(None, "the row is gone, and isn't inserted again")
         fence, *columns = found
         if columns != list(expected.values()):
-            raise refusal.error(
-                fence,
-                "the row belongs to another lock than the one that its name gives now; to move "
-                "it, update() it under the leases of both",
-            )
+            raise refusal.moved(fence)
         if fence > self.write.token:
             raise refusal.error(fence, f"the row was written under token {fence} already")
         if self.fences is not None and fence not in self.fences:

@@ -103,6 +103,9 @@ class Plan:
     guarding: tuple[models.Field[Any, Any], ...]
     #: Whether all of them are in the fence's own table.
     is_local: bool
+    #: Whether rows of one lock have the same values in them, so that SQL can tell them by these.
+    #: If not, each row's name is made from the row itself.
+    tells_rows: bool
 
 
 class FencingOf:
@@ -329,15 +332,28 @@ def _plan(model: type[Model], template: Any) -> Plan:
     named: dict[str, models.Field[Any, Any]] = {
         field.attname: field for _, fields, _ in parts for field in fields
     }
+    # A format may give several values one text: 08:00 and 09:00 of a day.
+    rounded = {
+        field.attname
+        for _, fields, form in parts
+        for field in fields
+        if form and not (isinstance(field, models.IntegerField) and form.endswith("d"))
+    }
     local: Sequence[Any] = table._meta.local_concrete_fields
+    is_local = all(field in local for field in named.values())
     return Plan(
         table=table,
         fence_column=table._meta.get_field("fence").column,
         pk=pk,
         parts=tuple(parts),
         columns=None if callable(template) else tuple(named),
-        guarding=tuple(f for f in named.values() if f in local and f not in pk),
-        is_local=all(field in local for field in named.values()),
+        guarding=tuple(
+            field
+            for field in named.values()
+            if field in local and field not in pk and field.attname not in rounded
+        ),
+        is_local=is_local,
+        tells_rows=is_local and not rounded and not callable(template),
     )
 
 

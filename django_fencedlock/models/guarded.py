@@ -134,6 +134,9 @@ class GuardedModel(models.Model, metaclass=_ModelBase):  # noqa: DJ008
         """The guards of the columns in the table of model `table`."""
         return []
 
+    def _look_first(self, using: str, doing: Doing) -> None:
+        """Compare with the row what the condition of its UPDATE or DELETE can't."""
+
     def _guard_collected(self, using: str, origin: Any) -> None:
         """Guard a row that Django is about to delete."""
         deletion = _Deletion.of(origin)
@@ -161,6 +164,8 @@ class GuardedModel(models.Model, metaclass=_ModelBase):  # noqa: DJ008
         is_copy = force_insert or self._get_pk_val(cls._meta) is None
         adding = bool(self._state.adding or is_copy) and not forced
         doing = Doing.LOADING if raw else Doing.ADDING if adding else Doing.SAVING
+        if not is_copy and "_guarded_done" not in self.__dict__:
+            self._look_first(using, doing)
         # Under multi-table inheritance, what was done for the tables of the parents: they are
         # rolled back with this one. The object's own table comes last.
         done = self.__dict__.pop("_guarded_done", [])
@@ -238,6 +243,7 @@ class GuardedModel(models.Model, metaclass=_ModelBase):  # noqa: DJ008
         if self._is_fenced:
             watch(type(self))
         if not keep_parents and Collector(using=using).can_fast_delete(self):
+            self._look_first(using, Doing.DELETING)
             return self._delete_row(using, guards[self._meta.concrete_model])
         with transaction.atomic(using=using, savepoint=False), _Deletion(self) as deletion:
             deletion.claim(using)
@@ -309,6 +315,7 @@ class _Deletion:
 
     def claim(self, using: str) -> None:
         """Write the object's row in each table, or be stopped there."""
+        self.instance._look_first(using, Doing.DELETING)
         for table, guards in self.instance._guards_of_delete(using).items():
             self.instance._claim_row(table, using, guards)
         self.is_claimed = True

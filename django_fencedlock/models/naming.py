@@ -20,9 +20,9 @@ def rows_of(fencing: FencingOf, objs: Iterable[Any]) -> Rows:
     for obj in objs:
         name = obj.fencing.name_to_write()
         keys.setdefault(name, []).append(obj.pk)
-        if fencing.columns is not None and fencing.plan.is_local:
+        if fencing.columns is not None and fencing.plan.tells_rows:
             columns[name] = {column: getattr(obj, column) for column in fencing.columns}
-    # Where the fence's table can't tell by the name's columns, the rows go by their keys.
+    # Where the name's columns don't tell the rows, these go by their keys.
     return [(name, columns.get(name, {"pk__in": pks})) for name, pks in keys.items()]
 
 

@@ -142,8 +142,12 @@ class FencedQuerySet(models.QuerySet[_Row]):
                 if found < len({obj.pk for obj in batch}):
                     raise self._gone(batch, writes)
                 count += found
+        tokens = {write.name: write.token for write in leases_of(writes or ())}
         for obj in objs:
-            self._note_written(obj, writes)
+            if self._is_versioned:
+                obj.version += 1
+            if tokens and (token := tokens.get(obj.fencing.name_to_write())) is not None:
+                obj.fence = token
         return count
 
     bulk_update.alters_data = True  # type: ignore[attr-defined]
@@ -247,18 +251,21 @@ class FencedQuerySet(models.QuerySet[_Row]):
             return None
         database = self._database()
         writes = gather(self._fencing, self._rows(), database, self._lease, doing)
-        if values:
+        objs = self._objects
+        names = [] if objs is None else [obj.fencing.name_to_write() for obj in objs]
+        if objs is not None:
+            writes = as_read(writes, objs, names)
+        # Objects that have a name have that of their row, and give it no other.
+        if values and (objs is None or None in names):
             writes = [self._moved(write, values) for write in writes]
-        if self._objects is not None:
-            writes = as_read(writes, self._objects)
         return self._unless_left_alone(writes)
 
     def _writes_of(self, objs: Sequence[Any]) -> Sequence[Write] | None:
         """The leases for these objects; None if they are left to Django."""
         if not self._is_covered():
             return None
-        rows = rows_of(self._fencing, objs)
-        if not all_named(rows):
+        rows = self._known(objs)
+        if rows is None:
             rows = self.filter(pk__in=[obj.pk for obj in objs])._rows()
         return self._unless_left_alone(
             gather(self._fencing, rows, self._database(), self._lease, "Updating")
@@ -277,18 +284,26 @@ class FencedQuerySet(models.QuerySet[_Row]):
         Asks the database only if names differ by row.
         """
         fencing = self._fencing
-        if self._objects is not None and all_named(known := rows_of(fencing, self._objects)):
+        if self._objects is not None and (known := self._known(self._objects)) is not None:
             return known
         columns = fencing.columns
         if columns == ():
             return [(fencing.name_of({}), {})]
         rows = self._plain_rows()
-        if columns is None or not fencing.plan.is_local:
+        tells_rows = fencing.plan.tells_rows or self._objects is None
+        if columns is None or not fencing.plan.is_local or not tells_rows:
             return rows_of(fencing, rows)
         found = (
             dict(zip(columns, row, strict=True)) for row in rows.values_list(*columns).distinct()
         )
         return [(fencing.name_of(values), values) for values in found]
+
+    def _known(self, objs: Sequence[Any]) -> Rows | None:
+        """The names of objects, if they need not be compared with those of their rows."""
+        if not self._fencing.plan.tells_rows:
+            return None
+        rows = rows_of(self._fencing, objs)
+        return rows if all_named(rows) else None
 
     def _moved(self, write: Write, values: Mapping[str, Any]) -> Write:
         """Rows that are given to another lock are written under that one's lease as well."""
@@ -296,8 +311,10 @@ class FencedQuerySet(models.QuerySet[_Row]):
         changed = naming_values(self.model, values, columns)
         if not changed:
             return write
-        name = self._fencing.name_of({**write.columns, **changed})
-        if name is not None and name == self._fencing.name_of(write.columns):
+        new = {**write.columns, **changed}
+        # If rows go by their keys, the new name is known only if it is given as a whole.
+        name = self._fencing.name_of(new) if new.keys() >= set(columns) else None
+        if name is not None and name == write.name:
             return write
         target = write_for(self._fencing, name, {}, write.using, self._lease, write.doing)
         return write._replace(moving_to=target)
@@ -354,13 +371,6 @@ class FencedQuerySet(models.QuerySet[_Row]):
             if superseded := write.refusal().superseded():
                 return superseded
         return leased[0].refusal().error(None, why)
-
-    def _note_written(self, obj: Any, writes: Sequence[Write] | None) -> None:
-        if self._is_versioned:
-            obj.version += 1
-        for write in leases_of(writes or ()):
-            if write.grant is not None and write.grant.name == obj.fencing.name_to_write():
-                obj.fence = write.token
 
     @contextlib.contextmanager
     def _handing_over(self) -> Iterator[None]:

@@ -61,6 +61,14 @@ class Refusal:
             holder=holder,
         )
 
+    def moved(self, row_fence: int | None) -> StaleFence:
+        """The error for an object whose name is that of another lock than its row's."""
+        return self.error(
+            row_fence,
+            "the row belongs to another lock than the one that its name gives now; to move it, "
+            "update() it under the leases of both",
+        )
+
     def _log(self, row_fence: int | None, holder: Holder | None) -> None:
         label = self.model._meta.label
         logger.error(

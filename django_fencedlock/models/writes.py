@@ -32,6 +32,8 @@ class Write(NamedTuple):
     fences: Q | None = None
     #: The write to the lock that the rows are given to, if that is another.
     moving_to: Write | None = None
+    #: The name of the rows' lock.
+    name: str | None = None
 
     @property
     def token(self) -> int:
@@ -98,7 +100,8 @@ def write_for(
             name=name,
             database=using,
         )
-    return Write(fencing, using, None if lease is None else grant_of(lease), columns, doing)
+    grant = None if lease is None else grant_of(lease)
+    return Write(fencing, using, grant, columns, doing, name=name)
 
 
 def write_for_new_row(
@@ -143,21 +146,26 @@ def fences_of(write: Write, row: Any, loaded: Any) -> tuple[int, ...] | None:
     return tuple(sorted(accepted)) or (REFUSED,)
 
 
-def as_read(writes: Iterable[Write], objs: Iterable[Any]) -> list[Write]:
+def as_read(
+    writes: Iterable[Write], objs: Iterable[Any], names: Iterable[str | None]
+) -> list[Write]:
     """Writes of these objects, and of no other rows: made if the rows are as they were read."""
     by_name: dict[str | None, list[Any]] = {}
-    for obj in objs:
-        by_name.setdefault(obj.fencing.name_to_write(), []).append(obj)
+    for obj, name in zip(objs, names, strict=True):
+        by_name.setdefault(name, []).append(obj)
     # Those without a name have a key alone, as Django makes them to set an order.
     nameless = by_name.get(None, [])
-    return [
-        write
-        if write.grant is None
-        else write._replace(
-            fences=_fences_of_many(write, [*by_name.get(write.grant.name, ()), *nameless])
-        )
-        for write in writes
-    ]
+    found = []
+    for write in writes:
+        if write.grant is not None:
+            own = [*by_name.get(write.name, ()), *nameless]
+            keys = {str(obj.pk) for obj in own}
+            for pk in write.columns.get("pk__in", ()):
+                if str(pk) not in keys:
+                    raise write.refusal(pk).moved(None)
+            write = write._replace(fences=_fences_of_many(write, own))
+        found.append(write)
+    return found
 
 
 def _fences_of_many(write: Write, rows: Iterable[Any]) -> Q:
