@@ -172,6 +172,16 @@ def test_a_fixture_overwrites_the_row_and_counts(document):
         found.save()
 
 
+def test_a_fixture_of_a_child_counts_in_its_parents_table(database):
+    letter = Letter.objects.create(sender="ada")
+    text = serializers.serialize("json", [_set(letter, sender="fixture")])
+    (fixture,) = serializers.deserialize("json", text)
+    fixture.save()
+    assert versions(Paper) == [1]
+    with refused(VersionConflict, Letter, Paper):
+        _set(letter, sender="stale").save()
+
+
 def test_get_or_create_and_update_or_create(database):
     document, created = Document.objects.get_or_create(text="a")
     assert created

@@ -655,6 +655,53 @@ def test_a_fixture_under_a_lease_is_a_write_like_any_other(database, invoice):
             found.save()
 
 
+def _load(label, pk, **fields):
+    (found,) = serializers.deserialize("python", [{"model": label, "pk": pk, "fields": fields}])
+    found.save()
+
+
+def test_a_fixture_of_a_child_is_checked_with_its_parents_fence(database):
+    """Deserialisers save the child's own table alone."""
+    truck = Trailer.objects.create(wheels=4)
+    _load("tests.truck", truck.pk, load=5)
+    assert (Truck.objects.get().load, rows_of(Vehicle)[0]["fence"]) == (5, 0)
+    with truck.fencing.lock() as lease:
+        _load("tests.truck", truck.pk, load=6)
+        assert (Truck.objects.get().load, rows_of(Vehicle)[0]["fence"]) == (6, lease.token)
+        _load("tests.trailer", truck.pk, axles=6)
+        with lock("other"):
+            _load("tests.truck", truck.pk, load=7)
+        newer = overtake(lease)
+        for label, fields in (("tests.truck", {"load": 9}), ("tests.trailer", {"axles": 9})):
+            with refused(StaleFence, Truck, Trailer, Vehicle):
+                _load(label, truck.pk, **fields)
+    with truck.fencing.lock() as lease:
+        plainly(Vehicle, fence=newer + 5)
+        with refused(StaleFence, Truck, Trailer, Vehicle):
+            _load("tests.truck", truck.pk, load=9)
+
+
+def test_a_fixture_of_a_child_whose_parent_comes_later(database):
+    with lock("tests.vehicle:7") as lease:
+        first, second = ("tests.truck", {"load": 5}), ("tests.vehicle", {"wheels": 4})
+        if database == "mariadb":  # It checks keys at once.
+            first, second = second, first
+        with transaction.atomic(using=database):
+            for label, fields in (first, second):
+                _load(label, 7, **fields)
+    assert Truck.objects.get().fence == lease.token
+
+
+def test_a_fixture_of_a_child_is_under_the_lock_that_its_parents_column_names(database):
+    with lock("town:a:0") as lease:
+        pk = Warehouse.objects.create(town="a").pk
+        _load("tests.warehouse", pk, goods=5)
+        assert [(row["goods"], row["fence"]) for row in rows_of(Warehouse)] == [(5, lease.token)]
+        overtake(lease)
+        with refused(StaleFence, Warehouse):
+            _load("tests.warehouse", pk, goods=9)
+
+
 # Inheritance, keys and columns of all kinds
 
 
@@ -731,6 +778,25 @@ def test_a_child_is_deleted_with_all_its_tables(database):
             delete(trailer)
         assert not rows_of(Vehicle)
         assert not rows_of(Trailer)
+
+
+def test_a_child_that_was_never_loaded_is_deleted_under_its_lease(database):
+    """Django knows its key in its own table, and not in its parent's."""
+    pk = Truck.objects.create().pk
+    with refused(NoLease, Truck, Vehicle):
+        Truck(pk=pk).delete(keep_parents=True)
+    with Truck.fencing.lock(pk=pk) as lease:
+        overtake(lease)
+        with refused(StaleFence, Truck, Vehicle):
+            Truck(pk=pk).delete(keep_parents=True)
+    with Truck.fencing.lock(pk=pk) as lease:
+        plainly(Vehicle, fence=lease.token + 1)
+        with refused(StaleFence, Truck, Vehicle):
+            Truck(pk=pk).delete(keep_parents=True)
+        plainly(Vehicle, fence=0)
+        Truck(pk=pk).delete(keep_parents=True)
+        assert [row["fence"] for row in rows_of(Vehicle)] == [lease.token]
+    assert not rows_of(Truck)
 
 
 def test_a_child_is_deleted_from_its_own_table_alone(database):

@@ -123,16 +123,20 @@ class FencedModel(GuardedModel):
     def _look_first(self, using: str, doing: Doing) -> None:
         super()._look_first(using, doing)
         fencing: FencingOf = self.fencing
-        plan = fencing.plan
-        if plan.tells_rows or self._get_pk_val(plan.table._meta) is None:
+        if fencing.plan.tells_rows:
             return
         write = self._write(fencing, using, doing, _lease_given_to(self))
         if write.grant is None:
             return
-        rows = plan.table._base_manager.using(using)
-        row = rows.filter(pk=self._get_pk_val(plan.table._meta)).first()
+        row = self._row_now(using)
         if row is not None and row.fencing.name_to_write() != write.name:
             raise write.refusal(self.pk).moved(row.fence)
+
+    def _row_now(self, using: str) -> Any:
+        """The row as it is, in the fence's table."""
+        table = self.fencing.plan.table
+        pk = self._key_in(table)
+        return None if pk is None else table._base_manager.using(using).filter(pk=pk).first()
 
     def _guard_dependent(self, using: str, origin: Any) -> None:
         super()._guard_dependent(using, origin)
@@ -155,8 +159,12 @@ class FencedModel(GuardedModel):
         if doing is Doing.ADDING:
             return write_for_new_row(fencing, name, using, given, doing)
         if doing is Doing.LOADING and given is None and name not in held_names():
-            # It may overwrite the row, and leaves the fence as it is.
-            return Write(fencing, using, None, {}, doing)
+            # The object of a fixture has the columns of its own table alone.
+            row = None if fencing.plan.tells_rows else self._row_now(using)
+            name = None if row is None else row.fencing.name_to_write()
+            if name not in held_names():
+                # It may overwrite the row, and leaves the fence as it is.
+                return Write(fencing, using, None, {}, doing)
         columns = {field.attname: getattr(self, field.attname) for field in fencing.plan.guarding}
         return write_for(fencing, name, columns, using, given, doing)
 

@@ -137,6 +137,15 @@ class GuardedModel(models.Model, metaclass=_ModelBase):  # noqa: DJ008
     def _look_first(self, using: str, doing: Doing) -> None:
         """Compare with the row what the condition of its UPDATE or DELETE can't."""
 
+    def _guard_parents(self, using: str) -> None:
+        """Write the columns in the parents' tables, which deserialisers leave out."""
+        for table in self._meta.all_parents:
+            if issubclass(table, GuardedModel):
+                rows = table._base_manager.using(using)
+                row: Any = rows.filter(pk=self._key_in(table)).first()
+                if row is not None:
+                    row._claim_row(table, using, row._guards(table, using, Doing.LOADING))
+
     def _guard_collected(self, using: str, origin: Any) -> None:
         """Guard a row that Django is about to delete."""
         deletion = _Deletion.of(origin)
@@ -170,6 +179,8 @@ class GuardedModel(models.Model, metaclass=_ModelBase):  # noqa: DJ008
         # rolled back with this one. The object's own table comes last.
         done = self.__dict__.pop("_guarded_done", [])
         try:
+            if raw:
+                self._guard_parents(using)
             guards = self._guards(cls, using, doing)
             if update_fields:
                 writing = {guard.column for guard in guards if not guard.keeps}
@@ -267,17 +278,31 @@ class GuardedModel(models.Model, metaclass=_ModelBase):  # noqa: DJ008
         return count, {self._meta.label: count}
 
     def _claim_row(self, table: Any, using: str, guards: Sequence[Guard]) -> None:
-        """Write the row that is about to be deleted in several steps, or be stopped at it."""
-        if not guards:
-            return
-        values = [(table._meta.get_field(guard.column), None, guard.updated) for guard in guards]
-        if not self._row(table, using, guards)._update(values):
-            _explain(guards, self._row(table, using))
+        """Write the columns of the guards alone, before what is done in several steps."""
+        writing = [guard for guard in guards if not guard.keeps]
+        values = [
+            (
+                table._meta.get_field(guard.column),
+                None,
+                guard.kept if guard.keeps else guard.updated,
+            )
+            for guard in guards
+            if not guard.keeps or guard.kept is not None
+        ]
+        if values and not self._row(table, using, writing)._update(values):
+            _explain(writing, self._row(table, using))
 
     def _row(self, table: Any, using: str, guards: Sequence[Guard] = ()) -> Any:
-        # The key of a further parent is another than the object's own.
+        return _OneRow(table._base_manager.using(using), guards).filter(self._key_in(table))
+
+    def _key_in(self, table: Any) -> Any:
+        """The key of the object's row in its own table or that of a parent."""
+        # That of a further parent is another than the object's own.
         pk = self._get_pk_val(table._meta)
-        return _OneRow(table._base_manager.using(using), guards).filter(pk)
+        if pk is None and (link := self._meta.get_ancestor_link(table)) is not None:
+            # An object that was made by hand, or from a fixture, has it in its own table alone.
+            pk = getattr(self, link.attname)
+        return pk
 
 
 def raise_if_stopped(guards: Sequence[Guard], table: Any, error: Error) -> None:
@@ -311,7 +336,7 @@ class _Deletion:
         """Whether a collected row is the object's, in its own table or in that of a parent."""
         table: Any = row._meta.concrete_model
         instance: Any = self.instance
-        return isinstance(instance, table) and instance._get_pk_val(table._meta) == row.pk
+        return isinstance(instance, table) and instance._key_in(table) == row.pk
 
     def claim(self, using: str) -> None:
         """Write the object's row in each table, or be stopped there."""

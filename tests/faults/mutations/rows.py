@@ -123,7 +123,7 @@ MUTATIONS = (
     Mutation(
         "A collected row is the one whose delete() collected it",
         "models/guarded.py",
-        "return isinstance(instance, table) and instance._get_pk_val(table._meta) == row.pk",
+        "return isinstance(instance, table) and instance._key_in(table) == row.pk",
         "return isinstance(instance, table)",
         _paths("another_row_of_its_model_that_a_delete_collects_is_guarded"),
     ),
@@ -177,8 +177,8 @@ MUTATIONS = (
     Mutation(
         "A row with dependents is deleted whatever became of its claim",
         "models/guarded.py",
-        "        if not self._row(table, using, guards)._update(values):\n",
-        "        if self._row(table, using, guards)._update(values) is None:\n",
+        "        if values and not self._row(table, using, writing)._update(values):\n",
+        "        if values and self._row(table, using, writing)._update(values) is None:\n",
         _paths("a_row_with_dependents_is_deleted_under_its_lease_alone"),
     ),
     Mutation(
