@@ -16,6 +16,7 @@ from django.db.migrations.autodetector import MigrationAutodetector
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.questioner import MigrationQuestioner
 from django.db.migrations.state import ModelState, ProjectState
+from django.db.models.functions import Lower
 from django.db.utils import DatabaseError
 from django.forms.models import model_to_dict, modelform_factory
 from django.test.utils import CaptureQueriesContext, isolate_apps
@@ -116,6 +117,62 @@ def test_a_key_in_another_spelling_is_the_same_key():
     parcel = Parcel(pk=str(key).upper())
     parcel.fencing = None
     assert Fencing("p:{pk}").__get__(parcel, Parcel).name() == f"p:{key}"
+
+
+class Slug(models.CharField):
+    def pre_save(self, row, add):
+        row.slug = row.title.lower()
+        return row.slug
+
+
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        (
+            models.GeneratedField(
+                expression=Lower("title"),
+                output_field=models.CharField(max_length=20),
+                db_persist=True,
+            ),
+            "which the database computes",
+        ),
+        (models.DateField(auto_now=True), "whose value is made when the row is saved"),
+        (models.DateTimeField(auto_now_add=True), "whose value is made when the row is saved"),
+        (Slug(max_length=20), "whose value is made when the row is saved"),
+    ],
+)
+@isolate_apps("tests")
+def test_a_value_that_is_made_when_the_row_is_saved_names_no_lock(field, why):
+    """It would give the row to another lock, under whose lease nobody asked for."""
+
+    class Entry(FencedModel):
+        fencing = Fencing("entry:{slug}")
+
+        title = models.CharField(max_length=20)
+        slug = field
+
+        class Meta:
+            app_label = "tests"
+
+    for use in (
+        lambda: Entry(title="A").save(),
+        lambda: Entry(title="A").fencing.lock(),
+        lambda: Entry.objects.all().delete(),
+    ):
+        with pytest.raises(ImproperlyConfigured, match=f"names {{slug}}, {why}"):
+            use()
+
+
+@isolate_apps("tests")
+def test_a_key_that_is_made_when_the_row_is_added_names_its_lock():
+    class Entry(FencedModel):
+        slug = Slug(max_length=20, primary_key=True)
+        title = models.CharField(max_length=20)
+
+        class Meta:
+            app_label = "tests"
+
+    assert name(Entry, pk="a") == "tests.entry:a"
 
 
 def test_a_callable_needs_a_row():

@@ -65,6 +65,11 @@ class TestFencing:
         fields = {"account_id": models.IntegerField(), "fencing": Fencing(template)}
         assert re.search(words, found(of_type("Line", FencedModel, **fields))["E020"])
 
+    def test_a_template_that_names_what_is_made_when_the_row_is_saved(self):
+        fields = {"day": models.DateField(auto_now=True), "fencing": Fencing("day:{day}")}
+        message = found(of_type("Line", FencedModel, **fields))["E020"]
+        assert "{day}, whose value is made when the row is saved" in message
+
     def test_templates_and_callables_in_order(self):
         account = models.ForeignKey(Account, models.CASCADE)
         for name in (None, "{pk}", "a:{account}", "a:{account_id}", "a:{id:d}", lambda row: "x"):

@@ -328,6 +328,12 @@ def _plan(model: type[Model], template: Any) -> Plan:
                     f"Fencing({template!r}) of {meta.label} names {{{name}}}, which is no column "
                     "of it."
                 )
+            for field in fields:
+                if field not in pk and (why := _made_late(field)):
+                    raise ImproperlyConfigured(
+                        f"Fencing({template!r}) of {meta.label} names {{{name}}}, {why}. Its lock "
+                        "has to be known before that: name it by columns that the code sets."
+                    )
             parts.append((text, fields, form or ""))
     named: dict[str, models.Field[Any, Any]] = {
         field.attname: field for _, fields, _ in parts for field in fields
@@ -355,6 +361,18 @@ def _plan(model: type[Model], template: Any) -> Plan:
         is_local=is_local,
         tells_rows=is_local and not rounded and not callable(template),
     )
+
+
+def _made_late(field: Any) -> str:
+    """Say where a field's value comes from if that is known only once the row was written."""
+    if getattr(field, "generated", False):
+        return "which the database computes"
+    times = (models.DateField, models.DateTimeField, models.TimeField)
+    plain = [models.Field.pre_save, *(each.pre_save for each in times)]
+    is_stamp = getattr(field, "auto_now", False) or getattr(field, "auto_now_add", False)
+    if is_stamp or type(field).pre_save not in plain:
+        return "whose value is made when the row is saved"
+    return ""
 
 
 def _field(model: type[Model], name: str) -> models.Field[Any, Any] | None:
