@@ -124,8 +124,8 @@ def _text_fields_of_name(model: Model) -> Iterator[tuple[Any, Any]]:
         parts = model.fencing.plan.parts  # type: ignore[attr-defined]
     except (AttributeError, ImproperlyConfigured, ValueError):
         return  # E020 and E021 say what is wrong with it.
-    for field in (field for _, fields, _ in parts for field in fields):
-        target = field
+    for field in (part.field for part in parts if part.field is not None):
+        target: Any = field
         while target.remote_field is not None:
             target = target.target_field
         if isinstance(target, models.CharField | models.TextField):

@@ -85,6 +85,30 @@ def test_a_composite_key():
         name(Seat, row="A")
 
 
+@isolate_apps("tests")
+def test_different_rows_have_different_names():
+    class Cell(FencedModel):
+        pk = models.CompositePrimaryKey("row", "column")
+        row = models.CharField(max_length=20)
+        column = models.CharField(max_length=20)
+
+        class Meta:
+            app_label = "tests"
+
+    keys = [("a,b", "c"), ("a", "b,c"), ("a%2Cb", "c"), ("a%2C", "b,c"), ("a%", "b"), ("a", "%b")]
+    assert len({name(Cell, pk=key) for key in keys}) == len(keys)
+    assert name(Cell, pk=("a,b", "c,d")) == "tests.cell:a%2Cb,c,d"
+
+    template = Fencing("cell {row} : {column}!")
+    cells = [Cell(row="a", column="b : c"), Cell(row="a : b", column="c")]
+    names = [template.__get__(cell, Cell).name() for cell in cells]
+    assert names == ["cell a : b : c!", "cell a%20:%20b : c!"]
+    template = Fencing("{row}x%{column}")
+    cells = [Cell(row="a", column="x%b"), Cell(row="ax%", column="b")]
+    names = [template.__get__(cell, Cell).name() for cell in cells]
+    assert names == ["ax%x%b", "ax%25x%b"]
+
+
 def test_values_of_many_kinds_have_one_text_each():
     plain = {
         "colour": "red",

@@ -59,6 +59,8 @@ class TestFencing:
             ("account:{acount_id}", r"names {acount_id}.*Use {pk} and .*account_id"),
             ("account:{account_id", "'account:{account_id'"),
             ("account:{}", "no column"),
+            ("{account_id}{id}", r"nothing between {account_id} and {id}.*such as ':'\."),
+            ("{account_id}x{id}", r"nothing between {account_id} and {id}"),
         ],
     )
     def test_a_template_that_names_no_column(self, template, words):

@@ -18,6 +18,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.db import DatabaseError, IntegrityError, connections, models, transaction
 from django.db.models import F
+from django.db.models.functions import Lower
 from django.db.models.lookups import Exact
 from django.db.models.signals import post_delete, post_save, pre_delete, pre_save
 from django.test.utils import CaptureQueriesContext, register_lookup
@@ -56,6 +57,7 @@ from tests.models import (
     Shelf,
     Shift,
     Stock,
+    Ticket,
     Trailer,
     Truck,
     Unique,
@@ -546,6 +548,16 @@ def test_half_the_key_does_not_make_a_lock_a_rows_own(database, monkeypatch):
         Seat.objects.create(row="A", number=1)
 
 
+def test_a_part_of_the_key_does_not_make_a_lock_a_rows_own(database, monkeypatch):
+    from django_fencedlock.models import Fencing
+
+    monkeypatch.setattr(Ticket, "fencing", Fencing("series:{pk:.1}"))
+    with refused(NoLease, Ticket, match="'series:A'"):
+        Ticket(code="A1").save()
+    with lock("series:A"):
+        Ticket.objects.bulk_create([Ticket(code="A1"), Ticket(code="A2")])
+
+
 # Rows that conflict
 
 
@@ -586,6 +598,26 @@ def test_conflicts_that_may_be_with_rows_of_any_lock_are_refused(database, monke
         Stock.objects.bulk_create(
             [Stock(pk=5, sku="a")], update_conflicts=True, update_fields=["count"], **target
         )
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
+def test_a_unique_key_over_an_expression_does_not_tell_the_lock(settings, monkeypatch):
+    """MySQL goes by any unique key, so the row 'a' would be overwritten under the lock of 'A'."""
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "mariadb"}}
+    settings.DATABASE_ROUTERS = [Everything("mariadb")]
+
+    def upsert():
+        rows = [Ticket(code="A", amount=9)]
+        Ticket.objects.bulk_create(rows, update_conflicts=True, update_fields=["amount"])
+
+    with Ticket.fencing.lock(pk="A"):
+        upsert()
+        upsert()
+        assert [row["amount"] for row in rows_of(Ticket)] == [9]
+        key = models.UniqueConstraint(Lower("code"), name="lower_code")
+        monkeypatch.setattr(Ticket._meta, "constraints", [*Ticket._meta.constraints, key])
+        with refused(ImproperlyConfigured, Ticket, match="might overwrite rows of another lock"):
+            upsert()
 
 
 def test_overwriting_is_not_adding(database, invoice):

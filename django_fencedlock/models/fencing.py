@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured, ValidationError
@@ -87,6 +88,31 @@ class Fencing:
         return FencingOf(self, owner, instance)
 
 
+class Part(NamedTuple):
+    """A part of a template: some text, and the field that follows it."""
+
+    text: str
+    field: models.Field[Any, Any] | None
+    form: str = ""
+    #: The character that ends the value. In the value itself it is escaped: otherwise the keys
+    #: ("a,b", "c") and ("a", "b,c") would have one name.
+    end: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether different values have different texts: not 08:00 and 09:00 of a day."""
+        is_number = isinstance(self.field, models.IntegerField) and self.form.endswith("d")
+        return not self.form or is_number
+
+    def named(self, values: Mapping[str, Any]) -> str:
+        if self.field is None:
+            return self.text
+        value = _text(self.field, values[self.field.attname], self.form)
+        for character in dict.fromkeys(("%", self.end) if self.end else ()):
+            value = value.replace(character, f"%{ord(character):02X}")
+        return self.text + value
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What the names of one model's locks are made of."""
@@ -95,8 +121,7 @@ class Plan:
     table: Any
     fence_column: str
     pk: tuple[models.Field[Any, Any], ...]
-    #: Text, the fields that follow it, and their format.
-    parts: tuple[tuple[str, tuple[models.Field[Any, Any], ...], str], ...]
+    parts: tuple[Part, ...]
     #: The attributes that the name is made of; None if only a callable knows.
     columns: tuple[str, ...] | None
     #: The fields among them that the fence's own table has, but its primary key.
@@ -140,8 +165,8 @@ class FencingOf:
     @property
     def is_of_own_pk(self) -> bool:
         """Whether no other row's lock has the name of a row's."""
-        columns = self.columns
-        return columns is not None and all(field.attname in columns for field in self.plan.pk)
+        exact = [part.field for part in self.plan.parts if part.is_exact]
+        return all(field in exact for field in self.plan.pk)
 
     def name(self) -> str | None:
         """The name of this row's lock; None while a field that it is made of is empty."""
@@ -176,10 +201,7 @@ class FencingOf:
         for value in values.values():
             if value is None or hasattr(value, "resolve_expression"):
                 return None
-        name = ""
-        for text, fields, form in self.plan.parts:
-            name += text + ",".join([_text(field, values[field.attname], form) for field in fields])
-        return names.validate(name)
+        return names.validate("".join([part.named(values) for part in self.plan.parts]))
 
     def lock(self, **arguments: Any) -> Lock:
         """Name the lock of a row: ``Invoice.fencing.lock(pk=42)``, ``invoice.fencing.lock()``."""
@@ -317,34 +339,32 @@ def _plan(model: type[Model], template: Any) -> Plan:
     meta: Any = model._meta
     table = meta.get_field("fence").model._meta.concrete_model
     pk = tuple(table._meta.pk_fields)
-    parts: list[tuple[str, tuple[Any, ...], str]] = []
+    parts: list[Part] = []
     if template is None:
-        parts.append((f"{table._meta.label_lower}:", pk, ""))
+        parts = _parts_of_key(f"{table._meta.label_lower}:", pk)
     elif not callable(template):
         for text, name, form, _ in Formatter().parse(template):
-            fields = () if name is None else pk if name == "pk" else (_field(model, name),)
-            if None in fields:
+            found = None if name is None else _field(model, name)
+            if name == "pk":
+                parts += _parts_of_key(text, pk, form or "")
+            elif name is not None and found is None:
                 raise ImproperlyConfigured(
                     f"Fencing({template!r}) of {meta.label} names {{{name}}}, which is no column "
                     "of it."
                 )
-            for field in fields:
-                if field not in pk and (why := _made_late(field)):
-                    raise ImproperlyConfigured(
-                        f"Fencing({template!r}) of {meta.label} names {{{name}}}, {why}. Its lock "
-                        "has to be known before that: name it by columns that the code sets."
-                    )
-            parts.append((text, fields, form or ""))
+            else:
+                parts.append(Part(text, found, form or ""))
+    for part in parts:
+        if part.field is not None and part.field not in pk and (why := _made_late(part.field)):
+            raise ImproperlyConfigured(
+                f"Fencing({template!r}) of {meta.label} names {{{part.field.name}}}, {why}. Its "
+                "lock has to be known before that: name it by columns that the code sets."
+            )
+    parts = _with_ends(parts, f"Fencing({template!r}) of {meta.label}")
     named: dict[str, models.Field[Any, Any]] = {
-        field.attname: field for _, fields, _ in parts for field in fields
+        part.field.attname: part.field for part in parts if part.field is not None
     }
-    # A format may give several values one text: 08:00 and 09:00 of a day.
-    rounded = {
-        field.attname
-        for _, fields, form in parts
-        for field in fields
-        if form and not (isinstance(field, models.IntegerField) and form.endswith("d"))
-    }
+    rounded = [part.field for part in parts if not part.is_exact]
     local: Sequence[Any] = table._meta.local_concrete_fields
     is_local = all(field in local for field in named.values())
     return Plan(
@@ -356,11 +376,32 @@ def _plan(model: type[Model], template: Any) -> Plan:
         guarding=tuple(
             field
             for field in named.values()
-            if field in local and field not in pk and field.attname not in rounded
+            if field in local and field not in pk and field not in rounded
         ),
         is_local=is_local,
         tells_rows=is_local and not rounded and not callable(template),
     )
+
+
+def _parts_of_key(text: str, pk: Sequence[Any], form: str = "") -> list[Part]:
+    return [Part("," if place else text, field, form) for place, field in enumerate(pk)]
+
+
+def _with_ends(parts: Sequence[Part], label: str) -> list[Part]:
+    """Note what ends each value: a character of the text before the next one."""
+    found = list(parts)
+    for place, (part, after) in enumerate(itertools.pairwise(parts)):
+        if part.field is None or after.field is None:
+            continue
+        end = next((each for each in after.text if not each.isalnum()), "")
+        if not end:
+            raise ImproperlyConfigured(
+                f"{label} has nothing between {{{part.field.attname}}} and "
+                f"{{{after.field.attname}}} that tells them apart. Put a character there, such as "
+                "':'."
+            )
+        found[place] = part._replace(end=end)
+    return found
 
 
 def _made_late(field: Any) -> str:

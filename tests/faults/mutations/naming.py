@@ -119,8 +119,8 @@ MUTATIONS = (
     Mutation(
         "Half of its key makes a lock a row's own",
         "models/fencing.py",
-        "columns is not None and all(field.attname in columns for field in self.plan.pk)",
-        "columns is not None and any(field.attname in columns for field in self.plan.pk)",
+        "return all(field in exact for field in self.plan.pk)",
+        "return any(field in exact for field in self.plan.pk)",
         (_path("half_the_key_does_not_make_a_lock_a_rows_own"), _PATHS),
     ),
     Mutation(
