@@ -38,7 +38,9 @@ def tells_the_lock(fencing: FencingOf, unique_fields: Sequence[str] | None) -> b
     meta: Any = fencing.model._meta
     if unique_fields is not None:
         return set(fencing.columns) <= _attributes(meta, unique_fields)
-    # MySQL goes by any unique key of the table.
+    # MySQL goes by any unique key of the table, also one over an expression.
+    if any(getattr(each, "expressions", ()) for each in meta.constraints):
+        return False
     unique = [[field.name] for field in meta.concrete_fields if field.unique]
     unique += [constraint.fields for constraint in meta.total_unique_constraints]
     unique += meta.unique_together
