@@ -8,6 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 from . import logs, notifier, signals, threads
 from .backends.base import Backend, Renewal
@@ -58,7 +59,8 @@ class Keeper:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threads.allocate_lock()
-        self._due: dict[Lease, float] = {}
+        # Weak: a lease to which nothing else refers is released.
+        self._due: WeakKeyDictionary[Lease, float] = WeakKeyDictionary()
         self._tidy_at: float | None = None
         #: What the registry's thread is asked for: rows to be renewed, and `tidy()`.
         self._renewed: dict[Lease, None] = {}
@@ -177,6 +179,8 @@ class Keeper:
             if not any(due <= now for due in self._due.values()):
                 return batch, ended
             for lease, due in self._due.items():
+                if lease.is_left():
+                    lease.let_go()
                 if lease.held_too_long:
                     self._due[lease] = lease.deadline
                     if lease.expired:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ class Control(Protocol):
     async def arelease(self, lease: Lease) -> bool: ...
     def atomic(self, lease: Lease, using: str | None) -> AbstractContextManager[None]: ...
     def explain(self, leases: Sequence[Lease]) -> None: ...
+    def abandon(self, lease: Lease) -> None: ...
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T: ...
 
 
@@ -59,6 +61,9 @@ class Lease:
     promises that its ``token`` is newer than every token granted before, so that whoever checks
     tokens refuses the writes of former holders.
     """
+
+    # Weak: a holder that is gone has ended.
+    _who: Callable[[], LocalHolder | None] | None = None
 
     def __init__(
         self,
@@ -88,8 +93,6 @@ class Lease:
         self.asked_with: Any = None
         #: The caller's own connection to the fence database, on SQLite the one that may have it.
         self.home: Any = None
-        # Weak: a holder that is gone has ended.
-        self._who: Callable[[], LocalHolder | None] | None = None
         #: How many times it was entered and not yet left.
         self.entries = 1
         #: The request that entered it again last.
@@ -134,6 +137,11 @@ class Lease:
             return False
         who = self._who()
         return who is None or who.has_ended()
+
+    def let_go(self) -> None:
+        """Take an ended holder's leases from it: if nothing else refers to one, it is released."""
+        if (who := self.who) is not None:
+            who.leases.clear()
 
     def wait_until_left(self) -> bool:
         """As `is_left()`, for code that may have been told of the end before it was noticed."""
@@ -374,6 +382,13 @@ class Lease:
     def _grant(self) -> str:
         return "unfenced" if self._token is None else f"token {self._token}"
 
+    def __del__(self) -> None:
+        # The holder has ended: as long as it lives, it refers to its leases.
+        if self._who is None or self.lent or self._why_lost or sys.is_finalizing():
+            return
+        if self.is_open():
+            self._control.abandon(self)
+
     def __repr__(self) -> str:
         state = "released" if self.released else "lost" if self.lost else "held"
         return f"<Lease {self.name!r} {self._grant()} {state}, {self.remaining():.1f} s left>"
@@ -385,7 +400,9 @@ class Lease:
         )
 
 
-_leases: ContextVar[tuple[Lease, ...]] = ContextVar("fencedlock_leases", default=())
+# Weak: any task or timer may have a copy of the context, and nothing releases a lease by itself to
+# which something refers.
+_leases: ContextVar[tuple[weakref.ref[Lease], ...]] = ContextVar("fencedlock_leases", default=())
 
 
 def current_lease(name: str | None = None) -> Lease | None:
@@ -395,21 +412,23 @@ def current_lease(name: str | None = None) -> Lease | None:
     A context that was copied (a child task, ``sync_to_async``) sees its parent's leases.
     A lost lease is found too: a write under it has to be refused, not taken for an unleased one.
     """
-    for lease in reversed(_leases.get()):
-        if (name is None or lease.name == name) and lease.is_open():
+    for found in reversed(_leases.get()):
+        lease = found()
+        if lease and (name is None or lease.name == name) and lease.is_open():
             return lease
     return None
 
 
 def held_names() -> tuple[str, ...]:
     """The names of the running context's leases, the innermost first."""
-    found = (lease.name for lease in reversed(_leases.get()) if lease.is_open())
+    leases = (found() for found in reversed(_leases.get()))
+    found = (lease.name for lease in leases if lease and lease.is_open())
     return tuple(dict.fromkeys(found))
 
 
 def held_owners() -> tuple[str, ...]:
     """The owner ids of the running context's leases; one that is over among them does no harm."""
-    return tuple(lease.owner for lease in _leases.get())
+    return tuple(lease.owner for found in _leases.get() if (lease := found()))
 
 
 def enter(lease: Lease) -> None:
@@ -418,14 +437,14 @@ def enter(lease: Lease) -> None:
     # Entries stay of leases that another context gave back. Looked for at each doubling alone: with
     # thousands of leases in one context, a look at all of them takes longer than the lock.
     if leases and len(leases) & (len(leases) - 1) == 0:
-        leases = tuple(each for each in leases if each.is_open())
-    _leases.set((*leases, lease))
+        leases = tuple(each for each in leases if (found := each()) and found.is_open())
+    _leases.set((*leases, weakref.ref(lease)))
 
 
 def leave(lease: Lease) -> None:
     """Take the innermost entry of `lease` out of the running context."""
     leases = _leases.get()
     for place in reversed(range(len(leases))):
-        if leases[place] is lease:
+        if leases[place]() is lease:
             _leases.set(leases[:place] + leases[place + 1 :])
             return

@@ -6,8 +6,10 @@ import atexit
 import contextlib
 import logging
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from asgiref.sync import sync_to_async
@@ -90,14 +92,15 @@ class Service(TakesLeases):
         try:
             lease = self._obtain(request, home, started + request.timeout)
             if lease is not None:
-                lease.belongs_to(who)
                 lease.pattern, lease.max_hold = pattern, max_hold
                 who.leases[self, lease.name] = lease
+                lease.belongs_to(who)
         except FencedLockError:
             raise
         except BaseException:
             # Something struck, maybe between the grant and the note of it.
-            who.leases.pop((self, request.name), None)
+            if (lease := who.leases.pop((self, request.name), None)) is not None:
+                lease.released = True
             self._abandon(request)
             raise
         waited = clock() - started
@@ -315,6 +318,30 @@ class Service(TakesLeases):
             return False
         self._signal(signals.lock_released, name=lease.name, lease=lease)
         return True
+
+    def abandon(self, lease: Lease) -> None:
+        """Release a lease whose holder has ended, and to which nothing refers any more."""
+        # In a thread of its own: what collects garbage may be in anything, and have any lock.
+        with contextlib.suppress(RuntimeError):
+            threads.start(partial(self._release_abandoned, lease))
+
+    def _release_abandoned(self, lease: Lease) -> None:
+        words = (
+            f"Lock {lease.name!r} was never released: its holder ({lease.holder}) has ended, and "
+            "nothing refers to the lease any more. It is released now."
+        )
+        logger.warning("%s", words, extra=logs.about(lease, held_for=lease.held_for()))
+        try:
+            self.release(lease)
+        except Exception as exc:
+            # Nothing would catch it in this thread.
+            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
+        lease.released = True
+        warnings.warn(
+            f"{words} Use `with lock({lease.name!r})`, or keep the lease and release it.",
+            ResourceWarning,
+            stacklevel=1,
+        )
 
     async def in_thread(self, function: Callable[..., T], *args: Any, kind: str = aio.SHORT) -> T:
         """Do something for a coroutine that waits for it."""

@@ -93,6 +93,8 @@ class Worker:
             # Nor does the user's sys.exit() end the thread: nothing would start another.
             except BaseException:
                 logger.exception("A job of thread %r failed", self._name)
+            # A lease that it refers to wouldn't be released by itself until the next job.
+            del job
 
     def _may_end(self) -> bool:
         with self._lock:

@@ -96,6 +96,9 @@ def noting(losses):
 
 @pytest.fixture
 def lease(clock):
+    # The keeper keeps no lease to which nothing else refers.
+    everything = []
+
     def make(ttl=30.0, name="x", max_hold=None):
         made = Lease(
             name=name,
@@ -108,6 +111,7 @@ def lease(clock):
             clock=clock,
         )
         made.max_hold = max_hold
+        everything.append(made)
         return made
 
     return make

@@ -70,7 +70,7 @@ class Contract:
         """
 
     @pytest.fixture(autouse=True)
-    def given_back(self, prepared: None) -> Iterator[None]:
+    def given_back(self, prepared: None) -> Iterator[list[Lease]]:
         """Give back at the end what a test left held in this process."""
         taken: list[Lease] = []
 
@@ -78,7 +78,7 @@ class Contract:
             taken.append(lease)
 
         with connected(signals.lock_acquired, receive):
-            yield
+            yield taken
         for lease in taken:
             give_back(lease)
 

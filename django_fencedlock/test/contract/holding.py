@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import gc
 import os
 import threading
 import time
@@ -256,6 +257,65 @@ class HoldingContract(Contract):
             lease = ended.call(self.take, name)
         assert lease.release()
         assert self.is_free(name)
+
+    # Leases whose holder has ended
+
+    @pytest.mark.parametrize("where", ["thread", "task", *IN_THREADS])
+    def test_a_lease_to_which_nothing_refers_is_released_with_a_warning(
+        self, name: str, where: str, given_back: list[Lease]
+    ) -> None:
+        def forget() -> None:
+            lease = self.take(name, ttl=1)
+            given_back.clear()
+            # It refers to itself, as by a method of the object that has it.
+            lease.on_lost(partial(print, lease))
+
+        async def forget_in_task() -> None:
+            assert await self.alock(name, ttl=1).acquire()
+            given_back.clear()
+
+        async def main() -> None:
+            ended = asyncio.create_task(asyncio.sleep(0))
+            if where == "thread":
+                with another_thread() as thread:
+                    thread.call(forget)
+            elif where == "task":
+                ended = asyncio.create_task(forget_in_task())
+                await ended
+            else:
+                await IN_THREADS[where](forget)()
+            await asyncio.to_thread(wait_until, is_told, "the warning")
+            await ended
+
+        def is_told() -> bool:
+            gc.collect()
+            return any(f"Lock {name!r} was never released" in str(each.message) for each in caught)
+
+        with pytest.warns(ResourceWarning) as caught:
+            asyncio.run(main())
+        assert self.is_free(name)
+
+    def test_a_lease_that_another_thread_has_is_kept(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        with another_thread() as ended:
+            lease = ended.call(self.take, name, ttl=1)
+        with counted_batches(self.service) as batches:
+            gc.collect()
+            wait_until(lambda: len(batches) > 2, "three renewals")
+        assert not self.is_free_for(thread, name)
+        assert thread.call(lease.release)
+
+    def test_a_lease_of_a_living_thread_is_kept(self, name: str, thread: AnotherThread) -> None:
+        thread.call(lambda: bool(self.take(name, ttl=1)))
+        with counted_batches(self.service) as batches:
+            gc.collect()
+            wait_until(lambda: len(batches) > 2, "three renewals")
+        assert not self.is_free(name)
+        lease = thread.call(current_lease, name)
+        assert lease is not None
+        assert lease.verify()
+        assert thread.call(lease.release)
 
     @pytest.mark.parametrize("calls", IN_THREADS)
     def test_waiting_for_the_task_that_made_the_call_is_an_error(
