@@ -14,7 +14,7 @@ from .fences import ledger_for
 from .fences.blocking import pinned_by
 from .models.tables import HeldLock, LockEvent
 from .owners import Holder
-from .registry import ANSWERED, ListedLock, aware, entries, fence_databases, words_of
+from .registry import ANSWERED, ListedLock, entries, fence_databases, words_of
 from .services import service
 from .sessions import bounded
 
@@ -110,7 +110,7 @@ def history(database: str, name: str) -> Iterator[Happened]:
     rows = LockEvent.objects.using(database).filter(name=name)
     for row in rows.order_by("-happened_at", "-id")[:MOST_EVENTS]:
         yield Happened(
-            at=aware(row.happened_at),
+            at=row.happened_at,
             kind=row.kind,
             alias=row.alias,
             token=row.token,

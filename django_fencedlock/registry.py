@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from functools import partial
 from typing import TypeVar
 
-from django.conf import settings
 from django.db import Error, connections
 from django.db.models import Sum
 
@@ -185,7 +184,6 @@ def _refused(database: str, names: Sequence[str]) -> dict[str, int]:
 def _entry(
     row: HeldLock, now: datetime, holders: Holders, *, waiting: int, refused: int
 ) -> ListedLock:
-    acquired, renewed, expires = map(aware, (row.acquired_at, row.renewed_at, row.expires_at))
     remaining, ttl = _left(row, now)
     state = _state(row, now, holders)
     return ListedLock(
@@ -202,10 +200,10 @@ def _entry(
         thread=row.thread,
         task_name=row.task_name,
         task_id=row.task_id,
-        acquired_at=acquired,
-        renewed_at=renewed,
-        expires_at=expires,
-        held_for=(now - acquired).total_seconds(),
+        acquired_at=row.acquired_at,
+        renewed_at=row.renewed_at,
+        expires_at=row.expires_at,
+        held_for=(now - row.acquired_at).total_seconds(),
         remaining=remaining,
         part_left=max(0.0, min(1.0, remaining / ttl)) if ttl > 0 else 0.0,
         waiting=waiting,
@@ -232,16 +230,5 @@ def _state(row: HeldLock, now: datetime, holders: Holders) -> State:
 
 def _left(row: HeldLock, now: datetime) -> tuple[float, float]:
     """The seconds that are left, and those of the whole ttl."""
-    renewed, expires = aware(row.renewed_at), aware(row.expires_at)
-    return (expires - now).total_seconds(), (expires - renewed).total_seconds()
-
-
-def naive(value: datetime) -> datetime:
-    """A time as the tables have it."""
-    return value if settings.USE_TZ else value.replace(tzinfo=None)
-
-
-def aware(value: datetime) -> datetime:
-    """A time of the tables, as one of UTC."""
-    # Naive with USE_TZ = False, and in UTC all the same.
-    return value.replace(tzinfo=UTC) if value.tzinfo is None else value
+    ttl = row.expires_at - row.renewed_at
+    return (row.expires_at - now).total_seconds(), ttl.total_seconds()

@@ -204,9 +204,7 @@ def _held(row: Model, refusal: LockNotAcquired) -> str:
     facts = {"row": row, "who": holder or _("an unknown holder")}
     if holder is None or holder.expires_at is None:
         return _("“%(row)s” is being processed by %(who)s. Nothing was saved. Try again.") % facts
-    until = holder.expires_at
-    if timezone.is_aware(until):
-        until = timezone.localtime(until)
+    until = timezone.localtime(holder.expires_at)
     return _(
         "“%(row)s” is being processed by %(who)s, at least until %(until)s. Nothing was saved. Try "
         "again after that."

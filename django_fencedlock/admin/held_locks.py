@@ -12,7 +12,7 @@ from django.urls import reverse
 from django.utils.formats import date_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.timezone import is_aware, localtime
+from django.utils.timezone import localtime
 from django.utils.translation import gettext as _now
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
@@ -271,7 +271,7 @@ class LockEventAdmin(ReadOnly):
 
 
 def _to_the_second(at: datetime) -> str:
-    return date_format(localtime(at) if is_aware(at) else at, "Y-m-d H:i:s")
+    return date_format(localtime(at), "Y-m-d H:i:s")
 
 
 def _labelled(label: Any, value: Any) -> SafeString:

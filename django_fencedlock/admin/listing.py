@@ -16,7 +16,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..fences import ledger_for
 from ..models import HeldLock
-from ..registry import Listing, State, entries, naive, states
+from ..registry import Listing, State, entries, states
 
 STATES = {
     State.HELD: _("held"),
@@ -106,6 +106,9 @@ class Events(ChangeList):
 def _knows_time_zone(using: str) -> bool:
     """Whether dates can be told there; MariaDB and MySQL are installed without time zones."""
     connection, zone = connections[using], timezone.get_current_timezone_name()
+    if connection.vendor != "postgresql" and settings.USE_TZ and connection.timezone_name != "UTC":
+        # Django takes the times for local ones of the database's TIME_ZONE.
+        return False
     if connection.vendor != "mysql" or not settings.USE_TZ or zone == connection.timezone_name:
         return True
     with connection.cursor() as cursor:
@@ -118,7 +121,7 @@ def candidates(queryset: QuerySet[HeldLock], wanted: State) -> QuerySet[HeldLock
     if wanted not in (State.EXPIRED, State.EXPIRING, State.FREE):
         return queryset
     connection = connections[queryset.db]
-    now = naive(ledger_for(connection).now(connection))
+    now = ledger_for(connection).now(connection)
     if wanted is State.EXPIRED:
         return queryset.filter(expires_at__lte=now).order_by("expires_at")
     living = queryset.filter(expires_at__gt=now)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import Any, Protocol
+from zoneinfo import ZoneInfo
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -269,14 +270,14 @@ class Ledger(ABC):
                     {**given, **self.parameters(connection)},
                 )
                 for name, *values, token, live in cursor.fetchall():
-                    rows[name] = _row(values, token, live)
+                    rows[name] = _row(values, token, live, connection)
         return rows
 
     def now(self, connection: BaseDatabaseWrapper) -> datetime:
         """The time by which rows of the registry expire."""
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT {self.clock}", self.parameters(connection))
-            return as_time(cursor.fetchone()[0])
+            return as_time(cursor.fetchone()[0], connection)
 
     def left_by(
         self, connection: BaseDatabaseWrapper, alias: str, process: Process
@@ -331,10 +332,12 @@ class Ledger(ABC):
         return {lease.owner for lease in leases} - found
 
 
-def _row(values: Sequence[Any], token: int | None, live: Any) -> Row:
+def _row(
+    values: Sequence[Any], token: int | None, live: Any, connection: BaseDatabaseWrapper
+) -> Row:
     named = dict(zip(_READ, values, strict=True))
     for column in ("acquired_at", "expires_at"):
-        named[column] = as_time(named[column])
+        named[column] = as_time(named[column], connection)
     # SQLite and MySQL have numbers for it.
     named["fenced"] = bool(named["fenced"])
     return Row(**named, token=token, live=bool(live))
@@ -351,11 +354,22 @@ def session_words(number: int, program: str | None, state: str | None, seconds: 
     return f"server session {number}{by}, {state or 'state unknown'}, begun {seconds:.1f} s ago"
 
 
-def as_time(value: Any) -> datetime:
-    """A time as drivers give it: aware, naive in UTC, or a text (SQLite)."""
+def as_time(value: Any, connection: BaseDatabaseWrapper) -> datetime:
+    """The time, in UTC, that a driver or Django read from a table."""
     found = parse_datetime(value) if isinstance(value, str) else value
     assert isinstance(found, datetime)
-    return found if timezone.is_aware(found) else found.replace(tzinfo=UTC)
+    if connection.vendor != "postgresql":
+        # It is stored in UTC. Django takes it for local time if the database has a TIME_ZONE.
+        return found.replace(tzinfo=UTC)
+    if timezone.is_naive(found):
+        # With USE_TZ = False, Django cuts the zone off.
+        found = found.replace(tzinfo=ZoneInfo(connection.timezone_name))
+    return found.astimezone(UTC)
+
+
+def utc_text(moment: datetime) -> str:
+    """A time as SQLite, MariaDB and MySQL store it: in UTC, since local time repeats an hour."""
+    return str(moment.astimezone(UTC).replace(tzinfo=None))
 
 
 #: Rows of one statement. Databases limit its parameters; SQLite's limit was 999 for long.

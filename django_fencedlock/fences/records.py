@@ -7,10 +7,9 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any, TypeVar
 
-from django.conf import settings
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -21,7 +20,8 @@ from ..exceptions import BackendUnavailable
 from ..sessions import sessions
 from ..transactions import in_transaction, lent_by_test
 from . import ledger_for
-from .ledger import BATCH
+from .ledger import BATCH, utc_text
+from .sqlite import machine_time
 
 T = TypeVar("T")
 
@@ -80,11 +80,9 @@ class Statements:
             return dict(later)
         if vendor == "mysql":
             return {key: round(wait * 1_000_000) for key, wait in later.items()}
-        now = datetime.now(UTC)
-        now = now if settings.USE_TZ else now.replace(tzinfo=None)
-        adapt = self.connection.ops.adapt_datetimefield_value
-        moments = {key: adapt(now + timedelta(seconds=wait)) for key, wait in later.items()}
-        return {"now": adapt(now), **moments}
+        now = machine_time()
+        moments = {key: utc_text(now + timedelta(seconds=wait)) for key, wait in later.items()}
+        return {"now": utc_text(now), **moments}
 
     def upsert(
         self, table: str, values: Mapping[str, str], key: Sequence[str], sets: Mapping[str, str]

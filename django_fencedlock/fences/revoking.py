@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from django.db import Error, IntegrityError
@@ -114,7 +114,7 @@ def notes(connection: BaseDatabaseWrapper, owners: Sequence[str]) -> dict[str, N
                 given,
             )
             for owner, by, at in cursor.fetchall():
-                found[owner] = _note(by, at)
+                found[owner] = Note(by, as_time(at, connection))
     return found
 
 
@@ -184,7 +184,3 @@ def _forget(statements: Statements, cursor: Any) -> int:
         inside, given = listed("o", found)
         cursor.execute(f"DELETE FROM {FORCED} WHERE owner IN ({inside})", given)
     return len(found)
-
-
-def _note(by: str, at: Any) -> Note:
-    return Note(by, as_time(at).astimezone(UTC))

@@ -10,7 +10,7 @@ from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import prepared
-from .ledger import FENCE, Entry
+from .ledger import FENCE, Entry, utc_text
 from .portable import PortableLedger
 
 DRAW = (
@@ -24,6 +24,11 @@ DRAWN = f"SELECT token FROM {FENCE} WHERE name = %(name)s"
 _PATIENCE = "_fencedlock_patience"
 
 
+def machine_time() -> datetime:
+    """The time by which rows expire: that of this machine, as SQLite has no other."""
+    return datetime.now(UTC)
+
+
 class SQLiteLedger(PortableLedger):
     # The server's clock is this machine's. It is read after BEGIN IMMEDIATE, which may wait.
     clock = "%(now)s"
@@ -34,16 +39,11 @@ class SQLiteLedger(PortableLedger):
     obstacle = "another transaction is writing to {using!r}, which has one writer at a time"
 
     def parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
-        return self.times(connection, 0)
+        return {"now": utc_text(machine_time())}
 
     def times(self, connection: BaseDatabaseWrapper, ttl: float) -> dict[str, Any]:
-        # As Django writes them. Not local time, even with USE_TZ = False: it repeats an hour every
-        # autumn.
-        now, zone = datetime.now(UTC), connection.timezone or UTC
-        return {
-            "now": str(now.astimezone(zone).replace(tzinfo=None)),
-            "expiry": str((now + timedelta(seconds=ttl)).astimezone(zone).replace(tzinfo=None)),
-        }
+        now = machine_time()
+        return {"now": utc_text(now), "expiry": utc_text(now + timedelta(seconds=ttl))}
 
     def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
         # It stays with the connection.

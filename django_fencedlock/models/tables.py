@@ -7,6 +7,7 @@ alone `Duty`, what is still to be run, and `Delivery`, what was begun.
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from django.apps import apps
@@ -14,8 +15,10 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import OuterRef, Subquery
+from django.utils.timezone import is_aware
 from django.utils.translation import gettext_lazy as _
 
+from ..fences.ledger import as_time, utc_text
 from ..names import MAX_LENGTH
 
 if not apps.is_installed("django_fencedlock"):
@@ -45,6 +48,32 @@ class ExactCharField(models.CharField):  # type: ignore[type-arg]
         if connection.vendor == "mysql":
             parameters["collation"] = exact_collation(connection)
         return parameters
+
+
+class UTCDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
+    """
+    A DateTimeField that stores and returns UTC, as the statements of locks write it.
+
+    Elsewhere the ``TIME_ZONE`` of a database says what is stored, and ``USE_TZ`` what is returned.
+    """
+
+    def deconstruct(self) -> Any:
+        name, _, args, kwargs = super().deconstruct()
+        # For migrations there is no difference.
+        return name, "django.db.models.DateTimeField", args, kwargs
+
+    def get_db_prep_value(
+        self, value: Any, connection: BaseDatabaseWrapper, prepared: bool = False
+    ) -> Any:
+        value = value if prepared else self.get_prep_value(value)
+        if connection.vendor != "postgresql" and isinstance(value, datetime) and is_aware(value):
+            return utc_text(value)
+        return super().get_db_prep_value(value, connection, prepared=True)
+
+    def from_db_value(
+        self, value: Any, expression: Any, connection: BaseDatabaseWrapper
+    ) -> datetime | None:
+        return None if value is None else as_time(value, connection)
 
 
 def exact_collation(connection: BaseDatabaseWrapper) -> str:
@@ -100,13 +129,13 @@ class HeldLock(models.Model):
     thread = models.CharField(_("thread"), max_length=100)
     task_name = models.CharField(_("task"), max_length=200)
     task_id = models.CharField(_("task id"), max_length=100)
-    acquired_at = models.DateTimeField(_("acquired"))
-    renewed_at = models.DateTimeField(_("renewed"))
+    acquired_at = UTCDateTimeField(_("acquired"))
+    renewed_at = UTCDateTimeField(_("renewed"))
     # No index on a column that is renewed: it would cost Postgres its in-place updates.
-    expires_at = models.DateTimeField(_("expires"))
+    expires_at = UTCDateTimeField(_("expires"))
     # Where a session lock lives: the server's process, its start, and the key.
     session_pid = models.BigIntegerField(null=True)
-    session_started = models.DateTimeField(null=True)
+    session_started = UTCDateTimeField(null=True)
     session_key = models.BigIntegerField(null=True)
 
     objects = HeldLockManager()
@@ -130,7 +159,7 @@ class ForcedRelease(models.Model):
     owner = models.CharField(_("former owner"), max_length=32, primary_key=True)
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
     released_by = models.CharField(_("released by"), max_length=200)
-    released_at = models.DateTimeField(_("released"), db_index=True)
+    released_at = UTCDateTimeField(_("released"), db_index=True)
 
     class Meta:
         verbose_name = _("forced release")
@@ -154,7 +183,7 @@ class LockEvent(models.Model):
         REFUSED = "refused", _("write refused")
         FORCED = "forced", _("released by force")
 
-    happened_at = models.DateTimeField(_("when"))
+    happened_at = UTCDateTimeField(_("when"))
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
     kind = models.CharField(_("what"), max_length=10, choices=Kind)
     alias = models.CharField(_("alias"), max_length=100)
@@ -203,8 +232,8 @@ class Duty(models.Model):
     rescues = models.IntegerField(help_text=_("Messages sent by the living since the last run."))
     # When the living look after it: a duty is served then, and a row without one deleted. Null for
     # what was given up.
-    due_at = models.DateTimeField(_("due"), null=True, db_index=True)
-    updated_at = models.DateTimeField(_("updated"))
+    due_at = UTCDateTimeField(_("due"), null=True, db_index=True)
+    updated_at = UTCDateTimeField(_("updated"))
 
     class Meta:
         verbose_name = _("duty")
@@ -229,10 +258,10 @@ class Delivery(models.Model):
     owner = models.CharField(_("owner"), max_length=32)
     task_id = models.CharField(_("task id"), max_length=100)
     tries = models.IntegerField(_("deliveries"))
-    began_at = models.DateTimeField(_("began"))
-    finished_at = models.DateTimeField(_("finished"), null=True)
+    began_at = UTCDateTimeField(_("began"))
+    finished_at = UTCDateTimeField(_("finished"), null=True)
     outcome = models.CharField(_("outcome"), max_length=10)
-    kept_until = models.DateTimeField(_("kept until"), db_index=True)
+    kept_until = UTCDateTimeField(_("kept until"), db_index=True)
 
     class Meta:
         verbose_name = _("delivery")
