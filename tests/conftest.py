@@ -3,6 +3,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +32,46 @@ from tests.servers import (
 )
 
 _NOT_FOUND = "was not found on this machine"
+#: Where pytest keeps the ids of tests that were skipped, for want of a program.
+SKIPPED = "fencedlock/skipped"
 _alias_numbers = itertools.count(1)
 _app_numbers = itertools.count(1)
+
+
+# Tests mostly wait, so one core serves three processes. The least helps a single core; the most
+# limits the memory, of which a process with its servers and workers takes up to 1 GB.
+_PROCESSES = min(max(3 * (os.cpu_count() or 1), 4), 12)
+#: Whatever is in these directories is slow,
+_SLOW_DIRECTORIES = ("tests/acceptance/", "tests/faults/")
+#: and so is a test that starts one of these for itself,
+_SLOW_FIXTURES = {
+    *("make_postgres", "make_mariadb", "make_pgbouncer", "make_rabbitmq", "make_clock"),
+    *("mariadb", "pgbouncer", "rabbitmq", "browser"),
+}
+#: or that repeats on another server what is known of PostgreSQL, SQLite and Redis.
+_SLOW_PARAMETERS = {"mariadb", "valkey"}
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """
+    Return how many processes run the tests: none besides this one for a single file.
+    """
+    files = [Path(each.partition("::")[0]) for each in config.args]
+    if config.option.capture == "no" or (len(files) == 1 and files[0].is_file()):
+        return 0
+    return min(_PROCESSES, len(files)) if all(map(Path.is_file, files)) else _PROCESSES
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    for item in items:
+        if _is_slow(item):
+            item.add_marker("slow")
+    yield
+    # xdist hands out classes and modules in this order. A long one at the end would run alone.
+    all_of, slow = Counter(map(_scope, items)), Counter[str]()
+    slow.update(_scope(item) for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: slow[_scope(item)] / all_of[_scope(item)], reverse=True)
 
 
 def pytest_report_header() -> list[str]:
@@ -46,13 +85,16 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "mariadb" in _aliases(item) and not shared.available("mariadb"):
+    if "mariadb" in aliases(item) and not shared.available("mariadb"):
         _optional(finding.mariadb)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     skipped = terminalreporter.stats.get("skipped", ())
     reasons = Counter(report.longrepr[2] for report in skipped)
+    if cache := terminalreporter.config.cache:
+        missing = [each.nodeid for each in skipped if _NOT_FOUND in each.longrepr[2]]
+        cache.set(SKIPPED, missing)
     for reason, count in reasons.items():
         if _NOT_FOUND in reason:
             terminalreporter.write_line(f"{count} not run: {reason.removeprefix('Skipped: ')}")
@@ -105,7 +147,7 @@ def django_db_modify_db_settings(
     """
     Start the servers behind the aliases that some test needs.
     """
-    needed = set().union(*(_aliases(item) for item in request.session.items))
+    needed = set().union(*(aliases(item) for item in request.session.items))
     for alias in needed & {"postgres", "mariadb"} & set(connections.settings):
         address = getattr(shared, alias)().django()
         for key in ("HOST", "PORT", "USER", "PASSWORD"):
@@ -341,7 +383,7 @@ def _optional(get: Callable[[], Any]) -> Any:
         pytest.skip(str(exc))
 
 
-def _aliases(item: pytest.Item) -> set[str]:
+def aliases(item: pytest.Item) -> set[str]:
     """
     Return the databases that a test says it needs.
     """
@@ -350,6 +392,25 @@ def _aliases(item: pytest.Item) -> set[str]:
         # The closest comes first, and is the one that counts.
         databases = databases or marker.kwargs.get("databases")
     return set(connections.settings) if databases == "__all__" else set(databases or ())
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    """
+    Tell whether a test takes long, besides those that are marked themselves.
+    """
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return bool(
+        item.nodeid.startswith(_SLOW_DIRECTORIES)
+        or _SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ()))
+        or any(isinstance(each, str) and each in _SLOW_PARAMETERS for each in parameters)
+    )
+
+
+def _scope(item: pytest.Item) -> str:
+    """
+    Return what one process runs as a whole: a class, or the functions of a module.
+    """
+    return item.nodeid.rpartition("::")[0]
 
 
 def _forget_alias(alias: str) -> None:

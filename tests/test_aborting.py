@@ -661,6 +661,7 @@ class TestInATestCaseOnPostgres(TestCase):
         self.strike_at(body)
         assert query("SHOW application_name") == ("as it was",)
 
+    @pytest.mark.slow
     def test_one_that_takes_long_is_cancelled_and_ends_as_one_that_failed(self):
         started = time.monotonic()
         with pytest.raises(Error), transaction.atomic(using="postgres"):

@@ -284,6 +284,7 @@ def values(row: HeldLock) -> dict[str, Any]:
     return {field.attname: getattr(row, field.attname) for field in row._meta.concrete_fields}
 
 
+@pytest.mark.slow
 def test_queries_and_questions_are_constant(
     client: Client, django_assert_num_queries: Any, many_held: int
 ) -> None:
@@ -308,6 +309,7 @@ def test_queries_and_questions_are_constant(
 MOST_MS = 200
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.gettrace() is not None, reason="A tracer doubles what a page takes.")
 @pytest.mark.parametrize("many_held", [10_000], indirect=True)
 def test_ten_thousand_locks_are_listed_in_time(client: Client, many_held: int) -> None:

@@ -274,6 +274,7 @@ def acquired() -> Iterator[list[str]]:
         signals.lock_acquired.disconnect(note)
 
 
+@pytest.mark.slow
 def test_nobody_does_more_than_they_may(scene: Scene) -> None:
     wrong = [
         f"{step}: {fault}"

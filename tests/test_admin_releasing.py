@@ -209,6 +209,7 @@ class TestReleasing:
         answer = anna.get(RELEASE, {"name": "invoice:42"})
         assert (answer.status_code, answer.url) == (302, LIST)
 
+    @pytest.mark.slow
     def test_a_failure_is_named_and_keeps_nothing_else_from_being_done(self, anna):
         free, pinned = lock("a").acquire(), lock("b").acquire()
         asked = choose(anna, "a", "b")

@@ -20,7 +20,7 @@ from benchmarks.report import COUNTED, OURS, Figure, Report, told
 
 ROOT = Path(__file__).resolve().parent.parent
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -136,6 +136,7 @@ class TestChildWatch:
             # The thread is left with a pipe of its own, which nobody closes under it.
             watch._announcements, children._pipe = os.pipe()
 
+    @pytest.mark.slow
     def test_no_file_stays_open(self, watch, ended):
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):

@@ -120,6 +120,7 @@ def overdue():
     Duty.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
 
 
+@pytest.mark.slow
 @pytest.mark.django_db
 class TestEveryOrder:
     """
@@ -206,6 +207,7 @@ class TestWhatTheOrderIsGoodFor:
         with pytest.raises(Broken, match="are lost"):
             Explorer(2, kills=1, late=True).explore()
 
+    @pytest.mark.slow
     def test_running_with_its_own_arguments_after_it_was_counted(self, monkeypatch):
         monkeypatch.setattr("django_fencedlock.celery.coalescing.put_on", lambda run, given: None)
         with pytest.raises(Broken, match="ran with"):

@@ -294,6 +294,7 @@ class TestRelease:
         assert "couldn't be asked" in err
         assert "Whether somebody has lock 'x' through alias 'default' can't be told" in err
 
+    @pytest.mark.slow
     def test_an_open_transaction(self):
         with lock("x") as lease:
             entered, leave = threading.Event(), threading.Event()
@@ -460,6 +461,7 @@ class TestTerminal:
         assert done.returncode == 0, done.stderr
         return text.decode()
 
+    @pytest.mark.slow
     def test_colours_go_to_terminals_alone_and_can_be_turned_off(self, child_environment, settings):
         environment = {
             key: value for key, value in child_environment().items() if key != "NO_COLOR"
@@ -472,6 +474,7 @@ class TestTerminal:
         assert "\x1b" in run("doctor", "--force-color")[0]
 
 
+@pytest.mark.slow
 def test_the_page_tells_every_action_state_and_level():
     page = ROOT / "docs/commands.md"
     out = subprocess.run(

@@ -21,6 +21,8 @@ from django_fencedlock.test.contract import (
 )
 from tests.servers import shared
 
+pytestmark = pytest.mark.slow
+
 DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"

@@ -143,6 +143,7 @@ class TestServices:
         assert time.monotonic() - began < 15
         assert worst(reports) is Level.ERROR
 
+    @pytest.mark.slow
     def test_a_slow_service_gets_so_much_time_and_no_more(self, settings, monkeypatch):
         settings.DATABASE_ROUTERS = [Only("default")]
         monkeypatch.setattr(f"{__name__}.Slow.delay", 0.3)

@@ -18,6 +18,8 @@ from tests.servers import Postgres, Redis, shared
 from tests.servers.process import wait_until
 from tests.visitor import Visitor
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 
 needs_pauses = pytest.mark.skipif(

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.django_db(transaction=True, databases=["default", "postgres"]),
+]
 
 
 GEVENT = """

@@ -317,6 +317,7 @@ exec(sys.argv[2])
 """
 
 
+@pytest.mark.slow
 class TestProcess:
     """In a process of its own, where nothing says that it is a test's."""
 

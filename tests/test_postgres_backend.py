@@ -210,6 +210,7 @@ class TestGrants:
         request = request_for(name)
         assert backend.acquire(request) is backend.acquire(request)
 
+    @pytest.mark.slow
     def test_a_thousand_locks_live_on_one_session(
         self, postgres: Postgres, backend: PostgresBackend, name: str
     ) -> None:
@@ -384,6 +385,7 @@ class TestWaiting:
             thread.join()
         assert tokens == {1: 2, 2: 3, 3: 4, 4: 5}
 
+    @pytest.mark.slow
     def test_fifty_threads_on_one_name_wait_on_one_session(
         self, postgres: Postgres, backend: PostgresBackend, peer: PostgresBackend, name: str
     ) -> None:
@@ -491,6 +493,7 @@ class TestWaiting:
         peer.release(lease)
         assert take(peer, name).token == 2
 
+    @pytest.mark.slow
     def test_the_lease_of_a_wait_begins_when_it_is_taken_up(
         self, postgres: Postgres, backend: PostgresBackend, peer: PostgresBackend, name: str
     ) -> None:
@@ -534,6 +537,7 @@ class TestWaiting:
         renewals = ("UPDATE django_fencedlock_heldlock", "FROM locks k WHERE")
         assert not [text for text in statements if any(part in text for part in renewals)]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("before", [0, AFTER + 1], ids=["its_first", "prepared"])
     def test_a_waiter_thrown_out_leaves_the_lock_free(
         self,
@@ -706,6 +710,7 @@ class TestLosses:
             assert said(process) == "NoneType"
 
 
+@pytest.mark.slow
 class TestHungHolders:
     def test_a_stopped_holder_past_its_time_is_ended(
         self, postgres: Postgres, backend: PostgresBackend, name: str
@@ -754,6 +759,7 @@ class TestHungHolders:
         assert backend.renew([lease]) == [Renewal.KEPT]
 
 
+@pytest.mark.slow
 class TestProcesses:
     def test_a_child_after_fork_owns_nothing_and_ends_nothing(
         self, postgres: Postgres, backend: PostgresBackend, name: str

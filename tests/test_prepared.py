@@ -177,6 +177,7 @@ def sleep(seconds, limit, begun=lambda: None):
             assert pool.run(lambda connection: connection.is_usable())
 
 
+@pytest.mark.slow
 class TestAStatementThatIsNotAnswered:
     def test_is_cut_off_and_its_connection_is_used_no_more(self):
         began = time.monotonic()

@@ -792,6 +792,7 @@ def test_an_earlier_token_of_the_same_owner_is_not_renewed(backend, client):
     assert backend.renew([former]) == [Renewal.LOST]
 
 
+@pytest.mark.slow
 def test_a_cluster_behind_a_client_of_one_server_renews_leases_one_by_one(make_any_redis):
     """As a proxy has it: no script gets keys of several slots."""
     server = make_any_redis("--cluster-enabled", "yes")
@@ -1054,6 +1055,7 @@ def test_waiters_who_died_in_line_delay_nobody(backend, client, number):
     assert waiter.done_at - released < 0.2
 
 
+@pytest.mark.slow
 def test_a_waiter_who_died_as_he_came_delays_the_next_for_one_claim(backend, client):
     lease = take(backend)
     dead, _ = dead_waiter(backend, pause=0)
@@ -1104,6 +1106,7 @@ def test_a_paused_waiter_who_comes_back_has_his_old_place(backend, client):
     assert backend._store.claim(paused, place.arrival) == 0
 
 
+@pytest.mark.slow
 def test_a_waiter_whose_message_is_lost_looks_after_a_beat(backend, client):
     lease = take(backend)
     waiter = start_waiter(client, backend)
@@ -1118,6 +1121,7 @@ def test_a_waiter_whose_message_is_lost_looks_after_a_beat(backend, client):
     assert waiter.done_at - released < BEAT + SLACK
 
 
+@pytest.mark.slow
 def test_waiting_goes_on_after_the_server_was_emptied(backend, client):
     take(backend)
     waiters = [start_waiter(client, backend) for _ in range(3)]
@@ -1164,6 +1168,7 @@ def test_a_waiter_cancelled_as_he_is_handed_the_lock_hands_it_on(backend, client
     assert second.done_at - released < SLACK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_error_while_waiting_leaves_the_line(backend, client, monkeypatch, error):
     take(backend)
@@ -1270,6 +1275,7 @@ def start_process(child_environment):
         yield start
 
 
+@pytest.mark.slow
 def test_processes_that_were_killed_in_line_delay_nobody(backend, client, server, start_process):
     lease = take(backend, ttl=30)
     children = [
@@ -1286,6 +1292,7 @@ def test_processes_that_were_killed_in_line_delay_nobody(backend, client, server
     assert waiter.done_at - released < CLAIM + SLACK
 
 
+@pytest.mark.slow
 def test_a_fork_leaves_the_parents_connections_alone(backend, server, start_process):
     child = start_process(
         """
@@ -1324,6 +1331,7 @@ def hasty(make_any_redis):
         yield server, backend
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_given_up_in_time(hasty):
     server, backend = hasty
     lease = take(backend, "warm")
@@ -1346,6 +1354,7 @@ def test_a_server_that_hangs_is_given_up_in_time(hasty):
         assert client.pttl(keys_of(backend).lock) <= 10_000
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_given_up_by_one_in_line(hasty):
     server, backend = hasty
     take(backend)
@@ -1382,6 +1391,7 @@ def test_a_read_only_server_grants_nothing(make_any_redis):
 # Clients
 
 
+@pytest.mark.slow
 def test_a_cluster_keeps_each_lock_in_one_slot(make_any_redis):
     server = make_any_redis("--cluster-enabled", "yes")
     server.execute("CLUSTER", "ADDSLOTS", *range(16384))

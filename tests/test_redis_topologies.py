@@ -21,7 +21,7 @@ from django_fencedlock.services import service
 from tests.servers import Redis, workspace
 from tests.servers.process import Process, free_port, wait_until
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
 
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
 SLOTS = 16384

@@ -187,6 +187,7 @@ def test_a_database_that_falls_silent_is_cut_off(far):
     assert HeldLock.objects.using(database).get().name == "far"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("table", ["django_fencedlock_fence", "django_fencedlock_heldlock"])
 def test_who_has_a_table_locked_is_named(settings, postgres, table):
@@ -207,6 +208,7 @@ def test_who_has_a_table_locked_is_named(settings, postgres, table):
         assert listing().unanswered == {}
 
 
+@pytest.mark.slow
 def test_who_has_the_table_of_notes_locked_is_named(settings, postgres):
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
     database = connections["postgres"].settings_dict["NAME"]

@@ -137,6 +137,7 @@ def test_a_holder_from_before_is_refused_even_if_his_token_would_be_the_newest(d
     assert current_lease() is None
 
 
+@pytest.mark.slow
 @ON_ALL
 def test_a_fence_that_a_transaction_has_locked_is_told_and_the_others_are_lifted(
     database, monkeypatch

@@ -34,10 +34,13 @@ DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
 
-pytestmark = pytest.mark.django_db(
-    transaction=True,
-    databases=["default", "postgres", *(["mariadb"] if shared.available("mariadb") else [])],
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.django_db(
+        transaction=True,
+        databases=["default", "postgres", *(["mariadb"] if shared.available("mariadb") else [])],
+    ),
+]
 
 SERVICES = {
     "sqlite": {"BACKEND": DATABASE},

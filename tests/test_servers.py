@@ -18,6 +18,8 @@ import redis
 from tests.servers import Postgres, Redis, ServerNotOurs, shared, workspace
 from tests.servers.process import _family, _processes, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["redis", "valkey"])
 def make_any_redis(request):

@@ -256,6 +256,7 @@ class TestRoom:
         assert (pool._room, pool._waiting) == ([True], 0)
 
 
+@pytest.mark.slow
 def test_a_child_after_fork_leaves_its_parents_session_alone():
     shared = sessions.sessions("postgres", 2.0)
     before = shared.run(session_of)

@@ -113,6 +113,7 @@ class TestARun:
         assert runs == []
 
     # What strikes within a finalizer, one of Django's for example, is ignored by Python.
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_at_any_moment(self):
         """

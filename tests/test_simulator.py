@@ -20,6 +20,8 @@ from example_project.simulator.scenarios import SCENARIOS
 from example_project.simulator.simulation import Refused, Simulation
 from tests.servers.process import wait_until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

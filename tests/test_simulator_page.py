@@ -18,6 +18,8 @@ from example_project.simulator.views import for_this_machine
 from tests.servers.process import free_port, wait_until
 from tests.visitor import Visitor
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 CONTRAST = (ROOT / "tests/contrast.js").read_text()
 

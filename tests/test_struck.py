@@ -19,7 +19,10 @@ from django_fencedlock.services import Service, service
 from django_fencedlock.taking import TakesLeases
 from tests.test_registry import BACKENDS
 
-pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.django_db(transaction=True, databases=["default", "postgres"]),
+]
 
 #: Where the strikes hit.
 FILES = {

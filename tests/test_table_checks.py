@@ -170,6 +170,7 @@ def test_no_database_is_asked_unless_it_is_named():
     assert check_tables() == []
 
 
+@pytest.mark.slow
 @ON_POSTGRES
 class TestTriggers:
     @pytest.fixture(autouse=True)

@@ -298,6 +298,7 @@ TASKS = """
 """
 
 
+@pytest.mark.slow
 class TestInAProject:
     """
     As in the documentation of Celery: nothing imports the tasks but autodiscovery.

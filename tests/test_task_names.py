@@ -195,6 +195,7 @@ def typed(value):
     return (type(value).__name__, value)
 
 
+@pytest.mark.slow
 class TestProperties:
     @settings(max_examples=200, deadline=None)
     @given(VALUES)
@@ -295,6 +296,7 @@ class TestByCall:
         args, kwargs = through_json(*given[0], **given[1])
         assert lock_name(task, *given[0], **given[1]) == lock_name(task, *args, **kwargs)
 
+    @pytest.mark.slow
     def test_another_process_finds_the_same_name(self, made):
         script = (
             "from datetime import date\n"

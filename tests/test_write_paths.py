@@ -99,13 +99,12 @@ class Everything:
     db_for_write = db_for_read
 
 
-def on(alias):
-    return pytest.param(
-        alias, marks=pytest.mark.django_db(transaction=True, databases=[alias]), id=alias
-    )
+def on(alias, *marks):
+    marks = [pytest.mark.django_db(transaction=True, databases=[alias]), *marks]
+    return pytest.param(alias, marks=marks, id=alias)
 
 
-@pytest.fixture(params=[on("default"), on("postgres"), on("mariadb")])
+@pytest.fixture(params=[on("default"), on("postgres", pytest.mark.slow), on("mariadb")])
 def database(request, settings):
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": request.param}}
     settings.DATABASE_ROUTERS = [Everything(request.param)]

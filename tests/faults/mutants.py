@@ -95,7 +95,8 @@ def _copied_tree() -> Iterator[Path]:
 def _pytest(tree: Path, tests: Iterable[str], seconds: float) -> tuple[int | None, str]:
     """Run tests in a tree until one fails; the exit code, None if time ran out, and the output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=line", "--no-header"]
-    command += ["-p", "no:randomly", "-p", "no:cacheprovider", "-o", f"timeout={LONGEST_TEST}"]
+    command += ["-n0", "-p", "no:randomly", "-p", "no:cacheprovider"]
+    command += ["-o", f"timeout={LONGEST_TEST}"]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     # What one mutant does to a server is its own affair.
     for name in [name for name in environment if name.startswith("FENCEDLOCK_TEST_")]:
