@@ -104,19 +104,27 @@ class Sessions:
         self._idle: list[BaseDatabaseWrapper] = []
         # Taken and given back by one call each, of C; a semaphore of Python's makes a dozen.
         self._room = [True] * MOST
+        #: One more, for renewals: claims that wait for locked rows may have taken all others.
+        self._spare = [True]
         self._waiting = 0
         self._left = threading.Condition()
         self._prepares = True
 
-    def run(self, work: Callable[[BaseDatabaseWrapper], T]) -> T:
+    def run(self, work: Callable[[BaseDatabaseWrapper], T], *, renews: bool = False) -> T:
         """
         Do `work` with a connection, again with a fresh one if an idle one turned out dead.
 
-        So `work` may be done twice: it has to be idempotent.
+        So `work` may be done twice: it has to be idempotent. If it `renews` leases, there is one
+        place more for it.
         """
         place: list[bool] = []
+        spare: list[bool] = []
         try:
-            if not (self._take_room(place) or self._wait_for_room(place)):
+            if not (
+                _take(self._room, place)
+                or (renews and _take(self._spare, spare))
+                or self._wait_for_room(place)
+            ):
                 raise OperationalError(
                     f"all {MOST} private connections to {self.using!r} were busy for "
                     f"{self.timeout:g} s"
@@ -128,7 +136,10 @@ class Sessions:
                     pass  # Its successor is asked instead.
             return self._do(work, private(self.using, self.timeout), was_idle=False)
         finally:
-            self._room.extend(place)
+            try:
+                self._room.extend(place)
+            finally:
+                self._spare.extend(spare)
             # In this order: whoever is about to wait looks at the one after he set the other.
             if self._waiting:
                 with self._left:
@@ -143,19 +154,11 @@ class Sessions:
         _of_parents.extend(self._idle)
         self._reset()
 
-    def _take_room(self, place: list[bool]) -> bool:
-        try:
-            # By one call of C: who is struck after it has the place where it is given back from.
-            place.extend(map(list.pop, (self._room,)))
-        except IndexError:
-            return False
-        return True
-
     def _wait_for_room(self, place: list[bool]) -> bool:
         with self._left:
             self._waiting += 1
             try:
-                return self._left.wait_for(partial(self._take_room, place), self.timeout)
+                return self._left.wait_for(partial(_take, self._room, place), self.timeout)
             finally:
                 self._waiting -= 1
 
@@ -213,6 +216,16 @@ class Sessions:
         else:
             with contextlib.suppress(Error):
                 connection.close()
+
+
+def _take(room: list[bool], place: list[bool]) -> bool:
+    """Move a place from `room` to `place`, if there is one."""
+    try:
+        # By one call of C: who is struck after it has the place where it is given back from.
+        place.extend(map(list.pop, (room,)))
+    except IndexError:
+        return False
+    return True
 
 
 class _DeadWhileIdle(Exception):

@@ -1,12 +1,18 @@
-"""Renewals of leases on Redis while the fence database hangs."""
+"""Renewals of leases while the fence database hangs, or rows of it are locked."""
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from django.db import transaction
 
-from django_fencedlock import LeaseLost, lock
+from django_fencedlock import LeaseLost, lock, sessions
 from django_fencedlock.backends.redis_store import Keys
+from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.keeper import TIDY_AFTER
 from django_fencedlock.lease import clock
-from django_fencedlock.models import HeldLock
+from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.services import service
 from django_fencedlock.test.holders import another_thread
 from tests.servers.process import wait_until
@@ -106,3 +112,58 @@ def test_a_lease_that_was_overtaken_at_a_failover_is_lost(settings, redis_server
         wait_until(lambda: lock("x").holder() is None, "the key to be given back", 60)
         assert HeldLock.objects.using("postgres").get().owner == new.owner
         thread.call(new.release)
+
+
+# Transactions in the way
+
+
+def real(database):
+    return pytest.mark.django_db(transaction=True, databases=["default", database])
+
+
+@pytest.mark.parametrize(
+    ("backend", "database"),
+    [
+        pytest.param("database.DatabaseBackend", "postgres", marks=real("postgres")),
+        pytest.param("database.DatabaseBackend", "mariadb", marks=real("mariadb")),
+        pytest.param("postgres.PostgresBackend", "postgres", marks=real("postgres")),
+    ],
+)
+def test_grants_that_wait_for_a_transaction_delay_no_renewal(
+    request, settings, monkeypatch, backend, database
+):
+    """Each waits for a locked fence: 0.25 s on PostgreSQL, 1 s on MariaDB."""
+    # As outside of tests: private connections stay open.
+    monkeypatch.setattr(sessions, "under_test", lambda: False)
+    request.addfinalizer(sessions.close_all)
+    settings.FENCEDLOCK = {
+        "default": {
+            "BACKEND": f"django_fencedlock.backends.{backend}",
+            "FENCE_DATABASE": database,
+            "OPTIONS": {"TIMEOUT": 1},
+        }
+    }
+    names, stop, tries = [f"pinned{number}" for number in range(30)], threading.Event(), []
+    for name in names:
+        lock(name).acquire().release()
+    kept = lock("kept", ttl=1).acquire()
+
+    def insist(name):
+        while not stop.is_set():
+            with contextlib.suppress(BackendUnavailable):
+                assert lock(name).acquire(blocking=False) is None
+            tries.append(name)
+
+    with transaction.atomic(using=database), ThreadPoolExecutor(len(names)) as pool:
+        assert len(Fence.objects.using(database).filter(name__in=names).select_for_update()) == 30
+        trying = [pool.submit(insist, name) for name in names]
+        try:
+            wait_until(lambda: len(tries) > len(names), "tries", 60)
+            enough = clock() + 4
+            wait_until(lambda: kept.lost or kept.deadline > enough, "renewals", 60)
+            assert not kept.lost
+        finally:
+            stop.set()
+        for each in trying:
+            each.result(60)
+    assert kept.release()

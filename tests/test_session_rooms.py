@@ -560,9 +560,9 @@ class TestAPauseLongerThanTheTimeout:
         monkeypatch.setattr(postgres_home, "clock", lambda: clock() + paused[0])
 
         def pause(until):
-            def submit_and_stop(job):
+            def submit_and_stop(job, **terms):
                 monkeypatch.setattr(backend._home, "submit", submit)
-                submit(job)
+                submit(job, **terms)
                 until(job)
                 paused[0] += 60
 

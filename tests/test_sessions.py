@@ -214,9 +214,24 @@ class TestRoom:
         assert (pool._room, pool._waiting) == ([True], 0)
         pool.run(lambda connection: None)
 
-    def test_who_is_struck_anywhere_leaves_his_room(self):
+    def test_a_renewal_has_room_when_all_other_is_taken(self):
+        pool, done = Sessions("default", timeout=0.05), []
+
+        def renew(connection):
+            pool.run(done.append, renews=True)
+            with pytest.raises(OperationalError):
+                pool.run(lambda one: pool.run(done.append, renews=True), renews=True)
+
+        pool.run(renew)
+        assert len(done) == 1
+        assert (pool._room, pool._spare) == ([True], [True])
+
+    @pytest.mark.parametrize("renews", [False, True])
+    def test_who_is_struck_anywhere_leaves_his_room(self, renews):
         """After each call, of C or of Python: there a signal's handler may raise."""
         pool, calls = Sessions("default", timeout=0.05), 0
+        room = [] if renews else [True]
+        pool._room = list(room)
 
         def strike(frame, event, argument):
             nonlocal left
@@ -232,12 +247,12 @@ class TestRoom:
             left = calls
             sys.setprofile(strike)
             try:
-                pool.run(lambda connection: None)
+                pool.run(lambda connection: None, renews=renews)
             except KeyboardInterrupt:
                 struck = True
             finally:
                 sys.setprofile(None)
-            assert (pool._room, pool._waiting) == ([True], 0), calls
+            assert (pool._room, pool._spare, pool._waiting) == (room, [True], 0), calls
         assert calls > 10
 
     def test_nobody_who_waits_is_forgotten(self):

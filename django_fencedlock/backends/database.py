@@ -112,7 +112,9 @@ class DatabaseBackend(Backend):
         try:
             # The keeper comes again soon: better than to keep all leases waiting for the file.
             kept, gone = (
-                self._run(partial(self._renew, ours), patience=BRIEFLY) if ours else (set(), set())
+                self._run(partial(self._renew, ours), patience=BRIEFLY, renews=True)
+                if ours
+                else (set(), set())
             )
         except Error as exc:
             return [self._not_renewed(lease, exc) for lease in leases]
@@ -240,6 +242,7 @@ class DatabaseBackend(Backend):
         work: Work[T],
         connection: BaseDatabaseWrapper | None = None,
         patience: float | None = None,
+        renews: bool = False,
     ) -> T:
         """Do `work`, waiting no longer than `patience` for SQLite's file."""
         if connection is not None:
@@ -250,7 +253,7 @@ class DatabaseBackend(Backend):
             self._ledger.patience(private, self._timeout if patience is None else patience)
             return work(self._ledger, private)
 
-        return self._sessions.run(work_patiently)
+        return self._sessions.run(work_patiently, renews=renews)
 
 
 class _FileLocked(Exception):

@@ -62,7 +62,7 @@ class PostgresBackend(TakesSessionLocks):
         found: Mapping[str, Renewal] = {}
         if held:
             try:
-                found = self._ask("renewal", partial(self._renew, held))
+                found = self._ask("renewal", partial(self._renew, held), renews=True)
             except BackendUnavailable:
                 # A session that died with it has lost its leases by now.
                 found = {

@@ -107,12 +107,18 @@ class Home:
 
     # Asked by any thread
 
-    def ask(self, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """Have the thread do `work`; see `Job` for `undo`."""
+    def ask(
+        self,
+        work: Callable[[], T],
+        undo: Callable[[T], object] | None = None,
+        *,
+        renews: bool = False,
+    ) -> T:
+        """Have the thread do `work`, at once if it `renews` leases; see `Job` for `undo`."""
         deadline = clock() + self.timeout
         while True:
             job = Job(partial(self._do, work), undo)
-            self.submit(job)
+            self.submit(job, first=renews)
             try:
                 return job.result(deadline - clock(), self._leave)
             except TooSoon as exc:
@@ -124,9 +130,10 @@ class Home:
                 self._cut_if_stuck()
                 raise Unanswered(f"no answer within {self.timeout:g} s") from None
 
-    def submit(self, job: Job[Any]) -> None:
-        """Have the thread run `job`, without waiting for it."""
-        self._jobs.append(job)
+    def submit(self, job: Job[Any], *, first: bool = False) -> None:
+        """Have the thread run `job`, after all others or `first`, without waiting for it."""
+        # Each grant may wait a quarter of a second for a row that a transaction has locked.
+        self._jobs.appendleft(job) if first else self._jobs.append(job)
         try:
             self.rouse()
         except RuntimeError:

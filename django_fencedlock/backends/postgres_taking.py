@@ -372,9 +372,11 @@ class TakesSessionLocks(Backend):
         work: Callable[[], T],
         name: str | None = None,
         undo: Callable[[T], object] | None = None,
+        *,
+        renews: bool = False,
     ) -> T:
         try:
-            return self._home.ask(work, undo)
+            return self._home.ask(work, undo, renews=renews)
         except (Error, Unanswered) as exc:
             raise self.unavailable(doing, exc, name) from exc
 

@@ -323,10 +323,24 @@ MUTATIONS = (
     Mutation(
         "Room for a connection isn't given back after an error",
         "sessions.py",
-        "        finally:\n            self._room.extend(place)",
+        "        finally:\n            try:\n                self._room.extend(place)",
         "        except ZeroDivisionError:\n            pass\n        else:\n"
-        "            self._room.extend(place)",
+        "            try:\n                self._room.extend(place)",
         (_SESSIONS,),
+    ),
+    Mutation(
+        "Renewals wait for a connection behind claims",
+        "sessions.py",
+        "                or (renews and _take(self._spare, spare))\n",
+        "",
+        (_SESSIONS, "tests/test_renewals.py"),
+    ),
+    Mutation(
+        "Session locks: renewals wait behind claims that wait for locked rows",
+        "backends/postgres_home.py",
+        "        self._jobs.appendleft(job) if first else self._jobs.append(job)",
+        "        self._jobs.append(job)",
+        ("tests/test_renewals.py",),
     ),
     Mutation(
         "A child goes on with its parent's private connections",
