@@ -7,7 +7,7 @@ from typing import Any
 
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
-from django.db import Error, connections, models, router
+from django.db import Error, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.operations import DeleteModel, RenameModel, SeparateDatabaseAndState
@@ -15,6 +15,7 @@ from django.db.migrations.operations import DeleteModel, RenameModel, SeparateDa
 from . import operations
 from .conf import Problem
 from .model_checks import Model, has_fence
+from .models.comparing import is_text, taken_for_equal, target_of
 from .models.fenced import FencedModel
 from .models.fields import StampField, constraint_name
 from .models.guarded import GuardedModel
@@ -31,8 +32,7 @@ def problems(databases: Iterable[str]) -> Iterator[Problem]:
         if tables and _answers(connection):
             yield from _mode_problems(connection)
             yield from _constraint_problems(connection, tables)
-            if connection.vendor == "mysql":
-                yield from _collation_problems(connection)
+            yield from _collation_problems(connection)
             if connection.vendor == "postgresql":
                 yield from _trigger_problems(connection)
 
@@ -100,56 +100,48 @@ def _missing(alias: str, model: Model, field: StampField, name: str) -> Problem:
 def _collation_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
     # By table and column, for models that share them have one problem.
     naming = {
-        (field.model._meta.db_table, field.column): (model, target)
+        (field.model._meta.db_table, field.column): (model, field)
         for model in apps.get_models()
         if issubclass(model, FencedModel) and router.allow_migrate_model(connection.alias, model)
-        for field, target in _text_fields_of_name(model)
+        for field in _text_fields_of_name(model)
     }
-    for (table, column), (model, target) in naming.items():
-        found = _row(connection, _COLLATION, [table, column])
-        if alike := _taken_for_equal(connection, *found) if found else "":
+    present = connection.introspection.table_names() if naming else []
+    for (table, column), (model, field) in naming.items():
+        if table not in present or column not in _columns_of(connection, table):
+            continue  # migrate runs this check before it makes them.
+        if alike := taken_for_equal(connection, table, column):
+            target = target_of(field)
             yield Problem(
                 "W026",
-                f"Column {column!r} of {table!r} names locks of {model._meta.label}, and its "
-                f"collation {found[1]!r} in database {connection.alias!r} takes {alike}: rows of "
-                "two locks would count as those of one, and one row could be written under two.",
+                f"Column {column!r} of {table!r} names locks of {model._meta.label}, and database "
+                f"{connection.alias!r} takes {alike} there: what counts as one value would have "
+                "two locks.",
                 f"Give {target.model._meta.label}.{target.name} a collation that compares every "
-                f"character, as db_collation={exact_collation(connection)!r}, and migrate.",
+                f"character, as db_collation={_exact_collation(connection)!r}, and migrate.",
             )
 
 
-def _text_fields_of_name(model: Model) -> Iterator[tuple[Any, Any]]:
-    """The text columns that a model's locks are named by, each with the field that it refers to."""
+def _exact_collation(connection: BaseDatabaseWrapper) -> str:
+    if connection.vendor == "mysql":
+        return exact_collation(connection)
+    return "C" if connection.vendor == "postgresql" else "BINARY"
+
+
+def _text_fields_of_name(model: Model) -> Iterator[Any]:
+    """The text columns that a model's locks are named by."""
     try:
         parts = model.fencing.plan.parts  # type: ignore[attr-defined]
     except (AttributeError, ImproperlyConfigured, ValueError):
         return  # E020 and E021 say what is wrong with it.
-    for field in (part.field for part in parts if part.field is not None):
-        target: Any = field
-        while target.remote_field is not None:
-            target = target.target_field
-        if isinstance(target, models.CharField | models.TextField):
-            yield field, target
+    for part in parts:
+        if part.field is not None and is_text(part.field):
+            yield part.field
 
 
-def _taken_for_equal(connection: BaseDatabaseWrapper, charset: str, collation: str) -> str:
-    """The texts among some pairs that a collation takes for each other, for people."""
-    compared = ", ".join(
-        f"CONVERT(%s USING {charset}) COLLATE {collation} = CONVERT(%s USING {charset})"
-        for _ in _PAIRS
-    )
-    found = _row(connection, f"SELECT {compared}", [text for pair in _PAIRS for text in pair])
-    alike = [pair for pair, equal in zip(_PAIRS, found, strict=True) if equal]
-    return " and ".join(f"{one!r} for {other!r}" for one, other in alike)
-
-
-#: Texts that differ, and that collations often take for each other.
-_PAIRS = (("a", "A"), ("e", "é"), ("a", "a "))
-_COLLATION = """
-SELECT character_set_name, collation_name FROM information_schema.columns
-WHERE table_schema = DATABASE() AND table_name = %s AND column_name = %s
-AND collation_name IS NOT NULL
-"""
+def _columns_of(connection: BaseDatabaseWrapper, table: str) -> set[str]:
+    introspection = connection.introspection
+    with connection.cursor() as cursor:
+        return {each.name for each in introspection.get_table_description(cursor, table)}
 
 
 def _trigger_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:

@@ -32,7 +32,8 @@ LAYERS: dict[int, list[str]] = {
     3: ["history", "keeper", "services", "taking", "unfenced"],
     4: ["locks"],
     5: [
-        *(f"models.{name}" for name in ("adding", "cascades", "fenced", "fencing", "fields")),
+        *(f"models.{name}" for name in ("adding", "cascades", "comparing", "fenced")),
+        *(f"models.{name}" for name in ("fencing", "fields")),
         *(f"models.{name}" for name in ("guarded", "managers", "naming", "querysets", "refusals")),
         *(f"models.{name}" for name in ("versioned", "writes")),
         *("celery", "checks", "doctor", "model_checks", "operations", "portraits"),

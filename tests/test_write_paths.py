@@ -601,21 +601,21 @@ def test_conflicts_that_may_be_with_rows_of_any_lock_are_refused(database, monke
 
 @pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
 def test_a_unique_key_over_an_expression_does_not_tell_the_lock(settings, monkeypatch):
-    """MySQL goes by any unique key, so the row 'a' would be overwritten under the lock of 'A'."""
+    """MySQL goes by any unique key, so the row of another lock would be overwritten."""
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "mariadb"}}
     settings.DATABASE_ROUTERS = [Everything("mariadb")]
 
     def upsert():
-        rows = [Ticket(code="A", amount=9)]
-        Ticket.objects.bulk_create(rows, update_conflicts=True, update_fields=["amount"])
+        rows = [Invoice(pk=7, note="A", amount=9)]
+        Invoice.objects.bulk_create(rows, update_conflicts=True, update_fields=["amount"])
 
-    with Ticket.fencing.lock(pk="A"):
+    with Invoice.fencing.lock(pk=7):
         upsert()
         upsert()
-        assert [row["amount"] for row in rows_of(Ticket)] == [9]
-        key = models.UniqueConstraint(Lower("code"), name="lower_code")
-        monkeypatch.setattr(Ticket._meta, "constraints", [*Ticket._meta.constraints, key])
-        with refused(ImproperlyConfigured, Ticket, match="might overwrite rows of another lock"):
+        assert [row["amount"] for row in rows_of(Invoice)] == [9]
+        key = models.UniqueConstraint(Lower("note"), name="lower_note")
+        monkeypatch.setattr(Invoice._meta, "constraints", [*Invoice._meta.constraints, key])
+        with refused(ImproperlyConfigured, match="might overwrite rows of another lock"):
             upsert()
 
 

@@ -11,6 +11,7 @@ from django.db import connections, models
 
 from ..fences.pins import is_newest
 from ..lease import Lease
+from .comparing import is_text, may_take_for_equal, taken_for_equal
 from .fencing import FencingOf
 from .naming import tells_the_lock
 from .writes import Write, leases_of, new_rows_fence, write_for_new_row
@@ -84,6 +85,16 @@ class NewRows:
                 f"bulk_create(update_conflicts=True) of {label} can't compare tokens of the rows "
                 "that it overwrites, so mode 'high_water' refuses it."
             )
+        connection = connections[self._using]
+        for field in self._fencing.plan.guarding:
+            if is_text(field) and may_take_for_equal(connection, field):
+                table = field.model._meta.db_table
+                if alike := taken_for_equal(connection, table, str(field.column)):
+                    raise ImproperlyConfigured(
+                        f"bulk_create(update_conflicts=True) of {label}: the database takes "
+                        f"{alike} in {field.name!r}, so it might overwrite rows of another lock. "
+                        "Give the field a db_collation that compares every character."
+                    )
         if not tells_the_lock(self._fencing, unique_fields):
             raise ImproperlyConfigured(
                 f"bulk_create(update_conflicts=True) of {label} might overwrite rows of another "

@@ -165,7 +165,10 @@ class FencedModel(GuardedModel):
             if name not in held_names():
                 # It may overwrite the row, and leaves the fence as it is.
                 return Write(fencing, using, None, {}, doing)
-        columns = {field.attname: getattr(self, field.attname) for field in fencing.plan.guarding}
+        plan = fencing.plan
+        columns = {field.attname: getattr(self, field.attname) for field in plan.guarding}
+        if len(plan.pk) == 1 and plan.pk[0] in plan.guarding:
+            columns[plan.pk[0].attname] = self._key_in(plan.table)
         return write_for(fencing, name, columns, using, given, doing)
 
 

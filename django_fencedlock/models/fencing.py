@@ -22,6 +22,7 @@ from .. import conf, logs, names
 from ..exceptions import NoLease
 from ..lease import Lease, current_lease, held_names
 from ..locks import AsyncLock, Lock, alock, lock
+from .comparing import is_text, target_of
 
 if TYPE_CHECKING:
     from django.db.models import Model
@@ -124,8 +125,11 @@ class Plan:
     parts: tuple[Part, ...]
     #: The attributes that the name is made of; None if only a callable knows.
     columns: tuple[str, ...] | None
-    #: The fields among them that the fence's own table has, but its primary key.
+    #: The fields among them that tell the row in the fence's own table. Of its primary key, texts
+    #: alone: others are equal only if they are the same.
     guarding: tuple[models.Field[Any, Any], ...]
+    #: Those of them that are texts.
+    texts: frozenset[str]
     #: Whether all of them are in the fence's own table.
     is_local: bool
     #: Whether rows of one lock have the same values in them, so that SQL can tell them by these.
@@ -367,6 +371,7 @@ def _plan(model: type[Model], template: Any) -> Plan:
     rounded = [part.field for part in parts if not part.is_exact]
     local: Sequence[Any] = table._meta.local_concrete_fields
     is_local = all(field in local for field in named.values())
+    texts = frozenset(column for column, field in named.items() if is_text(field))
     return Plan(
         table=table,
         fence_column=table._meta.get_field("fence").column,
@@ -376,8 +381,9 @@ def _plan(model: type[Model], template: Any) -> Plan:
         guarding=tuple(
             field
             for field in named.values()
-            if field in local and field not in pk and field not in rounded
+            if field in local and field not in rounded and (field not in pk or is_text(field))
         ),
+        texts=texts,
         is_local=is_local,
         tells_rows=is_local and not rounded and not callable(template),
     )
@@ -425,8 +431,7 @@ def _text(field: Any, value: Any, form: str) -> str:
     """The text of a value, the same for all that the column takes for the same."""
     if type(value) is int and isinstance(field, models.IntegerField) and not form:
         return str(value)
-    while field.remote_field is not None:
-        field = field.target_field
+    field = target_of(field)
     with contextlib.suppress(ValidationError):  # Django has an error of its own for those.
         value = field.to_python(value)
     if isinstance(field, models.DecimalField) and isinstance(value, Decimal):

@@ -14,6 +14,7 @@ from django.db.models.deletion import Collector
 from ..lease import Lease, held_owners
 from .adding import NewRows
 from .cascades import watch
+from .comparing import Exactly
 from .fencing import FencingOf
 from .fields import REFUSED, constraint_name
 from .naming import Rows, all_named, naming_values, rows_of
@@ -293,10 +294,11 @@ class FencedQuerySet(models.QuerySet[_Row]):
         tells_rows = fencing.plan.tells_rows or self._objects is None
         if columns is None or not fencing.plan.is_local or not tells_rows:
             return rows_of(fencing, rows)
-        found = (
-            dict(zip(columns, row, strict=True)) for row in rows.values_list(*columns).distinct()
-        )
-        return [(fencing.name_of(values), values) for values in found]
+        # Texts that the database takes for equal are still the names of different locks.
+        exact = {f"_exact_{column}": Exactly(F(column)) for column in fencing.plan.texts}
+        found = rows.annotate(**exact).values_list(*columns, *exact).distinct()
+        named = [dict(zip(columns, row, strict=False)) for row in found]
+        return [(fencing.name_of(values), values) for values in named]
 
     def _known(self, objs: Sequence[Any]) -> Rows | None:
         """The names of objects, if they need not be compared with those of their rows."""

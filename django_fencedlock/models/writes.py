@@ -13,6 +13,7 @@ from ..exceptions import StaleObject, WrongDatabase
 from ..fences.pinning import grant_of, is_pinned
 from ..fences.pins import Pin, WriteGrant, pin_sql
 from ..lease import Lease, held_names
+from .comparing import exactly, same_text
 from .fencing import FencingOf
 from .fields import REFUSED
 from .refusals import Refusal
@@ -201,7 +202,10 @@ def row_condition(
     for field in plan.guarding:
         # Somebody else may have given the row to another lock meanwhile.
         if field.attname in write.columns:
-            parts.append(f"{table}.{quote(str(field.column))} = %s")
+            column, value = f"{table}.{quote(str(field.column))}", "%s"
+            if field.attname in plan.texts:
+                column, value = exactly(connection, column), exactly(connection, value)
+            parts.append(f"{column} = {value}")
             given.append(field.get_db_prep_value(write.columns[field.attname], connection))
     if (grant := write.pin(connection)) is not None:
         select, more = pin_sql(connection, grant)
@@ -238,7 +242,13 @@ def _by_rows(branches: Iterable[When]) -> Case:
 
 
 def _rows_of(write: Write) -> Q:
-    return Q(**write.columns) if write.columns else Q(fence__gte=0)
+    plan = write.fencing.plan
+    plain = {key: value for key, value in write.columns.items() if key not in plan.texts}
+    found = Q(**plain) if plain or not write.columns else Q()
+    for field in plan.guarding:
+        if field.attname in plan.texts and field.attname in write.columns:
+            found &= same_text(field, write.columns[field.attname])
+    return found if write.columns else Q(fence__gte=0)
 
 
 def _condition(write: Write) -> Q:

@@ -38,8 +38,8 @@ MUTATIONS = (
     Mutation(
         "A save writes a row that was given to another lock",
         "models/writes.py",
-        "        if field.attname in write.columns:\n            parts",
-        "        if False:\n            parts",
+        "        if field.attname in write.columns:\n            column, value",
+        "        if False:\n            column, value",
         (_PATHS,),
     ),
     Mutation(
