@@ -63,8 +63,8 @@ class Keeper:
         self._due: WeakKeyDictionary[Lease, float] = WeakKeyDictionary()
         self._tidy_at: float | None = None
         #: What the registry's thread is asked for: rows to be renewed, and `tidy()`.
-        self._renewed: dict[Lease, None] = {}
-        self._tidies = False
+        self._renewed: WeakKeyDictionary[Lease, None] = WeakKeyDictionary()
+        self._tidies = self._is_asked = False
         self._batch: frozenset[Lease] = frozenset()
         self._batch_done = threading.Event()
         self._wake: threads.SimpleQueue[None] = threads.SimpleQueue()
@@ -223,7 +223,7 @@ class Keeper:
         """Have the registry's thread renew rows, and tidy up if asked to."""
         with self._lock:
             # While the database hangs one job waits, whatever it is asked for meanwhile.
-            is_asked = bool(self._renewed) or self._tidies
+            is_asked, self._is_asked = self._is_asked, True
             self._renewed.update(dict.fromkeys(renewed))
             self._tidies = self._tidies or tidies
         if not is_asked:
@@ -233,7 +233,8 @@ class Keeper:
         with self._lock:
             # One that was released meanwhile has no row, or its row waits for `tidy()`.
             leases = [lease for lease in self._renewed if lease in self._due]
-            tidies, self._tidies, self._renewed = self._tidies, False, {}
+            tidies, self._tidies, self._is_asked = self._tidies, False, False
+            self._renewed.clear()
         try:
             overtaken = self._backend.renew_rows(leases) if leases else ()
             self._give_up(dict.fromkeys(overtaken, REFUSED), guessed=True)

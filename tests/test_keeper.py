@@ -1,10 +1,12 @@
 """The keeper's timing, with a clock of the test's own and no thread; and its threads."""
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 
 import pytest
 
@@ -114,6 +116,7 @@ def lease(clock):
         everything.append(made)
         return made
 
+    make.forget = everything.clear
     return make
 
 
@@ -591,6 +594,22 @@ def test_rows_are_renewed_of_what_is_fenced_kept_and_not_released(keeper, servic
     clock.now += 10
     keeper.tick()
     assert service.rows == [[fenced]]
+
+
+def test_a_database_that_hangs_keeps_no_lease_from_being_collected(
+    keeper, service, clock, lease, monkeypatch
+):
+    """One to which nothing else refers is to be released."""
+    monkeypatch.setattr(threads.Worker, "put", lambda self, job: None)
+    kept = lease()
+    keeper.keep(kept)
+    clock.now += 10
+    keeper.tick()
+    reference = weakref.ref(kept)
+    del kept
+    lease.forget()
+    gc.collect()
+    assert reference() is None
 
 
 def test_a_service_that_records_grants_itself_has_no_rows_renewed(keeper, service, clock, lease):
