@@ -151,8 +151,10 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _tasks: WeakKeyDictionary[asyncio.Task[Any], LocalHolder] = WeakKeyDictionary()
-#: The holder of code outside of tasks and of ``sync_to_async``. A context variable, since each call
-#: of ``asyncio.to_thread()`` has a context of its own, and shares its thread with others.
+#: The holders of the main thread and of greenlets.
+_places: WeakKeyDictionary[object, LocalHolder] = WeakKeyDictionary()
+#: The holder of another thread. A context variable, since each call of ``asyncio.to_thread()`` has
+#: a context of its own, and shares its thread with others.
 _holder: ContextVar[LocalHolder | None] = ContextVar("fencedlock_holder", default=None)
 
 
@@ -168,11 +170,14 @@ def whoami() -> LocalHolder:
         return _tasks.get(task) or _tasks.setdefault(task, LocalHolder(task))
     if _thread.call is not None:
         return _thread.call
-    place = running_greenlet() or _thread.key
+    greenlet = running_greenlet()
+    if greenlet is not None or threading.current_thread() is threading.main_thread():
+        # asyncio.to_thread() runs no call here, so a copied context makes no other holder.
+        place = greenlet or _thread.key
+        return _places.get(place) or _places.setdefault(place, LocalHolder(place))
     holder = _holder.get()
-    if holder is None or not holder.runs_in(place):
-        in_main = threading.current_thread() is threading.main_thread()
-        holder = LocalHolder(place, may_be_call=not in_main)
+    if holder is None or not holder.runs_in(_thread.key):
+        holder = LocalHolder(_thread.key, may_be_call=True)
         _holder.set(holder)
     return holder
 

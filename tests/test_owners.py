@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import asgiref
+import greenlet
 import pytest
 from asgiref.sync import SyncToAsync, async_to_sync, sync_to_async
 
@@ -50,6 +51,19 @@ def test_a_copied_context_is_the_thread_that_runs_it():
     assert context.run(whoami) is mine
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(context.run, whoami).result() is not mine
+
+
+def test_another_context_of_the_main_thread_is_the_same_holder():
+    assert contextvars.Context().run(whoami) is whoami()
+
+
+def test_another_context_of_a_greenlet_is_the_same_holder():
+    def look():
+        return contextvars.Context().run(whoami), whoami()
+
+    inner, outer = greenlet.greenlet(look).switch()
+    assert inner is outer
+    assert inner is not whoami()
 
 
 def test_a_thread_ends_although_its_context_lives():
