@@ -10,7 +10,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock import sessions
+from django_fencedlock import notifier, sessions
 from django_fencedlock.lease import current_lease, leave
 from django_fencedlock.scribe import Scribe, scribe
 from django_fencedlock.services import drop_leases_of_test
@@ -106,6 +106,8 @@ def no_leases_left_behind() -> Iterator[None]:
     Have no test find what another left behind: leases of its thread, and who renews them.
     """
     yield
+    # A receiver of the next test would get what is reported late.
+    notifier.worker.finish(10)
     drop_leases_of_test()
     # The context of the tests that follow is this one.
     while lease := current_lease():

@@ -7,6 +7,7 @@ import redis as driver
 from redis.sentinel import SentinelConnectionPool
 
 from django_fencedlock.backends.redis_lines import ask_many, lines
+from tests.servers.process import wait_until
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_one_connection_serves_one_request_after_another(asked, client):
     assert asked.execute_command("CLIENT", "GETNAME") == b"ours"
     assert len(connected(client, "ours")) == 1
     asked.close()
-    assert not connected(client, "ours")
+    wait_until(lambda: not connected(client, "ours"), "the server to notice", 10)
 
 
 def test_threads_have_a_connection_each_at_a_time(asked):
