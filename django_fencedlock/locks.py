@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import logging
 import os
+import random
 import threading
 from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
 from .lease import Duration, Lease, clock, enter, leave
 from .owners import Holder, new_owner, whoami
 from .services import Service, give_back_left_over, service
+from .taking import FIRST_PAUSE, LONGEST_PAUSE
 
 logger = logging.getLogger(__name__)
 
@@ -240,29 +243,57 @@ class AsyncLock(_Terms):
         self, blocking: bool = True, *, blocking_timeout: Duration | None = None
     ) -> Lease | None:
         """See Lock.acquire(). Release it with ``await lease.arelease()``."""
-        request = self._request(blocking, blocking_timeout)
-        handover = _Handover(self._service, request.cancel)
-        take = functools.partial(self._service.acquire, request, whoami(), pattern=self.pattern)
-        kind = aio.WAITING if request.timeout > 0 else aio.SHORT
-        try:
-            lease = await self._service.in_thread(handover.take, take, kind=kind)
-        except BaseException:
-            handover.abandon()
-            raise
+        request, who = self._request(blocking, blocking_timeout), whoami()
+        lease = self._service.enter_again(request, who)
+        if lease is None:
+            handover = _Handover(self._service, request.cancel)
+            acquire = functools.partial(
+                self._service.acquire, request, who, pattern=self.pattern, since=clock()
+            )
+            try:
+                lease = await self._take(request, handover, acquire)
+            except BaseException:
+                handover.abandon()
+                raise
         if lease is not None:
             enter(lease)
         return lease
 
+    async def _take(
+        self, request: Request, handover: _Handover, acquire: Callable[..., Lease | None]
+    ) -> Lease | None:
+        """Ask in threads: the first waiter of a lock waits in one, or tries if there is none."""
+        service, began, pause = self._service, clock(), FIRST_PAUSE
+        deadline = began + request.timeout
+        if request.timeout <= 0 or await service.is_lent():
+            return await service.in_thread(handover.take, acquire, kind=aio.TRY)
+        async with aio.turn((self.backend, self.name), request.timeout):
+            while (left := deadline - clock()) > 0:
+                request.timeout = left
+                waiting = aio.wait_in_thread(functools.partial(handover.take, acquire))
+                if waiting is not None:
+                    return await aio.answer(waiting)
+                request.timeout = 0.0
+                once = functools.partial(acquire, tells=False)
+                if lease := await service.in_thread(handover.take, once, kind=aio.TRY):
+                    return lease
+                await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.5)))
+                pause = min(LONGEST_PAUSE, pause * 1.5)
+        waited = clock() - began
+        await service.in_thread(service.tell_refused, self.name, self.pattern, waited, kind=aio.TRY)
+        return None
+
     async def holder(self) -> Holder | None:
         """See Lock.holder()."""
-        return await self._service.in_thread(self._service.holder, self.name)
+        return await self._service.in_thread(self._service.holder, self.name, kind=aio.TRY)
 
     async def __aenter__(self) -> Lease:
         started = clock()
         lease = await self.acquire()
         if lease is None:
             waited = clock() - started
-            raise await self._service.in_thread(self._service.refusal, self.name, waited)
+            refusal = self._service.refusal
+            raise await self._service.in_thread(refusal, self.name, waited, kind=aio.TRY)
         self._entered.append(lease)
         return lease
 
@@ -397,7 +428,8 @@ class _Handover:
             lease = self._lease
         self._cancel.cancel()
         if lease is not None:
-            aio.submit(aio.SHORT, _give_back, self._service, lease)
+            alias = self._service.config.alias
+            aio.submit(aio.RELEASE, alias, _give_back, self._service, lease)
 
 
 def _give_back(service: Service, lease: Lease) -> None:

@@ -71,15 +71,21 @@ class Service(TakesLeases):
         *,
         pattern: str = "",
         max_hold: float | None = None,
+        since: float | None = None,
+        tells: bool = True,
     ) -> Lease | None:
         """
         Take the lock within the request's time, or again if `who` has it; else None.
 
         Once it was held for `max_hold` seconds nothing renews it any more. What is entered again
         keeps the bound that it has.
+
+        Args:
+            since: When the caller began to wait, on the local clock; without it, now.
+            tells: Whether a refusal is logged and sent as a signal: not if the caller tries again.
         """
         who = who or whoami()
-        if lease := self._enter_again(request, who):
+        if lease := self.enter_again(request, who):
             return lease
         self._refuse_to_wait_for_caller(request, who)
         started = clock()
@@ -103,9 +109,10 @@ class Service(TakesLeases):
                 lease.released = True
             self._abandon(request)
             raise
-        waited = clock() - started
+        waited = clock() - (started if since is None else since)
         if lease is None:
-            self._tell_refused(request.name, pattern, waited)
+            if tells:
+                self.tell_refused(request.name, pattern, waited)
             return None
         self._keep(lease)
         history.granted(lease)
@@ -129,7 +136,7 @@ class Service(TakesLeases):
         ):
             raise self.backend.in_the_way(request)
 
-    def _tell_refused(self, name: str, pattern: str, waited: float) -> None:
+    def tell_refused(self, name: str, pattern: str, waited: float) -> None:
         logger.info(
             "Lock %r (alias %r) wasn't acquired in %.1f s: somebody else has it",
             name,
@@ -185,7 +192,8 @@ class Service(TakesLeases):
                 alias=self.config.alias,
             )
 
-    def _enter_again(self, request: Request, who: LocalHolder) -> Lease | None:
+    def enter_again(self, request: Request, who: LocalHolder) -> Lease | None:
+        """Return the lease that `who` has already, entered once more; else None."""
         lease = self.lease_of(request.name, who)
         if lease is None:
             return None
@@ -343,19 +351,22 @@ class Service(TakesLeases):
             stacklevel=1,
         )
 
-    async def in_thread(self, function: Callable[..., T], *args: Any, kind: str = aio.SHORT) -> T:
+    async def in_thread(self, function: Callable[..., T], *args: Any, kind: str = aio.RELEASE) -> T:
         """Do something for a coroutine that waits for it."""
-        if under_test() and await sync_to_async(self._is_lent)():
-            # The test's transaction is on the connection of the thread that runs its sync code.
+        if await self.is_lent():
             return await sync_to_async(function)(*args)
-        return await aio.run(kind, function, *args)
+        return await aio.run(kind, self.config.alias, function, *args)
+
+    async def is_lent(self) -> bool:
+        """Whether a test's transaction is on the connection of the thread that runs sync code."""
+        return under_test() and await sync_to_async(self._is_lent)()
 
     async def arelease(self, lease: Lease, who: LocalHolder | None = None) -> bool:
         """See release()."""
         who = who or whoami()
         if lease.lent:
             return await sync_to_async(self.release)(lease, who)
-        return await aio.run(aio.SHORT, self.release, lease, who)
+        return await aio.run(aio.RELEASE, self.config.alias, self.release, lease, who)
 
     def _is_lent(self) -> bool:
         return transactions.lent_by_test(self.config.fence_database) is not None

@@ -110,7 +110,7 @@ def test_no_line_leaves_a_lock_that_was_entered_again(backend, how):
 
 def enter_struck(how, place):
     outer = lock(f"x{place}").acquire()
-    was_struck = take_struck(how, place, begins=Service._enter_again)
+    was_struck = take_struck(how, place, begins=Service.enter_again)
     outer.release()
     connections.close_all()
     return was_struck

@@ -224,7 +224,7 @@ MUTATIONS = (
     Mutation(
         "What a coroutine was granted that was cancelled meanwhile is kept",
         "locks.py",
-        "            aio.submit(aio.SHORT, _give_back, self._service, lease)\n",
+        "            aio.submit(aio.RELEASE, alias, _give_back, self._service, lease)\n",
         "            pass\n",
         ("tests/test_contract.py::TestDatabaseOnSQLite", "tests/test_services.py"),
     ),
