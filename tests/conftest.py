@@ -92,7 +92,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     skipped = terminalreporter.stats.get("skipped", ())
     reasons = Counter(report.longrepr[2] for report in skipped)
-    if cache := terminalreporter.config.cache:
+    # There is none under -p no:cacheprovider, as mutants are tried.
+    if cache := getattr(terminalreporter.config, "cache", None):
         missing = [each.nodeid for each in skipped if _NOT_FOUND in each.longrepr[2]]
         cache.set(SKIPPED, missing)
     for reason, count in reasons.items():

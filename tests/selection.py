@@ -22,7 +22,8 @@ _ASKS = re.compile(r"getfixturevalue|\bshared\.\w+\(\)|\bfinding\.\w+\(\)|\.laun
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    skipped = set(config.cache.get(SKIPPED, [])) if config.cache else set()
+    cache = getattr(config, "cache", None)
+    skipped = set(cache.get(SKIPPED, [])) if cache else set()
     chosen = [item for item in items if item.nodeid in skipped or _uses_server(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
