@@ -182,7 +182,8 @@ def take_at_once(name, threads):
     def take():
         start.wait()
         if lease := lock(name).acquire(blocking=False):
-            got.append(lease.token)
+            # The lease itself: one that nothing refers to is released when its thread ends.
+            got.append(lease)
         connections.close_all()
 
     workers = [threading.Thread(target=take) for _ in range(threads)]
