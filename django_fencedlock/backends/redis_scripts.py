@@ -155,16 +155,19 @@ def _read_only(asked: Any, answer: Any) -> Any:
 # returns  the token, 0 if unfenced; or if refused {ms until the lock's end, arrival, handed, held},
 #          where handed is {} or {owner, token, ms since his last sign of life} of whom it was
 #          handed to, and held is what the lock said before
+# An unfenced grant raises the counter too, if there is one: by the counter, RENEW, RELEASE and the
+# verification of an expired fenced lease see that another owner came since.
 # The first part is all there is to an uncontended lock; it comes before any function is made. A
 # newcomer doesn't take a free lock from those in the queue, but hands it to the first of them.
 ACQUIRE = Script(f"""
 if redis.call('EXISTS', KEYS[1], KEYS[3]) == 0 then
   local token = '0'
-  if ARGV[4] == '1' then
-    local drawn, last = string.match(redis.call('GET', KEYS[2]) or '', '^(%d+):(.*)$')
+  local drawn, last = string.match(redis.call('GET', KEYS[2]) or '', '^(%d+):(.*)$')
+  if drawn or ARGV[4] == '1' then
     token = last == ARGV[1] and drawn or string.format('%.0f', (tonumber(drawn) or 0) + 1)
     redis.call('SET', KEYS[2], token .. ':' .. ARGV[1], 'PX', {_SEQ_TTL})
   end
+  if ARGV[4] ~= '1' then token = '0' end
   redis.call('SET', KEYS[1], ARGV[1] .. ':' .. token .. ':' .. ARGV[3], 'PX', ARGV[2])
   return token
 end
@@ -192,7 +195,9 @@ local handed = {{}}
 if not held then
   local owner, alive = first_alive()
   if not owner or owner == ARGV[1] then
-    return take(ARGV[4] == '1' and draw(ARGV[1]) or '0')
+    local token = '0'
+    if ARGV[4] == '1' or redis.call('EXISTS', KEYS[2]) == 1 then token = draw(ARGV[1]) end
+    return take(ARGV[4] == '1' and token or '0')
   end
   handed = hand_to(owner, alive)
 end

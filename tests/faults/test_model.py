@@ -35,6 +35,7 @@ PROMISES = {
     "DENIED": "the holder is refused though nobody came after",
     "FORCED": "one who was forced out has written",
     "RETAKEN": "one who was forced out had his lease renewed",
+    "OVERTAKEN": "a lease was renewed after another holder had come",
 }
 
 #: Two or three clients, so many grants, and what may go wrong meanwhile.
@@ -45,6 +46,7 @@ OURS = [
     ("redis", "OWNERS=3 CLIENTS=2 LATE=1 CRASHES=0 LOSSES=0"),
     ("redis", "OWNERS=2 CLIENTS=2 LATE=1 CRASHES=1 LOSSES=1"),
     ("redis", "OWNERS=2 CLIENTS=2 LATE=1 CRASHES=0 LOSSES=0 FORCES=1"),
+    ("redis", "OWNERS=2 CLIENTS=2 LATE=1 CRASHES=0 LOSSES=0 UNFENCED=1"),
     ("postgres", "LATE=1 CRASHES=1 FORCES=0 LOSSES=1"),
     ("postgres", "LATE=0 CRASHES=0 FORCES=1 LOSSES=1"),
 ]
@@ -75,6 +77,7 @@ WEAK = [
     ("redis", "NOT_FREED", f"{FORCED} LOSSES=0", "RETAKEN"),
     ("redis", "COUNTER_AS_IT_WAS", f"{FORCED} LOSSES=0", "RETAKEN"),
     ("redis", "BLIND_TO_COUNTER", f"{FORCED.replace('LATE=0', 'LATE=1')} LOSSES=0", "RETAKEN"),
+    ("redis", "COUNTS_FENCED", f"{QUIET} LOSSES=0 UNFENCED=1", "OVERTAKEN"),
     ("postgres", "NO_FENCE", f"{QUIET} LOSSES=1", "STALE LOST_UPDATE"),
     ("postgres", "HIGH_WATER", f"{QUIET} LOSSES=1", "STALE LOST_UPDATE"),
     ("postgres", "NO_SHARE", f"{QUIET} LOSSES=1", "STALE"),
@@ -148,7 +151,7 @@ def search(spin, tmp_path, record_property):
 def _steps(replayed):
     """The steps of a replay: what the models print, less what Spin adds."""
     lines = (line.strip() for line in replayed.splitlines())
-    told = re.compile(r"^(owner|late:|the |process|Redis|evicts|BROKEN)")
+    told = re.compile(r"^(owner|late:|the |an unfenced|process|Redis|evicts|BROKEN)")
     steps = [line for line in lines if told.match(line) and "=" not in line]
     # A step that is taken as a whole says its own words after those.
     end = next((place for place, line in enumerate(steps) if line.startswith("BROKEN")), -2)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ... import signals
-from ...backends.base import Request
+from ...backends.base import Renewal, Request
 from ...exceptions import LeaseLost
-from ...lease import Lease, clock
+from ...lease import Lease, clock, current_lease
 from ...owners import new_owner
 from ...releasing import force_release
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, wait_until
@@ -50,6 +50,26 @@ class LossContract(Contract):
         assert (caught.value.name, caught.value.token) == (name, former.token)
         assert former.lost
         assert successor.verify()
+
+    @pytest.mark.parametrize("waits", [True, False], ids=["waits", "tries"])
+    def test_a_lease_is_lost_to_an_unfenced_holder_that_has_come_and_gone(
+        self, name: str, thread: AnotherThread, waits: bool
+    ) -> None:
+        former = self.take(name, ttl=SHORT)
+        self.interrupt_holder(former)
+        unfenced = self.lock(name, fenced=False)
+        if waits:
+            assert thread.call(unfenced.acquire, blocking_timeout=PATIENCE)
+        else:
+            wait_until(lambda: thread.call(unfenced.acquire, blocking=False), "the lock to be free")
+        successor = thread.call(current_lease, name)
+        assert successor is not None
+        assert thread.call(successor.release)
+        backend = self.service.backend
+        assert not backend.verify(former)
+        assert backend.renew([former]) == [Renewal.LOST]
+        assert not backend.release(former)
+        assert self.is_free(name)
 
     def test_the_keeper_notices_the_loss_and_tells_once(
         self, name: str, thread: AnotherThread

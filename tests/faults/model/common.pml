@@ -26,6 +26,8 @@
 #define FORCED 8
 /* Nor is his lease renewed. */
 #define RETAKEN 9
+/* A lease that has expired isn't renewed once another holder has come. */
+#define OVERTAKEN 10
 
 #ifndef PROPERTY
 #define PROPERTY ALL
@@ -59,6 +61,10 @@ bool given_back[OWNERS + 1], gone[OWNERS + 1];
 byte taken[OWNERS + 1];
 /* Whether it was, and the lock service hasn't given it to him anew, for a request that came late. */
 bool is_out[OWNERS + 1];
+#ifdef UNFENCED
+/* By owner: whether an unfenced holder has come since his grant. */
+bool overtaken[OWNERS + 1];
+#endif
 /* By owner: the token of his lease. */
 byte token_of[OWNERS + 1];
 
@@ -84,6 +90,9 @@ inline give(o) {
     :: else
     fi;
     running = o; is_out[o] = false
+#ifdef UNFENCED
+    ; overtaken[o] = false
+#endif
 #ifdef WITH_ORDER
     ; given++;
     last_given = given;
@@ -252,6 +261,14 @@ inline renewed(o) {
        BROKEN(RETAKEN, "BROKEN: one who was forced out had his lease renewed\n")
     :: else
     fi
+#ifdef UNFENCED
+    ;
+    if
+    :: overtaken[o] && no_losses ->
+       BROKEN(OVERTAKEN, "BROKEN: a lease was renewed after another holder had come\n")
+    :: else
+    fi
+#endif
 }
 
 /*

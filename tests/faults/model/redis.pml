@@ -6,7 +6,8 @@
  * the token drawn before or after SET NX and checked by the row alone; NOT_RECORDED, where the
  * token is Redis's own; RECORDS_EQUAL, with <= for <; ANY_OWNER, with a bare DEL and PEXPIRE; those
  * of a forced release, and two where it frees the key and no more: COUNTER_AS_IT_WAS, and
- * BLIND_TO_COUNTER, which doesn't see that he whose key has run out drew a token above the fence.
+ * BLIND_TO_COUNTER, which doesn't see that he whose key has run out drew a token above the fence;
+ * and COUNTS_FENCED, where an unfenced grant leaves the counter as it is.
  */
 #ifndef OWNERS
 #define OWNERS 3
@@ -42,6 +43,10 @@
 #include "common.pml"
 
 byte losses = LOSSES;
+#ifdef UNFENCED
+/* How many unfenced holders there may be yet. */
+byte unfenced = UNFENCED;
+#endif
 
 /* KEYS[1], "owner:token:words", with a ttl; KEYS[2], "last token:owner who drew it". */
 byte key_owner, key_token, seq, seq_owner;
@@ -322,6 +327,25 @@ end:
            key_owner != 0 && gone[key_owner] -> printf("evicts owner %d\n", key_owner);
            who = key_owner; free(who); who = 0
        }
+#ifdef UNFENCED
+    :: atomic {
+           /* ACQUIRE, without a token of its own; and RELEASE. */
+           unfenced > 0 && key_owner == 0 -> unfenced--;
+           printf("an unfenced holder comes and goes\n");
+           if
+#ifndef COUNTS_FENCED
+           :: seq > 0 -> seq++; seq_owner = 0
+#endif
+           :: else
+           fi;
+           who = 1;
+           do
+           :: who <= OWNERS -> overtaken[who] = true; who++
+           :: else -> break
+           od;
+           who = 0
+       }
+#endif
     :: d_step {
            losses > 0 ->
            old_owner = key_owner; old_token = key_token; old_seq = seq; old_seq_owner = seq_owner

@@ -37,6 +37,20 @@ MUTATIONS = (
         (_BACKEND, REDIS),
     ),
     Mutation(
+        "An unfenced grant that didn't wait leaves the counter as it is",
+        "backends/redis_scripts.py",
+        "  if drawn or ARGV[4] == '1' then\n",
+        "  if ARGV[4] == '1' then\n",
+        (REDIS,),
+    ),
+    Mutation(
+        "An unfenced grant after a wait leaves the counter as it is",
+        "backends/redis_scripts.py",
+        "if ARGV[4] == '1' or redis.call('EXISTS', KEYS[2]) == 1 then token",
+        "if ARGV[4] == '1' then token",
+        (REDIS,),
+    ),
+    Mutation(
         "A renewal of what ran out doesn't take the counter along",
         "backends/redis_scripts.py",
         "redis.call('SET', KEYS[2], ARGV[4] .. ':' .. ARGV[1], 'PX', {_SEQ_TTL})\n",
