@@ -115,8 +115,8 @@ class ExclusionContract(Contract):
         with contextlib.ExitStack() as stack:
             several = [stack.enter_context(processes.borrow()) for _ in range(2)]
             stack.enter_context(connected(signals.leases_renewed, receive))
-            lease = self.take(name, ttl=2)
-            hammers = [each.start(acts.hammer, self.alias, name, 4, 6.0) for each in several]
+            lease = self.take(name, ttl=1.5)
+            hammers = [each.start(acts.hammer, self.alias, name, 3, 4.5) for each in several]
             done = [each.result(PATIENCE) for each in hammers]
         assert sum(tries for tries, _ in done) > 100
         assert not any(granted for _, granted in done)

@@ -66,7 +66,7 @@ MUTATIONS = (
         "fences/mysql.py",
         'lock_free_rows = " FOR UPDATE SKIP LOCKED"',
         'lock_free_rows = ""',
-        (_DATABASE,),
+        (_LEDGERS,),
     ),
     Mutation(
         "SQLite: the fence keeps the owner of the first grant",
