@@ -198,10 +198,10 @@ def take_at_once(name, threads):
 class TestOnSQLite:
     def test_a_renewal_blocked_by_ones_own_transaction_is_no_loss(self, on):
         held = on("default")
-        lease = lock("x", ttl=0.6).acquire()
+        lease = lock("x", ttl=1.5).acquire()
         with transaction.atomic():
             Fence.objects.create(name="other", token=1, owner="o")
-            time.sleep(1.5)
+            time.sleep(2)
             assert not lease.lost
             lease.check()
         assert held.backend.renew([lease]) == [Renewal.KEPT]

@@ -144,8 +144,11 @@ class TestAfterItsEnd:
 
     @pytest.mark.parametrize("task", [late, late_coalesce], ids=["skip", "coalesce"])
     @pytest.mark.parametrize("end", [None, ValueError("no")], ids=["success", "failure"])
-    def test_an_end_of_a_moment_ago_without_a_result_is_looked_at_later(self, task, end):
+    def test_an_end_of_a_moment_ago_without_a_result_is_looked_at_later(
+        self, task, end, monkeypatch
+    ):
         """Its worker may be about to store the result; nobody's worker waits for that."""
+        monkeypatch.setattr(redelivery, "UNDECIDED", 20.0)
         told = message()
         ends["how"] = end
         deliver(task, 1, **told)

@@ -67,6 +67,9 @@ def test_who_waits_stands_in_line_from_his_first_try_on(backend, holder, redis_s
         thread.call(waiting.result(10).release)
     # He claims, sleeps, claims and releases; the former holder released.
     commands = [name for name in asked(seen) if name != "HELLO"]
+    # On a busy machine a sleep may end before the release: then he claims and sleeps once more.
+    while commands[3:4] == ["BLPOP"]:
+        del commands[1:3]
     assert commands == ["EVALSHA", "BLPOP", "EVALSHA", "EVALSHA", "EVALSHA"]
 
 
