@@ -59,8 +59,11 @@ class FencedModel(GuardedModel):
             row._state.fence_read_under = owners
         return row  # type: ignore[no-any-return]
 
-    def refresh_from_db(  # type: ignore[override]
-        self, using: str | None = None, fields: Iterable[str] | None = None, **kwargs: Any
+    def refresh_from_db(
+        self,
+        using: str | None = None,
+        fields: Iterable[str] | None = None,
+        from_queryset: models.QuerySet[Self] | None = None,
     ) -> None:
         """
         Reload the row, and with it the fence.
@@ -69,7 +72,7 @@ class FencedModel(GuardedModel):
         """
         before = self.__dict__.get("fence")
         owners = held_owners()
-        super().refresh_from_db(using, fields, **kwargs)
+        super().refresh_from_db(using, fields, from_queryset)
         if fields is not None:
             if before is not None:
                 self.__dict__["fence"] = before
