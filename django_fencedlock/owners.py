@@ -145,14 +145,18 @@ class _Key:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.key = _Key()
+        #: In the main thread alone, where asyncio.to_thread() runs no call: a copied context makes
+        #: no other holder there.
+        self.holder: LocalHolder | None = None
+        if threading.current_thread() is threading.main_thread():
+            self.holder = LocalHolder(self.key)
         #: The call of ``sync_to_async`` that runs here now.
         self.call: LocalHolder | None = None
 
 
 _thread = _Thread()
 _tasks: WeakKeyDictionary[asyncio.Task[Any], LocalHolder] = WeakKeyDictionary()
-#: The holders of the main thread and of greenlets.
-_places: WeakKeyDictionary[object, LocalHolder] = WeakKeyDictionary()
+_greenlets: WeakKeyDictionary[object, LocalHolder] = WeakKeyDictionary()
 #: The holder of another thread. A context variable, since each call of ``asyncio.to_thread()`` has
 #: a context of its own, and shares its thread with others.
 _holder: ContextVar[LocalHolder | None] = ContextVar("fencedlock_holder", default=None)
@@ -170,11 +174,10 @@ def whoami() -> LocalHolder:
         return _tasks.get(task) or _tasks.setdefault(task, LocalHolder(task))
     if _thread.call is not None:
         return _thread.call
-    greenlet = running_greenlet()
-    if greenlet is not None or threading.current_thread() is threading.main_thread():
-        # asyncio.to_thread() runs no call here, so a copied context makes no other holder.
-        place = greenlet or _thread.key
-        return _places.get(place) or _places.setdefault(place, LocalHolder(place))
+    if (greenlet := running_greenlet()) is not None:
+        return _greenlets.get(greenlet) or _greenlets.setdefault(greenlet, LocalHolder(greenlet))
+    if _thread.holder is not None:
+        return _thread.holder
     holder = _holder.get()
     if holder is None or not holder.runs_in(_thread.key):
         holder = LocalHolder(_thread.key, may_be_call=True)
