@@ -293,13 +293,15 @@ def test_whatever_a_holder_tells_he_gets_the_lock_and_forges_nothing(
 def test_so_he_does_when_he_takes_over(service_name, alias, told_by):
     del service_name
     for ugly in UGLY:
-        elsewhere(lambda: lock("x").acquire())
+        # Referenced, or it would be released as abandoned.
+        former = elsewhere(lambda: lock("x").acquire())
         long_ago = timezone.now() - timedelta(hours=1)
         HeldLock.objects.using(alias).update(
             expires_at=long_ago, renewed_at=long_ago, pid_started=0
         )
         lease = told_by(ugly, lock("x", blocking_timeout=0).acquire)
         assert lease.verify()
+        assert not former.verify()
         lease.release()
 
 
