@@ -224,8 +224,8 @@ def _quieten() -> None:
 
 
 def _keep_for(ttl: float, leases: list[Any]) -> None:
-    from django_fencedlock.lease import clock
-    from django_fencedlock.services import service
+    from django_fencedlock.core.manager import service
+    from django_fencedlock.core.runtime import clock
 
     keeper = service(leases[0].alias).keeper
     for lease in leases:
@@ -235,7 +235,7 @@ def _keep_for(ttl: float, leases: list[Any]) -> None:
 
 def _beat() -> None:
     """Renew all leases once more, now."""
-    from django_fencedlock.services import service
+    from django_fencedlock.core.manager import service
 
     assert _held
     backend = service(_held[0].alias).backend

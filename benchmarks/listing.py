@@ -87,7 +87,7 @@ def _report(step: int, page: Callable[[], object], server: int, report: Report, 
     from django.test.utils import CaptureQueriesContext
 
     from django_fencedlock import lock
-    from django_fencedlock.services import service
+    from django_fencedlock.core.manager import service
 
     names = [f"listed:{number}" for number in range(step)]
     for name in names:

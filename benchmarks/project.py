@@ -121,8 +121,8 @@ def migrate() -> None:
 def give_back_all() -> None:
     """Leave nothing to be done when the servers are gone."""
     from django_fencedlock import conf
-    from django_fencedlock.scribe import scribe
-    from django_fencedlock.services import service
+    from django_fencedlock.core.manager import service
+    from django_fencedlock.storage.background_writer import scribe
 
     for alias in conf.aliases():
         service(alias).drop_all()

@@ -48,7 +48,7 @@ def redis_fenced(redis: Redis, postgres: Postgres) -> Once:
 
 def redis_registered(redis: Redis, postgres: Postgres) -> Once:
     """The same, with the row of the registry; rows are deleted by the hundred."""
-    from django_fencedlock.fences.postgresql import CLEAR_MANY, RECORD
+    from django_fencedlock.storage.postgresql import CLEAR_MANY, RECORD
 
     cursor = _cursor(postgres)
     names: list[str] = []
@@ -120,8 +120,8 @@ def advisory_pair(postgres: Postgres) -> Once:
 
 
 def rows_on_postgres(postgres: Postgres) -> Once:
-    from django_fencedlock.fences.ledger import HELD
-    from django_fencedlock.fences.postgresql import CLAIM
+    from django_fencedlock.storage.dialect import HELD
+    from django_fencedlock.storage.postgresql import CLAIM
 
     cursor = _cursor(postgres)
     delete = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
@@ -139,7 +139,7 @@ def rows_on_postgres(postgres: Postgres) -> Once:
 def rows_on_sqlite() -> Once:
     from django.db import connections
 
-    from django_fencedlock.fences.ledger import COLUMNS, FENCE, HELD
+    from django_fencedlock.storage.dialect import COLUMNS, FENCE, HELD
 
     raw = sqlite3.connect(connections["sqlite"].settings_dict["NAME"], isolation_level=None)
     raw.execute("PRAGMA synchronous=NORMAL")
@@ -179,8 +179,8 @@ def _cursor(postgres: Postgres) -> Any:
 
 
 def _row(name: str, alias: str) -> dict[str, Any]:
-    from django_fencedlock.fences import Entry
-    from django_fencedlock.owners import new_owner
+    from django_fencedlock.core.identity import new_owner
+    from django_fencedlock.storage.vendors import Entry
 
     if not _rows:
         entry = Entry(name="", alias="", backend="raw", owner=new_owner(), ttl=30)

@@ -4,13 +4,13 @@ from .exceptions import (
     FencedLockError,
     LeaseLost,
     LockNotAcquired,
-    NoLease,
+    LockRequired,
     StaleFence,
     VersionConflict,
 )
 from .lease import Lease, current_lease
 from .locks import alock, lock
-from .releasing import force_release
+from .ops.force_release import force_release
 
 __version__ = "0.1.0"
 
@@ -19,7 +19,7 @@ __all__ = [
     "Lease",
     "LeaseLost",
     "LockNotAcquired",
-    "NoLease",
+    "LockRequired",
     "StaleFence",
     "VersionConflict",
     "alock",

@@ -13,8 +13,8 @@ class FencedLockConfig(AppConfig):
     def ready(self) -> None:
         # Registers the system checks.
         from . import checks  # noqa: F401
-        from .history import history
-        from .services import drop_leases_of_test
+        from .core.manager import drop_leases_of_test
+        from .storage.history import history
 
         history.connect()
         # What a test runner sends after it emptied a database.

@@ -10,8 +10,9 @@ from typing import Any
 from django.apps import AppConfig, apps
 from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
 
-from . import conf, model_checks, query_caches, table_checks
-from .services import service
+from . import conf, query_caches
+from .core.manager import service
+from .models import checks
 
 
 @register(Tags.compatibility)
@@ -35,13 +36,13 @@ def check_models(
     """Look at the fenced models as they are written."""
     configs = apps.get_app_configs() if app_configs is None else app_configs
     models = [model for config in configs for model in config.get_models()]
-    return _messages(model_checks.problems(models))
+    return _messages(checks.model_problems(models))
 
 
 @register(Tags.database)
 def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
     """Look at the fenced models' tables; run by ``check --database ALIAS``."""
-    return _messages(table_checks.problems(databases or ()))
+    return _messages(checks.table_problems(databases or ()))
 
 
 @register(Tags.compatibility)
@@ -52,7 +53,7 @@ def check_tasks(**kwargs: Any) -> list[CheckMessage]:
 
 def problems() -> list[conf.Problem]:
     """Find all that `check` reports of settings, models and tasks; asks no server."""
-    models = model_checks.problems(apps.get_models())
+    models = checks.model_problems(apps.get_models())
     return [*conf.problems(), *query_caches.problems(), *models, *_task_problems()]
 
 

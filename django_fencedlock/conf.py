@@ -18,7 +18,7 @@ from django.db import connections
 from django.utils.module_loading import import_string
 
 from .exceptions import SettingsError
-from .texts import without_secrets
+from .storage.text import without_secrets
 
 DEFAULT_ALIAS = "default"
 DEFAULTS: Mapping[str, Any] = {
@@ -33,8 +33,13 @@ DEFAULTS: Mapping[str, Any] = {
 #: Seconds within which a lock service answers one request, unless OPTIONS says another "TIMEOUT".
 TIMEOUT = 5.0
 HISTORY, MOST_HISTORY = 20, 1000
-UNLEASED = ("reject", "warn", "allow")
-SETTINGS = ("FENCEDLOCK", "FENCEDLOCK_ABORT_SIGNAL", "FENCEDLOCK_HISTORY", "FENCEDLOCK_UNLEASED")
+WITHOUT_LOCK = ("reject", "warn", "allow")
+SETTINGS = (
+    "FENCEDLOCK",
+    "FENCEDLOCK_ABORT_SIGNAL",
+    "FENCEDLOCK_HISTORY",
+    "FENCEDLOCK_WITHOUT_LOCK",
+)
 VENDORS = ("postgresql", "sqlite", "mysql")
 
 
@@ -93,24 +98,24 @@ def seconds(value: object, what: str, *, zero: bool = False, endless: bool = Fal
     return float(value)
 
 
-def unleased() -> str:
+def without_lock() -> str:
     """What is done with a write to a fenced model outside of a lease."""
     # Anything else would let such a write pass: whoever asks compares with one of the three.
-    for problem in _unleased_problems():
+    for problem in _without_lock_problems():
         raise SettingsError(str(problem))
-    return cast(str, _unleased())
+    return cast(str, _without_lock())
 
 
-def _unleased() -> Any:
-    return getattr(settings, "FENCEDLOCK_UNLEASED", "reject")
+def _without_lock() -> Any:
+    return getattr(settings, "FENCEDLOCK_WITHOUT_LOCK", "reject")
 
 
-def _unleased_problems() -> Iterator[Problem]:
-    if _unleased() not in UNLEASED:
+def _without_lock_problems() -> Iterator[Problem]:
+    if _without_lock() not in WITHOUT_LOCK:
         yield Problem(
             "E012",
-            f"FENCEDLOCK_UNLEASED is {_unleased()!r}.",
-            f"Set it to one of {', '.join(map(repr, UNLEASED))}.",
+            f"FENCEDLOCK_WITHOUT_LOCK is {_without_lock()!r}.",
+            f"Set it to one of {', '.join(map(repr, WITHOUT_LOCK))}.",
         )
 
 
@@ -172,7 +177,7 @@ def problems() -> Iterator[Problem]:
         for alias, given in _settings().items():
             yield from alias_problems(alias, given)
     yield from _stray_problems()
-    yield from _unleased_problems()
+    yield from _without_lock_problems()
     yield from _abort_signal_problems()
     if not _is_count(_history()):
         yield Problem(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from django.core.exceptions import ImproperlyConfigured
 
 if TYPE_CHECKING:
-    from .owners import Holder
+    from .core.identity import Holder
 
 
 class FencedLockError(Exception):
@@ -70,7 +70,7 @@ class ReleaseBlocked(FencedLockError):
     blocker: str | None
 
 
-class TransactionInTheWay(FencedLockError):
+class InsideTransaction(FencedLockError):
     """The caller's own open transaction makes this grant useless or impossible."""
 
     fields = ("name", "alias")
@@ -88,7 +88,7 @@ class LeaseLost(FencedLockError):
     holder: Holder | None
 
 
-class NoLease(FencedLockError):
+class LockRequired(FencedLockError):
     """A fenced write was tried with no lease of the row's lock name."""
 
     fields = ("name", "held")

@@ -16,10 +16,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from . import logs
+from .core.runtime import clock
 from .exceptions import LeaseLost, Unfenced
 
 if TYPE_CHECKING:
-    from .owners import LocalHolder, Owner
+    from .core.identity import LocalHolder, Owner
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +28,9 @@ T = TypeVar("T")
 Duration = float | int | timedelta
 
 
-def _boot_time() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 #: Seconds after which the end of a call in a thread was noticed: the thread drops the call when it
 #: has handed over the result.
 NOTICED = 1.0
-
-#: Seconds on a clock that no one sets. Where there is one, it counts a suspended machine's sleep,
-#: which ``time.monotonic()`` leaves out on Linux: a lease goes on ageing while its holder sleeps.
-clock: Callable[[], float] = _boot_time if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
 
 
 class Control(Protocol):
@@ -410,7 +403,7 @@ def current_lease(name: str | None = None) -> Lease | None:
     Find the innermost lease of the running context, or the innermost of lock `name`.
 
     A context that was copied (a child task, ``sync_to_async``) sees its parent's leases.
-    A lost lease is found too: a write under it has to be refused, not taken for an unleased one.
+    A lost lease is found too: a write under it has to be rejected.
     """
     for found in reversed(_leases.get()):
         lease = found()

@@ -16,13 +16,15 @@ from typing import Any, Never, TypeVar, cast
 
 from django.core.exceptions import SynchronousOnlyOperation
 
-from . import aio, conf, logs, names, threads
+from . import conf, logs
 from .backends.base import Cancel, Request
+from .core import aio, names, runtime
+from .core.acquiring import FIRST_PAUSE, LONGEST_PAUSE
+from .core.identity import Holder, new_owner, whoami
+from .core.manager import Service, give_back_left_over, service
+from .core.runtime import clock
 from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
-from .lease import Duration, Lease, clock, enter, leave
-from .owners import Holder, new_owner, whoami
-from .services import Service, give_back_left_over, service
-from .taking import FIRST_PAUSE, LONGEST_PAUSE
+from .lease import Duration, Lease, enter, leave
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +115,7 @@ class _Terms:
 
     def _throw_away(self, lease: Lease) -> None:
         """Give a lease back in a thread of its own: what collects garbage may be in anything."""
-        threads.start(functools.partial(_give_back, self._service, lease))
+        runtime.start(functools.partial(_give_back, self._service, lease))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__.lower()}({self.name!r}, backend={self.backend!r})"

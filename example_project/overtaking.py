@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from django_fencedlock import current_lease
-from django_fencedlock.test import lose
+from django_fencedlock.test import lose_lease
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def overtaken(where: Any, function: str, name: str, meanwhile: Callable[[], Any]
         found = read(*args, **kwargs)
         calls.append(args)
         if len(calls) == 1:
-            lose(current_lease(name))
+            lose_lease(current_lease(name))
             meanwhile()
         return found
 

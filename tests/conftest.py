@@ -10,10 +10,11 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock import notifier, sessions
+from django_fencedlock.core import runtime
+from django_fencedlock.core.manager import drop_leases_of_test
 from django_fencedlock.lease import current_lease, leave
-from django_fencedlock.scribe import Scribe, scribe
-from django_fencedlock.services import drop_leases_of_test
+from django_fencedlock.storage import connections as sessions
+from django_fencedlock.storage.background_writer import Scribe, scribe
 from tests.browser import Browser
 from tests.servers import (
     Clock,
@@ -92,7 +93,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     skipped = terminalreporter.stats.get("skipped", ())
     reasons = Counter(report.longrepr[2] for report in skipped)
-    # There is none under -p no:cacheprovider, as mutants are tried.
+    # None under -p no:cacheprovider.
     if cache := getattr(terminalreporter.config, "cache", None):
         missing = [each.nodeid for each in skipped if _NOT_FOUND in each.longrepr[2]]
         cache.set(SKIPPED, missing)
@@ -108,7 +109,7 @@ def no_leases_left_behind() -> Iterator[None]:
     """
     yield
     # A receiver of the next test would get what is reported late.
-    notifier.worker.finish(10)
+    runtime.worker.finish(10)
     drop_leases_of_test()
     # The context of the tests that follow is this one.
     while lease := current_lease():

@@ -9,7 +9,7 @@ Runs Django's own tests, their models based on `FencedModel`, and shows what tha
 It tests with the Django that is installed; the tests themselves aren't in Django's wheel, and are
 taken from its sdist (``pip download``). Each app runs in two processes: as it is, which tells what
 fails on this machine anyhow, and with every ``class X(models.Model)`` of its models made a
-``class X(FencedModel)``, with ``FENCEDLOCK_UNLEASED = "allow"`` and no lease. Failures of the
+``class X(FencedModel)``, with ``FENCEDLOCK_WITHOUT_LOCK = "allow"`` and no lease. Failures of the
 second alone are new. Those that any column more would cause are listed in `EXPECTED`, each with
 the reason; one that isn't makes the exit status 1.
 
@@ -348,7 +348,7 @@ def _write_settings(directory: Path, database: str) -> str:
         "PASSWORD_HASHERS = ['django.contrib.auth.hashers.MD5PasswordHasher']\n"
         "DEFAULT_AUTO_FIELD = 'django.db.models.AutoField'\n"
         "USE_TZ = False\n"
-        "FENCEDLOCK_UNLEASED = 'allow'\n"
+        "FENCEDLOCK_WITHOUT_LOCK = 'allow'\n"
     )
     return "django_suite_settings"
 

@@ -14,12 +14,13 @@ import time
 from collections import Counter
 from unittest import mock
 
-from django_fencedlock import threads
 from django_fencedlock.celery import aborting, strikes
 from django_fencedlock.celery.strikes import Abort
+from django_fencedlock.core import runtime
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import LeaseLost
-from django_fencedlock.lease import Lease, clock
-from django_fencedlock.owners import new_owner
+from django_fencedlock.lease import Lease
 
 
 def a_lease(name="x"):
@@ -116,7 +117,7 @@ def late_strikes():
     """
 
     def wait():
-        threads.original("time", "sleep")(random.uniform(0, 0.0002))
+        runtime.original("time", "sleep")(random.uniform(0, 0.0002))
 
     def strike_by_signal(cell):
         wait()
@@ -151,23 +152,23 @@ class Strikers:
     """A thread of the system that loses leases when their time has come."""
 
     def __init__(self):
-        self.queue = threads.SimpleQueue()
+        self.queue = runtime.SimpleQueue()
         self.runs = False
 
     def put(self, task):
         if not self.runs:
             self.runs = True
-            threads.start(self._run)
+            runtime.start(self._run)
         self.queue.put(task)
 
     def _run(self):
-        sleep = threads.original("time", "sleep")
+        sleep = runtime.original("time", "sleep")
         waiting = []
         while True:
             try:
                 waiting.append(self.queue.get(timeout=0.00005 if waiting else None))
                 continue
-            except threads.Empty:
+            except runtime.Empty:
                 pass
             now = time.perf_counter()
             for task in [each for each in waiting if each[0] <= now]:

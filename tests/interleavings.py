@@ -27,8 +27,8 @@ from django_fencedlock.celery.parcels import NUMBER, SERVE, unpack
 from django_fencedlock.celery.redelivery import Redelivery
 from django_fencedlock.celery.rescue import Rescue
 from django_fencedlock.celery.tasks import single_of
-from django_fencedlock.fences.deliveries import Message
 from django_fencedlock.models import Duty, HeldLock
+from django_fencedlock.storage.deliveries import Message
 
 NAME = "rebuild"
 

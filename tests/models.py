@@ -184,14 +184,14 @@ class Stock(FencedModel):
 
 
 class Relaxed(FencedModel):
-    fencing = Fencing(unleased="allow")
+    fencing = Fencing(without_lock="allow")
 
     code = models.CharField(max_length=20, null=True, unique=True)  # noqa: DJ001
     amount = models.IntegerField(default=0)
 
 
 class Warned(FencedModel):
-    fencing = Fencing(unleased="warn")
+    fencing = Fencing(without_lock="warn")
 
     amount = models.IntegerField(default=0)
 

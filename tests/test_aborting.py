@@ -20,10 +20,10 @@ from django.test import TestCase
 from django_fencedlock import LeaseLost, conf, lock, signals
 from django_fencedlock.backends.base import Request
 from django_fencedlock.celery import aborting, strikes
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import SettingsError
-from django_fencedlock.owners import new_owner
-from django_fencedlock.services import service
-from django_fencedlock.test import lose
+from django_fencedlock.test import lose_lease
 from django_fencedlock.test.contract.base import connected
 from tests import hammer
 from tests.hammer import Hammer, Sweep, a_lease, busy_switching, enter, late_strikes
@@ -73,12 +73,12 @@ def in_thread(function):
 def lost_soon(lease, after=0.05, begun=None):
     """Lose `lease` from another thread, after its body has `begun` if that is to be told."""
 
-    def lose():
+    def lose_lease():
         if begun is not None:
             begun.wait(LONG)
         lease.mark_lost("taken away")
 
-    timer = threading.Timer(after, lose)
+    timer = threading.Timer(after, lose_lease)
     timer.start()
     try:
         yield
@@ -394,7 +394,7 @@ def test_a_body_learns_of_a_loss_that_it_noticed_itself(place):
     def work():
         with lock("x", ttl=60) as lease, pytest.raises(LeaseLost, match="no longer knows"):
             mine.append(lease)
-            aborting.run(lease, lambda: (lose(lease), loop()))
+            aborting.run(lease, lambda: (lose_lease(lease), loop()))
 
     def receive(lease, **facts):
         told.append(lease)
@@ -678,7 +678,7 @@ class TestInATestCaseOnPostgres(TestCase):
         """What it does when it is struck, a moment later, is a statement of its test."""
 
         def lose_and_go_on(lease):
-            lose(lease)
+            lose_lease(lease)
             while True:
                 query("SELECT pg_sleep(0.05)")
 

@@ -18,10 +18,10 @@ from django.utils import timezone
 from django_fencedlock import lock
 from django_fencedlock.admin import HeldLockAdmin
 from django_fencedlock.backends.base import Request
+from django_fencedlock.core.identity import LocalHolder, new_owner, running_task
+from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, HeldLock, LockEvent
-from django_fencedlock.owners import LocalHolder, new_owner, running_task
-from django_fencedlock.services import service
-from django_fencedlock.test import lose
+from django_fencedlock.test import lose_lease
 from tests.servers import Redis
 from tests.servers.process import wait_until
 
@@ -396,7 +396,7 @@ def test_hostile_names_are_text(page: Callable[..., str]) -> None:
 def test_a_lost_lease(page: Callable[..., str]) -> None:
     lease = lock("invoice:42").acquire()
     assert lease is not None
-    lose(lease)
+    lose_lease(lease)
     assert states(page()) == {}
 
 

@@ -15,8 +15,8 @@ from django.utils import timezone
 
 from django_fencedlock import LeaseLost, lock
 from django_fencedlock.admin import databases
+from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, LockEvent
-from django_fencedlock.services import service
 from tests.servers import shared
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])

@@ -18,9 +18,9 @@ from django.utils import translation
 
 from django_fencedlock import LeaseLost, lock
 from django_fencedlock.admin import releasing
+from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.releasing import force_release
-from django_fencedlock.services import service
+from django_fencedlock.ops.force_release import force_release
 from tests.servers import shared
 
 pytestmark = pytest.mark.django_db(transaction=True)

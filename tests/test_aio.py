@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from django_fencedlock import alock
-from django_fencedlock.aio import WAITERS
+from django_fencedlock.core.aio import WAITERS
 from tests.test_registry import BACKENDS
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])

@@ -116,7 +116,7 @@ class TestUnfenced:
             models.QuerySet(Invoice, using=alias)._raw_delete(alias)
 
     def test_what_is_merely_allowed(self, alias, invoice, settings):
-        settings.FENCEDLOCK_UNLEASED = "allow"
+        settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
         with caught("4 writes", "tests_invoice, without a lease", "DELETE FROM"):
             invoice.save()
             Invoice.objects.using(alias).update(amount=1)
@@ -137,7 +137,7 @@ class TestUnfenced:
             execute(alias, sql.SQL("DELETE FROM {}").format(sql.Identifier("tests_invoice")))
 
     def test_an_upsert_that_is_merely_allowed(self, alias, invoice, settings):
-        settings.FENCEDLOCK_UNLEASED = "allow"
+        settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
         conflicts = {"update_conflicts": True, "update_fields": ["amount"]}
         if connections[alias].vendor != "mysql":
             conflicts["unique_fields"] = ["id"]

@@ -6,7 +6,7 @@ import pytest
 from django.db import connections, models
 from django.test.utils import isolate_apps
 
-from django_fencedlock.exceptions import NoLease, StaleFence, VersionConflict
+from django_fencedlock.exceptions import LockRequired, StaleFence, VersionConflict
 from django_fencedlock.models import FencedModel
 from tests.models import (
     BetweenTheTwo,
@@ -85,7 +85,7 @@ def test_a_delete_that_ends_in_djangos_removes_the_row(database):
 def test_such_a_delete_needs_the_newest_lease(database, hard):
     for model in FENCED:
         row = model.objects.create()
-        with refused(NoLease, model):
+        with refused(LockRequired, model):
             row.delete(hard=hard)
         with row.fencing.lock() as lease:
             overtake(lease)
@@ -122,7 +122,7 @@ def test_such_a_delete_takes_the_lease_that_it_is_given(database):
         row = model.objects.create()
         lease = row.fencing.lock().acquire()
         _leave(lease)
-        with refused(NoLease, model):
+        with refused(LockRequired, model):
             row.delete(hard=True)
         row.delete(hard=True, lease=lease)
         lease.release()
@@ -132,7 +132,7 @@ def test_such_a_delete_takes_the_lease_that_it_is_given(database):
 @pytest.mark.parametrize("hard", [False, True])
 def test_the_row_of_a_child_is_guarded_as_well(database, hard):
     row = TrashChild.objects.create(size=1)
-    with refused(NoLease, TrashChild, FencedBeforeTrash):
+    with refused(LockRequired, TrashChild, FencedBeforeTrash):
         row.delete(hard=hard)
     with row.fencing.lock() as lease:
         overtake(lease)
@@ -147,7 +147,7 @@ def test_the_row_of_a_child_is_guarded_as_well(database, hard):
 def test_a_row_with_dependents_is_guarded_as_well(database):
     row = FencedBeforeTrash.objects.create()
     FolderOfTrash.objects.create(trash=row)
-    with refused(NoLease, FencedBeforeTrash, FolderOfTrash):
+    with refused(LockRequired, FencedBeforeTrash, FolderOfTrash):
         row.delete(hard=True)
     with row.fencing.lock():
         assert row.delete(hard=True)[0] == 2
@@ -155,7 +155,7 @@ def test_a_row_with_dependents_is_guarded_as_well(database):
 
 def test_rows_that_are_deleted_by_the_queryset_are_guarded_as_ever(database):
     row = FencedBeforeTrash.objects.create()
-    with refused(NoLease, FencedBeforeTrash):
+    with refused(LockRequired, FencedBeforeTrash):
         FencedBeforeTrash.objects.all().delete()
     with row.fencing.lock():
         FencedBeforeTrash.objects.all().delete()
@@ -221,7 +221,7 @@ def test_cascades_reach_rows_that_come_first_among_the_bases_or_last(database):
         assert model._base_manager.name == "_guarded_rows"
     folder = Folder.objects.create()
     row = FencedAfterTrash.objects.create(folder=folder)
-    with refused(NoLease, FencedAfterTrash, Folder):
+    with refused(LockRequired, FencedAfterTrash, Folder):
         folder.delete()
     with row.fencing.lock():
         folder.delete()

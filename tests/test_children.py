@@ -12,15 +12,16 @@ from dataclasses import replace
 import pytest
 from django.core.management import call_command
 
-from django_fencedlock import lock, sessions, threads
+from django_fencedlock import lock
 from django_fencedlock.backends.base import Request
 from django_fencedlock.celery import children, forks, worker
 from django_fencedlock.celery.children import VARIABLE, ChildWatch, LeftLocks
+from django_fencedlock.core import runtime
+from django_fencedlock.core.identity import Process, new_owner, this_process
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.fences.ledger import LOCK_WAIT
-from django_fencedlock.owners import new_owner
-from django_fencedlock.processes import Process, this_process
-from django_fencedlock.services import service
+from django_fencedlock.storage import connections
+from django_fencedlock.storage.dialect import LOCK_WAIT
 from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.skipif(not children.can_be_watched(), reason="this system has no pidfd")
@@ -314,11 +315,11 @@ class TestReleasing:
         assert lock("x").holder() is not None
 
     def test_no_connection_stays_open(self, monkeypatch, settings):
-        monkeypatch.setattr(sessions, "under_test", lambda: False)
+        monkeypatch.setattr(connections, "under_test", lambda: False)
         settings.FENCEDLOCK = {"default": {"OPTIONS": {"TIMEOUT": 1}}}
         self.hold("x")
         children.release_locks_of([this_process()], "default")
-        assert not any(each._idle for each in sessions._all.values())
+        assert not any(each._idle for each in connections._all.values())
 
     def test_a_project_without_tables_is_told_nothing(self, settings, make_alias, tmp_path, caplog):
         entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "empty.sqlite3")}
@@ -420,6 +421,6 @@ class TestRounds:
 
     def test_without_any_there_is_no_thread(self, monkeypatch):
         started = []
-        monkeypatch.setattr(threads, "start", started.append)
+        monkeypatch.setattr(runtime, "start", started.append)
         self.run()
         assert started == []

@@ -23,11 +23,11 @@ from django_fencedlock.celery.coalescing import MOST_TRIES, Coalescing
 from django_fencedlock.celery.messages import DELIVERY
 from django_fencedlock.celery.parcels import NUMBER, SERVE
 from django_fencedlock.celery.rescue import MOST_RESCUES, Rescue
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.fences.deliveries import SETTLED, Deliveries
-from django_fencedlock.fences.duties import Duties
 from django_fencedlock.models import Delivery, Duty, Fence
-from django_fencedlock.services import service
+from django_fencedlock.storage.deliveries import SETTLED, Deliveries
+from django_fencedlock.storage.pending_runs import Duties
 from tests.deliveries import QUEUE, Done, app, deliver, deliver_sent, sending
 from tests.interleavings import ORDER, Broken, Explorer
 
@@ -739,7 +739,7 @@ class TestRescue:
     def test_comes_again_soon_if_there_is_more_to_delete(self, monkeypatch, is_old):
         """However many messages there are each second."""
         monkeypatch.setattr(rescuing, "BATCH", 2)
-        monkeypatch.setattr("django_fencedlock.fences.deliveries.BATCH", 2)
+        monkeypatch.setattr("django_fencedlock.storage.deliveries.BATCH", 2)
         monkeypatch.setattr(rescuing, "BATCHES", 1)
         monkeypatch.setattr(rescuing, "MOST_DELIVERIES", 100 if is_old else 1)
         for value in range(8):

@@ -7,9 +7,9 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connections, models
 from django.test.utils import isolate_apps
 
-from django_fencedlock import lock, table_checks
-from django_fencedlock.exceptions import NoLease, StaleFence
-from django_fencedlock.models import FencedModel, Fencing
+from django_fencedlock import lock
+from django_fencedlock.exceptions import LockRequired, StaleFence
+from django_fencedlock.models import FencedModel, Fencing, checks
 from tests.test_write_paths import database, overtake, plainly, refused, rows_of, statements
 
 __all__ = ["database"]
@@ -73,7 +73,7 @@ def test_rows_of_one_lock_are_told_from_those_of_the_other(tables, order):
             lambda: code.objects.update(number=9),
             lambda: code.objects.filter(text="a").delete(),
         ):
-            with refused(NoLease, code, match="'code:A'"):
+            with refused(LockRequired, code, match="'code:A'"):
                 write()
         with statements(2):
             assert code.objects.filter(pk=small.pk).update(number=5) == 1
@@ -129,7 +129,7 @@ def test_a_row_is_not_written_under_the_lock_of_an_equal_key(tables):
             lambda: key.objects.filter(pk="a").delete(),
             lambda: key.objects.update_or_create(pk="a", defaults={"number": 9}),
         ):
-            with refused((StaleFence, NoLease), key):
+            with refused((StaleFence, LockRequired), key):
                 write()
     with key.fencing.lock(pk="A"):
         with statements(1):
@@ -151,8 +151,8 @@ def test_a_conflict_with_an_equal_key_does_not_tell_the_lock(tables, database):
 
 
 def test_the_check_tells_of_them(tables, database, monkeypatch):
-    monkeypatch.setattr(table_checks.apps, "get_models", lambda: tables)
-    found = {str(each) for each in table_checks.problems([database]) if each.id == "W026"}
+    monkeypatch.setattr(checks.apps, "get_models", lambda: tables)
+    found = {str(each) for each in checks.problems([database]) if each.id == "W026"}
     for column in ("tests_code", "tests_key"):
         assert any(
             re.search(rf"'text' of '{column}' .*{database!r} takes 'a' for 'A'", each)

@@ -18,13 +18,13 @@ from django.db import connections, transaction
 from django.db.models import F
 from django.utils import timezone
 
-from django_fencedlock import LeaseLost, checks, lock, resync
-from django_fencedlock.doctor import probe
+from django_fencedlock import LeaseLost, checks, lock
+from django_fencedlock.core.manager import service
 from django_fencedlock.findings import Level
 from django_fencedlock.management import releasing
 from django_fencedlock.models import Fence, HeldLock, LockEvent
-from django_fencedlock.registry import State
-from django_fencedlock.services import service
+from django_fencedlock.ops import probe, resync
+from django_fencedlock.ops.registry import State
 from tests.models import Invoice
 from tests.servers.process import wait_until
 from tests.test_docs import ROOT, _table

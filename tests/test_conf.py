@@ -90,12 +90,12 @@ def test_an_alias_in_order_works_beside_a_broken_one(settings):
     assert conf.config("default").ttl == 30
 
 
-def test_the_policy_for_unleased_writes_is_checked(settings):
-    settings.FENCEDLOCK_UNLEASED = "ignore"
+def test_the_policy_for_writes_without_lock_is_checked(settings):
+    settings.FENCEDLOCK_WITHOUT_LOCK = "ignore"
     assert "'reject', 'warn', 'allow'" in found()["E012"]
     # An unknown one, followed, would let every write pass.
-    with pytest.raises(SettingsError, match=r"UNLEASED is 'ignore'\. Set it to one of"):
-        conf.unleased()
+    with pytest.raises(SettingsError, match=r"WITHOUT_LOCK is 'ignore'\. Set it to one of"):
+        conf.without_lock()
 
 
 @pytest.mark.parametrize("name", ["FENCEDLOCKS", "FENCEDLOCK_UNLEASD", "FENCEDLOCK_TTL"])
@@ -103,7 +103,7 @@ def test_a_setting_that_nothing_reads_is_named(settings, name):
     assert found() == {}
     setattr(settings, name, "warn")
     assert f"the setting {name}." in found()["W003"]
-    assert "FENCEDLOCK_UNLEASED" in found()["W003"]
+    assert "FENCEDLOCK_WITHOUT_LOCK" in found()["W003"]
     # It is in nobody's way.
     assert conf.config().ttl == 30
 

@@ -10,8 +10,8 @@ import pytest
 from django.db import connections
 from django.test import override_settings
 
-from django_fencedlock import sessions
 from django_fencedlock.backends import postgres_waiting
+from django_fencedlock.storage import connections as sessions
 from django_fencedlock.test.contract import (
     DataLossContract,
     ExpiryContract,

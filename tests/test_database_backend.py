@@ -9,13 +9,14 @@ import pytest
 from django.db import connections, transaction
 from django.utils import timezone
 
-from django_fencedlock import LeaseLost, LockNotAcquired, lock, sessions
+from django_fencedlock import LeaseLost, LockNotAcquired, lock
 from django_fencedlock.backends import base
 from django_fencedlock.backends.base import Renewal, Request
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.owners import new_owner
-from django_fencedlock.services import service
+from django_fencedlock.storage import connections as sessions
 from django_fencedlock.test.holders import Processes
 
 DATABASES = ["default", "postgres", "mariadb"]

@@ -8,11 +8,12 @@ from datetime import timedelta
 import pytest
 from django.db import connections, transaction
 
-from django_fencedlock import conf, lock, sessions
+from django_fencedlock import conf, lock
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.fences.deliveries import SETTLED, Begun, Deliveries, Message
-from django_fencedlock.fences.ledger import BATCH, listed
 from django_fencedlock.models import Delivery
+from django_fencedlock.storage import connections as sessions
+from django_fencedlock.storage.deliveries import SETTLED, Begun, Deliveries, Message
+from django_fencedlock.storage.dialect import BATCH, listed
 
 DAY = 86400.0
 
@@ -154,7 +155,7 @@ class TestSweeping:
             deliveries.begin(replace(another(old), kept=DAY))
             return listed(*args)
 
-        monkeypatch.setattr("django_fencedlock.fences.deliveries.listed", after_it_came_again)
+        monkeypatch.setattr("django_fencedlock.storage.deliveries.listed", after_it_came_again)
         deliveries.sweep(1)
         assert rows.get().tries == 2
 

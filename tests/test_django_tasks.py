@@ -9,7 +9,7 @@ from django.db import transaction
 
 from django_fencedlock import LockNotAcquired, current_lease, lock
 from django_fencedlock.models import Fence
-from django_fencedlock.test import assert_locked, assert_not_locked, hold_lock, lose
+from django_fencedlock.test import assert_locked, assert_not_locked, hold_lock, lose_lease
 
 tasks = pytest.importorskip("django.tasks", reason="Django 6 brings django.tasks")
 PAGE = Path(__file__).resolve().parent.parent / "docs/django_tasks.md"
@@ -42,7 +42,7 @@ def with_context(context, pk):
 @tasks.task
 @lock("report:{pk}")
 def loses(pk):
-    lose(current_lease())
+    lose_lease(current_lease())
 
 
 @tasks.task

@@ -403,7 +403,7 @@ def test_every_error_is_in_the_table() -> None:
     }
     del errors["FencedLockError"]
     assert set(told) == set(errors)
-    for name in set(told) - {"NoLease", "VersionConflict"}:
+    for name in set(told) - {"LockRequired", "VersionConflict"}:
         assert told[name] == ", ".join(errors[name].fields), name
 
 

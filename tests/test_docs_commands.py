@@ -105,8 +105,8 @@ def test_the_sql_of_a_service_of_ones_own_refuses_older_tokens() -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_warning_of_an_unleased_write_is_as_it_is_shown(settings, caplog) -> None:
-    settings.FENCEDLOCK_UNLEASED = "warn"
+def test_the_warning_of_an_write_without_lock_is_as_it_is_shown(settings, caplog) -> None:
+    settings.FENCEDLOCK_WITHOUT_LOCK = "warn"
     invoice = Invoice.objects.create()
     invoice.save()
     (shown,) = [b.text.strip() for b in _blocks(ROOT / "docs/adopting.md") if b.language == "text"]

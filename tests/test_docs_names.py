@@ -18,9 +18,9 @@ TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 #: Where, what is told, with a group for the number; and the constant that it is.
 NUMBERS = [
     ("admin", r"newest (\d+) of a lock are kept", "conf.HISTORY"),
-    ("admin", r"the newest ([\d,]+) in all", "fences.events.MOST"),
-    ("admin", r"give or take (\d+)", "fences.events.SLACK"),
-    ("admin", r"(\d+) rows at most", "fences.events.BATCH"),
+    ("admin", r"the newest ([\d,]+) in all", "storage.history.MOST"),
+    ("admin", r"give or take (\d+)", "storage.history.SLACK"),
+    ("admin", r"(\d+) rows at most", "storage.history.BATCH"),
     ("admin", r"state asks about (\d+) locks", "admin.listing.LOOKED_AT"),
     ("admin", r"At most (\d+) locks at once", "admin.releasing.MOST"),
     ("admin", r"tried within (\d+) seconds", "admin.releasing.LIMIT"),
@@ -29,19 +29,19 @@ NUMBERS = [
     ("backends", r"begins anew each (\d+) s", "backends.postgres_waiting.SLICE"),
     ("backends", r"option `TIMEOUT` \((\d+) s\); after", "conf.TIMEOUT"),
     ("choosing", r"more than (\d+) locks held", "backends.postgres_taking.MAX_LOCKS"),
-    ("commands", r"asked for ([\d,]+) locks at a time", "registry.BATCH"),
-    ("commands", r"has (\d+) s \(`--timeout`\)", "doctor.LIMIT"),
-    ("commands", r"it runs out after (\d+) s", "doctor.probe.TTL"),
-    ("glossary", r"Up to (\d+) characters", "names.MAX_LENGTH"),
+    ("commands", r"asked for ([\d,]+) locks at a time", "ops.registry.BATCH"),
+    ("commands", r"has (\d+) s \(`--timeout`\)", "ops.doctor.LIMIT"),
+    ("commands", r"it runs out after (\d+) s", "ops.probe.TTL"),
+    ("glossary", r"Up to (\d+) characters", "core.names.MAX_LENGTH"),
     ("metrics", r"tells (\d+) patterns apart", "contrib.patterns.MOST"),
     ("pgbouncer", r"`MAX_WAITERS` \((\d+)\)", "backends.postgres_taking.MAX_WAITERS"),
-    ("production", r"doctor --timeout (\d+)", "doctor.LIMIT"),
-    ("restore", r"batches of (\d+) by", "resync.BATCH"),
-    ("restore", r"waited for, for (\d+) s", "fences.lifting.PATIENCE"),
+    ("production", r"doctor --timeout (\d+)", "ops.doctor.LIMIT"),
+    ("restore", r"batches of (\d+) by", "ops.resync.BATCH"),
+    ("restore", r"waited for, for (\d+) s", "storage.fences.RESYNC_PATIENCE"),
     ("settings", r"of a lock: (\d+) unless", "conf.HISTORY"),
     ("settings", r"another number, up to (\d+)", "conf.MOST_HISTORY"),
-    ("transactions", r"keeps up to (\w+) idle ones", "sessions.KEPT"),
-    ("transactions", r"uses up to (\w+) at once", "sessions.MOST"),
+    ("transactions", r"keeps up to (\w+) idle ones", "storage.connections.KEPT"),
+    ("transactions", r"uses up to (\w+) at once", "storage.connections.MOST"),
 ]
 WORDS = {"two": 2, "ten": 10}
 
@@ -57,7 +57,12 @@ def test_numbers_are_those_of_the_code(page: str, told: str, constant: str) -> N
 
 #: Django's own, which some page names.
 OF_DJANGO = {"E005", "E032"}
-SETTINGS = {"FENCEDLOCK", "FENCEDLOCK_UNLEASED", "FENCEDLOCK_HISTORY", "FENCEDLOCK_ABORT_SIGNAL"}
+SETTINGS = {
+    "FENCEDLOCK",
+    "FENCEDLOCK_WITHOUT_LOCK",
+    "FENCEDLOCK_HISTORY",
+    "FENCEDLOCK_ABORT_SIGNAL",
+}
 
 
 def test_checks_that_are_named_exist() -> None:
@@ -72,7 +77,7 @@ def test_settings_that_are_named_exist() -> None:
 
 
 def test_values_of_arguments_that_are_named_exist() -> None:
-    known = {**_CHOICES, "unleased": conf.UNLEASED, "mode": MODES}
+    known = {**_CHOICES, "without_lock": conf.WITHOUT_LOCK, "mode": MODES}
     for argument, allowed in known.items():
         named = _named(rf'\b{argument}="(\w+)"', set(allowed))
         assert named == {}, argument

@@ -9,14 +9,16 @@ from django.apps import apps
 from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock import checks, conf, doctor, findings, table_checks
+from django_fencedlock import checks, conf, findings
 from django_fencedlock.backends.base import Grant
 from django_fencedlock.backends.database import DatabaseBackend
-from django_fencedlock.doctor import databases, probe
 from django_fencedlock.findings import Level
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.models.tables import Delivery, Duty, ForcedRelease, LockEvent
-from django_fencedlock.portraits import portrait
+from django_fencedlock.models import checks as table_checks
+from django_fencedlock.ops import doctor, probe
+from django_fencedlock.ops import doctor as databases
+from django_fencedlock.ops.registry import portrait
+from django_fencedlock.storage.tables import Delivery, Duty, ForcedRelease, LockEvent
 from django_fencedlock.test import hold_lock
 from tests.models import Invoice
 from tests.servers.process import wait_until
@@ -81,12 +83,12 @@ def test_what_works_is_told_and_nothing_is_left_behind(
             assert "fsync" in line or "innodb_flush_log_at_trx_commit" in line or "W026" in line
     assert list(HeldLock.objects.using(database)) == []
     assert [fence.name for fence in Fence.objects.using(database)] == [
-        "django_fencedlock.doctor:default"
+        "django_fencedlock.ops.doctor:default"
     ]
     keys = redis_server.execute("KEYS", "*")
     assert [key for key in keys if not key.endswith(":seq")] == []
     wait_until(lambda: sessions_of_locks(postgres) <= sessions, "the doctor's sessions to end")
-    assert not portrait("django_fencedlock.doctor:default").is_held
+    assert not portrait("django_fencedlock.ops.doctor:default").is_held
 
 
 @pytest.mark.parametrize("backend", [DATABASE, POSTGRES])
@@ -167,7 +169,7 @@ class TestServices:
     def test_another_doctor(self, settings, monkeypatch):
         monkeypatch.setattr(probe, "ANOTHER_DOCTOR", 0.3)
         settings.FENCEDLOCK = {"default": {}}
-        with hold_lock("django_fencedlock.doctor:default"):
+        with hold_lock("django_fencedlock.ops.doctor:default"):
             reports = examine(settings)
             assert "is held by" in told(reports, Level.WARNING)
             assert worst(reports) is Level.WARNING
@@ -221,7 +223,7 @@ class TestRedis:
             return redis.RedisCluster(host=server.host, port=server.port)
 
         monkeypatch.setattr(doctor, "cluster_of_test", cluster, raising=False)
-        factory = {"CLIENT_FACTORY": "django_fencedlock.doctor.cluster_of_test"}
+        factory = {"CLIENT_FACTORY": "django_fencedlock.ops.doctor.cluster_of_test"}
         reports = examine(settings, BACKEND=REDIS, OPTIONS=factory)
         assert worst(reports) == Level.NOTE, told(reports)
         assert f"node {server.host}:{server.port}: its clock" in told(reports)

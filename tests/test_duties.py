@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from django_fencedlock import conf, lock
-from django_fencedlock.fences.deliveries import Deliveries, Message
-from django_fencedlock.fences.duties import Duties, Former, Numbers, Parcel, Place, Turn
-from django_fencedlock.fences.ledger import BATCH
 from django_fencedlock.models import Delivery, Duty
+from django_fencedlock.storage.deliveries import Deliveries, Message
+from django_fencedlock.storage.dialect import BATCH
+from django_fencedlock.storage.pending_runs import Duties, Former, Numbers, Parcel, Place, Turn
 from tests.test_deliveries import at_once, plans_kept
 
 GRACE = 30.0
@@ -381,7 +381,7 @@ class TestLookingAfter:
 class TestForgetting:
     @pytest.fixture(autouse=True)
     def kept_no_time(self, monkeypatch):
-        monkeypatch.setattr("django_fencedlock.fences.duties.KEPT", -1.0)
+        monkeypatch.setattr("django_fencedlock.storage.pending_runs.KEPT", -1.0)
 
     def test_what_has_no_duty_is_deleted(self, duties, rows):
         me = owner()

@@ -17,7 +17,7 @@ from django_fencedlock import test as aids
 from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.test import assert_not_locked, eager_tasks, hold_lock, locks_off
+from django_fencedlock.test import assert_not_locked, disable_locking, eager_tasks, hold_lock
 
 pytest_plugins = ["django_fencedlock.test.fixtures"]
 
@@ -80,7 +80,7 @@ class TestPolicies:
             result.get()
 
     def test_wait_is_refused_at_once(self, task, hold_lock):
-        charge = task(on_conflict="wait", wait_timeout=100)
+        charge = task(on_conflict="wait", blocking_timeout=100)
         hold_lock("invoice:42")
         with pytest.raises(LockNotAcquired):
             charge.delay(42).get()
@@ -212,15 +212,15 @@ class TestTheAid:
 
 
 class TestLocksOff:
-    def test_nothing_is_asked(self, task, locks_off):
+    def test_nothing_is_asked(self, task, disable_locking):
         charge = task()
         assert [charge.delay(42).get() for _ in range(2)] == [1, 2]
 
-    def test_who_holds_a_lock_is_in_nobodys_way(self, task, locks_off, hold_lock):
+    def test_who_holds_a_lock_is_in_nobodys_way(self, task, disable_locking, hold_lock):
         hold_lock("invoice:42")
         assert task().delay(42).get() == 2
 
-    def test_nor_is_the_task_that_called(self, task, locks_off, celery_app):
+    def test_nor_is_the_task_that_called(self, task, disable_locking, celery_app):
         charge = task()
 
         @celery_app.task(shared=False)
@@ -234,12 +234,12 @@ class TestLocksOff:
 
     @pytest.mark.parametrize("on_conflict", ["skip", "retry", "wait", "raise", "coalesce"])
     @pytest.mark.parametrize("redelivery", ["defer", "run"])
-    def test_under_every_policy(self, task, locks_off, on_conflict, redelivery):
+    def test_under_every_policy(self, task, disable_locking, on_conflict, redelivery):
         charge = task(on_conflict=on_conflict, redelivery=redelivery)
         assert [charge.delay(42).get() for _ in range(2)] == [1, 2]
 
     @pytest.mark.parametrize("error", [ZeroDivisionError, Ignore])
-    def test_after_an_error(self, locks_off, celery_app, eager_tasks, error):
+    def test_after_an_error(self, disable_locking, celery_app, eager_tasks, error):
         @celery_app.task(shared=False)
         @single_instance
         def fails():
@@ -251,7 +251,7 @@ class TestLocksOff:
     @pytest.mark.django_db
     def test_they_are_on_again_afterwards(self, task):
         charge = task()
-        with locks_off(), hold_lock("invoice:42"):
+        with disable_locking(), hold_lock("invoice:42"):
             assert charge.delay(42).get() == 2
         with hold_lock("invoice:42"):
             assert charge.delay(42).get()["reason"] == "held"

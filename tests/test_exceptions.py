@@ -7,8 +7,8 @@ import pytest
 from django.db import DatabaseError
 
 from django_fencedlock import exceptions
+from django_fencedlock.core.identity import Holder
 from django_fencedlock.exceptions import FencedLockError, LockNotAcquired
-from django_fencedlock.owners import Holder
 
 ERRORS = [
     each

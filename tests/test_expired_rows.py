@@ -5,9 +5,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from django_fencedlock import conf, lock
-from django_fencedlock.fences.expired import KEPT, ExpiredRows
-from django_fencedlock.fences.ledger import BATCH
 from django_fencedlock.models import HeldLock
+from django_fencedlock.storage.dialect import BATCH
+from django_fencedlock.storage.expired import KEPT, ExpiredRows
 from django_fencedlock.test.holders import another_thread
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])

@@ -22,7 +22,7 @@ from django.forms.models import model_to_dict, modelform_factory
 from django.test.utils import CaptureQueriesContext, isolate_apps
 
 from django_fencedlock import alock
-from django_fencedlock.exceptions import NoLease
+from django_fencedlock.exceptions import LockRequired
 from django_fencedlock.models import FencedManager, FencedModel, Fencing, VersionedModel
 from django_fencedlock.models.fields import RefusedRow, constraint_name
 from tests.models import (
@@ -227,7 +227,7 @@ def test_the_terms_are_those_of_a_lock(settings):
         (lambda: Invoice().fencing.lock(), ValueError, "This Invoice has no lock yet"),
         (lambda: Invoice(pk=1).fencing.lock(pk=1), TypeError, "of a row names itself; take pk"),
         (lambda: Fencing(mode="lax"), ImproperlyConfigured, "'serialised', 'high_water'"),
-        (lambda: Fencing(unleased="no"), ImproperlyConfigured, "'reject', 'warn', 'allow'"),
+        (lambda: Fencing(without_lock="no"), ImproperlyConfigured, "'reject', 'warn', 'allow'"),
         (
             lambda: Fencing("x:{nothing}").__get__(None, Invoice).lock(pk=1),
             ImproperlyConfigured,
@@ -246,7 +246,7 @@ def test_a_name_that_cannot_be_made(settings):
     spec = Fencing("x:{code}")
     with pytest.raises(ValueError, match="200 are allowed"):
         spec.__get__(Relaxed(code="y" * 300), Relaxed).lock()
-    settings.FENCEDLOCK_UNLEASED = "allow"
+    settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
     row = Invoice(pk=b"no")
     with pytest.raises((TypeError, ValueError), match="expected a number"):
         row.save()
@@ -255,7 +255,7 @@ def test_a_name_that_cannot_be_made(settings):
 @pytest.mark.django_db
 def test_a_message_says_what_to_do():
     invoice = Invoice.objects.create()
-    with pytest.raises(NoLease) as caught:
+    with pytest.raises(LockRequired) as caught:
         invoice.save()
     assert str(caught.value) == (
         f"Saving tests.Invoice needs the lease of lock 'tests.invoice:{invoice.pk}'; none is held "
@@ -263,7 +263,7 @@ def test_a_message_says_what_to_do():
     )
     assert caught.value.name == f"tests.invoice:{invoice.pk}"
     assert caught.value.held == ()
-    with pytest.raises(NoLease, match=r"Take it: with row\.fencing\.lock\(\):"):
+    with pytest.raises(LockRequired, match=r"Take it: with row\.fencing\.lock\(\):"):
         Called.objects.create()
 
 
@@ -325,7 +325,7 @@ def test_saving_leaves_nothing_behind_in_the_object():
     before = set(contract.__dict__)
     with contract.fencing.lock():
         contract.save()
-    with pytest.raises(NoLease), transaction.atomic():
+    with pytest.raises(LockRequired), transaction.atomic():
         contract.save()
     assert set(contract.__dict__) == before
     truck = Truck.objects.create()

@@ -11,15 +11,15 @@ from django.db import connections
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from django_fencedlock import StaleFence, conf, force_release, lock, sessions
-from django_fencedlock.fences import events
-from django_fencedlock.fences.events import Event, EventRow
-from django_fencedlock.fences.records import Statements
-from django_fencedlock.history import MOST, history
-from django_fencedlock.lease import clock
+from django_fencedlock import StaleFence, conf, force_release, lock
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.models import Fence, HeldLock, LockEvent
-from django_fencedlock.scribe import scribe
-from django_fencedlock.test import lose
+from django_fencedlock.storage import connections as sessions
+from django_fencedlock.storage import history as events
+from django_fencedlock.storage.background_writer import scribe
+from django_fencedlock.storage.history import MOST_WAITING, Event, EventRow, history
+from django_fencedlock.storage.records import Statements
+from django_fencedlock.test import lose_lease
 from django_fencedlock.test.contract import acts
 from django_fencedlock.test.contract.dying import kill
 from django_fencedlock.test.holders import AnotherProcess, Surroundings
@@ -78,7 +78,7 @@ class TestGrants:
 class TestLosses:
     def test_a_loss_is_written_with_its_grant(self, writing, database):
         lease = lock("x").acquire()
-        lose(lease)
+        lose_lease(lease)
         writing.flush()
         assert told(database) == [("granted", "x", 1), ("lost", "x", 1)]
         (event,) = LockEvent.objects.using(database).filter(kind="lost")
@@ -188,14 +188,14 @@ class TestBounds:
         assert kept.filter(kind="lost").count() == 3
 
     def test_what_waits_is_bounded_and_the_rest_counted(self, writing):
-        for number in range(MOST + 5):
+        for number in range(MOST_WAITING + 5):
             history._add(Event("lost", f"n{number}", "default", None, "", ""))
         assert scribe._left_out == 5
         assert writing.flush()
         assert LockEvent.objects.count() == 100
 
     def test_so_are_grants_that_may_get_a_row(self, writing, monkeypatch):
-        monkeypatch.setattr("django_fencedlock.history.MOST", 2)
+        monkeypatch.setattr("django_fencedlock.storage.history.MOST_WAITING", 2)
         with lock("a"), lock("b"), lock("c"):
             assert len(history._granted) == 2
             assert scribe._left_out == 1
@@ -215,7 +215,7 @@ class TestBounds:
 class TestSettings:
     def test_off(self, writing, settings):
         settings.FENCEDLOCK_HISTORY = 0
-        lose(lock("x").acquire())
+        lose_lease(lock("x").acquire())
         assert history.is_empty()
         writing.flush()
         assert told() == []
@@ -248,12 +248,12 @@ class TestTrouble:
         ],
     )
     def test_a_database_that_does_not_take_it(self, writing, caplog, away, back, level):
-        caplog.set_level("INFO", "django_fencedlock.scribe")
+        caplog.set_level("INFO", "django_fencedlock.storage.background_writer")
         with connections["default"].cursor() as cursor:
             cursor.execute(f"ALTER TABLE {away}")
         try:
             for number in range(2):
-                lose(lock(f"x{number}").acquire())
+                lose_lease(lock(f"x{number}").acquire())
                 writing.flush()
                 assert scribe._rests_until["default"] > clock()
                 scribe._rests_until["default"] = 0.0
@@ -269,12 +269,12 @@ class TestTrouble:
         assert [record.levelname for record in said] == [level]
         assert scribe._left_out == 4
         scribe._rests_until["default"] = 0.0
-        lose(lock("x").acquire())
+        lose_lease(lock("x").acquire())
         writing.flush()
         assert len(told()) == 2
 
     def test_a_file_that_somebody_is_writing_to(self, writing):
-        lose(lock("x").acquire())
+        lose_lease(lock("x").acquire())
         with connections["default"].cursor() as cursor:
             cursor.execute("BEGIN IMMEDIATE")
             assert writing.flush()
@@ -290,7 +290,7 @@ class TestTrouble:
 
 class TestQuiet:
     def test_nothing_is_noted_in_a_test(self):
-        lose(lock("x").acquire())
+        lose_lease(lock("x").acquire())
         with lock("y") as lease:
             held_for(lease, 5)
             assert history.is_empty()
@@ -305,8 +305,9 @@ settings.configure(
     DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": sys.argv[1]}},
 )
 django.setup()
-from django_fencedlock import lock, scribe
-from django_fencedlock.services import service
+from django_fencedlock import lock
+from django_fencedlock.storage import background_writer as scribe
+from django_fencedlock.core.manager import service
 scribe.LINGER = 1.5
 def until(what, seconds=20):
     end = time.monotonic() + seconds
@@ -361,7 +362,7 @@ class TestProcess:
 
     def test_a_child_inherits_no_connection(self, run):
         found, _ = run(
-            "from django_fencedlock.sessions import Sessions\n"
+            "from django_fencedlock.storage.connections import Sessions\n"
             "class Seen(Sessions):\n"
             "    def _take_back(self, connection, keep):\n"
             "        kept.append(connection)\n"

@@ -15,10 +15,11 @@ import pytest
 from django.db import Error, connections, transaction
 
 from django_fencedlock import StaleFence, lock
-from django_fencedlock.fences import Entry, ledger_for, pins
+from django_fencedlock.core.identity import new_owner
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.owners import new_owner
-from django_fencedlock.sessions import private
+from django_fencedlock.storage import fences
+from django_fencedlock.storage.connections import private
+from django_fencedlock.storage.vendors import Entry, ledger_for
 
 from .models import Account, LedgerLine
 
@@ -379,7 +380,7 @@ def test_without_the_locking_clause_something_stale_is_written(
 ):
     """The same schedules, to show that they can fail, and that the clause is what they test."""
     fences_in(database)
-    monkeypatch.setitem(pins.SHARE, connections[database].vendor, "")
+    monkeypatch.setitem(fences.SHARE, connections[database].vendor, "")
     found = outcomes(database, level, schedule)
     written = {write for write, outcome in found.items() if outcome == STALE}
     assert written == expected_without_the_clause(database, level, schedule)

@@ -10,14 +10,15 @@ import weakref
 
 import pytest
 
-from django_fencedlock import keeper as keeper_module
-from django_fencedlock import signals, threads
+from django_fencedlock import signals
 from django_fencedlock.backends.base import Renewal
+from django_fencedlock.core import keeper as keeper_module
+from django_fencedlock.core import runtime
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.keeper import TIDY_AFTER, Keeper
+from django_fencedlock.core.runtime import clock as real_clock
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.keeper import TIDY_AFTER, Keeper
 from django_fencedlock.lease import Lease
-from django_fencedlock.lease import clock as real_clock
-from django_fencedlock.owners import new_owner
 from tests.servers.process import wait_until
 
 
@@ -85,7 +86,7 @@ def keeper(service, clock, losses, monkeypatch):
         function(*args, **kwargs)
 
     monkeypatch.setattr(keeper_module, "notify", call)
-    monkeypatch.setattr(threads.Worker, "put", lambda self, job: job())
+    monkeypatch.setattr(runtime.Worker, "put", lambda self, job: job())
     keeper = Keeper(service, noting(losses), clock=clock)
     keeper._runs = True  # the test ticks in the thread's place
     return keeper
@@ -473,8 +474,8 @@ def test_a_child_after_fork_keeps_nothing(keeper, lease):
 def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(
     monkeypatch, service, losses, lease
 ):
-    monkeypatch.setattr("django_fencedlock.keeper.LINGER", 0.05)
-    monkeypatch.setattr("django_fencedlock.keeper.TIDY_AFTER", 0.0)
+    monkeypatch.setattr("django_fencedlock.core.keeper.LINGER", 0.05)
+    monkeypatch.setattr("django_fencedlock.core.keeper.TIDY_AFTER", 0.0)
     keeper = Keeper(service, losses.extend)
     for round_ in range(2):
         kept = Lease(
@@ -600,7 +601,7 @@ def test_a_database_that_hangs_keeps_no_lease_from_being_collected(
     keeper, service, clock, lease, monkeypatch
 ):
     """One to which nothing else refers is to be released."""
-    monkeypatch.setattr(threads.Worker, "put", lambda self, job: None)
+    monkeypatch.setattr(runtime.Worker, "put", lambda self, job: None)
     kept = lease()
     keeper.keep(kept)
     clock.now += 10
@@ -657,7 +658,7 @@ def test_a_loss_that_no_thread_can_report_is_reported_later(
     def refuse(target):
         raise RuntimeError("can't start new thread")
 
-    worker = threads.Worker("notifier")
+    worker = runtime.Worker("notifier")
     monkeypatch.setattr(keeper_module.notifier, "worker", worker)
     keeper = Keeper(service, noting(losses), clock=clock)
     keeper._runs = True
@@ -666,7 +667,7 @@ def test_a_loss_that_no_thread_can_report_is_reported_later(
     service.answer = Renewal.LOST
     clock.now += 10
     with monkeypatch.context() as patch:
-        patch.setattr(threads, "start", refuse)
+        patch.setattr(runtime, "start", refuse)
         keeper.tick()
     assert refused.lost
     assert losses == []
@@ -679,7 +680,7 @@ def test_a_loss_that_no_thread_can_report_is_reported_later(
 
 class TestWorkers:
     def test_jobs_are_done_in_order_though_one_fails(self, caplog):
-        worker, done = threads.Worker("worker"), []
+        worker, done = runtime.Worker("worker"), []
         worker.put(lambda: done.append(threading.current_thread().name))
         worker.put(lambda: [][0])
         worker.put(lambda: sys.exit())
@@ -689,8 +690,8 @@ class TestWorkers:
         assert "A job of thread 'worker' failed" in caplog.text
 
     def test_the_thread_ends_and_starts_again(self, monkeypatch):
-        monkeypatch.setattr(threads, "LINGER", 0.01)
-        worker, done = threads.Worker("worker"), []
+        monkeypatch.setattr(runtime, "LINGER", 0.01)
+        worker, done = runtime.Worker("worker"), []
         for _ in range(2):
             worker.put(lambda: done.append(None))
             wait_until(lambda: done, "the job")
@@ -698,7 +699,7 @@ class TestWorkers:
             done.clear()
 
     def test_a_thread_does_not_end_while_a_job_has_just_come(self):
-        worker = threads.Worker("worker")
+        worker = runtime.Worker("worker")
         worker._jobs.put(print)
         assert not worker._may_end()
         assert worker._runs
@@ -706,7 +707,7 @@ class TestWorkers:
         assert worker._may_end()
 
     def test_the_end_waits_for_the_jobs_but_not_for_ever(self, busy):
-        worker, done = threads.Worker("worker"), []
+        worker, done = runtime.Worker("worker"), []
         worker.finish(60)  # Nothing to wait for.
         worker.put(lambda: done.append(None))
         worker.finish(60)
@@ -722,8 +723,8 @@ class TestWorkers:
             import django
 
             django.setup()
-            from django_fencedlock import lock, services
-            from django_fencedlock.notifier import notify, worker
+            from django_fencedlock import lock
+            from django_fencedlock.core.runtime import notify, worker
 
 
             def say(word):

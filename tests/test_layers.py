@@ -20,29 +20,33 @@ ROOT = Path(django_fencedlock.__file__).parent
 # A name stands for the module and all that is inside of it.
 LAYERS: dict[int, list[str]] = {
     0: [
-        *("exceptions", "findings", "lease", "logs", "names", "owners", "processes"),
-        *("texts", "threads", "watchdog"),
+        *("exceptions", "findings", "lease", "logs"),
+        *("core.identity", "core.names", "core.runtime", "storage.text"),
     ],
     1: [
-        *("aio", "backends.base", "conf", "fences", "models.tables", "prepared", "scribe"),
-        *("libpq", "notifier", "sessions"),
-        *("signals", "transactions"),
+        *("backends.base", "conf", "core.aio", "core.transactions", "signals"),
+        *("storage.background_writer", "storage.connections", "storage.deliveries"),
+        *("storage.dialect", "storage.expired", "storage.fenced_atomic", "storage.fences"),
+        *(
+            "storage.libpq",
+            "storage.mysql",
+            "storage.pending_runs",
+            "storage.postgresql",
+            "storage.prepared",
+        ),
+        *("storage.records", "storage.sqlite", "storage.tables", "storage.vendors"),
     ],
     2: ["backends.database", "backends.postgres*", "backends.redis*"],
-    3: ["history", "keeper", "services", "taking", "unfenced"],
-    4: ["locks"],
-    5: [
-        *(f"models.{name}" for name in ("adding", "cascades", "comparing", "fenced")),
-        *(f"models.{name}" for name in ("fencing", "fields")),
-        *(f"models.{name}" for name in ("guarded", "managers", "naming", "querysets", "refusals")),
-        *(f"models.{name}" for name in ("versioned", "writes")),
-        *("celery", "checks", "doctor", "model_checks", "operations", "portraits"),
-        *("query_caches", "registry", "releasing", "resync", "table_checks"),
+    3: [
+        *("core.acquiring", "core.keeper", "core.manager"),
+        *("storage.history", "storage.unfenced"),
     ],
+    4: ["locks"],
+    5: ["celery", "checks", "models", "operations", "ops", "query_caches"],
     6: ["admin", "apps", "contrib", "management", "test"],
 }
 # The inits that only collect names. The root is for users: nothing below it imports from it.
-COLLECTORS = {"": 5, "backends": 2, "celery": 5, "models": 5}
+COLLECTORS = {"": 5, "backends": 2, "celery": 5, "core": 0, "models": 5, "ops": 5, "storage": 0}
 # What one may import of one's own layer. Backends share nothing with each other.
 SIDEWAYS = {0, 1, 3, 5}
 
@@ -90,11 +94,11 @@ def test_no_imports_in_a_circle() -> None:
 def test_the_rule_can_fail() -> None:
     assert not _may_import("lease", "locks")
     assert not _may_import("backends.database", "backends.redis_scripts")
-    assert not _may_import("services", "checks")
+    assert not _may_import("core.manager", "checks")
     assert not _may_import("admin", "management")
     assert not _may_import("locks", "")
     assert _may_import("backends.redis", "backends.redis_scripts")
-    assert _may_import("services", "keeper")
+    assert _may_import("core.manager", "core.keeper")
 
 
 def test_importing_the_package_loads_no_driver() -> None:

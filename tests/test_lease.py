@@ -7,9 +7,10 @@ import time
 import pytest
 
 from django_fencedlock import LeaseLost, current_lease
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import Unfenced
-from django_fencedlock.lease import Lease, clock, enter, leave
-from django_fencedlock.owners import new_owner
+from django_fencedlock.lease import Lease, enter, leave
 
 
 @pytest.fixture
@@ -198,7 +199,7 @@ class TestCurrentLease:
         contextvars.Context().run(body)
 
     def test_a_lost_lease_is_still_found(self, make):
-        """A write under it has to be refused as stale, not passed as unleased."""
+        """A write under it has to be refused as stale, not passed as without_lock."""
 
         def body():
             lease = make()

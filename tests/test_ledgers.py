@@ -10,11 +10,13 @@ from datetime import UTC, timedelta
 import pytest
 from django.db import Error, connections, transaction
 
-from django_fencedlock import sessions
-from django_fencedlock.fences import Entry, ledger_for, postgresql
-from django_fencedlock.lease import Lease, clock
-from django_fencedlock.owners import new_owner
-from django_fencedlock.sessions import private
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.runtime import clock
+from django_fencedlock.lease import Lease
+from django_fencedlock.storage import connections as sessions
+from django_fencedlock.storage import postgresql
+from django_fencedlock.storage.connections import private
+from django_fencedlock.storage.vendors import Entry, ledger_for
 from tests.servers.process import wait_until
 
 NAME = "invoice:42"

@@ -9,11 +9,11 @@ import pytest
 
 import django_fencedlock
 from django_fencedlock import LeaseLost, LockNotAcquired, lock
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, StaleFence
 from django_fencedlock.logs import KEYS, PREFIX
 from django_fencedlock.models import Fence
-from django_fencedlock.services import service
-from django_fencedlock.test import hold_lock, lose
+from django_fencedlock.test import hold_lock, lose_lease
 from tests.models import Invoice
 from tests.test_docs import ROOT, _table
 
@@ -54,16 +54,16 @@ def test_a_conflict_is_info(records):
     with hold_lock("x"), pytest.raises(LockNotAcquired), lock("x", blocking_timeout=0):
         pass
     (record,) = records
-    assert (record.name, record.levelname) == ("django_fencedlock.services", "INFO")
+    assert (record.name, record.levelname) == ("django_fencedlock.core.manager", "INFO")
     assert record.getMessage().startswith("Lock 'x' (alias 'default') wasn't acquired in 0.0 s")
     assert set(facts(record)) == {"name", "alias", "waited"}
 
 
 def test_a_lost_lease_is_a_warning(records):
     with pytest.raises(LeaseLost), lock("x") as lease:
-        lose(lease)
+        lose_lease(lease)
     (record,) = records
-    assert (record.name, record.levelname) == ("django_fencedlock.services", "WARNING")
+    assert (record.name, record.levelname) == ("django_fencedlock.core.manager", "WARNING")
     known = facts(record)
     assert known.pop("held_for") >= 0
     assert "no longer knows" in known.pop("reason")
@@ -77,7 +77,7 @@ def test_a_lost_lease_is_a_warning(records):
 
 def test_a_lost_lease_without_a_token(records):
     with pytest.raises(LeaseLost), lock("x", fenced=False) as lease:
-        lose(lease)
+        lose_lease(lease)
     assert "token" not in facts(records[0])
 
 
@@ -100,7 +100,7 @@ def test_a_refused_write_is_an_error(records):
         "pk": invoice.pk,
     }
     assert (transaction.name, transaction.levelname) == (
-        *("django_fencedlock.fences.pinning", "ERROR"),
+        *("django_fencedlock.storage.fenced_atomic", "ERROR"),
     )
     assert facts(transaction)["token"] == lease.token
 

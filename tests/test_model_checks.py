@@ -7,7 +7,6 @@ from django.core.checks.registry import registry
 from django.db import models
 from django.test.utils import isolate_apps
 
-from django_fencedlock import model_checks
 from django_fencedlock.checks import check_models, check_tables
 from django_fencedlock.models import (
     FencedManager,
@@ -15,6 +14,7 @@ from django_fencedlock.models import (
     FencedQuerySet,
     Fencing,
     VersionedModel,
+    checks,
 )
 from tests.models import Account, Contract, Document, Invoice
 
@@ -30,7 +30,7 @@ def own_apps():
 
 
 def found(*models_):
-    return told(model_checks.problems(models_))
+    return told(checks.problems(models_))
 
 
 def told(problems):
@@ -145,9 +145,9 @@ class TestInheritance:
         assert "tests.Other.fencing differs from that of tests.Concrete" in message
         assert "Take the attribute away from tests.Other" in message
 
-    def test_a_child_or_a_proxy_may_have_a_policy_of_its_own_for_unleased_writes(self):
+    def test_a_child_or_a_proxy_may_have_a_policy_of_its_own_for_writes_without_lock(self):
         concrete = of_type("Concrete", FencedModel, fencing=Fencing("a:{pk}"))
-        same = Fencing("a:{pk}", unleased="allow")
+        same = Fencing("a:{pk}", without_lock="allow")
         meta = type("Meta", (), {"proxy": True})
         assert found(of_type("Proxy", concrete, fencing=same, Meta=meta)) == {}
         plain = of_type("Plain", models.Model)

@@ -10,7 +10,7 @@ from decimal import Decimal
 import pytest
 
 from django_fencedlock import alock
-from django_fencedlock.names import Parameters, Template, validate
+from django_fencedlock.core.names import Parameters, Template, validate
 
 
 class Colour(enum.Enum):

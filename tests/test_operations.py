@@ -162,7 +162,7 @@ class TestWhatPasses:
 
     @pytest.mark.parametrize("model", [Invoice, Contract, Document])
     def test_everything_without_a_lease_where_that_is_allowed(self, model, settings):
-        settings.FENCEDLOCK_UNLEASED = "allow"
+        settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
         text = "note" if model is Invoice else "text"
         rows = model.objects.using("postgres")
         row = rows.create()
@@ -176,7 +176,7 @@ class TestWhatPasses:
 
     @pytest.mark.parametrize("model", [Invoice, Contract, Document])
     def test_fixtures_over_rows_that_are_there(self, model, settings):
-        settings.FENCEDLOCK_UNLEASED = "allow"
+        settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
         text = "note" if model is Invoice else "text"
         row = model.objects.using("postgres").create()
         setattr(row, text, "of the fixture")
@@ -193,7 +193,7 @@ class TestWhatPasses:
             Invoice.objects.using("postgres").filter(pk=row.pk).update(amount=1)
 
     def test_a_key_that_is_set_to_null_by_a_cascade(self, settings):
-        settings.FENCEDLOCK_UNLEASED = "allow"
+        settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
         account = Account.objects.using("postgres").create()
         row = invoice(account=account)
         execute("UPDATE tests_invoice SET fence = 9")
@@ -237,27 +237,27 @@ class TestMoves:
     ):
         old, new = accounts
         lines = LedgerLine.objects.using("postgres")
-        settings.FENCEDLOCK_UNLEASED = "allow"
+        settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
         assert lines.filter(account=old).update(account=new) == 1
         assert lines.get().fence == 4
-        settings.FENCEDLOCK_UNLEASED = "reject"
+        settings.FENCEDLOCK_WITHOUT_LOCK = "reject"
         stuck = pytest.raises(StaleFence, match="written under token 4 already")
         with LedgerLine.fencing.lock(account=new), stuck, transaction.atomic(using="postgres"):
             lines.get().save()
-        settings.FENCEDLOCK_UNLEASED = "allow"
+        settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
         assert lines.filter(account=new).update(account=old) == 1
-        settings.FENCEDLOCK_UNLEASED = "reject"
+        settings.FENCEDLOCK_WITHOUT_LOCK = "reject"
         with LedgerLine.fencing.lock(account=old), LedgerLine.fencing.lock(account=new) as lease:
             assert lines.filter(account=old).update(account=new) == 1
             lines.get().save()
             assert lines.get().fence == lease.token == 2
 
     def test_where_a_callable_names_the_locks_raw_sql_moves(self, settings):
-        settings.FENCEDLOCK_UNLEASED = "allow"
+        settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
         run(FenceTrigger("Called", named_by=["amount"]), state=state_of(Called))
         rows = Called.objects.using("postgres")
         row = rows.create(amount=0)
-        settings.FENCEDLOCK_UNLEASED = "reject"
+        settings.FENCEDLOCK_WITHOUT_LOCK = "reject"
         for _ in range(3):
             with lock("called:0"):
                 rows.get().save()

@@ -14,7 +14,7 @@ import greenlet
 import pytest
 from asgiref.sync import SyncToAsync, async_to_sync, sync_to_async
 
-from django_fencedlock.owners import whoami
+from django_fencedlock.core.identity import whoami
 
 CALLS = {
     "sync_to_async": sync_to_async,

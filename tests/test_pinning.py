@@ -17,20 +17,20 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, LockNotAcquired, alock, lock
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import (
-    NoLease,
+    InsideTransaction,
+    LockRequired,
     OutcomeUnknown,
     StaleFence,
-    TransactionInTheWay,
     Unfenced,
     WrongDatabase,
 )
-from django_fencedlock.fences import Entry, ledger_for
-from django_fencedlock.fences.pinning import grant_of, is_pinned
 from django_fencedlock.models import Fence, Fencing, HeldLock
-from django_fencedlock.owners import new_owner
-from django_fencedlock.services import service
-from django_fencedlock.sessions import private
+from django_fencedlock.storage.connections import private
+from django_fencedlock.storage.fenced_atomic import grant_of, is_pinned
+from django_fencedlock.storage.vendors import Entry, ledger_for
 
 from .models import Account, Invoice, LedgerLine
 from .servers import shared
@@ -225,7 +225,7 @@ class TestWhatIsInside:
         invoice = Invoice.objects.using(database).create()
         with (
             lock("x") as lease,
-            pytest.raises(NoLease, match=rf"invoice:{invoice.pk}.*'x'"),
+            pytest.raises(LockRequired, match=rf"invoice:{invoice.pk}.*'x'"),
             lease.atomic(),
         ):
             invoice.save()
@@ -286,7 +286,7 @@ class TestWhereItIsAllowed:
         with (
             lock("x") as lease,
             transaction.atomic(using=database),
-            pytest.raises(TransactionInTheWay, match="Open it first"),
+            pytest.raises(InsideTransaction, match="Open it first"),
             lease.atomic(),
         ):
             pytest.fail("the block was entered")
@@ -295,7 +295,7 @@ class TestWhereItIsAllowed:
         with (
             lock("x") as lease,
             autocommit_off(database),
-            pytest.raises(TransactionInTheWay, match="Open it first"),
+            pytest.raises(InsideTransaction, match="Open it first"),
             lease.atomic(),
         ):
             pytest.fail("the block was entered")
@@ -306,7 +306,7 @@ class TestWhereItIsAllowed:
             lock("y") as y,
             x.atomic(),
             transaction.atomic(using=database),
-            pytest.raises(TransactionInTheWay),
+            pytest.raises(InsideTransaction),
             y.atomic(),
         ):
             pytest.fail("the block was entered")
@@ -315,7 +315,7 @@ class TestWhereItIsAllowed:
         invoice = Invoice.objects.using(database).create()
         with invoice.fencing.lock() as lease, transaction.atomic(using=database):
             invoice.save()
-            with pytest.raises(TransactionInTheWay), lease.atomic():
+            with pytest.raises(InsideTransaction), lease.atomic():
                 pytest.fail("the block was entered")
 
     def test_directly_inside_another_one(self, database):
@@ -398,7 +398,7 @@ class TestInsideATestCase:
         with (
             lock("x") as lease,
             transaction.atomic(using=database),
-            pytest.raises(TransactionInTheWay),
+            pytest.raises(InsideTransaction),
             lease.atomic(),
         ):
             pytest.fail("the block was entered")

@@ -28,12 +28,13 @@ from django_fencedlock.backends.postgres import PostgresBackend
 from django_fencedlock.backends.postgres_home import Home
 from django_fencedlock.backends.postgres_waiting import Room
 from django_fencedlock.conf import AliasConfig
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable
-from django_fencedlock.fences import Entry, ledger_for
-from django_fencedlock.lease import Lease, clock
-from django_fencedlock.libpq import AFTER
+from django_fencedlock.lease import Lease
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.owners import new_owner
+from django_fencedlock.storage.prepared import AFTER
+from django_fencedlock.storage.vendors import Entry, ledger_for
 from tests.leases import lease_of
 from tests.servers import Postgres
 from tests.servers.process import wait_until

@@ -10,15 +10,17 @@ import pytest
 from django.db import DataError, OperationalError, connections
 from django.test.utils import CaptureQueriesContext
 
-from django_fencedlock import prepared, sessions
-from django_fencedlock.fences import Entry, NameAndOwner, events, ledger_for, unfenced
-from django_fencedlock.fences.events import GRANTED, REFUSED, Event, EventRow
-from django_fencedlock.fences.records import Statements
-from django_fencedlock.lease import Lease, clock
-from django_fencedlock.libpq import AFTER
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.runtime import clock
+from django_fencedlock.lease import Lease
 from django_fencedlock.models import HeldLock, LockEvent
-from django_fencedlock.owners import new_owner
-from django_fencedlock.sessions import Sessions
+from django_fencedlock.storage import connections as sessions
+from django_fencedlock.storage import history, prepared, unfenced
+from django_fencedlock.storage.connections import Sessions
+from django_fencedlock.storage.history import GRANTED, REFUSED, Event, EventRow
+from django_fencedlock.storage.prepared import AFTER
+from django_fencedlock.storage.records import Statements
+from django_fencedlock.storage.vendors import Entry, NameAndOwner, ledger_for
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 
@@ -353,7 +355,7 @@ class TestManyRowsAtOnce:
         rows = [EventRow(event, age=60.0, times=3) for event in happened]
         for _ in range(OFTEN):
             LockEvent.objects.using("postgres").all().delete()
-            pool.run(lambda connection: events.write(Statements(connection), rows, 100))
+            pool.run(lambda connection: history.write(Statements(connection), rows, 100))
         found = LockEvent.objects.using("postgres").order_by("id")
         told = [Event(e.kind, e.name, e.alias, e.token, e.holder, e.note) for e in found]
         assert told == happened
@@ -364,7 +366,7 @@ class TestManyRowsAtOnce:
         rows = [EventRow(Event(GRANTED, str(n), "default", n, "me"), 0.0) for n in range(250)]
         statements = Statements(connections["postgres"])
         with CaptureQueriesContext(connections["postgres"]) as queries:
-            events.write(statements, rows, 100)
+            history.write(statements, rows, 100)
         assert sum("INSERT" in each["sql"] for each in queries) == 1
         assert LockEvent.objects.using("postgres").count() == 250
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from django_fencedlock import processes
-from django_fencedlock.owners import new_owner
-from django_fencedlock.processes import PidFd, Process, this_process
+from django_fencedlock.core import identity as processes
+from django_fencedlock.core.identity import PidFd, Process, new_owner, this_process
 from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no pidfd")

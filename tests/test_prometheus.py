@@ -11,15 +11,16 @@ from django.apps import apps
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from django_fencedlock import LeaseLost, LockNotAcquired, force_release, lock, notifier, signals
+from django_fencedlock import LeaseLost, LockNotAcquired, force_release, lock, signals
 from django_fencedlock.backends.base import Renewal
 from django_fencedlock.celery import single_instance
 from django_fencedlock.contrib.patterns import pattern_of
 from django_fencedlock.contrib.prometheus import install, uninstall
+from django_fencedlock.core import runtime
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, StaleFence
 from django_fencedlock.models import Fence
-from django_fencedlock.services import service
-from django_fencedlock.test import hold_lock, lose
+from django_fencedlock.test import hold_lock, lose_lease
 from tests.models import Invoice, LedgerLine, Stock
 from tests.test_docs import ROOT, _table
 
@@ -79,7 +80,7 @@ def test_templates_are_the_patterns(registry):
 
 def test_a_loss_ends_the_holding(registry):
     with pytest.raises(LeaseLost), lock("invoice:42") as lease:
-        lose(lease)
+        lose_lease(lease)
     assert read(registry, "fencedlock_losses_total", pattern="invoice:*") == 1
     # Two have had it, the one who lost it and the one who came.
     assert read(registry, "fencedlock_hold_seconds_count", pattern="invoice:*") == 2
@@ -88,7 +89,7 @@ def test_a_loss_ends_the_holding(registry):
 def test_refused_writes_and_transactions(registry):
     line = LedgerLine(account_id=7)
     with pytest.raises(LeaseLost), LedgerLine.fencing.lock(account_id=7) as lease:
-        lose(lease)
+        lose_lease(lease)
         with hold_lock("account:7"), pytest.raises(StaleFence):
             line.save()
         with pytest.raises(LeaseLost), lease.atomic():
@@ -138,7 +139,7 @@ def test_renewals_by_hand_and_by_the_keeper(registry, monkeypatch):
         for lease in (one, two):
             keeper._due[lease] = 0.0
         keeper.tick()
-        notifier.worker.finish(60)
+        runtime.worker.finish(60)
         renewals = {"pattern": "invoice:*"}
         assert read(registry, "fencedlock_renewals_total", outcome="ok", **renewals) == 3
         monkeypatch.setattr(

@@ -15,9 +15,9 @@ from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.celery.messages import DELIVERY, FOLLOWS, POSTPONED
 from django_fencedlock.celery.publisher import LONGEST_PAUSE
+from django_fencedlock.core.identity import Holder
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Delivery
-from django_fencedlock.owners import Holder
 from django_fencedlock.test.holders import another_thread
 from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
 

@@ -14,20 +14,21 @@ from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish
 from django.db import connections
 
-from django_fencedlock import conf, current_lease, lock, sessions
+from django_fencedlock import conf, current_lease, lock
 from django_fencedlock.backends.base import Request
 from django_fencedlock.celery import SkippedRun, messages, redelivery, single_instance
 from django_fencedlock.celery.messages import DELIVERY
 from django_fencedlock.celery.parcels import NUMBER
 from django_fencedlock.celery.redelivery import kept, nonce
+from django_fencedlock.core.identity import LocalHolder, new_owner
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired
-from django_fencedlock.fences.deliveries import DELIVERY as DELIVERY_TABLE
-from django_fencedlock.fences.deliveries import SETTLED, Deliveries, Message
-from django_fencedlock.fences.ledger import HELD
 from django_fencedlock.models import Delivery, HeldLock
-from django_fencedlock.owners import LocalHolder, new_owner
-from django_fencedlock.services import service
-from django_fencedlock.test import hold_lock, lose
+from django_fencedlock.storage import connections as sessions
+from django_fencedlock.storage.deliveries import DELIVERY as DELIVERY_TABLE
+from django_fencedlock.storage.deliveries import SETTLED, Deliveries, Message
+from django_fencedlock.storage.dialect import HELD
+from django_fencedlock.test import hold_lock, lose_lease
 from tests.deliveries import app, deliver, deliver_sent, sending
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -61,7 +62,7 @@ def make(name, terms=None, **options):
 late = make("late")
 late_coalesce = make("late_coalesce", {"on_conflict": "coalesce"})
 late_retry = make("late_retry", {"on_conflict": "retry"})
-late_wait = make("late_wait", {"on_conflict": "wait", "wait_timeout": 30})
+late_wait = make("late_wait", {"on_conflict": "wait", "blocking_timeout": 30})
 late_raise = make("late_raise", {"on_conflict": "raise"})
 early = make("early", acks_late=False)
 nesting = make("nesting", {"name": "{value}"})
@@ -213,7 +214,7 @@ class TestAfterItsEnd:
         assert Delivery.objects.get().outcome == "failure"
 
     def test_a_run_that_lost_its_lock_is_on_record_as_the_failure_that_it_is(self):
-        ends["how"] = {1: lambda task: lose(current_lease())}
+        ends["how"] = {1: lambda task: lose_lease(current_lease())}
         assert deliver(late, 1, **message()).state == "FAILURE"
         assert Delivery.objects.get().outcome == "failure"
 

@@ -26,11 +26,11 @@ from django_fencedlock.backends.redis import RedisBackend
 from django_fencedlock.backends.redis_scripts import BEAT, CLAIM, RECHECK, RELEASE
 from django_fencedlock.backends.redis_store import InLine, Keys, Store
 from django_fencedlock.conf import AliasConfig
-from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, TransactionInTheWay
-from django_fencedlock.fences.sqlite import SQLiteLedger
-from django_fencedlock.lease import clock
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.runtime import clock
+from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, InsideTransaction
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.owners import new_owner
+from django_fencedlock.storage.sqlite import SQLiteLedger
 from tests.leases import lease_of
 from tests.servers.process import wait_until
 
@@ -209,7 +209,7 @@ def statements(monkeypatch):
         connection.execute_wrappers.append(note)
         return connection
 
-    from django_fencedlock import sessions
+    from django_fencedlock.storage import connections as sessions
 
     make = sessions.private
     monkeypatch.setattr(sessions, "private", private)
@@ -623,7 +623,7 @@ def test_a_fence_that_an_open_transaction_pins_counts_as_held(server):
 def test_a_writing_transaction_on_sqlite_is_refused_with_the_remedy(backend):
     with transaction.atomic():
         Fence.objects.create(name="other", token=1, owner="x")
-        with pytest.raises(TransactionInTheWay, match="Acquire the lock first"):
+        with pytest.raises(InsideTransaction, match="Acquire the lock first"):
             take(backend, fenced=True, in_transaction=True)
     assert backend.is_free("lock")
 

@@ -13,11 +13,12 @@ from redis.cluster import ClusterNode
 from redis.crc import key_slot
 from redis.retry import Retry
 
-from django_fencedlock import lock, notifier
+from django_fencedlock import lock
 from django_fencedlock.backends.base import Renewal
 from django_fencedlock.backends.redis_store import Keys
+from django_fencedlock.core import runtime
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.services import service
 from tests.servers import Redis, workspace
 from tests.servers.process import Process, free_port, wait_until
 
@@ -197,7 +198,7 @@ def test_a_dead_node_takes_no_leases_of_others_along(nodes, caplog):
     assert backend.renew(leases) == [Renewal.KEPT] * 3
     nodes[0].kill()
     assert backend.renew(leases) == [Renewal.UNKNOWN, Renewal.KEPT, Renewal.KEPT]
-    notifier.worker.finish(60)
+    runtime.worker.finish(60)
     assert "failed at the renewal of 1 of 3 leases" in caplog.text
     with pytest.raises(BackendUnavailable):
         lock(names[0]).holder()

@@ -11,13 +11,14 @@ from django.db import OperationalError, connections
 from django.db.models import F
 from django.test.utils import CaptureQueriesContext
 
-from django_fencedlock import conf, force_release, lock, portraits, registry
+from django_fencedlock import conf, force_release, lock
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, ReleaseBlocked
 from django_fencedlock.models import HeldLock
-from django_fencedlock.portraits import portrait
-from django_fencedlock.registry import State, listing
-from django_fencedlock.services import service
-from django_fencedlock.sessions import bounded
+from django_fencedlock.ops import registry
+from django_fencedlock.ops import registry as portraits
+from django_fencedlock.ops.registry import State, listing, portrait
+from django_fencedlock.storage.connections import bounded
 from django_fencedlock.test.holders import wait_until
 
 BACKENDS = {

@@ -10,13 +10,13 @@ from django.utils import timezone
 
 from django_fencedlock import LeaseLost, StaleFence, force_release, lock
 from django_fencedlock.backends.base import Request
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.manager import service
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.fences import revoking
-from django_fencedlock.lease import clock
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock
-from django_fencedlock.owners import new_owner
-from django_fencedlock.releasing import Outcome, held_by
-from django_fencedlock.services import service
+from django_fencedlock.ops.force_release import Outcome, held_by
+from django_fencedlock.storage import fences
 from tests.leases import lease_of
 from tests.models import Invoice
 from tests.servers.process import wait_until
@@ -54,7 +54,7 @@ def test_somebody_has_to_do_it():
 @real
 def test_the_first_who_did_it_is_told_of():
     lease = lock("x").acquire()
-    config = revoking.Revoking(lease._control.config)
+    config = fences.Revoking(lease._control.config)
     one = config.revoke("x", lease.owner, "one", fenced=True, seen=lease.token)
     other = config.revoke("x", lease.owner, "other", fenced=True, seen=lease.token)
     assert (one.is_new, other.is_new) == (True, False)
@@ -68,15 +68,15 @@ def test_the_first_who_did_it_is_told_of():
 @real
 def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
     lease = lock("x").acquire()
-    config = revoking.Revoking(lease._control.config)
+    config = fences.Revoking(lease._control.config)
     one = config.revoke("x", lease.owner, "one", fenced=True, seen=lease.token)
     looks = iter([dict])
 
     def notes_of_a_moment_before(*given):
         return next(looks, lambda: revoking_notes(*given))()
 
-    revoking_notes = revoking.notes
-    monkeypatch.setattr(revoking, "notes", notes_of_a_moment_before)
+    revoking_notes = fences.notes
+    monkeypatch.setattr(fences, "notes", notes_of_a_moment_before)
     other = config.revoke("x", lease.owner, "other", fenced=True, seen=lease.token)
     assert (other.is_new, other.note, other.token) == (False, one.note, 2)
 
@@ -85,7 +85,7 @@ def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
 def test_a_holder_whose_grant_is_about_to_be_recorded_is_above_no_fence():
     """Its token is the lock service's; the fence is behind it, or isn't there yet."""
     with lock("x") as lease:
-        config = revoking.Revoking(lease._control.config)
+        config = fences.Revoking(lease._control.config)
         assert config.revoke("x", "somebody", "me", fenced=True, seen=7).token == 8
         assert config.revoke("y", "somebody else", "me", fenced=True, seen=7).token == 8
         assert set(Fence.objects.values_list("name", "token", "owner")) == {
@@ -99,7 +99,7 @@ def test_a_newer_grant_is_not_fenced_off():
     former = lock("x").acquire()
     former.release()
     with lock("x") as lease:
-        found = revoking.Revoking(lease._control.config).revoke(
+        found = fences.Revoking(lease._control.config).revoke(
             "x", former.owner, "me", fenced=True, seen=former.token
         )
         assert found.token == lease.token
@@ -113,7 +113,7 @@ def test_old_notes_are_deleted_unless_their_holder_may_come_back():
     for owner in ("a", lease.owner):
         ForcedRelease.objects.create(owner=owner, name="x", released_by="me", released_at=long_ago)
     ForcedRelease.objects.create(owner="b", name="x", released_by="me", released_at=timezone.now())
-    assert revoking.Revoking(lease._control.config).forget() == 1
+    assert fences.Revoking(lease._control.config).forget() == 1
     assert set(ForcedRelease.objects.values_list("owner", flat=True)) == {"b", lease.owner}
     HeldLock.objects.all().delete()
     lock("y").acquire()
@@ -182,7 +182,7 @@ def test_a_database_that_is_away_keeps_a_fenced_lock_from_being_freed(
     def fail(*args):
         connections["default"].cursor().execute("SELECT nothing")
 
-    monkeypatch.setattr(revoking, "_revoke", fail)
+    monkeypatch.setattr(fences, "_revoke", fail)
     with pytest.raises(BackendUnavailable, match="forced release"):
         force_release("x", by="me")
     assert lease.verify()

@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import transaction
 
-from django_fencedlock import LeaseLost, lock, sessions
+from django_fencedlock import LeaseLost, lock
 from django_fencedlock.backends.redis_store import Keys
+from django_fencedlock.core.keeper import TIDY_AFTER
+from django_fencedlock.core.manager import service
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.keeper import TIDY_AFTER
-from django_fencedlock.lease import clock
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.services import service
+from django_fencedlock.storage import connections
 from django_fencedlock.test.holders import another_thread
 from tests.servers.process import wait_until
 
@@ -134,8 +135,8 @@ def test_grants_that_wait_for_a_transaction_delay_no_renewal(
 ):
     """Each waits for a locked fence: 0.25 s on PostgreSQL, 1 s on MariaDB."""
     # As outside of tests: private connections stay open.
-    monkeypatch.setattr(sessions, "under_test", lambda: False)
-    request.addfinalizer(sessions.close_all)
+    monkeypatch.setattr(connections, "under_test", lambda: False)
+    request.addfinalizer(connections.close_all)
     settings.FENCEDLOCK = {
         "default": {
             "BACKEND": f"django_fencedlock.backends.{backend}",

@@ -6,11 +6,12 @@ import threading
 import pytest
 from django.db import connections, transaction
 
-from django_fencedlock import current_lease, lock, resync
+from django_fencedlock import current_lease, lock
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import StaleFence
-from django_fencedlock.fences import lifting
 from django_fencedlock.models import Fence
-from django_fencedlock.services import service
+from django_fencedlock.ops import resync
+from django_fencedlock.storage import fences
 from tests.models import (
     Account,
     Called,
@@ -144,7 +145,7 @@ def test_a_fence_that_a_transaction_has_locked_is_told_and_the_others_are_lifted
 ):
     if database == "default":
         pytest.skip("SQLite has one writer at a time")
-    monkeypatch.setattr(lifting, "PATIENCE", 1)
+    monkeypatch.setattr(fences, "PATIENCE", 1)
     rows = [written(Invoice) for _ in range(3)]
     restored()
     names = sorted(row.fencing.name() for row in rows)
@@ -161,8 +162,8 @@ def test_a_fence_that_a_transaction_has_locked_is_told_and_the_others_are_lifted
 def test_a_grant_between_the_look_and_the_lift_stays_the_newest(database, monkeypatch):
     row = written(Invoice)
     with row.fencing.lock() as lease:
-        monkeypatch.setattr(lifting, "too_low", lambda connection, names: dict.fromkeys(names, 2))
-        lifting.lift(connections[database], {lease.name: 5})
+        monkeypatch.setattr(fences, "too_low", lambda connection, names: dict.fromkeys(names, 2))
+        fences.lift(connections[database], {lease.name: 5})
         assert Fence.objects.values_list("token", "owner").get() == (6, lease.owner)
 
 
@@ -271,13 +272,13 @@ def test_labels_of_models():
 def test_a_grant_that_came_between_look_and_lift_is_never_lowered(monkeypatch):
     row = written(Invoice)
     restored()
-    look = lifting.too_low
+    look = fences.too_low
 
     def and_then_grants_come(connection, highest):
         found = look(connection, highest)
         Fence.objects.update(token=50, owner="new")
         return found
 
-    monkeypatch.setattr(lifting, "too_low", and_then_grants_come)
+    monkeypatch.setattr(fences, "too_low", and_then_grants_come)
     assert lift(Invoice).low == {row.fencing.name(): 5}
     assert Fence.objects.values_list("token", "owner").get() == (50, "new")

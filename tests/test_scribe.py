@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import OperationalError
 
-from django_fencedlock import scribe as module
-from django_fencedlock.lease import clock
-from django_fencedlock.scribe import AGAIN, REST, Page, Scribe
+from django_fencedlock.core.runtime import clock
+from django_fencedlock.storage import background_writer as module
+from django_fencedlock.storage.background_writer import AGAIN, REST, Page, Scribe
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

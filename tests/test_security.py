@@ -9,8 +9,8 @@ import pytest
 
 from django_fencedlock import conf, lock
 from django_fencedlock.conf import AliasConfig
+from django_fencedlock.core.names import Template
 from django_fencedlock.exceptions import SettingsError
-from django_fencedlock.names import Template
 
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
 

@@ -21,13 +21,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
-from django_fencedlock import LeaseLost, alock, force_release, lock, owners, sessions
+from django_fencedlock import LeaseLost, alock, force_release, lock
 from django_fencedlock.backends.redis_store import KeyHolder, Keys
+from django_fencedlock.core import identity
+from django_fencedlock.core.identity import Holder, running_task
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import LockNotAcquired
 from django_fencedlock.models import HeldLock
-from django_fencedlock.owners import Holder, running_task
-from django_fencedlock.services import service
-from django_fencedlock.texts import telling
+from django_fencedlock.storage import connections
+from django_fencedlock.storage.text import telling
 from tests.servers import shared
 
 DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
@@ -71,14 +73,14 @@ every_service = pytest.mark.parametrize(
 def alias(service_name, settings, monkeypatch):
     """Have a lock service be the default one."""
     # As outside of tests: private connections stay open.
-    monkeypatch.setattr(sessions, "under_test", lambda: False)
+    monkeypatch.setattr(connections, "under_test", lambda: False)
     given = dict(SERVICES[service_name])
     if given["BACKEND"] == REDIS:
         given["LOCATION"] = getattr(shared, service_name)().url
     settings.FENCEDLOCK = {"default": given}
     yield given.get("FENCE_DATABASE", "default")
     service("default").drop_all()
-    sessions.close_all()
+    connections.close_all()
 
 
 @pytest.fixture
@@ -247,7 +249,7 @@ def told_by(request, monkeypatch):
         threading.current_thread().name = ugly if request.param == "thread" else before
         if request.param == "host":
             monkeypatch.setattr(socket, "gethostname", lambda: ugly)
-        owners._place.cache_clear()
+        identity._place.cache_clear()
         try:
             return work()
         finally:
@@ -257,7 +259,7 @@ def told_by(request, monkeypatch):
     yield take
     threading.current_thread().name = before
     monkeypatch.undo()
-    owners._place.cache_clear()
+    identity._place.cache_clear()
 
 
 @every_service

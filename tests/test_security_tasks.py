@@ -15,9 +15,9 @@ from django_fencedlock.celery.coalescing import serve
 from django_fencedlock.celery.messages import CONFLICTS, DELIVERY
 from django_fencedlock.celery.parcels import SERVE
 from django_fencedlock.celery.policy import policy
-from django_fencedlock.fences.duties import Duties
+from django_fencedlock.core.manager import service
 from django_fencedlock.models import Delivery, Duty, Fence, HeldLock
-from django_fencedlock.services import service
+from django_fencedlock.storage.pending_runs import Duties
 from tests.deliveries import app, deliver, sending
 from tests.models import Invoice
 

@@ -5,15 +5,16 @@ import time
 
 import pytest
 
-from django_fencedlock import LeaseLost, lock, locks, services, taking, threads
+from django_fencedlock import LeaseLost, lock, locks
 from django_fencedlock.backends import database
 from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request
 from django_fencedlock.backends.database import DatabaseBackend
+from django_fencedlock.core import acquiring, manager, runtime
+from django_fencedlock.core.identity import new_owner, whoami
+from django_fencedlock.core.keeper import Keeper
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.keeper import Keeper
 from django_fencedlock.lease import Lease
-from django_fencedlock.owners import new_owner, whoami
-from django_fencedlock.services import service
 from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -83,7 +84,7 @@ class TestAThreadThatCannotBeStarted:
 
         keeper = Keeper(service("default").backend, service("default").lose)
         monkeypatch.setattr(service("default"), "keeper", keeper)
-        monkeypatch.setattr(threads, "start", refuse)
+        monkeypatch.setattr(runtime, "start", refuse)
         return monkeypatch.undo
 
     def test_a_lock_that_nobody_would_renew_is_given_back(self, no_threads):
@@ -168,7 +169,7 @@ class Scripted(DatabaseBackend):
 @pytest.fixture
 def now(monkeypatch):
     clock = Clock()
-    for module in (services, taking):
+    for module in (manager, acquiring):
         monkeypatch.setattr(module, "clock", clock)
     monkeypatch.setitem(Lease.__init__.__kwdefaults__, "clock", clock)
     return clock
@@ -176,7 +177,7 @@ def now(monkeypatch):
 
 @pytest.fixture
 def scripted(now):
-    found = services.Service("default")
+    found = manager.Service("default")
     found.backend = Scripted(found.config, now)
     found.keeper = Keeper(found.backend, found.lose, clock=now)
     found.keeper._runs = True  # nobody ticks

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 from django.db import DatabaseError, connections
 
-from django_fencedlock import threads
 from django_fencedlock.backends import postgres_home, postgres_taking, postgres_waiting
 from django_fencedlock.backends import postgres_statements as statements
 from django_fencedlock.backends.base import Cancel, Renewal
@@ -20,8 +19,9 @@ from django_fencedlock.backends.postgres_hung import end_hung_holders
 from django_fencedlock.backends.postgres_sessions import PoolsTransactions, open_session
 from django_fencedlock.backends.postgres_threads import Bell, GreenBell, Job, Unanswered
 from django_fencedlock.backends.postgres_waiting import Room
+from django_fencedlock.core import runtime
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.lease import clock
 from django_fencedlock.models import HeldLock
 from tests.servers.process import wait_until
 from tests.test_postgres_backend import (  # noqa: F401
@@ -128,7 +128,7 @@ class TestTheThread:
             raise RuntimeError("can't start new thread")
 
         done, home = [], Home("nowhere", 5.0)
-        monkeypatch.setattr(threads, "start", refuse)
+        monkeypatch.setattr(runtime, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
             home.ask(lambda: done.append("first"))
         monkeypatch.undo()
@@ -158,7 +158,7 @@ class TestTheThread:
         def refuse(target):
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(threads, "start", refuse)
+        monkeypatch.setattr(runtime, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"), home.awaiting(1, "x"):
             pass
         assert not home.awaited

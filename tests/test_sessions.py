@@ -10,10 +10,10 @@ import time
 import pytest
 from django.db import OperationalError, close_old_connections, connections
 
-from django_fencedlock import lock, sessions
-from django_fencedlock.lease import clock
-from django_fencedlock.sessions import NoAnswer, Sessions, ask, private
-from django_fencedlock.watchdog import Watchdog, watchdog
+from django_fencedlock import lock
+from django_fencedlock.core.runtime import Watchdog, clock, watchdog
+from django_fencedlock.storage import connections as sessions
+from django_fencedlock.storage.connections import NoAnswer, Sessions, ask, private
 from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])

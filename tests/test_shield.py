@@ -11,7 +11,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django_fencedlock import current_lease
 from django_fencedlock.celery import single_instance
 from django_fencedlock.celery.shield import Shield
-from django_fencedlock.services import service
+from django_fencedlock.core.manager import service
 from django_fencedlock.test import assert_not_locked, hold_lock
 
 pytestmark = pytest.mark.skipif(SIG_SOFT_TIMEOUT is None, reason="no soft time limits here")
@@ -102,7 +102,7 @@ class TestARun:
         assert_not_locked("z")
 
     def test_is_struck_while_it_waits(self):
-        waits = single_instance("x", on_conflict="wait", wait_timeout=60)(charge)
+        waits = single_instance("x", on_conflict="wait", blocking_timeout=60)(charge)
         threading.Timer(
             0.2, signal.pthread_kill, (threading.main_thread().ident, SIG_SOFT_TIMEOUT)
         ).start()

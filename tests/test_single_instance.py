@@ -16,12 +16,18 @@ from django_fencedlock import LeaseLost, LockNotAcquired, current_lease, lock
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.celery import SkippedRun, lock_name, performing, single_instance
 from django_fencedlock.celery.messages import CONFLICTS, DELIVERY
+from django_fencedlock.core.identity import whoami
+from django_fencedlock.core.manager import Service, service
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, SettingsError
 from django_fencedlock.models import Duty, HeldLock
-from django_fencedlock.owners import whoami
-from django_fencedlock.services import Service, service
 from django_fencedlock.signals import lock_lost
-from django_fencedlock.test import assert_locked, assert_not_locked, eager_tasks, hold_lock, lose
+from django_fencedlock.test import (
+    assert_locked,
+    assert_not_locked,
+    eager_tasks,
+    hold_lock,
+    lose_lease,
+)
 from tests.brokered import deliver, waiting
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -165,12 +171,12 @@ class TestTheDecorator:
             ({"max_conflict_retries": -1}, "zero or more"),
             ({"max_conflict_retries": True}, "whole number"),
             ({"max_conflict_retries": 1.5}, "whole number"),
-            ({"wait_timeout": 3}, "here on_conflict is 'skip'"),
+            ({"blocking_timeout": 3}, "here on_conflict is 'skip'"),
             ({"on_conflict": "coalesce", "fenced": False}, "beside the fences"),
             ({"on_backend_error": "run"}, "with fenced=False"),
             ({"ttl": 0}, "ttl is 0; it has to be more than zero"),
             ({"max_hold": -1}, "max_hold is -1"),
-            ({"on_conflict": "wait", "wait_timeout": -1}, "wait_timeout is -1"),
+            ({"on_conflict": "wait", "blocking_timeout": -1}, "blocking_timeout is -1"),
             ({"retry_countdown": float("inf")}, "retry_countdown is inf"),
         ],
     )
@@ -240,7 +246,7 @@ class TestCalls:
 
     def test_a_task_within_itself(self, app):
         @app.task(shared=False)
-        @single_instance("x", on_conflict="wait", wait_timeout=100)
+        @single_instance("x", on_conflict="wait", blocking_timeout=100)
         def outer(deep=True):
             return outer(deep=False) if deep else "in"
 
@@ -355,7 +361,7 @@ class TestErrors:
         @app.task(shared=False)
         @single_instance("x")
         def loses():
-            lose(current_lease())
+            lose_lease(current_lease())
             return "done"
 
         result = loses.delay()
@@ -406,7 +412,7 @@ class TestErrors:
     def test_a_lost_lease_may_be_ignored(self):
         @single_instance("x", on_lost="ignore")
         def loses():
-            lose(current_lease())
+            lose_lease(current_lease())
             return "done"
 
         assert loses() == "done"
@@ -414,7 +420,7 @@ class TestErrors:
     def test_the_own_error_of_a_body_that_lost_its_lease_goes_first(self):
         @single_instance("x")
         def loses():
-            lose(current_lease())
+            lose_lease(current_lease())
             raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
@@ -489,7 +495,7 @@ class TestSkips:
 
         holders = []
         monkeypatch.setattr(service("default"), "_poll", pass_on)
-        charge = task(on_conflict="wait", wait_timeout=1)
+        charge = task(on_conflict="wait", blocking_timeout=1)
         with pytest.raises(LockNotAcquired) as caught:
             threaded(charge)
         assert caught.value.holder.owner == holders[0].owner
@@ -777,7 +783,7 @@ def test_lost_and_acquired_are_told_by_signals(task):
 
     @single_instance("x", on_lost="ignore")
     def loses():
-        lose(current_lease())
+        lose_lease(current_lease())
 
     loses()
     lock_lost.disconnect(receive)

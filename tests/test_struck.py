@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import connections
 
-from django_fencedlock import lock, locks, services, sessions, taking
+from django_fencedlock import lock, locks
 from django_fencedlock.backends import database, postgres_home, postgres_taking, redis
-from django_fencedlock.owners import whoami
-from django_fencedlock.services import Service, service
-from django_fencedlock.taking import TakesLeases
+from django_fencedlock.core import acquiring, manager
+from django_fencedlock.core.acquiring import TakesLeases
+from django_fencedlock.core.identity import whoami
+from django_fencedlock.core.manager import Service, service
+from django_fencedlock.storage import connections as sessions
 from tests.test_registry import BACKENDS
 
 pytestmark = [
@@ -27,7 +29,16 @@ pytestmark = [
 #: Where the strikes hit.
 FILES = {
     each.__file__
-    for each in (locks, services, taking, sessions, database, postgres_taking, postgres_home, redis)
+    for each in (
+        locks,
+        manager,
+        acquiring,
+        sessions,
+        database,
+        postgres_taking,
+        postgres_home,
+        redis,
+    )
 }
 
 

@@ -6,9 +6,8 @@ import pytest
 from django.db import connections, migrations
 from django.db.migrations.state import ProjectState
 
-from django_fencedlock import table_checks
 from django_fencedlock.checks import check_tables
-from django_fencedlock.models import Fencing
+from django_fencedlock.models import Fencing, checks
 from django_fencedlock.models.fields import constraint_name
 from django_fencedlock.operations import NAME, FenceTrigger, RemoveFenceTrigger
 from tests.models import Contract, Invoice, LedgerLine
@@ -22,7 +21,7 @@ def told(problems):
 
 def database_problems(alias):
     """Those of a database, but for the collations of the tests' own models."""
-    return [each for each in table_checks.problems([alias]) if each.id != "W026"]
+    return [each for each in checks.problems([alias]) if each.id != "W026"]
 
 
 @pytest.mark.django_db(databases=["default", "mariadb"])
@@ -68,7 +67,7 @@ class TestCollations:
         alter("latin1_swedish_ci")
 
     def problems(self):
-        found = table_checks.problems(["mariadb"])
+        found = checks.problems(["mariadb"])
         return {str(problem).split(" names")[0]: str(problem) for problem in found}
 
     def problem(self):
@@ -160,7 +159,7 @@ class TestTriggers:
     @pytest.fixture(autouse=True)
     def declared(self, monkeypatch):
         found = {Contract: (), LedgerLine: ()}
-        monkeypatch.setattr(table_checks, "declared_triggers", lambda connection: found)
+        monkeypatch.setattr(checks, "declared_triggers", lambda connection: found)
         self.found = found
         self.install("LedgerLine", "account")
 
@@ -175,7 +174,7 @@ class TestTriggers:
             operation.database_forwards("tests", editor, state, state)
 
     def problem(self):
-        return told(table_checks.problems(["postgres"])).get("W025")
+        return told(checks.problems(["postgres"])).get("W025")
 
     def test_one_that_is_there_is_in_order(self):
         self.install()
@@ -256,7 +255,7 @@ class TestTriggers:
 class TestDeclared:
     def follow(self, *operations):
         declared = {}
-        table_checks._follow("tests", operations, declared)
+        checks._follow("tests", operations, declared)
         return declared
 
     def test_renamed_models_take_their_trigger_along(self):
@@ -292,7 +291,7 @@ class TestDeclared:
         monkeypatch.syspath_prepend(tmp_path)
         settings.MIGRATION_MODULES = {"tests": "invoices_migrations"}
         connection = connections["postgres"]
-        assert table_checks.declared_triggers(connection) == {}
+        assert checks.declared_triggers(connection) == {}
         recorder = migrations.recorder.MigrationRecorder(connection)
         recorder.record_applied("tests", "0001_trigger")
-        assert table_checks.declared_triggers(connection) == {Invoice: ("account",)}
+        assert checks.declared_triggers(connection) == {Invoice: ("account",)}

@@ -7,9 +7,9 @@ import pytest
 from django_fencedlock import lock
 from django_fencedlock.backends import base
 from django_fencedlock.backends.base import Request
+from django_fencedlock.core.identity import LocalHolder, new_owner
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import LockNotAcquired
-from django_fencedlock.owners import LocalHolder, new_owner
-from django_fencedlock.services import service
 from django_fencedlock.test.holders import another_thread, wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)

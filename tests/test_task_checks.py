@@ -170,7 +170,7 @@ class TestShortTtl:
 
 class TestLongWait:
     def test_longer_than_a_time_limit(self):
-        policy = {"on_conflict": "wait", "wait_timeout": 60}
+        policy = {"on_conflict": "wait", "blocking_timeout": 60}
         for limits in ({"time_limit": 60}, {"soft_time_limit": 50, "time_limit": 70}):
             assert "waits up to 60 s" in found(policy, limits)["W034"]
         assert found(policy, {"time_limit": 61}) == {}

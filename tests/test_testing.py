@@ -17,24 +17,24 @@ from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_
 from django_fencedlock import (
     LeaseLost,
     LockNotAcquired,
-    NoLease,
+    LockRequired,
     StaleFence,
     alock,
     current_lease,
     lock,
 )
 from django_fencedlock.celery import single_instance
-from django_fencedlock.exceptions import TransactionInTheWay
+from django_fencedlock.exceptions import InsideTransaction
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.signals import lock_lost
 from django_fencedlock.test import (
     assert_locked,
     assert_not_locked,
+    disable_locking,
     eager_tasks,
-    expire,
+    expire_lease,
     hold_lock,
-    locks_off,
-    lose,
+    lose_lease,
 )
 from django_fencedlock.test.holders import another_thread
 from tests.models import Invoice
@@ -79,7 +79,7 @@ class Grants:
             Fence.objects.using(self.using).create(name="other", token=7, owner="x")
             if self.using == "default":
                 with pytest.raises(
-                    TransactionInTheWay, match=r"^Lock 'invoice:42' can't be acquired"
+                    InsideTransaction, match=r"^Lock 'invoice:42' can't be acquired"
                 ):
                     lock("invoice:42").acquire()
             else:
@@ -159,7 +159,7 @@ class Grants:
 
     def test_an_expired_lease_may_be_renewed(self):
         with lock("invoice:42") as lease:
-            expire(lease)
+            expire_lease(lease)
             assert lease.expired
             assert not lease.lost
             with pytest.raises(LeaseLost):
@@ -169,7 +169,7 @@ class Grants:
 
     def test_an_expired_lease_is_taken_over(self):
         lease = lock("invoice:42").acquire()
-        expire(lease)
+        expire_lease(lease)
         with hold_lock("invoice:42") as successor:
             assert successor.token == lease.token + 1
             assert not lease.verify()
@@ -186,7 +186,7 @@ class Grants:
         try:
             with pytest.raises(LeaseLost), lock("invoice:42") as lease:
                 lease.on_lost(told.append)
-                lose(lease)
+                lose_lease(lease)
                 assert lease.lost
                 assert told == heard == [lease]
                 assert Fence.objects.using(self.using).get().token == 2
@@ -196,10 +196,10 @@ class Grants:
 
     def test_unfenced_leases_are_lost_too(self):
         with pytest.raises(LeaseLost), lock("cache", fenced=False) as lease:
-            lose(lease)
+            lose_lease(lease)
 
     def test_locks_off(self):
-        with locks_off():
+        with disable_locking():
             for token in (1, 2):
                 with lock("invoice:42") as lease, transaction.atomic(using=self.using):
                     assert lease.token == token
@@ -223,7 +223,7 @@ class LeftBehind:
         assert current_lease() is None
         lease = lock("invoice:42").acquire(blocking=False)
         assert lease.token == 1
-        lose(lease)
+        lose_lease(lease)
 
 
 class SwitchedOff:
@@ -235,7 +235,7 @@ class SwitchedOff:
 
     def setUp(self):
         super().setUp()
-        self.enterContext(locks_off())
+        self.enterContext(disable_locking())
         self.invoices = Invoice.objects.using(self.using)
         self.pk = self.invoices.create().pk
 
@@ -260,7 +260,7 @@ class SwitchedOff:
     def test_tokens_go_on_from_those_of_leases_in_earnest(self):
         self.enterContext(override_settings(FENCEDLOCK=self.earnest()))
         assert self.write("a").token == 1
-        with locks_off():
+        with disable_locking():
             assert self.write("b").token == 2
         assert self.write("c").token == 3
 
@@ -270,7 +270,7 @@ class SwitchedOff:
     def test_a_former_holder_is_stale(self):
         stale = self.write("a")
         self.write("b")
-        with pytest.raises(NoLease):
+        with pytest.raises(LockRequired):
             self.invoices.using_lease(stale).filter(pk=self.pk).update(amount=6)
         former = Invoice.fencing.lock(pk=self.pk)
         with former as lease:
@@ -280,7 +280,7 @@ class SwitchedOff:
                 self.invoices.filter(pk=self.pk).update(amount=6)
 
     def test_no_lease_is_still_none(self):
-        with pytest.raises(NoLease):
+        with pytest.raises(LockRequired):
             self.invoices.filter(pk=self.pk).update(amount=6)
 
     def test_a_lock_within_a_transaction_that_is_rolled_back(self):
@@ -387,16 +387,16 @@ class RedisInATestCaseOnPostgres(OnRedis, TestCase):
 
 class WithoutADatabase(SimpleTestCase):
     def test_locks_off_asks_none(self):
-        with locks_off(), lock("invoice:42") as lease:
+        with disable_locking(), lock("invoice:42") as lease:
             assert lease.token == 1
 
-    @locks_off()
+    @disable_locking()
     def test_locks_off_as_a_decorator(self):
         with lock("invoice:42"), lock("invoice:43") as lease:
             assert lease.token == 1
 
     async def test_locks_off_in_a_coroutine(self):
-        with locks_off():
+        with disable_locking():
             async with alock("invoice:42") as lease:
                 assert lease.token == 1
 
@@ -416,11 +416,11 @@ class InsideAtomicInATestCase(TestCase):
     """
 
     def test_an_unfenced_lock_is_refused_too(self):
-        with transaction.atomic(), pytest.raises(TransactionInTheWay):
+        with transaction.atomic(), pytest.raises(InsideTransaction):
             lock("invoice:42", fenced=False).acquire()
 
     def test_so_is_a_plain_call_of_a_task(self):
-        with transaction.atomic(), pytest.raises(TransactionInTheWay):
+        with transaction.atomic(), pytest.raises(InsideTransaction):
             _charge(42)
 
     def test_a_task_that_a_worker_would_run_is_not(self):
@@ -430,7 +430,7 @@ class InsideAtomicInATestCase(TestCase):
     def test_nor_is_what_stands_for_another_process(self):
         lease = lock("invoice:42").acquire()
         with transaction.atomic(), hold_lock("invoice:43"):
-            lose(lease)
+            lose_lease(lease)
         assert lease.lost
 
     def test_nor_is_what_runs_after_the_commit(self):
@@ -454,7 +454,7 @@ class TestDbFixture:
         assert lock("invoice:42", blocking_timeout=60).acquire() is None
 
 
-def test_the_fixture_locks_off_asks_no_database(locks_off):
+def test_the_fixture_locks_off_asks_no_database(disable_locking):
     with lock("invoice:42") as lease:
         assert lease.token == 1
 
@@ -480,7 +480,7 @@ SETTINGS = """
 TESTS = """
     from django.test import TestCase, TransactionTestCase
     from django_fencedlock import LeaseLost, alock, lock
-    from django_fencedlock.test import assert_locked, assert_not_locked, hold_lock, lose
+    from django_fencedlock.test import assert_locked, assert_not_locked, hold_lock, lose_lease
 
     class First(TestCase):
         def test_tokens_begin_at_one(self):
@@ -501,7 +501,7 @@ TESTS = """
 
         def test_lost(self):
             with self.assertRaises(LeaseLost), lock("a") as lease:
-                lose(lease)
+                lose_lease(lease)
                 self.assertTrue(lease.lost)
 """
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from django_fencedlock.texts import visible, without_secrets
+from django_fencedlock.storage.text import visible, without_secrets
 
 
 @pytest.mark.parametrize("text", ["invoice:42", "é 🔒", "a b", "日本", "{x}'\"<b>"])

@@ -9,10 +9,10 @@ from django.db import connections
 from django.test import override_settings
 
 from django_fencedlock import force_release, lock
-from django_fencedlock.fences import sqlite
-from django_fencedlock.fences.revoking import notes
 from django_fencedlock.models import ForcedRelease, HeldLock
-from django_fencedlock.registry import State, listing
+from django_fencedlock.ops.registry import State, listing
+from django_fencedlock.storage import sqlite
+from django_fencedlock.storage.fences import notes
 
 BERLIN, NEW_YORK = "Europe/Berlin", "America/New_York"
 #: Clocks in Berlin go back at 01:00 UTC, from 03:00 to 02:00.

@@ -6,7 +6,7 @@ from django.http import HttpResponse
 from django.test import RequestFactory
 
 from django_fencedlock import current_lease, lock
-from django_fencedlock.exceptions import LockNotAcquired, TransactionInTheWay
+from django_fencedlock.exceptions import InsideTransaction, LockNotAcquired
 from django_fencedlock.models import Fence
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -172,7 +172,7 @@ def test_sqlite_refuses_at_once_after_a_write_and_says_what_to_do(settings):
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "default"}}
     with transaction.atomic():
         Fence.objects.create(name="other", token=1, owner="o")
-        with pytest.raises(TransactionInTheWay, match="Acquire the lock first"):
+        with pytest.raises(InsideTransaction, match="Acquire the lock first"):
             lock("x").acquire()
     assert not Fence.objects.filter(name="x").exists()
     assert lock("x").acquire(blocking=False).release()
@@ -184,7 +184,7 @@ def test_a_snapshot_older_than_the_grant_is_refused_and_the_lock_given_back(sett
     with transaction.atomic(using="postgres"), connections["postgres"].cursor() as cursor:
         cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
         cursor.execute("SELECT 1 FROM django_fencedlock_fence")
-        with pytest.raises(TransactionInTheWay, match="older snapshot"):
+        with pytest.raises(InsideTransaction, match="older snapshot"):
             lock("x").acquire()
         assert not is_held("x")
 

@@ -2,12 +2,13 @@
 
 import pytest
 
-from django_fencedlock import force_release, lock, notifier
+from django_fencedlock import force_release, lock
+from django_fencedlock.core import runtime
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.registry import State, listing
-from django_fencedlock.services import service
-from django_fencedlock.unfenced import rows as unfenced_rows
+from django_fencedlock.ops.registry import State, listing
+from django_fencedlock.storage.unfenced import rows as unfenced_rows
 from tests.test_registry import BACKENDS
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -157,7 +158,7 @@ def test_one_that_is_released_by_force_is_given_back(writing, rows):
     assert done.done
     renew_all()
     assert lease.lost
-    notifier.worker.finish(60)
+    runtime.worker.finish(60)
     assert "by ada" in lease.why_lost
     assert service("default").holder("report") is None
     writing.flush()

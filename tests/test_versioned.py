@@ -9,7 +9,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import IntegrityError, connections, models, transaction
 from django.db.models import F
 
-from django_fencedlock.exceptions import NoLease, StaleFence, VersionConflict
+from django_fencedlock.exceptions import LockRequired, StaleFence, VersionConflict
 from django_fencedlock.models import Fencing
 from tests.models import Contract, Deed, Document, Letter, Paper
 from tests.test_write_paths import database, overtake, plainly, refused, rows_of, statements
@@ -284,13 +284,13 @@ class TestBoth:
     def test_a_version_is_no_lease(self, database, model):
         row = model.objects.create()
         for write in (*WRITES.values(), lambda row: row.delete()):
-            with refused(NoLease, model):
+            with refused(LockRequired, model):
                 write(row)
 
-    def test_unleased_writes_that_are_allowed_are_counted_and_compared(
+    def test_writes_without_lock_that_are_allowed_are_counted_and_compared(
         self, database, model, monkeypatch
     ):
-        monkeypatch.setattr(model, "fencing", Fencing(unleased="allow"))
+        monkeypatch.setattr(model, "fencing", Fencing(without_lock="allow"))
         row = model.objects.create()
         plainly(model, fence=5)
         twin = model.objects.get()

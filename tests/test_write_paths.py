@@ -26,7 +26,7 @@ from django.urls import path
 
 from django_fencedlock import current_lease, lock
 from django_fencedlock.exceptions import (
-    NoLease,
+    LockRequired,
     SettingsError,
     StaleFence,
     StaleObject,
@@ -323,33 +323,33 @@ def test_an_object_that_was_read_before_the_lock_and_written_since_is_refused(
 
 @pytest.mark.parametrize("how", ALL)
 def test_without_a_lease_nothing_is_written(database, invoice, how):
-    with refused(NoLease, match="needs the lease of lock 'tests.invoice:.*none is held here"):
+    with refused(LockRequired, match="needs the lease of lock 'tests.invoice:.*none is held here"):
         ALL[how](invoice)
 
 
 @pytest.mark.parametrize("how", ALL)
 def test_the_lease_of_another_lock_is_none_for_this_row(database, invoice, how):
-    with lock("other") as lease, refused(NoLease, match="'tests.invoice:.*held here: 'other'"):
+    with lock("other") as lease, refused(LockRequired, match="'tests.invoice:.*held here: 'other'"):
         ALL[how](invoice)
     with lock("other") as lease, lease.atomic():  # noqa: SIM117
-        with refused(NoLease), transaction.atomic(using=database):
+        with refused(LockRequired), transaction.atomic(using=database):
             ALL[how](invoice)
 
 
 @pytest.mark.parametrize("how", ALL)
 def test_an_unfenced_lease_is_none(database, invoice, how):
-    with lock(f"tests.invoice:{invoice.pk}", fenced=False), refused(NoLease):
+    with lock(f"tests.invoice:{invoice.pk}", fenced=False), refused(LockRequired):
         ALL[how](invoice)
 
 
 @pytest.mark.parametrize("how", ALL)
 @pytest.mark.parametrize("policy", ["allow", "warn"])
-def test_an_unleased_write_that_is_allowed_leaves_the_fence(
+def test_an_write_without_lock_that_is_allowed_leaves_the_fence(
     database, settings, invoice, how, policy, caplog
 ):
     plainly(Invoice, fence=5)
     invoice.refresh_from_db()
-    settings.FENCEDLOCK_UNLEASED = policy
+    settings.FENCEDLOCK_WITHOUT_LOCK = policy
     with caplog.at_level(logging.WARNING, "django_fencedlock"):
         ALL[how](invoice)
     assert ("without the lease of lock 'tests.invoice:" in caplog.text) == (policy == "warn")
@@ -363,8 +363,8 @@ def test_an_unleased_write_that_is_allowed_leaves_the_fence(
 
 @pytest.mark.parametrize("how", ALL)
 def test_a_policy_that_is_none_lets_nothing_pass(database, settings, invoice, how):
-    settings.FENCEDLOCK_UNLEASED = "warm"
-    with pytest.raises(SettingsError, match="FENCEDLOCK_UNLEASED is 'warm'"):
+    settings.FENCEDLOCK_WITHOUT_LOCK = "warm"
+    with pytest.raises(SettingsError, match="FENCEDLOCK_WITHOUT_LOCK is 'warm'"):
         ALL[how](invoice)
     (row,) = rows_of(Invoice)
     assert row["amount"] not in (99, 100)
@@ -443,13 +443,13 @@ def test_a_row_is_not_added_once_a_newer_grant_is_recorded(database, how):
 @pytest.mark.parametrize("how", CREATES)
 def test_a_row_is_not_added_without_the_lease_of_its_lock(database, how):
     account = Account.objects.create()
-    with refused(NoLease, LedgerLine):
+    with refused(LockRequired, LedgerLine):
         CREATES[how](account)
 
 
 @pytest.mark.parametrize("how", CREATES)
-def test_an_unleased_row_that_is_allowed_has_fence_0(database, settings, how):
-    settings.FENCEDLOCK_UNLEASED = "allow"
+def test_an_without_lock_row_that_is_allowed_has_fence_0(database, settings, how):
+    settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
     CREATES[how](Account.objects.create())
     assert {row["fence"] for row in rows_of(LedgerLine)} == {0}
 
@@ -466,7 +466,7 @@ def test_a_copy_of_a_row_is_a_new_row(database, invoice, is_held):
         with statements(1):
             copy.save(force_insert=True)
     assert Invoice.objects.count() == 3
-    with refused(NoLease):
+    with refused(LockRequired):
         copy.save()
 
 
@@ -490,7 +490,7 @@ def test_a_copy_of_a_row_under_anothers_lock_wants_its_lease(database):
     with lock(f"account:{account.pk}"):
         line = LedgerLine.objects.create(account=account)
     line.pk = None
-    with refused(NoLease, LedgerLine):
+    with refused(LockRequired, LedgerLine):
         line.save()
     with lock(f"account:{account.pk}") as lease:
         line.save()
@@ -510,7 +510,7 @@ def test_what_is_new_does_not_take_the_place_of_a_row(database, invoice):
     with refused(IntegrityError), transaction.atomic(using=database):
         Invoice(pk=invoice.pk, amount=99).save()
     with (
-        refused((IntegrityError, ImproperlyConfigured, NoLease)),
+        refused((IntegrityError, ImproperlyConfigured, LockRequired)),
         transaction.atomic(using=database),
     ):
         Invoice.objects.bulk_create([Invoice(pk=invoice.pk, amount=99)])
@@ -543,7 +543,7 @@ def test_half_the_key_does_not_make_a_lock_a_rows_own(database, monkeypatch):
     from django_fencedlock.models import Fencing
 
     monkeypatch.setattr(Seat, "fencing", Fencing("row:{row}"))
-    with pytest.raises(NoLease, match="'row:A'"):
+    with pytest.raises(LockRequired, match="'row:A'"):
         Seat.objects.create(row="A", number=1)
 
 
@@ -551,7 +551,7 @@ def test_a_part_of_the_key_does_not_make_a_lock_a_rows_own(database, monkeypatch
     from django_fencedlock.models import Fencing
 
     monkeypatch.setattr(Ticket, "fencing", Fencing("series:{pk:.1}"))
-    with refused(NoLease, Ticket, match="'series:A'"):
+    with refused(LockRequired, Ticket, match="'series:A'"):
         Ticket(code="A1").save()
     with lock("series:A"):
         Ticket.objects.bulk_create([Ticket(code="A1"), Ticket(code="A2")])
@@ -572,7 +572,7 @@ def upsert_stock(*skus):
 
 
 def test_conflicting_rows_are_overwritten_only_where_the_conflict_tells_their_lock(database):
-    with pytest.raises(NoLease):
+    with pytest.raises(LockRequired):
         upsert_stock("a")
     with lock("stock:a") as lease, lock("stock:b"):
         if database == "mariadb":
@@ -586,7 +586,7 @@ def test_conflicting_rows_are_overwritten_only_where_the_conflict_tells_their_lo
         overtake(lease)
         with refused(StaleFence, Stock):
             upsert_stock("b", "a")
-        with refused(NoLease, Stock):
+        with refused(LockRequired, Stock):
             upsert_stock("b", "c")
 
 
@@ -621,7 +621,7 @@ def test_a_unique_key_over_an_expression_does_not_tell_the_lock(settings, monkey
 
 def test_overwriting_is_not_adding(database, invoice):
     """A row may be added with no lease, but its neighbour isn't overwritten on the way."""
-    with refused(NoLease, match="Overwriting"):
+    with refused(LockRequired, match="Overwriting"):
         _upsert(invoice)
 
 
@@ -632,7 +632,7 @@ def test_ignored_conflicts_leave_the_rows_that_are_there(database):
     assert [(row["sku"], row["count"]) for row in rows_of(Stock)] == [("a", 1), ("b", 0)]
 
 
-def test_where_unleased_writes_are_allowed_conflicts_are_left_to_django(database):
+def test_where_writes_without_lock_are_allowed_conflicts_are_left_to_django(database):
     row = Relaxed.objects.create(code="a")
     plainly(Relaxed, fence=5)
     target = {} if database == "mariadb" else {"unique_fields": ["code"]}
@@ -779,7 +779,7 @@ def test_no_part_of_a_child_is_written_without_a_lease(database):
         lambda: Vehicle.objects.all().delete(),
         lambda: Vehicle.objects.update(wheels=1),
     ):
-        with refused(NoLease, Truck, Vehicle):
+        with refused(LockRequired, Truck, Vehicle):
             write()
 
 
@@ -814,7 +814,7 @@ def test_a_child_is_deleted_with_all_its_tables(database):
 def test_a_child_that_was_never_loaded_is_deleted_under_its_lease(database):
     """Django knows its key in its own table, and not in its parent's."""
     pk = Truck.objects.create().pk
-    with refused(NoLease, Truck, Vehicle):
+    with refused(LockRequired, Truck, Vehicle):
         Truck(pk=pk).delete(keep_parents=True)
     with Truck.fencing.lock(pk=pk) as lease:
         overtake(lease)
@@ -854,9 +854,9 @@ def test_a_child_that_fails_half_way_is_as_it_was(database):
 
 def test_a_proxy_is_written_as_its_model_is(database):
     van = Van.objects.create()
-    with pytest.raises(NoLease, match=r"'tests\.vehicle:"):
+    with pytest.raises(LockRequired, match=r"'tests\.vehicle:"):
         van.save()
-    with pytest.raises(NoLease):
+    with pytest.raises(LockRequired):
         Van.objects.all().delete()
     with van.fencing.lock() as lease:
         with statements(1):
@@ -878,9 +878,9 @@ def test_a_composite_key(database):
             _set(seat, guest="Ada").save()
         Seat.objects.filter(pk=seat.pk).update(guest="Bo")
         Seat.objects.bulk_update([seat], ["guest"])
-        with refused(NoLease, Seat):
+        with refused(LockRequired, Seat):
             Seat.objects.update(guest="Cy")
-        with refused(NoLease, Seat):
+        with refused(LockRequired, Seat):
             other.save()
         overtake(lease)
         for write in (
@@ -1017,10 +1017,10 @@ def test_an_object_without_its_fence_is_refused(database, invoice):
             assert [each["fence"] for each in rows_of(Invoice)] in ([lease.token], [])
 
 
-def test_an_object_without_its_fence_may_be_saved_where_unleased_writes_are_allowed(
+def test_an_object_without_its_fence_may_be_saved_where_writes_without_lock_are_allowed(
     database, settings, invoice
 ):
-    settings.FENCEDLOCK_UNLEASED = "allow"
+    settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
     _set(_without_fence(), amount=9).save()
     assert rows_of(Invoice)[0]["amount"] == 9
 
@@ -1181,7 +1181,7 @@ def test_what_was_read_from_a_database_that_lags_behind_was_not_read_under_the_l
 
 def test_rows_that_the_manager_leaves_out_are_fenced_as_well(database):
     row = Filtered.objects.create(amount=1)
-    with pytest.raises(NoLease):
+    with pytest.raises(LockRequired):
         row.save()
     with row.fencing.lock() as lease:
         row.save()
@@ -1297,7 +1297,7 @@ def test_one_lease_that_is_missing_refuses_all_before_anything_is_written(databa
     with LedgerLine.fencing.lock(account=first):
         for write in _writes_of_lines(first, second, lines):
             with (
-                refused(NoLease, LedgerLine, match=f"'account:{second.pk}'"),
+                refused(LockRequired, LedgerLine, match=f"'account:{second.pk}'"),
                 CaptureQueriesContext(connections[database]) as captured,
             ):
                 write()
@@ -1324,7 +1324,7 @@ def test_rows_that_come_while_names_are_learnt_are_not_written(database, monkeyp
             LedgerLine.objects.update(amount=9)
         assert {row["amount"] for row in rows_of(LedgerLine)} == {0}
     models.QuerySet(LedgerLine)._raw_delete(database)
-    with pytest.raises(NoLease, match="came meanwhile"):
+    with pytest.raises(LockRequired, match="came meanwhile"):
         LedgerLine.objects.update(amount=9)  # there was none to be learnt of
     assert [row["amount"] for row in rows_of(LedgerLine)] == [0]
 
@@ -1351,7 +1351,7 @@ def test_giving_rows_to_another_lock_needs_both_leases(database):
         LedgerLine.fencing.lock(account=first).acquire().release()
     with LedgerLine.fencing.lock(account=first) as theirs:
         line = LedgerLine.objects.create(account=first)
-        with refused(NoLease, LedgerLine, match=f"'account:{second.pk}'; held here: "):
+        with refused(LockRequired, LedgerLine, match=f"'account:{second.pk}'; held here: "):
             LedgerLine.objects.update(account=second)
         with LedgerLine.fencing.lock(account=second) as ours:
             with refused(StaleFence, LedgerLine, match="update.. it under the leases of both"):
@@ -1370,7 +1370,7 @@ def test_giving_rows_to_another_lock_needs_both_leases(database):
                 LedgerLine.objects.update(account=second)
             first.ledgerline_set.update(amount=6)
     with LedgerLine.fencing.lock(account=second):
-        with refused(NoLease, LedgerLine):
+        with refused(LockRequired, LedgerLine):
             LedgerLine.objects.update(account=second)
         with LedgerLine.fencing.lock(account=first) as theirs:
             overtake(theirs)
@@ -1410,7 +1410,7 @@ def test_a_value_that_only_the_database_knows_names_no_lock(database):
     first = Account.objects.create()
     with LedgerLine.fencing.lock(account=first):
         LedgerLine.objects.create(account=first)
-        with refused(NoLease, LedgerLine, match="account_id is empty"):
+        with refused(LockRequired, LedgerLine, match="account_id is empty"):
             LedgerLine.objects.update(account_id=F("account_id"))
 
 
@@ -1426,9 +1426,9 @@ def test_names_that_only_a_callable_knows(database):
             Called.objects.update(amount=9)
         Called.objects.filter(amount__in=[2, 4]).update(amount=8)
     with lock("called:1"):
-        with refused(NoLease, Called, match="'called:0'"):
+        with refused(LockRequired, Called, match="'called:0'"):
             Called.objects.update(amount=9)
-        with refused(NoLease, Called):
+        with refused(LockRequired, Called):
             Called.objects.all().delete()
         assert Called.objects.filter(amount=3).delete()[0] == 1
 
@@ -1490,7 +1490,7 @@ def test_a_row_is_not_written_under_the_lock_that_its_object_names_now(
             for how, write in _given_to_another_lock(model, other, **others).items():
                 if how == "never_loaded" and model is not Called:
                     continue  # It is an INSERT, of a key that is there.
-                with refused((StaleFence, NoLease), *tables):
+                with refused((StaleFence, LockRequired), *tables):
                     write()
 
 
@@ -1525,7 +1525,7 @@ def test_rows_of_one_lock_with_several_values_in_its_columns(database):
         assert Shift.objects.update(note="y") == 2
         Shift.objects.update(at=_at(1, 7))
         assert {(row["at"], row["fence"]) for row in rows_of(Shift)} == {(_at(1, 7), lease.token)}
-        with refused(NoLease, Shift, match="day:2024-05-02"):
+        with refused(LockRequired, Shift, match="day:2024-05-02"):
             Shift.objects.update(at=_at(2))
         with lock("day:2024-05-02") as other:
             Shift.objects.filter(pk=shifts[0].pk).update(at=_at(2))
@@ -1540,7 +1540,7 @@ def test_bulk_update_may_set_a_column_of_the_name_to_what_it_is(database):
         LedgerLine.objects.bulk_update([_set(line, amount=5)], ["account", "amount"])
         for value in (F("account") + 1, None):
             line = LedgerLine.objects.get()
-            with refused(NoLease, LedgerLine):
+            with refused(LockRequired, LedgerLine):
                 LedgerLine.objects.bulk_update([_set(line, account_id=value)], ["account"])
     assert rows_of(LedgerLine)[0]["amount"] == 5
 
@@ -1548,9 +1548,9 @@ def test_bulk_update_may_set_a_column_of_the_name_to_what_it_is(database):
 def test_rows_whose_lock_is_named_by_a_parents_column_are_moved_under_both_leases(database):
     with lock("town:a:0"):
         Warehouse.objects.create(town="a")
-        with refused(NoLease, Warehouse, Depot):
+        with refused(LockRequired, Warehouse, Depot):
             Warehouse.objects.update(town="b", floor=1)
-        with refused(NoLease, Warehouse, Depot):
+        with refused(LockRequired, Warehouse, Depot):
             Warehouse.objects.update(town="b")  # which floor, the new name doesn't tell
         Warehouse.objects.update(town="a", floor=0, goods=5)
         with lock("town:b:1"):
@@ -1564,7 +1564,7 @@ def test_an_order_with_respect_to_something_is_set_under_the_lease(database):
     with lock(f"song:{song.pk}"):
         verses = [Verse.objects.create(song=song) for _ in range(3)]
     turned = [verse.pk for verse in reversed(verses)]
-    with refused(NoLease, Verse):
+    with refused(LockRequired, Verse):
         song.set_verse_order(turned)
     with lock(f"song:{song.pk}") as lease:
         song.set_verse_order(turned)
@@ -1585,7 +1585,7 @@ def test_what_django_refuses_is_left_to_django(database):
     with pytest.raises(TypeError, match=r"delete\(\)"):
         Invoice.objects.all()[:1].delete()
     Invoice.objects.create()
-    with refused((NoLease, TypeError)):  # Django 5.2 would write them
+    with refused((LockRequired, TypeError)):  # Django 5.2 would write them
         Invoice.objects.distinct("note").update(amount=1)
     with pytest.raises(TypeError, match=r"update\(\) can't set 'fence'"):
         Invoice.objects.update(fence=1)
@@ -1642,10 +1642,10 @@ def test_what_a_plain_row_takes_along_is_guarded(database, shelf, how):
         with contextlib.ExitStack() as stack:
             for name in set(names) - {missing}:
                 stack.enter_context(lock(name))
-            with refused(NoLease, *tables, match=missing):
+            with refused(LockRequired, *tables, match=missing):
                 delete(shelf)
     # A label without a shelf has no lock, so nobody may write it but where that is allowed.
-    Label.fencing.spec._unleased = "allow"
+    Label.fencing.spec._without_lock = "allow"
     try:
         for stale in names:
             with contextlib.ExitStack() as stack:
@@ -1658,7 +1658,7 @@ def test_what_a_plain_row_takes_along_is_guarded(database, shelf, how):
                 stack.enter_context(lock(name))
             delete(shelf)
     finally:
-        Label.fencing.spec._unleased = None
+        Label.fencing.spec._without_lock = None
     assert not any(map(rows_of, (Shelf, Crate, Bottle, Remark)))
     assert [(row["shelf_id"], row["fence"]) for row in rows_of(Label)] == [(None, 0)]
 
@@ -1667,7 +1667,7 @@ def test_a_row_with_dependents_is_deleted_under_its_lease_alone(database, shelf)
     for delete in (lambda crate: crate.delete(), lambda crate: Crate.objects.all().delete()):
         crate = Crate.objects.create(shelf=shelf)
         Bottle.objects.create(crate=crate)
-        with refused(NoLease, Crate, Bottle):
+        with refused(LockRequired, Crate, Bottle):
             delete(crate)
         with crate.fencing.lock() as lease:
             overtake(lease)
@@ -1684,7 +1684,7 @@ def test_another_row_of_its_model_that_a_delete_collects_is_guarded(database, sh
     with one.fencing.lock(), _Deletion(one) as deletion:
         one._guard_collected(one._state.db, one)
         assert deletion.is_claimed
-        with pytest.raises(NoLease, match=f"'tests.crate:{other.pk}'"):
+        with pytest.raises(LockRequired, match=f"'tests.crate:{other.pk}'"):
             other._guard_collected(one._state.db, one)
 
 
@@ -1737,7 +1737,7 @@ def test_a_listener_that_comes_later_lets_no_row_escape(database, signal):
                 LedgerLine.objects.all().delete()
         finally:
             signal.disconnect(hear, sender=LedgerLine)
-    with refused(NoLease, LedgerLine, Account):
+    with refused(LockRequired, LedgerLine, Account):
         account.delete()
     with LedgerLine.fencing.lock(account=account):
         with statements(3):  # fast again: names, claim, delete
@@ -1769,7 +1769,7 @@ def test_a_lease_can_be_given(database, invoice):
         """A thread has no context of its own to find it in."""
         try:
             assert current_lease() is None
-            with pytest.raises(NoLease):
+            with pytest.raises(LockRequired):
                 invoice.save()
             invoice.save(lease=lease)
             awaited(invoice.asave, lease=lease)
@@ -1806,7 +1806,7 @@ def test_a_given_lease_is_the_one_that_counts(database, invoice):
             ),
             lambda: Invoice.objects.using_lease(wrong).create(amount=9),
         ):
-            with refused(NoLease, match="it was given that of 'other'"):
+            with refused(LockRequired, match="it was given that of 'other'"):
                 write()
         invoice.save()
 
@@ -1814,9 +1814,9 @@ def test_a_given_lease_is_the_one_that_counts(database, invoice):
 def test_a_lease_that_was_released_is_none(database, invoice):
     with invoice.fencing.lock() as lease:
         pass
-    with refused(NoLease, match="the one that it was given was released"):
+    with refused(LockRequired, match="the one that it was given was released"):
         invoice.save(lease=lease)
-    with refused(NoLease):
+    with refused(LockRequired):
         Invoice.objects.using_lease(lease).update(amount=9)
 
 
@@ -1824,7 +1824,7 @@ def test_a_given_lease_is_not_kept(database, invoice):
     lease = invoice.fencing.lock().acquire()
     _leave(lease)
     invoice.save(lease=lease)
-    with refused(NoLease):
+    with refused(LockRequired):
         invoice.save()
     lease.release()
 
@@ -1858,7 +1858,7 @@ def test_a_given_lease_stays_out_of_the_object(database, invoice, how):
             signal.disconnect(copy_it, sender=Invoice)
     assert len(copies) == 6
     for each in copies:
-        with pytest.raises(NoLease, match="none is held here"):
+        with pytest.raises(LockRequired, match="none is held here"):
             each.save()
     lease.release()
 
@@ -1969,7 +1969,7 @@ def test_high_water_refuses_only_what_a_newer_holder_has_written_to(database):
 def test_high_water_wants_a_lease_as_well(database):
     meter = Meter.objects.create(serial="a")
     for write in (meter.save, meter.delete, lambda: Meter.objects.update(reading=9)):
-        with refused(NoLease, Meter):
+        with refused(LockRequired, Meter):
             write()
 
 
@@ -2024,7 +2024,7 @@ def _admin_posts(invoice):
 @pytest.mark.parametrize("what", ["form", "list", "selected", "delete"])
 def test_the_admin_writes_under_a_lease_as_well(browser, invoice, what):
     url, data = _admin_posts(invoice)[what]
-    with refused(NoLease):
+    with refused(LockRequired):
         browser.post(url, data)
     with invoice.fencing.lock() as lease:
         overtake(lease)

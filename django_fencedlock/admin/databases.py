@@ -21,10 +21,10 @@ from django.utils.translation import gettext_lazy as _
 from .. import conf
 from ..backends.base import is_table_missing
 from ..exceptions import SettingsError
-from ..fences.characters import knows
-from ..models.tables import ExactCharField
-from ..registry import ANSWERED, fence_databases, words_of
-from ..sessions import bounded
+from ..ops.registry import ANSWERED, fence_databases, words_of
+from ..storage.connections import bounded
+from ..storage.tables import ExactCharField
+from ..storage.text import knows
 
 PARAMETER = "database"
 

@@ -18,9 +18,8 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
 from ..models import Fence, HeldLock, LockEvent
-from ..portraits import history
-from ..registry import ListedLock, State, entries
-from ..texts import telling
+from ..ops.registry import ListedLock, State, entries, history
+from ..storage.text import telling
 from .databases import DatabaseFilter, address
 from .listing import STATES, Events, FewValues, HeldLocks, StateFilter
 from .readonly import ReadOnly

@@ -14,9 +14,9 @@ from django.http import HttpRequest
 from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
-from ..fences import ledger_for
 from ..models import HeldLock
-from ..registry import Listing, State, entries, states
+from ..ops.registry import Listing, State, entries, states
+from ..storage.vendors import ledger_for
 
 STATES = {
     State.HELD: _("held"),

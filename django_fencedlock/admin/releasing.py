@@ -20,14 +20,14 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 from django.views.decorators.clickjacking import xframe_options_deny
 
+from ..core.names import validate
+from ..core.runtime import clock
 from ..exceptions import BackendUnavailable, FencedLockError
-from ..fences.revoking import Note, notes
-from ..lease import clock
 from ..models import HeldLock
-from ..names import validate
-from ..registry import ListedLock, State, entries
-from ..releasing import Outcome, Release, end_session_sql, force_release
-from ..texts import telling
+from ..ops.force_release import Outcome, Release, end_session_sql, force_release
+from ..ops.registry import ListedLock, State, entries
+from ..storage.fences import Note, notes
+from ..storage.text import telling
 from .databases import address, be_storable, shown_of
 from .reasons import reason
 from .transactions import outside

@@ -15,12 +15,11 @@ from django.db import DatabaseError
 
 from .. import logs, signals
 from ..conf import AliasConfig, Problem, unknown
-from ..exceptions import AliasConflict, BackendUnavailable, TransactionInTheWay
-from ..fences import Entry
+from ..core.identity import Holder, Owner, Process, is_gone
+from ..exceptions import AliasConflict, BackendUnavailable, InsideTransaction
 from ..findings import Finding
 from ..lease import Lease
-from ..owners import Holder, Owner
-from ..processes import Process, is_gone
+from ..storage.vendors import Entry
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -320,9 +319,9 @@ class Backend(ABC):
             holder=holder,
         )
 
-    def in_the_way(self, request: Request) -> TransactionInTheWay:
+    def in_the_way(self, request: Request) -> InsideTransaction:
         """The error for a caller on SQLite whose own transaction keeps a grant from its file."""
-        return TransactionInTheWay(
+        return InsideTransaction(
             f"Lock {request.name!r} can't be acquired here: SQLite has one writer at a time, and "
             "this code is inside a transaction that has the file. Acquire the lock first, and open "
             "the transaction inside of it.",

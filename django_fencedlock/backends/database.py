@@ -11,12 +11,13 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig, Problem, location_problems, timeout_problems
+from ..core.identity import Holder
+from ..core.runtime import clock
+from ..core.transactions import lent_by_test
 from ..exceptions import BackendUnavailable
-from ..fences import Entry, Ledger, NameAndOwner, Row, ledger_for
-from ..lease import Lease, clock
-from ..owners import Holder
-from ..sessions import sessions
-from ..transactions import lent_by_test
+from ..lease import Lease
+from ..storage.connections import sessions
+from ..storage.vendors import Entry, Ledger, NameAndOwner, Row, ledger_for
 from .base import Backend, Grant, Renewal, Request, Taken, is_table_missing
 
 T = TypeVar("T")

@@ -14,12 +14,12 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig, Problem, location_problems, timeout_problems
+from ..core.identity import Holder, place_in_words
 from ..exceptions import BackendUnavailable
-from ..fences import Entry, Row, ledger_for
-from ..fences.postgresql import array
 from ..lease import Lease
-from ..owners import Holder, place_in_words
-from ..sessions import sessions
+from ..storage.connections import sessions
+from ..storage.postgresql import array
+from ..storage.vendors import Entry, Row, ledger_for
 from .base import Renewal, Taken, is_table_missing
 
 try:

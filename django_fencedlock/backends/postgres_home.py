@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 from django.db import Error, OperationalError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .. import threads
-from ..lease import clock
-from ..notifier import notify
-from ..sessions import under_test
+from ..core import runtime
+from ..core.runtime import clock, notify
+from ..storage.connections import under_test
 from .base import Grant
 from .postgres_hung import end_hung_holders
 from .postgres_sessions import Session, open_session, smallest_ttl
@@ -85,7 +84,7 @@ class Home:
         self._reset()
 
     def _reset(self) -> None:
-        self._mutex = threads.allocate_lock()
+        self._mutex = runtime.allocate_lock()
         self._jobs: deque[Job[Any]] = deque()
         self._holds: dict[str, Hold] = {}
         self._by_key: dict[int, Hold] = {}
@@ -155,7 +154,7 @@ class Home:
 
     def _start(self) -> None:
         try:
-            threads.start(self._run)
+            runtime.start(self._run)
         except RuntimeError:
             # There are too many, or the interpreter ends: whoever comes next tries again.
             assert self._wake is not None

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import logs
-from ..lease import clock
-from ..notifier import notify
+from ..core.runtime import clock, notify
 from . import postgres_statements as sql
 from .postgres_sessions import Session
 

@@ -14,14 +14,13 @@ from django.db import Error, OperationalError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import conf
+from ..core.runtime import clock, cut
 from ..exceptions import SettingsError
-from ..fences.ledger import LOCK_WAIT
-from ..fences.postgresql import sqlstate
-from ..lease import clock
-from ..libpq import Executor
-from ..sessions import private
-from ..texts import visible
-from ..watchdog import cut
+from ..storage.connections import private
+from ..storage.dialect import LOCK_WAIT
+from ..storage.libpq import Executor
+from ..storage.postgresql import sqlstate
+from ..storage.text import visible
 from . import postgres_statements as sql
 from .postgres_threads import is_readable
 

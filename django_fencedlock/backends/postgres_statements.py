@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from ..fences import Row
-from ..fences.ledger import FENCE, HELD, LOCK_WAIT
-from ..fences.postgresql import INTO_HELD, LAZY_LIMITS, SET_ALL, TIMES, VALUES
-from ..fences.revoking import FORCED, IS_FORCED
+from ..storage.dialect import FENCE, HELD, LOCK_WAIT
+from ..storage.fences import FORCED, IS_FORCED
+from ..storage.postgresql import INTO_HELD, LAZY_LIMITS, SET_ALL, TIMES, VALUES
+from ..storage.vendors import Row
 
 #: Every advisory lock that is held in this database, by its server process and 64-bit key.
 LOCKS = """locks AS MATERIALIZED (

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 from django.db import Error, OperationalError
 
 from ..conf import AliasConfig
+from ..core.runtime import clock, watchdog
 from ..exceptions import BackendUnavailable
-from ..fences import Entry, Row, ledger_for
-from ..fences.postgresql import sqlstate
-from ..lease import clock
-from ..watchdog import watchdog
+from ..storage.postgresql import sqlstate
+from ..storage.vendors import Entry, Row, ledger_for
 from . import postgres_statements as sql
 from .base import Backend, Grant, Request
 from .postgres_home import Hold, home

@@ -9,14 +9,14 @@ import socket
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
-from .. import threads
+from ..core import runtime
 
 T = TypeVar("T")
 
 
 def poller() -> Any:
     """A ``select.poll()`` that waits in the system, also where greenlets took its place."""
-    return threads.original("select", "poll")()
+    return runtime.original("select", "poll")()
 
 
 def is_readable(fileno: int) -> bool:
@@ -34,7 +34,7 @@ class Bell:
     """Wakes one waiting thread."""
 
     def __init__(self) -> None:
-        self._lock = threads.allocate_lock()
+        self._lock = runtime.allocate_lock()
         self._lock.acquire()
 
     def ring(self) -> None:
@@ -71,7 +71,7 @@ class GreenBell(Bell):
 
 
 def _bell() -> Bell:
-    return GreenBell() if threads.is_patched("socket") else Bell()
+    return GreenBell() if runtime.is_patched("socket") else Bell()
 
 
 class Job(Generic[T]):
@@ -85,7 +85,7 @@ class Job(Generic[T]):
     def __init__(self, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> None:
         self._work = work
         self._undo = undo
-        self._mutex = threads.allocate_lock()
+        self._mutex = runtime.allocate_lock()
         self._bell = _bell()
         self._done = self._abandoned = False
         self._value: T | None = None

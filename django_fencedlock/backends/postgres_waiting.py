@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .. import threads
-from ..lease import clock
-from ..sessions import KEPT, under_test
-from ..watchdog import watchdog
+from ..core import runtime
+from ..core.runtime import clock, watchdog
+from ..storage.connections import KEPT, under_test
 from .base import Cancel
 from .postgres_sessions import Session, open_session
 
@@ -41,7 +40,7 @@ class Room:
 
     def _reset(self) -> None:
         # Held for moments, never while a server is asked.
-        self._mutex = threads.allocate_lock()
+        self._mutex = runtime.allocate_lock()
         self._open: set[Session] = set()
         self._free: list[Session] = []
         self._opening = 0

@@ -13,12 +13,12 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import logs
 from ..conf import AliasConfig, Problem
-from ..fences import Held, Ledger, NameAndOwner
+from ..core.identity import Holder
+from ..core.runtime import clock, notify
+from ..core.transactions import lent_by_test
 from ..findings import Finding
-from ..lease import Lease, clock
-from ..notifier import notify
-from ..owners import Holder
-from ..transactions import lent_by_test
+from ..lease import Lease
+from ..storage.vendors import Held, Ledger, NameAndOwner
 from . import redis_client, redis_health
 from .base import Grant, Renewal, Request, Taken, brief
 from .redis_client import RedisError

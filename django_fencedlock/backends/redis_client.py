@@ -14,10 +14,10 @@ from django.core.cache import InvalidCacheBackendError, caches
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
-from .. import threads
 from ..conf import TIMEOUT, AliasConfig, Problem, shown, timeout_problems
-from ..texts import HIDDEN, without_secrets
-from ..watchdog import cut
+from ..core import runtime
+from ..core.runtime import cut
+from ..storage.text import HIDDEN, without_secrets
 from .base import Cancel
 
 try:
@@ -178,7 +178,7 @@ class Mailboxes:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._lock = threads.allocate_lock()
+        self._lock = runtime.allocate_lock()
         self._pools: dict[Any, Any] = {}
 
     @contextlib.contextmanager
@@ -221,7 +221,7 @@ class Mailbox:
         self._cancel = cancel
         self._client: Client = None
         # Keeps a cancellation from cutting a connection that was handed on.
-        self._lock = threads.allocate_lock()
+        self._lock = runtime.allocate_lock()
         cancel.on_cancel(self._cut)
 
     def wait(self, limit: float) -> None:

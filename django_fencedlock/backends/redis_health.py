@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..conf import Problem
+from ..core.runtime import clock
 from ..findings import Finding, error, note, of_clock, ok, warning
-from ..lease import clock
 from .redis_client import Client, RedisError, is_cluster
 
 Info = Mapping[str, Any]

@@ -12,8 +12,8 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import logs
 from ..conf import AliasConfig
-from ..fences import Ledger, Row, ledger_for
-from ..sessions import sessions
+from ..storage.connections import sessions
+from ..storage.vendors import Ledger, Row, ledger_for
 from .base import Backend, Grant, Request
 from .redis_client import RedisError
 from .redis_store import Store

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from .. import threads
 from ..conf import AliasConfig
+from ..core import runtime
+from ..core.identity import Owner, Process
 from ..lease import Lease
-from ..owners import Owner
-from ..processes import Process
 from . import redis_client
 from .base import Request
 from .redis_client import Client, Mailbox, Mailboxes, RedisError
@@ -128,7 +127,7 @@ class Store:
 
     def forget_after_fork(self) -> None:
         # The driver shuts no socket down that another process opened.
-        self._lock = threads.allocate_lock()
+        self._lock = runtime.allocate_lock()
         self._links: dict[object, _Link] = {}
 
     def claim(self, request: Request, arrival: str | None = None) -> int | InLine:

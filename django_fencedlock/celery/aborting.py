@@ -8,8 +8,9 @@ from typing import TypeVar
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error
 
-from ..lease import Lease, clock
-from ..services import give_back_left_over
+from ..core.manager import give_back_left_over
+from ..core.runtime import clock
+from ..lease import Lease
 from .strikes import Abort, new_cell
 from .struck import close_struck, open_blocks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..core.identity import Holder
 from ..exceptions import LockNotAcquired
-from ..owners import Holder
 from . import publisher
 from .coalescing import Coalescing
 from .outcomes import outcome

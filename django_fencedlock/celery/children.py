@@ -21,14 +21,17 @@ from dataclasses import dataclass
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .. import conf, history, logs, sessions, threads
+from .. import conf, logs
 from ..backends.base import Backend, is_table_missing
+from ..core import runtime
+from ..core.identity import PidFd, Process, this_process
+from ..core.runtime import clock
 from ..exceptions import BackendUnavailable, SettingsError
-from ..fences import events, ledger_for
-from ..fences.events import EventRow
-from ..fences.records import Statements
-from ..lease import clock
-from ..processes import PidFd, Process, this_process
+from ..storage import connections, history
+from ..storage import history as events
+from ..storage.history import EventRow
+from ..storage.records import Statements
+from ..storage.vendors import ledger_for
 from .forks import no_fork
 
 logger = logging.getLogger(__name__)
@@ -83,11 +86,11 @@ class ChildWatch:
         self._poll.register(self._announcements, select.POLLIN)
 
     def start(self) -> None:
-        threads.start(self._run)
+        runtime.start(self._run)
 
     def _run(self) -> None:
         threading.current_thread().name = "fencedlock-children"
-        pause = threads.original("time", "sleep")
+        pause = runtime.original("time", "sleep")
         while True:
             try:
                 self.look()
@@ -174,7 +177,7 @@ class _Alias:
             self._looks += looks
             self._changed.notify()
             if self._looks and not self._runs:
-                threads.start(self._run)
+                runtime.start(self._run)
                 self._runs = True
 
     def _run(self) -> None:
@@ -236,7 +239,7 @@ def release_locks_of(children: Sequence[Process], alias: str) -> None:
                     with contextlib.suppress(BackendUnavailable, Error):
                         backend.close()
         finally:
-            sessions.close_all()
+            connections.close_all()
 
 
 def _held_by(
@@ -249,7 +252,7 @@ def _held_by(
         found = [(child, ledger.left_by(private, config.alias, child)) for child in children]
         return [(child, rows) for child, rows in found if rows]
 
-    return sessions.sessions(config.fence_database, TIMEOUT).run(look)
+    return connections.sessions(config.fence_database, TIMEOUT).run(look)
 
 
 def _evict(backend: Backend, child: Process, name: str, owner: str) -> bool:
@@ -268,7 +271,7 @@ def _evict(backend: Backend, child: Process, name: str, owner: str) -> bool:
 def _write_history(config: conf.AliasConfig, child: Process, names: Sequence[str]) -> None:
     # Not by the background writer: it would have connections open at the next fork.
     rows = [EventRow(history.death(name, config.alias, child.pid), 0.0) for name in names]
-    if not rows or not conf.history() or sessions.under_test():
+    if not rows or not conf.history() or connections.under_test():
         return
 
     def write(private: BaseDatabaseWrapper) -> None:
@@ -276,7 +279,7 @@ def _write_history(config: conf.AliasConfig, child: Process, names: Sequence[str
         events.write(Statements(private), rows, conf.history())
 
     try:
-        sessions.sessions(config.fence_database, TIMEOUT).run(write)
+        connections.sessions(config.fence_database, TIMEOUT).run(write)
     except Error as exc:
         logger.info("The history of alias %r wasn't written: %s", config.alias, exc)
 

@@ -12,9 +12,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from .. import logs
+from ..core.transactions import open_ones, when_all_ended
 from ..exceptions import BackendUnavailable
-from ..fences.duties import Duties, Former, Open, Parcel, Place, Turn
-from ..transactions import open_ones, when_all_ended
+from ..storage.pending_runs import Duties, Former, Open, Parcel, Place, Turn
 from .messages import number
 from .parcels import NUMBER, SERVE, pack, put_on, send, unpack
 from .skipped import COALESCED, GIVEN_UP, SERVED
@@ -23,7 +23,7 @@ from .tasks import single_of
 if TYPE_CHECKING:
     from celery import Celery
 
-    from ..fences.deliveries import Message
+    from ..storage.deliveries import Message
     from .redelivery import Redelivery
     from .runs import Run
 

@@ -6,8 +6,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from .. import threads
-from ..lease import clock
+from ..core import runtime
+from ..core.runtime import clock
 
 #: Seconds that a fork waits at most: it may hold up all of a worker.
 PATIENCE = 0.2
@@ -26,7 +26,7 @@ class _Gate:
         self._reset()
 
     def _reset(self) -> None:
-        self._mutex = threads.allocate_lock()
+        self._mutex = runtime.allocate_lock()
         self._inside = 0
 
     def enter(self) -> None:
@@ -38,7 +38,7 @@ class _Gate:
             self._inside -= 1
 
     def before_fork(self) -> None:
-        sleep = threads.original("time", "sleep")
+        sleep = runtime.original("time", "sleep")
         until = clock() + PATIENCE
         self._mutex.acquire()
         while self._inside and clock() < until:

@@ -9,7 +9,7 @@ from typing import Any
 from celery.utils.saferepr import saferepr
 from django.utils.crypto import salted_hmac
 
-from ..texts import HIDDEN
+from ..storage.text import HIDDEN
 from .canonical import canonical
 
 _SALT = "django_fencedlock.sensitive"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from django.db.models import Model
 
-from .. import conf, names
+from .. import conf
+from ..core import names
 from .canonical import canonical
 from .policy import TERMS
 

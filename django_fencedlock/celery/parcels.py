@@ -10,8 +10,8 @@ from celery.app.task import Context
 from kombu.exceptions import ContentDisallowed
 from kombu.serialization import dumps, loads, prepare_accept_content
 
-from ..fences.duties import Open, Parcel
-from ..names import MAX_LENGTH
+from ..core.names import MAX_LENGTH
+from ..storage.pending_runs import Open, Parcel
 from .messages import REPRS, route
 
 if TYPE_CHECKING:

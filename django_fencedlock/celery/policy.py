@@ -26,7 +26,7 @@ class Policy:
     ttl: float | None = None
     fenced: bool = True
     on_conflict: OnConflict = "skip"
-    wait_timeout: float | None = None
+    blocking_timeout: float | None = None
     retry_countdown: float = 5.0
     max_conflict_retries: int = MAX_CONFLICT_RETRIES
     on_lost: OnLost = "raise"
@@ -44,9 +44,9 @@ class Policy:
                 f"max_conflict_retries is {retries!r}; it has to be a whole number, zero or more: "
                 "a task that tried for ever would never fail where somebody sees it."
             )
-        if self.wait_timeout is not None and self.on_conflict != "wait":
+        if self.blocking_timeout is not None and self.on_conflict != "wait":
             raise ValueError(
-                f'wait_timeout={self.wait_timeout:g} says how long on_conflict="wait" waits; here '
+                f'blocking_timeout={self.blocking_timeout:g} is for on_conflict="wait"; here '
                 f"on_conflict is {self.on_conflict!r}."
             )
         if self.on_conflict == "coalesce" and not self.fenced:
@@ -85,7 +85,7 @@ def policy(**terms: Any) -> Policy:
             terms[term] = conf.seconds(terms[term], term)
     given = terms.get("sensitive", ())
     terms["sensitive"] = (given,) if isinstance(given, str) else tuple(given)
-    for term in ("wait_timeout", "retry_countdown"):
+    for term in ("blocking_timeout", "retry_countdown"):
         if terms.get(term) is not None:
             terms[term] = conf.seconds(terms[term], term, zero=True)
     return Policy(**terms)

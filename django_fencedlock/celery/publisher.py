@@ -12,8 +12,8 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..core.identity import Holder
 from ..exceptions import BackendUnavailable
-from ..owners import Holder
 from .messages import FOLLOWS, POSTPONED, again, number, postpone
 from .redelivery import nonce
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import Ignore
 from celery.states import READY_STATES
 
+from ..core.identity import Holder, told_id
 from ..exceptions import BackendUnavailable
-from ..fences.deliveries import Begun, Deliveries, Message
-from ..owners import Holder, told_id
+from ..storage.deliveries import Begun, Deliveries, Message
 from .messages import DELIVERY, again, number, postpone
 from .outcomes import FAILURE, IGNORED, RETRY
 from .parcels import SERVE

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from celery import current_app
 
 from .. import conf, logs
+from ..core.runtime import clock
 from ..exceptions import FencedLockError
-from ..fences.deliveries import Deliveries
-from ..fences.duties import Duties, Open
-from ..fences.expired import ExpiredRows
-from ..fences.ledger import BATCH
-from ..lease import clock
+from ..storage.deliveries import Deliveries
+from ..storage.dialect import BATCH
+from ..storage.expired import ExpiredRows
+from ..storage.pending_runs import Duties, Open
 from .coalescing import MOST_TRIES, in_queue, serve, tell_given_up
 from .tasks import Single, single_of
 from .worker import every

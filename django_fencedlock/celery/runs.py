@@ -10,12 +10,14 @@ from typing import Any
 
 from celery.app.task import Context
 
-from .. import logs, signals, threads
+from .. import logs, signals
 from ..backends.base import Request
+from ..core import runtime
+from ..core.identity import Holder, new_owner, running_task, whoami
+from ..core.manager import Service, service
+from ..core.runtime import clock
 from ..exceptions import BackendUnavailable, LockNotAcquired
-from ..lease import Lease, clock, enter, leave
-from ..owners import Holder, new_owner, running_task, whoami
-from ..services import Service, service
+from ..lease import Lease, enter, leave
 from .messages import RUN
 from .shield import Shield
 from .tasks import Single
@@ -81,7 +83,7 @@ class Run:
     def aborts(self) -> bool:
         """Whether the body is interrupted when its lock is lost."""
         # A greenlet can't be interrupted by a signal or an asynchronous exception.
-        return self.policy.on_lost == "abort" and not threads.is_patched("_thread")
+        return self.policy.on_lost == "abort" and not runtime.is_patched("_thread")
 
     @property
     def is_nested(self) -> bool:
@@ -122,7 +124,7 @@ class Run:
     def _patience(self) -> float:
         if self.policy.on_conflict != "wait":
             return 0.0
-        timeout = self.policy.wait_timeout
+        timeout = self.policy.blocking_timeout
         return self.service.config.blocking_timeout if timeout is None else timeout
 
     def _refuse_own_lock(self) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from billiard import pool
 
-from .. import threads
 from ..backends.base import Cancel
+from ..core import runtime
 
 # The one of Python takes ten times as long, for the enums that it makes of the numbers.
 _signal: Any = importlib.import_module("_signal")
@@ -69,7 +69,7 @@ class Shield:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._struck = number, frame
         # In a thread of its own: this one may be inside of what is to be cancelled.
-        threads.start(self.cancel.cancel)
+        runtime.start(self.cancel.cancel)
 
 
 class _Lifted:

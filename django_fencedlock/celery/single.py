@@ -58,7 +58,7 @@ def single_instance(
     ttl: Duration | None = None,
     fenced: bool = True,
     on_conflict: OnConflict = "skip",
-    wait_timeout: Duration | None = None,
+    blocking_timeout: Duration | None = None,
     retry_countdown: Duration = 5,
     max_conflict_retries: int = MAX_CONFLICT_RETRIES,
     on_lost: OnLost = "raise",
@@ -83,7 +83,7 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
             `SkippedRun`; ``"retry"`` comes again later; ``"wait"`` blocks the worker; ``"raise"``
             fails with `LockNotAcquired`; ``"coalesce"`` leaves the work to one further run, which
             begins when the present one has ended, with the latest arguments.
-        wait_timeout: How long ``"wait"`` waits; without one, the setting BLOCKING_TIMEOUT.
+        blocking_timeout: How long ``"wait"`` waits; without one, the setting BLOCKING_TIMEOUT.
         retry_countdown: ``"retry"`` comes again after a random part of so many seconds, which
             double from try to try, up to twelvefold.
         max_conflict_retries: How often it does, before it raises `LockNotAcquired`. The task's own

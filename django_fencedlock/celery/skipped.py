@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.identity import Holder
 from ..exceptions import LockNotAcquired
-from ..owners import Holder
 
 # Why a task didn't run: see `SkippedRun`.
 HELD = "held"

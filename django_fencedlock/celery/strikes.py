@@ -14,10 +14,11 @@ import threading
 from types import FrameType
 from typing import Any
 
-from .. import conf, threads
+from .. import conf
+from ..core import runtime
+from ..core.identity import running_greenlet
 from ..exceptions import SettingsError
 from ..lease import Lease
-from ..owners import running_greenlet
 from .struck import cancel_statements
 
 #: Seconds for whoever noticed the loss in the body itself to finish what he was at.
@@ -76,7 +77,7 @@ class Cell:
             return
         if self._place == _place():
             # The loss is still being told of, here in the body.
-            threads.start(self._strike_soon)
+            runtime.start(self._strike_soon)
         else:
             self.strike()
 
@@ -104,7 +105,7 @@ class Cell:
             outer = outer._outer
 
     def _strike_soon(self) -> None:
-        threads.original("time", "sleep")(SOON)
+        runtime.original("time", "sleep")(SOON)
         self.strike()
 
 
@@ -115,7 +116,7 @@ _innermost: dict[Place, Cell] = {}
 
 def _place() -> Place:
     """The thread, and the greenlet if it isn't the thread itself."""
-    return threads.original("_thread", "get_ident")(), running_greenlet()
+    return runtime.original("_thread", "get_ident")(), running_greenlet()
 
 
 def new_cell() -> Cell:
@@ -183,7 +184,7 @@ class _ByException(Cell):
     def __init__(self) -> None:
         super().__init__()
         # Entered again by whoever was struck inside of it.
-        self._mutex = threads.original("_thread", "RLock")()
+        self._mutex = runtime.original("_thread", "RLock")()
 
     def arm(self) -> None:
         with self._mutex:

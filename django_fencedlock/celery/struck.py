@@ -11,7 +11,7 @@ from typing import Any
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..transactions import is_tests_own
+from ..core.transactions import is_tests_own
 
 #: What libpq calls idle, at work, and a transaction that waits for its next statement or its end.
 IDLE, ACTIVE, IN_TRANSACTION = 0, 1, (2, 3)

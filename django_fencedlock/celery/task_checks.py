@@ -9,8 +9,9 @@ from typing import Any
 
 from celery import Celery
 
-from .. import conf, threads
+from .. import conf
 from ..conf import Problem
+from ..core import runtime
 from ..exceptions import SettingsError
 from . import strikes
 from .parcels import PICKLES, serializer_of
@@ -72,7 +73,7 @@ class _Case:
         """How long the task waits for its lock."""
         if self.policy.on_conflict != "wait" or self.alias is None:
             return None
-        timeout = self.policy.wait_timeout
+        timeout = self.policy.blocking_timeout
         return self.alias.blocking_timeout if timeout is None else timeout
 
     def setting(self, name: str) -> Any:
@@ -202,7 +203,7 @@ def _long_wait(case: _Case) -> Iterator[Problem]:
             "W034",
             f"waits up to {case.patience:g} s for its lock, and has a time limit of "
             f"{min(obeyed):g} s: who waited has no time left to run.",
-            'Shorten wait_timeout, or use on_conflict="retry", which keeps no worker busy.',
+            'Shorten blocking_timeout, or use on_conflict="retry", which keeps no worker busy.',
         )
 
 
@@ -263,7 +264,7 @@ def _taken_signal(case: _Case) -> Iterator[Problem]:
 def _no_abort_under_gevent(case: _Case) -> Iterator[Problem]:
     if case.policy.on_lost != "abort":
         return
-    if case.pool == "gevent" or threads.is_patched("_thread"):
+    if case.pool == "gevent" or runtime.is_patched("_thread"):
         yield Problem(
             "W039",
             'on_lost="abort" can\'t interrupt a greenlet: under gevent it is the same as "raise".',

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task, current_app, current_task
 
-from ..names import Parameters
+from ..core.names import Parameters
 from . import hiding
 from .naming import naming
 from .policy import Policy

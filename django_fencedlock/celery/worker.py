@@ -15,10 +15,11 @@ from typing import Any
 from celery import bootsteps, signals
 from django.db import connections
 
-from .. import sessions, threads
-from ..lease import clock
-from ..scribe import scribe
-from ..services import tidy_at_exit
+from ..core import runtime
+from ..core.manager import tidy_at_exit
+from ..core.runtime import clock
+from ..storage import connections as sessions
+from ..storage.background_writer import scribe
 from . import children
 from .forks import no_fork
 
@@ -46,11 +47,11 @@ class Rounds:
 
     def __init__(self, *, forks: bool) -> None:
         self._forks = forks
-        self._end = threads.SimpleQueue[None]()
+        self._end = runtime.SimpleQueue[None]()
 
     def start(self) -> None:
         if _regular:
-            threads.start(self._run)
+            runtime.start(self._run)
 
     def stop(self) -> None:
         self._end.put(None)
@@ -62,7 +63,7 @@ class Rounds:
             for place, (seconds, function) in enumerate(_regular[: len(due)]):
                 if due[place] <= clock():
                     due[place] = clock() + self._do(seconds, function)
-            with contextlib.suppress(threads.Empty):
+            with contextlib.suppress(runtime.Empty):
                 self._end.get(timeout=max(0.0, min(due) - clock()))
                 return
 

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from ..exceptions import FencedLockError
-from ..releasing import HeldBy, Release, end_of_session, force_release, held_by
-from ..texts import visible
+from ..ops.force_release import HeldBy, Release, end_of_session, force_release, held_by
+from ..storage.text import visible
 
 
 class Refused(Exception):

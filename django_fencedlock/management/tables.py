@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
-from ..texts import visible
+from ..storage.text import visible
 
 #: Makes a text coloured.
 Paint = Callable[[str], str]

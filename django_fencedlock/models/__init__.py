@@ -1,10 +1,10 @@
 """The models: the tables of the package, and what fences models of yours."""
 
+from ..storage.tables import Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent
 from .fenced import FencedModel
 from .fencing import Fencing
 from .managers import FencedManager
 from .querysets import FencedQuerySet
-from .tables import Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent
 from .versioned import VersionedModel
 
 __all__ = [

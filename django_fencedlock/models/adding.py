@@ -9,8 +9,8 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, models
 
-from ..fences.pins import is_newest
 from ..lease import Lease
+from ..storage.fences import is_newest
 from .comparing import is_text, may_take_for_equal, taken_for_equal
 from .fencing import FencingOf
 from .naming import tells_the_lock

@@ -34,7 +34,7 @@ class FencedModel(GuardedModel):
 
     Under a lease of the row's lock a save is one query, as without it. It raises `StaleFence` if
     a newer grant exists, or if somebody wrote the row since it was loaded. Without a lease it
-    raises `NoLease`, unless ``fencing`` or the settings allow it.
+    raises `LockRequired`, unless ``fencing`` or the settings allow it.
     """
 
     fence = FenceField()
@@ -184,9 +184,11 @@ class FenceGuard(Guard):
         super().__init__(instance)
         self.write = write
         self.keeps = write.grant is None
-        # An unleased row may be added, and by no means overwrite another of its key.
+        # A row without a lock may be added, and by no means overwrite another of its key.
         self.insert_only = (
-            self.keeps and write.doing is Doing.ADDING and write.fencing.spec.unleased == "reject"
+            self.keeps
+            and write.doing is Doing.ADDING
+            and write.fencing.spec.without_lock == "reject"
         )
         #: The fences that the row may have; None for any up to the token.
         self.fences: tuple[int, ...] | None = None

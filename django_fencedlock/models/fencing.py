@@ -1,4 +1,4 @@
-"""How a model is fenced: the name of each row's lock, the mode, and what unleased writes meet."""
+"""How a model is fenced: the lock name of each row, the mode, and writes without a lock."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from django.db import models
 from django.db.backends.utils import format_number
 from django.utils import timezone
 
-from .. import conf, logs, names
-from ..exceptions import NoLease
+from .. import conf, logs
+from ..core import names
+from ..exceptions import LockRequired
 from ..lease import Lease, current_lease, held_names
 from ..locks import AsyncLock, Lock, alock, lock
 from .comparing import is_text, target_of
@@ -44,8 +45,8 @@ class Fencing:
         mode: ``"serialised"`` lets no write commit after a newer grant was recorded; the fences
             have to be in the row's own database. ``"high_water"`` compares with the row's own
             column alone: updates can get lost, only the row's token never goes down.
-        unleased: ``"reject"``, ``"warn"`` or ``"allow"`` writes without a lease; by default the
-            setting ``FENCEDLOCK_UNLEASED``.
+        without_lock: ``"reject"``, ``"warn"`` or ``"allow"`` writes without a lease; by default the
+            setting ``FENCEDLOCK_WITHOUT_LOCK``.
         backend: The alias of the lock service that ``fencing.lock()`` uses.
     """
 
@@ -54,29 +55,29 @@ class Fencing:
         lock: str | Callable[[Any], str | None] | None = None,
         *,
         mode: str = SERIALISED,
-        unleased: str | None = None,
+        without_lock: str | None = None,
         backend: str = conf.DEFAULT_ALIAS,
     ) -> None:
         if mode not in MODES:
             raise ImproperlyConfigured(
                 f"Fencing(mode={mode!r}): it has to be one of {', '.join(map(repr, MODES))}."
             )
-        if unleased is not None and unleased not in conf.UNLEASED:
+        if without_lock is not None and without_lock not in conf.WITHOUT_LOCK:
             raise ImproperlyConfigured(
-                f"Fencing(unleased={unleased!r}): it has to be one of "
-                f"{', '.join(map(repr, conf.UNLEASED))}."
+                f"Fencing(without_lock={without_lock!r}): it has to be one of "
+                f"{', '.join(map(repr, conf.WITHOUT_LOCK))}."
             )
         self.template = lock
         self.mode = mode
         self.serialised = mode == SERIALISED
         self.backend = backend
-        self._unleased = unleased
+        self._without_lock = without_lock
         self._plans: dict[type[Model], Plan] = {}
 
     @property
-    def unleased(self) -> str:
+    def without_lock(self) -> str:
         """What is done with a write that no lease covers."""
-        return self._unleased or conf.unleased()
+        return self._without_lock or conf.without_lock()
 
     def plan(self, model: type[Model]) -> Plan:
         """What follows from the fields of a model, worked out once."""
@@ -192,13 +193,13 @@ class FencingOf:
         try:
             return self.name()
         except (TypeError, ValueError):
-            if self.spec.unleased == "allow":
+            if self.spec.without_lock == "allow":
                 return None
             raise
 
     def may_need_lease(self, given: Lease | None) -> bool:
         """Whether a write can need one: else nothing is asked, and no name made."""
-        return given is not None or current_lease() is not None or self.spec.unleased != "allow"
+        return given is not None or current_lease() is not None or self.spec.without_lock != "allow"
 
     def name_of(self, values: Mapping[str, Any]) -> str | None:
         """The name of the lock of rows with these values, by attribute."""
@@ -278,11 +279,11 @@ class FencingOf:
         Find the lease that a write goes under.
 
         Returns:
-            The lease, or None for an unleased write that is allowed.
+            The lease, or None for a write without a lock that is allowed.
 
         Raises:
-            NoLease: There is none, and unleased writes are rejected; or the one that was given
-                is of another lock, or over.
+            LockRequired: There is none, and writes without a lock are rejected; or the one that was
+                given is of another lock, or over.
         """
         if given is not None:
             if given.name != name:
@@ -292,9 +293,9 @@ class FencingOf:
         lease = given or (current_lease(name) if name is not None else None)
         if lease is not None and lease.fenced:
             return lease
-        if self.spec.unleased == "reject":
+        if self.spec.without_lock == "reject":
             raise self.no_lease(doing, self._held(lease), name)
-        if self.spec.unleased == "warn":
+        if self.spec.without_lock == "warn":
             label = self.model._meta.label
             facts = logs.facts(name=name, model=label)
             logger.warning("%s %s without the lease of lock %r", doing, label, name, extra=facts)
@@ -314,12 +315,12 @@ class FencingOf:
         keys = ("pk",) if by_pk else self.columns
         return f"{self.model.__name__}.fencing.lock({', '.join(f'{key}=...' for key in keys)})"
 
-    def no_lease(self, doing: str, why: str, name: str | None = None) -> NoLease:
+    def no_lease(self, doing: str, why: str, name: str | None = None) -> LockRequired:
         """The error for a write that no lease covers."""
         empty = ", ".join(self.columns or ()) or "its name"
         nameless = f"of its lock, but {empty} is empty or an expression"
         wanted = nameless if name is None else f"of lock {name!r}"
-        return NoLease(
+        return LockRequired(
             f"{doing} {self.model._meta.label} needs the lease {wanted}; {why}. "
             f"Take it: with {self.usage()}:",
             name=name,

@@ -273,7 +273,7 @@ class FencedQuerySet(models.QuerySet[_Row]):
         )
 
     def _unless_left_alone(self, writes: Sequence[Write]) -> Sequence[Write] | None:
-        if not leases_of(writes) and (writes or self._fencing.spec.unleased != "reject"):
+        if not leases_of(writes) and (writes or self._fencing.spec.without_lock != "reject"):
             return None
         # If there are none: of rows that come meanwhile, nobody knows the names. None is written.
         return writes

@@ -10,10 +10,9 @@ from typing import Any
 from django.db import Error, connections, models
 
 from .. import logs, signals
+from ..core.identity import Holder
 from ..exceptions import StaleFence, VersionConflict
-from ..fences.overtaking import overtaken
-from ..fences.pins import WriteGrant
-from ..owners import Holder
+from ..storage.fences import WriteGrant, overtaken
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Case, F, Q, Value, When
 
 from ..exceptions import StaleObject, WrongDatabase
-from ..fences.pinning import grant_of, is_pinned
-from ..fences.pins import Pin, WriteGrant, pin_sql
 from ..lease import Lease, held_names
+from ..storage.fenced_atomic import grant_of, is_pinned
+from ..storage.fences import Pin, WriteGrant, pin_sql
 from .comparing import exactly, same_text
 from .fencing import FencingOf
 from .fields import REFUSED
@@ -24,7 +24,7 @@ class Write(NamedTuple):
 
     fencing: FencingOf
     using: str
-    #: What it goes under; None for an unleased write that is allowed.
+    #: What it goes under; None for a write without a lock that is allowed.
     grant: WriteGrant | None
     #: What tells these rows from others, as look-ups: mostly the columns of their lock's name.
     columns: Mapping[str, Any]
@@ -88,7 +88,7 @@ def write_for(
     Find the lease for the rows of lock `name`.
 
     Raises:
-        NoLease: There is none, and unleased writes are rejected.
+        LockRequired: There is none, and writes without a lock are rejected.
         WrongDatabase: The fences are in another database than the rows.
     """
     lease = fencing.lease_for(name, given, doing)
@@ -280,7 +280,7 @@ def gather(
     Find the leases for many rows, given as (name, look-ups).
 
     Raises:
-        NoLease: One of them isn't held, and unleased writes are rejected.
+        LockRequired: One of them isn't held, and writes without a lock are rejected.
     """
     return [write_for(fencing, name, columns, using, given, doing) for name, columns in rows]
 

@@ -7,7 +7,14 @@ With pytest: ``pytest_plugins = ["django_fencedlock.test.fixtures"]``. The contr
 
 from typing import TYPE_CHECKING, Any
 
-from .aids import assert_locked, assert_not_locked, expire, hold_lock, locks_off, lose
+from .aids import (
+    assert_locked,
+    assert_not_locked,
+    disable_locking,
+    expire_lease,
+    hold_lock,
+    lose_lease,
+)
 
 if TYPE_CHECKING:
     from .audit import assert_all_writes_fenced
@@ -17,11 +24,11 @@ __all__ = [
     "assert_all_writes_fenced",
     "assert_locked",
     "assert_not_locked",
+    "disable_locking",
     "eager_tasks",
-    "expire",
+    "expire_lease",
     "hold_lock",
-    "locks_off",
-    "lose",
+    "lose_lease",
 ]
 
 

@@ -13,12 +13,14 @@ from unittest import mock
 from django.core.exceptions import SynchronousOnlyOperation
 from django.test import override_settings
 
-from .. import conf, names, transactions
+from .. import conf
 from ..backends.base import Grant, Request
-from ..fences import ledger_for
-from ..lease import Lease, clock
-from ..owners import Holder, LocalHolder, new_owner
-from ..services import Service, service
+from ..core import names, transactions
+from ..core.identity import Holder, LocalHolder, new_owner
+from ..core.manager import Service, service
+from ..core.runtime import clock
+from ..lease import Lease
+from ..storage.vendors import ledger_for
 from . import off
 
 
@@ -59,7 +61,7 @@ class hold_lock:  # noqa: N801
 
 
 @contextlib.contextmanager
-def locks_off() -> Iterator[None]:
+def disable_locking() -> Iterator[None]:
     """
     Grant every lock at once and to everybody; asks no lock service.
 
@@ -76,12 +78,12 @@ def locks_off() -> Iterator[None]:
         yield
 
 
-def expire(lease: Lease) -> None:
+def expire_lease(lease: Lease) -> None:
     """
     Let `lease` run out, as if its process had been paused. Nobody has taken the lock yet.
 
     Nothing renews it by itself any more. Where locks live as long as a session (the ``postgres``
-    backend), nobody else gets it; `lose()` works everywhere.
+    backend), nobody else gets it; `lose_lease()` works everywhere.
     """
     ttl = lease.ttl
     lease.ttl = _SOON
@@ -92,7 +94,7 @@ def expire(lease: Lease) -> None:
     time.sleep(2 * _SOON)
 
 
-def lose(lease: Lease) -> None:
+def lose_lease(lease: Lease) -> None:
     """
     Let somebody else take the lock of `lease` away, use it, and give it back.
 

@@ -16,9 +16,9 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models.deletion import Collector
 
-from ..fences.pinning import PinnedBlock
 from ..models import FencedModel, FencedQuerySet
 from ..models.guarded import GuardedModel
+from ..storage.fenced_atomic import PinnedBlock
 
 #: Where fenced writes begin. What is seen while one of them runs is the package's own doing.
 PATHS: tuple[tuple[type, str], ...] = (
@@ -50,7 +50,7 @@ def assert_all_writes_fenced() -> Iterator[list[UnfencedWrite]]:
 
     Covered are writes through the model under a lease, everything inside of ``lease.atomic()``,
     and new rows that are added through the model. Not covered are raw SQL, querysets and managers
-    that aren't fenced, and what ``unleased`` merely allows.
+    that aren't fenced, and what ``without_lock`` merely allows.
 
     It sees what this thread sends through Django's connections, and neither COPY by the driver's
     own method nor what the database does by itself. Whether ``lease.atomic()`` is of the right

@@ -12,9 +12,9 @@ from . import aids
 
 
 @pytest.fixture
-def locks_off() -> Iterator[None]:
+def disable_locking() -> Iterator[None]:
     """Grant every lock at once and to everybody, for the whole test."""
-    with aids.locks_off():
+    with aids.disable_locking():
         yield
 
 

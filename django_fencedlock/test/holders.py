@@ -16,7 +16,7 @@ import django
 from django.conf import settings
 from django.db import connections
 
-from ..scribe import scribe
+from ..storage.background_writer import scribe
 
 T = TypeVar("T")
 

@@ -12,9 +12,10 @@ from django.db.backends.base.creation import TEST_DATABASE_PREFIX
 
 from ..backends.base import Backend, Grant, Renewal, Request
 from ..conf import AliasConfig
-from ..lease import Lease, clock
-from ..owners import Holder
-from ..sessions import under_test
+from ..core.identity import Holder
+from ..core.runtime import clock
+from ..lease import Lease
+from ..storage.connections import under_test
 
 PATH = f"{__name__}.NoService"
 
@@ -88,7 +89,7 @@ def _record(request: Request, using: str) -> int | None:
 
 def _next_token(request: Request, connection: BaseDatabaseWrapper) -> int:
     # Not before Django is ready, and the rest of this package can be imported then.
-    from ..models.tables import Fence
+    from ..storage.tables import Fence
 
     fences = Fence.objects.using(connection.alias)
     with transaction.atomic(using=connection.alias):

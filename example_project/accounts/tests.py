@@ -11,7 +11,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from django_fencedlock import LeaseLost, LockNotAcquired, NoLease, StaleFence, lock
+from django_fencedlock import LeaseLost, LockNotAcquired, LockRequired, StaleFence, lock
 from django_fencedlock.celery import SkippedRun
 from django_fencedlock.test import assert_all_writes_fenced, eager_tasks, hold_lock
 
@@ -67,7 +67,7 @@ class BookingTests(AccountTestCase):
         self.assertEqual(self.books(), (120, 120))
 
     def test_nothing_is_booked_without_the_lock(self) -> None:
-        with self.assertRaises(NoLease):
+        with self.assertRaises(LockRequired):
             self.account.post(Decimal(50), "no lock")
         self.assertEqual(self.books(), (100, 100))
 

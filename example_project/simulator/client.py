@@ -5,7 +5,7 @@ from typing import Any
 
 from django.db import Error
 
-from django_fencedlock import NoLease, StaleFence, lock, signals
+from django_fencedlock import LockRequired, StaleFence, lock, signals
 from django_fencedlock.backends.base import Renewal
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.lease import Lease
@@ -55,7 +55,7 @@ class Client:
         seen, value = self._value, self._value + 1
         try:
             self._rows.update(value=value)
-        except (StaleFence, NoLease) as exc:
+        except (StaleFence, LockRequired) as exc:
             say("refused", token=lease.token, seen=seen, value=value, message=str(exc))
         except Error as exc:
             say("failed", doing="write", message=str(exc))

@@ -8,7 +8,7 @@ import pytest
 from django_fencedlock import force_release
 from django_fencedlock.exceptions import LeaseLost
 from django_fencedlock.models import Delivery, Duty
-from django_fencedlock.releasing import Outcome
+from django_fencedlock.ops.force_release import Outcome
 from tests.servers.process import wait_until
 from tests.workers.looks import was_skipped
 from tests.workers.tasks import task

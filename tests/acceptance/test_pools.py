@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from django_fencedlock import lock
-from django_fencedlock.models.tables import HeldLock
+from django_fencedlock.storage.tables import HeldLock
 from tests.workers.looks import failure, is_free, was_skipped
 from tests.workers.tasks import Mishap, task
 

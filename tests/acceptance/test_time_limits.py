@@ -4,7 +4,7 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
 from django_fencedlock.celery import lock_name
-from django_fencedlock.models.tables import HeldLock
+from django_fencedlock.storage.tables import HeldLock
 from tests.models import Invoice
 from tests.servers.process import wait_until
 from tests.workers.journal import now

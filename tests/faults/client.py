@@ -13,20 +13,21 @@ from typing import Any
 from django.db import Error, close_old_connections, connections, models, transaction
 
 from django_fencedlock import lock
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import (
     FencedLockError,
     LeaseLost,
     LockNotAcquired,
-    NoLease,
+    LockRequired,
     StaleFence,
 )
-from django_fencedlock.lease import Lease, clock
+from django_fencedlock.lease import Lease
 
 from .history import FAIL, OK, UNKNOWN, Scribe, new_stamp
 from .models import PROTECTED, Gauge, Plain, Tally
 
 #: Nothing has happened, and nothing will.
-REFUSALS = (LeaseLost, LockNotAcquired, NoLease, StaleFence)
+REFUSALS = (LeaseLost, LockNotAcquired, LockRequired, StaleFence)
 #: It may have happened.
 TROUBLES = (Error, FencedLockError, OSError)
 #: What a client does under its lock, and how often in relation to each other.

@@ -56,7 +56,7 @@ def _note(task_id: str, **kwargs: Any) -> None:
     "row:{pk}",
     ttl=LAB["ttl"],
     on_conflict="wait",
-    wait_timeout=4 * LAB["ttl"],
+    blocking_timeout=4 * LAB["ttl"],
     on_lost=LAB["on_lost"],
 )
 def work(self: Any, pk: int) -> None:

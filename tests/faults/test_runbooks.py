@@ -11,12 +11,13 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock import LeaseLost, StaleFence, lock, resync
+from django_fencedlock import LeaseLost, StaleFence, lock
 from django_fencedlock.backends.base import Request
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.manager import service
 from django_fencedlock.lease import Lease
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.owners import new_owner
-from django_fencedlock.services import service
+from django_fencedlock.ops import resync
 from tests.models import Invoice
 from tests.servers.process import wait_until
 from tests.test_resync import Everything

@@ -19,9 +19,9 @@ from django.db import connections
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from django_fencedlock import keeper, services, taking
-from django_fencedlock.fences import Entry, ledger_for
-from django_fencedlock.owners import new_owner
+from django_fencedlock.core import acquiring, keeper, manager
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.storage.vendors import Entry, ledger_for
 from tests.faults.simulation.server import Clock, Fault, Tables
 from tests.faults.simulation.world import (
     ACTS,
@@ -51,9 +51,9 @@ steps = st.builds(
 @pytest.fixture
 def now(monkeypatch):
     # Losses are what it is about; nobody wants to read of each.
-    for module in (services, taking, keeper):
+    for module in (manager, acquiring, keeper):
         monkeypatch.setattr(module.logger, "disabled", True)
-    assert isinstance(services.logger, logging.Logger)
+    assert isinstance(manager.logger, logging.Logger)
     with simulated_time() as found:
         yield found
 

@@ -21,7 +21,7 @@ class Sale(FencedModel, VersionedModel):
 
 
 class LedgerLine(FencedModel):
-    fencing = Fencing("account:{account_id}", unleased="warn")
+    fencing = Fencing("account:{account_id}", without_lock="warn")
     account = models.ForeignKey(Account, on_delete=models.PROTECT)
     amount = models.IntegerField()
 

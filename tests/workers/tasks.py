@@ -140,7 +140,7 @@ def _policies(alias: str) -> None:
     for policy in ("skip", "raise"):
         _define(policy, alias)(single_instance("{key}", on_conflict=policy, **terms)(run))
     _define("wait", alias)(
-        single_instance("{key}", on_conflict="wait", wait_timeout=20, **terms)(run)
+        single_instance("{key}", on_conflict="wait", blocking_timeout=20, **terms)(run)
     )
     _define("retry", alias)(
         single_instance("{key}", on_conflict="retry", retry_countdown=0.3, **terms)(run)
@@ -150,7 +150,7 @@ def _policies(alias: str) -> None:
     # The ttl is longer than a test: whoever gets the lock didn't wait for it to run out.
     late = {"acks_late": True, "reject_on_worker_lost": True}
     _define("late", alias, **late)(
-        single_instance("{key}", on_conflict="wait", wait_timeout=20, **terms)(run)
+        single_instance("{key}", on_conflict="wait", blocking_timeout=20, **terms)(run)
     )
     _define("late_skip", alias, **late)(single_instance("{key}", **terms)(run))
     if fenced:

@@ -15,14 +15,17 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.core.management.color import no_style
 from django.db import DEFAULT_DB_ALIAS, Error
 
-from ... import conf, doctor, names, portraits, registry, resync
+from ... import conf
 from ...backends.base import explained
+from ...core import names
+from ...core.identity import Holder
 from ...exceptions import FencedLockError, SettingsError
 from ...findings import Level
-from ...owners import Holder
-from ...registry import State
-from ...releasing import Outcome, Release
-from ...texts import for_shell, visible
+from ...ops import doctor, registry, resync
+from ...ops import registry as portraits
+from ...ops.force_release import Outcome, Release
+from ...ops.registry import State
+from ...storage.text import for_shell, visible
 from .. import releasing
 from ..releasing import Refused
 from ..tables import duration, table

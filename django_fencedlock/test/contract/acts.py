@@ -13,9 +13,9 @@ from typing import Any
 
 from django.db import connections
 
+from ...core.identity import Process, this_process
 from ...lease import Lease, current_lease
 from ...locks import lock
-from ...processes import Process, this_process
 from ..holders import PATIENCE, wait_until
 
 #: Seconds for a lease that isn't meant to run out.

@@ -14,11 +14,11 @@ from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ... import signals
+from ...core.manager import Service, service
 from ...exceptions import BackendUnavailable
 from ...lease import Lease
 from ...locks import AsyncLock, Lock, alock, lock
-from ...services import Service, service
-from ...sessions import private
+from ...storage.connections import private
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes, another_thread
 from . import acts
 from .acts import LONG

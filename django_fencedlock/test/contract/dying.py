@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from ...models.tables import HeldLock
-from ...processes import is_gone
+from ...core.identity import is_gone
+from ...storage.tables import HeldLock
 from ..holders import AnotherProcess, AnotherThread, wait_until
 from . import acts
 from .acts import LONG

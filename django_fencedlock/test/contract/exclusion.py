@@ -13,9 +13,9 @@ import pytest
 
 from ... import signals
 from ...backends.base import Renewal, Request
+from ...core.identity import new_owner
 from ...exceptions import LockNotAcquired, Unfenced
 from ...lease import Lease
-from ...owners import new_owner
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes
 from . import acts
 from .acts import LONG

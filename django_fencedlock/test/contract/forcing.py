@@ -9,10 +9,11 @@ import pytest
 
 from ... import signals
 from ...backends.base import Renewal
+from ...core.runtime import clock
 from ...exceptions import LeaseLost, LockNotAcquired, ReleaseBlocked, StaleFence
-from ...lease import Lease, clock
-from ...models.tables import HeldLock
-from ...releasing import Outcome, Release, force_release, held_by
+from ...lease import Lease
+from ...ops.force_release import Outcome, Release, force_release, held_by
+from ...storage.tables import HeldLock
 from ..holders import AnotherProcess, AnotherThread, wait_until
 from . import acts
 from .base import Contract, connected, listening
@@ -196,7 +197,7 @@ class ForcedReleaseContract(Contract):
         with (
             connected(signals.lock_force_released, receive),
             listening(signals.lock_lost, name, "lost", lost),
-            caplog.at_level(logging.WARNING, "django_fencedlock.releasing"),
+            caplog.at_level(logging.WARNING, "django_fencedlock.ops.force_release"),
         ):
             lease = self.take(name)
             self.force(name)

@@ -20,9 +20,10 @@ from django.conf import settings
 from django.test import override_settings
 
 from ... import signals
+from ...core.identity import Holder
+from ...core.runtime import clock
 from ...exceptions import LeaseLost, LockNotAcquired, NotTheHolder
-from ...lease import Lease, clock, current_lease
-from ...owners import Holder
+from ...lease import Lease, current_lease
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, another_thread, wait_until
 from . import acts
 from .base import Contract, connected, counted_batches, keepers, listening, open_files

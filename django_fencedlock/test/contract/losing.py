@@ -12,10 +12,11 @@ import pytest
 
 from ... import signals
 from ...backends.base import Renewal, Request
+from ...core.identity import new_owner
+from ...core.runtime import clock
 from ...exceptions import LeaseLost
-from ...lease import Lease, clock, current_lease
-from ...owners import new_owner
-from ...releasing import force_release
+from ...lease import Lease, current_lease
+from ...ops.force_release import force_release
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, wait_until
 from . import acts
 from .acts import LONG

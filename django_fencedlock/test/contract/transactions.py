@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from django.db import connections, transaction
 
-from ...exceptions import TransactionInTheWay
+from ...exceptions import InsideTransaction
 from ...lease import Lease
 from ..holders import PATIENCE, AnotherThread
 from .base import Contract, ended_by
@@ -99,5 +99,5 @@ class TransactionContract(Contract):
 
         with transaction.atomic(using=self.database):
             Fence.objects.using(self.database).filter(name=name).update(owner="")
-            with pytest.raises(TransactionInTheWay, match="open the transaction inside"):
+            with pytest.raises(InsideTransaction, match="open the transaction inside"):
                 self.lock(name).acquire(blocking_timeout=PATIENCE)

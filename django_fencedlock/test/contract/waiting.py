@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ...exceptions import LeaseLost
-from ...releasing import force_release
+from ...ops.force_release import force_release
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes, another_thread, wait_until
 from . import acts
 from .base import SHORT, Contract

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from django_fencedlock.backends.base import Backend, Grant, Renewal, Request
+from django_fencedlock.core.identity import Holder
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.lease import Lease
-from django_fencedlock.owners import Holder
 
 T = TypeVar("T")
 

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from django_fencedlock import keeper, services, taking
 from django_fencedlock.backends.base import Request
+from django_fencedlock.core import acquiring, keeper, manager
+from django_fencedlock.core.identity import LocalHolder, new_owner
+from django_fencedlock.core.keeper import Keeper
+from django_fencedlock.core.manager import Service
+from django_fencedlock.core.runtime import Worker
 from django_fencedlock.exceptions import BackendUnavailable, LeaseLost, LockNotAcquired
-from django_fencedlock.keeper import Keeper
 from django_fencedlock.lease import Lease
-from django_fencedlock.owners import LocalHolder, new_owner
-from django_fencedlock.services import Service
-from django_fencedlock.threads import Worker
 
 from .server import Clock, Fault, Network, SimulatedBackend, Tables
 
@@ -284,11 +284,11 @@ def simulated_time() -> Iterator[Any]:
         now.clock.now += seconds
 
     with (
-        patch.object(services, "clock", read),
-        patch.object(taking, "clock", read),
-        patch.object(taking, "time", SimpleNamespace(sleep=sleep)),
+        patch.object(manager, "clock", read),
+        patch.object(acquiring, "clock", read),
+        patch.object(acquiring, "time", SimpleNamespace(sleep=sleep)),
         # Nobody takes a lock away, and there is no database to ask.
-        patch.object(services, "told", lambda using, owners: {}),
+        patch.object(manager, "told", lambda using, owners: {}),
         patch.object(keeper, "notify", call),
         patch.object(Worker, "put", lambda self, job: job()),
         patch.dict(Lease.__init__.__kwdefaults__, {"clock": read}),

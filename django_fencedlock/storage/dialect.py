@@ -1,0 +1,521 @@
+"""What every ledger does, and the parts of it that are the same in every dialect of SQL."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Protocol
+from zoneinfo import ZoneInfo
+
+from django.db import Error
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils import timezone
+from django.utils.dateparse import parse_datetime
+
+from ..core.identity import Holder, Owner, Process, place_in_words
+from ..lease import Lease
+from . import prepared
+
+#: What is in the way of a grant, where the database doesn't name the session.
+OPEN_TRANSACTION = "an open transaction"
+
+#: Milliseconds that a recording waits for a row that somebody else has locked.
+LOCK_WAIT = 250
+
+# The names that the models give their tables. The models themselves can't be imported here: the
+# package's root leads here before Django has loaded its apps.
+FENCE = "django_fencedlock_fence"
+HELD = "django_fencedlock_heldlock"
+
+
+# Each lock makes one, and a frozen one takes five times as long to make.
+@dataclass(slots=True)
+class Entry:
+    """A row of the registry, less its times, which are the server's."""
+
+    name: str
+    alias: str
+    backend: str
+    owner: Owner
+    ttl: float
+    fenced: bool = True
+    session_pid: int | None = None
+    session_started: datetime | None = None
+    session_key: int | None = None
+
+    def values(self) -> dict[str, Any]:
+        """The values of `COLUMNS`, by column."""
+        owner = self.owner
+        return {
+            "name": self.name,
+            "alias": self.alias,
+            "backend": self.backend,
+            "owner": owner.id,
+            "fenced": self.fenced,
+            "host": owner.host,
+            "boot_id": owner.boot_id,
+            "pid_namespace": owner.pid_namespace,
+            "pid": owner.pid,
+            "pid_started": owner.pid_started,
+            "thread": owner.thread,
+            "task_name": owner.task_name,
+            "task_id": owner.task_id,
+            "session_pid": self.session_pid,
+            "session_started": self.session_started,
+            "session_key": self.session_key,
+        }
+
+
+COLUMNS = (
+    "name",
+    "alias",
+    "backend",
+    "owner",
+    "fenced",
+    "host",
+    "boot_id",
+    "pid_namespace",
+    "pid",
+    "pid_started",
+    "thread",
+    "task_name",
+    "task_id",
+    "session_pid",
+    "session_started",
+    "session_key",
+)
+TIMES = ("acquired_at", "renewed_at", "expires_at")
+CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
+#: What a new owner's row takes over from the old one's: everything but the key.
+TAKEN_OVER = (*COLUMNS[1:], *TIMES)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the registry says of a name."""
+
+    alias: str
+    backend: str
+    owner: str
+    fenced: bool
+    token: int | None
+    host: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    pid_started: int
+    thread: str
+    task_name: str
+    task_id: str
+    acquired_at: datetime
+    expires_at: datetime
+    live: bool
+
+    @property
+    def process(self) -> Process:
+        return Process(self.boot_id, self.pid_namespace, self.pid, self.pid_started)
+
+    def holder(self) -> Holder:
+        return Holder(
+            owner=self.owner,
+            words=place_in_words(self.host, self.pid, self.thread, self.task_name, self.task_id),
+            alias=self.alias,
+            token=self.token,
+            acquired_at=self.acquired_at,
+            expires_at=self.expires_at,
+        )
+
+    def conflicts_with(self, alias: str, backend: str) -> bool:
+        """Whether the name is live at another lock service."""
+        return self.live and (self.alias, self.backend) != (alias, backend)
+
+
+class Held(Protocol):
+    """A name and who had its lock: a lease, or what is known of somebody else's."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def owner(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NameAndOwner:
+    """Somebody else's."""
+
+    name: str
+    owner: str
+
+
+_READ = [each.name for each in fields(Row) if each.name not in ("token", "live")]
+
+
+class Ledger(ABC):
+    """Reads and writes the fences and the registry in one dialect of SQL."""
+
+    #: The server's time in UTC, as an expression; may name the parameter ``now``.
+    clock: str
+    #: What `pinned_by` finds.
+    obstacle = "a transaction under a former grant is still open on {using!r}"
+
+    @abstractmethod
+    def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
+        """
+        Take the name's row if it is free, expired or this owner's, and draw a token if fenced.
+
+        Returns:
+            Whether the row was taken, and the token.
+        """
+
+    def is_held(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
+        """Look whether another owner has the row: a write locks it even if it changes nothing."""
+        with self.cursor(connection) as cursor:
+            cursor.execute(
+                f"SELECT 1 FROM {HELD} WHERE name = %(name)s AND owner <> %(owner)s "
+                f"AND expires_at > {self.clock}",
+                {"name": entry.name, "owner": entry.owner.id, **self.parameters(connection)},
+            )
+            return cursor.fetchone() is not None
+
+    @abstractmethod
+    def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
+        """Take the name's row if it is free, expired or this owner's, and leave the fence alone."""
+
+    @abstractmethod
+    def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
+        """
+        Record a grant whose token another service proposed, if it is newer than all before.
+
+        False as well if the name is live at another lock service.
+        """
+
+    @abstractmethod
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+        """Renew rows by their owners, but those that somebody has locked; returns the owners."""
+
+    @abstractmethod
+    def is_row_locked(self, error: Error) -> bool:
+        """Whether a statement gave up because somebody else has a row (or the file) locked."""
+
+    def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
+        """Whether the database rolled the whole transaction back because of a statement."""
+        return False
+
+    def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
+        """Describe the open transaction that has the fence locked; None if none has."""
+        try:
+            with connection.cursor() as cursor:
+                cursor.execute(f"SELECT 1 FROM {FENCE} WHERE name = %s FOR UPDATE NOWAIT", [name])
+        except Error as exc:
+            if self.is_row_locked(exc):
+                return OPEN_TRANSACTION
+            raise
+        return None
+
+    def tables_locked_by(self, connection: BaseDatabaseWrapper) -> str | None:
+        """Say who has one of the package's tables locked as a whole, where that can be told."""
+        return None
+
+    def parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
+        """Parameters that `clock` needs."""
+        return {}
+
+    @contextlib.contextmanager
+    def transaction(self, connection: BaseDatabaseWrapper) -> Iterator[Any]:
+        """A transaction of our own, or a part of the caller's if he lent his connection."""
+        with self.cursor(connection) as cursor:
+            if connection.in_atomic_block:
+                yield cursor
+                return
+            cursor.execute(self.begin)
+            try:
+                yield cursor
+                cursor.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(Error):
+                    cursor.execute("ROLLBACK")
+                raise
+
+    #: How a transaction of our own begins.
+    begin = "BEGIN"
+
+    def cursor(self, connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
+        """The cursor for a transaction's statements, which name their parameters."""
+        return connection.cursor()
+
+    def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
+        """Set how long statements wait for a file that is locked, where files are."""
+
+    def look(self, connection: BaseDatabaseWrapper, name: str) -> Row | None:
+        """Read the name's row and the token of its owner."""
+        return self.look_at(connection, [name]).get(name)
+
+    def look_at(self, connection: BaseDatabaseWrapper, names: Sequence[str]) -> dict[str, Row]:
+        """Read the rows of many names."""
+        columns = ", ".join(f"h.{column}" for column in ("name", *_READ))
+        rows: dict[str, Row] = {}
+        with connection.cursor() as cursor:
+            for start in range(0, len(names), BATCH):
+                inside, given = listed("n", names[start:][:BATCH])
+                cursor.execute(
+                    f"SELECT {columns}, f.token, h.expires_at > {self.clock} FROM {HELD} h "
+                    f"LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner "
+                    f"WHERE h.name IN ({inside})",
+                    {**given, **self.parameters(connection)},
+                )
+                for name, *values, token, live in cursor.fetchall():
+                    rows[name] = _row(values, token, live, connection)
+        return rows
+
+    def now(self, connection: BaseDatabaseWrapper) -> datetime:
+        """The time by which rows of the registry expire."""
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT {self.clock}", self.parameters(connection))
+            return as_time(cursor.fetchone()[0], connection)
+
+    def left_by(
+        self, connection: BaseDatabaseWrapper, alias: str, process: Process
+    ) -> list[tuple[str, str]]:
+        """The names that a process holds or held through an alias, each with its owner."""
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"SELECT name, owner FROM {HELD} WHERE pid = %(pid)s AND alias = %(alias)s "
+                "AND pid_started = %(started)s AND boot_id = %(boot_id)s "
+                "AND pid_namespace = %(pid_namespace)s",
+                {"alias": alias, **asdict(process)},
+            )
+            return [(name, owner) for name, owner in cursor.fetchall()]
+
+    def newest(self, connection: BaseDatabaseWrapper, name: str) -> tuple[int, str] | None:
+        """The token and owner of the newest grant."""
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"SELECT token, owner FROM {FENCE} WHERE name = %(name)s", {"name": name}
+            )
+            found = cursor.fetchone()
+        return None if found is None else (found[0], found[1])
+
+    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
+        """Delete rows by their owners; returns how many there were."""
+        with prepared.cursor(connection) as cursor:
+            return self.clear_by(cursor, leases)
+
+    def clear_by(self, cursor: Any, leases: Sequence[Held]) -> int:
+        """See clear()."""
+        if len(leases) == 1:
+            cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
+            return int(cursor.rowcount)
+        cleared = 0
+        for names, owners, given in batches(leases):
+            cursor.execute(
+                f"DELETE FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})", given
+            )
+            cleared += cursor.rowcount
+        return cleared
+
+    def missing(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+        """Those of the leases' owners whose rows are gone or somebody else's."""
+        found: set[str] = set()
+        with connection.cursor() as cursor:
+            for names, owners, given in batches(leases):
+                cursor.execute(
+                    f"SELECT owner FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})",
+                    given,
+                )
+                found.update(owner for (owner,) in cursor.fetchall())
+        return {lease.owner for lease in leases} - found
+
+
+def _row(
+    values: Sequence[Any], token: int | None, live: Any, connection: BaseDatabaseWrapper
+) -> Row:
+    named = dict(zip(_READ, values, strict=True))
+    for column in ("acquired_at", "expires_at"):
+        named[column] = as_time(named[column], connection)
+    # SQLite and MySQL have numbers for it.
+    named["fenced"] = bool(named["fenced"])
+    return Row(**named, token=token, live=bool(live))
+
+
+def whose(blocker: str) -> str:
+    """What an error adds about the session that is in the way; empty if nothing is known of it."""
+    return "" if blocker in ("", OPEN_TRANSACTION) else f": {blocker}"
+
+
+def session_words(number: int, program: str | None, state: str | None, seconds: float) -> str:
+    """Describe a session of the server for people."""
+    by = f" of {program!r}" if program else ""
+    return f"server session {number}{by}, {state or 'state unknown'}, begun {seconds:.1f} s ago"
+
+
+def as_time(value: Any, connection: BaseDatabaseWrapper) -> datetime:
+    """The time, in UTC, that a driver or Django read from a table."""
+    found = parse_datetime(value) if isinstance(value, str) else value
+    assert isinstance(found, datetime)
+    if connection.vendor != "postgresql":
+        # It is stored in UTC. Django takes it for local time if the database has a TIME_ZONE.
+        return found.replace(tzinfo=UTC)
+    if timezone.is_naive(found):
+        # With USE_TZ = False, Django cuts the zone off.
+        found = found.replace(tzinfo=ZoneInfo(connection.timezone_name))
+    return found.astimezone(UTC)
+
+
+def utc_text(moment: datetime) -> str:
+    """A time as SQLite, MariaDB and MySQL store it: in UTC, since local time repeats an hour."""
+    return str(moment.astimezone(UTC).replace(tzinfo=None))
+
+
+#: Rows of one statement. Databases limit its parameters; SQLite's limit was 999 for long.
+BATCH = 400
+
+
+def listed(prefix: str, values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+    """The inside of an IN (...), and its parameters."""
+    given = {f"{prefix}{place}": value for place, value in enumerate(values)}
+    return ", ".join(f"%({key})s" for key in given), given
+
+
+def batches(leases: Sequence[Held]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """
+    Cut `leases` into (names, owners, parameters) for statements with two IN lists.
+
+    An owner holds one name only, so no wrong pair of the two lists is ever found.
+    """
+    for start in range(0, len(leases), BATCH):
+        part = leases[start : start + BATCH]
+        names, given = listed("n", [lease.name for lease in part])
+        owners, more = listed("o", [lease.owner for lease in part])
+        yield names, owners, given | more
+
+
+VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
+INTO_HELD = f"{HELD} ({', '.join((*COLUMNS, *TIMES))})"
+
+
+class PortableLedger(Ledger):
+    """What is alike on databases that take a statement for each step."""
+
+    #: The server's time plus the parameter ``ttl``, as an expression.
+    expiry: str
+
+    def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
+        with self.transaction(connection) as cursor:
+            given = {**self.values(connection, entry), **self.times(connection, entry.ttl)}
+            return self._insert(cursor, given) or self._take_over(cursor, given)
+
+    def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
+        with self.transaction(connection) as cursor:
+            given = {
+                **self.values(connection, entry),
+                **self.times(connection, entry.ttl),
+                "token": token,
+            }
+            if self._conflicts(cursor, given) or not self._raise_fence(cursor, given):
+                return False
+            if not self._insert(cursor, given):
+                self._overwrite(cursor, given, "")
+            return True
+
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+        kept = self._renew(connection, leases, self.lock_free_rows)
+        locked = [lease for lease in leases if lease.owner not in kept]
+        if locked and self.lock_rows:
+            # Or gone. A lock on a row lasts for a moment, most likely.
+            try:
+                kept |= self._renew(connection, locked, self.lock_rows)
+            except Error as exc:
+                if not self.is_row_locked(exc):
+                    raise
+        return kept
+
+    def _renew(
+        self, connection: BaseDatabaseWrapper, leases: Sequence[Lease], lock: str
+    ) -> set[str]:
+        kept: set[str] = set()
+        with self.transaction(connection) as cursor:
+            for ttl, group in groupby(sorted(leases, key=_ttl), key=_ttl):
+                mine = list(group)
+                free = self._lock_rows(cursor, mine, lock)
+                times = self.times(connection, ttl)
+                for names, owners, given in batches([each for each in mine if each.owner in free]):
+                    cursor.execute(
+                        f"UPDATE {HELD} SET renewed_at = {self.clock}, expires_at = {self.expiry} "
+                        f"WHERE name IN ({names}) AND owner IN ({owners})",
+                        {**given, **times},
+                    )
+                kept |= free
+        return kept
+
+    def values(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
+        """The values of a row, as the columns can have them."""
+        return entry.values()
+
+    @abstractmethod
+    def times(self, connection: BaseDatabaseWrapper, ttl: float) -> dict[str, Any]:
+        """The parameters of `clock` and `expiry`."""
+
+    @abstractmethod
+    def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
+        """Make the proposed token the newest; False if a newer one, or the same, was there."""
+
+    def _lock_rows(self, cursor: Any, leases: Sequence[Lease], lock: str) -> set[str]:
+        """Lock rows, by the end of a SELECT that does so; returns their owners."""
+        found: set[str] = set()
+        for names, owners, given in batches(leases):
+            cursor.execute(
+                f"SELECT owner FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners}){lock}",
+                given,
+            )
+            found.update(owner for (owner,) in cursor.fetchall())
+        return found
+
+    #: An INSERT that does nothing if the name is there.
+    insert_or_ignore: str
+    #: Its values.
+    if_absent = "VALUES ({})"
+    #: What makes a SELECT lock its rows; and pass over those that are locked.
+    lock_rows = lock_free_rows = ""
+
+    def _insert(self, cursor: Any, given: dict[str, Any]) -> bool:
+        cursor.execute(self._insertion, given)
+        return bool(cursor.rowcount)
+
+    @cached_property
+    def _insertion(self) -> str:
+        values = f"{VALUES}, {self.clock}, {self.clock}, {self.expiry}"
+        return f"{self.insert_or_ignore} INTO {INTO_HELD} {self.if_absent.format(values)}"
+
+    def _take_over(self, cursor: Any, given: dict[str, Any]) -> bool:
+        return self._overwrite(
+            cursor, given, f" AND (expires_at <= {self.clock} OR owner = %(owner)s)"
+        )
+
+    def _overwrite(self, cursor: Any, given: dict[str, Any], condition: str) -> bool:
+        columns = ", ".join(f"{column} = {self._value(column)}" for column in TAKEN_OVER)
+        cursor.execute(f"UPDATE {HELD} SET {columns} WHERE name = %(name)s{condition}", given)
+        return bool(cursor.rowcount)
+
+    def _value(self, column: str) -> str:
+        if column == "expires_at":
+            return self.expiry
+        return self.clock if column.endswith("_at") else f"%({column})s"
+
+    def _conflicts(self, cursor: Any, given: dict[str, Any]) -> bool:
+        cursor.execute(
+            f"SELECT 1 FROM {HELD} WHERE name = %(name)s AND expires_at > {self.clock} "
+            "AND (alias <> %(alias)s OR backend <> %(backend)s)",
+            given,
+        )
+        return cursor.fetchone() is not None
+
+
+def _ttl(lease: Lease) -> float:
+    return lease.ttl

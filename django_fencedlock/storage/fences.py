@@ -1,0 +1,371 @@
+"""
+The condition that a grant is still the newest of its name, and stays so until the writer commits.
+
+The locking clause is what makes a fenced write airtight. Without it a newer grant could commit
+between the check and the writer's commit, and the writer wouldn't see it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from django.db import Error, IntegrityError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import BooleanField, Expression
+from django.db.models.sql.compiler import SQLCompiler
+
+from ..conf import AliasConfig
+from ..core.identity import Holder
+from ..core.transactions import lent_by_test
+from .connections import NoAnswer, ask
+from .dialect import BATCH, FENCE, HELD, as_time, listed
+from .records import Records, Statements
+from .text import storable
+from .vendors import ledger_for
+
+logger = logging.getLogger(__name__)
+
+#: How each vendor locks a row that it reads, so that others may read and lock it, and nobody write.
+SHARE = {"postgresql": " FOR SHARE", "mysql": " LOCK IN SHARE MODE", "sqlite": ""}
+
+# Ends the session of a transaction that fell silent. Set until the transaction's end, at the cost
+# of no round trip, unless a smaller limit is there already. Always true: compared with NULL, and
+# read as a value, since the planner would weigh a condition first. No arithmetic, which would cost
+# more than all the rest.
+_PATIENCE = "'idle_in_transaction_session_timeout'"
+_BE_PATIENT = (
+    f"(nullif(current_setting({_PATIENCE}), '0')::interval <= %s"
+    f" OR set_config({_PATIENCE}, %s, true) IS NOT NULL)"
+)
+#: The longest that it can be set to, in milliseconds.
+_LONGEST = 2**31 - 1
+
+
+class WriteGrant(NamedTuple):
+    """The grant that a write is made under."""
+
+    name: str
+    token: int
+    owner: str
+    alias: str
+    #: For how long a silent transaction may keep the next grant waiting, in seconds.
+    patience: float
+
+
+def pin_sql(connection: BaseDatabaseWrapper, grant: WriteGrant) -> tuple[str, list[Any]]:
+    """A SELECT that locks the fence's row and is true, if `grant` is the newest of its name."""
+    value = "true"
+    given: list[Any] = []
+    if connection.vendor == "postgresql" and not connection.get_autocommit():
+        value = _BE_PATIENT
+        given = [f"{min(max(1, round(grant.patience * 1000)), _LONGEST)}ms"] * 2
+    given += grant[:3]
+    where = f"name = %s AND token = %s AND owner = %s{SHARE[connection.vendor]}"
+    return f"SELECT {value} FROM {FENCE} WHERE {where}", given
+
+
+class Pin(Expression):
+    """The condition as an expression, for WHERE, SET and VALUES."""
+
+    output_field = BooleanField()
+    conditional = True
+    allowed_default = True
+
+    def __init__(self, grant: WriteGrant) -> None:
+        super().__init__()
+        self.grant = grant
+
+    def as_sql(
+        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
+    ) -> tuple[str, tuple[Any, ...]]:
+        select, given = pin_sql(connection, self.grant)
+        return f"({select})", tuple(given)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return (self.__class__, self.grant)
+
+
+def is_newest(using: str, grant: WriteGrant) -> bool:
+    """Lock the fence's row until the transaction ends; False if `grant` isn't the newest."""
+    connection = connections[using]
+    select, given = pin_sql(connection, grant)
+    with connection.cursor() as cursor:
+        cursor.execute(select, given)
+        return cursor.fetchone() is not None
+
+
+FORCED = "django_fencedlock_forcedrelease"
+
+#: Seconds that a note is kept, and longer while its holder still has a row.
+KEPT = 14 * 24 * 3600.0
+#: Seconds that one try waits for a fence that somebody's transaction has locked. (On MySQL, one.)
+PATIENCE = 0.5
+#: Seconds for finding out whether a lock was taken away.
+EXPLAINED = 2.0
+
+# As after a lift, nobody is the owner: no lease that is out has the newest grant. The token that
+# the lock service told may be newer than the fence's: then the holder is just about to record it.
+_RAISE = f"""
+UPDATE {FENCE} SET token = CASE WHEN token < %(seen)s THEN %(seen)s ELSE token END + 1, owner = ''
+WHERE name = %(name)s AND (owner = %(owner)s OR token < %(seen)s)
+"""
+_MAKE = f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, %(seen)s + 1, '')"
+
+#: Whether somebody's lock was taken away, as a condition on his owner's id.
+IS_FORCED = f"EXISTS (SELECT 1 FROM {FORCED} r WHERE r.owner = {{owner}})"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Who took a lock away, and when."""
+
+    by: str
+    at: datetime
+
+    def __str__(self) -> str:
+        return f"it was released by force, by {self.by}, at {self.at:%Y-%m-%d %H:%M:%S %Z}"
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """What became of a holder's grant."""
+
+    #: The fence's, which is above the holder's; None if his lock wasn't fenced.
+    token: int | None
+    note: Note
+    #: Whether it was done by this call.
+    is_new: bool
+
+
+class Revoking(Records):
+    """The forced releases of one alias."""
+
+    def __init__(self, config: AliasConfig) -> None:
+        super().__init__(config)
+        # Somebody sits before a page, or a terminal.
+        self._patience = min(self._timeout, 2.0)
+
+    def revoke(self, name: str, owner: str, by: str, *, fenced: bool, seen: int | None) -> Revoked:
+        """
+        Refuse every further write of `owner`, whose token is `seen` as far as that is known.
+
+        Raises `BackendUnavailable`, in time, when somebody's transaction has the fence locked.
+        """
+        given = {"name": name, "owner": owner, "fenced": fenced, "seen": seen or 0, "by": by}
+
+        def work(statements: Statements) -> Revoked:
+            try:
+                return _revoke(statements, given)
+            except IntegrityError:
+                # The fence, or the note, was made at this very moment.
+                return _revoke(statements, given)
+
+        return self.run("forced release", name, work)
+
+    def forget(self) -> int:
+        """Delete some of the notes that nobody will ask for any more."""
+
+        def work(statements: Statements) -> int:
+            with statements.cursor(atomic=True) as cursor:
+                return _forget(statements, cursor)
+
+        return self.run("tidying up of forced releases", None, work)
+
+
+def notes(connection: BaseDatabaseWrapper, owners: Sequence[str]) -> dict[str, Note]:
+    """The notes about those of these owners whose lock was taken away."""
+    found: dict[str, Note] = {}
+    with connection.cursor() as cursor:
+        for start in range(0, len(owners), BATCH):
+            inside, given = listed("o", owners[start:][:BATCH])
+            cursor.execute(
+                f"SELECT owner, released_by, released_at FROM {FORCED} WHERE owner IN ({inside})",
+                given,
+            )
+            for owner, by, at in cursor.fetchall():
+                found[owner] = Note(by, as_time(at, connection))
+    return found
+
+
+def told(using: str, owners: Sequence[str]) -> dict[str, str]:
+    """Tell, by owner, by whom a lock was taken away from these; as far as that can be known."""
+    try:
+        lent = lent_by_test(using)
+        if lent is not None:
+            found = notes(lent, owners)
+        else:
+            found = ask(using, EXPLAINED, lambda private: notes(private, owners))
+    except Error:
+        # It is the loss that counts; and whoever uses unfenced locks alone needs no tables.
+        logger.debug("Whether locks were taken away can't be told", exc_info=True)
+        return {}
+    return {owner: str(note) for owner, note in found.items()}
+
+
+def _revoke(statements: Statements, given: dict[str, Any]) -> Revoked:
+    connection = statements.connection
+    own = not connection.in_atomic_block
+    with statements.cursor(atomic=True) as cursor:
+        if own and connection.vendor == "postgresql":
+            cursor.execute(f"SELECT set_config('lock_timeout', '{PATIENCE}s', true)")
+        raised, token = _raise(cursor, given)
+        note = notes(connection, [given["owner"]]).get(given["owner"])
+        if note is not None:
+            return Revoked(token, note, is_new=raised)
+        cursor.execute(
+            f"INSERT INTO {FORCED} (owner, name, released_by, released_at) "
+            f"VALUES (%(owner)s, %(name)s, %(by)s, {statements.now})",
+            {**given, **statements.times(), "by": storable(connection, given["by"], 200)},
+        )
+        return Revoked(token, notes(connection, [given["owner"]])[given["owner"]], is_new=True)
+
+
+def _raise(cursor: Any, given: dict[str, Any]) -> tuple[bool, int | None]:
+    """Lift the fence, unless it is above the holder; whether that was done, and its token."""
+    if not given["fenced"]:
+        return False, None
+    cursor.execute(_RAISE, given)
+    raised = bool(cursor.rowcount)
+    found = _newest(cursor, given)
+    if found is None and given["seen"]:
+        cursor.execute(_MAKE, given)
+        return True, given["seen"] + 1
+    return raised, found
+
+
+def _newest(cursor: Any, given: dict[str, Any]) -> int | None:
+    cursor.execute(f"SELECT token FROM {FENCE} WHERE name = %(name)s", given)
+    found = cursor.fetchone()
+    return None if found is None else int(found[0])
+
+
+def _forget(statements: Statements, cursor: Any) -> int:
+    # Not while its holder may come back: a session lock is taken away by the note alone.
+    over = (
+        f"released_at < {statements.later('ago')} AND NOT EXISTS "
+        f"(SELECT 1 FROM {HELD} h WHERE h.owner = {FORCED}.owner)"
+    )
+    cursor.execute(
+        f"SELECT owner FROM {FORCED} WHERE {over} LIMIT {BATCH}", statements.times(ago=-KEPT)
+    )
+    found = [owner for (owner,) in cursor.fetchall()]
+    if found:
+        inside, given = listed("o", found)
+        cursor.execute(f"DELETE FROM {FORCED} WHERE owner IN ({inside})", given)
+    return len(found)
+
+
+class Overtaken(NamedTuple):
+    """Why nothing is written under a grant any more."""
+
+    #: In words that go on after "was refused:".
+    why: str
+    #: Who has the lock now, if known.
+    holder: Holder | None = None
+
+
+def overtaken(connection: BaseDatabaseWrapper, grant: WriteGrant) -> Overtaken | None:
+    """Tell by what `grant` was overtaken; None if it is the newest still."""
+    ledger = ledger_for(connection)
+    newest = ledger.newest(connection, grant.name)
+    if newest == (grant.token, grant.owner):
+        return None
+    if newest is None:
+        return Overtaken("its fence is gone")
+    token, owner = newest
+    why = f"the newest token is {token}"
+    row = ledger.look(connection, grant.name)
+    if row is not None and row.owner == owner:
+        holder = row.holder()
+        return Overtaken(f"{why}, granted to {holder}", holder)
+    note = notes(connection, [grant.owner]).get(grant.owner)
+    return Overtaken(f"{why}: {note}" if note else why)
+
+
+#: Seconds that a lift waits for a fence that somebody's transaction has locked. (On MySQL, one.)
+RESYNC_PATIENCE = 2
+
+# Nobody is the owner "": so no lease that is out has the newest grant any more, whatever its
+# token. A grant in between has raised the token by itself, and isn't touched if that was enough.
+_LIFT = f"""
+UPDATE {FENCE} SET token = %(token)s, owner = '' WHERE name = %(name)s AND token < %(highest)s
+"""
+_MAKE_WITH_TOKEN = f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, %(token)s, '')"
+
+
+def too_low(connection: BaseDatabaseWrapper, highest: Mapping[str, int]) -> dict[str, int | None]:
+    """The names whose fence is below the token given for it, with its own; None if it is gone."""
+    tokens = _tokens(connection, list(highest))
+    return {
+        name: tokens.get(name)
+        for name in highest
+        if name not in tokens or tokens[name] < highest[name]
+    }
+
+
+def _tokens(connection: BaseDatabaseWrapper, names: Sequence[str]) -> dict[str, int]:
+    tokens: dict[str, int] = {}
+    with connection.cursor() as cursor:
+        for start in range(0, len(names), BATCH):
+            inside, given = listed("n", names[start:][:BATCH])
+            cursor.execute(f"SELECT name, token FROM {FENCE} WHERE name IN ({inside})", given)
+            tokens |= dict(cursor.fetchall())
+    return tokens
+
+
+def lift(connection: BaseDatabaseWrapper, highest: Mapping[str, int]) -> None:
+    """
+    Lift the fences of some names above the tokens given, unless they are by now.
+
+    All of them or none. Raises an ``IntegrityError`` if one that was gone was made meanwhile, and
+    what `Ledger.is_row_locked()` knows if somebody has one locked.
+    """
+    low = too_low(connection, highest)
+    ledger = ledger_for(connection)
+    ledger.patience(connection, RESYNC_PATIENCE)
+    with ledger.transaction(connection) as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(f"SELECT set_config('lock_timeout', '{RESYNC_PATIENCE}s', true)")
+        # In the order of their names, lest two who lift wait for each other.
+        for name in sorted(low):
+            given = {"name": name, "highest": highest[name], "token": highest[name] + 1}
+            cursor.execute(_MAKE_WITH_TOKEN if low[name] is None else _LIFT, given)
+
+
+#: Seconds for finding it out.
+BRIEFLY = 2.0
+
+
+def tables_locked_by(using: str) -> str:
+    """Say who has one of the tables locked as a whole; empty if nobody, or if it can't be told."""
+    if lent_by_test(using) is not None:
+        return ""
+    try:
+        return ask(using, BRIEFLY, lambda own: ledger_for(own).tables_locked_by(own)) or ""
+    except Error:
+        logger.debug("Who has a table locked can't be told", exc_info=True)
+        return ""
+
+
+def pinned_by(using: str, name: str) -> str:
+    """Say whose open transaction has a fence locked; empty if nobody's, or if it can't be told."""
+    if lent_by_test(using) is not None:
+        # From outside, the test's own transaction would seem to be in the way.
+        return ""
+    try:
+        return ask(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name)) or ""
+    except Error:
+        logger.debug("Who has a fence locked can't be told", exc_info=True)
+        return ""
+
+
+def named(error: Error, using: str) -> Error:
+    """The same error, with who is to blame for it, if it is about an answer that didn't come."""
+    if isinstance(error, NoAnswer) and (blocker := tables_locked_by(using)):
+        return NoAnswer(error.seconds, blocker)
+    return error

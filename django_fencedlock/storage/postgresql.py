@@ -1,0 +1,231 @@
+"""The ledger on PostgreSQL: each act is one statement, and thus one round trip."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from django.db import Error
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from ..lease import Lease
+from . import prepared
+from .dialect import COLUMNS, FENCE, HELD, LOCK_WAIT, TAKEN_OVER, Entry, Held, Ledger, session_words
+
+# The limits are set within the statement that they are for: a SET of the session would leak to
+# other clients through a pooler. The statement that follows has to read from s, or it never runs.
+# synchronous_commit is on for grants, lest a crash of the server hand a token out again.
+LIMITS = (
+    f"s AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_WAIT}', true), "
+    "set_config('synchronous_commit', 'on', true))"
+)
+# A renewal or a deletion that a crash undoes costs nothing.
+LAZY_LIMITS = LIMITS.replace("'on'", "'off'")
+
+# Where statements are prepared, the server has to know the types of their parameters.
+TYPES = {
+    "fenced": "boolean",
+    "pid": "bigint",
+    "pid_started": "bigint",
+    "session_pid": "bigint",
+    "session_started": "timestamptz",
+    "session_key": "bigint",
+    "token": "bigint",
+    "times": "bigint",
+    "age": "double precision",
+    "ttl": "double precision",
+}
+VALUES = ", ".join(f"%({column})s::{TYPES.get(column, 'text')}" for column in COLUMNS)
+TIMES = "c.now, c.now, c.now + %(ttl)s * interval '1 second'"
+SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in TAKEN_OVER)
+INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join(COLUMNS)}, acquired_at, renewed_at, expires_at)"
+
+# A request may reach the server twice, the second time when its holder is at work already: with a
+# token of its own it would shut him out.
+DRAW = "token = f.token + (f.owner <> EXCLUDED.owner)::int"
+
+# A live row is looked at before it is locked: ON CONFLICT locks the row that it then leaves alone,
+# and tries that are refused kept up to all renewals of that row from it.
+_CLAIM_ROW = f"""
+    {INTO_HELD}
+    SELECT {VALUES}, {TIMES} FROM s, (SELECT clock_timestamp() AS now) c
+    WHERE NOT EXISTS (
+        SELECT 1 FROM {HELD} x WHERE x.name = %(name)s::text AND x.owner <> %(owner)s::text
+        AND x.expires_at > clock_timestamp())
+    ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+    WHERE h.expires_at <= clock_timestamp() OR h.owner = EXCLUDED.owner
+    RETURNING h.name, h.owner
+"""
+
+CLAIM = f"""
+WITH {LIMITS}, h AS ({_CLAIM_ROW})
+INSERT INTO {FENCE} AS f (name, token, owner) SELECT h.name, 1, h.owner FROM h
+ON CONFLICT (name) DO UPDATE SET {DRAW}, owner = EXCLUDED.owner
+RETURNING f.token
+"""
+
+ENTER = f"WITH {LIMITS} {_CLAIM_ROW}"
+
+#: True if the name is live at another lock service.
+CONFLICT = f"""EXISTS (
+    SELECT 1 FROM {HELD} x WHERE x.name = %(name)s::text AND x.expires_at > clock_timestamp()
+    AND (x.alias <> %(alias)s::text OR x.backend <> %(backend)s::text))"""
+
+# The fence comes first: whether its token rises decides everything.
+RECORD = f"""
+WITH {LIMITS}, f AS (
+    INSERT INTO {FENCE} AS f (name, token, owner)
+    SELECT %(name)s::text, %(token)s::bigint, %(owner)s::text FROM s WHERE NOT {CONFLICT}
+    ON CONFLICT (name) DO UPDATE SET token = EXCLUDED.token, owner = EXCLUDED.owner
+    WHERE f.token < EXCLUDED.token
+    RETURNING f.token)
+{INTO_HELD}
+SELECT {VALUES}, {TIMES} FROM f, (SELECT clock_timestamp() AS now) c
+ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+RETURNING h.name
+"""
+
+# An owner holds one name only, so no wrong pair is ever found.
+CLEAR_MANY = f"""
+DELETE FROM {HELD} WHERE name = ANY(%(names)s::text[]) AND owner = ANY(%(owners)s::text[])
+"""
+
+# Rows that another session has locked are left out at first: it may be waiting for something else.
+RENEW = f"""
+WITH {LAZY_LIMITS},
+w AS MATERIALIZED (
+    SELECT name, owner, ttl FROM s, unnest(%(names)s::text[], %(owners)s::text[],
+        %(ttls)s::double precision[]) AS w(name, owner, ttl)),
+p AS MATERIALIZED (
+    SELECT h.name, w.ttl FROM {HELD} h JOIN w ON h.name = w.name AND h.owner = w.owner
+    FOR UPDATE OF h SKIP LOCKED)
+UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
+FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
+"""
+RENEW_WAITING = RENEW.replace(" SKIP LOCKED", "")
+
+# Row locks aren't in pg_locks, but the row itself names the transaction that has it locked. Where
+# several have, it names none.
+PINNED_BY = f"""
+SELECT a.pid, a.application_name, a.state,
+extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.backend_start))
+FROM {FENCE} f
+JOIN pg_locks l ON l.locktype = 'transactionid' AND l.granted AND l.transactionid = f.xmax
+JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE f.name = %(name)s
+"""
+
+# By a change of the schema, an index that is made, or a VACUUM FULL: what keeps writes waiting.
+LOCKED_BY = """
+SELECT c.relname, a.pid, a.application_name, a.state,
+extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.backend_start))
+FROM pg_locks l JOIN pg_class c ON c.oid = l.relation JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE l.locktype = 'relation' AND l.granted AND c.relkind IN ('r', 'p')
+AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+AND l.mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+AND starts_with(c.relname, 'django_fencedlock_') ORDER BY a.xact_start, c.relname
+"""
+
+
+def sqlstate(error: Error) -> str | None:
+    """What the server called an error; psycopg 2 has another word for it than psycopg 3."""
+    cause = error.__cause__
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+
+
+def array(items: Sequence[object]) -> str:
+    """
+    An array as the server reads it, for a parameter that the statement casts.
+
+    A driver finds out the type of each item first, which for many takes longer than all the rest.
+    """
+    joined = '","'.join(map(str, items))
+    plain = "\\" not in joined and joined.count('"') == 2 * (len(items) - 1)
+    if plain and None not in items:
+        return '{"' + joined + '"}'
+    return "{" + ",".join(map(_quoted, items)) + "}"
+
+
+def _quoted(item: object) -> str:
+    if item is None:
+        return "NULL"
+    return '"' + str(item).replace("\\", r"\\").replace('"', r"\"") + '"'
+
+
+def unnested(columns: Sequence[str]) -> str:
+    """
+    The rows w of a FROM, whose columns are parameters made by `array()`.
+
+    A row for each place, whose values are parameters of their own, takes the driver far longer.
+    """
+    arrays = ", ".join(f"%({column})s::{TYPES.get(column, 'text')}[]" for column in columns)
+    return f"unnest({arrays}) AS w({', '.join(columns)})"
+
+
+class PostgresLedger(Ledger):
+    clock = "clock_timestamp()"
+
+    def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
+        if not entry.fenced:
+            return self.enter(connection, entry), None
+        with prepared.cursor(connection) as cursor:
+            cursor.execute(CLAIM, {**entry.values(), "ttl": entry.ttl})
+            row = cursor.fetchone()
+        return (False, None) if row is None else (True, row[0])
+
+    def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
+        with prepared.cursor(connection) as cursor:
+            cursor.execute(ENTER, {**entry.values(), "ttl": entry.ttl})
+            return cursor.fetchone() is not None
+
+    def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
+        with prepared.cursor(connection) as cursor:
+            cursor.execute(RECORD, {**entry.values(), "ttl": entry.ttl, "token": token})
+            return cursor.fetchone() is not None
+
+    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
+        if len(leases) == 1:
+            return super().clear(connection, leases)
+        given = {
+            "names": array([lease.name for lease in leases]),
+            "owners": array([lease.owner for lease in leases]),
+        }
+        with connection.cursor() as cursor:
+            cursor.execute(CLEAR_MANY, given)
+            return int(cursor.rowcount)
+
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+        given = {
+            "names": array([lease.name for lease in leases]),
+            "owners": array([lease.owner for lease in leases]),
+            "ttls": array([lease.ttl for lease in leases]),
+        }
+        with prepared.cursor(connection, plan_once=False) as cursor:
+            cursor.execute(RENEW, given)
+            if cursor.rowcount == len(leases):
+                return {lease.owner for lease in leases}
+            # Some are gone, or locked, most likely for a moment. Once more does no harm.
+            try:
+                cursor.execute(f"{RENEW_WAITING} RETURNING h.owner", given)
+            except Error as exc:
+                if not self.is_row_locked(exc):
+                    raise
+                cursor.execute(f"{RENEW} RETURNING h.owner", given)
+            return {owner for (owner,) in cursor.fetchall()}
+
+    def is_row_locked(self, error: Error) -> bool:
+        # lock_not_available, deadlock_detected
+        return sqlstate(error) in ("55P03", "40P01")
+
+    def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
+        with connection.cursor() as cursor:
+            cursor.execute(PINNED_BY, {"name": name})
+            found = cursor.fetchone()
+        return session_words(*found) if found else super().pinned_by(connection, name)
+
+    def tables_locked_by(self, connection: BaseDatabaseWrapper) -> str | None:
+        with connection.cursor() as cursor:
+            cursor.execute(LOCKED_BY)
+            found = cursor.fetchall()
+        return " and ".join(
+            f"{session_words(*facts)}, has table {table} locked" for table, *facts in found
+        )

@@ -1,0 +1,271 @@
+"""
+The tables: `Fence`, the newest grant of each name, and `HeldLock`, the registry.
+
+Beside them `ForcedRelease`, who took a lock away, and `LockEvent`, what happened lately; for tasks
+alone `Duty`, what is still to be run, and `Delivery`, what was begun.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from django.apps import apps
+from django.core.exceptions import ImproperlyConfigured
+from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import OuterRef, Subquery
+from django.utils.timezone import is_aware
+from django.utils.translation import gettext_lazy as _
+
+from ..core.names import MAX_LENGTH
+from .dialect import as_time, utc_text
+
+if not apps.is_installed("django_fencedlock"):
+    raise ImproperlyConfigured(
+        "The models of django_fencedlock have no app. "
+        "Add 'django_fencedlock' to INSTALLED_APPS, and run: manage.py migrate django_fencedlock"
+    )
+
+
+class ExactCharField(models.CharField):  # type: ignore[type-arg]
+    """
+    A CharField whose values are equal only if every character is, on every database.
+
+    MariaDB and MySQL would otherwise take ``A`` for ``a``, and ``a`` for ``a`` with a blank.
+    """
+
+    def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
+        found = super().db_type(connection)
+        if found is None or connection.vendor != "postgresql":
+            return found
+        # The same type. Django gives an indexed "varchar" a second index for searches by prefix:
+        # nobody searches so, and each new name would be written once more.
+        return found.replace("varchar", "character varying", 1)
+
+    def db_parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
+        parameters = super().db_parameters(connection)
+        if connection.vendor == "mysql":
+            parameters["collation"] = exact_collation(connection)
+        return parameters
+
+
+class UTCDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
+    """
+    A DateTimeField that stores and returns UTC, as the statements of locks write it.
+
+    Elsewhere the ``TIME_ZONE`` of a database says what is stored, and ``USE_TZ`` what is returned.
+    """
+
+    def deconstruct(self) -> Any:
+        name, _, args, kwargs = super().deconstruct()
+        # For migrations there is no difference.
+        return name, "django.db.models.DateTimeField", args, kwargs
+
+    def get_db_prep_value(
+        self, value: Any, connection: BaseDatabaseWrapper, prepared: bool = False
+    ) -> Any:
+        value = value if prepared else self.get_prep_value(value)
+        if connection.vendor != "postgresql" and isinstance(value, datetime) and is_aware(value):
+            return utc_text(value)
+        return super().get_db_prep_value(value, connection, prepared=True)
+
+    def from_db_value(
+        self, value: Any, expression: Any, connection: BaseDatabaseWrapper
+    ) -> datetime | None:
+        return None if value is None else as_time(value, connection)
+
+
+def exact_collation(connection: BaseDatabaseWrapper) -> str:
+    """The collation of MariaDB or MySQL that compares every character, blanks at the end too."""
+    mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
+    return "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
+
+
+class Fence(models.Model):
+    """
+    The newest grant of a lock name. Raised by grants, else only lifted, and never deleted.
+
+    A fenced transaction locks this row, so nothing that beats or expires may ever be on it.
+    """
+
+    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH, primary_key=True)
+    token = models.BigIntegerField(_("token"), help_text=_("Only ever rises."))
+    owner = models.CharField(_("owner"), max_length=32)
+
+    class Meta:
+        verbose_name = _("fence")
+        verbose_name_plural = _("fences")
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.token}"
+
+
+class HeldLockManager(models.Manager["HeldLock"]):
+    """Adds ``token``: that of the fence, so long as this row's owner has the newest grant."""
+
+    def get_queryset(self) -> models.QuerySet[HeldLock]:
+        fence = Fence.objects.filter(name=OuterRef("name"), owner=OuterRef("owner"))
+        return super().get_queryset().annotate(token=Subquery(fence.values("token")))
+
+
+class HeldLock(models.Model):
+    """
+    The registry of held locks; for the database backend also the lease itself.
+
+    A row may outlive its lock: a dead holder deletes nothing. Times are the server's.
+    """
+
+    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH, primary_key=True)
+    alias = models.CharField(_("alias"), max_length=100)
+    backend = models.CharField(_("backend"), max_length=30)
+    owner = models.CharField(_("owner"), max_length=32)
+    fenced = models.BooleanField(_("fenced"))
+    host = models.CharField(_("host"), max_length=100)
+    boot_id = models.CharField(max_length=40)
+    pid_namespace = models.CharField(max_length=40)
+    pid = models.BigIntegerField(_("process"))
+    pid_started = models.BigIntegerField()
+    thread = models.CharField(_("thread"), max_length=100)
+    task_name = models.CharField(_("task"), max_length=200)
+    task_id = models.CharField(_("task id"), max_length=100)
+    acquired_at = UTCDateTimeField(_("acquired"))
+    renewed_at = UTCDateTimeField(_("renewed"))
+    # No index on a column that is renewed: it would cost Postgres its in-place updates.
+    expires_at = UTCDateTimeField(_("expires"))
+    # Where a session lock lives: the server's process, its start, and the key.
+    session_pid = models.BigIntegerField(null=True)
+    session_started = UTCDateTimeField(null=True)
+    session_key = models.BigIntegerField(null=True)
+
+    objects = HeldLockManager()
+
+    class Meta:
+        verbose_name = _("held lock")
+        verbose_name_plural = _("held locks")
+        permissions = [("release_heldlock", "Can release held lock by force")]
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+
+class ForcedRelease(models.Model):
+    """
+    By whom a lock was taken away from a holder, who learns it from here.
+
+    The keeper of a session lock gives it back when it finds its owner noted.
+    """
+
+    owner = models.CharField(_("former owner"), max_length=32, primary_key=True)
+    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
+    released_by = models.CharField(_("released by"), max_length=200)
+    released_at = UTCDateTimeField(_("released"), db_index=True)
+
+    class Meta:
+        verbose_name = _("forced release")
+        verbose_name_plural = _("forced releases")
+
+    def __str__(self) -> str:
+        return f"{self.name} by {self.released_by}"
+
+
+class LockEvent(models.Model):
+    """
+    Something that happened to a lock, for people to read.
+
+    Written in the background, and left out where that can't be done: nothing may rely on it. The
+    newest of each kind are kept, both of a name and in all.
+    """
+
+    class Kind(models.TextChoices):
+        GRANTED = "granted", _("granted")
+        LOST = "lost", _("lost")
+        REFUSED = "refused", _("write refused")
+        FORCED = "forced", _("released by force")
+
+    happened_at = UTCDateTimeField(_("when"))
+    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
+    kind = models.CharField(_("what"), max_length=10, choices=Kind)
+    alias = models.CharField(_("alias"), max_length=100)
+    token = models.BigIntegerField(_("token"), null=True)
+    holder = models.CharField(_("whom it happened to"), max_length=400)
+    note = models.CharField(_("note"), max_length=400)
+    times = models.BigIntegerField(_("times"), help_text=_("So often within about a second."))
+
+    class Meta:
+        verbose_name = _("lock event")
+        verbose_name_plural = _("lock events")
+        indexes = [
+            models.Index(fields=["name", "kind", "id"], name="fencedlock_event_of_name"),
+            models.Index(fields=["kind", "id"], name="fencedlock_event_of_kind"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.get_kind_display()}"
+
+
+class Duty(models.Model):
+    """
+    What of a task's coalesced triggers is still to be run under a lock name.
+
+    There is a duty while ``wanted > done``: while no run that began after the newest trigger has
+    ended. What was only started isn't done, since its process may die.
+    """
+
+    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
+    # Tasks that share a lock don't do each other's work.
+    task_name = ExactCharField(_("task"), max_length=MAX_LENGTH)
+    alias = models.CharField(_("alias"), max_length=100)
+    owner = models.CharField(_("owner"), max_length=32, help_text=_("Who began the last run."))
+    wanted = models.BigIntegerField(_("wanted"), help_text=_("The number of the newest trigger."))
+    started = models.BigIntegerField(_("started"))
+    done = models.BigIntegerField(_("done"))
+    # The newest trigger's arguments, as they would be in its message.
+    content_type = models.CharField(max_length=100)
+    content_encoding = models.CharField(max_length=30)
+    body = models.TextField(_("arguments"))
+    options = models.TextField(help_text=_("What else its message had, as JSON."))
+    # Empty if it can't be told. Those who take from it look after the duty, and nobody else: they
+    # alone can run it, and others may even have another broker.
+    queue = ExactCharField(_("queue"), max_length=MAX_LENGTH)
+    tries = models.IntegerField(_("tries"), help_text=_("Runs that began it, and didn't end."))
+    rescues = models.IntegerField(help_text=_("Messages sent by the living since the last run."))
+    # When the living look after it: a duty is served then, and a row without one deleted. Null for
+    # what was given up.
+    due_at = UTCDateTimeField(_("due"), null=True, db_index=True)
+    updated_at = UTCDateTimeField(_("updated"))
+
+    class Meta:
+        verbose_name = _("duty")
+        verbose_name_plural = _("duties")
+        constraints = [
+            models.UniqueConstraint(fields=["name", "task_name"], name="fencedlock_duty_unique"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.task_name} under {self.name}"
+
+
+class Delivery(models.Model):
+    """
+    A message of a task that was begun, and how that ended.
+
+    Brokers deliver a message again while its first delivery still runs, or after its end.
+    """
+
+    nonce = ExactCharField(_("message"), max_length=36, primary_key=True)
+    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
+    owner = models.CharField(_("owner"), max_length=32)
+    task_id = models.CharField(_("task id"), max_length=100)
+    tries = models.IntegerField(_("deliveries"))
+    began_at = UTCDateTimeField(_("began"))
+    finished_at = UTCDateTimeField(_("finished"), null=True)
+    outcome = models.CharField(_("outcome"), max_length=10)
+    kept_until = UTCDateTimeField(_("kept until"), db_index=True)
+
+    class Meta:
+        verbose_name = _("delivery")
+        verbose_name_plural = _("deliveries")
+
+    def __str__(self) -> str:
+        return f"{self.nonce} of {self.name}"
