@@ -24,7 +24,14 @@ LAYERS: dict[int, list[str]] = {
         *("core.identity", "core.names", "core.runtime", "storage.text"),
     ],
     1: [
-        *("backends.base", "conf", "core.aio", "core.transactions", "signals"),
+        *(
+            "backends.base",
+            "backends.interface",
+            "conf",
+            "core.aio",
+            "core.transactions",
+            "signals",
+        ),
         *("storage.background_writer", "storage.connections", "storage.deliveries"),
         *("storage.dialect", "storage.expired", "storage.fenced_atomic", "storage.fences"),
         *(

@@ -1,0 +1,244 @@
+"""The backend interface: a lock service excludes and proposes a token; the core does the rest."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..conf import AliasConfig, Problem
+from ..core.runtime import clock
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A request for one lock. It is safe to send it twice: `owner` makes it idempotent."""
+
+    name: str
+    #: Unique id of this acquisition.
+    owner: str
+    ttl: float
+    #: Host, process, thread and task of the holder (`identity.Identity` as text). A service
+    #: stores it beside the lock and returns it in `Held`.
+    identity: str = ""
+    fenced: bool = True
+    #: Only if the backend's `supports_shared`.
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The answer to a claim that got the lock."""
+
+    #: The token that the service proposes, or has recorded if it `records_grants`. None if the
+    #: service has no rising number, or the claim isn't fenced: the core numbers the grant then.
+    token: int | None
+    #: The local clock, read before the request was sent that the service granted.
+    since: float
+    #: Opaque to the core; passed back in `Grant`.
+    handle: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The answer to a claim that another owner refused, or the holder that a look-up found."""
+
+    #: Empty if the service can't tell.
+    owner: str = ""
+    identity: str = ""
+    token: int | None = None
+    #: Seconds until the lock expires, if the service knows.
+    expires_in: float | None = None
+    #: How many owners wait in the service's queue, if it has one.
+    waiting: int | None = None
+    #: The alias and the backend's label in the registry row that refused, if they are not this
+    #: backend's own. The core raises `AliasConflict` then.
+    alias: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A granted claim, as it is renewed, verified and released."""
+
+    name: str
+    owner: str
+    ttl: float = 0.0
+    token: int | None = None
+    fenced: bool = True
+    shared: bool = False
+    identity: str = ""
+    #: `Granted.handle`; None for another process's grant (eviction, forced release).
+    handle: Any = None
+
+
+class Renewal(enum.Enum):
+    """What became of one grant in a batch of renewals."""
+
+    KEPT = "the service renewed it"
+    LOST = "the service refused it"
+    UNKNOWN = "the service did not answer"
+
+
+class Wait:
+    """How long an acquire may wait, whether it was cancelled, and whom to inform of a refusal."""
+
+    def __init__(
+        self,
+        seconds: float = 0.0,
+        refused: Callable[[Held], object] = lambda held: None,
+        now: Callable[[], float] = clock,
+    ) -> None:
+        self._now = now
+        self.deadline = now() + seconds
+        #: A backend that queues calls it at the first refusal, and at least every two seconds
+        #: while queued, without leaving the queue. It may release a dead holder's lock, and it may
+        #: raise: then the backend leaves the queue and lets the exception through.
+        self.refused = refused
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._hooks: list[Callable[[], object]] = []
+
+    @property
+    def left(self) -> float:
+        """Seconds left; 0 means: try once and do not wait."""
+        return 0.0 if self._cancelled else max(0.0, self.deadline - self._now())
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """End the wait, from any thread."""
+        with self._lock:
+            self._cancelled = True
+            hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook()
+
+    def on_cancel(self, hook: Callable[[], object]) -> None:
+        """Call `hook` when the wait is cancelled; at once if it already is."""
+        with self._lock:
+            if not self._cancelled:
+                self._hooks.append(hook)
+                return
+        hook()
+
+
+class Backend(ABC):
+    """
+    One lock service.
+
+    Methods are called from any thread, concurrently. Each raises `BackendUnavailable` within the
+    alias's TIMEOUT (an acquire: after its wait) if the service does not answer, and never reports
+    a grant that it is not sure of.
+    """
+
+    #: A short word for the registry, the admin and metrics.
+    label: ClassVar[str]
+    #: acquire() queues in the service, first come first served. Otherwise the core polls.
+    supports_waiting: ClassVar[bool] = False
+    #: A lock expires with its ttl. Otherwise it lives as long as a session.
+    supports_ttl: ClassVar[bool] = True
+    #: Shared (read) locks.
+    supports_shared: ClassVar[bool] = False
+    #: acquire() records the grant in the fence table in the same statement.
+    records_grants: bool = False
+    #: Keys of OPTIONS that the backend knows.
+    option_names: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, config: AliasConfig) -> None:
+        self.config = config
+        #: Set by the keeper. A backend that notices the end of a session may call it with the ids
+        #: of the owners that lost their locks; it returns at once and runs no user code.
+        self.lost: Callable[[Sequence[str]], object] | None = None
+
+    @abstractmethod
+    def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
+        """
+        Take the lock, or return its holder once `wait.left` is 0.
+
+        A backend that `supports_waiting` queues and waits in this one call. Any other tries once.
+        If it raises, the core releases the claim by its owner id, now and for a minute.
+        """
+
+    @abstractmethod
+    def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
+        """
+        Extend each grant by its ttl from now, in one batch; answers in the same order.
+
+        `renew([])` is called at each beat while there are doubts: acquires that raised and
+        releases that failed. A backend whose session outlives its locks keeps the session then.
+        """
+
+    @abstractmethod
+    def release(self, grant: Grant) -> bool:
+        """
+        Release this owner's lock, or its place in the queue. Return False if it had neither.
+
+        Also called for other owners (a dead process, a forced release), then without a handle.
+        Never touches another owner's lock.
+        """
+
+    @abstractmethod
+    def verify(self, grant: Grant) -> bool:
+        """Ask the service, linearizably, whether this owner holds the lock."""
+
+    @abstractmethod
+    def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
+        """Look up the holders of many locks; free locks are left out."""
+
+    def suggest(self, name: str, floor: int) -> None:
+        """Propose only tokens above `floor`. A hint: services without a counter ignore it."""
+
+    def acquire_all(self, claims: Sequence[Claim], wait: Wait) -> list[Granted] | Held:
+        """Take all locks or none, in the order of their names."""
+        granted: list[Granted] = []
+        ordered = sorted(claims, key=lambda claim: claim.name.encode())
+        answer: Granted | Held = Held()
+        try:
+            for claim in ordered:
+                answer = self.acquire(claim, wait)
+                if isinstance(answer, Held):
+                    break
+                granted.append(answer)
+            else:
+                by_owner = dict(zip((claim.owner for claim in ordered), granted, strict=True))
+                return [by_owner[claim.owner] for claim in claims]
+        except BaseException:
+            self._release_first(ordered, len(granted))
+            raise
+        self._release_first(ordered, len(granted))
+        return answer
+
+    def acquire_any(self, claims: Sequence[Claim], wait: Wait) -> tuple[Claim, Granted] | Held:
+        """Take one of several locks: the first that is free."""
+        held = Held()
+        for claim in claims:
+            answer = self.acquire(claim, Wait())
+            if isinstance(answer, Granted):
+                return claim, answer
+            held = answer
+        return held
+
+    def _release_first(self, claims: Sequence[Claim], count: int) -> None:
+        for claim in claims[:count]:
+            self.release(Grant(claim.name, claim.owner, claim.ttl, fenced=claim.fenced))
+
+    @classmethod
+    def problems(cls, config: AliasConfig) -> Iterator[Problem]:
+        """Problems of the settings, found without asking a server."""
+        yield from ()
+
+    def check(self) -> Iterator[Problem]:
+        """Problems that only the service can reveal. For `check --database` and doctor."""
+        yield from ()
+
+    def close(self) -> None:
+        """Close idle connections."""
+
+    def after_fork(self) -> None:
+        """Drop inherited connections in a child process, without closing them."""
