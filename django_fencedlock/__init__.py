@@ -9,7 +9,7 @@ from .exceptions import (
     VersionConflict,
 )
 from .lease import Lease, current_lease
-from .locks import alock, lock
+from .locks import lock
 from .ops.force_release import force_release
 
 __version__ = "0.1.0"
@@ -22,7 +22,6 @@ __all__ = [
     "LockRequired",
     "StaleFence",
     "VersionConflict",
-    "alock",
     "current_lease",
     "force_release",
     "lock",

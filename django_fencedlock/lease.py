@@ -112,8 +112,8 @@ class Lease:
         self._interrupts: list[Callable[[Lease], object]] = []
 
     @property
-    def owner(self) -> str:
-        """The unique id of this holder."""
+    def owner_id(self) -> str:
+        """The unique id of this acquisition."""
         return self.holder.id
 
     @property
@@ -355,7 +355,7 @@ class Lease:
         return LeaseLost(
             f"The lease of lock {self.name!r} ({self._grant()}) is gone: {why}.",
             name=self.name,
-            owner=self.owner,
+            owner=self.owner_id,
             token=self._token,
         )
 
@@ -421,7 +421,7 @@ def held_names() -> tuple[str, ...]:
 
 def held_owners() -> tuple[str, ...]:
     """The owner ids of the running context's leases; one that is over among them does no harm."""
-    return tuple(lease.owner for found in _leases.get() if (lease := found()))
+    return tuple(lease.owner_id for found in _leases.get() if (lease := found()))
 
 
 def enter(lease: Lease) -> None:

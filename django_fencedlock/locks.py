@@ -1,4 +1,4 @@
-"""The public way to take a lock: `lock()`, `alock()`, and `@lock()` over a function."""
+"""The public way to acquire a lock: `lock()`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Never, TypeVar, cast
 
 from django.core.exceptions import SynchronousOnlyOperation
 
-from . import conf, logs
+from . import conf
 from .backends.base import Cancel, Request
 from .core import aio, names, runtime
 from .core.acquiring import FIRST_PAUSE, LONGEST_PAUSE
@@ -25,15 +25,19 @@ from .core.manager import Service, give_back_left_over, service
 from .core.runtime import clock
 from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
 from .lease import Duration, Lease, enter, leave
+from .logs import about, left_to_run_out
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
 
-F = TypeVar("F", bound=Callable[..., Any])
-Kind = TypeVar("Kind", "Lock", "AsyncLock")
 
+class Lock:
+    """
+    A lock by name, for sync and async code. Made by `lock()`.
 
-class _Terms:
-    """What is asked for: a name, and on which terms. Asks nobody, and holds no lease."""
+    It doesn't promise that no other holder is running: see `Lease`.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,7 @@ class _Terms:
         blocking_timeout: Duration | None = None,
         backend: str = conf.DEFAULT_ALIAS,
         fenced: bool = True,
-        # None of any type, to a type checker; at run time they are refused with words.
+        # A type checker rejects any other argument; at run time the error names it.
         **unknown: Never,
     ) -> None:
         if "timeout" in unknown:
@@ -79,91 +83,48 @@ class _Terms:
             return self._service.config.blocking_timeout
         return self._blocking_timeout
 
-    @property
-    def _service(self) -> Service:
-        return service(self.backend)
-
-    def _request(self, blocking: bool, blocking_timeout: Duration | None) -> Request:
-        timeout = self._timeout(blocking, blocking_timeout)
-        return Request(self.name, new_owner(), self.ttl, self.fenced, timeout)
-
-    def _timeout(self, blocking: bool, blocking_timeout: Duration | None) -> float:
-        if not blocking:
-            if blocking_timeout is not None:
-                raise ValueError("blocking=False and a blocking_timeout exclude each other.")
-            return 0.0
-        wait = _wait(blocking_timeout)
-        return self.blocking_timeout if wait is None else wait
-
-    def _leave_block(self, kind: type[BaseException] | None) -> Lease:
-        """Return the lease of the innermost block that this code may leave."""
-        who = whoami()
-        found = [lease for lease in self._entered if lease.who is who]
-        if not found and kind is GeneratorExit and len(self._entered) == 1:
-            # Any code may throw away a generator or a coroutine.
-            found = self._entered
-        found = found or [lease for lease in self._entered if lease.wait_until_left()]
-        if not found:
-            raise NotTheHolder(
-                f"The block of lock {self.name!r} was entered by another thread, greenlet or "
-                "task. Only that one may leave it until it has ended.",
-                name=self.name,
-            )
-        lease = found[-1]
-        self._entered.remove(lease)
-        return lease
-
-    def _throw_away(self, lease: Lease) -> None:
-        """Give a lease back in a thread of its own: what collects garbage may be in anything."""
-        runtime.start(functools.partial(_give_back, self._service, lease))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__.lower()}({self.name!r}, backend={self.backend!r})"
-
-
-class Lock(_Terms):
-    """
-    A lock by name, for code that isn't async. Made by `lock()`.
-
-    It doesn't promise that no other holder is running: see `Lease`.
-    """
-
     def acquire(
         self, blocking: bool = True, *, blocking_timeout: Duration | None = None
     ) -> Lease | None:
         """
-        Take the lock, or take it once more if this thread or task has it.
+        Acquire the lock, or enter it once more if this thread or task holds it.
 
         Returns:
-            The lease, or None if somebody else held the lock all the while.
+            The lease, or None if another holder had the lock until the time was over.
         """
-        _forbid_in_event_loop(self.name)
+        _forbid_in_event_loop(self.name, f"await lock({self.name!r}).aacquire()")
         return self._take(self._request(blocking, blocking_timeout))
 
-    def _take(self, request: Request) -> Lease | None:
-        began = clock()
-        try:
-            lease = self._service.acquire(request, pattern=self.pattern)
-            if lease is not None:
-                enter(lease)
-            return lease
-        except FencedLockError:
-            raise
-        except BaseException:
-            # Ctrl-C, or a signal's handler: the caller won't know that it is his.
-            self._give_back_struck(request, began)
-            raise
-
-    def _give_back_struck(self, request: Request, since: float) -> None:
-        self._service.leave_again(request)
-        give_back_left_over(since)
+    async def aacquire(
+        self, blocking: bool = True, *, blocking_timeout: Duration | None = None
+    ) -> Lease | None:
+        """See acquire(). Release it with ``await lease.arelease()``."""
+        request, who = self._request(blocking, blocking_timeout), whoami()
+        lease = self._service.enter_again(request, who)
+        if lease is None:
+            handover = _Handover(self._service, request.cancel)
+            acquire = functools.partial(
+                self._service.acquire, request, who, pattern=self.pattern, since=clock()
+            )
+            try:
+                lease = await self._atake(request, handover, acquire)
+            except BaseException:
+                handover.abandon()
+                raise
+        if lease is not None:
+            enter(lease)
+        return lease
 
     def holder(self) -> Holder | None:
-        """Tell who has the lock now, by the lock service's word; None if nobody."""
+        """Ask the lock service which holder has the lock; None if it is free."""
         return self._service.holder(self.name)
 
+    async def aholder(self) -> Holder | None:
+        """See holder()."""
+        return await self._service.in_thread(self._service.holder, self.name, kind=aio.TRY)
+
     def __enter__(self) -> Lease:
-        _forbid_in_event_loop(self.name)
+        _forbid_in_event_loop(self.name, f"async with lock({self.name!r})")
         started = clock()
         request = self._request(True, None)
         try:
@@ -175,7 +136,7 @@ class Lock(_Terms):
         except FencedLockError:
             raise
         except BaseException:
-            # As in acquire(): the block won't be left that was never entered.
+            # As in _take(): a block that was never entered is never left.
             self._give_back_struck(request, started)
             raise
 
@@ -192,15 +153,44 @@ class Lock(_Terms):
         try:
             lease.release()
         except BackendUnavailable as exc:
-            # The work is done, and the lock runs out by itself.
-            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
+            # The work is done, and the lock expires by itself.
+            left_to_run_out(logger, lease.name, exc, about(lease))
+        _raise_loss(lease, error)
+
+    async def __aenter__(self) -> Lease:
+        started = clock()
+        lease = await self.aacquire()
+        if lease is None:
+            waited = clock() - started
+            refusal = self._service.refusal
+            raise await self._service.in_thread(refusal, self.name, waited, kind=aio.TRY)
+        self._entered.append(lease)
+        return lease
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        lease = self._leave_block(kind)
+        if kind is GeneratorExit:
+            # The coroutine is being closed, and can't await any more.
+            self._throw_away(lease)
+            return
+        try:
+            await self._service.arelease(lease, lease.who)
+        except BackendUnavailable as exc:
+            left_to_run_out(logger, lease.name, exc, about(lease))
+        finally:
+            leave(lease)
         _raise_loss(lease, error)
 
     def __call__(self, function: F) -> F:
         """
         Run `function` under the lock, whose name may use its parameters in braces.
 
-        Wraps plain functions and coroutine functions; each call takes the lock anew.
+        Wraps plain functions and coroutine functions; each call acquires the lock.
         """
         _forbid_generators(function)
         template = names.Template(self.name, function)
@@ -208,20 +198,27 @@ class Lock(_Terms):
 
             @functools.wraps(function)
             async def arun(*args: Any, **kwargs: Any) -> Any:
-                async with self._renamed(AsyncLock, template.render(args, kwargs)):
+                async with self._renamed(template.render(args, kwargs)):
                     return await function(*args, **kwargs)
 
             return cast(F, arun)
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._renamed(Lock, template.render(args, kwargs)):
+            with self._renamed(template.render(args, kwargs)):
                 return function(*args, **kwargs)
 
         return cast(F, run)
 
-    def _renamed(self, kind: type[Kind], name: str) -> Kind:
-        found = kind(
+    def __repr__(self) -> str:
+        return f"lock({self.name!r}, backend={self.backend!r})"
+
+    @property
+    def _service(self) -> Service:
+        return service(self.backend)
+
+    def _renamed(self, name: str) -> Lock:
+        found = Lock(
             name,
             ttl=self._ttl,
             blocking_timeout=self._blocking_timeout,
@@ -231,37 +228,37 @@ class Lock(_Terms):
         found.pattern = self.name
         return found
 
+    def _request(self, blocking: bool, blocking_timeout: Duration | None) -> Request:
+        timeout = self._timeout(blocking, blocking_timeout)
+        return Request(self.name, new_owner(), self.ttl, self.fenced, timeout)
 
-class AsyncLock(_Terms):
-    """A lock by name, for coroutines. Made by `alock()`. See Lock."""
+    def _timeout(self, blocking: bool, blocking_timeout: Duration | None) -> float:
+        if not blocking:
+            if blocking_timeout is not None:
+                raise ValueError("blocking=False and a blocking_timeout exclude each other.")
+            return 0.0
+        wait = _wait(blocking_timeout)
+        return self.blocking_timeout if wait is None else wait
 
-    def __call__(self, function: Never) -> Never:
-        raise TypeError(
-            f"alock() is no decorator. Write @lock({self.name!r}) instead: around a coroutine "
-            "function, it doesn't block the event loop either."
-        )
+    def _take(self, request: Request) -> Lease | None:
+        began = clock()
+        try:
+            lease = self._service.acquire(request, pattern=self.pattern)
+            if lease is not None:
+                enter(lease)
+            return lease
+        except FencedLockError:
+            raise
+        except BaseException:
+            # Ctrl-C, or a signal's handler: the caller doesn't get the lease.
+            self._give_back_struck(request, began)
+            raise
 
-    async def acquire(
-        self, blocking: bool = True, *, blocking_timeout: Duration | None = None
-    ) -> Lease | None:
-        """See Lock.acquire(). Release it with ``await lease.arelease()``."""
-        request, who = self._request(blocking, blocking_timeout), whoami()
-        lease = self._service.enter_again(request, who)
-        if lease is None:
-            handover = _Handover(self._service, request.cancel)
-            acquire = functools.partial(
-                self._service.acquire, request, who, pattern=self.pattern, since=clock()
-            )
-            try:
-                lease = await self._take(request, handover, acquire)
-            except BaseException:
-                handover.abandon()
-                raise
-        if lease is not None:
-            enter(lease)
-        return lease
+    def _give_back_struck(self, request: Request, since: float) -> None:
+        self._service.leave_again(request)
+        give_back_left_over(since)
 
-    async def _take(
+    async def _atake(
         self, request: Request, handover: _Handover, acquire: Callable[..., Lease | None]
     ) -> Lease | None:
         """Ask in threads: the first waiter of a lock waits in one, or tries if there is none."""
@@ -285,38 +282,27 @@ class AsyncLock(_Terms):
         await service.in_thread(service.tell_refused, self.name, self.pattern, waited, kind=aio.TRY)
         return None
 
-    async def holder(self) -> Holder | None:
-        """See Lock.holder()."""
-        return await self._service.in_thread(self._service.holder, self.name, kind=aio.TRY)
-
-    async def __aenter__(self) -> Lease:
-        started = clock()
-        lease = await self.acquire()
-        if lease is None:
-            waited = clock() - started
-            refusal = self._service.refusal
-            raise await self._service.in_thread(refusal, self.name, waited, kind=aio.TRY)
-        self._entered.append(lease)
+    def _leave_block(self, kind: type[BaseException] | None) -> Lease:
+        """Return the lease of the innermost block that this code may leave."""
+        who = whoami()
+        found = [lease for lease in self._entered if lease.who is who]
+        if not found and kind is GeneratorExit and len(self._entered) == 1:
+            # Any code may close a generator or a coroutine.
+            found = self._entered
+        found = found or [lease for lease in self._entered if lease.wait_until_left()]
+        if not found:
+            raise NotTheHolder(
+                f"The block of lock {self.name!r} was entered by another thread, greenlet or "
+                "task. Only that one may leave it until it has ended.",
+                name=self.name,
+            )
+        lease = found[-1]
+        self._entered.remove(lease)
         return lease
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        lease = self._leave_block(kind)
-        if kind is GeneratorExit:
-            # The coroutine is being thrown away, and can't await any more.
-            self._throw_away(lease)
-            return
-        try:
-            await self._service.arelease(lease, lease.who)
-        except BackendUnavailable as exc:
-            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
-        finally:
-            leave(lease)
-        _raise_loss(lease, error)
+    def _throw_away(self, lease: Lease) -> None:
+        """Release in another thread: the garbage collector may run inside any code."""
+        runtime.start(functools.partial(_give_back, self._service, lease))
 
 
 def lock(
@@ -329,10 +315,10 @@ def lock(
     **unknown: Never,
 ) -> Lock:
     """
-    Name a lock, to be taken by ``with``, by ``acquire()``, or around a function as a decorator.
+    Name a lock, for ``with``, ``async with``, ``acquire()``, ``aacquire()``, or as a decorator.
 
     Args:
-        name: What is protected; as a decorator it may name parameters, ``"report:{user_id}"``.
+        name: The protected resource; as a decorator it may name parameters, ``"report:{user_id}"``.
         ttl: How long the lock lasts unless it is renewed, which happens by itself. Seconds or a
             timedelta; without one, the setting TTL.
         blocking_timeout: How long to wait for it, ``float("inf")`` for no limit; without one, the
@@ -350,36 +336,16 @@ def lock(
     )
 
 
-def alock(
-    name: str,
-    *,
-    ttl: Duration | None = None,
-    blocking_timeout: Duration | None = None,
-    backend: str = conf.DEFAULT_ALIAS,
-    fenced: bool = True,
-    **unknown: Never,
-) -> AsyncLock:
-    """See lock()."""
-    return AsyncLock(
-        name,
-        ttl=ttl,
-        blocking_timeout=blocking_timeout,
-        backend=backend,
-        fenced=fenced,
-        **unknown,
-    )
-
-
 def _wait(blocking_timeout: Duration | None) -> float | None:
     if blocking_timeout is None:
         return None
     return conf.seconds(blocking_timeout, "blocking_timeout", zero=True, endless=True)
 
 
-def _forbid_in_event_loop(name: str) -> None:
+def _forbid_in_event_loop(name: str, instead: str) -> None:
     if running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
         raise SynchronousOnlyOperation(
-            f"lock({name!r}) would block the event loop; write `async with alock({name!r})`."
+            f"lock({name!r}) would block the event loop; write `{instead}`."
         )
 
 
@@ -387,7 +353,7 @@ def _forbid_generators(function: Callable[..., Any]) -> None:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
             f"@lock can't wrap the generator {function.__qualname__}(): its body would run after "
-            "the lock was given back. Take the lock inside of it."
+            "the lock was released. Acquire the lock inside of it."
         )
 
 
@@ -399,9 +365,9 @@ def _raise_loss(lease: Lease, error: BaseException | None) -> None:
 
 class _Handover:
     """
-    Brings a lease from the thread that took it to the coroutine that wants it.
+    Moves a lease from the thread that acquired it to the coroutine that asked for it.
 
-    Or back to the service, if the coroutine was cancelled meanwhile. That is settled here and not
+    If the coroutine was cancelled meanwhile, the lease is released. That is decided here and not
     by the event loop, which may end with the cancellation.
     """
 
@@ -413,7 +379,7 @@ class _Handover:
         self._lease: Lease | None = None
 
     def take(self, acquire: Callable[[], Lease | None]) -> Lease | None:
-        """In the thread: acquire, and keep the lease only if somebody still wants it."""
+        """In the thread: acquire, and keep the lease unless the coroutine was cancelled."""
         lease = acquire()
         with self._lock:
             if not self._abandoned:
@@ -424,7 +390,7 @@ class _Handover:
         return None
 
     def abandon(self) -> None:
-        """In the coroutine: nobody wants the lease any more."""
+        """In the coroutine, once it was cancelled."""
         with self._lock:
             self._abandoned = True
             lease = self._lease
@@ -435,8 +401,8 @@ class _Handover:
 
 
 def _give_back(service: Service, lease: Lease) -> None:
-    """Give back a lease that its holder has no use for any more."""
+    """Release a lease on behalf of its holder."""
     try:
         service.release(lease, lease.who)
     except BackendUnavailable as exc:
-        logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
+        left_to_run_out(logger, lease.name, exc, about(lease))

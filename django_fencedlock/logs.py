@@ -27,7 +27,7 @@ def about(lease: Any, **known: Any) -> dict[str, Any]:
         name=lease.name,
         alias=lease.alias,
         token=lease.token if lease.fenced else None,
-        owner=lease.owner,
+        owner=lease.owner_id,
         **known,
     )
 

@@ -114,7 +114,7 @@ def test_a_body_is_interrupted_when_its_lock_is_lost(place, body):
     with lost_soon(lease), pytest.raises(LeaseLost, match="taken away") as caught:
         place(lambda: aborting.run(lease, body))
     assert time.monotonic() - started < LONG / 2
-    assert caught.value.owner == lease.owner
+    assert caught.value.owner == lease.owner_id
     # Tells where it hit.
     assert any(entry.name == body.__name__ for entry in caught.traceback) or caught.value.__cause__
 
@@ -211,7 +211,7 @@ def test_the_loss_of_the_outer_lock_ends_the_inner_body_as_well(place):
 
     started = time.monotonic()
     with lost_soon(outer):
-        assert place(work) == outer.owner
+        assert place(work) == outer.owner_id
     assert time.monotonic() - started < LONG / 2
 
 
@@ -238,7 +238,7 @@ def test_the_outer_body_goes_on_after_the_loss_of_an_inner_lock(place):
         return caught.value.owner
 
     with lost_soon(inner):
-        assert place(lambda: aborting.run(outer, body)) == inner.owner
+        assert place(lambda: aborting.run(outer, body)) == inner.owner_id
 
 
 def test_the_loss_of_both_ends_both(place):
@@ -262,7 +262,7 @@ def test_the_loss_of_both_ends_both(place):
 
     with lost_soon(inner, begun=begun), pytest.raises(LeaseLost) as caught:
         place(lambda: aborting.run(outer, body))
-    assert caught.value.owner == outer.owner
+    assert caught.value.owner == outer.owner_id
     assert went_on == []
 
 
@@ -274,7 +274,7 @@ def test_a_thread_of_the_body_is_not_struck_in_its_place():
 
     with lost_soon(lease), pytest.raises(LeaseLost) as caught:
         aborting.run(lease, body)
-    assert caught.value.owner == lease.owner
+    assert caught.value.owner == lease.owner_id
     assert not inner.lost
 
 

@@ -236,7 +236,7 @@ class Scene:
         self.client.cookies.pop("messages", None)
         if step.data is None:
             return self.client.get(url)
-        mark = str(Marked(NAME, "default", lease.owner)) if lease else ""
+        mark = str(Marked(NAME, "default", lease.owner_id)) if lease else ""
         values = {PK: row.pk, ACCOUNT: getattr(row, "account_id", ""), LOCK: mark}
         data = {key: values.get(value, value) for key, value in step.data.items()}
         if self.visitor.has_csrf_token:
@@ -316,7 +316,7 @@ def faults_of_ours(scene: Scene, step: Step) -> Iterator[str]:
         row = OURS[step.model].objects.get(name=NAME)
         answer = scene.answer(step, row, lease)
         yield from faults(scene, may, status, answer)
-        is_held = HeldLock.objects.filter(owner=lease.owner).exists()
+        is_held = HeldLock.objects.filter(owner=lease.owner_id).exists()
         if is_held != (not may or step.effect != "releases"):
             yield "the lock was released" if not is_held else "the lock is still held"
         assert Fence.objects.filter(token=lease.token).exists() == is_held

@@ -25,7 +25,7 @@ def held():
         yield lease
         # Whatever was tried.
         lease.renew()
-        assert HeldLock.objects.get().owner == lease.owner
+        assert HeldLock.objects.get().owner == lease.owner_id
         assert Fence.objects.get().token == lease.token
 
 
@@ -62,12 +62,12 @@ def releaser():
 
 
 def test_another_sites_form_releases_nothing(releaser, held):
-    mark = json.dumps([NAME, "default", held.owner])
+    mark = json.dumps([NAME, "default", held.owner_id])
     assert releaser.post(RELEASE, {"lock": mark, "step": "release"}).status_code == 403
 
 
 def test_nor_does_an_address(releaser, held):
-    mark = json.dumps([NAME, "default", held.owner])
+    mark = json.dumps([NAME, "default", held.owner_id])
     asked = releaser.get(RELEASE, {"name": NAME, "lock": mark, "step": "release", "post": "yes"})
     assert asked.status_code == 200
     for method in (releaser.head, releaser.options, releaser.put, releaser.delete, releaser.patch):

@@ -79,7 +79,7 @@ class TestPermission:
 
     def test_without_it_nothing_is_reached(self, viewer):
         with lock("invoice:42") as lease:
-            mark = str(releasing.Marked("invoice:42", "default", lease.owner))
+            mark = str(releasing.Marked("invoice:42", "default", lease.owner_id))
             assert viewer.get(RELEASE, {"name": "invoice:42"}).status_code == 403
             answer = viewer.post(RELEASE, {"lock": mark, "step": "release"})
             assert answer.status_code == 403
@@ -110,14 +110,14 @@ class TestPermission:
     def test_a_forged_form_does_nothing(self):
         client = log_in(Client(enforce_csrf_checks=True), "view_heldlock", "release_heldlock")
         with lock("invoice:42") as lease:
-            mark = str(releasing.Marked("invoice:42", "default", lease.owner))
+            mark = str(releasing.Marked("invoice:42", "default", lease.owner_id))
             answer = client.post(RELEASE, {"lock": mark, "step": "release"})
             assert answer.status_code == 403
             lease.renew()
 
     def test_looking_releases_nothing(self, anna):
         with lock("invoice:42") as lease:
-            mark = str(releasing.Marked("invoice:42", "default", lease.owner))
+            mark = str(releasing.Marked("invoice:42", "default", lease.owner_id))
             answer = anna.get(RELEASE, {"name": "invoice:42", "lock": mark, "step": "release"})
             assert answer.status_code == 200
             lease.renew()
@@ -172,7 +172,7 @@ class TestReleasing:
     def test_a_form_that_names_more_than_that_is_cut_off(self, anna, monkeypatch):
         monkeypatch.setattr(releasing, "MOST", 2)
         leases = [lock(name).acquire() for name in "abc"]
-        data = [str(releasing.Marked(each.name, "default", each.owner)) for each in leases]
+        data = [str(releasing.Marked(each.name, "default", each.owner_id)) for each in leases]
         anna.post(RELEASE, {"lock": data, "step": "release"})
         assert [lease.verify() for lease in leases] == [False, False, True]
 
@@ -255,7 +255,7 @@ class TestReleasing:
     def test_an_alias_that_there_is_not(self, anna):
         lease = lock("invoice:42").acquire()
         HeldLock.objects.update(alias="nope")
-        mark = str(releasing.Marked("invoice:42", "nope", lease.owner))
+        mark = str(releasing.Marked("invoice:42", "nope", lease.owner_id))
         ((level, text),) = told(anna.post(RELEASE, {"lock": mark, "step": "release"}))
         assert level == "error"
         assert "nope" in text
@@ -265,7 +265,7 @@ class TestReleasing:
         redis = {"BACKEND": REDIS, "LOCATION": redis_server.url}
         with override_settings(FENCEDLOCK={"default": {}, "redis": redis}), lock("invoice:42"):
             lease = lock("invoice:42", backend="redis", fenced=False).acquire()
-            mark = str(releasing.Marked("invoice:42", "redis", lease.owner))
+            mark = str(releasing.Marked("invoice:42", "redis", lease.owner_id))
             ((level, _),) = told(anna.post(RELEASE, {"lock": mark, "step": "release"}))
             assert level == "info"
             assert lease.verify()

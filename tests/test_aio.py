@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from django_fencedlock import alock
+from django_fencedlock import lock
 from django_fencedlock.core.aio import WAITERS
 from tests.test_registry import BACKENDS
 
@@ -41,19 +41,19 @@ def test_a_thousand_coroutines_get_one_lock_in_order_of_arrival():
     served, enough = [], asyncio.Event()
 
     async def work(number):
-        async with alock("x", blocking_timeout=PATIENCE):
+        async with lock("x", blocking_timeout=PATIENCE):
             served.append(number)
             if len(served) == 30:
                 enough.set()
 
     async def main():
-        async with alock("x"):
+        async with lock("x"):
             tasks = [asyncio.create_task(work(number)) for number in range(1000)]
             await asyncio.sleep(0)
         await enough.wait()
         await end(tasks)
         assert served == list(range(len(served)))
-        assert await alock("x", blocking_timeout=PATIENCE).acquire()
+        assert await lock("x", blocking_timeout=PATIENCE).aacquire()
 
     within_patience(main)
 
@@ -63,10 +63,10 @@ def test_a_hundred_coroutines_nest_two_locks():
     inside = []
 
     async def work():
-        async with alock("a", blocking_timeout=float("inf")):
+        async with lock("a", blocking_timeout=float("inf")):
             # So that all others wait for the outer lock.
             await asyncio.sleep(0.2 if not inside else 0)
-            async with alock("b", blocking_timeout=float("inf")):
+            async with lock("b", blocking_timeout=float("inf")):
                 inside.append(1)
 
     async def main():
@@ -81,13 +81,13 @@ def test_a_free_lock_is_granted_while_more_wait_than_may_in_threads():
     async def main():
         async with contextlib.AsyncExitStack() as stack:
             for number in range(WAITERS + 4):
-                await stack.enter_async_context(alock(f"held{number}"))
+                await stack.enter_async_context(lock(f"held{number}"))
             tasks = [
-                asyncio.create_task(alock(f"held{number}", blocking_timeout=PATIENCE).acquire())
+                asyncio.create_task(lock(f"held{number}", blocking_timeout=PATIENCE).aacquire())
                 for number in range(WAITERS + 4)
                 for _ in range(2)
             ]
-            async with alock("free", blocking_timeout=PATIENCE):
+            async with lock("free", blocking_timeout=PATIENCE):
                 assert not any(task.done() for task in tasks)
         # The lock of a task that has ended may be released by any code.
         for task in tasks:
@@ -99,10 +99,10 @@ def test_a_free_lock_is_granted_while_more_wait_than_may_in_threads():
 @pytest.mark.usefixtures("backend")
 def test_a_coroutine_that_waits_no_longer_holds_up_none_behind_it():
     async def main():
-        wait = partial(alock("x").acquire, blocking_timeout=PATIENCE)
-        async with alock("x"):
+        wait = partial(lock("x").aacquire, blocking_timeout=PATIENCE)
+        async with lock("x"):
             first, second, third, last = (asyncio.create_task(wait()) for _ in range(4))
-            short = asyncio.create_task(alock("x").acquire(blocking_timeout=0.1))
+            short = asyncio.create_task(lock("x").aacquire(blocking_timeout=0.1))
             assert await short is None
             await end([second, first])
         assert await (await third).arelease()
@@ -114,11 +114,11 @@ def test_a_coroutine_that_waits_no_longer_holds_up_none_behind_it():
 @pytest.mark.usefixtures("backend")
 def test_the_holder_acquires_again_although_others_wait():
     async def main():
-        async with alock("x") as lease:
-            wait = partial(alock("x").acquire, blocking_timeout=2 * PATIENCE)
+        async with lock("x") as lease:
+            wait = partial(lock("x").aacquire, blocking_timeout=2 * PATIENCE)
             others = [asyncio.create_task(wait()) for _ in range(3)]
             await asyncio.sleep(0)
-            async with alock("x", blocking_timeout=2 * PATIENCE) as again:
+            async with lock("x", blocking_timeout=2 * PATIENCE) as again:
                 assert again is lease
             await end(others)
 
@@ -136,24 +136,24 @@ def test_a_frozen_lock_service_holds_up_no_other(settings, make_redis, make_prox
     settings.FENCEDLOCK = {"default": {}, "frozen": frozen}
 
     async def hold(name, leave):
-        async with alock(name, backend="frozen", fenced=False, ttl=600):
+        async with lock(name, backend="frozen", fenced=False, ttl=600):
             await leave.wait()
 
     async def wait(name):
-        async with alock(name, backend="frozen", fenced=False, blocking_timeout=PATIENCE):
+        async with lock(name, backend="frozen", fenced=False, blocking_timeout=PATIENCE):
             pass
 
     async def main():
         leave = asyncio.Event()
         tasks = [asyncio.create_task(hold(f"x{number}", leave)) for number in range(2 * WAITERS)]
-        async with alock("healthy"):
-            while not all([await alock(f"x{n}", backend="frozen").holder() for n in range(32)]):
+        async with lock("healthy"):
+            while not all([await lock(f"x{n}", backend="frozen").aholder() for n in range(32)]):
                 await asyncio.sleep(0.01)
             proxy.black_hole()
             leave.set()
             tasks += [asyncio.create_task(wait(f"y{number}")) for number in range(2 * WAITERS)]
             await asyncio.sleep(0.1)
-        async with alock("healthy", blocking_timeout=PATIENCE):
+        async with lock("healthy", blocking_timeout=PATIENCE):
             assert not any(task.done() for task in tasks)
         proxy.pass_through()
         await asyncio.gather(*tasks)

@@ -83,7 +83,7 @@ class TestList:
         (one,) = found["locks"]
         assert code == 0
         assert (one["name"], one["state"], one["token"]) == ("invoice:1", "held", lease.token)
-        assert one["owner"] == lease.owner
+        assert one["owner"] == lease.owner_id
         assert datetime.fromisoformat(one["expires_at"]).utcoffset() == timedelta(0)
         assert 0 < one["remaining"] <= 30
 
@@ -140,8 +140,8 @@ class TestShow:
         assert code == 0
         assert f"held by {lease.holder}" in out
         assert f"newest token {lease.token}" in out
-        assert lease.owner in out
-        assert found["services"][0]["holder"]["owner"] == lease.owner
+        assert lease.owner_id in out
+        assert found["services"][0]["holder"]["owner"] == lease.owner_id
         assert found["fences"][0]["token"] == lease.token
         assert found["entries"][0]["state"] == "held"
 
@@ -238,7 +238,7 @@ class TestRelease:
         found, code = run_json("release", "invoice:1", "--yes", "--by", "a script")
         assert code == 0
         assert (found["outcome"], found["done"], found["token"]) == ("freed", True, 2)
-        assert found["holder"]["owner"] == lease.owner
+        assert found["holder"]["owner"] == lease.owner_id
         with pytest.raises(LeaseLost, match="by a script"):
             lease.renew()
         found, code = run_json("release", "invoice:1", "--yes")

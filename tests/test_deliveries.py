@@ -140,7 +140,7 @@ class TestSweeping:
 
     def test_spares_what_still_runs(self, deliveries, rows):
         with lock("invoice:1") as lease:
-            running = message(owner=lease.owner, kept=-1)
+            running = message(owner=lease.owner_id, kept=-1)
             deliveries.begin(running)
             assert deliveries.sweep(5) == 0
         assert deliveries.sweep(5) == 1

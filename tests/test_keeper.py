@@ -288,7 +288,7 @@ def test_a_dead_session_loses_its_owners_at_once_and_no_others(keeper, service, 
     dead, alive = lease(name="dead"), lease(name="alive")
     keeper.keep(dead)
     keeper.keep(alive)
-    service.lost_hook([dead.owner])
+    service.lost_hook([dead.owner_id])
     assert [found for found, _ in losses] == [dead]
 
 
@@ -461,7 +461,7 @@ def test_a_session_that_died_after_max_hold_tells_why(keeper, service, clock, le
     kept = lease(ttl=30, max_hold=5)
     keeper.keep(kept)
     clock.now += 31
-    service.lost_hook([kept.owner])
+    service.lost_hook([kept.owner_id])
     assert "max_hold=5 s" in losses[0][1]
 
 
@@ -572,7 +572,7 @@ def test_renewals_are_reported_until_the_notifier_is_far_behind(
         kept = lease()
         keeper.keep(kept)
         for behind in (False, True):
-            monkeypatch.setattr(keeper_module.notifier, "is_behind", lambda behind=behind: behind)
+            monkeypatch.setattr(keeper_module.runtime, "is_behind", lambda behind=behind: behind)
             clock.now += 10
             keeper.tick()
     finally:
@@ -659,7 +659,7 @@ def test_a_loss_that_no_thread_can_report_is_reported_later(
         raise RuntimeError("can't start new thread")
 
     worker = runtime.Worker("notifier")
-    monkeypatch.setattr(keeper_module.notifier, "worker", worker)
+    monkeypatch.setattr(keeper_module.runtime, "worker", worker)
     keeper = Keeper(service, noting(losses), clock=clock)
     keeper._runs = True
     refused, other = lease(), lease(name="y")

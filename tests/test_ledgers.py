@@ -283,7 +283,7 @@ def test_any_name_is_renewed_and_cleared_among_others(connection, entry, name):
     for each in entries:
         assert claim(connection, each)[0]
     leases = [lease_of(each) for each in entries]
-    assert ledger_for(connection).renew(connection, leases) == {each.owner for each in leases}
+    assert ledger_for(connection).renew(connection, leases) == {each.owner_id for each in leases}
     assert ledger_for(connection).clear(connection, leases) == 2
 
 

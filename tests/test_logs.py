@@ -71,7 +71,7 @@ def test_a_lost_lease_is_a_warning(records):
         "name": "x",
         "alias": "default",
         "token": lease.token,
-        "owner": lease.owner,
+        "owner": lease.owner_id,
     }
 
 
@@ -95,7 +95,7 @@ def test_a_refused_write_is_an_error(records):
         "name": lease.name,
         "alias": "default",
         "token": lease.token,
-        "owner": lease.owner,
+        "owner": lease.owner_id,
         "model": "tests.Invoice",
         "pk": invoice.pk,
     }
@@ -119,7 +119,7 @@ def test_a_lock_that_could_not_be_given_back_is_a_warning(records, monkeypatch):
         "name": "x",
         "alias": "default",
         "token": lease.token,
-        "owner": lease.owner,
+        "owner": lease.owner_id,
         "reason": "gone fishing",
     }
 

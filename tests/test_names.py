@@ -9,7 +9,6 @@ from decimal import Decimal
 
 import pytest
 
-from django_fencedlock import alock
 from django_fencedlock.core.names import Parameters, Template, validate
 
 
@@ -129,10 +128,3 @@ def test_simple_templates_and_others_are_filled_alike(text, name):
     def build(a, b, width=3): ...
 
     assert Template(text, build).render((Decimal("1.5"), 7), {}) == name
-
-
-def test_alock_around_a_function_names_what_is():
-    async def fetch(url): ...
-
-    with pytest.raises(TypeError, match=r"alock\(\) is no decorator\. Write @lock\('feed:\{url\}'"):
-        alock("feed:{url}")(fetch)

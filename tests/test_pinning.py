@@ -16,7 +16,7 @@ from django.db.transaction import TransactionManagementError
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from django_fencedlock import LeaseLost, LockNotAcquired, alock, lock
+from django_fencedlock import LeaseLost, LockNotAcquired, lock
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import (
@@ -274,7 +274,7 @@ class TestWhatIsInside:
                 return Account.objects.using(database).create().pk
 
         async def main():
-            async with alock("x") as lease:
+            async with lock("x") as lease:
                 return await sync_to_async(work)(lease)
 
         made = async_to_sync(main)()

@@ -200,12 +200,12 @@ class TestGrants:
         first = take(backend, name)
         holder = peer.holder(name)
         assert holder is not None
-        assert (holder.owner, holder.token) == (first.owner, 1)
+        assert (holder.owner, holder.token) == (first.owner_id, 1)
         assert backend.release(first)
         assert peer.holder(name) is None
         second = take(peer, name)
         fence = Fence.objects.using(ALIAS).get(name=name)
-        assert (fence.token, fence.owner) == (2, second.owner)
+        assert (fence.token, fence.owner) == (2, second.owner_id)
 
     def test_the_same_request_may_come_twice(self, backend: PostgresBackend, name: str) -> None:
         request = request_for(name)
@@ -249,9 +249,9 @@ class TestGrants:
     ) -> None:
         lease = take(backend, name)
         assert peer.acquire(request_for(name)) is None
-        assert HeldLock.objects.using(ALIAS).get(name=name).owner == lease.owner
+        assert HeldLock.objects.using(ALIAS).get(name=name).owner == lease.owner_id
         fence = Fence.objects.using(ALIAS).get(name=name)
-        assert (fence.token, fence.owner) == (lease.token, lease.owner)
+        assert (fence.token, fence.owner) == (lease.token, lease.owner_id)
 
     @pytest.mark.parametrize("other", [{"alias": "other"}, {"backend": "redis"}])
     def test_a_name_is_refused_as_long_as_it_is_live_at_another_service(
@@ -586,12 +586,12 @@ class TestLosses:
             waited = lease_of(request, asked.result())
         postgres.execute(f"SELECT pg_terminate_backend({held[0].handle.session.pid})")
         wait_until(lambda: len(lost) == 3, "the loss", timeout=1)
-        assert sorted(lost) == sorted(each.owner for each in held)
+        assert sorted(lost) == sorted(each.owner_id for each in held)
         assert backend.renew([*held, waited]) == [Renewal.LOST] * 3 + [Renewal.KEPT]
         assert not backend.verify(held[0])
         assert backend.release(held[0]) is False
         postgres.execute(f"SELECT pg_terminate_backend({waited.handle.session.pid})")
-        wait_until(lambda: waited.owner in lost, "the loss", timeout=1)
+        wait_until(lambda: waited.owner_id in lost, "the loss", timeout=1)
 
     def test_an_immediate_restart_loses_all_and_the_next_grant_has_the_next_token(
         self,
@@ -606,7 +606,7 @@ class TestLosses:
         backend.lost_hook = lost.extend
         lease = take(backend, name)
         server.kill()
-        wait_until(lambda: lost == [lease.owner], "the loss", timeout=1)
+        wait_until(lambda: lost == [lease.owner_id], "the loss", timeout=1)
         with pytest.raises(BackendUnavailable):
             backend.acquire(request_for(name))
         server.start()
@@ -801,7 +801,7 @@ class TestProcesses:
             lease = take(backend, {name!r})
             take(backend, {name + ":other"!r})
             pid = os.fork() or time.sleep(60) or os._exit(0)
-            say(f"{{pid}} {{lease.owner}}")
+            say(f"{{pid}} {{lease.owner_id}}")
             sys.stdin.read()
         """
         with child(code) as process:

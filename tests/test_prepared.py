@@ -407,7 +407,7 @@ def test_a_renewal_of_many_is_one_statement_and_planned_for_as_many(pool, postgr
         wish = replace(entry(), name=str(number))
         pool.run(lambda connection, wish=wish: ledger_for(connection).claim(connection, wish))
         leases.append(lease_of(wish))
-    ours = {lease.owner for lease in leases}
+    ours = {lease.owner_id for lease in leases}
     with postgres.statements() as statements:
         for _ in range(OFTEN):
             assert pool.run(lambda c: ledger_for(c).renew(c, leases)) == ours
@@ -416,7 +416,7 @@ def test_a_renewal_of_many_is_one_statement_and_planned_for_as_many(pool, postgr
     assert not any("SKIP LOCKED" in each for each in names)
     stranger = lease_of(replace(entry(), name="0"))
     kept = pool.run(lambda c: ledger_for(c).renew(c, [stranger, *leases[1:]]))
-    assert kept == ours - {leases[0].owner}
+    assert kept == ours - {leases[0].owner_id}
 
 
 def lease_of(wish):

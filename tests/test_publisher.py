@@ -184,7 +184,7 @@ class TestRetry:
         (message,) = sent
         with another_thread() as thread, sending() as sent:
             lease = thread.call(lock(NAME).acquire)
-            ours = {DELIVERY: message.headers[DELIVERY], "tenant": "acme", FOLLOWS: lease.owner}
+            ours = {DELIVERY: message.headers[DELIVERY], "tenant": "acme", FOLLOWS: lease.owner_id}
             route = {"exchange": "topics", "routing_key": "a.b", "priority": 7}
             done = deliver(
                 skip,
@@ -210,7 +210,7 @@ class TestRetry:
         pauses = []
         with another_thread() as thread:
             lease = thread.call(lock(NAME).acquire)
-            headers = {FOLLOWS: lease.owner}
+            headers = {FOLLOWS: lease.owner_id}
             for times in (None, 1, 4, 60, 10**400):
                 with sending() as sent:
                     more = {} if times is None else {POSTPONED: times}
@@ -281,7 +281,7 @@ class TestRetry:
             # The broker still has the message that isn't acknowledged yet; of the other one
             # nobody would learn but by a failure.
             for message, state in zip(sent, ("REJECTED", "FAILURE"), strict=True):
-                message.headers[FOLLOWS] = lease.owner
+                message.headers[FOLLOWS] = lease.owner_id
                 assert deliver_sent(message).state == state
             assert "reject requeue=True" in caplog.text
             thread.call(lease.release)
@@ -369,5 +369,5 @@ class TestStep:
 
     def test_eager_runs_know_no_publisher(self):
         with lock(NAME) as lease:
-            result = skip.apply((1,), headers={FOLLOWS: lease.owner})
+            result = skip.apply((1,), headers={FOLLOWS: lease.owner_id})
         assert result.state == "SUCCESS"

@@ -377,7 +377,7 @@ class TestWhileItRuns:
         """It is about to give the lock back."""
         told = message()
         lease = running(told)
-        finish(told, lease.owner)
+        finish(told, lease.owner_id)
         app.backend.store_result(told["id"], 1, "SUCCESS")
         with sending() as sent, soon(lease_back, lease):
             assert deliver(late_wait, 1, **told).state == "IGNORED"
@@ -441,7 +441,7 @@ class TestWhileItRuns:
     def test_a_first_delivery_that_is_about_to_record_itself_is_waited_for(self, running):
         told = message()
         lease = running(told, recorded=False)
-        with sending() as sent, soon(record, told, lease.owner):
+        with sending() as sent, soon(record, told, lease.owner_id):
             assert deliver(late, 1, **told).state == "IGNORED"
         assert len(sent) == 1
 

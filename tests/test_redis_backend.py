@@ -249,7 +249,7 @@ def test_a_fenced_and_an_unfenced_lock_of_one_name_exclude_each_other(backend):
 def test_the_holder_is_known_by_his_words(backend):
     lease = take(backend, fenced=True)
     holder = backend.holder("lock")
-    assert (holder.owner, holder.token) == (lease.owner, lease.token)
+    assert (holder.owner, holder.token) == (lease.owner_id, lease.token)
     assert str(holder) == str(lease.holder)
     assert holder.expires_at is not None
     assert not backend.is_free("lock")
@@ -518,7 +518,7 @@ def test_an_old_holder_who_has_the_key_back_is_told_that_he_lost_it(backend, cli
     client.delete(keys.lock)
     new = take(backend, fenced=True)
     # A replica that didn't hear of the second grant becomes the primary.
-    client.mset({keys.lock: value, keys.seq: f"{old.token}:{old.owner}"})
+    client.mset({keys.lock: value, keys.seq: f"{old.token}:{old.owner_id}"})
     other = take(backend, "other", fenced=True)
     assert backend.renew([old, other]) == [Renewal.KEPT] * 2
     assert backend.renew_rows([old, other]) == [old]
@@ -584,7 +584,7 @@ def test_a_name_that_is_live_under_another_alias_is_refused_naming_both(server):
         take(two, fenced=True)
     holder = caught.value.holder
     assert holder
-    assert holder.owner == lease.owner
+    assert holder.owner == lease.owner_id
     assert two.is_free("lock")
     one.release(lease)
     one.tidy()
@@ -693,7 +693,7 @@ def test_the_counter_outlasts_whoever_may_still_record_its_token(backend, client
     client.delete(keys_of(backend).lock, seq)
     assert backend.renew([lease]) == [Renewal.KEPT]
     assert client.pttl(seq) > hours
-    assert backend._store.take_away(lease.name, lease.owner, lease.token + 1)
+    assert backend._store.take_away(lease.name, lease.owner_id, lease.token + 1)
     assert client.pttl(seq) > hours
 
 
@@ -704,7 +704,7 @@ def test_a_renewal_after_redis_was_emptied_takes_the_counter_along(backend, clie
     lease = take(backend, fenced=True)
     client.flushall()
     assert backend.renew([lease]) == [Renewal.KEPT]
-    assert client.get(keys_of(backend).seq) == f"{lease.token}:{lease.owner}"
+    assert client.get(keys_of(backend).seq) == f"{lease.token}:{lease.owner_id}"
     assert lease.token == 2
 
 
@@ -833,7 +833,7 @@ def test_a_row_that_is_gone_from_the_registry_is_put_back(backend):
     lease = take(backend, fenced=True)
     HeldLock.objects.all().delete()
     assert backend.renew_rows([lease]) == []
-    assert HeldLock.objects.get().owner == lease.owner
+    assert HeldLock.objects.get().owner == lease.owner_id
     assert Fence.objects.get().token == lease.token
 
 
@@ -930,7 +930,7 @@ def test_an_eviction_wakes_who_waits(backend, client):
     dead = take(backend)
     waiter = start_waiter(client, backend)
     evicted = clock()
-    assert backend.evict("lock", dead.owner, fenced=False)
+    assert backend.evict("lock", dead.owner_id, fenced=False)
     assert waiter.result()
     assert waiter.done_at - evicted < 0.2
 
@@ -939,7 +939,7 @@ def test_what_is_taken_away_is_handed_to_the_first_in_line_at_once(backend, clie
     former = take(backend, fenced=False)
     first, second = (start_waiter(client, backend) for _ in range(2))
     done = clock()
-    assert backend.take_away("lock", former.owner) is Taken.FREED
+    assert backend.take_away("lock", former.owner_id) is Taken.FREED
     assert backend.holder("lock").owner == first.request.owner.id
     assert first.result()
     assert first.done_at - done < 0.2

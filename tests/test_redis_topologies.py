@@ -101,7 +101,7 @@ def test_a_lease_outlives_the_primary_that_granted_it(make_any_redis, closing, s
     wait_until(lambda: sentinels.primary() == replica.port, "one word of all sentinels", PATIENCE)
 
     lease.renew()
-    assert lock("invoice:42").holder().owner == lease.owner
+    assert lock("invoice:42").holder().owner == lease.owner_id
     lease.release()
     with lock("invoice:42") as successor:
         assert successor.token == 2

@@ -60,7 +60,7 @@ def test_held_and_expiring_and_everything_about_it(backend):
         one, two = listing().entries
         assert (one.state, two.state) == (State.HELD, State.EXPIRING)
         assert (one.name, one.alias, one.backend) == ("invoice:1", "default", backend)
-        assert (one.token, one.owner, one.fenced) == (lease.token, lease.owner, True)
+        assert (one.token, one.owner, one.fenced) == (lease.token, lease.owner_id, True)
         assert one.holder == str(lease.holder)
         assert 0 <= one.held_for < 20 < one.remaining <= 30
         assert one.acquired_at.utcoffset() == timedelta(0)
@@ -293,8 +293,8 @@ def test_portrait(backend):
     with lock("x") as lease:
         found = portrait("x")
         assert found.is_held
-        assert found.services[0].holder.owner == lease.owner
-        assert (found.fences[0].token, found.fences[0].owner) == (lease.token, lease.owner)
+        assert found.services[0].holder.owner == lease.owner_id
+        assert (found.fences[0].token, found.fences[0].owner) == (lease.token, lease.owner_id)
         assert found.entries[0].state is State.HELD
         if backend == "postgres":
             with lease.atomic():

@@ -55,8 +55,8 @@ def test_somebody_has_to_do_it():
 def test_the_first_who_did_it_is_told_of():
     lease = lock("x").acquire()
     config = fences.Revoking(lease._control.config)
-    one = config.revoke("x", lease.owner, "one", fenced=True, seen=lease.token)
-    other = config.revoke("x", lease.owner, "other", fenced=True, seen=lease.token)
+    one = config.revoke("x", lease.owner_id, "one", fenced=True, seen=lease.token)
+    other = config.revoke("x", lease.owner_id, "other", fenced=True, seen=lease.token)
     assert (one.is_new, other.is_new) == (True, False)
     assert other.note == one.note
     assert (one.token, other.token) == (2, 2)
@@ -69,7 +69,7 @@ def test_the_first_who_did_it_is_told_of():
 def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
     lease = lock("x").acquire()
     config = fences.Revoking(lease._control.config)
-    one = config.revoke("x", lease.owner, "one", fenced=True, seen=lease.token)
+    one = config.revoke("x", lease.owner_id, "one", fenced=True, seen=lease.token)
     looks = iter([dict])
 
     def notes_of_a_moment_before(*given):
@@ -77,7 +77,7 @@ def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
 
     revoking_notes = fences.notes
     monkeypatch.setattr(fences, "notes", notes_of_a_moment_before)
-    other = config.revoke("x", lease.owner, "other", fenced=True, seen=lease.token)
+    other = config.revoke("x", lease.owner_id, "other", fenced=True, seen=lease.token)
     assert (other.is_new, other.note, other.token) == (False, one.note, 2)
 
 
@@ -100,25 +100,25 @@ def test_a_newer_grant_is_not_fenced_off():
     former.release()
     with lock("x") as lease:
         found = fences.Revoking(lease._control.config).revoke(
-            "x", former.owner, "me", fenced=True, seen=former.token
+            "x", former.owner_id, "me", fenced=True, seen=former.token
         )
         assert found.token == lease.token
-        assert Fence.objects.get().owner == lease.owner
+        assert Fence.objects.get().owner == lease.owner_id
 
 
 @real
 def test_old_notes_are_deleted_unless_their_holder_may_come_back():
     lease = lock("x").acquire()
     long_ago = timezone.now() - timedelta(days=15)
-    for owner in ("a", lease.owner):
+    for owner in ("a", lease.owner_id):
         ForcedRelease.objects.create(owner=owner, name="x", released_by="me", released_at=long_ago)
     ForcedRelease.objects.create(owner="b", name="x", released_by="me", released_at=timezone.now())
     assert fences.Revoking(lease._control.config).forget() == 1
-    assert set(ForcedRelease.objects.values_list("owner", flat=True)) == {"b", lease.owner}
+    assert set(ForcedRelease.objects.values_list("owner", flat=True)) == {"b", lease.owner_id}
     HeldLock.objects.all().delete()
     lock("y").acquire()
     force_release("y", by="me")
-    assert not ForcedRelease.objects.filter(owner=lease.owner).exists()
+    assert not ForcedRelease.objects.filter(owner=lease.owner_id).exists()
 
 
 @real
@@ -207,7 +207,7 @@ def test_a_session_lock_tells_how_to_end_its_session(settings, postgres, fenced)
 def test_an_owner_that_is_not_in_the_registry_is_not_said_to_have_changed(settings, postgres):
     settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
     with lock("x", fenced=False) as lease:
-        done = force_release("x", by="me", owner=lease.owner)
+        done = force_release("x", by="me", owner=lease.owner_id)
         assert done.outcome is Outcome.NEEDS_END_OF_SESSION
         assert lease.verify()
 

@@ -111,7 +111,7 @@ def test_a_lease_that_was_overtaken_at_a_failover_is_lost(settings, redis_server
         wait_until(lambda: told, "the loss", 60)
         assert old.lost
         wait_until(lambda: lock("x").holder() is None, "the key to be given back", 60)
-        assert HeldLock.objects.using("postgres").get().owner == new.owner
+        assert HeldLock.objects.using("postgres").get().owner == new.owner_id
         thread.call(new.release)
 
 

@@ -123,7 +123,7 @@ def test_healthy_fences_and_their_holders_are_left_alone(database):
         row.refresh_from_db()
         row.save()
         assert lift(Invoice).low == {}
-        assert Fence.objects.values_list("token", "owner").get() == (6, lease.owner)
+        assert Fence.objects.values_list("token", "owner").get() == (6, lease.owner_id)
         row.save()
 
 
@@ -131,7 +131,7 @@ def test_healthy_fences_and_their_holders_are_left_alone(database):
 def test_a_holder_from_before_is_refused_even_if_his_token_would_be_the_newest(database):
     row = written(Invoice)
     with pytest.raises(StaleFence), row.fencing.lock() as lease:
-        restored(token=2, owner=lease.owner)
+        restored(token=2, owner=lease.owner_id)
         lift(Invoice)
         with lease.atomic():
             raise AssertionError("The transaction began.")
@@ -164,7 +164,7 @@ def test_a_grant_between_the_look_and_the_lift_stays_the_newest(database, monkey
     with row.fencing.lock() as lease:
         monkeypatch.setattr(fences, "too_low", lambda connection, names: dict.fromkeys(names, 2))
         fences.lift(connections[database], {lease.name: 5})
-        assert Fence.objects.values_list("token", "owner").get() == (6, lease.owner)
+        assert Fence.objects.values_list("token", "owner").get() == (6, lease.owner_id)
 
 
 @ON_ALL

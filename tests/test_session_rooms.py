@@ -602,7 +602,7 @@ class TestAPauseLongerThanTheTimeout:
 def test_whose_session_has_a_lock_is_told_by_all_of_his_row(backend, peer, name, other):
     """The session of a dead holder is ended by it, and that of nobody else."""
     lease = take(backend, name)
-    given = {"name": name, "owner": lease.owner}
+    given = {"name": name, "owner": lease.owner_id}
     pid = lease.handle.session.pid
     HeldLock.objects.using(ALIAS).filter(name=name).update(**other)
     assert peer._look(name, statements.END_ORPHAN, given) == []
@@ -622,6 +622,6 @@ def test_a_refused_try_locks_no_row(backend, peer, name):
 @POSTGRES
 def test_a_holder_is_told_by_the_row_of_his_own_session_alone(backend, peer, name):
     lease = take(backend, name)
-    assert peer.holder(name).owner == peer.holders([name])[name].owner == lease.owner
+    assert peer.holder(name).owner == peer.holders([name])[name].owner == lease.owner_id
     HeldLock.objects.using(ALIAS).filter(name=name).update(session_pid=1)
     assert peer.holder(name).owner == peer.holders([name])[name].owner == ""

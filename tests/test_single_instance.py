@@ -277,7 +277,7 @@ class TestCalls:
 
         @single_instance("x", redelivery="run")
         def body():
-            owners.append(current_lease().owner)
+            owners.append(current_lease().owner_id)
 
         app = task().app
         app.task(body, name="body", shared=False).delay()

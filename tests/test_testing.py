@@ -19,7 +19,6 @@ from django_fencedlock import (
     LockNotAcquired,
     LockRequired,
     StaleFence,
-    alock,
     current_lease,
     lock,
 )
@@ -70,7 +69,7 @@ class Grants:
     def test_rows_are_there_for_the_orm(self):
         with lock("invoice:42") as lease:
             fence = Fence.objects.using(self.using).get()
-            assert (fence.token, fence.owner) == (lease.token, lease.owner)
+            assert (fence.token, fence.owner) == (lease.token, lease.owner_id)
             assert HeldLock.objects.using(self.using).get().token == 1
         assert not HeldLock.objects.using(self.using).exists()
 
@@ -105,13 +104,13 @@ class Grants:
 
     async def test_locks_in_a_coroutine(self):
         for token in (1, 2):
-            async with alock("invoice:42") as lease:
+            async with lock("invoice:42") as lease:
                 assert lease.token == token
                 assert await lease.averify()
         assert await Fence.objects.using(self.using).acount() == 1
 
     async def test_a_lock_that_is_acquired_and_released_in_a_coroutine(self):
-        lease = await alock("invoice:42").acquire(blocking=False)
+        lease = await lock("invoice:42").aacquire(blocking=False)
         await lease.arenew(ttl=5)
         assert await lease.arelease()
         assert not await HeldLock.objects.using(self.using).aexists()
@@ -121,7 +120,7 @@ class Grants:
         with hold_lock("invoice:42") as held:
             with pytest.raises(LockNotAcquired) as caught:
                 lock("invoice:42", blocking_timeout=60).__enter__()
-            assert assert_locked("invoice:42").owner == held.owner
+            assert assert_locked("invoice:42").owner == held.owner_id
             assert lock("invoice:42").acquire(blocking=False) is None
             with lock("invoice:43"):
                 pass
@@ -135,8 +134,8 @@ class Grants:
     async def test_a_lock_held_by_somebody_else_is_refused_to_a_coroutine(self):
         async with hold_lock("invoice:42") as held:
             with pytest.raises(LockNotAcquired):
-                await alock("invoice:42", blocking_timeout=60).__aenter__()
-        async with alock("invoice:42") as lease:
+                await lock("invoice:42", blocking_timeout=60).__aenter__()
+        async with lock("invoice:42") as lease:
             assert lease.token == held.token + 1
 
     async def test_hold_lock_in_a_coroutine_wants_async_with(self):
@@ -296,7 +295,7 @@ class SwitchedOff:
                 pass
 
     async def test_a_coroutine(self):
-        async with Invoice.fencing.alock(pk=self.pk):
+        async with Invoice.fencing.lock(pk=self.pk):
             assert await self.invoices.filter(pk=self.pk).aupdate(amount=5) == 1
 
 
@@ -397,7 +396,7 @@ class WithoutADatabase(SimpleTestCase):
 
     async def test_locks_off_in_a_coroutine(self):
         with disable_locking():
-            async with alock("invoice:42") as lease:
+            async with lock("invoice:42") as lease:
                 assert lease.token == 1
 
 
@@ -450,7 +449,7 @@ class TestDbFixture:
 
     def test_hold_lock(self, hold_lock):
         held = hold_lock("invoice:42")
-        assert assert_locked("invoice:42").owner == held.owner
+        assert assert_locked("invoice:42").owner == held.owner_id
         assert lock("invoice:42", blocking_timeout=60).acquire() is None
 
 
@@ -479,7 +478,7 @@ SETTINGS = """
 
 TESTS = """
     from django.test import TestCase, TransactionTestCase
-    from django_fencedlock import LeaseLost, alock, lock
+    from django_fencedlock import LeaseLost, lock
     from django_fencedlock.test import assert_locked, assert_not_locked, hold_lock, lose_lease
 
     class First(TestCase):
@@ -492,7 +491,7 @@ TESTS = """
             assert_not_locked("a")
 
         async def test_coroutine(self):
-            async with alock("a") as lease:
+            async with lock("a") as lease:
                 self.assertEqual(lease.token, 1)
 
         def test_held_by_somebody_else(self):

@@ -218,6 +218,6 @@ class TestInsideATestCase:
     def test_the_holder_is_seen(self, settings, database):
         settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": database}}
         with lock("x") as lease:
-            assert lock("x").holder().owner == lease.owner
+            assert lock("x").holder().owner == lease.owner_id
             assert lease.verify()
         assert lock("x").holder() is None

@@ -40,7 +40,7 @@ def test_one_that_was_renewed_is_in_the_registry_until_its_release(writing, rows
         renew_all()
         writing.flush()
         row = rows.get(name="report")
-        assert (row.owner, row.fenced, row.token) == (lease.owner, False, None)
+        assert (row.owner, row.fenced, row.token) == (lease.owner_id, False, None)
         entry = next(each for each in listing().entries if each.name == "report")
         assert (entry.state, entry.holder) == (State.HELD, str(lease.holder))
         assert 99 < entry.held_for < 130
@@ -85,7 +85,7 @@ def test_the_row_of_one_who_died_makes_room(writing, rows):
         rows.update(expires_at=row.acquired_at)
         renew_all()
         writing.flush()
-        assert rows.get().owner == lease.owner
+        assert rows.get().owner == lease.owner_id
 
 
 def test_a_name_that_another_service_has_is_left_to_it(writing, rows):

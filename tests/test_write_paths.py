@@ -1250,7 +1250,7 @@ def test_a_refusal_is_logged_and_sent(database, invoice, caplog):
     finally:
         stale_write_rejected.disconnect(hear)
     error = caught.value
-    assert (error.name, error.token, error.owner) == (lease.name, 1, lease.owner)
+    assert (error.name, error.token, error.owner) == (lease.name, 1, lease.owner_id)
     ((sender, facts),) = heard
     assert sender is Invoice
     assert (facts["pk"], facts["name"], facts["token"]) == (invoice.pk, lease.name, 1)

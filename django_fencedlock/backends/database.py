@@ -121,16 +121,16 @@ class DatabaseBackend(Backend):
             return [self._not_renewed(lease, exc) for lease in leases]
         return [
             Renewal.LOST
-            if lease.owner in gone
+            if lease.owner_id in gone
             else Renewal.KEPT
-            if lease.owner in kept or lease.lent
+            if lease.owner_id in kept or lease.lent
             else Renewal.UNKNOWN
             for lease in leases
         ]
 
     def verify(self, lease: Lease) -> bool:
         row = self._look(lease.name)
-        return row is not None and row.owner == lease.owner
+        return row is not None and row.owner == lease.owner_id
 
     def release(self, lease: Lease) -> bool:
         clear = partial(self._run, lambda ledger, used: ledger.clear(used, [lease]), lease.handle)
@@ -207,7 +207,7 @@ class DatabaseBackend(Backend):
     ) -> tuple[set[str], set[str]]:
         """Renew all that nobody has locked, then those few alone; (kept, gone) owners."""
         kept = ledger.renew(connection, leases)
-        rest = [lease for lease in leases if lease.owner not in kept]
+        rest = [lease for lease in leases if lease.owner_id not in kept]
         gone = ledger.missing(connection, rest) if rest else set()
         return kept, gone
 

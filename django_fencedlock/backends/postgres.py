@@ -66,17 +66,17 @@ class PostgresBackend(TakesSessionLocks):
             except BackendUnavailable:
                 # A session that died with it has lost its leases by now.
                 found = {
-                    lease.owner: Renewal.UNKNOWN
+                    lease.owner_id: Renewal.UNKNOWN
                     for lease in held
                     if self._home.is_held(lease.handle)
                 }
-        return [found.get(lease.owner, Renewal.LOST) for lease in leases]
+        return [found.get(lease.owner_id, Renewal.LOST) for lease in leases]
 
     def _renew(self, leases: Sequence[Lease]) -> Mapping[str, Renewal]:
-        holds: dict[str, Hold] = {lease.owner: lease.handle for lease in leases}
+        holds: dict[str, Hold] = {lease.owner_id: lease.handle for lease in leases}
         given = {
             "names": array([lease.name for lease in leases]),
-            "owners": array([lease.owner for lease in leases]),
+            "owners": array([lease.owner_id for lease in leases]),
             "ttls": array([lease.ttl for lease in leases]),
             "keys": array([hold.key for hold in holds.values()]),
             "pids": array([hold.session.pid for hold in holds.values()]),

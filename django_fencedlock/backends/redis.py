@@ -178,18 +178,18 @@ class RedisBackend(RecordsGrants):
     ) -> list[Lease]:
         ledger.patience(connection, BRIEFLY)
         kept = ledger.renew(connection, leases)
-        rest = [lease for lease in leases if lease.owner not in kept]
+        rest = [lease for lease in leases if lease.owner_id not in kept]
         gone = ledger.missing(connection, rest) if rest else set()
         return [
             lease
             for lease in rest
-            if lease.owner in gone and not self._put_row_back(ledger, connection, lease)
+            if lease.owner_id in gone and not self._put_row_back(ledger, connection, lease)
         ]
 
     def _put_row_back(self, ledger: Ledger, connection: BaseDatabaseWrapper, lease: Lease) -> bool:
         """Mend the registry, unless a newer grant came."""
         newest = ledger.newest(connection, lease.name)
-        if newest != (lease.token, lease.owner):
+        if newest != (lease.token, lease.owner_id):
             return False
         ledger.enter(connection, self.entry(lease))
         return True

@@ -210,7 +210,7 @@ class Store:
     def release(self, lease: Lease) -> bool:
         """Free the lock, or hand it on; False if somebody else came before."""
         keys = self._keys(lease.name)
-        answer = RELEASE.run(self._link.asked, keys, lease.owner, _token(lease))
+        answer = RELEASE.run(self._link.asked, keys, lease.owner_id, _token(lease))
         with contextlib.suppress(*RedisError):
             self._recheck(keys, answer)
         return bool(answer != 0)
@@ -327,7 +327,7 @@ def _terms(request: Request) -> tuple[str, int, str, int]:
 
 
 def _renewal(lease: Lease) -> tuple[str, int, str, int]:
-    return lease.owner, _milliseconds(lease), _words(lease.holder), _token(lease)
+    return lease.owner_id, _milliseconds(lease), _words(lease.holder), _token(lease)
 
 
 def _milliseconds(lease: Lease) -> int:
@@ -336,7 +336,7 @@ def _milliseconds(lease: Lease) -> int:
 
 def _head(lease: Lease) -> str:
     """What the key of the lock begins with as long as it is the lease's."""
-    return f"{lease.owner}:{_token(lease)}:"
+    return f"{lease.owner_id}:{_token(lease)}:"
 
 
 def _words(owner: Owner) -> str:

@@ -186,7 +186,7 @@ class Run:
     def give_back_left_over(self) -> None:
         """Give back what a time limit, which may strike anywhere, kept from being given back."""
         lease = self.lease or self.service.lease_of(self.name, self.who)
-        if lease is not None and lease.owner == self.owner.id and lease.is_open():
+        if lease is not None and lease.owner_id == self.owner.id and lease.is_open():
             self.give_back(lease)
 
     def _task(self) -> tuple[str, str]:

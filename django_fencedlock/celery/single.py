@@ -142,7 +142,7 @@ def _forbid(function: Callable[..., Any]) -> None:
     if inspect.iscoroutinefunction(function):
         raise TypeError(
             f"@single_instance can't wrap the coroutine function {function.__qualname__}(): Celery "
-            "runs none. Take the lock inside, by `async with alock(...)`."
+            "runs none. Take the lock inside, by `async with lock(...)`."
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(

@@ -119,7 +119,7 @@ class TakesLeases:
         """Refuse a grant that the caller's transaction can't see: its snapshot is older."""
         if not (request.in_transaction and request.fenced):
             return
-        if ledger_for(connection).newest(connection, lease.name) != (lease.token, lease.owner):
+        if ledger_for(connection).newest(connection, lease.name) != (lease.token, lease.owner_id):
             raise InsideTransaction(
                 f"Lock {lease.name!r} was granted with token {lease.token}, but this transaction "
                 "has an older snapshot and can't see the grant. Acquire the lock first, and open "

@@ -122,7 +122,7 @@ class Keeper:
     def lose(self, owners: Sequence[str]) -> None:
         """Note that the sessions of these owners died."""
         with self._lock:
-            dead = [lease for lease in self._due if lease.owner in owners]
+            dead = [lease for lease in self._due if lease.owner_id in owners]
         self._give_up({lease: self._ended_with_session(lease) for lease in dead}, guessed=True)
 
     def _ended_with_session(self, lease: Lease) -> str:

@@ -438,9 +438,9 @@ class Service(TakesLeases):
         """Ask the database who has taken these leases away, if anybody has."""
         guessed = [lease for lease in leases if lease.loss_is_guessed]
         if guessed:
-            reasons = told(self.config.fence_database, [lease.owner for lease in guessed])
+            reasons = told(self.config.fence_database, [lease.owner_id for lease in guessed])
             for lease in guessed:
-                lease.explain_loss(reasons.get(lease.owner))
+                lease.explain_loss(reasons.get(lease.owner_id))
 
     def lose(self, lease: Lease, why: str) -> None:
         """Note a loss that the caller's thread noticed, and report it from there."""

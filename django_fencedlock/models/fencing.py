@@ -22,7 +22,7 @@ from .. import conf, logs
 from ..core import names
 from ..exceptions import LockRequired
 from ..lease import Lease, current_lease, held_names
-from ..locks import AsyncLock, Lock, alock, lock
+from ..locks import Lock, lock
 from .comparing import is_text, target_of
 
 if TYPE_CHECKING:
@@ -212,13 +212,6 @@ class FencingOf:
         """Name the lock of a row: ``Invoice.fencing.lock(pk=42)``, ``invoice.fencing.lock()``."""
         name, terms = self._lock_arguments(arguments)
         found = lock(name, **terms)
-        found.pattern = self.pattern
-        return found
-
-    def alock(self, **arguments: Any) -> AsyncLock:
-        """See lock()."""
-        name, terms = self._lock_arguments(arguments)
-        found = alock(name, **terms)
         found.pattern = self.pattern
         return found
 

@@ -86,7 +86,7 @@ class FencedQuerySet(models.QuerySet[_Row]):
         return super().defer(*deferred)
 
     def _fetch_all(self) -> None:
-        owners = held_owners() if self._lease is None else (*held_owners(), self._lease.owner)
+        owners = held_owners() if self._lease is None else (*held_owners(), self._lease.owner_id)
         token = reading_under.set(owners)
         try:
             super()._fetch_all()

@@ -143,7 +143,7 @@ class Held(Protocol):
     def name(self) -> str: ...
 
     @property
-    def owner(self) -> str: ...
+    def owner_id(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class NameAndOwner:
     """Somebody else's."""
 
     name: str
-    owner: str
+    owner_id: str
 
 
 _READ = [each.name for each in fields(Row) if each.name not in ("token", "live")]
@@ -310,7 +310,7 @@ class Ledger(ABC):
     def clear_by(self, cursor: Any, leases: Sequence[Held]) -> int:
         """See clear()."""
         if len(leases) == 1:
-            cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
+            cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner_id})
             return int(cursor.rowcount)
         cleared = 0
         for names, owners, given in batches(leases):
@@ -330,7 +330,7 @@ class Ledger(ABC):
                     given,
                 )
                 found.update(owner for (owner,) in cursor.fetchall())
-        return {lease.owner for lease in leases} - found
+        return {lease.owner_id for lease in leases} - found
 
 
 def _row(
@@ -392,7 +392,7 @@ def batches(leases: Sequence[Held]) -> Iterator[tuple[str, str, Mapping[str, Any
     for start in range(0, len(leases), BATCH):
         part = leases[start : start + BATCH]
         names, given = listed("n", [lease.name for lease in part])
-        owners, more = listed("o", [lease.owner for lease in part])
+        owners, more = listed("o", [lease.owner_id for lease in part])
         yield names, owners, given | more
 
 
@@ -426,7 +426,7 @@ class PortableLedger(Ledger):
 
     def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
         kept = self._renew(connection, leases, self.lock_free_rows)
-        locked = [lease for lease in leases if lease.owner not in kept]
+        locked = [lease for lease in leases if lease.owner_id not in kept]
         if locked and self.lock_rows:
             # Or gone. A lock on a row lasts for a moment, most likely.
             try:
@@ -445,7 +445,9 @@ class PortableLedger(Ledger):
                 mine = list(group)
                 free = self._lock_rows(cursor, mine, lock)
                 times = self.times(connection, ttl)
-                for names, owners, given in batches([each for each in mine if each.owner in free]):
+                for names, owners, given in batches(
+                    [each for each in mine if each.owner_id in free]
+                ):
                     cursor.execute(
                         f"UPDATE {HELD} SET renewed_at = {self.clock}, expires_at = {self.expiry} "
                         f"WHERE name IN ({names}) AND owner IN ({owners})",

@@ -26,7 +26,7 @@ IDLE_TOO_LONG = "25P03"
 
 def grant_of(lease: Lease) -> WriteGrant:
     """What of a lease a database can check."""
-    return WriteGrant(lease.name, lease.token, lease.owner, lease.alias, patience=lease.ttl)
+    return WriteGrant(lease.name, lease.token, lease.owner_id, lease.alias, patience=lease.ttl)
 
 
 def is_pinned(connection: BaseDatabaseWrapper, grant: WriteGrant) -> bool:
@@ -96,7 +96,7 @@ class PinnedBlock(Atomic):
             f"The COMMIT of a transaction under lock {lease.name!r} failed: {error}. It may have "
             "been committed or not: read again before anything is written again.",
             name=lease.name,
-            owner=lease.owner,
+            owner=lease.owner_id,
             token=lease.token,
         )
 
@@ -194,7 +194,7 @@ def _stale(lease: Lease, found: Overtaken | None) -> StaleFence:
     return StaleFence(
         f"lease.atomic() of lock {lease.name!r} under token {lease.token} was refused: {why}.",
         name=lease.name,
-        owner=lease.owner,
+        owner=lease.owner_id,
         token=lease.token,
         holder=holder,
     )

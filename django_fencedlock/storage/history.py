@@ -172,14 +172,14 @@ class History:
         if not conf.history() or self._scribe.is_quiet():
             return
         if len(self._granted) < MOST_WAITING:
-            self._granted[lease.owner] = lease
+            self._granted[lease.owner_id] = lease
         else:
             self._scribe.leave_out()
         self._scribe.rouse()
 
     def released(self, lease: Lease) -> None:
         """Note that a lease was given back: its grant is worth no row if it has none yet."""
-        self._granted.pop(lease.owner, None)
+        self._granted.pop(lease.owner_id, None)
 
     # Seldom
 
@@ -260,7 +260,7 @@ class History:
 
     def _is_untold(self, lease: Lease) -> bool:
         """Whether its grant has no row yet; from now on it has."""
-        return self._granted.pop(lease.owner, None) is not None
+        return self._granted.pop(lease.owner_id, None) is not None
 
     def _take(self) -> dict[tuple[str, Event], EventRow]:
         """What happened, each event once; a writer that doesn't give up is refused again."""

@@ -187,7 +187,7 @@ class PostgresLedger(Ledger):
             return super().clear(connection, leases)
         given = {
             "names": array([lease.name for lease in leases]),
-            "owners": array([lease.owner for lease in leases]),
+            "owners": array([lease.owner_id for lease in leases]),
         }
         with connection.cursor() as cursor:
             cursor.execute(CLEAR_MANY, given)
@@ -196,13 +196,13 @@ class PostgresLedger(Ledger):
     def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
         given = {
             "names": array([lease.name for lease in leases]),
-            "owners": array([lease.owner for lease in leases]),
+            "owners": array([lease.owner_id for lease in leases]),
             "ttls": array([lease.ttl for lease in leases]),
         }
         with prepared.cursor(connection, plan_once=False) as cursor:
             cursor.execute(RENEW, given)
             if cursor.rowcount == len(leases):
-                return {lease.owner for lease in leases}
+                return {lease.owner_id for lease in leases}
             # Some are gone, or locked, most likely for a moment. Once more does no harm.
             try:
                 cursor.execute(f"{RENEW_WAITING} RETURNING h.owner", given)

@@ -126,14 +126,14 @@ class UnfencedRows:
         for lease, answer in zip(leases, answers, strict=True):
             worth_it = not lease.fenced and not lease.lent and len(self._renewed) < MOST
             if answer is Renewal.KEPT and worth_it:
-                self._renewed[lease.owner] = lease, backend
+                self._renewed[lease.owner_id] = lease, backend
         if self._renewed:
             self._scribe.rouse()
 
     def ended(self, lease: Lease) -> None:
         """Note that a lease was given back, or lost."""
-        if lease.owner in self._entered:
-            self._entered.discard(lease.owner)
+        if lease.owner_id in self._entered:
+            self._entered.discard(lease.owner_id)
             self._over.append(lease)
             self._scribe.rouse()
 
@@ -141,7 +141,7 @@ class UnfencedRows:
         over = [self._over.popleft() for _ in range(min(AT_ONCE, len(self._over)))]
         for database in {lease.database for lease in over}:
             ended = [
-                NameAndOwner(each.name, each.owner) for each in over if each.database == database
+                NameAndOwner(each.name, each.owner_id) for each in over if each.database == database
             ]
             yield Page(database, partial(_clear, ended))
         renewed = [self._renewed.pop(owner) for owner in list(self._renewed)[:AT_ONCE]]
@@ -152,10 +152,12 @@ class UnfencedRows:
 
     def _enter(self, backend: Backend, leases: Sequence[Lease], statements: Statements) -> None:
         kept = statements.ledger.renew(statements.connection, leases)
-        new = [(backend.entry(each), each.held_for()) for each in leases if each.owner not in kept]
+        new = [
+            (backend.entry(each), each.held_for()) for each in leases if each.owner_id not in kept
+        ]
         if new:
             enter(statements, new)
-        self._entered.update(lease.owner for lease in leases)
+        self._entered.update(lease.owner_id for lease in leases)
         for lease in leases:
             if not _lives(lease):
                 # It ended meanwhile.

@@ -55,11 +55,11 @@ class NoService(Backend):
         return [Renewal.KEPT if self.verify(lease) else Renewal.LOST for lease in leases]
 
     def verify(self, lease: Lease) -> bool:
-        return lease.owner not in self._gone
+        return lease.owner_id not in self._gone
 
     def release(self, lease: Lease) -> bool:
         held = self.verify(lease)
-        self._gone.add(lease.owner)
+        self._gone.add(lease.owner_id)
         return held
 
     def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:

@@ -80,7 +80,7 @@ class Client:
         if lease is None:
             self.scribe.answer(number, FAIL)
             return
-        self.scribe.answer(number, OK, token=lease.token, owner=lease.owner)
+        self.scribe.answer(number, OK, token=lease.token, owner=lease.owner_id)
         try:
             self.work_under(lease, pk)
         finally:
@@ -184,7 +184,7 @@ class Client:
         """
         stamp = new_stamp()
         self._token = lease.token
-        facts = {"table": table, "stamp": stamp, "token": lease.token, "owner": lease.owner}
+        facts = {"table": table, "stamp": stamp, "token": lease.token, "owner": lease.owner_id}
         self._number = self.scribe.invoke("write", lease.name, read=read, **facts)
         try:
             yield stamp
@@ -223,7 +223,7 @@ class Client:
 
     def release(self, lease: Lease) -> None:
         number = self.scribe.invoke(
-            "release", lease.name, token=lease.token, owner=lease.owner, lost=lease.lost
+            "release", lease.name, token=lease.token, owner=lease.owner_id, lost=lease.lost
         )
         try:
             kept = lease.release()
@@ -237,7 +237,7 @@ class Client:
         Ask for a lease at the lock service; note how much of it was left after the answer.
         """
         deadline, lost = lease.deadline, lease.lost
-        number = self.scribe.invoke(kind, lease.name, token=lease.token, owner=lease.owner)
+        number = self.scribe.invoke(kind, lease.name, token=lease.token, owner=lease.owner_id)
         try:
             outcome = FAIL if question() is False else OK
         except LeaseLost:
@@ -250,7 +250,7 @@ class Client:
         """
         Take the lock that is held once more, and give that back.
         """
-        number = self.scribe.invoke("reenter", lease.name, outer=lease.token, owner=lease.owner)
+        number = self.scribe.invoke("reenter", lease.name, outer=lease.token, owner=lease.owner_id)
         try:
             with lock(lease.name) as again:
                 token = again.token
@@ -265,7 +265,7 @@ class Client:
         """
         Have a child after a fork try to write under the lease of its parent.
         """
-        number = self.scribe.invoke("inherit", lease.name, token=lease.token, owner=lease.owner)
+        number = self.scribe.invoke("inherit", lease.name, token=lease.token, owner=lease.owner_id)
         pid = os.fork()
         if pid == 0:
             os._exit(_write_as_child(lease, self.using))

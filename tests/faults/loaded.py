@@ -55,7 +55,7 @@ class LoadedClient(Client):
         if lease is None:
             self.scribe.answer(number, FAIL)
             return
-        self.scribe.answer(number, OK, token=lease.token, owner=lease.owner)
+        self.scribe.answer(number, OK, token=lease.token, owner=lease.owner_id)
         self._held.append(lease)
 
     def _sample(self, last: bool = False) -> None:

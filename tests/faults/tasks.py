@@ -66,7 +66,7 @@ def work(self: Any, pk: int) -> None:
     lease = current_lease()
     assert lease is not None
     client = _client()
-    scribe, grant = client.scribe, {"token": lease.token, "owner": lease.owner}
+    scribe, grant = client.scribe, {"token": lease.token, "owner": lease.owner_id}
     asked = scribe.invoke("acquire", lease.name, at=_asked.pop(self.request.id))
     scribe.answer(asked, "ok", **grant)
     try:

@@ -67,9 +67,9 @@ def test_a_live_holder_who_was_freed_by_mistake_has_it_back(settings, make_redis
     backend = "django_fencedlock.backends.redis.RedisBackend"
     settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": make_redis().url}}
     lease = lock("x", ttl=TTL).acquire()
-    assert service("default").backend.evict("x", lease.owner)
+    assert service("default").backend.evict("x", lease.owner_id)
     wait_until(lambda: lock("x").holder() is not None, "the keeper to renew it")
-    assert lock("x").holder().owner == lease.owner
+    assert lock("x").holder().owner == lease.owner_id
     assert lease.release()
 
 
@@ -211,7 +211,7 @@ def old_file(settings, make_redis):
 
 def test_a_redis_from_an_old_file_has_a_shadow_of_a_holder(old_file):
     former, now = old_file
-    assert lock("x").holder().owner == former.owner
+    assert lock("x").holder().owner == former.owner_id
     # Nobody else has come, and yet the present holder isn't known any more.
     assert not now.verify()
     assert now.lost

@@ -3,7 +3,7 @@
 from collections.abc import Coroutine
 from typing import Any, assert_type
 
-from django_fencedlock import Lease, LockNotAcquired, alock, current_lease, lock
+from django_fencedlock import Lease, LockNotAcquired, current_lease, lock
 from django_fencedlock.celery import SkippedRun, single_instance
 
 
@@ -24,7 +24,7 @@ def blocks() -> None:
 
 
 async def asynchronous() -> None:
-    async with alock("invoice:42") as lease:
+    async with lock("invoice:42") as lease:
         assert_type(lease, Lease)
         assert_type(await lease.averify(), bool)
         await lease.arenew(ttl=60)

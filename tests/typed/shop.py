@@ -6,7 +6,7 @@ from typing import Any, ClassVar, assert_type
 from celery import shared_task
 from django.db import models
 
-from django_fencedlock import Lease, LockNotAcquired, alock, current_lease, lock
+from django_fencedlock import Lease, LockNotAcquired, current_lease, lock
 from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.models import FencedManager, FencedModel, Fencing, VersionedModel
 
@@ -74,7 +74,7 @@ def blocks(pk: int) -> None:
 
 
 async def asynchronous() -> None:
-    async with alock("invoice:42") as lease:
+    async with lock("invoice:42") as lease:
         assert_type(lease, Lease)
         await lease.averify()
 

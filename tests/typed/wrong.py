@@ -6,7 +6,7 @@ Pyright is told in `shop.py` alone what is right: it reads these comments, and d
 
 from celery import shared_task
 
-from django_fencedlock import alock, lock
+from django_fencedlock import lock
 from django_fencedlock.celery import single_instance
 from tests.typed.shop import Account, charge, nightly
 
@@ -14,11 +14,6 @@ from tests.typed.shop import Account, charge, nightly
 @lock("report:{user_id}")
 def build(user_id: int) -> str:
     return str(user_id)
-
-
-@alock("feed:{url}")  # type: ignore[arg-type]
-async def read(url: str) -> str:
-    return url
 
 
 @shared_task(bind=True)

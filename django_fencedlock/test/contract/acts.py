@@ -57,7 +57,7 @@ def hold(alias: str, name: str, wait: float = 0.0, ttl: float = LONG, fenced: bo
 
 
 def held_by(name: str) -> str:
-    return _held[name].owner
+    return _held[name].owner_id
 
 
 def who() -> Process:

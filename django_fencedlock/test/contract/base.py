@@ -17,7 +17,7 @@ from ... import signals
 from ...core.manager import Service, service
 from ...exceptions import BackendUnavailable
 from ...lease import Lease
-from ...locks import AsyncLock, Lock, alock, lock
+from ...locks import Lock, lock
 from ...storage.connections import private
 from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes, another_thread
 from . import acts
@@ -118,9 +118,6 @@ class Contract:
 
     def lock(self, name: str, **terms: Any) -> Lock:
         return lock(name, **{"ttl": LONG, "backend": self.alias, **terms})
-
-    def alock(self, name: str, **terms: Any) -> AsyncLock:
-        return alock(name, **{"ttl": LONG, "backend": self.alias, **terms})
 
     def take(self, name: str, **terms: Any) -> Lease:
         """Take a lock that is free."""

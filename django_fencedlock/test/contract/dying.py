@@ -75,7 +75,7 @@ class DeathContract(Contract):
         self.service.backend.tidy()
         assert successor.verify()
         assert not self.is_free_for(thread, name)
-        assert HeldLock.objects.using(self.database).get(name=name).owner == successor.owner
+        assert HeldLock.objects.using(self.database).get(name=name).owner == successor.owner_id
 
 
 def kill(process: AnotherProcess) -> None:

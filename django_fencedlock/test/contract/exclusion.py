@@ -62,7 +62,7 @@ class ExclusionContract(Contract):
 
         async def take_turns() -> None:
             for _ in range(3):
-                async with self.alock(name, blocking_timeout=PATIENCE) as lease:
+                async with self.lock(name, blocking_timeout=PATIENCE) as lease:
                     inside.append(1)
                     tokens.append(lease.token)
                     await asyncio.sleep(0.001)
@@ -138,7 +138,7 @@ class ExclusionContract(Contract):
         assert str(lease.holder) in str(caught.value)
         assert (caught.value.name, caught.value.alias) == (name, self.alias)
         assert caught.value.holder is not None
-        assert caught.value.holder.owner == lease.owner
+        assert caught.value.holder.owner == lease.owner_id
 
     def test_async_with_raises_who_holds_the_lock_and_never_enters(
         self, name: str, thread: AnotherThread
@@ -146,7 +146,7 @@ class ExclusionContract(Contract):
         lease = thread.call(self.take, name)
 
         async def main() -> None:
-            async with self.alock(name, blocking_timeout=0):
+            async with self.lock(name, blocking_timeout=0):
                 pytest.fail("entered without the lock")
 
         with pytest.raises(LockNotAcquired) as caught:
@@ -156,7 +156,7 @@ class ExclusionContract(Contract):
     def test_acquire_without_blocking_gives_none(self, name: str, thread: AnotherThread) -> None:
         thread.call(self.take, name)
         assert self.lock(name).acquire(blocking=False) is None
-        assert asyncio.run(self.alock(name).acquire(blocking=False)) is None
+        assert asyncio.run(self.lock(name).aacquire(blocking=False)) is None
 
     def test_blocking_timeout_is_waited_for_and_not_much_longer(
         self, name: str, thread: AnotherThread
@@ -201,7 +201,7 @@ class ExclusionContract(Contract):
         lease = thread.call(self.take, name)
 
         async def main() -> None:
-            waiting = asyncio.create_task(self.alock(name).acquire(blocking_timeout=PATIENCE))
+            waiting = asyncio.create_task(self.lock(name).aacquire(blocking_timeout=PATIENCE))
             await asyncio.sleep(0.2)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -215,7 +215,7 @@ class ExclusionContract(Contract):
         self, name: str, thread: AnotherThread
     ) -> None:
         async def main(lease: Lease, delay: float) -> None:
-            waiting = asyncio.create_task(self.alock(name).acquire(blocking_timeout=PATIENCE))
+            waiting = asyncio.create_task(self.lock(name).aacquire(blocking_timeout=PATIENCE))
             await asyncio.sleep(0.1)
             releasing = thread.start(lease.release)
             await asyncio.sleep(delay)
@@ -241,14 +241,14 @@ class ExclusionContract(Contract):
 
     def test_a_grant_is_recorded_before_the_body_runs(self, name: str) -> None:
         with self.lock(name) as lease:
-            assert self.recorded(name) == (lease.token, lease.owner)
-        assert self.recorded(name) == (lease.token, lease.owner)
+            assert self.recorded(name) == (lease.token, lease.owner_id)
+        assert self.recorded(name) == (lease.token, lease.owner_id)
 
     def test_owners_are_never_the_same(self, name: str) -> None:
         owners = set()
         for _ in range(3):
             with self.lock(name) as lease:
-                owners.add(lease.owner)
+                owners.add(lease.owner_id)
         assert len(owners) == 3
 
     def test_an_unfenced_lease_has_no_token_and_says_why(self, name: str) -> None:

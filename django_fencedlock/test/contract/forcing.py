@@ -101,7 +101,7 @@ class ForcedReleaseContract(Contract):
         successor = waiting.result()
         assert token is not None
         assert successor.token > token
-        assert self.recorded(name) == (successor.token, successor.owner)
+        assert self.recorded(name) == (successor.token, successor.owner_id)
         with pytest.raises(LeaseLost):
             lease.renew()
         assert successor.verify()
@@ -146,10 +146,10 @@ class ForcedReleaseContract(Contract):
         former.release()
         successor = thread.call(self.take, name)
         before = self.recorded(name)
-        done = self.force(name, owner=former.owner)
+        done = self.force(name, owner=former.owner_id)
         assert done.outcome is Outcome.CHANGED_HANDS
         assert done.holder is not None
-        assert done.holder.owner == successor.owner
+        assert done.holder.owner == successor.owner_id
         assert self.recorded(name) == before
         assert successor.verify()
         successor_ends(thread, successor)
@@ -170,7 +170,7 @@ class ForcedReleaseContract(Contract):
         assert self.force(name).outcome is Outcome.CHANGED_HANDS
         (successor,) = taken
         assert successor.verify()
-        assert self.recorded(name) == (successor.token, successor.owner)
+        assert self.recorded(name) == (successor.token, successor.owner_id)
         successor_ends(thread, successor)
 
     def test_twice_is_as_good_as_once(self, name: str) -> None:
@@ -178,7 +178,7 @@ class ForcedReleaseContract(Contract):
         lease = self.take(name)
         with listening(signals.lock_force_released, name, "released", heard):
             token = self.force(name).token
-            again = self.force(name, owner=lease.owner)
+            again = self.force(name, owner=lease.owner_id)
         assert heard == ["released"]
         assert self.recorded(name) == (token, "")
         expected = Outcome.LEFT_TO_HOLDER if self.left_to_holder else Outcome.NOT_HELD
@@ -206,7 +206,7 @@ class ForcedReleaseContract(Contract):
         assert facts["sender"] is type(self.service.backend)
         assert (facts["name"], facts["alias"], facts["by"]) == (name, self.alias, "the boss")
         assert facts["token"] == lease.token + 1
-        assert facts["holder"].owner == lease.owner
+        assert facts["holder"].owner == lease.owner_id
         assert facts["freed"] is not self.left_to_holder
         assert lost == ["lost"]
         (record,) = [each for each in caplog.records if each.name.endswith(".releasing")]
@@ -228,13 +228,13 @@ class ForcedReleaseContract(Contract):
         finally:
             thread.call(block.__exit__, None, None, None)
         assert clock() - started < BOUND + self.slack
-        assert caught.value.holder.owner == lease.owner  # type: ignore[union-attr]
+        assert caught.value.holder.owner == lease.owner_id  # type: ignore[union-attr]
         assert "can't be lifted" in str(caught.value)
         if not self.one_writer:
             assert caught.value.blocker is not None
             assert "session" in caught.value.blocker or "transaction" in caught.value.blocker
         assert lease.verify()
-        assert self.recorded(name) == (lease.token, lease.owner)
+        assert self.recorded(name) == (lease.token, lease.owner_id)
         assert self.force(name).done
         assert not thread.call(lease.verify)
         thread.call(lease.release)

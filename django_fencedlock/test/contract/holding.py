@@ -95,7 +95,7 @@ class HoldingContract(Contract):
 
     def test_only_the_task_that_acquired_may_release(self, name: str) -> None:
         async def main() -> None:
-            async with self.alock(name) as lease:
+            async with self.lock(name) as lease:
                 with pytest.raises(NotTheHolder):
                     await asyncio.create_task(lease.arelease())
                 assert await lease.averify()
@@ -119,7 +119,7 @@ class HoldingContract(Contract):
 
     def test_an_async_generator_that_is_left_half_way_gives_the_lock_back(self, name: str) -> None:
         async def rows() -> AsyncIterator[int]:
-            async with self.alock(name):
+            async with self.lock(name):
                 yield 1
                 yield 2
 
@@ -135,7 +135,7 @@ class HoldingContract(Contract):
 
     def test_a_coroutine_that_is_thrown_away_gives_the_lock_back(self, name: str) -> None:
         async def wait() -> None:
-            async with self.alock(name):
+            async with self.lock(name):
                 await asyncio.Event().wait()
 
         begun = wait()
@@ -156,7 +156,7 @@ class HoldingContract(Contract):
             return current_lease(name)
 
         async def main() -> None:
-            async with self.alock(name) as lease:
+            async with self.lock(name) as lease:
                 assert await asyncio.create_task(child()) is lease
 
         asyncio.run(main())
@@ -246,7 +246,7 @@ class HoldingContract(Contract):
         async def main() -> None:
             terms = (PATIENCE,) if inner is asyncio.wait_for else ()
             # Each runs acquire() in a task of its own (wait_for() only before Python 3.12).
-            found = await inner(self.alock(name).acquire(), *terms)
+            found = await inner(self.lock(name).aacquire(), *terms)
             lease = found if inner is asyncio.wait_for else found[0]
             assert await lease.arelease()
             assert self.is_free(name)
@@ -272,7 +272,7 @@ class HoldingContract(Contract):
             lease.on_lost(partial(print, lease))
 
         async def forget_in_task() -> None:
-            assert await self.alock(name, ttl=1).acquire()
+            assert await self.lock(name, ttl=1).aacquire()
             given_back.clear()
 
         async def main() -> None:
@@ -323,7 +323,7 @@ class HoldingContract(Contract):
         self, name: str, calls: str
     ) -> None:
         async def main() -> None:
-            async with self.alock(name) as lease:
+            async with self.lock(name) as lease:
                 acquire = IN_THREADS[calls](self.lock(name).acquire)
                 assert await acquire(blocking=False) is None
                 with pytest.raises(LockNotAcquired, match="held by the code that called"):
@@ -372,7 +372,7 @@ class HoldingContract(Contract):
             found = self.service.backend.holders([*odd, f"{name}:nobody's"])
             assert list(found) == [*odd, f"{name}:nobody's"]
             told = {each: holder.owner for each, holder in found.items() if holder is not None}
-            assert told == {each: lease.owner for each, lease in leases.items()}
+            assert told == {each: lease.owner_id for each, lease in leases.items()}
             alone = self.service.backend.holder(held[0])
             assert isinstance(alone, Holder)
             assert str(found[held[0]]) == str(alone)
@@ -383,7 +383,7 @@ class HoldingContract(Contract):
         lease = thread.call(self.take, name)
         holder = self.lock(name).holder()
         assert isinstance(holder, Holder)
-        assert (holder.owner, holder.alias) == (lease.owner, self.alias)
+        assert (holder.owner, holder.alias) == (lease.owner_id, self.alias)
         assert str(holder) == str(lease.holder)
         assert str(os.getpid()) in str(holder)
         assert "thread another" in str(holder)
@@ -466,7 +466,7 @@ class HoldingContract(Contract):
         assert all(lease.release() for lease in leases)
 
     async def _is_taken(self, name: str) -> bool:
-        return await self.alock(name).acquire(blocking=False) is None
+        return await self.lock(name).aacquire(blocking=False) is None
 
 
 class NameContract(Contract):
@@ -480,7 +480,7 @@ class NameContract(Contract):
             assert not self.is_free_for(thread, first)
             assert (lease.name, lease.token) == (first, 1)
             assert self.is_free_for(thread, second)
-            assert self.recorded(first) == (1, lease.owner)
+            assert self.recorded(first) == (1, lease.owner_id)
 
     @pytest.mark.parametrize("character", ["x", "\u00e9", "\U0001f512"])
     def test_names_of_200_characters_are_told_apart_by_the_last(

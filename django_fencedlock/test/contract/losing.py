@@ -41,7 +41,7 @@ class LossContract(Contract):
         assert successor.verify()
         holder = self.lock(name).holder()
         assert holder is not None
-        assert holder.owner == successor.owner
+        assert holder.owner == successor.owner_id
         assert not self.is_free(name)
 
     def test_a_former_holder_renews_nothing(self, name: str, thread: AnotherThread) -> None:
@@ -154,7 +154,7 @@ class LossContract(Contract):
         self, name: str, thread: AnotherThread
     ) -> None:
         async def main() -> None:
-            async with self.alock(name, ttl=SHORT) as lease:
+            async with self.lock(name, ttl=SHORT) as lease:
                 self.interrupt_holder(lease)
                 await asyncio.wrap_future(thread.start(self.take_when_free, name))
 
@@ -239,7 +239,7 @@ class ExpiryContract(Contract):
             lease.renew(ttl=LONG)
             lease.check()
             assert lease.verify()
-            assert self.recorded(name) == (lease.token, lease.owner)
+            assert self.recorded(name) == (lease.token, lease.owner_id)
             assert not self.is_free(name)
 
     def test_a_lease_that_ran_out_is_not_lost_to_whoever_asks(self, name: str) -> None:

@@ -127,7 +127,7 @@ class DataLossContract(Contract):
         self.lose_data()
         with self.lock(name) as after:
             assert after.token > before.token
-            assert self.recorded(name) == (after.token, after.owner)
+            assert self.recorded(name) == (after.token, after.owner_id)
 
     def test_a_holder_that_was_forgotten_and_succeeded_is_told_so(
         self, name: str, thread: AnotherThread

@@ -150,18 +150,20 @@ class SimulatedBackend(Backend):
         return self._network.ask(name, lambda: not self._tables.is_live(name))
 
     def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
-        sent = [(lease.name, lease.owner, lease.ttl) for lease in leases]
+        sent = [(lease.name, lease.owner_id, lease.ttl) for lease in leases]
         try:
             kept = self._network.ask(None, lambda: self._tables.renew(sent))
         except BackendUnavailable:
             return [Renewal.UNKNOWN] * len(leases)
-        return [Renewal.KEPT if lease.owner in kept else Renewal.LOST for lease in leases]
+        return [Renewal.KEPT if lease.owner_id in kept else Renewal.LOST for lease in leases]
 
     def verify(self, lease: Lease) -> bool:
-        return self._network.ask(lease.name, lambda: self._tables.holder(lease.name) == lease.owner)
+        return self._network.ask(
+            lease.name, lambda: self._tables.holder(lease.name) == lease.owner_id
+        )
 
     def release(self, lease: Lease) -> bool:
-        name, owner = lease.name, lease.owner
+        name, owner = lease.name, lease.owner_id
         return self._network.ask(name, lambda: self._tables.clear(name, owner))
 
     def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:

@@ -151,9 +151,9 @@ class World:
         if any(token >= lease.token for token in self.tokens[name]):
             raise self.broken(f"token {lease.token} of {name} came after {self.tokens[name]}")
         self.tokens[name].append(lease.token)
-        if self.last.get(name, lease.owner) != lease.owner:
+        if self.last.get(name, lease.owner_id) != lease.owner_id:
             self.seen["takeovers"] += 1
-        self.last[name] = lease.owner
+        self.last[name] = lease.owner_id
         if lease.expired:
             raise self.broken(f"{lease} was handed out after its end")
 
@@ -182,9 +182,9 @@ class World:
         lease = process.leases.get(NAMES[step.name])
         if lease is None:
             return
-        if self.tables.fences.get(lease.name) != (lease.token, lease.owner):
+        if self.tables.fences.get(lease.name) != (lease.token, lease.owner_id):
             self.seen["stale"] += 1
-            if lease.owner not in self.forced and self._has_it(lease):
+            if lease.owner_id not in self.forced and self._has_it(lease):
                 raise self.broken(f"{lease} has the lock, and its write was refused")
             return
         if lease.token < self.row[lease.name]:
@@ -212,7 +212,7 @@ class World:
     def _evict(self, process: Process, step: Step) -> None:
         if self.dead:
             lease = self.dead.pop()
-            if process.service.backend.evict(lease.name, lease.owner):
+            if process.service.backend.evict(lease.name, lease.owner_id):
                 self.seen["evicted"] += 1
 
     def _force(self, process: Process, step: Step) -> None:
@@ -236,7 +236,7 @@ class World:
             if lease in process.service.keeper._due:
                 raise self.broken(f"{lease} is kept")
             return
-        if lease.owner in self.forced | self.shortened or lease.expired:
+        if lease.owner_id in self.forced | self.shortened or lease.expired:
             return
         if not self._has_it(lease):
             raise self.broken(f"{lease} is good, and the lock is another's")
@@ -245,7 +245,7 @@ class World:
             raise self.broken(f"{lease} is good for longer than the lock is")
 
     def _has_it(self, lease: Lease) -> bool:
-        return self.tables.holder(lease.name) == lease.owner
+        return self.tables.holder(lease.name) == lease.owner_id
 
     def end(self) -> None:
         """Whatever happened: when all is over, anybody gets any lock, and has a token above all."""
