@@ -27,8 +27,8 @@ from django_fencedlock.celery.parcels import NUMBER, SERVE, unpack
 from django_fencedlock.celery.redelivery import Redelivery
 from django_fencedlock.celery.rescue import Rescue
 from django_fencedlock.celery.tasks import single_of
-from django_fencedlock.models import Duty, HeldLock
-from django_fencedlock.storage.deliveries import Message
+from django_fencedlock.models import HeldLock, PendingRun
+from django_fencedlock.storage.message_records import Message
 
 NAME = "rebuild"
 
@@ -376,7 +376,7 @@ class Explorer:
             raise Broken(f"{set(world.owed)} are lost: {world.trace}")
 
     def _rescued(self, world: World) -> World:
-        Duty.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
+        PendingRun.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
         sent: list[Any] = []
         # The module has a name of its own for it.
         from django_fencedlock.celery import rescue
@@ -393,13 +393,13 @@ class Explorer:
         labels = {each.owner: each.label for each in (*world.actors, *world.queue)}
         with connection.cursor() as cursor:
             cursor.execute(
-                "SELECT wanted, started, done, body, tries, owner FROM django_fencedlock_duty"
+                "SELECT wanted, started, done, body, tries, owner FROM django_fencedlock_pendingrun"
             )
             duties = [(*row, labels.get(owner)) for *row, owner in cursor.fetchall()]
             cursor.execute("SELECT owner FROM django_fencedlock_heldlock")
             held = [labels.get(owner) for (owner,) in cursor.fetchall()]
             cursor.execute(
-                "SELECT nonce, outcome, owner FROM django_fencedlock_delivery ORDER BY nonce"
+                "SELECT nonce, outcome, owner FROM django_fencedlock_messagerecord ORDER BY nonce"
             )
             nonces = [(*row, labels.get(owner)) for *row, owner in cursor.fetchall()]
         return (
@@ -426,12 +426,12 @@ def _over(actor: Actor) -> Actor:
 
 
 def _wanted() -> int:
-    row = Duty.objects.first()
+    row = PendingRun.objects.first()
     return row.wanted if row else 0
 
 
 def _open() -> bool:
-    row = Duty.objects.first()
+    row = PendingRun.objects.first()
     return row is not None and row.wanted > row.done
 
 

@@ -25,9 +25,9 @@ from django_fencedlock.celery.parcels import NUMBER, SERVE
 from django_fencedlock.celery.rescue import MOST_RESCUES, Rescue
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.models import Delivery, Duty, Fence
-from django_fencedlock.storage.deliveries import SETTLED, Deliveries
-from django_fencedlock.storage.pending_runs import Duties
+from django_fencedlock.models import Fence, MessageRecord, PendingRun
+from django_fencedlock.storage.message_records import SETTLED, MessageRecords
+from django_fencedlock.storage.pending_runs import PendingRuns
 from tests.deliveries import QUEUE, Done, app, deliver, deliver_sent, sending
 from tests.interleavings import ORDER, Broken, Explorer
 
@@ -117,7 +117,7 @@ def reason(done, expected):
 
 def overdue():
     """Let the time pass in which the living leave a duty alone."""
-    Duty.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
+    PendingRun.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ class TestWhatTheOrderIsGoodFor:
 
         def careless(self):
             if self._run.request.headers.get("fencedlock_serve"):
-                Duty.objects.update(done=F("wanted"))
+                PendingRun.objects.update(done=F("wanted"))
             return lost(self)
 
         monkeypatch.setattr(Coalescing, "lost", careless)
@@ -254,13 +254,13 @@ class TestTasks:
         with sending() as sent:
             deliver(late, 1)
             # Its duty tells whether there is something to do, whoever has the lock.
-            monkeypatch.setattr(rescuing.Deliveries, "newest", broken)
+            monkeypatch.setattr(rescuing.MessageRecords, "newest", broken)
             with lock(NAME):
                 meanwhile(lambda: reason(deliver_sent(sent[0], redelivered=True), "coalesced"))
                 within.pop()()
         assert len(sent) == 1
-        assert Duty.objects.get().wanted == 2
-        assert Delivery.objects.count() == 2
+        assert PendingRun.objects.get().wanted == 2
+        assert MessageRecord.objects.count() == 2
 
     def test_arguments_that_came_after_the_message_was_sent_are_the_latest(self):
         meanwhile(coalesced(rebuild, 2))
@@ -310,7 +310,7 @@ class TestTasks:
             meanwhile(coalesced(binary, {"who": "é"}))
             with sending() as sent:
                 deliver(binary, 1)
-            assert Duty.objects.get().body.isascii()
+            assert PendingRun.objects.get().body.isascii()
             within.append(lambda self: "which JSON knows")
             deliver_sent(sent[0])
             assert ran == [1, {"who": "é"}]
@@ -385,7 +385,7 @@ class TestTasks:
         assert deliver_sent(sent[0]).result == 2
 
     def test_the_end_is_no_failure_when_it_cannot_be_recorded(self, monkeypatch, caplog):
-        monkeypatch.setattr(Duties, "settle", broken)
+        monkeypatch.setattr(PendingRuns, "settle", broken)
         assert deliver(rebuild, 1).result == 1
         assert "wasn't recorded" in caplog.text
 
@@ -488,7 +488,7 @@ class TestMessagesAgain:
 
     def test_after_a_death_between_its_two_records_it_has_nothing_to_do(self, monkeypatch):
         told = self.told()
-        monkeypatch.setattr(Deliveries, "finish", self.die)
+        monkeypatch.setattr(MessageRecords, "finish", self.die)
         with pytest.raises(SystemExit):
             deliver(late, 1, **told)
         monkeypatch.undo()
@@ -500,7 +500,7 @@ class TestMessagesAgain:
         within.append(self.die)
         with pytest.raises(SystemExit):
             deliver(late, 1, **told)
-        Duty.objects.update(done=F("wanted"))
+        PendingRun.objects.update(done=F("wanted"))
         backend = service("default").backend
         release = backend.release
 
@@ -525,7 +525,7 @@ class TestMessagesAgain:
         within.append(fail)
         deliver(late, 1, **told)
         app.AsyncResult(told["id"]).forget()
-        for row in Delivery.objects.all():
+        for row in MessageRecord.objects.all():
             row.finished_at -= timedelta(seconds=SETTLED)
             row.save()
         return told
@@ -559,7 +559,7 @@ class TestMessagesAgain:
         told = self.told()
         deliver(late, 1, **told)
         assert deliver(late, 1, **told).state == "IGNORED"
-        assert Duty.objects.get().wanted == 1
+        assert PendingRun.objects.get().wanted == 1
 
     def test_a_coalesced_one_is_not_counted_again(self):
         told = self.told()
@@ -567,14 +567,14 @@ class TestMessagesAgain:
             for _ in range(3):
                 meanwhile(coalesced(late, 1, **told))
                 within.pop()()
-        assert Duty.objects.get().wanted == 1
+        assert PendingRun.objects.get().wanted == 1
 
     def test_messages_that_serve_are_not_on_record(self):
         meanwhile(coalesced(late, 2, **self.told()))
         with sending() as sent:
             deliver(late, 1, **self.told())
         deliver_sent(sent[0])
-        assert Delivery.objects.count() == 2
+        assert MessageRecord.objects.count() == 2
 
     def test_one_that_kills_its_worker_each_time_is_given_up(self, caplog):
         told = self.told()
@@ -622,7 +622,7 @@ class TestRescue:
             meanwhile(coalesced(rebuild, 1))
             within.pop()()
         overdue()
-        monkeypatch.setattr(Duties, "claim", lambda *args: False)
+        monkeypatch.setattr(PendingRuns, "claim", lambda *args: False)
         with sending() as sent:
             assert Rescue(app).look() == 0
         assert sent == []
@@ -648,7 +648,7 @@ class TestRescue:
         for _ in range(9):
             overdue()
             self.look()
-            row = Duty.objects.get()
+            row = PendingRun.objects.get()
             pauses.append(round((row.due_at - datetime.now(UTC)).total_seconds() / 30))
         assert pauses == [1, 2, 4, 8, 16, 32, 64, 120, 120]
 
@@ -672,12 +672,12 @@ class TestRescue:
             assert self.look() == []
 
     def test_leaves_alone_what_its_app_does_not_have(self):
-        Duty.objects.update(task_name="gone.task")
+        PendingRun.objects.update(task_name="gone.task")
         overdue()
         assert self.look() == []
 
     def test_leaves_alone_what_is_for_others_queues(self):
-        Duty.objects.update(queue="slow")
+        PendingRun.objects.update(queue="slow")
         overdue()
         assert self.look() == []
 
@@ -711,7 +711,7 @@ class TestRescue:
         def down(*args):
             raise BackendUnavailable("down", alias="default")
 
-        monkeypatch.setattr(Duties, "overdue", down)
+        monkeypatch.setattr(PendingRuns, "overdue", down)
         rescue = Rescue(app)
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
@@ -722,7 +722,9 @@ class TestRescue:
         now = [0.0]
         rescue = Rescue(app, clock=lambda: now[0])
         deleted = []
-        monkeypatch.setattr(rescuing.Deliveries, "sweep", lambda *args: deleted.append(args) or 0)
+        monkeypatch.setattr(
+            rescuing.MessageRecords, "sweep", lambda *args: deleted.append(args) or 0
+        )
         for now[0] in (0.0, 1.0, 59.0, 61.0, 62.0, 122.0):
             rescue.look()
         assert len(deleted) == 3
@@ -732,25 +734,25 @@ class TestRescue:
         for value in range(5):
             deliver(late, value, id=str(value))
         Rescue(app).look()
-        assert {row.task_id for row in Delivery.objects.all()} == {"2", "3", "4"}
+        assert {row.task_id for row in MessageRecord.objects.all()} == {"2", "3", "4"}
         assert "are deleted early" in caplog.text
 
     @pytest.mark.parametrize("is_old", [True, False])
     def test_comes_again_soon_if_there_is_more_to_delete(self, monkeypatch, is_old):
         """However many messages there are each second."""
         monkeypatch.setattr(rescuing, "BATCH", 2)
-        monkeypatch.setattr("django_fencedlock.storage.deliveries.BATCH", 2)
+        monkeypatch.setattr("django_fencedlock.storage.message_records.BATCH", 2)
         monkeypatch.setattr(rescuing, "BATCHES", 1)
         monkeypatch.setattr(rescuing, "MOST_DELIVERIES", 100 if is_old else 1)
         for value in range(8):
             deliver(late, value, id=str(value))
         if is_old:
-            Delivery.objects.update(kept_until=datetime.now(UTC) - timedelta(seconds=1))
+            MessageRecord.objects.update(kept_until=datetime.now(UTC) - timedelta(seconds=1))
         now = [0.0]
         rescue, left = Rescue(app, clock=lambda: now[0]), []
         while not left or rescue.period() == rescuing.OFTEN:
             rescue.look()
-            left.append(Delivery.objects.count())
+            left.append(MessageRecord.objects.count())
             now[0] += rescue.period()
         assert left == ([6, 4, 2, 0, 0] if is_old else [6, 4, 2, 1])
         assert rescue.period() == 15

@@ -18,7 +18,7 @@ from django_fencedlock.models import checks as table_checks
 from django_fencedlock.ops import doctor, probe
 from django_fencedlock.ops import doctor as databases
 from django_fencedlock.ops.registry import portrait
-from django_fencedlock.storage.tables import Delivery, Duty, ForcedRelease, LockEvent
+from django_fencedlock.storage.tables import ForcedRelease, LockEvent, MessageRecord, PendingRun
 from django_fencedlock.test import hold_lock
 from tests.models import Invoice
 from tests.servers.process import wait_until
@@ -320,7 +320,7 @@ class TestDatabases:
         assert 'GRANT INSERT, UPDATE, DELETE ON django_fencedlock_heldlock TO "clerk";' in found
         assert "on django_fencedlock_fence" not in found
         lacking = told(reports, Level.WARNING)
-        for model in (ForcedRelease, LockEvent, Delivery, Duty):
+        for model in (ForcedRelease, LockEvent, MessageRecord, PendingRun):
             assert f" on {model._meta.db_table}: " in lacking
         remedies = re.findall("GRANT .*;", found + lacking)
         with server.connect() as connection:

@@ -32,7 +32,7 @@ LAYERS: dict[int, list[str]] = {
             "core.transactions",
             "signals",
         ),
-        *("storage.background_writer", "storage.connections", "storage.deliveries"),
+        *("storage.background_writer", "storage.connections", "storage.message_records"),
         *("storage.dialect", "storage.expired", "storage.fenced_atomic", "storage.fences"),
         *(
             "storage.libpq",

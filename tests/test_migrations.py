@@ -10,16 +10,16 @@ from django.core.management import call_command
 from django.db import connections
 
 from django_fencedlock.models import (
-    Delivery,
-    Duty,
     Fence,
     ForcedRelease,
     HeldLock,
     LockEvent,
+    MessageRecord,
+    PendingRun,
 )
 from tests import mirror
 
-TABLES = (Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent)
+TABLES = (MessageRecord, PendingRun, Fence, ForcedRelease, HeldLock, LockEvent)
 ALIASES = [
     # SQLite edits no schema within a test's transaction.
     pytest.param("default", marks=pytest.mark.django_db(transaction=True)),

@@ -17,7 +17,7 @@ from django_fencedlock.celery.messages import DELIVERY, FOLLOWS, POSTPONED
 from django_fencedlock.celery.publisher import LONGEST_PAUSE
 from django_fencedlock.core.identity import Holder
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.models import Delivery
+from django_fencedlock.models import MessageRecord
 from django_fencedlock.test.holders import another_thread
 from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
 
@@ -291,7 +291,7 @@ class TestRetry:
         assert_runs(copy)
         assert deliver_sent(copy, redelivered=True).state == "IGNORED"
         assert len(ran) == 2
-        assert Delivery.objects.get(nonce=copy.headers[DELIVERY]).outcome == "success"
+        assert MessageRecord.objects.get(nonce=copy.headers[DELIVERY]).outcome == "success"
 
     def test_of_the_task_by_itself_follows_the_run_whose_lock_was_not_released(self, monkeypatch):
         """``autoretry_for`` publishes when the lock has been released, if that worked."""

@@ -23,11 +23,11 @@ from django_fencedlock.celery.redelivery import kept, nonce
 from django_fencedlock.core.identity import LocalHolder, new_owner
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired
-from django_fencedlock.models import Delivery, HeldLock
+from django_fencedlock.models import HeldLock, MessageRecord
 from django_fencedlock.storage import connections as sessions
-from django_fencedlock.storage.deliveries import DELIVERY as DELIVERY_TABLE
-from django_fencedlock.storage.deliveries import SETTLED, Deliveries, Message
 from django_fencedlock.storage.dialect import HELD
+from django_fencedlock.storage.message_records import DELIVERY as DELIVERY_TABLE
+from django_fencedlock.storage.message_records import SETTLED, Message, MessageRecords
 from django_fencedlock.test import hold_lock, lose_lease
 from tests.deliveries import app, deliver, deliver_sent, sending
 
@@ -102,7 +102,7 @@ def forget(told):
 
 def let_pass():
     """Have the ends that are on record be of a while ago."""
-    for row in Delivery.objects.all():
+    for row in MessageRecord.objects.all():
         row.finished_at -= timedelta(seconds=SETTLED)
         row.save()
 
@@ -211,12 +211,12 @@ class TestAfterItsEnd:
         told = message()
         ends["how"] = ValueError("no")
         deliver(patient, 1, **told, retries=patient.max_retries)
-        assert Delivery.objects.get().outcome == "failure"
+        assert MessageRecord.objects.get().outcome == "failure"
 
     def test_a_run_that_lost_its_lock_is_on_record_as_the_failure_that_it_is(self):
         ends["how"] = {1: lambda task: lose_lease(current_lease())}
         assert deliver(late, 1, **message()).state == "FAILURE"
-        assert Delivery.objects.get().outcome == "failure"
+        assert MessageRecord.objects.get().outcome == "failure"
 
     def test_ignore_is_an_end(self):
         told = message()
@@ -238,17 +238,17 @@ class TestAfterItsEnd:
         with pytest.raises(SystemExit):
             deliver(late, 1, **told)
         ends.clear()
-        assert Delivery.objects.get().outcome == ""
-        assert Delivery.objects.get().finished_at is None
+        assert MessageRecord.objects.get().outcome == ""
+        assert MessageRecord.objects.get().finished_at is None
         assert deliver(late, 1, **told).result == 1
-        assert Delivery.objects.get().tries == 2
+        assert MessageRecord.objects.get().tries == 2
 
     def test_the_end_is_on_record_before_the_lock_is_free(self, monkeypatch):
         seen = []
         release = service("default").backend.release
 
         def look(lease):
-            seen.append(Delivery.objects.get().outcome)
+            seen.append(MessageRecord.objects.get().outcome)
             return release(lease)
 
         monkeypatch.setattr(service("default").backend, "release", look)
@@ -324,7 +324,7 @@ class TestWhileItRuns:
         lease = running(told)
         with sending() as sent:
             deliver(late, 1, **told)
-            Delivery.objects.update(outcome="success")
+            MessageRecord.objects.update(outcome="success")
             app.backend.store_result(told["id"], 1, "SUCCESS")
             service("default").release(lease, lease.who)
             assert deliver_sent(sent[0]).state == "IGNORED"
@@ -481,13 +481,13 @@ class TestCallsWithin:
     def test_are_no_delivery(self, calls):
         def look(task):
             assert calls(task, 2) == 2
-            row = Delivery.objects.get()
+            row = MessageRecord.objects.get()
             assert (row.name, row.tries, row.outcome) == ("1", 1, "")
             return "looked"
 
         ends["how"] = {1: look}
         assert deliver(nesting, 1, **message()).result == "looked"
-        assert Delivery.objects.get().outcome == "success"
+        assert MessageRecord.objects.get().outcome == "success"
 
     def test_have_nobody_to_come_again(self, calls):
         ends["how"] = {1: lambda task: calls(task, 2)}
@@ -516,7 +516,7 @@ class TestCallsWithin:
         ends["how"] = {1: lambda task: calls(task, 2)}
         assert deliver(open_, 1, **message()).result == 2
         assert ran == [1, 2]
-        assert Delivery.objects.count() == 0
+        assert MessageRecord.objects.count() == 0
 
 
 class TestWhatIsRecorded:
@@ -532,18 +532,18 @@ class TestWhatIsRecorded:
     )
     def test_is_what_may_come_again(self, task, more, rows):
         deliver(task, 1, **message(), **more)
-        assert Delivery.objects.count() == rows
+        assert MessageRecord.objects.count() == rows
 
     def test_is_nothing_of_calls(self):
         late(1)
         late.apply((1,))
         assert ran == [1, 1]
-        assert Delivery.objects.count() == 0
+        assert MessageRecord.objects.count() == 0
 
     def test_names_what_it_is_of(self):
         told = message()
         deliver(late, 1, **told)
-        row = Delivery.objects.get()
+        row = MessageRecord.objects.get()
         assert (row.nonce, row.name, row.task_id) == (told["headers"][DELIVERY], NAME, told["id"])
 
     def test_a_message_of_others_is_known_by_its_id_and_retries(self):
@@ -581,7 +581,7 @@ class TestWithoutAnAnswer:
 
         def drop():
             with connections[alias].cursor() as cursor:
-                cursor.execute("DROP TABLE django_fencedlock_delivery")
+                cursor.execute("DROP TABLE django_fencedlock_messagerecord")
 
         return drop
 
@@ -602,13 +602,13 @@ class TestWithoutAnAnswer:
 
     def test_a_run_that_ended_is_a_success_all_the_same(self, table_away, monkeypatch, caplog):
         ends["how"] = None
-        finish = redelivery.Deliveries.finish
+        finish = redelivery.MessageRecords.finish
 
         def late_drop(self, *args):
             table_away()
             return finish(self, *args)
 
-        monkeypatch.setattr(redelivery.Deliveries, "finish", late_drop)
+        monkeypatch.setattr(redelivery.MessageRecords, "finish", late_drop)
         assert deliver(late, 1, **message()).result == 1
         assert "wasn't recorded" in caplog.text
 
@@ -623,12 +623,12 @@ def soon(function, *args):
 
 
 def record(told, owner):
-    Deliveries(conf.config()).begin(delivery(told, owner))
+    MessageRecords(conf.config()).begin(delivery(told, owner))
     connections.close_all()
 
 
 def finish(told, owner):
-    assert Deliveries(conf.config()).finish(delivery(told, owner), "success")
+    assert MessageRecords(conf.config()).finish(delivery(told, owner), "success")
 
 
 def delivery(told, owner):

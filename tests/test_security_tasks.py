@@ -16,8 +16,8 @@ from django_fencedlock.celery.messages import CONFLICTS, DELIVERY
 from django_fencedlock.celery.parcels import SERVE
 from django_fencedlock.celery.policy import policy
 from django_fencedlock.core.manager import service
-from django_fencedlock.models import Delivery, Duty, Fence, HeldLock
-from django_fencedlock.storage.pending_runs import Duties
+from django_fencedlock.models import Fence, HeldLock, MessageRecord, PendingRun
+from django_fencedlock.storage.pending_runs import PendingRuns
 from tests.deliveries import app, deliver, sending
 from tests.models import Invoice
 
@@ -85,7 +85,7 @@ class TestSensitive:
         with lock(lock_name(paid, CARD)):
             assert CARD not in str(deliver(paid, CARD).result)
         assert ran == [CARD]
-        for model in (Fence, HeldLock, Delivery):
+        for model in (Fence, HeldLock, MessageRecord):
             assert CARD not in json.dumps(list(model.objects.values()), default=str)
         assert CARD not in caplog.text
 
@@ -169,10 +169,10 @@ class TestStoredMessages:
     def leave(self, **crafted):
         with lock(NAME):
             deliver(coalescing, "second", argsrepr="('hidden',)")
-        assert not crafted or Duty.objects.update(**crafted) == 1
+        assert not crafted or PendingRun.objects.update(**crafted) == 1
 
     def serve(self):
-        (duty,) = Duties(service("default").config).waiting(NAME)
+        (duty,) = PendingRuns(service("default").config).waiting(NAME)
         serve(app, duty)
 
 
@@ -186,7 +186,7 @@ class TestMessages:
     @pytest.mark.parametrize("crafted", ["a\0b", "\ud800", "\n", 7, None, {}, "x" * 37, ""])
     def test_whatever_a_message_is_known_by_it_runs(self, crafted):
         assert deliver(paid, CARD, headers={DELIVERY: crafted}).state == "SUCCESS"
-        assert Delivery.objects.using("postgres").get().nonce.isalnum()
+        assert MessageRecord.objects.using("postgres").get().nonce.isalnum()
 
     @pytest.mark.parametrize("task_id", ["a\0b", "\x1b[2J", "日本", "x" * 300])
     def test_so_does_one_of_any_id(self, task_id):

@@ -19,7 +19,7 @@ from django_fencedlock.celery.messages import CONFLICTS, DELIVERY
 from django_fencedlock.core.identity import whoami
 from django_fencedlock.core.manager import Service, service
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, SettingsError
-from django_fencedlock.models import Duty, HeldLock
+from django_fencedlock.models import HeldLock, PendingRun
 from django_fencedlock.signals import lock_lost
 from django_fencedlock.test import (
     assert_locked,
@@ -437,7 +437,7 @@ class TestErrors:
         charge = task(backend="other", on_conflict="coalesce")
         with lock("invoice:42"), pytest.raises(AliasConflict):
             threaded(charge)
-        assert Duty.objects.count() == 0
+        assert PendingRun.objects.count() == 0
 
 
 def strike(method, before, struck, self, *args, **kwargs):

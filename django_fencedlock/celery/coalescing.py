@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .. import logs
 from ..core.transactions import open_ones, when_all_ended
 from ..exceptions import BackendUnavailable
-from ..storage.pending_runs import Duties, Former, Open, Parcel, Place, Turn
+from ..storage.pending_runs import Former, Open, Parcel, PendingRuns, Place, Turn
 from .messages import number
 from .parcels import NUMBER, SERVE, pack, put_on, send, unpack
 from .skipped import COALESCED, GIVEN_UP, SERVED
@@ -23,7 +23,7 @@ from .tasks import single_of
 if TYPE_CHECKING:
     from celery import Celery
 
-    from ..storage.deliveries import Message
+    from ..storage.message_records import Message
     from .redelivery import Redelivery
     from .runs import Run
 
@@ -47,7 +47,7 @@ class Coalescing:
     def __init__(self, run: Run, redelivery: Redelivery) -> None:
         self._run = run
         self._redelivery = redelivery
-        self._duties = Duties(run.service.config)
+        self._duties = PendingRuns(run.service.config)
         self._place = Place(run.name, run.title)
         self._turn: Turn | None = None
         #: Everything of this run's own is counted already, so it only does what is there.

@@ -21,7 +21,7 @@ from celery.states import READY_STATES
 
 from ..core.identity import Holder, told_id
 from ..exceptions import BackendUnavailable
-from ..storage.deliveries import Begun, Deliveries, Message
+from ..storage.message_records import Begun, Message, MessageRecords
 from .messages import DELIVERY, again, number, postpone
 from .outcomes import FAILURE, IGNORED, RETRY
 from .parcels import SERVE
@@ -59,8 +59,8 @@ class Redelivery:
         self._began = False
 
     @cached_property
-    def _deliveries(self) -> Deliveries:
-        return Deliveries(self._run.service.config)
+    def _deliveries(self) -> MessageRecords:
+        return MessageRecords(self._run.service.config)
 
     def _applies(self) -> bool:
         run = self._run

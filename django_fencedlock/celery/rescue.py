@@ -17,10 +17,10 @@ from celery import current_app
 from .. import conf, logs
 from ..core.runtime import clock
 from ..exceptions import FencedLockError
-from ..storage.deliveries import Deliveries
 from ..storage.dialect import BATCH
 from ..storage.expired import ExpiredRows
-from ..storage.pending_runs import Duties, Open
+from ..storage.message_records import MessageRecords
+from ..storage.pending_runs import Open, PendingRuns
 from .coalescing import MOST_TRIES, in_queue, serve, tell_given_up
 from .tasks import Single, single_of
 from .worker import every
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 OFTEN, SELDOM = 1.0, 15.0
 #: Seconds between two deletions of what is old.
 DELETED_EACH = 60.0
-#: Duties that are served in one look, and batches of old rows that are deleted at a time.
+#: PendingRuns that are served in one look, and batches of old rows that are deleted at a time.
 MOST, BATCHES = 100, 50
 #: The pause after each message for a duty doubles, up to so many seconds: the queue may be long.
 LONGEST_PAUSE = 3600.0
@@ -75,7 +75,7 @@ class Rescue:
             names = [name for name, single in singles.items() if _coalesces(single)]
             try:
                 if names:
-                    served += self._serve(Duties(conf.config(alias)), names)
+                    served += self._serve(PendingRuns(conf.config(alias)), names)
                 if deletes:
                     self._behind.discard(alias)
                     self._delete(alias, names, counts)
@@ -92,7 +92,7 @@ class Rescue:
                 self._count_at = self._clock() + COUNTED_EACH
         return served
 
-    def _serve(self, duties: Duties, names: list[str]) -> int:
+    def _serve(self, duties: PendingRuns, names: list[str]) -> int:
         # Others' messages would be in vain: their workers may even have another broker.
         found = duties.overdue(names, list(self._app.amqp.queues.consume_from), MOST)
         if not found:
@@ -111,7 +111,7 @@ class Rescue:
                     break
         return served
 
-    def _rescue(self, duties: Duties, duty: Open, connection: Any) -> bool:
+    def _rescue(self, duties: PendingRuns, duty: Open, connection: Any) -> bool:
         if duty.tries >= MOST_TRIES or duty.rescues >= MOST_RESCUES:
             if duties.give_up(duty):
                 self._tell(duty)
@@ -142,10 +142,10 @@ class Rescue:
     def _delete(self, alias: str, names: list[str], counts: bool) -> None:
         # No more at once: no child is forked meanwhile.
         most = BATCHES * BATCH
-        deliveries = Deliveries(conf.config(alias))
+        deliveries = MessageRecords(conf.config(alias))
         left = deliveries.sweep(BATCHES) >= most
         if names:
-            left |= Duties(conf.config(alias)).forget(BATCHES) >= most
+            left |= PendingRuns(conf.config(alias)).forget(BATCHES) >= most
         if counts:
             self._count(alias, deliveries)
         if alias in self._surplus:
@@ -169,7 +169,7 @@ class Rescue:
                 # Unfenced locks alone need no tables.
                 logger.debug("Expired rows of the registry stay: %s", exc)
 
-    def _count(self, alias: str, deliveries: Deliveries) -> None:
+    def _count(self, alias: str, deliveries: MessageRecords) -> None:
         over = deliveries.limit(MOST_DELIVERIES)
         if over is not None:
             self._surplus[alias] = over

@@ -7,7 +7,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('django_fencedlock', '0002_duties_and_deliveries'),
+        ('django_fencedlock', '0002_pending_runs_and_message_records'),
     ]
 
     operations = [

@@ -1,6 +1,6 @@
 """The models: the tables of the package, and what fences models of yours."""
 
-from ..storage.tables import Delivery, Duty, Fence, ForcedRelease, HeldLock, LockEvent
+from ..storage.tables import Fence, ForcedRelease, HeldLock, LockEvent, MessageRecord, PendingRun
 from .fenced import FencedModel
 from .fencing import Fencing
 from .managers import FencedManager
@@ -8,8 +8,6 @@ from .querysets import FencedQuerySet
 from .versioned import VersionedModel
 
 __all__ = [
-    "Delivery",
-    "Duty",
     "Fence",
     "FencedManager",
     "FencedModel",
@@ -18,5 +16,7 @@ __all__ = [
     "ForcedRelease",
     "HeldLock",
     "LockEvent",
+    "MessageRecord",
+    "PendingRun",
     "VersionedModel",
 ]

@@ -16,10 +16,10 @@ from ..core.runtime import clock
 from ..findings import Finding, Level, error, note, of_clock, ok, warning
 from ..models.checks import has_tables, table_problems
 from ..storage.connections import ask, bounded
-from ..storage.deliveries import DELIVERY
 from ..storage.dialect import FENCE, HELD
 from ..storage.fences import FORCED
 from ..storage.history import EVENTS
+from ..storage.message_records import DELIVERY
 from ..storage.pending_runs import DUTY
 from ..storage.vendors import ledger_for
 from . import probe

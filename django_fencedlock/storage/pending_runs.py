@@ -1,5 +1,5 @@
 """
-The SQL of `Duty`: what of coalesced triggers is still to be run.
+The SQL of `PendingRun`: what of coalesced triggers is still to be run.
 
 Lock and row may be in two services, so the order carries the proof. A loser counts its trigger,
 and then tries the lock again; a holder gives the lock back, and then looks for triggers. Either
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from . import deliveries
-from .deliveries import Begun
+from . import message_records
 from .dialect import BATCH, HELD, listed
+from .message_records import Begun
 from .records import Records, Statements, update
 
-DUTY = "django_fencedlock_duty"
+DUTY = "django_fencedlock_pendingrun"
 
 #: Seconds for which a row without a duty is kept.
 KEPT = 86400.0
@@ -110,7 +110,7 @@ _FREE = f"""NOT EXISTS (
     SELECT 1 FROM {HELD} h WHERE h.name = {DUTY}.name AND h.expires_at > {{now}})"""
 
 
-class Duties(Records):
+class PendingRuns(Records):
     """The duties that have to do with one alias."""
 
     def count(
@@ -118,7 +118,7 @@ class Duties(Records):
         place: Place,
         parcel: Parcel,
         grace: float,
-        delivery: deliveries.Message | None = None,
+        delivery: message_records.Message | None = None,
         unless_newer: Former | None = None,
     ) -> Begun | None:
         """
@@ -136,7 +136,7 @@ class Duties(Records):
             with statements.cursor(atomic=delivery is not None, often=True) as cursor:
                 begun = None
                 if delivery is not None:
-                    begun = deliveries.begin(statements, cursor, delivery)
+                    begun = message_records.begin(statements, cursor, delivery)
                 if begun is None or begun.is_first:
                     given = self._given(statements, place, parcel, grace=grace, owner="")
                     sql = self._upsert(statements, {"started": "0", "tries": "0"}, {}, unless_newer)
@@ -152,7 +152,7 @@ class Duties(Records):
         owner: str,
         parcel: Parcel,
         grace: float,
-        delivery: deliveries.Message | None = None,
+        delivery: message_records.Message | None = None,
     ) -> tuple[Begun | None, Turn | None]:
         """
         Count a trigger that got the lock, and take on all there is, with its arguments.
@@ -164,7 +164,7 @@ class Duties(Records):
             with statements.cursor(atomic=delivery is not None, often=True) as cursor:
                 begun = None
                 if delivery is not None:
-                    begun = deliveries.begin(statements, cursor, delivery)
+                    begun = message_records.begin(statements, cursor, delivery)
                     if begun.outcome:
                         return begun, None
                     # Counted before, unless that was under another policy of the task.
@@ -222,7 +222,7 @@ class Duties(Records):
 
     def overdue(self, task_names: Sequence[str], queues: Sequence[str], most: int) -> list[Open]:
         """
-        Duties of these tasks that are due, and whose lock nobody has by the registry.
+        PendingRuns of these tasks that are due, and whose lock nobody has by the registry.
 
         Those of other queues than these are left out.
         """

@@ -2,7 +2,7 @@
 The tables: `Fence`, the newest grant of each name, and `HeldLock`, the registry.
 
 Beside them `ForcedRelease`, who took a lock away, and `LockEvent`, what happened lately; for tasks
-alone `Duty`, what is still to be run, and `Delivery`, what was begun.
+alone `PendingRun`, triggers that no run has covered, and `MessageRecord`, messages that were begun.
 """
 
 from __future__ import annotations
@@ -204,11 +204,11 @@ class LockEvent(models.Model):
         return f"{self.name}: {self.get_kind_display()}"
 
 
-class Duty(models.Model):
+class PendingRun(models.Model):
     """
     What of a task's coalesced triggers is still to be run under a lock name.
 
-    There is a duty while ``wanted > done``: while no run that began after the newest trigger has
+    Something is to be run while ``wanted > done``: no run that began after the newest trigger has
     ended. What was only started isn't done, since its process may die.
     """
 
@@ -225,28 +225,30 @@ class Duty(models.Model):
     content_encoding = models.CharField(max_length=30)
     body = models.TextField(_("arguments"))
     options = models.TextField(help_text=_("What else its message had, as JSON."))
-    # Empty if it can't be told. Those who take from it look after the duty, and nobody else: they
-    # alone can run it, and others may even have another broker.
+    # Empty if it can't be told. Those who take from it look after the row: no other worker
+    # can run it, and another may even have another broker.
     queue = ExactCharField(_("queue"), max_length=MAX_LENGTH)
     tries = models.IntegerField(_("tries"), help_text=_("Runs that began it, and didn't end."))
     rescues = models.IntegerField(help_text=_("Messages sent by the living since the last run."))
-    # When the living look after it: a duty is served then, and a row without one deleted. Null for
-    # what was given up.
+    # When workers look after it: they run what is to be run, or delete the row. Null for what was
+    # given up.
     due_at = UTCDateTimeField(_("due"), null=True, db_index=True)
     updated_at = UTCDateTimeField(_("updated"))
 
     class Meta:
-        verbose_name = _("duty")
-        verbose_name_plural = _("duties")
+        verbose_name = _("pending run")
+        verbose_name_plural = _("pending runs")
         constraints = [
-            models.UniqueConstraint(fields=["name", "task_name"], name="fencedlock_duty_unique"),
+            models.UniqueConstraint(
+                fields=["name", "task_name"], name="fencedlock_pendingrun_unique"
+            ),
         ]
 
     def __str__(self) -> str:
         return f"{self.task_name} under {self.name}"
 
 
-class Delivery(models.Model):
+class MessageRecord(models.Model):
     """
     A message of a task that was begun, and how that ended.
 
@@ -264,8 +266,8 @@ class Delivery(models.Model):
     kept_until = UTCDateTimeField(_("kept until"), db_index=True)
 
     class Meta:
-        verbose_name = _("delivery")
-        verbose_name_plural = _("deliveries")
+        verbose_name = _("message record")
+        verbose_name_plural = _("message records")
 
     def __str__(self) -> str:
         return f"{self.nonce} of {self.name}"

@@ -7,7 +7,7 @@ import pytest
 
 from django_fencedlock import force_release
 from django_fencedlock.exceptions import LeaseLost
-from django_fencedlock.models import Delivery, Duty
+from django_fencedlock.models import MessageRecord, PendingRun
 from django_fencedlock.ops.force_release import Outcome
 from tests.servers.process import wait_until
 from tests.workers.looks import was_skipped
@@ -91,7 +91,7 @@ def test_a_message_whose_child_dies_after_it_is_run_again(worker, journal, key, 
     assert result.get(timeout=30) == 42
     first, again = journal.spans(key)
     assert again.token > first.token + 1
-    found = Delivery.objects.using(database(alias)).get(name=key)
+    found = MessageRecord.objects.using(database(alias)).get(name=key)
     assert (found.outcome, found.tries) == ("success", 2)
 
 
@@ -100,5 +100,5 @@ def values(journal, key):
 
 
 def is_settled(key, alias):
-    duty = Duty.objects.using(database(alias)).get(name=key)
+    duty = PendingRun.objects.using(database(alias)).get(name=key)
     return duty.wanted == duty.done

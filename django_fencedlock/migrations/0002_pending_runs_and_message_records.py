@@ -12,7 +12,7 @@ class Migration(migrations.Migration):
 
     operations = [
         migrations.CreateModel(
-            name='Delivery',
+            name='MessageRecord',
             fields=[
                 ('nonce', django_fencedlock.storage.tables.ExactCharField(max_length=36, primary_key=True, serialize=False, verbose_name='message')),
                 ('name', django_fencedlock.storage.tables.ExactCharField(max_length=200, verbose_name='lock name')),
@@ -25,12 +25,12 @@ class Migration(migrations.Migration):
                 ('kept_until', models.DateTimeField(db_index=True, verbose_name='kept until')),
             ],
             options={
-                'verbose_name': 'delivery',
-                'verbose_name_plural': 'deliveries',
+                'verbose_name': 'message record',
+                'verbose_name_plural': 'message records',
             },
         ),
         migrations.CreateModel(
-            name='Duty',
+            name='PendingRun',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
                 ('name', django_fencedlock.storage.tables.ExactCharField(max_length=200, verbose_name='lock name')),
@@ -51,9 +51,9 @@ class Migration(migrations.Migration):
                 ('updated_at', models.DateTimeField(verbose_name='updated')),
             ],
             options={
-                'verbose_name': 'duty',
-                'verbose_name_plural': 'duties',
-                'constraints': [models.UniqueConstraint(fields=('name', 'task_name'), name='fencedlock_duty_unique')],
+                'verbose_name': 'pending run',
+                'verbose_name_plural': 'pending runs',
+                'constraints': [models.UniqueConstraint(fields=('name', 'task_name'), name='fencedlock_pendingrun_unique')],
             },
         ),
     ]

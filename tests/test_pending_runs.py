@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from django_fencedlock import conf, lock
-from django_fencedlock.models import Delivery, Duty
-from django_fencedlock.storage.deliveries import Deliveries, Message
+from django_fencedlock.models import MessageRecord, PendingRun
 from django_fencedlock.storage.dialect import BATCH
-from django_fencedlock.storage.pending_runs import Duties, Former, Numbers, Parcel, Place, Turn
-from tests.test_deliveries import at_once, plans_kept
+from django_fencedlock.storage.message_records import Message, MessageRecords
+from django_fencedlock.storage.pending_runs import Former, Numbers, Parcel, PendingRuns, Place, Turn
+from tests.test_message_records import at_once, plans_kept
 
 GRACE = 30.0
 PLACE = Place("invoice:1", "app.charge")
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "post
 
 @pytest.fixture
 def duties(using):
-    return Duties(conf.config())
+    return PendingRuns(conf.config())
 
 
 @pytest.fixture
 def rows(using):
-    return Duty.objects.using(using)
+    return PendingRun.objects.using(using)
 
 
 def parcel(body="a"):
@@ -238,7 +238,7 @@ class TestMessages:
     def test_a_finished_message_takes_on_nothing(self, duties, using):
         first = message()
         duties.begin(PLACE, first.owner, parcel("a"), GRACE, first)
-        Deliveries(conf.config()).finish(first, "success")
+        MessageRecords(conf.config()).finish(first, "success")
         duties.count(PLACE, parcel("b"), GRACE)
         again = replace(first, owner=owner())
         begun, turn = duties.begin(PLACE, again.owner, parcel("a"), GRACE, again)
@@ -248,7 +248,7 @@ class TestMessages:
 
     def test_what_was_begun_under_another_policy_counts_now(self, duties):
         died = message()
-        Deliveries(conf.config()).begin(died)
+        MessageRecords(conf.config()).begin(died)
         again = replace(died, owner=owner())
         assert duties.begin(PLACE, again.owner, parcel("a"), GRACE, again)[1] == Turn(1, 1)
 
@@ -261,7 +261,7 @@ class TestMessages:
             duties.count(place, parcel("a"), GRACE, message())
         with pytest.raises(Exception, match="failed at the count of a trigger"):
             duties.count(PLACE, parcel("a"), GRACE, first)
-        assert rows.count() == Delivery.objects.using(using).count() == 0
+        assert rows.count() == MessageRecord.objects.using(using).count() == 0
 
     def test_of_deliveries_at_once_one_counts(self, duties):
         duties.begin(PLACE, owner(), parcel("a"), GRACE)

@@ -10,10 +10,10 @@ from django.db import connections, transaction
 
 from django_fencedlock import conf, lock
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.models import Delivery
+from django_fencedlock.models import MessageRecord
 from django_fencedlock.storage import connections as sessions
-from django_fencedlock.storage.deliveries import SETTLED, Begun, Deliveries, Message
 from django_fencedlock.storage.dialect import BATCH, listed
+from django_fencedlock.storage.message_records import SETTLED, Begun, Message, MessageRecords
 
 DAY = 86400.0
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "post
 
 @pytest.fixture
 def deliveries(using):
-    return Deliveries(conf.config())
+    return MessageRecords(conf.config())
 
 
 @pytest.fixture
 def rows(using):
-    return Delivery.objects.using(using)
+    return MessageRecord.objects.using(using)
 
 
 def message(nonce=None, **changes):
@@ -155,7 +155,7 @@ class TestSweeping:
             deliveries.begin(replace(another(old), kept=DAY))
             return listed(*args)
 
-        monkeypatch.setattr("django_fencedlock.storage.deliveries.listed", after_it_came_again)
+        monkeypatch.setattr("django_fencedlock.storage.message_records.listed", after_it_came_again)
         deliveries.sweep(1)
         assert rows.get().tries == 2
 
@@ -241,16 +241,16 @@ def test_missing_tables_name_the_command_that_makes_them(make_alias, settings, t
     alias = make_alias(entry)
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": alias}}
     with connections[alias].cursor() as cursor:
-        cursor.execute("DROP TABLE django_fencedlock_delivery")
+        cursor.execute("DROP TABLE django_fencedlock_messagerecord")
     with pytest.raises(BackendUnavailable, match="migrate django_fencedlock --database"):
-        Deliveries(conf.config()).begin(message())
+        MessageRecords(conf.config()).begin(message())
 
 
 def fill(deliveries, rows, number):
     deliveries.begin(message(kept=-1))
     row = rows.get()
     rows.bulk_create(
-        Delivery(
+        MessageRecord(
             nonce=f"n{place}",
             name=row.name,
             owner="o",

@@ -1,5 +1,5 @@
 """
-The SQL of `Delivery`: which messages were begun, and how they ended.
+The SQL of `MessageRecord`: which messages were begun, and how they ended.
 
 The order carries the proof: the end is recorded before the lock is given back, and looked at after
 the lock was got. So whoever has the lock knows of every end before.
@@ -15,7 +15,7 @@ from .dialect import BATCH, HELD, listed
 from .records import Records, Statements, update
 from .text import in_ascii
 
-DELIVERY = "django_fencedlock_delivery"
+DELIVERY = "django_fencedlock_messagerecord"
 
 #: Seconds after which an end is past: whatever a worker does after it has been done, or never is.
 SETTLED = 10.0
@@ -101,7 +101,7 @@ def _begun(row: Sequence[Any]) -> Begun:
     return Begun(tries, outcome, bool(is_past))
 
 
-class Deliveries(Records):
+class MessageRecords(Records):
     """The messages of one alias."""
 
     def begin(self, message: Message) -> Begun:
