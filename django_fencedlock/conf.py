@@ -18,6 +18,7 @@ from django.db import connections
 from django.utils.module_loading import import_string
 
 from .exceptions import SettingsError
+from .problems import Problem as Problem
 from .storage.text import without_secrets
 
 DEFAULT_ALIAS = "default"
@@ -41,23 +42,6 @@ SETTINGS = (
     "FENCEDLOCK_WITHOUT_LOCK",
 )
 VENDORS = ("postgresql", "sqlite", "mysql")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that a check finds: what is wrong, what is allowed, what to do."""
-
-    id: str
-    message: str
-    hint: str = ""
-
-    @property
-    def is_error(self) -> bool:
-        """By its id: those of warnings begin with W, and one of what is good to know with I."""
-        return self.id.startswith("E")
-
-    def __str__(self) -> str:
-        return f"{self.message} {self.hint}".strip()
 
 
 @dataclass(frozen=True)

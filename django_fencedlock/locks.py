@@ -20,7 +20,7 @@ from . import conf
 from .backends.base import Cancel, Request
 from .core import aio, names, runtime
 from .core.acquiring import FIRST_PAUSE, LONGEST_PAUSE
-from .core.identity import Holder, new_owner, whoami
+from .core.identity import Holder, current_holder, new_owner
 from .core.manager import Service, give_back_left_over, service
 from .core.runtime import clock
 from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
@@ -99,7 +99,7 @@ class Lock:
         self, blocking: bool = True, *, blocking_timeout: Duration | None = None
     ) -> Lease | None:
         """See acquire(). Release it with ``await lease.arelease()``."""
-        request, who = self._request(blocking, blocking_timeout), whoami()
+        request, who = self._request(blocking, blocking_timeout), current_holder()
         lease = self._service.enter_again(request, who)
         if lease is None:
             handover = _Handover(self._service, request.cancel)
@@ -147,7 +147,7 @@ class Lock:
         trace: TracebackType | None,
     ) -> None:
         lease = self._leave_block(kind)
-        if kind is GeneratorExit and lease.who is not whoami():
+        if kind is GeneratorExit and lease.who is not current_holder():
             self._throw_away(lease)
             return
         try:
@@ -284,7 +284,7 @@ class Lock:
 
     def _leave_block(self, kind: type[BaseException] | None) -> Lease:
         """Return the lease of the innermost block that this code may leave."""
-        who = whoami()
+        who = current_holder()
         found = [lease for lease in self._entered if lease.who is who]
         if not found and kind is GeneratorExit and len(self._entered) == 1:
             # Any code may close a generator or a coroutine.

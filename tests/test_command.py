@@ -215,7 +215,7 @@ class TestRelease:
         assert out.endswith("His writes are refused: the fence is at 2.\n")
         assert Fence.objects.get().token == 2
         assert not HeldLock.objects.exists()
-        with pytest.raises(LeaseLost, match=f"by {releasing.whoami()}"):
+        with pytest.raises(LeaseLost, match=f"by {releasing.current_holder()}"):
             lease.renew()
 
     @pytest.mark.parametrize("answer", ["n\n", "\n", "", "yesterday\n"])

@@ -690,7 +690,7 @@ class TestWorkers:
         assert "A job of thread 'worker' failed" in caplog.text
 
     def test_the_thread_ends_and_starts_again(self, monkeypatch):
-        monkeypatch.setattr(runtime, "LINGER", 0.01)
+        monkeypatch.setattr(runtime, "IDLE_SECONDS", 0.01)
         worker, done = runtime.Worker("worker"), []
         for _ in range(2):
             worker.put(lambda: done.append(None))
@@ -703,7 +703,7 @@ class TestWorkers:
         worker._jobs.put(print)
         assert not worker._may_end()
         assert worker._runs
-        worker.forget_after_fork()
+        worker.after_fork()
         assert worker._may_end()
 
     def test_the_end_waits_for_the_jobs_but_not_for_ever(self, busy):

@@ -14,7 +14,7 @@ import greenlet
 import pytest
 from asgiref.sync import SyncToAsync, async_to_sync, sync_to_async
 
-from django_fencedlock.core.identity import whoami
+from django_fencedlock.core.identity import current_holder
 
 CALLS = {
     "sync_to_async": sync_to_async,
@@ -27,7 +27,7 @@ def test_a_thread_that_got_the_number_of_one_that_ended_is_another():
     seen = []
 
     def look():
-        seen.append((threading.get_ident(), whoami()))
+        seen.append((threading.get_ident(), current_holder()))
 
     for _ in range(50):
         thread = threading.Thread(target=look)
@@ -42,51 +42,51 @@ def test_a_thread_that_got_the_number_of_one_that_ended_is_another():
 
 
 def test_a_thread_is_itself():
-    assert whoami() is whoami()
-    assert not whoami().has_ended()
+    assert current_holder() is current_holder()
+    assert not current_holder().has_ended()
 
 
 def test_a_copied_context_is_the_thread_that_runs_it():
-    mine, context = whoami(), contextvars.copy_context()
-    assert context.run(whoami) is mine
+    mine, context = current_holder(), contextvars.copy_context()
+    assert context.run(current_holder) is mine
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(context.run, whoami).result() is not mine
+        assert thread.submit(context.run, current_holder).result() is not mine
 
 
 def test_another_context_of_the_main_thread_is_the_same_holder():
-    assert contextvars.Context().run(whoami) is whoami()
+    assert contextvars.Context().run(current_holder) is current_holder()
 
 
 def test_another_context_of_a_greenlet_is_the_same_holder():
     def look():
-        return contextvars.Context().run(whoami), whoami()
+        return contextvars.Context().run(current_holder), current_holder()
 
     inner, outer = greenlet.greenlet(look).switch()
     assert inner is outer
-    assert inner is not whoami()
+    assert inner is not current_holder()
 
 
 def test_a_thread_ends_although_its_context_lives():
     with ThreadPoolExecutor(1) as thread:
-        holder = thread.submit(whoami).result()
+        holder = thread.submit(current_holder).result()
         context = thread.submit(contextvars.copy_context).result()
         assert not holder.has_ended()
-    assert context.run(whoami) is not holder
+    assert context.run(current_holder) is not holder
     assert holder.has_ended()
 
 
 def test_a_task_is_one_holder_until_it_has_ended():
     async def look():
-        assert whoami() is whoami()
+        assert current_holder() is current_holder()
         await asyncio.sleep(0)
-        return whoami()
+        return current_holder()
 
     async def main():
         task = asyncio.create_task(look())
         holder = await task
-        assert holder is not whoami()
+        assert holder is not current_holder()
         assert holder.has_ended()
-        assert not whoami().has_ended()
+        assert not current_holder().has_ended()
 
     asyncio.run(main())
 
@@ -94,23 +94,23 @@ def test_a_task_is_one_holder_until_it_has_ended():
 @pytest.mark.parametrize("calls", CALLS)
 def test_each_call_in_a_thread_is_a_holder(calls):
     def look():
-        assert whoami() is whoami()
-        assert not whoami().has_ended()
-        return whoami()
+        assert current_holder() is current_holder()
+        assert not current_holder().has_ended()
+        return current_holder()
 
     async def main():
         found = [await CALLS[calls](look)() for _ in range(3)]
-        assert len({whoami(), *found}) == 4
+        assert len({current_holder(), *found}) == 4
 
     asyncio.run(main())
-    assert len({whoami(), asyncio.run(CALLS[calls](look)())}) == 2
+    assert len({current_holder(), asyncio.run(CALLS[calls](look)())}) == 2
 
 
 def test_a_call_has_ended_when_it_returns_or_raises():
     seen = []
 
     def look(error=None):
-        seen.append(whoami())
+        seen.append(current_holder())
         if error is not None:
             raise error
 
@@ -125,9 +125,9 @@ def test_a_call_has_ended_when_it_returns_or_raises():
 
 def test_calls_within_a_call_leave_it_as_it_was():
     def outer():
-        mine = whoami()
-        inner = async_to_sync(sync_to_async(whoami))()
-        return mine is whoami() and mine is not inner and inner.has_ended()
+        mine = current_holder()
+        inner = async_to_sync(sync_to_async(current_holder))()
+        return mine is current_holder() and mine is not inner and inner.has_ended()
 
     assert asyncio.run(sync_to_async(outer)())
     assert outer()
@@ -137,7 +137,7 @@ def test_the_holder_is_found_at_once_among_5000_tasks():
     def measure():
         began = time.perf_counter()
         for _ in range(100):
-            whoami()
+            current_holder()
         return time.perf_counter() - began
 
     async def main():

@@ -190,7 +190,7 @@ class TestOneStatementEach:
         take(peer, name, fenced=False)
         holder = backend.holder(name)
         assert holder is not None
-        assert f"pid {os.getpid()}" in holder.words
+        assert f"pid {os.getpid()}" in holder.description
 
 
 class TestGrants:

@@ -27,7 +27,7 @@ ctypes.CDLL(None).syscall(60, 0)
 
 
 def is_gone(process):
-    return processes.is_gone(process.boot_id, process.pid_namespace, process.pid, process.started)
+    return processes.is_process_gone(process)
 
 
 def start_of(pid):
@@ -163,11 +163,11 @@ class TestThisProcess:
 
     def test_it_has_no_start_by_the_processes_of_another_namespace(self, monkeypatch):
         monkeypatch.setattr(processes, "_link", lambda path: "17")
-        processes._of_pid.cache_clear()
+        processes.here.after_fork()
         try:
             assert this_process().started == 0
         finally:
-            processes._of_pid.cache_clear()
+            processes.here.after_fork()
 
     def test_it_is_another_one_in_another_time_namespace(self, monkeypatch):
         links = {"/proc/self/ns/pid": "pid:[1]", "/proc/self/ns/time": "time:[2]"}

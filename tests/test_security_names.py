@@ -29,7 +29,7 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import LockNotAcquired
 from django_fencedlock.models import HeldLock
 from django_fencedlock.storage import connections
-from django_fencedlock.storage.text import telling
+from django_fencedlock.storage.text import show_blanks
 from tests.servers import shared
 
 DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
@@ -198,7 +198,7 @@ def test_whatever_is_held_is_shown_as_it_is(service_name, alias, boss):
             stack.enter_context(lock(name))
         page = boss.get(LIST, {"database": alias}).content.decode()
         found = re.findall(r'field-lock_name"><a [^>]*>([^<]*)</a>', page)
-        assert sorted(map(html.unescape, found)) == sorted(map(telling, names))
+        assert sorted(map(html.unescape, found)) == sorted(map(show_blanks, names))
         assert len(set(found)) == len(names)
         listed = command("list", "--format", "json")
         assert is_quiet(listed)
@@ -218,7 +218,7 @@ def test_each_page_of_a_lock_is_there(service_name, alias, boss):
                 boss.get(reverse(CHANGE, args=[quote(name)]), query),
                 boss.get(f"{LIST}release/", {**query, "name": name}),
             ):
-                assert telling(name) in texts_of(answer)
+                assert show_blanks(name) in texts_of(answer)
             assert is_quiet(command("show", "--", name))
             assert json.loads(command("show", "--format", "json", "--", name))["name"] == name
             assert lease.verify()
@@ -249,7 +249,7 @@ def told_by(request, monkeypatch):
         threading.current_thread().name = ugly if request.param == "thread" else before
         if request.param == "host":
             monkeypatch.setattr(socket, "gethostname", lambda: ugly)
-        identity._place.cache_clear()
+        identity.here.after_fork()
         try:
             return work()
         finally:
@@ -259,7 +259,7 @@ def told_by(request, monkeypatch):
     yield take
     threading.current_thread().name = before
     monkeypatch.undo()
-    identity._place.cache_clear()
+    identity.here.after_fork()
 
 
 @every_service

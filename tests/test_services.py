@@ -10,7 +10,7 @@ from django_fencedlock.backends import database
 from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.core import acquiring, manager, runtime
-from django_fencedlock.core.identity import new_owner, whoami
+from django_fencedlock.core.identity import current_holder, new_owner
 from django_fencedlock.core.keeper import Keeper
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
@@ -203,7 +203,7 @@ class TestASlowAnswer:
         scripted.backend.renewal = answer
         assert self.take(scripted) is None
         assert scripted.backend.calls == ["acquire", "renew", "release"]
-        assert not whoami().leases
+        assert not current_holder().leases
 
     def test_a_renewal_that_took_as_long_is_none(self, scripted, now):
         scripted.backend.took = {"acquire": 31, "renew": 31}
@@ -260,7 +260,7 @@ class TestASlowAnswer:
 
     def test_nothing_is_remembered_of_what_was_released(self, scripted, now):
         self.take(scripted).release()
-        assert not whoami().leases
+        assert not current_holder().leases
         assert not scripted.keeper._due
 
     def test_nor_of_the_parents_after_a_fork(self, scripted, now):

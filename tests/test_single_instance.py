@@ -16,7 +16,7 @@ from django_fencedlock import LeaseLost, LockNotAcquired, current_lease, lock
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.celery import SkippedRun, lock_name, performing, single_instance
 from django_fencedlock.celery.messages import CONFLICTS, DELIVERY
-from django_fencedlock.core.identity import whoami
+from django_fencedlock.core.identity import current_holder
 from django_fencedlock.core.manager import Service, service
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, SettingsError
 from django_fencedlock.models import HeldLock, PendingRun
@@ -397,7 +397,7 @@ class TestErrors:
         with pytest.raises(SystemExit):
             single_instance("x")(lambda: None)()
         monkeypatch.undo()
-        assert service("default").lease_of("x", whoami()) is None
+        assert service("default").lease_of("x", current_holder()) is None
         assert_not_locked("x")
 
     def test_a_block_of_the_caller_keeps_its_lock(self):

@@ -16,7 +16,7 @@ from django_fencedlock import lock, locks
 from django_fencedlock.backends import database, postgres_home, postgres_taking, redis
 from django_fencedlock.core import acquiring, manager
 from django_fencedlock.core.acquiring import TakesLeases
-from django_fencedlock.core.identity import whoami
+from django_fencedlock.core.identity import current_holder
 from django_fencedlock.core.manager import Service, service
 from django_fencedlock.storage import connections as sessions
 from tests.test_registry import BACKENDS
@@ -100,7 +100,7 @@ def test_no_line_leaves_a_lock(backend, how):
         # struck, so that whatever is raised in that thread later has it as its context.
         with ThreadPoolExecutor(1) as thread:
             was_struck = thread.submit(take_struck, how, place).result()
-            assert not thread.submit(lambda: whoami().leases).result()
+            assert not thread.submit(lambda: current_holder().leases).result()
         assert backend.holder(f"x{place}") is None, place
         if not was_struck:
             break
@@ -162,8 +162,8 @@ def test_what_was_noted_already_is_nobodys(backend, monkeypatch):
             super().__setitem__(key, lease)
             raise Struck
 
-    monkeypatch.setattr(whoami(), "leases", Leases())
+    monkeypatch.setattr(current_holder(), "leases", Leases())
     with pytest.raises(Struck):
         lock("x").acquire()
-    assert not whoami().leases
+    assert not current_holder().leases
     assert backend.holder("x") is None

@@ -2,12 +2,12 @@
 
 import pytest
 
-from django_fencedlock.storage.text import visible, without_secrets
+from django_fencedlock.storage.text import escape_control, without_secrets
 
 
 @pytest.mark.parametrize("text", ["invoice:42", "é 🔒", "a b", "日本", "{x}'\"<b>"])
 def test_what_can_be_seen_stays(text):
-    assert visible(text) == text
+    assert escape_control(text) == text
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_what_can_be_seen_stays(text):
     ],
 )
 def test_what_hides_or_moves_a_cursor_is_an_escape(text, seen):
-    assert visible(text) == seen
+    assert escape_control(text) == seen
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ..exceptions import SettingsError
 from ..ops.registry import ANSWERED, fence_databases, words_of
 from ..storage.connections import bounded
 from ..storage.tables import ExactCharField
-from ..storage.text import knows
+from ..storage.text import can_store
 
 PARAMETER = "database"
 
@@ -100,7 +100,7 @@ class OfOneDatabase(admin.ModelAdmin):  # type: ignore[type-arg]
     def get_search_fields(self, request: HttpRequest) -> list[Any]:
         fields = list(super().get_search_fields(request))
         connection = connections[shown_of(request, self.model)]
-        if knows(connection, request.GET.get(SEARCH_VAR, "")):
+        if can_store(connection, request.GET.get(SEARCH_VAR, "")):
             return fields
         known = {each.name: each for each in self.model._meta.get_fields()}
         return [each for each in fields if isinstance(known[each], ExactCharField)]

@@ -19,7 +19,7 @@ from django.utils.translation import ngettext
 
 from ..models import Fence, HeldLock, LockEvent
 from ..ops.registry import ListedLock, State, entries, history
-from ..storage.text import telling
+from ..storage.text import show_blanks
 from .databases import DatabaseFilter, address
 from .listing import STATES, Events, FewValues, HeldLocks, StateFilter
 from .readonly import ReadOnly
@@ -123,7 +123,7 @@ class HeldLockAdmin(ReleasesByForce, ReadOnly):
 
     @admin.display(description=_("lock name"), ordering="name")
     def lock_name(self, row: Any) -> str:
-        return telling(row.name)
+        return show_blanks(row.name)
 
     def state(self, row: Any) -> SafeString:
         found: ListedLock = row.entry
@@ -228,7 +228,7 @@ class FenceAdmin(ReadOnly):
 
     @admin.display(description=_("lock name"), ordering="name")
     def lock_name(self, row: Fence) -> str:
-        return telling(row.name)
+        return show_blanks(row.name)
 
 
 @admin.register(LockEvent)
@@ -256,7 +256,7 @@ class LockEventAdmin(ReadOnly):
 
     @admin.display(description=_("lock name"), ordering="name")
     def lock_name(self, row: LockEvent) -> SafeString:
-        return _labelled(_("lock name"), telling(row.name))
+        return _labelled(_("lock name"), show_blanks(row.name))
 
     @admin.display(description=_("what"), ordering="kind")
     def what(self, row: LockEvent) -> SafeString:

@@ -27,7 +27,7 @@ from ..models import HeldLock
 from ..ops.force_release import Outcome, Release, end_session_sql, force_release
 from ..ops.registry import ListedLock, State, entries
 from ..storage.fences import Note, notes
-from ..storage.text import telling
+from ..storage.text import show_blanks
 from .databases import address, be_storable, shown_of
 from .reasons import reason
 from .transactions import outside
@@ -91,7 +91,7 @@ class Shown:
 
     @property
     def name(self) -> str:
-        return telling(self.entry.name)
+        return show_blanks(self.entry.name)
 
     @property
     def why_not(self) -> Any:

@@ -15,7 +15,7 @@ from django.db import DatabaseError
 
 from .. import logs, signals
 from ..conf import AliasConfig, Problem, unknown
-from ..core.identity import Holder, Owner, Process, is_gone
+from ..core.identity import Holder, Owner, Process, is_process_gone
 from ..exceptions import AliasConflict, BackendUnavailable, InsideTransaction
 from ..findings import Finding
 from ..lease import Lease
@@ -215,7 +215,7 @@ class Backend(ABC):
 
         For a backend to call that read who has the lock as it was refused.
         """
-        if not is_gone(process.boot_id, process.pid_namespace, process.pid, process.started):
+        if not is_process_gone(process):
             return False
         if not self.evict(name, owner, fenced=fenced):
             return False

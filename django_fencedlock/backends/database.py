@@ -13,7 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ..conf import AliasConfig, Problem, location_problems, timeout_problems
 from ..core.identity import Holder
 from ..core.runtime import clock
-from ..core.transactions import lent_by_test
+from ..core.transactions import test_connection
 from ..exceptions import BackendUnavailable
 from ..lease import Lease
 from ..storage.connections import sessions
@@ -147,7 +147,7 @@ class DatabaseBackend(Backend):
         return cleared == 1
 
     def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:
-        lent = lent_by_test(self.config.fence_database)
+        lent = test_connection(self.config.fence_database)
         try:
             cleared = self._run(
                 lambda ledger, used: ledger.clear(used, [NameAndOwner(name, owner)]), lent, BRIEFLY
@@ -162,7 +162,7 @@ class DatabaseBackend(Backend):
     def take_away(
         self, name: str, owner: str, *, token: int | None = None, session: str = ""
     ) -> Taken:
-        lent = lent_by_test(self.config.fence_database)
+        lent = test_connection(self.config.fence_database)
         try:
             # A row that a renewal has locked is free in a moment, as SQLite's file is.
             cleared = self._run(
@@ -177,7 +177,7 @@ class DatabaseBackend(Backend):
         return row.holder() if row is not None and row.live else None
 
     def holders(self, names: Sequence[str]) -> dict[str, Holder | None]:
-        lent = lent_by_test(self.config.fence_database)
+        lent = test_connection(self.config.fence_database)
         try:
             found = self._run(lambda ledger, used: ledger.look_at(used, names), lent)
         except Error as exc:
@@ -219,7 +219,7 @@ class DatabaseBackend(Backend):
 
     def _look(self, name: str, patience: float | None = None) -> Row | None:
         # What a test recorded within its own transaction is to be seen there alone.
-        lent = lent_by_test(self.config.fence_database)
+        lent = test_connection(self.config.fence_database)
         try:
             return self._run(lambda ledger, used: ledger.look(used, name), lent, patience)
         except Error as exc:

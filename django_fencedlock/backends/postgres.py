@@ -14,7 +14,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig, Problem, location_problems, timeout_problems
-from ..core.identity import Holder, place_in_words
+from ..core.identity import Holder, describe_place
 from ..exceptions import BackendUnavailable
 from ..lease import Lease
 from ..storage.connections import sessions
@@ -186,7 +186,7 @@ class PostgresBackend(TakesSessionLocks):
             holders[name] = (
                 Holder(
                     owner,
-                    place_in_words(*place),
+                    describe_place(*place),
                     self.config.alias,
                     token,
                     acquired_at,

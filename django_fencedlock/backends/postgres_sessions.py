@@ -20,7 +20,7 @@ from ..storage.connections import private
 from ..storage.dialect import LOCK_WAIT
 from ..storage.libpq import Executor
 from ..storage.postgresql import sqlstate
-from ..storage.text import visible
+from ..storage.text import escape_control
 from . import postgres_statements as sql
 from .postgres_threads import is_readable
 
@@ -233,7 +233,7 @@ NAME = "fencedlock"
 def _application_name() -> str:
     # The server keeps 63 bytes.
     pid = str(os.getpid())
-    host = visible(socket.gethostname()).encode("ascii", "replace").decode()
+    host = escape_control(socket.gethostname()).encode("ascii", "replace").decode()
     return f"{NAME} {pid} {host[: 63 - len(NAME) - len(pid) - 2]}"
 
 

@@ -15,7 +15,7 @@ from .. import logs
 from ..conf import AliasConfig, Problem
 from ..core.identity import Holder
 from ..core.runtime import clock, notify
-from ..core.transactions import lent_by_test
+from ..core.transactions import test_connection
 from ..findings import Finding
 from ..lease import Lease
 from ..storage.vendors import Held, Ledger, NameAndOwner
@@ -233,7 +233,7 @@ class RedisBackend(RecordsGrants):
         if had and token is not None:
             # At once: whoever did it looks at the registry next.
             self._pending.append(NameAndOwner(name, owner))
-            self._clear_rows(lent_by_test(self.config.fence_database))
+            self._clear_rows(test_connection(self.config.fence_database))
         return Taken.FREED if had else Taken.NOT_HIS
 
     def tidy(self) -> None:
@@ -282,7 +282,7 @@ class RedisBackend(RecordsGrants):
         found, milliseconds = told
         return Holder(
             owner=found.owner,
-            words=found.words,
+            description=found.words,
             alias=self.config.alias,
             token=found.token or None,
             expires_at=datetime.now(UTC) + timedelta(milliseconds=max(0, milliseconds)),

@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from .. import logs
-from ..core.transactions import open_ones, when_all_ended
+from ..core.transactions import open_connections, when_all_ended
 from ..exceptions import BackendUnavailable
 from ..storage.pending_runs import Former, Open, Parcel, PendingRuns, Place, Turn
 from .messages import number
@@ -116,7 +116,7 @@ class Coalescing:
         """
         lease = self._run.lease
         if lease is not None and lease.put_off:
-            when_all_ended(open_ones(), self._serve)
+            when_all_ended(open_connections(), self._serve)
         else:
             self._serve()
 

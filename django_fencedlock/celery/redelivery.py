@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import Ignore
 from celery.states import READY_STATES
 
-from ..core.identity import Holder, told_id
+from ..core.identity import Holder, shorten_task_id
 from ..exceptions import BackendUnavailable
 from ..storage.message_records import Begun, Message, MessageRecords
 from .messages import DELIVERY, again, number, postpone
@@ -200,7 +200,7 @@ class Redelivery:
         )
 
     def _may_be_the_same(self, holder: Holder) -> bool:
-        return f"[{told_id(str(self._run.request.id))}]" in holder.words
+        return f"[{shorten_task_id(str(self._run.request.id))}]" in holder.description
 
     def _come_later(self, why: str) -> None:
         run = self._run

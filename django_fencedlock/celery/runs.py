@@ -13,7 +13,7 @@ from celery.app.task import Context
 from .. import logs, signals
 from ..backends.base import Request
 from ..core import runtime
-from ..core.identity import Holder, new_owner, running_task, whoami
+from ..core.identity import Holder, current_holder, new_owner, running_task
 from ..core.manager import Service, service
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable, LockNotAcquired
@@ -51,7 +51,7 @@ class Run:
         #: They are another message's, and nothing has converted them as it did with one's own.
         self.is_raw = False
         self.service: Service = service(self.policy.backend)
-        self.who = whoami()
+        self.who = current_holder()
         # Made before the request is sent: a time limit may strike between grant and return.
         self.owner = new_owner(self._task())
         self.lease: Lease | None = None

@@ -11,7 +11,7 @@ from typing import Any
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..core.transactions import is_tests_own
+from ..core.transactions import is_of_test
 
 #: What libpq calls idle, at work, and a transaction that waits for its next statement or its end.
 IDLE, ACTIVE, IN_TRANSACTION = 0, 1, (2, 3)
@@ -60,9 +60,9 @@ def cancel_statements() -> None:
             if connection.vendor != "postgresql" or raw.info.transaction_status != ACTIVE:
                 continue
             # With its connection a test would lose its transaction, and all that is in it.
-            if not (is_tests_own(connection) and _ends(raw)):
+            if not (is_of_test(connection) and _ends(raw)):
                 _cancel(raw)
-                if is_tests_own(connection):
+                if is_of_test(connection):
                     _ends(raw)
 
 

@@ -1,4 +1,4 @@
-"""Which process of which machine this is, and whether another one is gone."""
+"""Which code holds a lock, in which process, and whether that process still exists."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ import select
 import socket
 import sys
 import threading
+import uuid
 import weakref
-from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from asgiref.sync import SyncToAsync
 
-from ..storage.text import visible
+from ..storage.text import escape_control
 from . import runtime
 
-#: The first of all time namespaces. In another one the same process has another start time.
-_FIRST_TIME_NAMESPACE = "time:[4026531834]"
+#: The inode of the initial time namespace. In another one, start times differ.
+_INITIAL_TIME_NAMESPACE = "time:[4026531834]"
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
     """
-    One process, told from all others that ever had its pid.
+    One process, distinct from every other process that ever had its pid.
 
-    What the system doesn't tell is empty, or 0; of such a process nobody knows whether it is gone.
+    What the system doesn't reveal is empty or 0. `is_process_gone()` returns None for those.
     """
 
     boot_id: str = ""
@@ -49,51 +48,60 @@ class Process:
 
     @classmethod
     def read(cls, text: str) -> Process:
-        """What `str()` made of a process; of any other text, one that nothing is known of."""
+        """Parse what `str()` made of a process; return an unknown process for other text."""
         parts = text.split("|")
         if len(parts) != 4 or not (parts[2].isdecimal() and parts[3].isdecimal()):
             return cls()
         return cls(parts[0], parts[1], int(parts[2]), int(parts[3]))
 
 
+class _Here:
+    """This process and the name of its host, read once per process."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+        runtime.forks.register(self)
+
+    def after_fork(self) -> None:
+        self._found: tuple[str, Process] | None = None
+
+    def get(self) -> tuple[str, Process]:
+        if self._found is None:
+            pid = os.getpid()
+            # /proc of another pid namespace shows another process under this pid.
+            started = _start_time("self") if _link("/proc/self") == str(pid) else None
+            boot_id = _read("/proc/sys/kernel/random/boot_id")
+            process = Process(boot_id, _namespaces(), pid, started or 0)
+            self._found = escape_control(socket.gethostname())[:100], process
+        return self._found
+
+
+here = _Here()
+
+
 def this_process() -> Process:
-    return _of_pid(os.getpid())
-
-
-@lru_cache(maxsize=1)
-def _of_pid(pid: int) -> Process:
-    return Process(
-        boot_id=_read("/proc/sys/kernel/random/boot_id"),
-        pid_namespace=_namespaces(),
-        pid=pid,
-        # If it is the /proc of another namespace, our pid is somebody else's there.
-        started=_start_time("self") or 0 if _link("/proc/self") == str(pid) else 0,
-    )
-
-
-# Not left to the pid alone: it may be a forefather's, whom the cache still remembers.
-os.register_at_fork(after_in_child=_of_pid.cache_clear)
+    return here.get()[1]
 
 
 def _namespaces() -> str:
     pids, time = _link("/proc/self/ns/pid"), _link("/proc/self/ns/time")
-    return pids if time in ("", _FIRST_TIME_NAMESPACE) else f"{pids} {time}"
+    return pids if time in ("", _INITIAL_TIME_NAMESPACE) else f"{pids} {time}"
 
 
-def is_gone(boot_id: str, pid_namespace: str, pid: int, started: int) -> bool | None:
+def is_process_gone(process: Process) -> bool | None:
     """
-    Tell whether a process is gone with all its threads; None if that can't be told from here.
+    Return whether a process has ended with all its threads; None if unknown.
 
-    A pid that was used again within the same 10 ms passes for the old process, and so for alive.
+    A pid that was reused within the same 10 ms counts as the old process, and so as alive.
     """
-    here = this_process()
-    if not (here.boot_id and here.pid_namespace and here.started and started):
+    mine = this_process()
+    if not (mine.boot_id and mine.pid_namespace and mine.started and process.started):
         return None
-    if (boot_id, pid_namespace) != (here.boot_id, here.pid_namespace):
+    if (process.boot_id, process.pid_namespace) != (mine.boot_id, mine.pid_namespace):
         return None
     try:
-        with contextlib.closing(PidFd(pid)) as opened:
-            return opened.is_gone(started)
+        with contextlib.closing(PidFd(process.pid)) as opened:
+            return opened.is_gone(process.started)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
@@ -102,10 +110,10 @@ def is_gone(boot_id: str, pid_namespace: str, pid: int, started: int) -> bool | 
 
 class PidFd:
     """
-    A file that stands for one process, whoever gets its pid later.
+    A file descriptor of one process; another process with the same pid doesn't match it.
 
-    Raises `ProcessLookupError` if there is none with this pid, and another `OSError` where the
-    system has no such files.
+    Raises `ProcessLookupError` if no process has this pid, and another `OSError` where the system
+    has no such descriptors.
     """
 
     def __init__(self, pid: int) -> None:
@@ -121,22 +129,22 @@ class PidFd:
         os.close(self._fd)
 
     def is_gone(self, started: int) -> bool | None:
-        """Whether it has ended, or isn't the process that was started then."""
-        # Read after the file was opened: from then on the pid of a living process is its own.
+        """Return whether it has ended, or is a later process with the same pid."""
+        # Read after the descriptor was opened: the pid can't be reused between the two.
         found = _start_time(str(self.pid))
         if found is not None and found != started:
             return True
         if self.has_ended():
             return True
-        # Alive, but /proc shows it to its own user alone: perhaps it isn't the one.
+        # If /proc hides the process from this user, it may be a later one.
         return False if found is not None else None
 
     def has_ended(self) -> bool:
         """
-        Whether the process, with all its threads, has ended.
+        Return whether the process has ended with all its threads.
 
-        Not what ``kill(pid, 0)`` or the state in /proc say: the first takes a zombie for alive,
-        the second takes a process for a zombie whose other threads still run.
+        ``kill(pid, 0)`` counts a zombie as alive; the state in /proc shows a zombie while other
+        threads of the process still run.
         """
         poll = runtime.original("select", "poll")()
         poll.register(self._fd, select.POLLIN)
@@ -144,7 +152,7 @@ class PidFd:
 
 
 def _start_time(pid: str) -> int | None:
-    # Field 22, counted after the command's closing bracket: a command may hold brackets.
+    # Field 22, counted after the last bracket: the command's name may contain brackets.
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return int(fields[19]) if len(fields) > 19 else None
 
@@ -163,14 +171,13 @@ def _link(path: str) -> str:
         return ""
 
 
-#: Name and id of the task that runs in this context, as a task runner sets them.
+#: Name and id of the task that runs in this context, set by a task runner.
 running_task: ContextVar[tuple[str, str]] = ContextVar("fencedlock_task", default=("", ""))
 
 
-# Each lock makes one, and a frozen one takes five times as long to make; nobody changes it.
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Owner:
-    """One holder of one lock: a unique id, and where it runs."""
+    """One acquisition: a unique id, and where its holder runs."""
 
     id: str
     host: str
@@ -187,78 +194,74 @@ class Owner:
         return Process(self.boot_id, self.pid_namespace, self.pid, self.pid_started)
 
     def __str__(self) -> str:
-        return place_in_words(self.host, self.pid, self.thread, self.task_name, self.task_id)
+        return describe_place(self.host, self.pid, self.thread, self.task_name, self.task_id)
 
 
-def place_in_words(host: str, pid: int, thread: str, task_name: str, task_id: str) -> str:
-    """Where an owner runs, for people to read."""
+def describe_place(host: str, pid: int, thread: str, task_name: str, task_id: str) -> str:
+    """Describe where a holder runs, for people."""
     place = f"{host}, pid {pid}"
     if task_name:
-        told = f"[{task_id}]" if task_id else ""
-        return visible(f"task {task_name}{told} on {place}")
-    return visible(f"{place}, thread {thread}" if thread else place)
+        place = f"task {task_name}{f'[{task_id}]' if task_id else ''} on {place}"
+    elif thread:
+        place = f"{place}, thread {thread}"
+    return escape_control(place)
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has a lock, as the lock service tells it."""
+    """The holder of a lock, as the lock service describes it."""
 
     owner: str
-    words: str
+    description: str
     alias: str
     token: int | None = None
     acquired_at: datetime | None = None
     expires_at: datetime | None = None
-    #: The server process of the session that has the lock, where a lock lives on a session.
+    #: The server process of the session that holds the lock, if a session holds it.
     session_pid: int | None = None
 
     def __str__(self) -> str:
-        # As another process wrote them, of whatever release: nothing in them is to forge a log.
-        return visible(self.words or f"owner {self.owner}")
+        # Written by another process: it must not forge log lines.
+        return escape_control(self.description or f"owner {self.owner}")
 
 
 def new_owner(task: tuple[str, str] | None = None) -> Owner:
-    """Make an owner that nobody was before; `task` is what `running_task` would say of it."""
+    """Make a new owner; `task` replaces `running_task`."""
     task_name, task_id = task or running_task.get()
-    # A uuid of random bits, at a quarter of what `uuid.uuid4()` takes.
-    bits = os.urandom(16).hex()
+    host, process = here.get()
     return Owner(
-        f"{bits[:12]}4{bits[13:16]}8{bits[17:]}",
-        *_place(os.getpid()),
-        visible(threading.current_thread().name)[:100],
-        visible(task_name)[:200],
-        told_id(task_id),
+        uuid.uuid4().hex,
+        host,
+        process.boot_id,
+        process.pid_namespace,
+        process.pid,
+        process.started,
+        escape_control(threading.current_thread().name)[:100],
+        escape_control(task_name)[:200],
+        shorten_task_id(task_id),
     )
 
 
-def told_id(task_id: str) -> str:
-    """A task's id as its owner tells it: whoever sends a message may choose any."""
-    return visible(task_id)[:100]
-
-
-@lru_cache(maxsize=1)
-def _place(pid: int) -> tuple[str, str, str, int, int]:
-    # Keyed by the pid, so that a child after fork asks again.
-    process = this_process()
-    host = visible(socket.gethostname())[:100]
-    return host, process.boot_id, process.pid_namespace, pid, process.started
+def shorten_task_id(task_id: str) -> str:
+    """Return a task's id as its owner has it. The sender of a message may choose any."""
+    return escape_control(task_id)[:100]
 
 
 class LocalHolder:
-    """What holds locks in this process: a task, a greenlet, a thread, or one call in a thread."""
+    """A holder in this process: a task, a greenlet, a thread, or one call in a thread."""
 
     __slots__ = ("__weakref__", "_ended", "_runs_in", "leases", "may_be_call")
 
     def __init__(self, runs_in: object = None, may_be_call: bool = False) -> None:
         self._runs_in = None if runs_in is None else weakref.ref(runs_in)
         self._ended = False
-        #: It may be a call of ``asyncio.to_thread()``, whose end is noticed a moment too late.
+        #: It may be a call of ``asyncio.to_thread()``, whose end is noticed a moment late.
         self.may_be_call = may_be_call
-        #: By lock service and lock name. The leases of a holder that is gone go with it.
+        #: Leases by lock service and lock name, freed with the holder.
         self.leases: dict[tuple[object, str], Any] = {}
 
     def runs_in(self, place: object) -> bool:
-        """Whether this is the holder of a task, a greenlet or a thread."""
+        """Return whether this is the holder of a task, a greenlet or a thread."""
         return self._runs_in is not None and self._runs_in() is place
 
     def is_task(self) -> bool:
@@ -268,25 +271,25 @@ class LocalHolder:
         self._ended = True
 
     def has_ended(self) -> bool:
-        """Whether none of its code can run any more."""
+        """Return whether none of its code can run any more."""
         if self._ended or self._runs_in is None:
             return self._ended
         place = self._runs_in()
         if isinstance(place, asyncio.Future):
             return place.done()
-        # A greenlet knows whether it is dead.
+        # A greenlet has an attribute `dead`.
         return place is None or bool(getattr(place, "dead", False))
 
 
 class _Key:
-    """Stands for a thread and ends with it. The system uses a thread's ident again."""
+    """Ends with its thread. The system reuses a thread's ident."""
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.key = _Key()
-        #: In the main thread alone, where asyncio.to_thread() runs no call: a copied context makes
-        #: no other holder there.
+        #: Of the main thread alone. asyncio.to_thread() runs no call there, so a copied context
+        #: is no other holder.
         self.holder: LocalHolder | None = None
         if threading.current_thread() is threading.main_thread():
             self.holder = LocalHolder(self.key)
@@ -298,19 +301,18 @@ _thread = _Thread()
 _tasks: WeakKeyDictionary[asyncio.Task[Any], LocalHolder] = WeakKeyDictionary()
 _greenlets: WeakKeyDictionary[object, LocalHolder] = WeakKeyDictionary()
 #: The holder of another thread. A context variable, since each call of ``asyncio.to_thread()`` has
-#: a context of its own, and shares its thread with others.
+#: a context of its own, but shares its thread with other calls.
 _holder: ContextVar[LocalHolder | None] = ContextVar("fencedlock_holder", default=None)
 
 
-def whoami() -> LocalHolder:
+def current_holder() -> LocalHolder:
     """
     Return the holder that runs this code.
 
     It is the asyncio task, else the call of ``sync_to_async`` or ``asyncio.to_thread``, else the
     greenlet, else the thread. A child task and a thread with a copied context are other holders.
     """
-    # Not get_running_loop(), which raises where there is none, as nearly always.
-    if running_loop() is not None and (task := asyncio.current_task()) is not None:
+    if (task := _running_task()) is not None:
         return _tasks.get(task) or _tasks.setdefault(task, LocalHolder(task))
     if _thread.call is not None:
         return _thread.call
@@ -325,18 +327,25 @@ def whoami() -> LocalHolder:
     return holder
 
 
+def _running_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # No event loop runs in this thread.
+        return None
+
+
 def is_in_call() -> bool:
-    """Whether a call of ``sync_to_async`` runs this code."""
-    return running_loop() is None and _thread.call is not None
+    """Return whether a call of ``sync_to_async`` runs this code."""
+    return _thread.call is not None and _running_task() is None
 
 
 def running_greenlet() -> object | None:
-    """The greenlet that runs this code; None if it is the thread itself."""
+    """Return the greenlet that runs this code; None if it is the thread itself."""
     greenlet = sys.modules.get("greenlet")
     if greenlet is None:
         return None
     current = greenlet.getcurrent()
-    # The main greenlet is the thread itself.
+    # The main greenlet has no parent.
     return current if current.parent is not None else None
 
 
@@ -354,6 +363,6 @@ def _mark_calls(handler: Callable[..., Any]) -> Callable[..., Any]:
     return thread_handler
 
 
-# asgiref has no public hook for the beginning and the end of a call in a thread. Without it, all
-# calls of the one thread that Django shares among tasks are one holder, and get the same lease.
+# asgiref has no public hook for the beginning and the end of a call in a thread. Without one, all
+# calls in the thread that Django shares among tasks would be one holder, with one lease.
 SyncToAsync.thread_handler = _mark_calls(SyncToAsync.thread_handler)  # type: ignore[method-assign]

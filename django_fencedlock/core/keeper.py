@@ -75,7 +75,6 @@ class Keeper:
     def forget_after_fork(self) -> None:
         """Keep nothing of the parent's; the threads stayed there."""
         self._reset()
-        self._registry.forget_after_fork()
 
     def keep(self, lease: Lease) -> None:
         """Renew `lease` from now on."""

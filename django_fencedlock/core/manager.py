@@ -38,7 +38,7 @@ from ..storage.unfenced import rows as unfenced_rows
 from ..storage.vendors import Ledger, Row, ledger_for
 from . import aio, runtime, transactions
 from .acquiring import TakesLeases
-from .identity import Holder, LocalHolder, is_in_call, whoami
+from .identity import Holder, LocalHolder, current_holder, is_in_call
 from .keeper import REFUSED, Keeper
 from .runtime import clock
 
@@ -86,13 +86,13 @@ class Service(TakesLeases):
             since: When the caller began to wait, on the local clock; without it, now.
             tells: Whether a refusal is logged and sent as a signal: not if the caller tries again.
         """
-        who = who or whoami()
+        who = who or current_holder()
         if lease := self.enter_again(request, who):
             return lease
         self._refuse_to_wait_for_caller(request, who)
         started = clock()
         home = connections[self.config.fence_database]
-        if transactions.is_tests_own(home):
+        if transactions.is_of_test(home):
             request.connection = home
             self._refuse_as_in_production(request, home)
         else:
@@ -214,7 +214,7 @@ class Service(TakesLeases):
 
     def leave_again(self, request: Request) -> None:
         """Undo the entering again of one who was struck, and won't leave: if it was the last."""
-        lease = self.lease_of(request.name, whoami())
+        lease = self.lease_of(request.name, current_holder())
         if lease is not None and lease.entered_by is request:
             lease.entries, lease.entered_by = lease.entries - 1, None
 
@@ -271,7 +271,7 @@ class Service(TakesLeases):
         return pinned_atomic(lease, using)
 
     def release(self, lease: Lease, who: LocalHolder | None = None) -> bool:
-        if lease.who is not (who or whoami()):
+        if lease.who is not (who or current_holder()):
             if not lease.wait_until_left():
                 raise NotTheHolder(
                     f"Lock {lease.name!r} was acquired by another thread, greenlet or task. Only "
@@ -283,7 +283,7 @@ class Service(TakesLeases):
         lease.entries = max(0, lease.entries - 1)
         if lease.entries > 0:
             return True
-        open_now = [] if lease.lent else transactions.open_ones()
+        open_now = [] if lease.lent else transactions.open_connections()
         if open_now:
             self._put_off(lease, open_now)
             return True
@@ -365,17 +365,17 @@ class Service(TakesLeases):
 
     async def arelease(self, lease: Lease, who: LocalHolder | None = None) -> bool:
         """See release()."""
-        who = who or whoami()
+        who = who or current_holder()
         if lease.lent:
             return await sync_to_async(self.release)(lease, who)
         return await aio.run(aio.RELEASE, self.config.alias, self.release, lease, who)
 
     def _is_lent(self) -> bool:
-        return transactions.lent_by_test(self.config.fence_database) is not None
+        return transactions.test_connection(self.config.fence_database) is not None
 
     def drop_all(self) -> None:
         """Release whatever is held, as far as possible. For the end of a test."""
-        mine = [lease for lease in whoami().leases.values() if lease._control is self]
+        mine = [lease for lease in current_holder().leases.values() if lease._control is self]
         for lease in {*mine, *self.keeper.leases()}:
             self._forget(lease)
             if not lease.is_open():
@@ -415,7 +415,7 @@ class Service(TakesLeases):
     def _pinned(self, name: str) -> str | None:
         """Tell of an open transaction that keeps a grant from being recorded."""
         using = self.config.fence_database
-        if transactions.lent_by_test(using) is not None:
+        if transactions.test_connection(using) is not None:
             return None  # From outside, the test's own transaction would seem to be in the way.
 
         def look(private: BaseDatabaseWrapper) -> tuple[Ledger, str | None, Row | None]:
@@ -495,7 +495,7 @@ def give_back_left_over(since: float) -> None:
     An exception that is thrown into a block as it begins or ends may skip the release of its lock.
     The lease would then be renewed as long as the process lives.
     """
-    who = whoami()
+    who = current_holder()
     for lease in list(who.leases.values()):
         if lease.granted_at < since or lease.put_off or not lease.is_open():
             continue

@@ -1,4 +1,4 @@
-"""Lock names: what is a valid one, and how a template makes one of a call's arguments."""
+"""Lock names: which are valid, and templates that make them from arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = (str, int, Decimal, UUID, date, datetime, time, Enum)
 
 
 def validate(name: object) -> str:
-    """Return `name` if every backend and database can tell it from every other name."""
+    """Return `name` if every backend and database can store and compare it exactly."""
     if not isinstance(name, str):
         raise TypeError(f"A lock name is a str, not {type(name).__name__}: {name!r}.")
     if not name:
@@ -37,17 +37,17 @@ def validate(name: object) -> str:
     return name
 
 
-def plain(value: Any, form: str = "") -> str:
-    """The text of a value in a name, if it is the same in every process."""
-    _be_plain(value)
+def format_value(value: Any, spec: str = "") -> str:
+    """Return the text of a value in a name. It must be the same in every process."""
+    _require_plain(value)
     if isinstance(value, Enum):
-        return plain(value.value, form)
-    if form:
-        _be_short(value, form)
-    return format(value, form)
+        return format_value(value.value, spec)
+    if spec:
+        _require_short(value, spec)
+    return format(value, spec)
 
 
-def _be_plain(value: Any) -> None:
+def _require_plain(value: Any) -> None:
     if not isinstance(value, _PLAIN):
         raise TypeError(
             f"A lock name can't be made of {value!r}: the text of a {type(value).__name__} "
@@ -55,122 +55,88 @@ def _be_plain(value: Any) -> None:
         )
 
 
-def _be_short(value: Any, form: str) -> None:
-    """Refuse a text beyond any name's length before it is made: it may be as long as memory."""
-    longest = max([0, *(int(digits[:10]) for digits in re.findall(r"\d+", form))])
+def _require_short(value: Any, spec: str) -> None:
+    """Reject a format before it fills the memory: its width may be any number."""
+    longest = max([0, *(int(digits[:10]) for digits in re.findall(r"\d+", spec))])
     if isinstance(value, Decimal) and value.is_finite():
         longest = max(longest, abs(value.adjusted()))
     if longest > MAX_LENGTH:
         raise ValueError(
-            f"A lock name can't be made by the format {form[:40]!r} of a {type(value).__name__}: "
+            f"A lock name can't be made by the format {spec[:40]!r} of a {type(value).__name__}: "
             f"its text would have more than {MAX_LENGTH} characters."
         )
 
 
 class Template:
-    """A lock name with the parameters of a function in braces, as in ``"invoice:{pk}"``."""
+    """A lock name with parameters of a function in braces, such as ``"invoice:{pk}"``."""
 
     def __init__(self, text: str, function: Callable[..., Any]) -> None:
         self.text = text
         self._parameters = Parameters(function)
-        self._where = getattr(function, "__qualname__", repr(function))
         self._check()
-        self._parts = _simple_parts(text)
 
     def _check(self) -> None:
         known = self._parameters.signature.parameters
         try:
             fields = list(_fields(self.text))
         except ValueError as exc:
-            raise ValueError(f"Lock name {self.text!r} is no template: {exc}.") from exc
+            raise ValueError(f"Lock name {self.text!r} isn't a valid template: {exc}.") from exc
         for field in fields:
-            first = re.split(r"[.\[]", field)[0]
-            if first not in known:
+            if re.split(r"[.\[]", field)[0] not in known:
                 raise TypeError(
-                    f"Lock name {self.text!r} names {{{field}}}, which is no parameter of "
-                    f"{self._where}(); it has {', '.join(known) or 'none'}."
+                    f"Lock name {self.text!r} names {{{field}}}, which isn't a parameter of "
+                    f"{self._parameters.function}(). Its parameters: {', '.join(known) or 'none'}."
                 )
             if "._" in field:
                 raise TypeError(
-                    f"Lock name {self.text!r} names {{{field}}}: what begins with an underscore is "
-                    "nobody else's business. Name a public part of the argument."
+                    f"Lock name {self.text!r} names {{{field}}}, a private attribute. Name a "
+                    "public part of the argument."
                 )
         validate(self.text)
 
     def render(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Make the name for one call; defaults apply, so that ``f(1)`` and ``f(a=1)`` are one."""
+        """Return the name for one call. Defaults apply: ``f(1)`` and ``f(a=1)`` have one name."""
         return self.fill(self._parameters.bind(args, kwargs))
 
     def fill(self, arguments: Mapping[str, Any]) -> str:
-        """Make the name for arguments that are bound to their parameters."""
-        if self._parts is not None:
-            made = [
-                literal if field is None else literal + plain(arguments[field], form)
-                for literal, field, form in self._parts
-            ]
-            return validate("".join(made))
+        """Return the name for bound arguments."""
         return validate(_PlainFormatter().vformat(self.text, (), arguments))
 
 
 class Parameters:
-    """Binds the arguments of calls to a function's parameters, defaults among them."""
+    """Binds the arguments of calls to a function's parameters, including defaults."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = getattr(function, "__qualname__", repr(function))
         self.signature = inspect.signature(function)
-        self._where = getattr(function, "__qualname__", repr(function))
-        known = self.signature.parameters.values()
-        # What most functions have: whatever may be given by its place or by its name.
-        simple = all(each.kind is each.POSITIONAL_OR_KEYWORD for each in known)
-        self._names = tuple(each.name for each in known) if simple else None
-        self._defaults = {
-            each.name: each.default for each in known if each.default is not each.empty
-        }
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Bind the arguments of one call, in the order of the parameters."""
-        if self._names is not None and len(args) <= len(self._names):
-            rest = self._names[len(args) :]
-            named = {**self._defaults, **kwargs}
-            if kwargs.keys() <= set(rest) <= named.keys():
-                found = dict(zip(self._names, args, strict=False))
-                found.update((name, named[name]) for name in rest)
-                return found
-        # Slow, and knows what is wrong.
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as exc:
-            raise TypeError(f"{self._where}(): {exc}") from None
+            raise TypeError(f"{self.function}(): {exc}") from None
         bound.apply_defaults()
         return dict(bound.arguments)
 
 
 def _fields(text: str) -> Iterator[str]:
-    """What a template names, in its formats as well."""
-    for _, field, form, _ in Formatter().parse(text):
+    """Yield what a template names, in its formats as well."""
+    for _, field, spec, _ in Formatter().parse(text):
         if field is not None:
             yield field
-            yield from _fields(form or "")
-
-
-def _simple_parts(text: str) -> list[tuple[str, str | None, str]] | None:
-    """The parts of a template that has nothing but parameters in braces; None for any other."""
-    parts = list(Formatter().parse(text))
-    simple = all(
-        field is None or (field.isidentifier() and not conversion and "{" not in (form or ""))
-        for _, field, form, conversion in parts
-    )
-    return [(literal, field, form or "") for literal, field, form, _ in parts] if simple else None
+            yield from _fields(spec or "")
 
 
 class _PlainFormatter(Formatter):
-    """Formats values whose text is the same in every process, and no others."""
+    """Formats only values whose text is the same in every process."""
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         if conversion is not None:
-            # A conversion makes a text of anything.
-            _be_plain(value)
+            # A conversion makes a text of any object.
+            _require_plain(value)
             value = value.value if isinstance(value, Enum) else value
         return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        return plain(value, format_spec)
+        return format_value(value, format_spec)

@@ -1,4 +1,4 @@
-"""Real threads of the system, also where gevent put greenlets in their place."""
+"""Threads, forks and time limits, below whatever greenlets replace in the standard library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import time
 from _queue import Empty, SimpleQueue
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from django.db import close_old_connections
 
@@ -25,53 +26,111 @@ __all__ = [
     "Worker",
     "allocate_lock",
     "clock",
+    "forks",
     "is_patched",
     "original",
     "start",
 ]
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
-#: Seconds for which a worker's thread waits for another job before it ends.
-LINGER = 10.0
+#: Seconds without a job after which a worker's thread ends.
+IDLE_SECONDS = 10.0
+#: Seconds that the interpreter's exit waits for the notifier.
+EXIT_TIMEOUT = 2.0
+#: Limit of queued notifications; with more, renewals aren't reported.
+MAX_QUEUED = 1000
 
-# SimpleQueue above is the C type itself: what waits on it waits in the system, whatever is patched.
+# SimpleQueue is the C type itself: gevent doesn't patch it, so it blocks the real thread.
 
 
 def _boot_time() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-#: Seconds on a clock that no one sets. Where there is one, it counts a suspended machine's sleep,
-#: which ``time.monotonic()`` leaves out on Linux: a lease goes on ageing while its holder sleeps.
+#: Seconds on a monotonic clock. On Linux it includes the time that a machine was suspended, which
+#: ``time.monotonic()`` leaves out: leases expire while their holder is suspended.
 clock: Callable[[], float] = _boot_time if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
+
+
+def is_patched(module: str) -> bool:
+    """Return whether gevent patched a module of the standard library."""
+    gevent: Any = sys.modules.get("gevent.monkey")
+    return bool(gevent and gevent.is_module_patched(module))
+
+
+def original(module: str, name: str) -> Any:
+    """Return an attribute of a module of the standard library as it was before patching."""
+    if is_patched(module):
+        return sys.modules["gevent.monkey"].get_original(module, name)
+    return getattr(sys.modules.get(module) or importlib.import_module(module), name)
+
+
+#: Makes a lock that blocks the real thread. Hold it for microseconds only.
+allocate_lock = original("_thread", "allocate_lock")
 
 
 def start(target: Callable[[], object]) -> None:
     """
-    Run `target` in a daemon thread that no hub of greenlets can starve.
+    Run `target` in a real daemon thread.
 
-    A greenlet for a thread would only beat while the others leave it room: never, while one of
-    them computes or sits in a blocking call.
+    A greenlet would stop renewing leases while another greenlet computes or blocks.
     """
     original("_thread", "start_new_thread")(target, ())
 
 
+class Forks:
+    """
+    Calls registered objects when the process forks, each in the order of registration.
+
+    In a child, it calls their ``after_fork()``. In the parent it calls ``before_fork()`` and
+    ``after_fork_in_parent()`` of objects that have them. Objects are referred to weakly.
+    """
+
+    def __init__(self) -> None:
+        self._objects: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        os.register_at_fork(
+            before=partial(self._call, "before_fork"),
+            after_in_parent=partial(self._call, "after_fork_in_parent"),
+            after_in_child=partial(self._call, "after_fork"),
+        )
+
+    def register(self, listener: T) -> T:
+        """Call the methods of `listener` at each fork from now on. Return it."""
+        self._objects[listener] = None
+        return listener
+
+    def _call(self, method: str) -> None:
+        for each in list(self._objects):
+            try:
+                getattr(each, method, _do_nothing)()
+            except Exception:
+                # os.register_at_fork() would skip all that follow.
+                logger.exception("%s() of %r failed", method, each)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+forks = Forks()
+
+
 class Worker:
-    """Does jobs in order in a daemon thread, which ends when it has none for a while."""
+    """Runs jobs in order in a daemon thread, which ends when it is idle."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._reset()
+        self.after_fork()
+        forks.register(self)
 
-    def _reset(self) -> None:
+    def after_fork(self) -> None:
+        """Drop the jobs: the parent's thread runs them."""
         self._lock = allocate_lock()
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._runs = False
-
-    def forget_after_fork(self) -> None:
-        """Keep nothing of the parent's; its thread does the jobs there."""
-        self._reset()
 
     @property
     def waiting(self) -> int:
@@ -79,18 +138,18 @@ class Worker:
         return self._jobs.qsize()
 
     def put(self, job: Callable[[], object]) -> None:
-        """Have `job` done. Without a thread to be had it is done after a later call."""
-        # In this order: a thread that is about to end looks for jobs after it has cleared the flag.
+        """Queue `job`. If no thread can be started, it runs after a later call."""
+        # Before the flag is read: a thread that ends looks for jobs after it cleared the flag.
         self._jobs.put(job)
         if not self._runs:
-            # A thread can't be started where there are too many, or at the interpreter's end.
+            # RuntimeError: too many threads, or the interpreter exits.
             with self._lock, contextlib.suppress(RuntimeError):
                 if not self._runs:
                     start(self._run)
                     self._runs = True
 
     def finish(self, seconds: float) -> None:
-        """Wait until the jobs that were put are done, for some seconds at most."""
+        """Wait until the queued jobs are done, at most `seconds`."""
         if self._runs:
             done = allocate_lock()
             done.acquire()
@@ -101,17 +160,17 @@ class Worker:
         threading.current_thread().name = self._name
         while True:
             try:
-                job = self._jobs.get(timeout=LINGER)
+                job = self._jobs.get(timeout=IDLE_SECONDS)
             except Empty:
                 if self._may_end():
                     return
                 continue
             try:
                 job()
-            # Nor does the user's sys.exit() end the thread: nothing would start another.
+            # A callback's sys.exit() must not end the thread: nothing would start another.
             except BaseException:
                 logger.exception("A job of thread %r failed", self._name)
-            # A lease that it refers to wouldn't be released by itself until the next job.
+            # Else an abandoned lease that the job refers to is released only after the next job.
             del job
 
     def _may_end(self) -> bool:
@@ -121,32 +180,15 @@ class Worker:
             return not self._runs
 
 
-def is_patched(module: str) -> bool:
-    """Whether greenlets took the place of what a module of the standard library has."""
-    gevent: Any = sys.modules.get("gevent.monkey")
-    return bool(gevent and gevent.is_module_patched(module))
-
-
-def original(module: str, name: str) -> Any:
-    """What a module of the standard library has, without greenlets."""
-    if is_patched(module):
-        return sys.modules["gevent.monkey"].get_original(module, name)
-    return getattr(sys.modules.get(module) or importlib.import_module(module), name)
-
-
-#: Makes a lock that knows nothing of greenlets: to be held for moments only.
-allocate_lock = original("_thread", "allocate_lock")
-
-
 class Watchdog:
-    """One thread that calls back for each block that outlives its limit."""
+    """One thread that calls a function for each block that exceeds its time limit."""
 
     def __init__(self) -> None:
-        self._reset()
-        os.register_at_fork(after_in_child=self._reset)
+        self.after_fork()
+        forks.register(self)
 
-    def _reset(self) -> None:
-        # One that a thread may take twice: what the garbage collector calls within may lock, too.
+    def after_fork(self) -> None:
+        # Reentrant: a finalizer that the garbage collector runs inside may set a limit, too.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._ids = itertools.count()
@@ -155,40 +197,38 @@ class Watchdog:
         self._runs = False
 
     @contextlib.contextmanager
-    def limit(self, seconds: float, bite: Callable[[], object]) -> Iterator[None]:
-        """Call `bite` from another thread if the block isn't left within `seconds`."""
-        watch = self.begin(seconds, bite)
+    def limit(self, seconds: float, on_timeout: Callable[[], object]) -> Iterator[None]:
+        """Call `on_timeout` from another thread if the block takes longer than `seconds`."""
+        watch = self.begin(seconds, on_timeout)
         try:
             yield
         finally:
             self.end(watch)
 
-    def begin(self, seconds: float, bite: Callable[[], object]) -> int:
-        """Call `bite` from another thread unless `end()` is called within `seconds`."""
+    def begin(self, seconds: float, on_timeout: Callable[[], object]) -> int:
+        """Call `on_timeout` from another thread unless `end()` is called within `seconds`."""
         watch = next(self._ids)
         deadline = clock() + seconds
         with self._lock:
             if not self._runs:
                 threading.Thread(target=self._run, name="fencedlock-watchdog", daemon=True).start()
-                # Not before: where there are too many threads, the next statement tries again.
+                # Only now: if there are too many threads, the next statement tries again.
                 self._runs = True
-            self._watched[watch] = (deadline, bite)
-            # When it wakes the thread alone says: it may be this one, which isn't asleep yet.
+            self._watched[watch] = (deadline, on_timeout)
+            # Only the thread sets _wakes_at: this may be a finalizer inside that very thread.
             if deadline < self._wakes_at:
                 self._changed.notify()
         return watch
 
     def end(self, watch: int) -> None:
-        """Don't call any more what `begin()` was given."""
-        # Under the lock: a bite that has begun is over before this returns, so it never hits a
-        # connection that was handed on.
+        """Remove a time limit. Its function is not running when this returns."""
         with self._lock:
             self._watched.pop(watch, None)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._bite_those_overdue()
+                self._call_overdue()
                 self._wakes_at = math.inf
                 for deadline, _ in self._watched.copy().values():
                     if deadline < self._wakes_at:
@@ -196,54 +236,46 @@ class Watchdog:
                 wait = self._wakes_at - clock()
                 self._changed.wait(None if math.isinf(wait) else max(0.0, wait))
 
-    # Copies are looked through: what the garbage collector calls meanwhile, in this very thread,
-    # may begin or end a watch.
-    def _bite_those_overdue(self) -> None:
+    # Both loops go over a copy: a finalizer in this thread may add or remove a watch.
+    def _call_overdue(self) -> None:
         now = clock()
-        for watch, (deadline, bite) in self._watched.copy().items():
+        for watch, (deadline, on_timeout) in self._watched.copy().items():
             if deadline <= now and watch in self._watched:
                 del self._watched[watch]
-                bite()
+                on_timeout()
 
 
 watchdog = Watchdog()
 
 
 def cut(fileno: int) -> None:
-    """Shut a socket down under its driver, which then gets an error instead of waiting on."""
+    """Shut a socket down, so that the driver that waits for it gets an error."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fileno)) as twin:
         twin.shutdown(socket.SHUT_RDWR)
 
 
-#: Batches of renewals wait here while a receiver is slow; those beyond it aren't reported.
-MOST_RENEWALS = 1000
-#: Seconds that the end of the interpreter waits for code that is due to run.
-AT_EXIT = 2.0
-
+#: Runs the user's code: callbacks, signal receivers, log handlers.
 worker = Worker("fencedlock-notifier")
 
 
 def notify(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Call `function` from the notifier's thread, after what it was given before."""
+    """Call `function` from the notifier's thread."""
     worker.put(partial(_call, partial(function, *args, **kwargs)))
 
 
 def is_behind() -> bool:
-    """Whether so much is due to run that renewals aren't worth a report."""
-    return worker.waiting > MOST_RENEWALS
+    """Return whether too many notifications wait to report renewals as well."""
+    return worker.waiting > MAX_QUEUED
 
 
 def finish() -> None:
-    """Wait a moment for what is due to run, at the interpreter's exit."""
-    worker.finish(AT_EXIT)
+    """Wait for the notifier, at the interpreter's exit."""
+    worker.finish(EXIT_TIMEOUT)
 
 
 def _call(function: Callable[[], object]) -> None:
     try:
         function()
     finally:
-        # What a receiver opened. No request ends in this thread.
+        # No request ends in this thread.
         close_old_connections()
-
-
-os.register_at_fork(after_in_child=worker.forget_after_fork)

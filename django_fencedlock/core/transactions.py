@@ -1,4 +1,4 @@
-"""The caller's own transactions: which are open, and what is done when they end."""
+"""The caller's open transactions, and what runs when they end."""
 
 from __future__ import annotations
 
@@ -12,56 +12,54 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 logger = logging.getLogger(__name__)
 
 
-def lent_by_test(using: str) -> BaseDatabaseWrapper | None:
+def test_connection(using: str) -> BaseDatabaseWrapper | None:
     """
-    The caller's connection, if a ``TestCase`` wraps it in a transaction that is never committed.
+    Return the caller's connection if a ``TestCase`` wraps it in a transaction.
 
-    Only there are the test's tables and rows to be seen, and nothing may outlive the test.
+    Other connections don't see the test's rows, and their writes would outlive the test.
     """
     connection = connections[using]
-    return connection if is_tests_own(connection) else None
+    return connection if is_of_test(connection) else None
 
 
-def test_has_ended(connection: BaseDatabaseWrapper) -> Callable[[], bool]:
-    """Tells whether the test whose transaction is the innermost now has ended."""
-    block = [each for each in connection.atomic_blocks if each._from_testcase][-1]  # type: ignore[attr-defined]
-    return lambda: block not in connection.atomic_blocks
-
-
-def in_transaction(using: str) -> bool:
-    """Whether the caller has a transaction of his own open on database `using`."""
-    return is_open(connections[using])
-
-
-def is_open(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the caller has a transaction of his own open on one of his connections."""
-    return connection.in_atomic_block and not is_tests_own(connection)
-
-
-def open_ones() -> list[BaseDatabaseWrapper]:
-    """The caller's connections that have a transaction of his own open."""
-    return [
-        connection for connection in connections.all(initialized_only=True) if is_open(connection)
-    ]
-
-
-def is_tests_own(connection: BaseDatabaseWrapper) -> bool:
-    """Whether a ``TestCase`` has wrapped the connection in a transaction that it rolls back."""
+def is_of_test(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether a ``TestCase`` wraps the connection in a transaction."""
     blocks = connection.atomic_blocks
     return bool(blocks) and bool(blocks[0]._from_testcase)  # type: ignore[attr-defined]
 
 
+def test_has_ended(connection: BaseDatabaseWrapper) -> Callable[[], bool]:
+    """Return a function that says whether the present test's transaction has ended."""
+    block = [each for each in connection.atomic_blocks if each._from_testcase][-1]  # type: ignore[attr-defined]
+    return lambda: block not in connection.atomic_blocks
+
+
 def has_own_block(connection: BaseDatabaseWrapper) -> bool:
-    """Whether code under test has an ``atomic()`` of its own open inside a ``TestCase``'s."""
+    """Return whether the code under test opened an ``atomic()`` of its own."""
     return any(not block._from_testcase for block in connection.atomic_blocks)  # type: ignore[attr-defined]
 
 
+def is_open(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether a connection has an open transaction, other than a test's."""
+    return connection.in_atomic_block and not is_of_test(connection)
+
+
+def in_transaction(using: str) -> bool:
+    """Return whether the caller has an open transaction on database `using`."""
+    return is_open(connections[using])
+
+
+def open_connections() -> list[BaseDatabaseWrapper]:
+    """Return the caller's connections with an open transaction."""
+    return [each for each in connections.all(initialized_only=True) if is_open(each)]
+
+
 def when_all_ended(open_now: Sequence[BaseDatabaseWrapper], callback: Callable[[], object]) -> None:
-    """Call `callback` once, when the last of the transactions was committed or rolled back."""
+    """Call `callback` once, when the last of these transactions is committed or rolled back."""
     ending = _Ending(len(open_now), callback)
     for connection in open_now:
-        # on_commit() would tie the hook to the savepoint that happens to be open, and Django has
-        # no hook for a rollback: but that drops this list, and with it the only reference.
+        # on_commit() would bind the hook to the innermost savepoint. Django has no hook for a
+        # rollback, but drops this list then, and with it the only reference to the hook.
         connection.run_on_commit.append((set(), _Hook(ending), True))  # type: ignore[arg-type]
 
 
@@ -79,8 +77,8 @@ class _Ending:
             try:
                 self._callback()
             except Exception:
-                # Raised into a commit or a rollback it would help nobody.
-                logger.exception("What was put off to the end of a transaction failed")
+                # It would replace the result of the user's commit or rollback.
+                logger.exception("A callback at the end of a transaction failed")
 
 
 class _Hook:

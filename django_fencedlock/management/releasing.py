@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from ..exceptions import FencedLockError
 from ..ops.force_release import HeldBy, Release, end_of_session, force_release, held_by
-from ..storage.text import visible
+from ..storage.text import escape_control
 
 
 class Refused(Exception):
@@ -61,7 +61,7 @@ def confirm(found: HeldBy, say: Callable[[str], object], stdin: TextIO | None = 
     """Tell what will happen, and ask; raises `Refused`."""
     stdin = stdin or sys.stdin
     for line in about(found):
-        say(visible(line))
+        say(escape_control(line))
     if not stdin.isatty():
         raise Refused("There is no terminal to ask at, so nothing was done. Say it with --yes")
     say("Release it by force? [y/N]")
@@ -74,7 +74,7 @@ def release(found: HeldBy, by: str, owner: str | None) -> Release:
     return force_release(found.name, by=by, backend=found.alias, owner=owner or found.owner)
 
 
-def whoami() -> str:
+def current_holder() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):

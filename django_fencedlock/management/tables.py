@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
-from ..storage.text import visible
+from ..storage.text import escape_control
 
 #: Makes a text coloured.
 Paint = Callable[[str], str]
@@ -19,7 +19,7 @@ def table(
 ) -> list[str]:
     """Align columns; `paint` gives the colour of a cell by its column and its text."""
     # A lock name may hold anything: nothing of it may move the cursor or colour the terminal.
-    head, *rows = [[visible(cell) for cell in row] for row in (head, *rows)]
+    head, *rows = [[escape_control(cell) for cell in row] for row in (head, *rows)]
     widths = [max(map(_width, column)) for column in zip_longest(head, *rows, fillvalue="")]
 
     def line(cells: Sequence[str]) -> str:

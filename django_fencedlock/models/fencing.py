@@ -436,4 +436,4 @@ def _text(field: Any, value: Any, form: str) -> str:
             value = timezone.make_aware(value)
         if timezone.is_aware(value):
             value = value.astimezone(UTC)
-    return names.plain(value, form)
+    return names.format_value(value, form)

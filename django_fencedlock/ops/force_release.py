@@ -20,12 +20,12 @@ from ..core import names
 from ..core.identity import Holder
 from ..core.manager import Service, service
 from ..core.runtime import clock
-from ..core.transactions import lent_by_test
+from ..core.transactions import test_connection
 from ..exceptions import BackendUnavailable, ReleaseBlocked
 from ..storage.connections import sessions
 from ..storage.dialect import whose
 from ..storage.fences import Revoked, Revoking, named, pinned_by, tables_locked_by
-from ..storage.text import visible
+from ..storage.text import escape_control
 from ..storage.vendors import Row, ledger_for
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def _held_by(name: str, backend: str) -> HeldBy | None:
 def _row(asked: Service, name: str) -> Row | None:
     using = asked.config.fence_database
     try:
-        if (lent := lent_by_test(using)) is not None:
+        if (lent := test_connection(using)) is not None:
             row = ledger_for(lent).look(lent, name)
         else:
             # One that is kept: pages and commands ask for one lock after the other.
@@ -204,7 +204,7 @@ def force_release(
     names.validate(name)
     if not by.strip():
         raise ValueError("by= has to tell who releases the lock: its holder and the log say so.")
-    by = visible(by)
+    by = escape_control(by)
     found = held_by(name, backend)
     if found is None:
         return Release(name, backend, Outcome.NOT_HELD)

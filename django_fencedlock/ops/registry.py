@@ -14,7 +14,7 @@ from django.db.models import Sum
 
 from .. import conf
 from ..backends.base import explained
-from ..core.identity import Holder, place_in_words
+from ..core.identity import Holder, describe_place
 from ..core.manager import service
 from ..exceptions import BackendUnavailable, SettingsError
 from ..storage.connections import bounded
@@ -194,7 +194,7 @@ def _entry(
         token=row.token,  # type: ignore[attr-defined]
         fenced=row.fenced,
         owner=row.owner,
-        holder=place_in_words(row.host, row.pid, row.thread, row.task_name, row.task_id),
+        holder=describe_place(row.host, row.pid, row.thread, row.task_name, row.task_id),
         host=row.host,
         pid=row.pid,
         thread=row.thread,

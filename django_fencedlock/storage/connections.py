@@ -15,7 +15,7 @@ from django.db import Error, InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..core.runtime import cut, watchdog
-from ..core.transactions import lent_by_test
+from ..core.transactions import test_connection
 from . import prepared
 
 T = TypeVar("T")
@@ -275,7 +275,7 @@ def bounded(using: str, timeout: float) -> Iterator[None]:
     has nobody to wait for; and what a test has in its transaction is to be seen there alone.
     """
     original = connections[using]
-    if original.vendor == "sqlite" or lent_by_test(using) is not None:
+    if original.vendor == "sqlite" or test_connection(using) is not None:
         yield
         return
     own = connections[using] = private(using, timeout)

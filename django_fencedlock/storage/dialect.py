@@ -18,7 +18,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
-from ..core.identity import Holder, Owner, Process, place_in_words
+from ..core.identity import Holder, Owner, Process, describe_place
 from ..lease import Lease
 from . import prepared
 
@@ -124,7 +124,9 @@ class Row:
     def holder(self) -> Holder:
         return Holder(
             owner=self.owner,
-            words=place_in_words(self.host, self.pid, self.thread, self.task_name, self.task_id),
+            description=describe_place(
+                self.host, self.pid, self.thread, self.task_name, self.task_id
+            ),
             alias=self.alias,
             token=self.token,
             acquired_at=self.acquired_at,

@@ -20,11 +20,11 @@ from django.db.models.sql.compiler import SQLCompiler
 
 from ..conf import AliasConfig
 from ..core.identity import Holder
-from ..core.transactions import lent_by_test
+from ..core.transactions import test_connection
 from .connections import NoAnswer, ask
 from .dialect import BATCH, FENCE, HELD, as_time, listed
 from .records import Records, Statements
-from .text import storable
+from .text import fit_column
 from .vendors import ledger_for
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ def notes(connection: BaseDatabaseWrapper, owners: Sequence[str]) -> dict[str, N
 def told(using: str, owners: Sequence[str]) -> dict[str, str]:
     """Tell, by owner, by whom a lock was taken away from these; as far as that can be known."""
     try:
-        lent = lent_by_test(using)
+        lent = test_connection(using)
         if lent is not None:
             found = notes(lent, owners)
         else:
@@ -220,7 +220,7 @@ def _revoke(statements: Statements, given: dict[str, Any]) -> Revoked:
         cursor.execute(
             f"INSERT INTO {FORCED} (owner, name, released_by, released_at) "
             f"VALUES (%(owner)s, %(name)s, %(by)s, {statements.now})",
-            {**given, **statements.times(), "by": storable(connection, given["by"], 200)},
+            {**given, **statements.times(), "by": fit_column(connection, given["by"], 200)},
         )
         return Revoked(token, notes(connection, [given["owner"]])[given["owner"]], is_new=True)
 
@@ -343,7 +343,7 @@ BRIEFLY = 2.0
 
 def tables_locked_by(using: str) -> str:
     """Say who has one of the tables locked as a whole; empty if nobody, or if it can't be told."""
-    if lent_by_test(using) is not None:
+    if test_connection(using) is not None:
         return ""
     try:
         return ask(using, BRIEFLY, lambda own: ledger_for(own).tables_locked_by(own)) or ""
@@ -354,7 +354,7 @@ def tables_locked_by(using: str) -> str:
 
 def pinned_by(using: str, name: str) -> str:
     """Say whose open transaction has a fence locked; empty if nobody's, or if it can't be told."""
-    if lent_by_test(using) is not None:
+    if test_connection(using) is not None:
         # From outside, the test's own transaction would seem to be in the way.
         return ""
     try:

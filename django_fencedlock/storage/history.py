@@ -18,7 +18,7 @@ from .background_writer import Page, Scribe, scribe
 from .dialect import listed
 from .postgresql import array, unnested
 from .records import Statements
-from .text import LONGEST, storable, visible
+from .text import MAX_NOTE, escape_control, fit_column
 
 if TYPE_CHECKING:
     from ..core.identity import Holder
@@ -116,7 +116,7 @@ def _insert(statements: Statements, rows: Sequence[EventRow]) -> tuple[str, dict
 
 
 def _told(statements: Statements, text: str) -> str:
-    return storable(statements.connection, visible(text), LONGEST)
+    return fit_column(statements.connection, escape_control(text), MAX_NOTE)
 
 
 def _trimming(among: str) -> str:

@@ -9,7 +9,7 @@ from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .dialect import CLEAR, FENCE, HELD, Entry, PortableLedger
-from .text import words_storable
+from .text import fit_holder
 
 #: MariaDB answers NOWAIT with the first, MySQL with the last.
 LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT = 1205, 1213, 3572
@@ -28,7 +28,7 @@ class MySQLLedger(PortableLedger):
     lock_free_rows = " FOR UPDATE SKIP LOCKED"
 
     def values(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
-        return words_storable(connection, entry.values())
+        return fit_holder(connection, entry.values())
 
     def times(self, connection: BaseDatabaseWrapper, ttl: float) -> dict[str, Any]:
         return {"micros": round(ttl * 1_000_000)}

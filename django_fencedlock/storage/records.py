@@ -15,7 +15,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..backends.base import explained
 from ..conf import AliasConfig
-from ..core.transactions import in_transaction, lent_by_test
+from ..core.transactions import in_transaction, test_connection
 from ..exceptions import BackendUnavailable
 from . import prepared
 from .connections import sessions
@@ -168,7 +168,7 @@ class Records:
 
     def _once(self, work: Callable[[Statements], T]) -> T:
         # Within a test's own transaction nobody else sees its rows, and nothing may outlive it.
-        lent = lent_by_test(self.using)
+        lent = test_connection(self.using)
         if lent is not None:
             return work(Statements(lent))
         patience = BRIEFLY if in_transaction(self.using) else self._patience
@@ -184,7 +184,7 @@ class Records:
         # SQLite has waited already.
         return (
             connection.vendor != "sqlite"
-            and lent_by_test(self.using) is None
+            and test_connection(self.using) is None
             and ledger_for(connection).is_row_locked(error)
         )
 

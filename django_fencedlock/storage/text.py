@@ -1,4 +1,4 @@
-"""Texts that come from elsewhere, made fit to be shown and kept: nothing hidden, nothing secret."""
+"""Text from other sources, made safe to show and to store."""
 
 from __future__ import annotations
 
@@ -9,53 +9,52 @@ from typing import Any
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-#: What stands for a secret, and for a blank that couldn't be seen.
+#: Stands for a secret, and for a blank that would be invisible.
 HIDDEN, BLANK = "***", "\N{OPEN BOX}"
+#: Limit of a text in a table that only people read.
+MAX_NOTE = 400
 
 _SECRET_OPTION = re.compile(
     r"([?&][^=&]*(?:pass|secret|token|key)[^=&]*=)[^&]*?(?=&|['\"\]})]*$)",
     re.IGNORECASE | re.DOTALL,
 )
+_HOLDER_COLUMNS = ("host", "thread", "task_name", "task_id")
 
 
-def visible(text: str) -> str:
-    """Write what can't be seen, or does something to a terminal or a log, as an escape."""
+def escape_control(text: str) -> str:
+    """Escape characters that are invisible, or that control a terminal or forge a log line."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        each
-        if unicodedata.category(each)[0] != "C" and each not in "\u2028\u2029"
-        else _escape(each)
+        each.encode("unicode_escape").decode()
+        if unicodedata.category(each)[0] == "C" or each in "\u2028\u2029"
+        else each
         for each in text
     )
 
 
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
-
-
-def telling(text: str) -> str:
-    """Write a name so that a page tells it from others: none hides a blank of it."""
-    return re.sub(r"^ | (?= )| $", BLANK, visible(text))
+def show_blanks(text: str) -> str:
+    """Make leading, trailing and repeated blanks of a name visible on a page."""
+    return re.sub(r"^ | (?= )| $", BLANK, escape_control(text))
 
 
 def in_ascii(text: str) -> str:
-    """Write whatever isn't plain ASCII as an escape."""
-    return visible(text).encode("ascii", "backslashreplace").decode()
+    """Escape all characters other than plain ASCII."""
+    return escape_control(text).encode("ascii", "backslashreplace").decode()
 
 
 def for_shell(text: str) -> str:
-    """Write a text as one word of a command that may be copied into a shell."""
-    return visible(shlex.quote(text))
+    """Quote a text as one word of a shell command."""
+    return escape_control(shlex.quote(text))
 
 
 def without_secrets(text: str) -> str:
-    """Hide passwords of the URLs in a text; the user's name stays, if a colon tells it apart."""
+    """Hide the passwords of URLs in a text. A user name stays if a colon follows it."""
     return _SECRET_OPTION.sub(rf"\1{HIDDEN}", _without_credentials(text))
 
 
 def _without_credentials(text: str) -> str:
-    # Up to the last "@": passwords that weren't quoted have what else would end them.
+    # Up to the last "@": an unquoted password may contain what else would end it.
     start, end = text.find("://"), text.rfind("@")
     if not 0 <= start < end:
         return text
@@ -63,18 +62,11 @@ def _without_credentials(text: str) -> str:
     return f"{text[: start + 3]}{user if colon else ''}{colon}{HIDDEN}{text[end:]}"
 
 
-#: So many characters of a text for people are kept, where the table is one for people alone.
-LONGEST = 400
-
-_WORDS = ("host", "thread", "task_name", "task_id")
-
-
-def knows(connection: BaseDatabaseWrapper, text: str) -> bool:
+def can_store(connection: BaseDatabaseWrapper, text: str) -> bool:
     """
-    Whether any column can have a text, or be compared with it.
+    Return whether any column can store a text, or be compared with it.
 
-    MariaDB was installed with the characters of Western Europe for long, and a database that was
-    made then has them still.
+    Databases made by older MariaDB versions have the character set latin1.
     """
     if connection.vendor != "mysql" or text.isascii():
         return True
@@ -83,11 +75,11 @@ def knows(connection: BaseDatabaseWrapper, text: str) -> bool:
         return str(cursor.fetchone()[0]).startswith("utf8")
 
 
-def storable(connection: BaseDatabaseWrapper, text: str, longest: int | None = None) -> str:
-    """A text for people, with what a column doesn't know as an escape, and not longer than that."""
-    return (text if knows(connection, text) else in_ascii(text))[:longest]
+def fit_column(connection: BaseDatabaseWrapper, text: str, length: int | None = None) -> str:
+    """Escape characters that the database can't store, and cut the text to `length`."""
+    return (text if can_store(connection, text) else in_ascii(text))[:length]
 
 
-def words_storable(connection: BaseDatabaseWrapper, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a row of the registry, with what tells of its holder made storable."""
-    return values | {each: storable(connection, values[each]) for each in _WORDS}
+def fit_holder(connection: BaseDatabaseWrapper, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a registry row, with the holder's texts escaped by `fit_column()`."""
+    return values | {each: fit_column(connection, values[each]) for each in _HOLDER_COLUMNS}

@@ -13,7 +13,7 @@ from .background_writer import Page, Scribe, scribe
 from .dialect import COLUMNS, HELD, TIMES, Entry, listed
 from .postgresql import array, unnested
 from .records import Statements
-from .text import words_storable
+from .text import fit_holder
 from .vendors import NameAndOwner
 
 #: Rows that are written by one statement. SQLite's limit was 999 parameters for long.
@@ -50,7 +50,7 @@ def enter(statements: Statements, entries: Sequence[tuple[Entry, float]]) -> Non
 
 
 def _enter_all(statements: Statements, entries: Sequence[tuple[Entry, float]]) -> None:
-    rows = [words_storable(statements.connection, entry.values()) for entry, _ in entries]
+    rows = [fit_holder(statements.connection, entry.values()) for entry, _ in entries]
     given = {column: array([row[column] for row in rows]) for column in COLUMNS}
     given["age"] = array([age for _, age in entries])
     given["ttl"] = array([entry.ttl for entry, _ in entries])
@@ -78,7 +78,7 @@ def _insert(
     given = statements.times(**times)
     rows = []
     for place, (entry, _) in enumerate(entries):
-        values = words_storable(statements.connection, entry.values())
+        values = fit_holder(statements.connection, entry.values())
         given |= {f"{column}{place}": value for column, value in values.items()}
         marks = [f"%({column}{place})s" for column in COLUMNS]
         ends = [statements.later(f"age{place}"), statements.now, statements.later(f"ttl{place}")]

@@ -169,7 +169,7 @@ def _service_of(lease: Lease) -> Service:
 def _renew_for_a_moment(lease: Lease) -> None:
     control = _service_of(lease)
     control.keeper.forget(lease)
-    connection = transactions.lent_by_test(control.config.fence_database) if lease.lent else None
+    connection = transactions.test_connection(control.config.fence_database) if lease.lent else None
     if connection is not None:
         ledger_for(connection).renew(connection, [lease])
     if connection is None or control.backend.label != "database":
@@ -177,7 +177,7 @@ def _renew_for_a_moment(lease: Lease) -> None:
 
 
 def _holder(name: str, control: Service) -> Holder | None:
-    connection = transactions.lent_by_test(control.config.fence_database)
+    connection = transactions.test_connection(control.config.fence_database)
     if connection is not None:
         # Another connection wouldn't see what is in the test's transaction.
         row = ledger_for(connection).look(connection, name)

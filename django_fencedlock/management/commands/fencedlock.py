@@ -25,7 +25,7 @@ from ...ops import doctor, registry, resync
 from ...ops import registry as portraits
 from ...ops.force_release import Outcome, Release
 from ...ops.registry import State
-from ...storage.text import for_shell, visible
+from ...storage.text import escape_control, for_shell
 from .. import releasing
 from ..releasing import Refused
 from ..tables import duration, table
@@ -178,7 +178,7 @@ class Command(BaseCommand):
         if as_json:
             self._json(releasing.plain(done))
         else:
-            self.stdout.write(visible(str(done)))
+            self.stdout.write(escape_control(str(done)))
         return 0 if done.done else 1
 
     def _doctor(self, alias: list[str] | None, timeout: float, **options: Any) -> int:
@@ -302,7 +302,7 @@ def _add_release(parser: CommandParser) -> None:
     )
     parser.add_argument(
         "--by",
-        default=releasing.whoami(),
+        default=releasing.current_holder(),
         help="who does it, for the holder and the log to tell (default: %(default)s)",
     )
     parser.add_argument("--yes", action="store_true", help="don't ask")
@@ -391,7 +391,9 @@ def _escaped(line: str) -> str:
     """A line of JSON, with what can't be seen as an escape."""
     if line.isascii() and line.isprintable():
         return line
-    return "".join(each if visible(each) == each else json.dumps(each)[1:-1] for each in line)
+    return "".join(
+        each if escape_control(each) == each else json.dumps(each)[1:-1] for each in line
+    )
 
 
 def _plain_value(value: Any) -> str:

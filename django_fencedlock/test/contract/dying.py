@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ...core.identity import is_gone
+from ...core.identity import is_process_gone
 from ...storage.tables import HeldLock
 from ..holders import AnotherProcess, AnotherThread, wait_until
 from . import acts
@@ -83,6 +83,6 @@ def kill(process: AnotherProcess) -> None:
     who = process.call(acts.who)
     process.kill()
     wait_until(
-        lambda: is_gone(who.boot_id, who.pid_namespace, who.pid, who.started) is not False,
+        lambda: is_process_gone(who) is not False,
         "the end of a process",
     )

@@ -1,0 +1,68 @@
+"""What checks report: system checks, `check --database`, and the doctor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Level(IntEnum):
+    """The severity of a problem."""
+
+    #: No problem, or a measured value.
+    OK = 0
+    #: Works as designed, though a reader may expect something else.
+    NOTE = 1
+    #: Works, but needs attention.
+    WARNING = 2
+    #: Doesn't work, or doesn't protect.
+    ERROR = 3
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a command with this as its worst problem."""
+        return max(0, self - Level.NOTE)
+
+
+_LEVELS = {"": Level.OK, "I": Level.NOTE, "W": Level.WARNING, "E": Level.ERROR}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """
+    One result of a check.
+
+    The first letter of the id is the severity: ``E``, ``W`` or ``I``; an empty id means OK. A
+    system check has a number as well (``E001``), since a project may silence it.
+    """
+
+    id: str
+    message: str
+    hint: str = ""
+
+    @property
+    def level(self) -> Level:
+        return _LEVELS[self.id[:1]]
+
+    @property
+    def is_error(self) -> bool:
+        return self.level is Level.ERROR
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+
+def ok(message: str) -> Problem:
+    return Problem("", message)
+
+
+def note(message: str, hint: str = "") -> Problem:
+    return Problem("I", message, hint)
+
+
+def warning(message: str, hint: str) -> Problem:
+    return Problem("W", message, hint)
+
+
+def error(message: str, hint: str) -> Problem:
+    return Problem("E", message, hint)
