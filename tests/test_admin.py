@@ -83,7 +83,7 @@ def test_a_held_lock(page: Callable[..., str], in_task: None) -> None:
     assert "0714a454" in html
     assert cell(html, "token_number") == f"token {lease.token}"
     assert cell(html, "service") == "lock service default database"
-    assert cell(html, "refused") == "writes refused \N{EN DASH}"
+    assert cell(html, "rejected") == "writes rejected \N{EN DASH}"
     assert cell(html, "waiting") == "waiting \N{EN DASH}"
 
 
@@ -146,13 +146,13 @@ def test_a_server_that_is_gone(page: Callable[..., str], make_redis: Callable[..
             page(state="unknown")
         one = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
     assert states(html) == {"invoice:42": "unknown"}
-    assert "be asked: what is shown" in html
+    assert "is unavailable. Its locks are shown" in html
     # Not that none is held; and one wait is enough.
     assert {state: list(states(html)) for state, html in filtered.items()} == {
         "held": [],
         "unknown": ["invoice:42"],
     }
-    assert all("be asked: what is shown" in html for html in filtered.values())
+    assert all("is unavailable. Its locks are shown" in html for html in filtered.values())
     assert questions == ["holders"]
     assert "failed at the look" in one
 
@@ -196,7 +196,7 @@ def test_each_filter_and_all_that_is_searched(page: Callable[..., str], in_task:
 @pytest.mark.parametrize(
     ("column", "field"),
     [
-        *[("lock_name", "name"), ("state_at_service", "expires_at"), ("holder", "task_name")],
+        *[("lock_name", "name"), ("state", "expires_at"), ("holder", "task_name")],
         *[("service", "alias"), ("held_for", "-acquired_at"), ("lease_left", "expires_at")],
     ],
 )
@@ -224,7 +224,7 @@ def test_one_lock(page: Callable[..., str], in_task: None) -> None:
     with lock("invoice:42"):
         html = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
         row = HeldLock.objects.get()
-    assert "The lock service says that this holder has the lock." in html
+    assert "The lock service confirms this holder." in html
     for at in (row.acquired_at, row.renewed_at, row.expires_at):
         assert f"{timezone.localtime(at):%Y-%m-%d %H:%M:%S}" in html
     assert 'name="_save"' not in html
@@ -301,7 +301,7 @@ def test_queries_and_questions_are_constant(
         assert len(states(html)) == found
         assert questions.count("holders") <= 2
         assert questions.count("waiting") <= 1
-        only_some = "Only the first 1000 locks were looked at" in html
+        only_some = "Only the state of the first 1000 locks" in html
         assert only_some == (many_held > 1000 and state != "expired")
 
 
@@ -342,10 +342,10 @@ def asked() -> Iterator[list[str]]:
 
 
 def test_a_state_is_sought_among_what_the_rest_has_left(page: Callable[..., str]) -> None:
-    with mock.patch("django_fencedlock.admin.listing.LOOKED_AT", 1), lock("aa"), lock("b"):
+    with mock.patch("django_fencedlock.admin.locks.STATE_FILTER_LIMIT", 1), lock("aa"), lock("b"):
         assert states(page(state="held", q="b")) == {"b": "held"}
-        assert "Only the first 1 locks" not in page(state="held", q="b")
-        assert "Only the first 1 locks" in page(state="held")
+        assert "Only the state of the first 1 locks" not in page(state="held", q="b")
+        assert "Only the state of the first 1 locks" in page(state="held")
 
 
 def test_what_happened(page: Callable[..., str]) -> None:
@@ -356,7 +356,7 @@ def test_what_happened(page: Callable[..., str]) -> None:
     with lock("invoice:42"):
         html = page()
         one = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
-    assert cell(html, "refused") == "writes refused 4"
+    assert cell(html, "rejected") == "writes rejected 4"
     assert "write refused \N{MULTIPLICATION SIGN} 3" in one
     assert "pk=7" in one
 

@@ -5,6 +5,7 @@ A request that isn't allowed acquires no lock, releases none, and names neither 
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,6 @@ from django.utils import timezone
 
 from django_fencedlock import Lease, signals
 from django_fencedlock.admin import FenceAdmin, FencedModelAdmin, HeldLockAdmin, LockEventAdmin
-from django_fencedlock.admin.releasing import Marked
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.test import hold_lock
 from tests.models import Account, Invoice, LedgerLine
@@ -236,7 +236,7 @@ class Scene:
         self.client.cookies.pop("messages", None)
         if step.data is None:
             return self.client.get(url)
-        mark = str(Marked(NAME, "default", lease.owner_id)) if lease else ""
+        mark = json.dumps([NAME, "default", lease.owner_id]) if lease else ""
         values = {PK: row.pk, ACCOUNT: getattr(row, "account_id", ""), LOCK: mark}
         data = {key: values.get(value, value) for key, value in step.data.items()}
         if self.visitor.has_csrf_token:

@@ -14,7 +14,7 @@ from django.db import connections
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, lock
-from django_fencedlock.admin import databases
+from django_fencedlock.admin import locks
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, LockEvent
 from tests.servers import shared
@@ -82,7 +82,7 @@ def test_the_page_of_a_lock(boss, held):
     events = link(listed, "1")
     assert "pk=7" in boss.get(events).content.decode()
     one = boss.get(link(listed, "there"))
-    assert "has the lock" in one.content.decode()
+    assert "confirms this holder" in one.content.decode()
     assert "pk=7" in one.content.decode()
     assert boss.get(f"{LIST}there/change/").status_code == 302
 
@@ -129,7 +129,7 @@ def test_a_database_that_does_not_answer(boss, monkeypatch):
     answer = boss.get(LIST, OTHER)
     assert answer.status_code == 503
     html = answer.content.decode()
-    assert "There is no answer from database <strong>postgres</strong>: " in html
+    assert "Database <strong>postgres</strong> is unavailable: " in html
     assert link(answer, "default") == f"{LIST}?database=default"
     assert link(answer, "Try again") == f"{LIST}?database=postgres"
     assert names(boss.get(LIST)) == []
@@ -138,7 +138,7 @@ def test_a_database_that_does_not_answer(boss, monkeypatch):
 @pytest.fixture
 def silent(settings, make_postgres, make_alias, monkeypatch):
     """The only database with fences, which has a lock, and is paused."""
-    monkeypatch.setattr(databases, "ANSWERED", 0.5)
+    monkeypatch.setattr(locks, "ANSWERED", 0.5)
     server = make_postgres()
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": make_alias(server.django())}}
     lease = lock("x", ttl=600).acquire()
@@ -155,14 +155,14 @@ def test_a_database_that_is_paused_hangs_no_page(boss, silent):
     for path in (LIST, f"{LIST}x/change/", f"{LIST}release/?name=x"):
         answer = boss.get(path)
         assert answer.status_code == 503, path
-        assert "There is no answer from database" in answer.content.decode()
+        assert "is unavailable: " in answer.content.decode()
     answer = boss.post(f"{LIST}release/", {"lock": '["x", "default", "me"]', "step": "release"})
     assert answer.status_code == 503
-    assert "There is no answer from database" in answer.content.decode()
+    assert "is unavailable: " in answer.content.decode()
 
 
 def test_who_has_a_table_locked_is_named(boss, held, postgres, monkeypatch):
-    monkeypatch.setattr(databases, "ANSWERED", 0.5)
+    monkeypatch.setattr(locks, "ANSWERED", 0.5)
     database = connections["postgres"].settings_dict["NAME"]
     with postgres.connect(database, autocommit=False) as other:
         other.execute("LOCK TABLE django_fencedlock_heldlock IN ACCESS EXCLUSIVE MODE")

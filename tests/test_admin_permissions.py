@@ -48,7 +48,7 @@ def test_links_lead_where_one_may_go(client, view_events):
     for path in ("", "secret_3A42/change/"):
         html = client.get(f"/admin/django_fencedlock/heldlock/{path}").content.decode()
         assert ("/admin/django_fencedlock/lockevent/?" in html) == view_events
-        assert re.search(r'class="fencedlock-refused"[^>]*>1<', html)
+        assert re.search(r'class="fencedlock-rejected"[^>]*>1<', html)
 
 
 RELEASE = "/admin/django_fencedlock/heldlock/release/"

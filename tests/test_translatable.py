@@ -18,9 +18,8 @@ from django.utils import timezone, translation
 import django_fencedlock
 from django_fencedlock import LeaseLost, exceptions, lock
 from django_fencedlock.admin import FenceAdmin, HeldLockAdmin, LockEventAdmin
-from django_fencedlock.admin.held_locks import EXPLAINED, in_words
-from django_fencedlock.admin.listing import STATES
-from django_fencedlock.admin.reasons import reason
+from django_fencedlock.admin.locks import EXPLANATIONS, STATES, format_duration
+from django_fencedlock.admin.release import translated
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -131,17 +130,17 @@ def test_every_reason_is_marked(marked: None) -> None:
                 exceptions.NotTheHolder,
                 exceptions.Unfenced,
             )
-            assert reason(kind("q1")).startswith(BEGIN) != is_for_code, kind
+            assert translated(kind("q1")).startswith(BEGIN) != is_for_code, kind
 
 
 def test_every_state_is_marked(marked: None) -> None:
-    for told in (*STATES.values(), *EXPLAINED.values(), *LockEvent.Kind.labels):
+    for told in (*STATES.values(), *EXPLANATIONS.values(), *LockEvent.Kind.labels):
         assert str(told).startswith(BEGIN), told
 
 
 @pytest.mark.parametrize("seconds", [1, 61, 3601, 200_000])
 def test_every_duration_is_marked(marked: None, seconds: int) -> None:
-    assert in_words(seconds).startswith(BEGIN)
+    assert format_duration(seconds).startswith(BEGIN)
 
 
 def test_columns_and_models_are_marked(marked: None) -> None:

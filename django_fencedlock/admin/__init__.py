@@ -1,6 +1,6 @@
-"""The admin: pages of locks, fences and history, and `FencedModelAdmin` for models of yours."""
+"""Admin pages of locks, fences and history, and `FencedModelAdmin` for your own models."""
 
 from .fenced import FencedModelAdmin
-from .held_locks import FenceAdmin, HeldLockAdmin, LockEventAdmin
+from .locks import FenceAdmin, HeldLockAdmin, LockEventAdmin
 
 __all__ = ["FenceAdmin", "FencedModelAdmin", "HeldLockAdmin", "LockEventAdmin"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from django import forms
@@ -19,88 +19,73 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils import formats, timezone
 from django.utils.translation import gettext as _
 
-from ..conf import Problem
 from ..exceptions import FencedLockError, LockNotAcquired
-from .reasons import reason
-from .transactions import outside
+from ..problems import Problem
+from .release import outside_transactions, translated
 
-#: The form's field that says what the row was like when the form was opened.
+#: The form field with the fence and version of the row at the time when the form was opened.
 SEEN = "_fencedlock_seen"
 
 
 class FencedModelAdminChecks(ModelAdminChecks):
-    """What the admin can't do under the locks of the rows."""
+    """Rejects options that can't work with one lock per row."""
 
     def check(self, admin_obj: Any, **kwargs: Any) -> list[checks.CheckMessage]:
         found: list[checks.CheckMessage] = super().check(admin_obj, **kwargs)
         if admin_obj.list_editable:
             problem = Problem(
                 "E040",
-                f"{type(admin_obj).__name__}.list_editable saves many rows at once, each of which "
-                "has a lock of its own.",
-                "Leave list_editable out: each row is changed on a page of its own.",
+                f"{type(admin_obj).__name__}.list_editable saves many rows at once, but each row "
+                "has its own lock.",
+                "Remove list_editable. Users can change each row on its own page.",
             )
+            check_id = f"django_fencedlock.{problem.id}"
             found.append(
-                checks.Error(
-                    problem.message,
-                    hint=problem.hint,
-                    obj=type(admin_obj),
-                    id=f"django_fencedlock.{problem.id}",
-                )
+                checks.Error(problem.message, hint=problem.hint, obj=type(admin_obj), id=check_id)
             )
         return found
 
 
 class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """
-    Acquire a row's lock for a change, outside of the view's transaction.
+    Acquire the row's lock for each change, outside of the view's transaction.
 
-    If another holder has the lock, or if the row was changed since the form was opened, nothing
-    is saved. The form then says so, and keeps what the user typed.
+    If another holder has the lock, or the row was changed since the form was opened, nothing is
+    saved. The form then shows the reason and keeps what the user typed.
     """
 
     checks_class = FencedModelAdminChecks
     change_form_template = "admin/django_fencedlock/fenced_change_form.html"
 
     def get_urls(self) -> list[Any]:
-        # Django's own transaction begins inside of these.
+        # Django's views begin a transaction of their own, after the lock was acquired.
         base = f"{self.opts.app_label}_{self.opts.model_name}"
-        named = {f"{base}_{view}" for view in ("add", "change", "delete")}
+        names = {f"{base}_{view}" for view in ("add", "change", "delete")}
         urls = super().get_urls()
         for each in urls:
-            if each.name in named:
-                each.callback = outside(each.callback)
+            if each.name in names:
+                each.callback = outside_transactions(each.callback)
         return urls
 
     # Changing
 
     def changeform_view(
-        self,
-        request: HttpRequest,
-        object_id: str | None = None,
-        form_url: str = "",
-        extra_context: Any = None,
+        self, request: HttpRequest, object_id: str | None = None, *args: Any, **kwargs: Any
     ) -> HttpResponse:
-        show = functools.partial(super().changeform_view, request, object_id, form_url)
-        refusal = None
+        show = functools.partial(super().changeform_view, request, object_id, *args, **kwargs)
         try:
-            with contextlib.ExitStack() as stack:
-                refusal = _take(stack, self._rows_to_save(request, object_id))
-                if refusal is None:
-                    return show(extra_context)
+            with ExitStack() as stack:
+                why = _acquire(stack, self._rows_to_save(request, object_id))
+                if why is None:
+                    return show()
         except FencedLockError as exc:
-            # The view's transaction was rolled back with it.
-            refusal = _not_saved(exc)
-        # Again, with what was typed, and a form that refuses itself.
-        request.fencedlock_refusal = refusal  # type: ignore[attr-defined]
-        return show(extra_context)
+            why = _not_saved(exc)
+        # Show the form again with what was typed; get_form() makes it invalid.
+        request.fencedlock_rejection = why  # type: ignore[attr-defined]
+        return show()
 
     def _rows_to_save(self, request: HttpRequest, object_id: str | None) -> list[Any]:
-        """
-        Return the row whose lock a request needs, if the user may save it.
-
-        Django's view checks the same once more, and refuses.
-        """
+        """Return the row whose lock the request needs, if the user may save it."""
         if request.method != "POST":
             return []
         if object_id is not None and "_saveasnew" not in request.POST:
@@ -123,15 +108,15 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any
     ) -> type[forms.ModelForm[Any]]:
         form: Any = super().get_form(request, obj, change, **kwargs)
-        refusal = getattr(request, "fencedlock_refusal", None) or _changed_since(request, obj)
-        return form if refusal is None else _refusing(form, refusal)  # type: ignore[no-any-return]
+        why = getattr(request, "fencedlock_rejection", None) or _changed_since(request, obj)
+        return form if why is None else _rejected(form, why)  # type: ignore[no-any-return]
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> HttpResponse:
         row = context.get("original")
         if row is not None:
-            # As posted: who was told that the row was changed has to open it anew.
+            # As posted: sending a rejected form again must not overwrite the other change.
             context["fencedlock_seen"] = request.POST.get(SEEN) or _stamp(row)
         return super().render_change_form(request, context, *args, **kwargs)
 
@@ -140,16 +125,15 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def delete_view(
         self, request: HttpRequest, object_id: str, extra_context: Any = None
     ) -> HttpResponse:
-        with contextlib.ExitStack() as stack:
-            refusal = _take(stack, self._rows_to_delete(request, object_id))
-            if refusal is None:
+        with ExitStack() as stack:
+            why = _acquire(stack, self._rows_to_delete(request, object_id))
+            if why is None:
                 return super().delete_view(request, object_id, extra_context)
-        self.message_user(request, refusal, messages.ERROR)
+        self.message_user(request, why, messages.ERROR)
         return HttpResponseRedirect(request.get_full_path())
 
     def _rows_to_delete(self, request: HttpRequest, object_id: str) -> list[Any]:
-        """Return the row whose lock a request needs, if Django's view will delete it."""
-        # It asks first if nothing was posted.
+        """Return the row whose lock the request needs, if Django's view will delete it."""
         row = self._posted_row(request, object_id) if request.POST else None
         if row is None or not self.has_delete_permission(request, row):
             return []
@@ -157,10 +141,10 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return [] if lacking or protected else [row]
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> None:
-        with contextlib.ExitStack() as stack:
-            refusal = _take(stack, queryset)
-            if refusal is not None:
-                raise _NotDeleted(refusal)
+        with ExitStack() as stack:
+            why = _acquire(stack, queryset)
+            if why is not None:
+                raise _NotDeleted(why)
             super().delete_queryset(request, queryset)
 
     def response_action(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
@@ -171,24 +155,24 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             return HttpResponseRedirect(request.get_full_path())
 
 
-def _refusing(form: Any, why: str) -> Any:
-    """Return a form that shows what was typed and is never valid."""
+class _NotDeleted(Exception):
+    """The selected rows weren't deleted because a lock wasn't acquired."""
 
-    class RefusedForm(form):  # type: ignore[misc]
+
+def _rejected(form: Any, why: str) -> Any:
+    """Return a form class that shows what was typed and is never valid."""
+
+    class RejectedForm(form):  # type: ignore[misc]
         def clean(self) -> Any:
             super().clean()
             raise ValidationError(why)
 
-    return RefusedForm
+    return RejectedForm
 
 
-class _NotDeleted(Exception):
-    """Rows weren't deleted because another holder has the lock of one."""
-
-
-def _take(stack: contextlib.ExitStack, rows: Iterable[Any]) -> str | None:
-    """Acquire the rows' locks until `stack` is left, or return why that isn't possible."""
-    # In one order, so that two who want the same don't each hold a part of it.
+def _acquire(stack: ExitStack, rows: Iterable[Any]) -> str | None:
+    """Acquire the rows' locks until `stack` is closed, or return why that failed."""
+    # Sorted: two users who select the same rows must not each acquire a part of the locks.
     for _name, row in sorted({row.fencing.name(): row for row in rows}.items()):
         try:
             stack.enter_context(row.fencing.lock(blocking_timeout=0))
@@ -199,8 +183,8 @@ def _take(stack: contextlib.ExitStack, rows: Iterable[Any]) -> str | None:
     return None
 
 
-def _held(row: Model, refusal: LockNotAcquired) -> str:
-    holder = refusal.holder
+def _held(row: Model, error: LockNotAcquired) -> str:
+    holder = error.holder
     facts = {"row": row, "who": holder or _("an unknown holder")}
     if holder is None or holder.expires_at is None:
         return _("“%(row)s” is being processed by %(who)s. Nothing was saved. Try again.") % facts
@@ -211,8 +195,8 @@ def _held(row: Model, refusal: LockNotAcquired) -> str:
     ) % {**facts, "until": formats.time_format(until, "H:i:s")}
 
 
-def _not_saved(why: FencedLockError) -> str:
-    return _("Nothing was saved: %(why)s") % {"why": reason(why)}
+def _not_saved(error: FencedLockError) -> str:
+    return _("Nothing was saved: %(why)s") % {"why": translated(error)}
 
 
 def _stamp(row: Any) -> str:

@@ -1,25 +1,25 @@
 'use strict';
-// Refreshes the list of held locks in place: scroll, selection, focus and what is being typed stay.
+// Refresh the list of held locks in place. Keep scroll position, selection, focus and typed text.
 {
     const EVERY = 5000;
-    const REMEMBERED = 'fencedlock-paused';
+    const STORAGE_KEY = 'fencedlock-paused';
 
-    // The admin counts and checks the boxes that there were when the page was loaded.
-    const countTheLiving = function() {
+    // The admin's script uses the checkboxes that existed when the page was loaded.
+    const countCurrentBoxes = function() {
         const actions = window.Actions;
-        if (actions && !actions.countsTheLiving) {
+        if (actions && !actions.countsCurrentBoxes) {
             window.Actions = function(boxes, options) {
-                const living = document.getElementsByClassName('action-select');
-                living.forEach = Array.prototype.forEach;
-                actions(living, options);
+                const current = document.getElementsByClassName('action-select');
+                current.forEach = Array.prototype.forEach;
+                actions(current, options);
             };
-            window.Actions.countsTheLiving = true;
+            window.Actions.countsCurrentBoxes = true;
         }
     };
 
     const remembered = function() {
         try {
-            return localStorage.getItem(REMEMBERED) === 'yes';
+            return localStorage.getItem(STORAGE_KEY) === 'yes';
         } catch {
             return false;
         }
@@ -27,14 +27,14 @@
 
     const remember = function(paused) {
         try {
-            localStorage.setItem(REMEMBERED, paused ? 'yes' : 'no');
+            localStorage.setItem(STORAGE_KEY, paused ? 'yes' : 'no');
         } catch {
-            // Not allowed to: the next page begins anew.
+            // Storage is disabled: the next page starts unpaused.
         }
     };
 
     const say = function(element, text) {
-        // What is written again is read out again.
+        // Screen readers announce a text again if it is set again, even unchanged.
         if (element.textContent !== text) {
             element.textContent = text;
         }
@@ -58,7 +58,7 @@
         });
     };
 
-    // Rows that stay keep their elements, and with them checkmarks and focus.
+    // Remaining rows keep their elements, and so their checkboxes and focus.
     const merge = function(table, freshTable) {
         const mine = new Map(rowsOf(table).map((row) => [keyOf(row), row]));
         const fresh = rowsOf(freshTable);
@@ -99,11 +99,11 @@
         if (there) {
             counter.dataset.actionsIcnt = there.dataset.actionsIcnt;
         }
-        // What the admin counts at.
+        // Makes the admin's script count the selection.
         window.dispatchEvent(new Event('pageshow'));
     };
 
-    // From none to some, or the other way: the list comes, or goes, as a whole.
+    // From no locks to some, or back: add or remove the whole list.
     const exchange = function(fresh) {
         const footer = document.querySelector('#changelist-form .changelist-footer, #changelist-form .paginator');
         ['#changelist-form .actions', '#changelist-form .results'].forEach(function(selector) {
@@ -143,7 +143,7 @@
     };
 
     const start = function() {
-        countTheLiving();
+        countCurrentBoxes();
         const control = document.getElementById('fencedlock-refresh');
         if (!control) {
             return;
@@ -165,7 +165,7 @@
             }
             busy = true;
             const failed = () => say(status, `${status.dataset.failed} ${last.toLocaleTimeString()}.`);
-            // A server that hangs is told of while one waits for it.
+            // Report a hanging server before its answer arrives.
             const late = setTimeout(failed, EVERY);
             try {
                 const answer = await fetch(location.href, {credentials: 'same-origin', redirect: 'error'});
@@ -196,7 +196,7 @@
         document.addEventListener('visibilitychange', refresh);
         control.hidden = false;
         show();
-        // One after the other: a slow server isn't asked again before it has answered.
+        // Not setInterval(): a slow server gets no second request before it has answered.
         const next = () => setTimeout(async function() {
             await refresh();
             next();
@@ -204,8 +204,8 @@
         next();
     };
 
-    // The admin's script stands before this one, or after it.
-    countTheLiving();
+    // The admin's script may be loaded before this one, or after it.
+    countCurrentBoxes();
     if (document.readyState === 'loading') {
         document.addEventListener('DOMContentLoaded', start);
     } else {
