@@ -124,7 +124,7 @@ def _sql(page: str) -> str:
 
 
 def _is_picture(block: Block) -> bool:
-    return block.text.startswith("6  apps")
+    return block.text.startswith("6  admin")
 
 
 def _commands(text: str) -> Iterator[list[str]]:
