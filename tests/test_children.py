@@ -319,7 +319,7 @@ class TestReleasing:
         settings.FENCEDLOCK = {"default": {"OPTIONS": {"TIMEOUT": 1}}}
         self.hold("x")
         children.release_locks_of([this_process()], "default")
-        assert not any(each._idle for each in connections._all.values())
+        assert not any(each._idle for each in connections._pools.values())
 
     def test_a_project_without_tables_is_told_nothing(self, settings, make_alias, tmp_path, caplog):
         entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "empty.sqlite3")}

@@ -40,8 +40,8 @@ NUMBERS = [
     ("restore", r"waited for, for (\d+) s", "storage.fences.RESYNC_PATIENCE"),
     ("settings", r"of a lock: (\d+) unless", "conf.HISTORY"),
     ("settings", r"another number, up to (\d+)", "conf.MOST_HISTORY"),
-    ("transactions", r"keeps up to (\w+) idle ones", "storage.connections.KEPT"),
-    ("transactions", r"uses up to (\w+) at once", "storage.connections.MOST"),
+    ("transactions", r"keeps up to (\w+) idle ones", "storage.connections.MAX_IDLE"),
+    ("transactions", r"uses up to (\w+) at once", "storage.connections.MAX_CONNECTIONS"),
 ]
 WORDS = {"two": 2, "ten": 10}
 

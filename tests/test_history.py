@@ -362,13 +362,13 @@ class TestProcess:
 
     def test_a_child_inherits_no_connection(self, run):
         found, _ = run(
-            "from django_fencedlock.storage.connections import Sessions\n"
-            "class Seen(Sessions):\n"
+            "from django_fencedlock.storage.connections import ConnectionPool\n"
+            "class Seen(ConnectionPool):\n"
             "    def _take_back(self, connection, keep):\n"
             "        kept.append(connection)\n"
             "        super()._take_back(connection, keep)\n"
             "kept = []\n"
-            "scribe.Sessions = Seen\n"
+            "scribe.ConnectionPool = Seen\n"
             "lease = lock('x').acquire()\n"
             "service('default').lose(lease, 'for a test')\n"
             "until(lambda: scribe.scribe._sessions and scribe.scribe._sessions['default']._idle)\n"

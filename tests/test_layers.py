@@ -35,11 +35,9 @@ LAYERS: dict[int, list[str]] = {
         *("storage.background_writer", "storage.connections", "storage.message_records"),
         *("storage.dialect", "storage.expired", "storage.fenced_atomic", "storage.fences"),
         *(
-            "storage.libpq",
             "storage.mysql",
             "storage.pending_runs",
             "storage.postgresql",
-            "storage.prepared",
         ),
         *("storage.records", "storage.sqlite", "storage.tables", "storage.vendors"),
     ],

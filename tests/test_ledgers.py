@@ -328,7 +328,7 @@ class TestLockedRows:
         for statement in ("CLAIM", "RENEW_WAITING"):
             text = getattr(postgresql, statement).replace("'250'", "'20000'")
             monkeypatch.setattr(postgresql, statement, text)
-        monkeypatch.setattr(sessions, "_bound_row_waits", lambda connection: None)
+        monkeypatch.setattr(sessions, "_limit_row_waits", lambda connection: None)
         return connections[request.param]
 
     @pytest.fixture

@@ -209,7 +209,7 @@ def plans_kept(records):
             cursor.execute("SELECT statement FROM pg_prepared_statements")
             return sorted(statement.strip() for (statement,) in cursor.fetchall())
 
-    return sessions.sessions(records.using, records._timeout).run(look)
+    return sessions.pool(records.using, records._timeout).run(look)
 
 
 class TestCost:

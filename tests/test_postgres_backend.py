@@ -33,7 +33,7 @@ from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable
 from django_fencedlock.lease import Lease
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.storage.prepared import AFTER
+from django_fencedlock.storage.connections import PREPARE_THRESHOLD as AFTER
 from django_fencedlock.storage.vendors import Entry, ledger_for
 from tests.leases import lease_of
 from tests.servers import Postgres

@@ -1,13 +1,11 @@
 """Statements that a private connection prepares, and those that lead through a pooler."""
 
 import contextlib
-import signal
-import time
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from django.db import DataError, OperationalError, connections
+from django.db import DataError, connections
 from django.test.utils import CaptureQueriesContext
 
 from django_fencedlock.core.identity import new_owner
@@ -15,17 +13,20 @@ from django_fencedlock.core.runtime import clock
 from django_fencedlock.lease import Lease
 from django_fencedlock.models import HeldLock, LockEvent
 from django_fencedlock.storage import connections as sessions
-from django_fencedlock.storage import history, prepared, unfenced
-from django_fencedlock.storage.connections import Sessions
+from django_fencedlock.storage import history, unfenced
+from django_fencedlock.storage.connections import (
+    PREPARE_THRESHOLD,
+    ConnectionPool,
+    preparing_cursor,
+)
 from django_fencedlock.storage.history import GRANTED, REFUSED, Event, EventRow
-from django_fencedlock.storage.prepared import AFTER
 from django_fencedlock.storage.records import Statements
 from django_fencedlock.storage.vendors import Entry, NameAndOwner, ledger_for
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 
-#: More often than it takes until a statement is prepared.
-OFTEN = AFTER + 3
+#: More executions than it takes to prepare a statement.
+OFTEN = PREPARE_THRESHOLD + 3
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def pool():
 
 @contextlib.contextmanager
 def pool_of(alias):
-    pool = Sessions(alias, timeout=5)
+    pool = ConnectionPool(alias, timeout=5)
     try:
         yield pool
     finally:
@@ -60,7 +61,7 @@ def entry(**options):
 
 
 def claim(connection):
-    """Take the lock and give it back; returns the token."""
+    """Acquire and release the lock. Return the token."""
     ledger = ledger_for(connection)
     wish = entry()
     taken, token = ledger.claim(connection, wish)
@@ -75,14 +76,14 @@ def prepared_in(connection):
         return " ".join(statement for (statement,) in cursor.fetchall())
 
 
-class TestOfAConnectionThatIsKept:
+class TestAKeptConnection:
     def test_statements_are_prepared(self, pool):
         assert [pool.run(claim) for _ in range(OFTEN)] == [*range(1, OFTEN + 1)]
         known = pool.run(prepared_in)
         assert "INSERT INTO django_fencedlock_fence" in known
         assert "DELETE FROM django_fencedlock_heldlock" in known
 
-    def test_every_act_does_what_it_does_unprepared(self, pool):
+    def test_prepared_statements_do_the_same(self, pool):
         pool.run(prepared_in)
 
         def acts(connection):
@@ -118,7 +119,7 @@ class TestOfAConnectionThatIsKept:
 
     def test_its_errors_are_djangos(self, pool):
         def fail(connection):
-            with prepared.cursor(connection) as cursor:
+            with preparing_cursor(connection) as cursor:
                 cursor.execute("SELECT 1/0")
 
         pool.run(prepared_in)
@@ -128,21 +129,21 @@ class TestOfAConnectionThatIsKept:
 
 
 class TestParameters:
-    """They go to the server as text, and are read there as what the statement says."""
+    """Their types are those that the statement says."""
 
     STATEMENT = """
         SELECT %(text)s::text, %(nothing)s::text, %(big)s::bigint, %(yes)s::boolean,
         %(part)s::double precision, %(at)s::timestamptz, %(text)s::text || '%%'
     """
 
-    def test_come_back_as_they_were(self, pool):
+    def test_values_come_back_unchanged(self, pool):
         at = datetime(2027, 3, 1, 12, 30, 0, 250, tzinfo=UTC)
         values = ("50% of Łódź's\n\\x", None, -(2**63), True, 0.1, at)
         names = ("text", "nothing", "big", "yes", "part", "at")
         given = dict(zip(names, values, strict=True))
 
         def ask(connection):
-            with prepared.cursor(connection) as cursor:
+            with preparing_cursor(connection) as cursor:
                 cursor.execute(self.STATEMENT, given)
                 return cursor.fetchone()
 
@@ -150,9 +151,9 @@ class TestParameters:
         for _ in range(OFTEN):
             assert pool.run(ask) == (*values, values[0] + "%")
 
-    def test_are_refused_rather_than_cut_off(self, pool):
+    def test_a_nul_character_is_rejected(self, pool):
         def ask(connection):
-            with prepared.cursor(connection) as cursor:
+            with preparing_cursor(connection) as cursor:
                 cursor.execute("SELECT %(text)s::text", {"text": "one\0two"})
 
         pool.run(prepared_in)
@@ -161,55 +162,8 @@ class TestParameters:
                 pool.run(ask)
 
 
-def sleep(seconds, limit, begun=lambda: None):
-    """Have the server sleep in a statement that is prepared; returns after how many seconds."""
-
-    def ask(connection):
-        with prepared.cursor(connection) as cursor:
-            for _ in range(OFTEN):
-                cursor.execute("SELECT pg_sleep(%(seconds)s::float8)", {"seconds": 0})
-            begun()
-            cursor.execute("SELECT pg_sleep(%(seconds)s::float8)", {"seconds": seconds})
-
-    with contextlib.closing(Sessions("postgres", timeout=limit)) as pool:
-        pool.run(prepared_in)
-        try:
-            pool.run(ask)
-        finally:
-            assert pool.run(lambda connection: connection.is_usable())
-
-
-@pytest.mark.slow
-class TestAStatementThatIsNotAnswered:
-    def test_is_cut_off_and_its_connection_is_used_no_more(self):
-        began = time.monotonic()
-        with pytest.raises(OperationalError):
-            sleep(20, limit=1)
-        assert time.monotonic() - began < 10
-
-    def test_is_not_struck_in_the_middle(self):
-        """A signal's handler raises what it raises when the answer is there."""
-        began = []
-
-        def strike(number, frame):
-            raise TimeoutError("struck")
-
-        def begun():
-            began.append(time.monotonic())
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-
-        before = signal.signal(signal.SIGALRM, strike)
-        try:
-            with pytest.raises(TimeoutError, match="struck"):
-                sleep(0.8, limit=20, begun=begun)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        assert time.monotonic() - began[0] > 0.7
-
-
 class TestATableThatIsChanged:
-    """As by a migration, while processes have statements prepared that read it."""
+    """By a migration, while processes have prepared statements that read it."""
 
     @pytest.fixture
     def change(self):
@@ -238,7 +192,7 @@ class TestATableThatIsChanged:
         assert "INSERT INTO django_fencedlock_fence" in pool.run(prepared_in)
 
 
-def test_a_connection_that_is_not_kept_asks_nothing_more(pool, postgres, monkeypatch):
+def test_a_connection_that_is_not_kept_costs_no_round_trip(pool, postgres, monkeypatch):
     monkeypatch.setattr(sessions, "under_test", lambda: True)
     with postgres.statements() as seen:
         pool.run(claim)
@@ -262,8 +216,15 @@ class TestThroughAPooler:
             assert [pool.run(claim) for _ in range(OFTEN)] == [*range(1, OFTEN + 1)]
             assert "django_fencedlock" not in pool.run(prepared_in)
 
-    def test_a_pooler_that_passes_for_the_server_does_no_harm(self, route, monkeypatch):
-        monkeypatch.setattr(prepared, "_is_direct", lambda cursor, raw: True)
+    def test_a_pooler_that_looks_like_the_server(self, route, monkeypatch):
+        make = sessions._prepare_statements
+
+        def prepare(connection):
+            make(connection)
+            connection.connection.prepare_threshold = PREPARE_THRESHOLD
+            connection._fencedlock_prepares = True
+
+        monkeypatch.setattr(sessions, "_prepare_statements", prepare)
         with pool_of(route) as pool, contextlib.closing(connections[route].copy()) as other:
             for _ in range(OFTEN):
                 pool.run(claim)
@@ -275,50 +236,8 @@ class TestThroughAPooler:
                 assert [pool.run(claim) for _ in range(3)] == [OFTEN + 1, OFTEN + 2, OFTEN + 3]
 
 
-class TestOnSQLite:
-    @pytest.fixture
-    def pool(self):
-        with pool_of("default") as pool:
-            pool.run(lambda connection: connection.ensure_connection())
-            yield pool
-
-    def test_a_kept_connection_does_without_djangos_preparations(self, pool):
-        assert [pool.run(claim) for _ in range(3)] == [1, 2, 3]
-
-        def statements(connection):
-            seen = []
-
-            def note(execute, *rest):
-                seen.append(rest)
-                return execute(*rest)
-
-            with connection.execute_wrapper(note):
-                claim(connection)
-            return len(seen)
-
-        assert pool.run(statements) == 0
-
-    def test_it_waits_for_the_file_as_long_as_it_is_told(self, pool):
-        def patience(connection):
-            with connection.cursor() as cursor:
-                cursor.execute("PRAGMA busy_timeout")
-                return cursor.fetchone()[0]
-
-        for seconds in (0.25, 2, 0.25):
-            pool.run(lambda found, told=seconds: ledger_for(found).patience(found, told))
-            assert pool.run(patience) == seconds * 1000
-
-    def test_its_errors_are_djangos(self, pool):
-        def fail(connection):
-            with ledger_for(connection).transaction(connection) as cursor:
-                cursor.execute("SELECT %(number)s FROM nowhere", {"number": 1})
-
-        with pytest.raises(OperationalError, match="no such table"):
-            pool.run(fail)
-
-
 class TestAnEngineWithACursorOfItsOwn:
-    """As one for schemas of tenants, which sets the search_path as it makes a cursor."""
+    """Such as an engine for tenants, which sets the search_path in each cursor."""
 
     @pytest.fixture
     def connection(self):
@@ -334,9 +253,9 @@ class TestAnEngineWithACursorOfItsOwn:
         yield connection
         connection.close()
 
-    def test_what_it_does_to_the_session_is_done(self, connection):
-        prepared.allow(connection)
-        with prepared.cursor(connection) as cursor:
+    def test_its_cursor_is_used_once_before(self, connection):
+        sessions._prepare_statements(connection)
+        with preparing_cursor(connection) as cursor:
             cursor.execute("SHOW search_path")
             assert cursor.fetchone() == ("elsewhere",)
 

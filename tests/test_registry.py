@@ -18,7 +18,7 @@ from django_fencedlock.models import HeldLock
 from django_fencedlock.ops import registry
 from django_fencedlock.ops import registry as portraits
 from django_fencedlock.ops.registry import State, listing, portrait
-from django_fencedlock.storage.connections import bounded
+from django_fencedlock.storage.connections import time_limited
 from django_fencedlock.test.holders import wait_until
 
 BACKENDS = {
@@ -179,7 +179,7 @@ def test_a_database_that_does_not_answer_hides_no_other(far, how):
 
 def test_a_database_that_falls_silent_is_cut_off(far):
     database = conf.config("far").fence_database
-    with bounded(database, 0.5):
+    with time_limited(database, 0.5):
         assert HeldLock.objects.using(database).get().name == "far"
         far.pause()
         with pytest.raises(OperationalError, match=r"no answer within 0\.5 s"):
@@ -255,10 +255,10 @@ def statements(backend):
 
     @contextlib.contextmanager
     def noting(database, timeout):
-        with bounded(database, timeout), connections[database].execute_wrapper(note):
+        with time_limited(database, timeout), connections[database].execute_wrapper(note):
             yield
 
-    with mock.patch.object(registry, "bounded", noting):
+    with mock.patch.object(registry, "time_limited", noting):
         yield seen
     assert seen
 

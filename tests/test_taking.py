@@ -41,7 +41,7 @@ def holder():
 @pytest.fixture
 def gone(monkeypatch):
     """Have each process be gone."""
-    monkeypatch.setattr(base, "is_gone", lambda *process: True)
+    monkeypatch.setattr(base, "is_process_gone", lambda process: True)
 
 
 def wish(**terms):

@@ -40,7 +40,7 @@ from ..ops.registry import (
     states,
     words_of,
 )
-from ..storage.connections import bounded
+from ..storage.connections import time_limited
 from ..storage.tables import ExactCharField
 from ..storage.text import can_store, show_blanks
 from ..storage.vendors import ledger_for
@@ -209,7 +209,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         # The admin can't work without the database of its users, and it has just answered.
         has_users = using == router.db_for_read(get_user_model())
         try:
-            with nullcontext() if has_users else bounded(using, ANSWERED):
+            with nullcontext() if has_users else time_limited(using, ANSWERED):
                 return view(request, *args, **kwargs)
         except Error as exc:
             away = isinstance(exc, OperationalError | InterfaceError) and not has_users

@@ -16,7 +16,7 @@ from ..core.runtime import clock
 from ..core.transactions import test_connection
 from ..exceptions import BackendUnavailable
 from ..lease import Lease
-from ..storage.connections import sessions
+from ..storage.connections import pool
 from ..storage.vendors import Entry, Ledger, NameAndOwner, Row, ledger_for
 from .base import Backend, Grant, Renewal, Request, Taken, is_table_missing
 
@@ -44,7 +44,7 @@ class DatabaseBackend(Backend):
     def __init__(self, config: AliasConfig) -> None:
         super().__init__(config)
         self._timeout = config.timeout
-        self._sessions = sessions(config.fence_database, self._timeout)
+        self._sessions = pool(config.fence_database, self._timeout)
         self._ledger = ledger_for(connections[config.fence_database])
         self._one_writer = connections[config.fence_database].vendor == "sqlite"
 

@@ -17,7 +17,7 @@ from ..conf import AliasConfig, Problem, location_problems, timeout_problems
 from ..core.identity import Holder, describe_place
 from ..exceptions import BackendUnavailable
 from ..lease import Lease
-from ..storage.connections import sessions
+from ..storage.connections import pool
 from ..storage.postgresql import array
 from ..storage.vendors import Entry, Row, ledger_for
 from .base import Renewal, Taken, is_table_missing
@@ -144,7 +144,7 @@ class PostgresBackend(TakesSessionLocks):
     def _on_private(self, doing: str, name: str, work: Callable[[BaseDatabaseWrapper], T]) -> T:
         # Not asked of the session for locks: this process may hold none, now or ever.
         try:
-            return sessions(self.config.fence_database, self._timeout).run(work)
+            return pool(self.config.fence_database, self._timeout).run(work)
         except Error as exc:
             raise self.unavailable(doing, exc, name) from exc
 

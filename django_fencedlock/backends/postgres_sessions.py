@@ -16,9 +16,8 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from .. import conf
 from ..core.runtime import clock, cut
 from ..exceptions import SettingsError
-from ..storage.connections import private
+from ..storage.connections import PREPARE_THRESHOLD, private
 from ..storage.dialect import LOCK_WAIT
-from ..storage.libpq import Executor
 from ..storage.postgresql import sqlstate
 from ..storage.text import escape_control
 from . import postgres_statements as sql
@@ -47,8 +46,7 @@ class Session:
         self.wrapper = wrapper
         self.raw: psycopg.Connection[Any] = wrapper.connection
         self._cursor = psycopg.Cursor(self.raw)
-        # What waits does so in a caller's thread, for which signals have to get through.
-        self._statements = Executor(self.raw, wrapper.wrap_database_errors, brief=not waits)
+        self.raw.prepare_threshold = PREPARE_THRESHOLD
         self.busy_since: float | None = None
         pid, started = self.one(sql.IDENTITY, {}, prepare=False)
         self.pid: int = pid
@@ -69,15 +67,14 @@ class Session:
         """Execute one statement. What is thrown into the middle of it ends the session."""
         self.busy_since = clock()
         try:
-            if prepare:
-                self._statements.execute(statement, given)
-                return self._statements.fetchall()
             with self.wrapper.wrap_database_errors:
-                return self._cursor.execute(statement, given).fetchall()
+                asked = None if prepare else False
+                return self._cursor.execute(statement, given, prepare=asked).fetchall()
         except Error as exc:
-            if sqlstate(exc) == OUTDATED and self._statements.forget(statement):
+            if sqlstate(exc) == OUTDATED and prepare:
                 # Its tables have changed since it was prepared. It did nothing.
-                return self.all(statement, given)
+                self._cursor.execute("DEALLOCATE ALL")
+                return self.all(statement, given, prepare=False)
             raise
         except BaseException:
             self.abandon()

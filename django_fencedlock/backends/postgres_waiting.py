@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core import runtime
 from ..core.runtime import clock, watchdog
-from ..storage.connections import KEPT, under_test
+from ..storage.connections import MAX_IDLE, under_test
 from .base import Cancel
 from .postgres_sessions import Session, open_session
 
@@ -106,7 +106,7 @@ class Room:
     def give_back(self, session: Session) -> None:
         """Put back a session that holds nothing."""
         with self._mutex:
-            keep = not session.closed and len(self._free) < KEPT and not under_test()
+            keep = not session.closed and len(self._free) < MAX_IDLE and not under_test()
             if keep:
                 self._free.append(session)
         if not keep:

@@ -12,7 +12,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import logs
 from ..conf import AliasConfig
-from ..storage.connections import sessions
+from ..storage.connections import pool
 from ..storage.vendors import Ledger, Row, ledger_for
 from .base import Backend, Grant, Request
 from .redis_client import RedisError
@@ -135,5 +135,5 @@ class RecordsGrants(Backend):
         if connection is not None:
             return work(ledger_for(connection), connection)
         # Not made before it is needed: a lock that isn't fenced needs no database.
-        private = sessions(self.config.fence_database, self._timeout)
+        private = pool(self.config.fence_database, self._timeout)
         return private.run(lambda found: work(ledger_for(found), found))

@@ -252,7 +252,7 @@ def _held_by(
         found = [(child, ledger.left_by(private, config.alias, child)) for child in children]
         return [(child, rows) for child, rows in found if rows]
 
-    return connections.sessions(config.fence_database, TIMEOUT).run(look)
+    return connections.pool(config.fence_database, TIMEOUT).run(look)
 
 
 def _evict(backend: Backend, child: Process, name: str, owner: str) -> bool:
@@ -279,7 +279,7 @@ def _write_history(config: conf.AliasConfig, child: Process, names: Sequence[str
         events.write(Statements(private), rows, conf.history())
 
     try:
-        connections.sessions(config.fence_database, TIMEOUT).run(write)
+        connections.pool(config.fence_database, TIMEOUT).run(write)
     except Error as exc:
         logger.info("The history of alias %r wasn't written: %s", config.alias, exc)
 

@@ -29,7 +29,7 @@ from ..exceptions import (
 )
 from ..lease import Duration, Lease, current_lease
 from ..storage.background_writer import scribe
-from ..storage.connections import ask, under_test
+from ..storage.connections import query_once, under_test
 from ..storage.dialect import whose
 from ..storage.fenced_atomic import pinned_atomic
 from ..storage.fences import told
@@ -423,7 +423,7 @@ class Service(TakesLeases):
             return ledger, ledger.pinned_by(private, name), ledger.look(private, name)
 
         try:
-            ledger, blocker, row = ask(using, BRIEFLY, look)
+            ledger, blocker, row = query_once(using, BRIEFLY, look)
         except Error:
             return None
         if blocker is None:

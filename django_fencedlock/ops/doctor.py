@@ -15,7 +15,7 @@ from .. import checks, conf
 from ..core.runtime import clock
 from ..findings import Finding, Level, error, note, of_clock, ok, warning
 from ..models.checks import has_tables, table_problems
-from ..storage.connections import ask, bounded
+from ..storage.connections import query_once, time_limited
 from ..storage.dialect import FENCE, HELD
 from ..storage.fences import FORCED
 from ..storage.history import EVENTS
@@ -49,13 +49,13 @@ def examine_database(database: str, limit: float) -> Iterator[Finding]:
     """Examine a database of fences, within `limit` seconds."""
     try:
         # On a connection with limits of its own: the project's may have none.
-        yield from ask(database, min(limit, CONNECTING), _server)
+        yield from query_once(database, min(limit, CONNECTING), _server)
     except Error as exc:
         yield error(
             f"can't be asked: {str(exc).strip()}", "Start the database, or mend its settings."
         )
         return
-    with bounded(database, limit):
+    with time_limited(database, limit):
         found = [*_tables(database), *of_problems(table_problems([database]))]
     yield from found
 
@@ -63,7 +63,7 @@ def examine_database(database: str, limit: float) -> Iterator[Finding]:
 def examine_rows(database: str, limit: float) -> Iterator[Finding]:
     """Look at the fenced tables of a database that has no fences; nothing if it has none."""
     try:
-        with bounded(database, min(limit, CONNECTING)):
+        with time_limited(database, min(limit, CONNECTING)):
             if not has_tables(database):
                 return
             found = list(of_problems(table_problems([database])))

@@ -22,7 +22,7 @@ from ..core.manager import Service, service
 from ..core.runtime import clock
 from ..core.transactions import test_connection
 from ..exceptions import BackendUnavailable, ReleaseBlocked
-from ..storage.connections import sessions
+from ..storage.connections import pool
 from ..storage.dialect import whose
 from ..storage.fences import Revoked, Revoking, named, pinned_by, tables_locked_by
 from ..storage.text import escape_control
@@ -169,7 +169,7 @@ def _row(asked: Service, name: str) -> Row | None:
             row = ledger_for(lent).look(lent, name)
         else:
             # One that is kept: pages and commands ask for one lock after the other.
-            row = sessions(using, BRIEFLY).run(lambda own: ledger_for(own).look(own, name))
+            row = pool(using, BRIEFLY).run(lambda own: ledger_for(own).look(own, name))
     except Error as exc:
         if is_table_missing(exc):
             # Whoever uses unfenced locks alone needs no tables.

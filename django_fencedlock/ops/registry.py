@@ -17,7 +17,7 @@ from ..backends.base import explained
 from ..core.identity import Holder, describe_place
 from ..core.manager import service
 from ..exceptions import BackendUnavailable, SettingsError
-from ..storage.connections import bounded
+from ..storage.connections import time_limited
 from ..storage.fences import named, pinned_by
 from ..storage.tables import HeldLock, LockEvent
 from ..storage.vendors import ledger_for
@@ -101,7 +101,7 @@ def listing(aliases: Sequence[str] = ()) -> Listing:
         if aliases:
             rows = rows.filter(alias__in=aliases)
         try:
-            with bounded(database, ANSWERED):
+            with time_limited(database, ANSWERED):
                 found.entries += list(entries(database, list(rows), found.unanswered))
         except Error as exc:
             why = f"its fence database {database!r} can't be asked: {words_of(exc, database)}"
@@ -302,7 +302,7 @@ def portrait(name: str) -> Portrait:
     silent: dict[str, str] = {}
     for database in fence_databases(conf.aliases()):
         try:
-            with bounded(database, ANSWERED):
+            with time_limited(database, ANSWERED):
                 _draw(found, database, silent)
         except Error as exc:
             found.away[database] = words_of(exc, database)

@@ -12,7 +12,7 @@ from django.db import Error, IntegrityError, connections, router
 from .. import conf
 from ..models.fenced import FencedModel
 from ..models.fencing import FencingOf
-from ..storage.connections import Sessions
+from ..storage.connections import ConnectionPool
 from ..storage.fences import lift, too_low
 from ..storage.vendors import ledger_for
 
@@ -81,7 +81,7 @@ def resync(model: type[FencedModel], database: str, *, dry_run: bool) -> Resynce
             f"run: manage.py migrate --database {database}"
         )
         return done
-    sessions = Sessions(fences, TIMEOUT)
+    sessions = ConnectionPool(fences, TIMEOUT)
     try:
         for highest in _highest(model, fencing, database, done):
             _resync(sessions, highest, done, dry_run)
@@ -130,7 +130,9 @@ def _name(row: Any) -> str | None:
     return name
 
 
-def _resync(sessions: Sessions, highest: Mapping[str, int], done: Resynced, dry_run: bool) -> None:
+def _resync(
+    sessions: ConnectionPool, highest: Mapping[str, int], done: Resynced, dry_run: bool
+) -> None:
     found = sessions.run(lambda private: too_low(private, highest))
     low = {name: highest[name] for name in found}
     if not low:
@@ -141,7 +143,7 @@ def _resync(sessions: Sessions, highest: Mapping[str, int], done: Resynced, dry_
         done.low[name] = max(token, done.low.get(name, 0))
 
 
-def _lift(sessions: Sessions, low: Mapping[str, int]) -> Iterator[str]:
+def _lift(sessions: ConnectionPool, low: Mapping[str, int]) -> Iterator[str]:
     """Lift all that can be; the names whose fence somebody has locked."""
     try:
         sessions.run(lambda private: lift(private, low))

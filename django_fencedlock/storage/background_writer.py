@@ -22,7 +22,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ..backends.base import is_table_missing
 from ..core import runtime
 from ..core.runtime import clock
-from .connections import Sessions, under_test
+from .connections import ConnectionPool, under_test
 from .records import Statements
 from .vendors import ledger_for
 
@@ -75,7 +75,7 @@ class Scribe:
         self.is_testing: Callable[[], bool] = under_test
         self.start: Callable[[Callable[[], object]], object] = runtime.start
         self.books: list[Book] = []
-        self._sessions: dict[str, Sessions] = {}
+        self._sessions: dict[str, ConnectionPool] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -110,8 +110,6 @@ class Scribe:
 
     def forget_after_fork(self) -> None:
         """Keep nothing of the parent's, which writes it; the thread stayed there."""
-        for each in self._sessions.values():
-            each.forget_after_fork()
         self._reset()
         for book in self.books:
             book.forget()
@@ -185,9 +183,9 @@ class Scribe:
             if self._rests_until.pop(database, None):
                 logger.info("The scribe writes to %r again", database)
 
-    def _session(self, database: str, timeout: float) -> Sessions:
+    def _session(self, database: str, timeout: float) -> ConnectionPool:
         # Of its own, so that a lock never has to wait for a connection that the scribe has.
-        return self._sessions.setdefault(database, Sessions(database, timeout))
+        return self._sessions.setdefault(database, ConnectionPool(database, timeout))
 
     def _rest(self, database: str, error: Error) -> None:
         if database not in self._rests_until:

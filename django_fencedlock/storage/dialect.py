@@ -20,7 +20,7 @@ from django.utils.dateparse import parse_datetime
 
 from ..core.identity import Holder, Owner, Process, describe_place
 from ..lease import Lease
-from . import prepared
+from .connections import preparing_cursor
 
 #: What is in the way of a grant, where the database doesn't name the session.
 OPEN_TRANSACTION = "an open transaction"
@@ -306,7 +306,7 @@ class Ledger(ABC):
 
     def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
         """Delete rows by their owners; returns how many there were."""
-        with prepared.cursor(connection) as cursor:
+        with preparing_cursor(connection) as cursor:
             return self.clear_by(cursor, leases)
 
     def clear_by(self, cursor: Any, leases: Sequence[Held]) -> int:

@@ -21,7 +21,7 @@ from django.db.models.sql.compiler import SQLCompiler
 from ..conf import AliasConfig
 from ..core.identity import Holder
 from ..core.transactions import test_connection
-from .connections import NoAnswer, ask
+from .connections import NoAnswer, query_once
 from .dialect import BATCH, FENCE, HELD, as_time, listed
 from .records import Records, Statements
 from .text import fit_column
@@ -199,7 +199,7 @@ def told(using: str, owners: Sequence[str]) -> dict[str, str]:
         if lent is not None:
             found = notes(lent, owners)
         else:
-            found = ask(using, EXPLAINED, lambda private: notes(private, owners))
+            found = query_once(using, EXPLAINED, lambda private: notes(private, owners))
     except Error:
         # It is the loss that counts; and whoever uses unfenced locks alone needs no tables.
         logger.debug("Whether locks were taken away can't be told", exc_info=True)
@@ -346,7 +346,7 @@ def tables_locked_by(using: str) -> str:
     if test_connection(using) is not None:
         return ""
     try:
-        return ask(using, BRIEFLY, lambda own: ledger_for(own).tables_locked_by(own)) or ""
+        return query_once(using, BRIEFLY, lambda own: ledger_for(own).tables_locked_by(own)) or ""
     except Error:
         logger.debug("Who has a table locked can't be told", exc_info=True)
         return ""
@@ -358,7 +358,7 @@ def pinned_by(using: str, name: str) -> str:
         # From outside, the test's own transaction would seem to be in the way.
         return ""
     try:
-        return ask(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name)) or ""
+        return query_once(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name)) or ""
     except Error:
         logger.debug("Who has a fence locked can't be told", exc_info=True)
         return ""

@@ -8,7 +8,7 @@ from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..lease import Lease
-from . import prepared
+from .connections import preparing_cursor
 from .dialect import COLUMNS, FENCE, HELD, LOCK_WAIT, TAKEN_OVER, Entry, Held, Ledger, session_words
 
 # The limits are set within the statement that they are for: a SET of the session would leak to
@@ -167,18 +167,18 @@ class PostgresLedger(Ledger):
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
         if not entry.fenced:
             return self.enter(connection, entry), None
-        with prepared.cursor(connection) as cursor:
+        with preparing_cursor(connection) as cursor:
             cursor.execute(CLAIM, {**entry.values(), "ttl": entry.ttl})
             row = cursor.fetchone()
         return (False, None) if row is None else (True, row[0])
 
     def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
-        with prepared.cursor(connection) as cursor:
+        with preparing_cursor(connection) as cursor:
             cursor.execute(ENTER, {**entry.values(), "ttl": entry.ttl})
             return cursor.fetchone() is not None
 
     def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
-        with prepared.cursor(connection) as cursor:
+        with preparing_cursor(connection) as cursor:
             cursor.execute(RECORD, {**entry.values(), "ttl": entry.ttl, "token": token})
             return cursor.fetchone() is not None
 
@@ -199,7 +199,7 @@ class PostgresLedger(Ledger):
             "owners": array([lease.owner_id for lease in leases]),
             "ttls": array([lease.ttl for lease in leases]),
         }
-        with prepared.cursor(connection, plan_once=False) as cursor:
+        with preparing_cursor(connection, prepare=False) as cursor:
             cursor.execute(RENEW, given)
             if cursor.rowcount == len(leases):
                 return {lease.owner_id for lease in leases}

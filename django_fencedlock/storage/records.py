@@ -17,8 +17,7 @@ from ..backends.base import explained
 from ..conf import AliasConfig
 from ..core.transactions import in_transaction, test_connection
 from ..exceptions import BackendUnavailable
-from . import prepared
-from .connections import sessions
+from .connections import pool, preparing_cursor
 from .dialect import BATCH, utc_text
 from .sqlite import machine_time
 from .vendors import ledger_for
@@ -57,7 +56,7 @@ class Statements:
 
     def reading(self) -> AbstractContextManager[Any]:
         """A cursor for a question that comes often, with the same text each time."""
-        return prepared.cursor(self.connection)
+        return preparing_cursor(self.connection)
 
     @property
     def now(self) -> str:
@@ -177,7 +176,7 @@ class Records:
             ledger_for(private).patience(private, patience)
             return work(Statements(private))
 
-        return sessions(self.using, self._timeout).run(patiently)
+        return pool(self.using, self._timeout).run(patiently)
 
     def _is_worth_another_try(self, error: Error) -> bool:
         connection = connections[self.using]

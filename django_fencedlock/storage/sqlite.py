@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from . import prepared
+from .connections import set_busy_timeout
 from .dialect import FENCE, Entry, PortableLedger, utc_text
 
 DRAW = (
@@ -18,9 +17,6 @@ DRAW = (
     "owner = excluded.owner"
 )
 DRAWN = f"SELECT token FROM {FENCE} WHERE name = %(name)s"
-
-#: The attribute of a connection that remembers its patience.
-_PATIENCE = "_fencedlock_patience"
 
 
 def machine_time() -> datetime:
@@ -45,14 +41,7 @@ class SQLiteLedger(PortableLedger):
         return {"now": utc_text(now), "expiry": utc_text(now + timedelta(seconds=ttl))}
 
     def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
-        # It stays with the connection.
-        if getattr(connection, _PATIENCE, None) != seconds:
-            with prepared.cursor(connection) as cursor:
-                cursor.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
-            setattr(connection, _PATIENCE, seconds)
-
-    def cursor(self, connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
-        return prepared.cursor(connection)
+        set_busy_timeout(connection, seconds)
 
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
         with self.transaction(connection) as cursor:

@@ -1,4 +1,4 @@
-"""Private connections: nothing that happens to the caller's connections touches them."""
+"""Private connections: apart from the caller's, limited in time and number, and prepared."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from django.db import OperationalError, close_old_connections, connections
 from django_fencedlock import lock
 from django_fencedlock.core.runtime import Watchdog, clock, watchdog
 from django_fencedlock.storage import connections as sessions
-from django_fencedlock.storage.connections import NoAnswer, Sessions, ask, private
+from django_fencedlock.storage.connections import ConnectionPool, NoAnswer, private, query_once
 from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -28,7 +28,7 @@ def keep_connections(monkeypatch):
 
 @pytest.fixture
 def pool():
-    pool = Sessions("postgres", timeout=2)
+    pool = ConnectionPool("postgres", timeout=2)
     yield pool
     pool.close()
 
@@ -43,17 +43,19 @@ def test_an_idle_connection_serves_again(pool):
     assert pool.run(session_of) == pool.run(session_of)
 
 
-def test_what_is_asked_once_leaves_no_session_behind(postgres):
+def test_query_once_leaves_no_session_behind(postgres):
     def fail(connection):
         seen.append(session_of(connection))
         raise ValueError("of the caller")
 
-    seen = [ask("postgres", 2, session_of)]
+    seen = [query_once("postgres", 2, session_of)]
     with pytest.raises(ValueError, match="of the caller"):
-        ask("postgres", 2, fail)
+        query_once("postgres", 2, fail)
     # It isn't the server that has closed the connection, as the driver would have it.
     with pytest.raises(NoAnswer, match=r"^no answer within 2 s$") as caught:
-        ask("postgres", 2, lambda connection: connection.cursor().execute("SELECT pg_sleep(9)"))
+        query_once(
+            "postgres", 2, lambda connection: connection.cursor().execute("SELECT pg_sleep(9)")
+        )
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.seconds) == ("no answer within 2 s", 2)
     assert len(seen) == 2
@@ -69,7 +71,7 @@ def test_close_old_connections_leaves_it_alone(pool):
     assert pool.run(session_of) == before
 
 
-def test_celerys_clean_up_around_tasks_leaves_it_alone(pool):
+def test_celerys_clean_up_leaves_it_alone(pool):
     from celery import Celery
     from celery.fixups.django import DjangoWorkerFixup
 
@@ -119,23 +121,23 @@ def test_an_error_of_the_statement_is_raised_and_not_repeated(pool):
     assert tries == [1]
 
 
-def test_a_connection_struck_in_mid_statement_is_thrown_away(pool):
+def test_a_connection_interrupted_in_a_statement_is_closed(pool):
     seen = []
 
     class Killed(BaseException):
         pass
 
-    def strike(connection):
+    def interrupt(connection):
         seen.append(session_of(connection))
         raise Killed
 
     with pytest.raises(Killed):
-        pool.run(strike)
+        pool.run(interrupt)
     assert pool.run(session_of) not in seen
 
 
 def test_a_statement_that_takes_too_long_is_cut_off():
-    pool = Sessions("postgres", timeout=0.3)
+    pool = ConnectionPool("postgres", timeout=0.3)
 
     def sleep(connection):
         with connection.cursor() as cursor:
@@ -154,7 +156,7 @@ def test_a_wait_for_sqlites_file_ends_as_sqlite_says():
             cursor.execute("PRAGMA busy_timeout = 300")
             cursor.execute("BEGIN IMMEDIATE")
 
-    writer, waiter = private("default", 1), Sessions("default", timeout=0.05)
+    writer, waiter = private("default", 1), ConnectionPool("default", timeout=0.05)
     try:
         with writer.cursor() as cursor:
             cursor.execute("BEGIN IMMEDIATE")
@@ -162,7 +164,7 @@ def test_a_wait_for_sqlites_file_ends_as_sqlite_says():
                 waiter.run(wait)
     finally:
         writer.close()
-    # A holder has the lock then: nobody is to take it for a service that doesn't answer.
+    # Another holder has the lock then; it is no service that fails to answer.
     assert not isinstance(caught.value, NoAnswer)
 
 
@@ -182,17 +184,17 @@ def test_a_burst_of_threads_uses_a_bounded_number_of_connections(pool):
         worker.start()
     for worker in workers:
         worker.join()
-    assert most[0] <= sessions.MOST
-    assert len(pool._idle) <= sessions.KEPT
+    assert most[0] <= sessions.MAX_CONNECTIONS
+    assert len(pool._idle) <= sessions.MAX_IDLE
 
 
 class TestRoom:
     @pytest.fixture(autouse=True)
     def room_for_one(self, monkeypatch):
-        monkeypatch.setattr(sessions, "MOST", 1)
+        monkeypatch.setattr(sessions, "MAX_CONNECTIONS", 1)
 
-    def test_who_finds_none_waits_until_somebody_leaves(self):
-        pool, gate, done = Sessions("default", timeout=30), threading.Event(), []
+    def test_without_room_a_thread_waits_for_another_to_leave(self):
+        pool, gate, done = ConnectionPool("default", timeout=30), threading.Event(), []
         first = threading.Thread(target=pool.run, args=(lambda connection: gate.wait(30),))
         others = [threading.Thread(target=pool.run, args=(done.append,)) for _ in range(3)]
         first.start()
@@ -207,15 +209,15 @@ class TestRoom:
         assert len(done) == len(others)
         assert (pool._room, pool._waiting) == ([True], 0)
 
-    def test_who_finds_none_in_time_is_refused(self):
-        pool = Sessions("default", timeout=0.05)
+    def test_without_room_in_time_an_error_is_raised(self):
+        pool = ConnectionPool("default", timeout=0.05)
         with pytest.raises(OperationalError, match="all 1 private connections to 'default'"):
             pool.run(lambda connection: pool.run(lambda another: None))
         assert (pool._room, pool._waiting) == ([True], 0)
         pool.run(lambda connection: None)
 
     def test_a_renewal_has_room_when_all_other_is_taken(self):
-        pool, done = Sessions("default", timeout=0.05), []
+        pool, done = ConnectionPool("default", timeout=0.05), []
 
         def renew(connection):
             pool.run(done.append, renews=True)
@@ -227,9 +229,9 @@ class TestRoom:
         assert (pool._room, pool._spare) == ([True], [True])
 
     @pytest.mark.parametrize("renews", [False, True])
-    def test_who_is_struck_anywhere_leaves_his_room(self, renews):
-        """After each call, of C or of Python: there a signal's handler may raise."""
-        pool, calls = Sessions("default", timeout=0.05), 0
+    def test_an_interrupt_anywhere_returns_the_room(self, renews):
+        """A signal handler may raise after each call, of C or of Python."""
+        pool, calls = ConnectionPool("default", timeout=0.05), 0
         room = [] if renews else [True]
         pool._room = list(room)
 
@@ -255,8 +257,8 @@ class TestRoom:
             assert (pool._room, pool._spare, pool._waiting) == (room, [True], 0), calls
         assert calls > 10
 
-    def test_nobody_who_waits_is_forgotten(self):
-        pool, done = Sessions("default", timeout=30), []
+    def test_every_waiter_gets_its_turn(self):
+        pool, done = ConnectionPool("default", timeout=30), []
 
         def come_and_go():
             for _ in range(200):
@@ -272,8 +274,8 @@ class TestRoom:
 
 
 @pytest.mark.slow
-def test_a_child_after_fork_leaves_its_parents_session_alone():
-    shared = sessions.sessions("postgres", 2.0)
+def test_a_child_after_fork_leaves_the_parents_session_alone():
+    shared = sessions.pool("postgres", 2.0)
     before = shared.run(session_of)
     child = os.fork()
     if child == 0:
@@ -310,7 +312,7 @@ def test_a_child_after_fork_owns_and_releases_nothing(settings):
 
 class Meanwhile(float):
     """
-    A deadline at whose sight a watch is begun, as by a finalizer that runs just then.
+    A deadline whose comparison sets another limit, as a finalizer might.
     """
 
     def __le__(self, other):
@@ -319,49 +321,49 @@ class Meanwhile(float):
 
 
 class TestWatchdog:
-    def test_it_bites_a_block_that_takes_too_long(self):
-        bitten = threading.Event()
-        with Watchdog().limit(0.05, bitten.set):
-            assert bitten.wait(5)
+    def test_a_block_that_takes_too_long(self):
+        called = threading.Event()
+        with Watchdog().limit(0.05, called.set):
+            assert called.wait(5)
 
-    def test_a_watch_that_its_own_thread_begins_does_no_harm(self):
-        dog, bitten = Watchdog(), threading.Event()
+    def test_a_limit_that_its_own_thread_sets_while_it_looks(self):
+        dog, called = Watchdog(), threading.Event()
         late = Meanwhile(clock() + 0.05)
         late.begin = lambda: dog.begin(60, lambda: None)
-        dog._watched[-1] = (late, bitten.set)
+        dog._watched[-1] = (late, called.set)
         dog.begin(60, lambda: None)
-        assert bitten.wait(5)
+        assert called.wait(5)
 
-    def test_nor_does_one_that_it_begins_as_it_lies_down(self):
-        dog, lies_down, bitten = Watchdog(), threading.Event(), threading.Event()
+    def test_a_limit_that_its_own_thread_sets_before_it_sleeps(self):
+        dog, sleeps, called = Watchdog(), threading.Event(), threading.Event()
         wait = dog._changed.wait
 
         def meanwhile(timeout):
             dog._changed.wait = wait
             dog.end(dog.begin(0.01, lambda: None))
-            lies_down.set()
+            sleeps.set()
             wait(timeout)
 
         dog._changed.wait = meanwhile
         with dog.limit(60, lambda: None):
-            assert lies_down.wait(5)
+            assert sleeps.wait(5)
             time.sleep(0.02)
-            with dog.limit(0.05, bitten.set):
-                assert bitten.wait(5)
+            with dog.limit(0.05, called.set):
+                assert called.wait(5)
 
-    def test_it_leaves_a_block_alone_that_was_left_in_time(self):
-        bitten = threading.Event()
+    def test_a_block_that_ends_in_time(self):
+        called = threading.Event()
         dog = Watchdog()
-        with dog.limit(0.05, bitten.set):
+        with dog.limit(0.05, called.set):
             pass
         with dog.limit(5, lambda: None):
-            assert not bitten.wait(0.2)
+            assert not called.wait(0.2)
 
     def test_a_shorter_limit_is_kept_though_a_longer_one_came_first(self):
-        bitten = threading.Event()
+        called = threading.Event()
         dog = Watchdog()
-        with dog.limit(60, lambda: None), dog.limit(0.05, bitten.set):
-            assert bitten.wait(5)
+        with dog.limit(60, lambda: None), dog.limit(0.05, called.set):
+            assert called.wait(5)
 
     def test_many_limits_leave_nothing_behind(self):
         for _ in range(1000):
@@ -373,11 +375,11 @@ class TestWatchdog:
         def refuse(thread):
             raise RuntimeError("can't start new thread")
 
-        dog, bitten = Watchdog(), threading.Event()
+        dog, called = Watchdog(), threading.Event()
         monkeypatch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError):
             dog.begin(0.05, lambda: None)
         assert not dog._watched
         monkeypatch.undo()
-        with dog.limit(0.05, bitten.set):
-            assert bitten.wait(5)
+        with dog.limit(0.05, called.set):
+            assert called.wait(5)
