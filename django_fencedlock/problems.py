@@ -66,3 +66,19 @@ def warning(message: str, hint: str) -> Problem:
 
 def error(message: str, hint: str) -> Problem:
     return Problem("E", message, hint)
+
+
+#: Seconds by which two clocks may differ.
+CLOCK_TOLERANCE = 2.0
+
+
+def clock_problem(ahead: float, prefix: str = "") -> Problem:
+    """Return the result of comparing a server's clock, which is `ahead` seconds ahead of ours."""
+    what = f"{prefix}its clock differs by {abs(ahead):.1f} s"
+    if abs(ahead) <= CLOCK_TOLERANCE:
+        return ok(what)
+    return warning(
+        f"{what} ({'ahead' if ahead > 0 else 'behind'})",
+        "Locks work all the same, since each lease uses one clock. Times in logs and lists can't "
+        "be compared. Synchronise both clocks with NTP.",
+    )

@@ -20,11 +20,11 @@ from django.utils import timezone
 
 from django_fencedlock import LeaseLost, checks, lock
 from django_fencedlock.core.manager import service
-from django_fencedlock.findings import Level
-from django_fencedlock.management import releasing
+from django_fencedlock.management.commands.fencedlock import current_user, duration, table
 from django_fencedlock.models import Fence, HeldLock, LockEvent
-from django_fencedlock.ops import probe, resync
+from django_fencedlock.ops import doctor, resync
 from django_fencedlock.ops.registry import State
+from django_fencedlock.problems import Level
 from tests.models import Invoice
 from tests.servers.process import wait_until
 from tests.test_docs import ROOT, _table
@@ -108,7 +108,7 @@ class TestList:
         out, err, code = run("list")
         assert code == 2
         assert "unknown" in out
-        assert "Alias 'default' couldn't be asked" in err
+        assert "Alias 'default' is unavailable" in err
         service("default").drop_all()
 
     def test_a_database_that_does_not_answer(self, settings, make_postgres, make_alias):
@@ -120,10 +120,10 @@ class TestList:
             out, err, code = run("list")
             assert code == 2
             assert "near" in out
-            assert f"Alias 'far' couldn't be asked: its fence database {database!r} can't" in err
+            assert f"Alias 'far' is unavailable: its fence database {database!r} can't" in err
             out, _, code = run("show", "near")
             assert code == 0
-            assert f"database {database!r}  can't be asked: " in out
+            assert f"database {database!r}  unavailable: " in out
             found, code = run_json("show", "far")
             assert (code, list(found["away"])) == (2, [database])
             assert "never granted" not in run("show", "far")[0]
@@ -150,7 +150,7 @@ class TestShow:
             pass
         out, _, code = run("show", "invoice:1")
         assert code == 1
-        assert "nobody has it" in out
+        assert "not held" in out
         assert "newest token 1" in out
         assert "never granted" in run("show", "invoice:2")[0]
 
@@ -185,13 +185,13 @@ class TestShow:
             assert got.result(30)
 
     def test_a_service_that_does_not_answer(self, settings, make_redis):
-        """Nobody is said to have the lock, but that isn't known."""
+        """The lock must not be reported as free."""
         server = make_redis()
         settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
         server.kill()
         out, _, code = run("show", "invoice:1")
         assert code == 2
-        assert "nobody has it" not in out
+        assert "not held" not in out
 
     def test_a_name_that_cannot_be(self):
         assert run("show", "")[1:] == ("A lock name can't be empty.", 2)
@@ -210,25 +210,25 @@ class TestRelease:
         out, _, code = run("release", "invoice:1", stdin=Terminal("y\n"))
         assert code == 0
         assert f"is held by {lease.holder}." in out
-        assert "The fence is lifted first" in out
+        assert "The fence is raised first" in out
         assert "Release it by force? [y/N]\n" in out
         assert out.endswith("His writes are refused: the fence is at 2.\n")
         assert Fence.objects.get().token == 2
         assert not HeldLock.objects.exists()
-        with pytest.raises(LeaseLost, match=f"by {releasing.current_holder()}"):
+        with pytest.raises(LeaseLost, match=f"by {current_user()}"):
             lease.renew()
 
     @pytest.mark.parametrize("answer", ["n\n", "\n", "", "yesterday\n"])
     def test_does_nothing_without_a_yes(self, answer):
         with lock("invoice:1"):
             _, err, code = run("release", "invoice:1", stdin=Terminal(answer))
-            assert (err, code) == ("Nothing was done.", 1)
+            assert (err, code) == ("Nothing was released.", 1)
         assert Fence.objects.get().token == 1
 
     def test_does_nothing_without_a_terminal(self):
         with lock("invoice:1"):
             _, err, code = run("release", "invoice:1", stdin=io.StringIO("y\n"))
-            assert "no terminal" in err
+            assert "Not a terminal" in err
             assert code == 1
             assert run("release", "invoice:1", "--format", "json")[2] == 2
         assert Fence.objects.get().token == 1
@@ -270,7 +270,7 @@ class TestRelease:
         lease = lock("cache", fenced=False).acquire()
         out, _, code = run("release", "cache", stdin=Terminal("y\n"))
         assert code == 0
-        assert "It isn't fenced" in out
+        assert "isn't fenced" in out
         assert not lease.verify()
 
     def test_several_aliases(self, settings, redis_server):
@@ -291,8 +291,8 @@ class TestRelease:
         server.kill()
         out, err, code = run("release", "x", "--yes")
         assert (out, code) == ("", 2)
-        assert "couldn't be asked" in err
-        assert "Whether somebody has lock 'x' through alias 'default' can't be told" in err
+        assert "is unavailable" in err
+        assert "Could not determine whether lock 'x' is held through alias 'default'" in err
 
     @pytest.mark.slow
     def test_an_open_transaction(self):
@@ -353,14 +353,14 @@ class TablesInDefault:
 class TestDoctor:
     @pytest.fixture(autouse=True)
     def on_a_busy_machine(self, monkeypatch, settings):
-        monkeypatch.setattr(probe, "SLOW", 5.0)
+        monkeypatch.setattr(doctor, "SLOW", 5.0)
         # Without the tasks of other tests.
         monkeypatch.setattr(checks, "_celery_apps", list)
         settings.DATABASE_ROUTERS = [TablesInDefault()]
 
     def test_exit_codes(self, settings, redis_server, make_redis):
         out, _, code = run("doctor")
-        assert (code, out.splitlines()[-1]) == (0, "All is well.")
+        assert (code, out.splitlines()[-1]) == (0, "No problems found.")
         with redis_server.configured(maxmemory="100mb", maxmemory_policy="allkeys-lru"):
             settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": redis_server.url}}
             out, _, code = run("doctor")
@@ -382,7 +382,7 @@ class TestDoctor:
         assert [each["about"] for each in found["reports"]] == [
             *("settings, models and tasks", "database 'default'", "alias 'other' (database)"),
         ]
-        assert found["reports"][2]["findings"][0]["what"].startswith("round trip")
+        assert found["reports"][2]["problems"][0]["message"].startswith("Round trip")
 
     def test_broken_settings_are_examined_all_the_same(self, settings):
         settings.FENCEDLOCK = {"default": {"TTL": -1}}
@@ -399,11 +399,11 @@ class TestResync:
         restored()
         out, _, code = run("resync", "tests.Invoice", "--dry-run", "-v", "2")
         assert code == 1
-        assert "tests.Invoice in 'default': 1 rows with a token, 1 fences would be lifted" in out
+        assert "tests.Invoice in 'default': 1 rows with a token, 1 fences would be raised" in out
         assert f"'{row.fencing.name()}' above 5" in out
         out, _, code = run("resync", "tests.Invoice")
         assert code == 0
-        assert "1 fences lifted" in out
+        assert "1 fences raised" in out
         assert Fence.objects.get().token == 6
         found, code = run_json("resync", "--dry-run")
         assert code == 0
@@ -412,10 +412,10 @@ class TestResync:
     def test_a_fence_that_stays_as_it_was(self, monkeypatch):
         row = written(Invoice)
         restored()
-        monkeypatch.setattr(resync, "_lift", lambda sessions, low: iter(low))
+        monkeypatch.setattr(resync, "_raise", lambda sessions, low: iter(low))
         _, err, code = run("resync", "tests.Invoice")
         assert code == 2
-        assert f"The fence of '{row.fencing.name()}' is locked" in err
+        assert f"The fence of '{row.fencing.name()}' was not raised" in err
 
     def test_what_is_no_fenced_model(self):
         _, why, code = run("resync", "tests.Account")
@@ -493,3 +493,39 @@ def test_the_page_tells_every_action_state_and_level():
     assert states == {str(state) for state in State}
     levels = {row[0] for row in _table(page, "| level | meaning |")}
     assert levels == {level.name.lower() for level in Level}
+
+
+def test_columns_are_aligned_by_what_is_seen():
+    rows = [("invoice:1", "held", "x"), ("请求书", "lost", "y"), ("cafe\u0301", "free", "z")]
+    plain = table(("NAME", "STATE", "H"), rows)
+    assert plain == [
+        "NAME       STATE  H",
+        "invoice:1  held   x",
+        "请求书     lost   y",
+        "cafe\u0301       free   z",
+    ]
+    painted = table(
+        ("NAME", "STATE", "H"), rows, lambda word: f"<{word}>" if word == "lost" else word
+    )
+    assert painted[2] == "请求书     <lost>   y"
+    assert [painted[1], painted[3]] == [plain[1], plain[3]]
+
+
+def test_a_name_can_neither_break_a_line_nor_colour_the_terminal():
+    (_, line) = table(("NAME",), [("in\nvoice\x1b[31m\u202e",)])
+    assert line == "in\\nvoice\\x1b[31m\\u202e"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0.0 s"),
+        (59.94, "59.9 s"),
+        (61, "1 min 1 s"),
+        (3725, "1 h 2 min"),
+        (90000, "1 d 1 h"),
+        (-5, "-5.0 s"),
+    ],
+)
+def test_durations(seconds, words):
+    assert duration(seconds) == words

@@ -9,15 +9,14 @@ from django.apps import apps
 from django.core.management import call_command
 from django.db import connections
 
-from django_fencedlock import checks, conf, findings
+from django_fencedlock import checks, conf, problems
 from django_fencedlock.backends.base import Grant
 from django_fencedlock.backends.database import DatabaseBackend
-from django_fencedlock.findings import Level
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.models import checks as table_checks
-from django_fencedlock.ops import doctor, probe
-from django_fencedlock.ops import doctor as databases
+from django_fencedlock.ops import doctor
 from django_fencedlock.ops.registry import portrait
+from django_fencedlock.problems import Level, Problem
 from django_fencedlock.storage.tables import ForcedRelease, LockEvent, MessageRecord, PendingRun
 from django_fencedlock.test import hold_lock
 from tests.models import Invoice
@@ -44,9 +43,9 @@ def examine(settings, **terms):
 
 
 def told(reports, level=None):
-    findings = [each for report in reports.values() for each in report.findings]
+    found = [each for report in reports.values() for each in report.problems]
     return "\n".join(
-        f"{each.what} -> {each.remedy}" for each in findings if level in (None, each.level)
+        f"{each.id}: {each.message} -> {each.hint}" for each in found if level in (None, each.level)
     )
 
 
@@ -68,14 +67,14 @@ def test_what_works_is_told_and_nothing_is_left_behind(
     settings, redis_server, postgres, backend, database, monkeypatch
 ):
     # The machine may be busy.
-    monkeypatch.setattr(probe, "SLOW", 5.0)
+    monkeypatch.setattr(doctor, "SLOW", 5.0)
     redis_server.empty()
     sessions = sessions_of_locks(postgres)
     location = {"LOCATION": redis_server.url} if backend == REDIS else {}
     for _ in range(2):
         reports = examine(settings, BACKEND=backend, FENCE_DATABASE=database, **location)
         words = told(reports, Level.OK)
-        for step in ("round trip", "takes a lock", "second owner", "renews", "hands over", "gives"):
+        for step in ("Round trip", "Acquires", "second owner", "renews", "Hands over", "releases"):
             assert step in words, told(reports)
         assert told(reports, Level.ERROR) == ""
         # The servers of the tests keep nothing safe; and one model of theirs has a bad collation.
@@ -83,21 +82,21 @@ def test_what_works_is_told_and_nothing_is_left_behind(
             assert "fsync" in line or "innodb_flush_log_at_trx_commit" in line or "W026" in line
     assert list(HeldLock.objects.using(database)) == []
     assert [fence.name for fence in Fence.objects.using(database)] == [
-        "django_fencedlock.ops.doctor:default"
+        "django_fencedlock.doctor:default"
     ]
     keys = redis_server.execute("KEYS", "*")
     assert [key for key in keys if not key.endswith(":seq")] == []
     wait_until(lambda: sessions_of_locks(postgres) <= sessions, "the doctor's sessions to end")
-    assert not portrait("django_fencedlock.ops.doctor:default").is_held
+    assert not portrait("django_fencedlock.doctor:default").is_held
 
 
 @pytest.mark.parametrize("backend", [DATABASE, POSTGRES])
 def test_the_two_owners_share_no_session(settings, postgres, backend):
     """Else this process would refuse the second, and the server not be asked."""
     settings.FENCEDLOCK = {"default": {"BACKEND": backend, "FENCE_DATABASE": "postgres"}}
-    tried = probe.Probe(conf.config("default"), time.monotonic() + 60)
+    tried = doctor.Trial(conf.config("default"), time.monotonic() + 60)
     try:
-        lease, _ = tried._take()
+        lease, _ = tried._acquire_first()
         with postgres.statements() as statements:
             assert tried._second.acquire(tried._request()) is None
         assert any("django_fencedlock_fence" in each for each in statements)
@@ -117,10 +116,11 @@ def test_broken_settings_end_the_examination(settings):
 )
 def test_it_tells_all_that_check_finds(settings, monkeypatch, found, level):
     settings.DATABASE_ROUTERS = [Only("default")]
-    problem = conf.Problem(found, "a task", "Change it.")
+    problem = Problem(found, "a task", "Change it.")
     monkeypatch.setattr(checks, "_task_problems", lambda: [problem])
     report = next(doctor.examine())
-    assert report.findings == [findings.Finding(level, f"{found}: a task", "Change it.")]
+    assert report.problems == [problem]
+    assert report.level is level
 
 
 class TestServices:
@@ -156,20 +156,20 @@ class TestServices:
         assert "took too long" in told(reports, Level.ERROR)
         settings.FENCEDLOCK = {"default": {"BACKEND": f"{__name__}.Slow"}}
         reports = {each.about: each for each in doctor.examine(limit=30)}
-        assert "round trip 3" in told(reports, Level.WARNING)
+        assert "Round trip 3" in told(reports, Level.WARNING)
 
     def test_two_owners_at_once(self, settings):
         reports = examine(settings, BACKEND=f"{__name__}.ForAnybody")
-        assert "two owners were granted one lock" in told(reports, Level.ERROR)
+        assert "Two owners hold one lock" in told(reports, Level.ERROR)
 
     def test_tokens_that_do_not_rise(self, settings):
         reports = examine(settings, BACKEND=f"{__name__}.OneToken")
         assert "tokens must rise" in told(reports, Level.ERROR)
 
     def test_another_doctor(self, settings, monkeypatch):
-        monkeypatch.setattr(probe, "ANOTHER_DOCTOR", 0.3)
+        monkeypatch.setattr(doctor, "OTHER_DOCTOR_TIMEOUT", 0.3)
         settings.FENCEDLOCK = {"default": {}}
-        with hold_lock("django_fencedlock.ops.doctor:default"):
+        with hold_lock("django_fencedlock.doctor:default"):
             reports = examine(settings)
             assert "is held by" in told(reports, Level.WARNING)
             assert worst(reports) is Level.WARNING
@@ -212,7 +212,7 @@ class TestRedis:
         assert worst(reports) is Level.ERROR
 
     def test_a_cluster_by_one_of_its_nodes(self, settings, make_redis, monkeypatch):
-        monkeypatch.setattr(probe, "SLOW", 5.0)
+        monkeypatch.setattr(doctor, "SLOW", 5.0)
         server = make_redis("--cluster-enabled", "yes")
         server.execute("CLUSTER", "ADDSLOTS", *range(16384))
         wait_until(lambda: "state:ok" in str(server.execute("CLUSTER", "INFO")), "the cluster")
@@ -227,7 +227,7 @@ class TestRedis:
         reports = examine(settings, BACKEND=REDIS, OPTIONS=factory)
         assert worst(reports) == Level.NOTE, told(reports)
         assert f"node {server.host}:{server.port}: its clock" in told(reports)
-        assert "hands over" in told(reports)
+        assert "Hands over" in told(reports)
 
     def test_valkey_is_called_by_its_name(self, settings, valkey_server):
         reports = examine(settings, BACKEND=REDIS, LOCATION=valkey_server.url)
@@ -240,8 +240,8 @@ class TestDatabases:
         alias = make_alias(server.django())
         server.kill()
         reports = examine(settings, FENCE_DATABASE=alias)
-        assert "can't be asked" in told(reports, Level.ERROR)
-        assert "not tried" in told(reports, Level.ERROR)
+        assert "Unavailable" in told(reports, Level.ERROR)
+        assert "Not tried" in told(reports, Level.ERROR)
 
     def test_a_database_that_does_not_answer(
         self, settings, make_postgres, make_alias, make_proxy, monkeypatch
@@ -250,12 +250,12 @@ class TestDatabases:
         proxy = make_proxy(server.host, server.port)
         alias = make_alias({**server.django(), "HOST": proxy.host, "PORT": str(proxy.port)})
         connections[alias].close()
-        monkeypatch.setattr(databases, "CONNECTING", 1.0)
+        monkeypatch.setattr(doctor, "CONNECT_TIMEOUT", 1.0)
         proxy.black_hole()
         began = time.monotonic()
         reports = examine(settings, FENCE_DATABASE=alias)
         assert time.monotonic() - began < 20
-        assert "can't be asked" in told(reports, Level.ERROR)
+        assert "Unavailable" in told(reports, Level.ERROR)
 
     def test_durability_of_postgres(self, settings, make_postgres, make_alias):
         careless = make_alias(
@@ -290,19 +290,19 @@ class TestDatabases:
         reports = examine(settings, FENCE_DATABASE=alias)
         assert "aren't applied: 0001_initial" in told(reports, Level.ERROR)
         assert f"migrate django_fencedlock --database {alias}" in told(reports, Level.ERROR)
-        assert "not tried" in told(reports, Level.ERROR)
+        assert "Not tried" in told(reports, Level.ERROR)
 
     def test_tables_that_a_router_keeps_out(self, settings, make_postgres, make_alias):
         settings.DATABASE_ROUTERS = [Only("default")]
         alias = make_alias(make_postgres().django())
         found = told(examine(settings, FENCE_DATABASE=alias), Level.ERROR)
         assert "django_fencedlock_fence" in found
-        assert "a router keeps the tables out" in found
+        assert "router keeps the tables out" in found
         # What the remedy says.
-        settings.DATABASE_ROUTERS = [Only(alias, app=databases.APP)]
+        settings.DATABASE_ROUTERS = [Only(alias, app=doctor.APP)]
         for target, fake in (("zero", True), (None, False)):
             only = [target] if target else []
-            call_command("migrate", databases.APP, *only, database=alias, fake=fake, verbosity=0)
+            call_command("migrate", doctor.APP, *only, database=alias, fake=fake, verbosity=0)
         assert told(examine(settings, FENCE_DATABASE=alias), Level.ERROR) == ""
 
     def test_missing_privileges(self, settings, make_postgres, make_alias):
@@ -331,8 +331,8 @@ class TestDatabases:
 
     def test_all_tables_are_in_the_look_at_privileges(self):
         """So that a newer one isn't forgotten."""
-        tables = {model._meta.db_table for model in apps.get_app_config(databases.APP).get_models()}
-        assert set(databases._NEEDED) | set(databases._WANTED) == tables
+        tables = {model._meta.db_table for model in apps.get_app_config(doctor.APP).get_models()}
+        assert set(doctor._NEEDED) | set(doctor._OPTIONAL) == tables
 
     def test_fenced_tables_beside_the_fences(
         self, settings, make_postgres, make_alias, monkeypatch
@@ -346,15 +346,15 @@ class TestDatabases:
 
         def found(*aliases):
             reports = {report.about: report for report in doctor.examine(aliases)}
-            rows = f"database {alias!r} (rows alone)"
+            rows = f"database {alias!r} (only fenced tables)"
             return told({rows: reports[rows]}) if rows in reports else None
 
-        assert "as the models and the migrations say" in found()
+        assert "match the models and the migrations" in found()
         declared[Invoice] = ()
         assert "W025" in found()
         assert found("default") is None
         server.kill()
-        assert "can't be asked whether its fenced tables" in found()
+        assert "Its fenced tables can't be checked" in found()
         settings.DATABASE_ROUTERS = [Only("default")]
         assert found() is None
 
@@ -366,19 +366,19 @@ class TestDatabases:
 
     def test_a_table_that_somebody_has_locked(self, postgres):
         def look():
-            return list(databases.examine("postgres", 20))
+            return list(doctor._database("postgres", 20))
 
         database = connections["postgres"].settings_dict["NAME"]
         with postgres.connect(database, autocommit=False) as other:
             other.execute("LOCK TABLE django_fencedlock_heldlock IN SHARE MODE")
-            (found,) = [each for each in look() if "django_fencedlock_heldlock" in each.what]
+            (found,) = [each for each in look() if "django_fencedlock_heldlock" in each.message]
         assert found.level is Level.WARNING
-        assert "has table django_fencedlock_heldlock locked" in found.what
-        assert not [each for each in look() if "has table" in each.what]
+        assert "has table django_fencedlock_heldlock locked" in found.message
+        assert not [each for each in look() if "has table" in each.message]
 
     def test_clocks(self, settings, monkeypatch):
-        monkeypatch.setattr(findings, "CLOCKS", -1.0)
-        assert "Keep both by NTP" in told(examine(settings), Level.WARNING)
+        monkeypatch.setattr(problems, "CLOCK_TOLERANCE", -1.0)
+        assert "with NTP" in told(examine(settings), Level.WARNING)
 
     def test_a_pooler(self, settings, make_postgres, make_alias, make_pgbouncer):
         server = make_postgres()
@@ -392,7 +392,7 @@ class TestDatabases:
         }
         pooled = make_alias(entry)
         reports = examine(settings, FENCE_DATABASE=pooled)
-        assert "is reached through a pooler" in told(reports, Level.NOTE)
+        assert "goes through a pooler" in told(reports, Level.NOTE)
         assert told(reports, Level.ERROR) == ""
         reports = examine(settings, BACKEND=POSTGRES, FENCE_DATABASE=pooled)
         assert "E011" in told(reports, Level.ERROR)

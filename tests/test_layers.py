@@ -20,7 +20,7 @@ ROOT = Path(django_fencedlock.__file__).parent
 # A name stands for the module and all that is inside of it.
 LAYERS: dict[int, list[str]] = {
     0: [
-        *("exceptions", "findings", "lease", "logs", "problems"),
+        *("exceptions", "lease", "logs", "problems"),
         *("core.identity", "core.names", "core.runtime", "storage.text"),
     ],
     1: [

@@ -17,7 +17,6 @@ from .. import logs, signals
 from ..conf import AliasConfig, Problem, unknown
 from ..core.identity import Holder, Owner, Process, is_process_gone
 from ..exceptions import AliasConflict, BackendUnavailable, InsideTransaction
-from ..findings import Finding
 from ..lease import Lease
 from ..storage.vendors import Entry
 
@@ -304,7 +303,7 @@ class Backend(ABC):
         """What is wrong with the service itself; asked by ``check --database`` alone."""
         yield from ()
 
-    def diagnose(self) -> Iterator[Finding]:
+    def diagnose(self) -> Iterator[Problem]:
         """What else a doctor can tell of the service; raises `BackendUnavailable`."""
         yield from ()
 

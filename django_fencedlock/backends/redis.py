@@ -16,7 +16,6 @@ from ..conf import AliasConfig, Problem
 from ..core.identity import Holder
 from ..core.runtime import clock, notify
 from ..core.transactions import test_connection
-from ..findings import Finding
 from ..lease import Lease
 from ..storage.vendors import Held, Ledger, NameAndOwner
 from . import redis_client, redis_health
@@ -311,7 +310,7 @@ class RedisBackend(RecordsGrants):
                 "Start the server, or mend the alias's settings.",
             )
 
-    def diagnose(self) -> Iterator[Finding]:
+    def diagnose(self) -> Iterator[Problem]:
         with self._asked("examination"):
             yield from redis_health.diagnose(self._store.client)
 

@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..conf import Problem
 from ..core.runtime import clock
-from ..findings import Finding, error, note, of_clock, ok, warning
+from ..problems import Problem, clock_problem, error, note, ok, warning
 from .redis_client import Client, RedisError, is_cluster
 
 Info = Mapping[str, Any]
@@ -67,7 +66,7 @@ def _eviction_problems(where: str, memory: Info) -> Iterator[Problem]:
 # Asked by the doctor
 
 
-def diagnose(client: Client) -> Iterator[Finding]:
+def diagnose(client: Client) -> Iterator[Problem]:
     """Look at persistence, memory, replicas and clocks, node by node."""
     if not is_cluster(client):
         yield from _of_node("", client, {})
@@ -77,7 +76,7 @@ def diagnose(client: Client) -> Iterator[Finding]:
         yield from _of_node(f"node {node.name}: ", client, {"target_nodes": node})
 
 
-def _lone_node(client: Client) -> Iterator[Finding]:
+def _lone_node(client: Client) -> Iterator[Problem]:
     if client.info("cluster").get("cluster_enabled"):
         yield error(
             "is a node of a cluster, and the client knows it alone: locks of other nodes fail",
@@ -85,7 +84,7 @@ def _lone_node(client: Client) -> Iterator[Finding]:
         )
 
 
-def _of_node(where: str, client: Client, target: dict[str, Any]) -> Iterator[Finding]:
+def _of_node(where: str, client: Client, target: dict[str, Any]) -> Iterator[Problem]:
     info = {
         section: client.info(section, **target)
         for section in ("server", "persistence", "memory", "replication")
@@ -100,11 +99,11 @@ def _of_node(where: str, client: Client, target: dict[str, Any]) -> Iterator[Fin
     yield from _replication(where, info["replication"])
 
 
-def _clock(where: str, client: Client, target: dict[str, Any]) -> Finding:
+def _clock(where: str, client: Client, target: dict[str, Any]) -> Problem:
     before, began = time.time(), clock()
     seconds, micros = client.time(**target)
     ahead = seconds + micros / 1e6 - before - (clock() - began) / 2
-    return of_clock(ahead, where)
+    return clock_problem(ahead, where)
 
 
 def _saves(client: Client, target: dict[str, Any]) -> bool | None:
@@ -114,7 +113,7 @@ def _saves(client: Client, target: dict[str, Any]) -> bool | None:
     return None
 
 
-def _persistence(where: str, info: Info, saves: bool | None) -> Iterator[Finding]:
+def _persistence(where: str, info: Info, saves: bool | None) -> Iterator[Problem]:
     for key, remedy in (
         ("rdb_last_bgsave_status", "It may refuse every write: look at its log and its disk."),
         ("aof_last_write_status", "It refuses every write: look at its log and its disk."),
@@ -138,7 +137,7 @@ def _persistence(where: str, info: Info, saves: bool | None) -> Iterator[Finding
         )
 
 
-def _memory(where: str, info: Info) -> Iterator[Finding]:
+def _memory(where: str, info: Info) -> Iterator[Problem]:
     most, used = info.get("maxmemory", 0), info.get("used_memory", 0)
     policy = info.get("maxmemory_policy", "noeviction")
     if not most:
@@ -153,7 +152,7 @@ def _memory(where: str, info: Info) -> Iterator[Finding]:
             )
 
 
-def _replication(where: str, info: Info) -> Iterator[Finding]:
+def _replication(where: str, info: Info) -> Iterator[Problem]:
     if info.get("role") == "slave":
         yield warning(f"{where}is a replica", "Name the primary, or a Sentinel that knows it.")
     elif info.get("connected_slaves"):

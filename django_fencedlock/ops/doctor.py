@@ -1,111 +1,217 @@
-"""Findings of the system checks, as the doctor tells them."""
+"""Examine settings, databases and lock services for ``manage.py fencedlock doctor``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.migrations.loader import MigrationLoader
 
 from .. import checks, conf
+from ..backends.base import Backend, Grant, Renewal, Request
+from ..conf import AliasConfig
+from ..core.identity import new_owner
 from ..core.runtime import clock
-from ..findings import Finding, Level, error, note, of_clock, ok, warning
+from ..exceptions import BackendUnavailable, FencedLockError
+from ..lease import Lease
 from ..models.checks import has_tables, table_problems
+from ..problems import Level, Problem, clock_problem, error, note, ok, warning
 from ..storage.connections import query_once, time_limited
-from ..storage.dialect import FENCE, HELD
-from ..storage.fences import FORCED
-from ..storage.history import EVENTS
-from ..storage.message_records import DELIVERY
-from ..storage.pending_runs import DUTY
+from ..storage.tables import Fence, ForcedRelease, HeldLock, LockEvent, MessageRecord, PendingRun
+from ..storage.text import for_shell
 from ..storage.vendors import ledger_for
-from . import probe
-from .probe import of_problems
 
-#: The most that a connection may take, whatever the limit is.
-CONNECTING = 5.0
+T = TypeVar("T")
+
+#: Seconds for each alias and each database.
+LIMIT = 20.0
+#: Seconds for a connection to a database.
+CONNECT_TIMEOUT = 5.0
+#: The name of the test lock, always the same: its fence is never deleted.
+LOCK_NAME = "django_fencedlock.doctor:{alias}"
+#: Seconds until the test lock expires if the doctor is killed.
+TTL = 10.0
+#: Seconds to wait for the test lock of another doctor.
+OTHER_DOCTOR_TIMEOUT = 5.0
+#: Seconds for the second owner to enter the queue, and to acquire the lock.
+QUEUE_DELAY, HAND_OVER_TIMEOUT = 0.1, 5.0
+#: The number of measured round trips, and the seconds above which their median is a warning.
+ROUND_TRIPS, SLOW = 7, 0.1
+#: The problem of an unreachable service. Waiting for it a second time would reveal nothing more.
+UNREACHABLE = "E013"
 
 APP = "django_fencedlock"
 _ALL = ("SELECT", "INSERT", "UPDATE", "DELETE")
+#: Privileges without which locks fail. The cause of a lost lease is read from ForcedRelease.
 _NEEDED = {
-    FENCE: ("SELECT", "INSERT", "UPDATE"),
-    HELD: _ALL,
-    # Whoever loses a lease looks there why, and whoever renews session locks.
-    FORCED: ("SELECT",),
+    Fence._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
+    HeldLock._meta.db_table: _ALL,
+    ForcedRelease._meta.db_table: ("SELECT",),
 }
-#: What locks do without; and what is missing then.
-_WANTED = {
-    FORCED: (("INSERT", "DELETE"), "it can't take a lock from its holder by force"),
-    EVENTS: (("SELECT", "INSERT", "DELETE"), "the history of locks is left out"),
-    DELIVERY: (_ALL, "its workers may run a message again that was run before"),
-    DUTY: (_ALL, 'its tasks with on_conflict="coalesce" fail'),
+#: Privileges without which locks work, and what fails.
+_OPTIONAL = {
+    ForcedRelease._meta.db_table: (("INSERT", "DELETE"), "it can't release a lock by force"),
+    LockEvent._meta.db_table: (("SELECT", "INSERT", "DELETE"), "it records no lock events"),
+    MessageRecord._meta.db_table: (_ALL, "its workers may run a redelivered message again"),
+    PendingRun._meta.db_table: (_ALL, 'its tasks with on_conflict="coalesce" fail'),
 }
 
 
-def examine_database(database: str, limit: float) -> Iterator[Finding]:
-    """Examine a database of fences, within `limit` seconds."""
+@dataclass
+class Report:
+    """The results for one database, one alias, or the project's code."""
+
+    about: str
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def level(self) -> Level:
+        return max((problem.level for problem in self.problems), default=Level.OK)
+
+
+def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Report]:
+    """
+    Examine settings, models and tasks, then the fence databases, then each alias.
+
+    Without `aliases`, also examine the other databases that have fenced tables.
+    """
+    found = checks.problems()
+    healthy = ok("The checks of settings, models and Celery tasks found no problem.")
+    yield Report("settings, models and tasks", found or [healthy])
+    if any(problem.is_error for problem in conf.problems()):
+        return
+    broken = set()
+    configs = [conf.config(alias) for alias in aliases or conf.aliases()]
+    with_fences = list(dict.fromkeys(config.fence_database for config in configs))
+    for database in with_fences:
+        report = Report(f"database {database!r}", list(_database(database, limit)))
+        yield report
+        if report.level is Level.ERROR:
+            broken.add(database)
+    for database in [] if aliases else connections:
+        if database not in with_fences and (found := list(_fenced_tables(database, limit))):
+            yield Report(f"database {database!r} (only fenced tables)", found)
+    for config in configs:
+        report = Report(f"alias {config.alias!r} ({conf.backend_class(config.backend).label})")
+        if config.fence_database in broken:
+            what = f"Not tried: it records its grants in database {config.fence_database!r}."
+            report.problems.append(error(what, "Fix that database first."))
+        else:
+            report.problems += _alias(config, clock() + limit)
+        yield report
+
+
+# Databases
+
+
+def _database(database: str, limit: float) -> Iterator[Problem]:
     try:
-        # On a connection with limits of its own: the project's may have none.
-        yield from query_once(database, min(limit, CONNECTING), _server)
+        # The project's own connection may have no time limits.
+        yield from query_once(database, min(limit, CONNECT_TIMEOUT), _server)
     except Error as exc:
-        yield error(
-            f"can't be asked: {str(exc).strip()}", "Start the database, or mend its settings."
-        )
+        yield error(f"Unavailable: {str(exc).strip()}", "Start the database, or fix its settings.")
         return
     with time_limited(database, limit):
-        found = [*_tables(database), *of_problems(table_problems([database]))]
+        found = [*_tables(database), *table_problems([database])]
     yield from found
 
 
-def examine_rows(database: str, limit: float) -> Iterator[Finding]:
-    """Look at the fenced tables of a database that has no fences; nothing if it has none."""
+def _fenced_tables(database: str, limit: float) -> Iterator[Problem]:
+    """Examine the fenced tables of a database without fences; yield nothing if it has none."""
     try:
-        with time_limited(database, min(limit, CONNECTING)):
+        with time_limited(database, min(limit, CONNECT_TIMEOUT)):
             if not has_tables(database):
                 return
-            found = list(of_problems(table_problems([database])))
+            found = list(table_problems([database]))
     except Error as exc:
         yield warning(
-            f"can't be asked whether its fenced tables are as they should be: {str(exc).strip()}",
-            "Start the database, or mend its settings, if fenced models have rows there.",
+            f"Its fenced tables can't be checked: {str(exc).strip()}",
+            "Start the database, or fix its settings, if fenced models have rows in it.",
         )
         return
-    yield from found or [ok("its fenced tables are as the models and the migrations say")]
+    yield from found or [ok("Its fenced tables match the models and the migrations.")]
 
 
-def _server(connection: BaseDatabaseWrapper) -> list[Finding]:
+def _server(connection: BaseDatabaseWrapper) -> list[Problem]:
     connection.ensure_connection()
-    return [
-        _clock(connection),
-        *_durability(connection),
-        *_pooler(connection),
-        *_locked(connection),
-    ]
-
-
-def _locked(connection: BaseDatabaseWrapper) -> Iterator[Finding]:
+    durability = {"postgresql": _postgres, "mysql": _mysql, "sqlite": _sqlite}
+    found = list(durability[connection.vendor](connection))
+    found = found or [ok("Its settings keep committed data after a crash.")]
     if who := ledger_for(connection).tables_locked_by(connection):
-        yield warning(
-            f"somebody keeps locks from being taken and renewed: {who}",
-            "Wait until that has ended, or end it.",
+        found.append(
+            warning(
+                f"Locks can't be acquired or renewed: {who}",
+                "Wait until that has ended, or end it.",
+            )
         )
+    return [_clock(connection), *found]
 
 
-def _clock(connection: BaseDatabaseWrapper) -> Finding:
+def _clock(connection: BaseDatabaseWrapper) -> Problem:
     before, began = datetime.now(UTC), clock()
     theirs = ledger_for(connection).now(connection)
     seconds = clock() - began
     ahead = (theirs - before).total_seconds() - seconds / 2
-    return of_clock(ahead, f"answers in {seconds * 1000:.1f} ms; ")
+    return clock_problem(ahead, f"Answers in {_ms(seconds)}; ")
 
 
-# Tables
+def _postgres(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
+    if _value(connection, "SELECT pg_is_in_recovery()"):
+        yield error("The server is a standby, which is read-only.", "Connect to the primary.")
+    for setting, harm in (
+        ("fsync", "a crash of the machine can damage it, and lose grants"),
+        ("full_page_writes", "a crash of the machine can damage it"),
+    ):
+        if _value(connection, "SELECT current_setting(%s)", setting) != "on":
+            yield warning(f"{setting} is off: {harm}.", f"Set {setting} = on on the server.")
+    if _value(connection, "SELECT current_setting('synchronous_commit')") == "off":
+        yield note(
+            "synchronous_commit is off: a crash can undo the last commits of your own writes. "
+            "Grants set it on for themselves, so tokens stay unique."
+        )
+    # A pooler reports a process id of its own. psycopg 2 and 3 have the same attribute.
+    info = getattr(cast(Any, connection.connection), "info", None)
+    if info is not None and info.backend_pid != _value(connection, "SELECT pg_backend_pid()"):
+        yield note(
+            "The connection goes through a pooler. Grants and fenced writes work. The postgres "
+            "backend needs a direct connection, or a session pooler."
+        )
 
 
-def _tables(database: str) -> Iterator[Finding]:
+def _mysql(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
+    if _value(connection, "SELECT @@read_only"):
+        yield note("read_only is set: only privileged users can write.")
+    flush = _value(connection, "SELECT @@innodb_flush_log_at_trx_commit")
+    if int(flush) != 1:
+        yield warning(
+            f"innodb_flush_log_at_trx_commit is {flush}: a crash can lose grants, and their "
+            "tokens would be granted again.",
+            "Set innodb_flush_log_at_trx_commit = 1 on the server.",
+        )
+
+
+def _sqlite(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
+    if int(_value(connection, "PRAGMA synchronous")) == 0:
+        yield warning(
+            "PRAGMA synchronous is OFF: a crash of the machine can damage the file.",
+            "Set it to NORMAL with journal_mode=WAL, or to FULL.",
+        )
+    if _value(connection, "PRAGMA journal_mode") != "wal":
+        yield note(
+            "journal_mode isn't WAL: readers and the writer block each other.",
+            'Add "init_command": "PRAGMA journal_mode=WAL" to OPTIONS.',
+        )
+
+
+def _tables(database: str) -> Iterator[Problem]:
     connection = connections[database]
     loader = MigrationLoader(connection)
     applied = loader.applied_migrations or {}
@@ -114,187 +220,234 @@ def _tables(database: str) -> Iterator[Finding]:
     )
     if missing:
         yield error(
-            f"migrations of {APP} aren't applied: {', '.join(missing)}",
+            f"Migrations of {APP} aren't applied: {', '.join(missing)}",
             f"Run: manage.py migrate {APP} --database {database}",
         )
         return
-    if without := _missing(connection):
+    present = connection.introspection.table_names()
+    if without := ", ".join(sorted({*_NEEDED, *_OPTIONAL}.difference(present))):
         yield error(
-            f"has no {', '.join(without)}, though the migrations count as applied there: a router "
-            "keeps the tables out",
-            f"Have DATABASE_ROUTERS allow {APP} in {database!r}, and run: manage.py migrate {APP} "
-            f"zero --fake --database {database}, then without zero --fake",
+            f"The migrations are applied, but there is no {without}: a database router keeps the "
+            "tables out.",
+            f"Change DATABASE_ROUTERS to allow {APP} in {database!r}. Run: manage.py migrate {APP} "
+            f"zero --fake --database {database}, then the same without zero --fake",
         )
         return
-    yield ok("its migrations are applied")
-    yield from _privileges(connection)
-
-
-def _missing(connection: BaseDatabaseWrapper) -> list[str]:
-    with connection.cursor() as cursor:
-        present = connection.introspection.table_names(cursor)
-    return sorted({*_NEEDED, *_WANTED}.difference(present))
-
-
-def _privileges(connection: BaseDatabaseWrapper) -> Iterator[Finding]:
+    yield ok("Its migrations are applied.")
     if connection.vendor != "postgresql":
-        return  # There, the probe finds out.
-    for table, needed in _NEEDED.items():
-        if found := _lacking(connection, table, needed):
+        return  # Missing privileges fail in the test lock's statements.
+    for table, privileges in _NEEDED.items():
+        if found := _lacking(connection, table, privileges):
             yield error(*found)
-    for table, (wanted, harm) in _WANTED.items():
-        if found := _lacking(connection, table, wanted):
-            what, remedy = found
-            yield warning(f"{what}: {harm}", remedy)
+    for table, (privileges, harm) in _OPTIONAL.items():
+        if found := _lacking(connection, table, privileges):
+            yield warning(f"{found[0]}: {harm}", found[1])
 
 
 def _lacking(
-    connection: BaseDatabaseWrapper, table: str, needed: Sequence[str]
+    connection: BaseDatabaseWrapper, table: str, privileges: Sequence[str]
 ) -> tuple[str, str] | None:
-    """What privileges a role hasn't got, and the statement that gives them."""
-    without = ", ".join(each for each in needed if not _may(connection, table, each))
+    """Return which privileges the role lacks, and the statement that grants them."""
+    asked = "SELECT has_table_privilege(%s, %s)"
+    without = ", ".join(each for each in privileges if not _value(connection, asked, table, each))
     if not without:
         return None
-    user = _one(connection, "SELECT current_user")
+    user = _value(connection, "SELECT current_user")
     to = connection.ops.quote_name(user)
-    return f"the role {user!r} lacks {without} on {table}", f"GRANT {without} ON {table} TO {to};"
+    return f"The role {user!r} lacks {without} on {table}", f"GRANT {without} ON {table} TO {to};"
 
 
-def _may(connection: BaseDatabaseWrapper, table: str, privilege: str) -> bool:
-    return bool(_one(connection, "SELECT has_table_privilege(%s, %s)", table, privilege))
-
-
-# Durability
-
-
-def _durability(connection: BaseDatabaseWrapper) -> Iterator[Finding]:
-    look = {"postgresql": _of_postgres, "mysql": _of_mysql, "sqlite": _of_sqlite}
-    found = list(look[connection.vendor](connection))
-    yield from found or [ok("keeps what it has committed, by its settings")]
-
-
-def _of_postgres(connection: BaseDatabaseWrapper) -> Iterator[Finding]:
-    if _one(connection, "SELECT pg_is_in_recovery()"):
-        yield error("is a standby, which takes no writes", "Name the primary.")
-    for setting, harm in (
-        ("fsync", "a crash of the machine can damage it, and lose grants that were answered"),
-        ("full_page_writes", "a crash of the machine can damage it"),
-    ):
-        if _one(connection, "SELECT current_setting(%s)", setting) != "on":
-            yield warning(f"{setting} is off: {harm}", f"Set {setting} = on on the server.")
-    level = _one(connection, "SELECT current_setting('synchronous_commit')")
-    if level == "off":
-        yield note(
-            "synchronous_commit is off: a crash can undo the last commits of your own writes. "
-            "Grants set it on for themselves, so tokens stay unique."
-        )
-
-
-def _of_mysql(connection: BaseDatabaseWrapper) -> Iterator[Finding]:
-    if _one(connection, "SELECT @@read_only"):
-        yield note("read_only is set: only privileged users write")
-    flush = _one(connection, "SELECT @@innodb_flush_log_at_trx_commit")
-    if int(flush) != 1:
-        yield warning(
-            f"innodb_flush_log_at_trx_commit is {flush}: a crash can lose grants that were "
-            "answered, and hand their tokens out again",
-            "Set innodb_flush_log_at_trx_commit = 1 on the server.",
-        )
-
-
-def _of_sqlite(connection: BaseDatabaseWrapper) -> Iterator[Finding]:
-    # Of this very connection; the project's has the same settings.
-    level = int(_one(connection, "PRAGMA synchronous"))
-    if level == 0:
-        yield warning(
-            "PRAGMA synchronous is OFF: a crash of the machine can damage the file",
-            "Set it to NORMAL with journal_mode=WAL, or to FULL.",
-        )
-    if _one(connection, "PRAGMA journal_mode") != "wal":
-        yield note(
-            "journal_mode isn't WAL: readers and the one writer wait for each other",
-            'Add "init_command": "PRAGMA journal_mode=WAL" to OPTIONS.',
-        )
-
-
-def _pooler(connection: BaseDatabaseWrapper) -> Iterator[Finding]:
-    if connection.vendor != "postgresql":
-        return
-    raw: Any = connection.connection
-    info = getattr(raw, "info", None)
-    # psycopg 3 and 2 call it alike; a pooler tells a number of its own.
-    if info is not None and info.backend_pid != _one(connection, "SELECT pg_backend_pid()"):
-        yield note(
-            "is reached through a pooler, which is fine for grants and fenced writes. Session "
-            "locks (the postgres backend) need a direct connection, or a pooler of sessions."
-        )
-
-
-def _one(connection: BaseDatabaseWrapper, sql: str, *given: Any) -> Any:
+def _value(connection: BaseDatabaseWrapper, sql: str, *parameters: Any) -> Any:
     with connection.cursor() as cursor:
-        cursor.execute(sql, given or None)
+        cursor.execute(sql, parameters or None)
         return cursor.fetchone()[0]
 
 
-__all__ = ["LIMIT", "Report", "examine"]
-
-#: Seconds for each alias and each database.
-LIMIT = 20.0
+# Lock services
 
 
-@dataclass
-class Report:
-    """What was found about one thing."""
+class _Abort(Exception):
+    """Ends the examination of an alias with a problem."""
 
-    about: str
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def level(self) -> Level:
-        return max((finding.level for finding in self.findings), default=Level.OK)
-
-
-def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Report]:
-    """
-    Examine settings, models and tasks, then the fences' databases, then each alias.
-
-    Where no alias is named, the other databases that have fenced tables, too.
-    """
-    yield Report("settings, models and tasks", list(_code()))
-    if any(problem.is_error for problem in conf.problems()):
-        return
-    broken = set()
-    configs = [conf.config(alias) for alias in aliases or conf.aliases()]
-    with_fences = list(dict.fromkeys(config.fence_database for config in configs))
-    for database in with_fences:
-        report = Report(f"database {database!r}", list(examine_database(database, limit)))
-        yield report
-        if report.level is Level.ERROR:
-            broken.add(database)
-    for database in [] if aliases else connections:
-        if database not in with_fences:
-            found = list(examine_rows(database, limit))
-            if found:
-                yield Report(f"database {database!r} (rows alone)", found)
-    for config in configs:
-        label = conf.backend_class(config.backend).label
-        report = Report(f"alias {config.alias!r} ({label})")
-        if config.fence_database in broken:
-            report.findings.append(_untried(config.fence_database))
-        else:
-            report.findings += probe.examine(config, clock() + limit)
-        yield report
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(what)
+        self.problem = error(
+            what,
+            hint
+            or "Don't use this alias. Look for a proxy or a pooler in between, and for two "
+            "servers behind one address.",
+        )
 
 
-def _code() -> Iterator[Finding]:
-    found = checks.problems()
-    yield from of_problems(found)
-    if not found:
-        yield ok("this package's checks of settings, models and Celery tasks found nothing")
+def _alias(config: AliasConfig, until: float) -> Iterator[Problem]:
+    """Try one alias; end soon after `until`, on the clock of leases."""
+    trial = Trial(config, until)
+    try:
+        yield from trial.run()
+    except _Abort as exc:
+        yield exc.problem
+    except BackendUnavailable as exc:
+        yield error(str(exc), "Start the service, or fix the settings of the alias.")
+    except FencedLockError as exc:
+        yield error(f"{type(exc).__name__}: {exc}", "See the message.")
+    finally:
+        trial.close()
 
 
-def _untried(database: str) -> Finding:
-    return error(
-        f"not tried: its grants are recorded in database {database!r}",
-        "See to that database first.",
-    )
+class Trial:
+    """Two owners with a backend each acquire, renew, hand over and release one lock."""
+
+    def __init__(self, config: AliasConfig, until: float) -> None:
+        self._config = config
+        self._until = until
+        self._name = LOCK_NAME.format(alias=config.alias)
+        make: Callable[[AliasConfig], Backend] = conf.backend_class(config.backend)
+        self._first, self._second = make(config), make(_apart(config))
+        self._leases: list[tuple[Backend, Lease]] = []
+
+    def run(self) -> Iterator[Problem]:
+        problems = self._timed(lambda: list(self._first.live_problems()))[0]
+        yield from problems
+        if any(problem.id == UNREACHABLE for problem in problems):
+            return
+        yield from self._timed(lambda: list(self._first.diagnose()))[0]
+        yield self._round_trip()
+        acquired = self._acquire_first()
+        if acquired is None:
+            yield warning(
+                f"The test lock {self._name!r} is held by {self._first.holder(self._name)}.",
+                "Another doctor may be running. Try again later.",
+            )
+            return
+        first, seconds = acquired
+        yield ok(f"Acquires a lock: {_ms(seconds)}, token {first.token}.")
+        yield from self._hold(first)
+        yield from self._hand_over(first)
+
+    def close(self) -> None:
+        """Release the lock; only the fence of its name remains."""
+        for backend, lease in self._leases:
+            with contextlib.suppress(FencedLockError):
+                backend.release(lease)
+        for backend in (self._first, self._second):
+            with contextlib.suppress(FencedLockError):
+                backend.tidy()
+                backend.close()
+
+    def _round_trip(self) -> Problem:
+        ask = self._first.is_free
+        times = [self._timed(lambda: ask(self._name))[1] for _ in range(ROUND_TRIPS)]
+        median = statistics.median(times)
+        what = f"Round trip {_ms(median)} (slowest of {ROUND_TRIPS}: {_ms(max(times))})."
+        if median < SLOW:
+            return ok(what)
+        return warning(what, "Move the lock service closer, or reduce its load.")
+
+    def _acquire_first(self) -> tuple[Lease, float] | None:
+        until = clock() + OTHER_DOCTOR_TIMEOUT
+        while True:
+            request = self._request()
+            grant, seconds = self._timed(lambda: self._first.acquire(request))  # noqa: B023
+            if grant is not None:
+                return self._lease(self._first, request, grant), seconds
+            if clock() >= until:
+                return None
+            time.sleep(0.1)
+
+    def _hold(self, lease: Lease) -> Iterator[Problem]:
+        request = self._request()
+        second = self._timed(lambda: self._second.acquire(request))[0]
+        if second is not None:
+            self._lease(self._second, request, second)
+            raise _Abort(f"Two owners hold one lock (tokens {lease.token} and {second.token}).")
+        yield ok("Rejects a second owner.")
+        if not self._timed(lambda: self._first.verify(lease))[0]:
+            raise _Abort("The service doesn't know the owner that holds the lock.")
+        since = clock()
+        (answer,), seconds = self._timed(lambda: self._first.renew([lease]))
+        if answer is not Renewal.KEPT:
+            raise _Abort(f"A renewal failed: {answer.value}.")
+        lease.extend_from(since)
+        yield ok(f"Verifies and renews: {_ms(seconds)}.")
+
+    def _hand_over(self, first: Lease) -> Iterator[Problem]:
+        request = self._request()
+        queues = self._first.supports_waiting
+        with ThreadPoolExecutor(1, thread_name_prefix="fencedlock-doctor") as thread:
+            if queues:
+                wait = self._second.wait
+                waiter = thread.submit(lambda: (wait(request, HAND_OVER_TIMEOUT), clock()))
+                # If it isn't in the queue by then, it acquires the lock all the same.
+                time.sleep(QUEUE_DELAY)
+            began = clock()
+            self._timed(lambda: self._first.release(first))
+            if queues:
+                grant, at = waiter.result()
+            else:
+                grant, at = self._timed(lambda: self._second.acquire(request))[0], clock()
+        if grant is None:
+            raise _Abort(
+                "The lock was released, but the second owner could not acquire it.",
+                "Look for an open transaction that locks the fence: manage.py fencedlock show "
+                f"{for_shell(self._name)}",
+            )
+        second = self._lease(self._second, request, grant)
+        if second.token <= first.token:
+            raise _Abort(
+                f"The second owner got token {second.token} after {first.token}: tokens must rise.",
+                "Restore the fences: see docs/restore.md.",
+            )
+        waits = "a waiter" if queues else "the next owner"
+        yield ok(f"Hands over to {waits}: {_ms(at - began)}, token {second.token}.")
+        if self._timed(lambda: self._first.verify(first))[0] or (
+            self._timed(lambda: self._first.renew([first]))[0] == [Renewal.KEPT]
+        ):
+            raise _Abort("The service still accepts the former owner as the holder.")
+        released, seconds = self._timed(lambda: self._second.release(second))
+        self._leases.clear()
+        if not released or self._timed(lambda: self._second.holder(self._name))[0]:
+            raise _Abort("The lock isn't free after its release.")
+        yield ok(f"Rejects the former owner, and releases: {_ms(seconds)}.")
+        if not queues:
+            yield note("Waiters poll, so they acquire the lock in no particular order.")
+
+    def _request(self) -> Request:
+        return Request(name=self._name, owner=replace(new_owner(), thread="doctor"), ttl=TTL)
+
+    def _lease(self, backend: Backend, request: Request, grant: Grant) -> Lease:
+        lease = Lease(
+            name=request.name,
+            alias=self._config.alias,
+            owner=request.owner,
+            token=grant.token,
+            ttl=request.ttl,
+            since=grant.since,
+            control=cast(Any, None),  # Only the backend uses this lease.
+            database=self._config.fence_database,
+            handle=grant.handle,
+        )
+        self._leases.append((backend, lease))
+        return lease
+
+    def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        """Do a step, which the backend limits in time, and return its duration."""
+        began = clock()
+        if began > self._until:
+            raise _Abort(
+                "The examination took too long.",
+                "The service is slow: look at its load and the network, or raise --timeout.",
+            )
+        return work(), clock() - began
+
+
+def _apart(config: AliasConfig) -> AliasConfig:
+    """Return settings whose backend shares no session with the one for `config`."""
+    if "TIMEOUT" not in conf.backend_class(config.backend).option_names:
+        return config
+    # Backends with the same timeout share a session. It would refuse the second owner itself,
+    # without asking the server.
+    return replace(config, options={**config.options, "TIMEOUT": config.timeout + 0.001})
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"

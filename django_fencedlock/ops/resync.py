@@ -1,4 +1,4 @@
-"""Lifts fences above the tokens of fenced models' rows, after a restore from an old backup."""
+"""Raise fences above the tokens of fenced rows, after a restore from an old backup."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from django.db import Error, IntegrityError, connections, router
 
 from .. import conf
 from ..models.fenced import FencedModel
-from ..models.fencing import FencingOf
 from ..storage.connections import ConnectionPool
 from ..storage.fences import lift, too_low
 from ..storage.vendors import ledger_for
 
-#: Rows that are read at once, and fences that are lifted in one transaction.
+#: Rows that are read at once, and fences that are raised in one transaction.
 BATCH = 500
-#: Seconds within which a batch is lifted.
+#: Seconds for raising one batch.
 TIMEOUT = 60.0
 
 
 @dataclass
 class Resynced:
-    """What became of the fences of one model's rows in one database."""
+    """The result for one model's rows in one database."""
 
     model: str
     database: str
@@ -33,47 +32,44 @@ class Resynced:
     rows: int = 0
     #: Names whose fence was too low, with the highest token of a row.
     low: dict[str, int] = field(default_factory=dict)
-    #: Those of them whose fence is as it was, since somebody has it locked.
+    #: Those of `low` whose fence was not raised, because a transaction locks it.
     locked: list[str] = field(default_factory=list)
-    #: Rows that no name can be made of.
+    #: Rows without a valid lock name.
     nameless: int = 0
     error: str = ""
 
 
 def models(labels: Sequence[str] = ()) -> list[type[FencedModel]]:
-    """The models whose rows' locks have names of their own; raises `LookupError`."""
-    if labels:
-        found: list[Any] = [apps.get_model(label) for label in labels]
-        for model in found:
-            if not issubclass(model, FencedModel):
-                raise LookupError(
-                    f"{model._meta.label} isn't a fenced model. Name models that inherit from "
-                    "FencedModel, or none, for all of them."
-                )
-        return found
-    return [
-        model for model in apps.get_models() if issubclass(model, FencedModel) and _is_apart(model)
-    ]
-
-
-def _is_apart(model: type[FencedModel]) -> bool:
-    """Whether its rows' names aren't made along with those of a parent."""
-    table = model.fencing.table
-    return model is table or model.fencing.spec is not table.fencing.spec
+    """Return the named fenced models, or all. Raise `LookupError` if one is no fenced model."""
+    if not labels:
+        fenced = [model for model in apps.get_models() if issubclass(model, FencedModel)]
+        # A child whose rows have the names of its parent's is resynced with the parent.
+        return [
+            model
+            for model in fenced
+            if model is (table := model.fencing.table)
+            or model.fencing.spec is not table.fencing.spec
+        ]
+    found: list[Any] = [apps.get_model(label) for label in labels]
+    for model in found:
+        if not issubclass(model, FencedModel):
+            raise LookupError(
+                f"{model._meta.label} isn't a fenced model. Name models that inherit from "
+                "FencedModel, or none to resync all of them."
+            )
+    return found
 
 
 def databases_of(model: type[FencedModel]) -> list[str]:
-    """Where rows of a model are whose fences could be too low."""
-    fences = conf.config(model.fencing.spec.backend).fence_database
+    """Return the databases with rows whose fences could be too low."""
     if model.fencing.spec.serialised:
-        return [fences]
+        return [conf.config(model.fencing.spec.backend).fence_database]
     return [router.db_for_write(model)]
 
 
 def resync(model: type[FencedModel], database: str, *, dry_run: bool) -> Resynced:
-    """Lift the fences of one model's rows in one database."""
-    fencing = model.fencing
-    fences = conf.config(fencing.spec.backend).fence_database
+    """Raise the fences of one model's rows in one database."""
+    fences = conf.config(model.fencing.spec.backend).fence_database
     done = Resynced(model._meta.label, database, fences)
     if model._meta.db_table not in connections[database].introspection.table_names():
         done.error = (
@@ -81,81 +77,62 @@ def resync(model: type[FencedModel], database: str, *, dry_run: bool) -> Resynce
             f"run: manage.py migrate --database {database}"
         )
         return done
-    sessions = ConnectionPool(fences, TIMEOUT)
+    pool = ConnectionPool(fences, TIMEOUT)
     try:
-        for highest in _highest(model, fencing, database, done):
-            _resync(sessions, highest, done, dry_run)
+        for highest in _batches(model, database, done):
+            _resync(pool, highest, done, dry_run)
     finally:
-        sessions.close()
+        pool.close()
     return done
 
 
-def _highest(
-    model: type[FencedModel], fencing: FencingOf, database: str, done: Resynced
-) -> Iterator[dict[str, int]]:
-    """Batches of names with the highest token of the rows read."""
-    for batch in _batches(model, fencing, database):
+def _batches(model: type[FencedModel], database: str, done: Resynced) -> Iterator[dict[str, int]]:
+    """Return the highest token of each lock name, batch by batch."""
+    # One long query would need a transaction on some databases, and block writers on SQLite.
+    rows: Any = model._base_manager.using(database).filter(fence__gt=0).order_by("pk")
+    if model.fencing.columns is not None:
+        rows = rows.only(*model.fencing.columns, "fence")
+    batch = list(rows[:BATCH])
+    while batch:
         highest: dict[str, int] = {}
-        for name, token in batch:
+        for row in batch:
             done.rows += 1
-            if name is None:
+            try:
+                name = row.fencing.name()
+            except (TypeError, ValueError):
                 done.nameless += 1
             else:
-                highest[name] = max(token, highest.get(name, 0))
+                highest[name] = max(row.fence, highest.get(name, 0))
         yield highest
-
-
-def _batches(
-    model: type[FencedModel], fencing: FencingOf, database: str
-) -> Iterator[list[tuple[str | None, int]]]:
-    # By the key, and not with one long query: that would need a transaction on some databases,
-    # and on SQLite keep others from writing.
-    rows: Any = model._base_manager.using(database).filter(fence__gt=0).order_by("pk")
-    if fencing.columns is not None:
-        rows = rows.only(*fencing.columns, "fence")
-    last: Any = None
-    while True:
-        part = list((rows if last is None else rows.filter(pk__gt=last))[:BATCH])
-        if not part:
-            return
-        last = part[-1].pk
-        yield [(_name(row), row.fence) for row in part]
-
-
-def _name(row: Any) -> str | None:
-    try:
-        name: str | None = row.fencing.name()
-    except (TypeError, ValueError):
-        return None
-    return name
+        batch = list(rows.filter(pk__gt=batch[-1].pk)[:BATCH])
 
 
 def _resync(
-    sessions: ConnectionPool, highest: Mapping[str, int], done: Resynced, dry_run: bool
+    pool: ConnectionPool, highest: Mapping[str, int], done: Resynced, dry_run: bool
 ) -> None:
-    found = sessions.run(lambda private: too_low(private, highest))
-    low = {name: highest[name] for name in found}
+    low = {name: highest[name] for name in pool.run(lambda own: too_low(own, highest))}
     if not low:
         return
-    locked = set() if dry_run else set(_lift(sessions, low))
+    locked = set() if dry_run else set(_raise(pool, low))
     done.locked += sorted(locked - set(done.locked))
     for name, token in low.items():
         done.low[name] = max(token, done.low.get(name, 0))
 
 
-def _lift(sessions: ConnectionPool, low: Mapping[str, int]) -> Iterator[str]:
-    """Lift all that can be; the names whose fence somebody has locked."""
+def _raise(pool: ConnectionPool, low: Mapping[str, int]) -> Iterator[str]:
+    """Raise all fences that no transaction locks, and return the names of the others."""
     try:
-        sessions.run(lambda private: lift(private, low))
+        pool.run(lambda own: lift(own, low))
     except Error as exc:
-        is_made = isinstance(exc, IntegrityError)
-        if not is_made and not ledger_for(connections[sessions.using]).is_row_locked(exc):
+        # A grant created the fence's row at the same moment.
+        created = isinstance(exc, IntegrityError)
+        if not created and not ledger_for(connections[pool.using]).is_row_locked(exc):
             raise
         if len(low) > 1:
-            # The others needn't suffer for one of them.
+            # One locked fence must not keep the others low.
             for name, token in low.items():
-                yield from _lift(sessions, {name: token})
-        elif is_made:
-            yield from _lift(sessions, low)
+                yield from _raise(pool, {name: token})
+        elif created:
+            yield from _raise(pool, low)
         else:
             yield from low

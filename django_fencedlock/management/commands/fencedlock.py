@@ -1,14 +1,17 @@
-"""``manage.py fencedlock``: looks at locks, frees them by force, examines, mends fences."""
+"""``manage.py fencedlock``: list, show and release locks, examine services, repair fences."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
+import socket
 import sys
-from collections.abc import Callable, Iterator
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from itertools import chain, repeat
+from itertools import chain, repeat, zip_longest
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -18,49 +21,66 @@ from django.db import DEFAULT_DB_ALIAS, Error
 from ... import conf
 from ...backends.base import explained
 from ...core import names
-from ...core.identity import Holder
 from ...exceptions import FencedLockError, SettingsError
-from ...findings import Level
 from ...ops import doctor, registry, resync
-from ...ops import registry as portraits
-from ...ops.force_release import Outcome, Release
-from ...ops.registry import State
+from ...ops.force_release import (
+    HeldBy,
+    Outcome,
+    Release,
+    end_of_session,
+    force_release,
+    held_by,
+)
+from ...problems import Level, Problem
 from ...storage.text import escape_control, for_shell
-from .. import releasing
-from ..releasing import Refused
-from ..tables import duration, table
 
-#: The exit code for what couldn't be asked or done.
+#: The exit code if a service or database was unavailable, or the action failed.
 FAILED = 2
+_VERDICTS = {
+    Level.OK: "No problems found.",
+    Level.NOTE: "No problems found.",
+    Level.WARNING: "There are warnings.",
+    Level.ERROR: "There are errors.",
+}
+_ALIAS: dict[str, Any] = {
+    "action": "append",
+    "help": "only this alias of FENCEDLOCK; may be repeated",
+}
 
 
 class Command(BaseCommand):
-    help = "Looks at locks, releases them by force, examines lock services, and mends fences."
+    help = "List, show and force-release locks, examine lock services, and repair fences."
     stealth_options = ("stdin",)
-    # A doctor is wanted most when the checks fail.
+    # The doctor must run when checks fail.
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
-        action = _adder(actions)
 
-        listed = action("list", "the locks of the registry, and what their services say of them")
-        _add_alias(listed)
-        listed.add_argument(
+        action = _action(actions, "list", "list the held locks and their states")
+        action.add_argument("--alias", **_ALIAS)
+        action.add_argument(
             "--state",
             action="append",
-            choices=[str(state) for state in State],
+            choices=[str(state) for state in registry.State],
             help="only locks in this state; may be repeated",
         )
 
-        shown = action("show", "all that is known of one lock")
-        shown.add_argument("name", help="the lock's name")
+        action = _action(actions, "show", "show everything about one lock")
+        action.add_argument("name", help="the lock name")
 
-        _add_release(action("release", "take one lock from its holder by force"))
+        action = _action(actions, "release", "release one lock by force")
+        action.add_argument("name", help="the lock name")
+        action.add_argument("--alias", **_ALIAS)
+        action.add_argument("--owner", help="only if this owner id still holds the lock")
+        action.add_argument(
+            "--by", default=current_user(), help="the author to record (default: %(default)s)"
+        )
+        action.add_argument("--yes", action="store_true", help="don't ask for confirmation")
 
-        examined = action("doctor", "try each lock service, and look at what it rests on")
-        _add_alias(examined)
-        examined.add_argument(
+        action = _action(actions, "doctor", "test each lock service and its databases")
+        action.add_argument("--alias", **_ALIAS)
+        action.add_argument(
             "--timeout",
             type=_seconds,
             default=doctor.LIMIT,
@@ -68,28 +88,26 @@ class Command(BaseCommand):
             help="the time for each alias and each database (default: %(default)g)",
         )
 
-        synced = action("resync", "lift fences above the tokens of rows, after a restore")
-        synced.add_argument(
+        action = _action(actions, "resync", "raise fences above the tokens of rows after a restore")
+        action.add_argument(
             "models",
             nargs="*",
             metavar="app_label.Model",
-            help="fenced models; all of them by default",
+            help="fenced models (default: all)",
         )
-        synced.add_argument("--dry-run", action="store_true", help="only tell what would be lifted")
+        action.add_argument("--dry-run", action="store_true", help="only report the low fences")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        act: Callable[..., int] = getattr(self, f"_{options['action']}")
+        run: Callable[..., int] = getattr(self, f"_{options['action']}")
         try:
-            code = act(**options)
-        except Refused as exc:
-            raise CommandError(str(exc), returncode=1) from exc
+            code = run(**options)
         except (SettingsError, LookupError, ValueError) as exc:
             raise CommandError(str(exc), returncode=FAILED) from exc
-        except (Error, FencedLockError) as exc:
-            # One of the package's own has told already what to do.
-            ours = isinstance(exc, FencedLockError)
-            told = str(exc) if ours else explained(exc, DEFAULT_DB_ALIAS)
-            raise CommandError(f"{type(exc).__name__}: {told}", returncode=FAILED) from exc
+        except FencedLockError as exc:
+            raise CommandError(f"{type(exc).__name__}: {exc}", returncode=FAILED) from exc
+        except Error as exc:
+            why = explained(exc, DEFAULT_DB_ALIAS)
+            raise CommandError(f"{type(exc).__name__}: {why}", returncode=FAILED) from exc
         if code:
             sys.exit(code)
 
@@ -99,52 +117,25 @@ class Command(BaseCommand):
         found = registry.listing(_known(alias))
         entries = [each for each in found.entries if not state or each.state in state]
         if options["format"] == "json":
-            self._json(
-                {"locks": [asdict(each) for each in entries], "unanswered": found.unanswered}
-            )
+            locks = [asdict(each) for each in entries]
+            self._json({"locks": locks, "unanswered": found.unanswered})
         elif entries:
             head = ("NAME", "STATE", "HOLDER", "ALIAS", "TOKEN", "HELD FOR", "LEFT")
-            rows = [_cells(each) for each in entries]
-            colours = self._colours(options)
-            for line in table(head, rows, _second(colours)):
-                self.stdout.write(line)
+            self._table(options, head, [_cells(each) for each in entries])
         elif not found.unanswered:
             self.stdout.write("No locks.")
-        for each, why in found.unanswered.items():
-            self.stderr.write(f"Alias {each!r} couldn't be asked: {why}")
+        self._unavailable(found.unanswered)
         return FAILED if found.unanswered else 0
 
     def _show(self, name: str, **options: Any) -> int:
-        found = portraits.portrait(names.validate(name))
+        found = registry.portrait(names.validate(name))
         if options["format"] == "json":
             self._json(asdict(found))
         else:
-            self._portrait(found, self._colours(options))
+            self._table(options, ("LOCK", found.name), list(_details(found)))
         if found.is_held:
             return 0
         return FAILED if found.unanswered else 1
-
-    def _portrait(self, found: portraits.Portrait, colours: dict[str, Any]) -> None:
-        rows = []
-        for asked in found.services:
-            where = f"alias {asked.alias!r}"
-            rows.append((where, asked.error or _says(asked.holder)))
-        for fence in found.fences:
-            newest = (
-                f"newest token {fence.token}, of owner {fence.owner or 'nobody (it was lifted)'}"
-            )
-            rows.append((f"database {fence.database!r}", newest))
-            if fence.pinned_by:
-                rows.append(("", f"the next grant waits for {fence.pinned_by}"))
-        for database, why in found.away.items():
-            rows.append((f"database {database!r}", f"can't be asked: {why}"))
-        if not found.fences and not found.away:
-            rows.append(("databases", "it was never granted as a fenced lock"))
-        for entry in found.entries:
-            rows += _details(entry)
-        rows += _history(found.history)
-        for line in table(("LOCK", found.name), rows, _second(colours)):
-            self.stdout.write(line)
 
     def _release(
         self,
@@ -157,162 +148,166 @@ class Command(BaseCommand):
     ) -> int:
         as_json = options["format"] == "json"
         if as_json and not yes:
-            raise ValueError("--format json asks nothing: say it with --yes.")
-        found, unanswered = releasing.find(names.validate(name), _known(alias) or conf.aliases())
-        for each, why in unanswered.items():
-            self.stderr.write(f"Alias {each!r} couldn't be asked: {why}")
+            raise ValueError("--format json can't ask for confirmation. Pass --yes to confirm.")
+        found, unanswered = find_holder(names.validate(name), _known(alias) or conf.aliases())
+        self._unavailable(unanswered)
         if found is None and unanswered:
-            # Those that did answer say nothing of the others.
-            away = " or ".join(map(repr, unanswered))
             raise CommandError(
-                f"Whether somebody has lock {name!r} through alias {away} can't be told. Nothing "
-                "was done.",
+                f"Could not determine whether lock {name!r} is held through alias "
+                f"{' or '.join(map(repr, unanswered))}. Nothing was released.",
                 returncode=FAILED,
             )
         if found is None:
             done = Release(name, "" if alias is None else alias[0], Outcome.NOT_HELD)
         else:
             if not yes and found.owner and owner in (None, found.owner):
-                releasing.confirm(found, self.stdout.write, options.get("stdin"))
-            done = releasing.release(found, by, owner)
+                self._confirm(found, options.get("stdin") or sys.stdin)
+            # Only the holder that was shown, or named by --owner, loses the lock.
+            only = owner or found.owner
+            done = force_release(found.name, by=by, backend=found.alias, owner=only)
         if as_json:
-            self._json(releasing.plain(done))
+            self._json(
+                {
+                    "name": done.name,
+                    "alias": done.alias,
+                    "outcome": done.outcome.value,
+                    "done": done.done,
+                    "token": done.token,
+                    "message": str(done),
+                    "holder": None if done.holder is None else asdict(done.holder),
+                }
+            )
         else:
             self.stdout.write(escape_control(str(done)))
         return 0 if done.done else 1
 
+    def _confirm(self, found: HeldBy, stdin: Any) -> None:
+        for line in _consequences(found):
+            self.stdout.write(escape_control(line))
+        if not stdin.isatty():
+            raise CommandError("Not a terminal; nothing was released. Pass --yes to confirm.")
+        self.stdout.write("Release it by force? [y/N]")
+        if stdin.readline().strip().lower() not in ("y", "yes"):
+            raise CommandError("Nothing was released.")
+
     def _doctor(self, alias: list[str] | None, timeout: float, **options: Any) -> int:
-        aliases = _known(alias)
         worst, reports = Level.OK, []
-        for report in doctor.examine(aliases, timeout):
+        paint = self._paint(options)
+        for report in doctor.examine(_known(alias), timeout):
             worst = max(worst, report.level)
             reports.append(report)
-            if options["format"] == "text":
-                self._report(report, options)
+            if options["format"] == "json":
+                continue
+            self.stdout.write(report.about)
+            for problem in report.problems:
+                level = problem.level.name.lower()
+                self.stdout.write(f"  {paint(level)}{' ' * (8 - len(level))} {_message(problem)}")
+                if problem.hint:
+                    self.stdout.write(f"{' ' * 11}-> {problem.hint}")
         if options["format"] == "json":
             self._json({"level": worst.name.lower(), "reports": [_plain(each) for each in reports]})
         else:
             self.stdout.write(_VERDICTS[worst])
         return worst.exit_code
 
-    def _report(self, report: doctor.Report, options: dict[str, Any]) -> None:
-        colours = self._colours(options)
-        self.stdout.write(f"{report.about}")
-        for finding in report.findings:
-            word = finding.level.name.lower()
-            paint = colours.get(word, str)
-            self.stdout.write(f"  {paint(word)}{' ' * (8 - len(word))} {finding.what}")
-            if finding.remedy:
-                self.stdout.write(f"{' ' * 11}-> {finding.remedy}")
-
     def _resync(self, models: list[str], dry_run: bool, **options: Any) -> int:
-        resynced = []
-        fenced = resync.models(models)
-        if not fenced and options["format"] == "text":
+        fenced, as_json = resync.models(models), options["format"] == "json"
+        if not fenced and not as_json:
             self.stdout.write("There are no fenced models.")
+        results = []
         for model in fenced:
             for database in resync.databases_of(model):
-                resynced.append(done := resync.resync(model, database, dry_run=dry_run))
-                if options["format"] == "text":
-                    self._tell_resynced(done, dry_run, options["verbosity"])
-        if options["format"] == "json":
-            self._json({"dry_run": dry_run, "models": [asdict(each) for each in resynced]})
-        if any(each.error or each.locked for each in resynced):
+                results.append(result := resync.resync(model, database, dry_run=dry_run))
+                if not as_json:
+                    self._resynced(result, dry_run, options["verbosity"])
+        if as_json:
+            self._json({"dry_run": dry_run, "models": [asdict(each) for each in results]})
+        if any(each.error or each.locked for each in results):
             return FAILED
-        return int(dry_run and any(each.low for each in resynced))
+        return int(dry_run and any(each.low for each in results))
 
-    def _tell_resynced(self, done: resync.Resynced, dry_run: bool, verbosity: int) -> None:
-        where = f"{done.model} in {done.database!r}"
-        if done.error:
-            self.stderr.write(f"{where}: {done.error}")
+    def _resynced(self, result: resync.Resynced, dry_run: bool, verbosity: int) -> None:
+        where = f"{result.model} in {result.database!r}"
+        if result.error:
+            self.stderr.write(f"{where}: {result.error}")
             return
-        verb = "would be lifted" if dry_run else "lifted"
-        lifted = len(done.low) - len(done.locked)
-        self.stdout.write(f"{where}: {done.rows} rows with a token, {lifted} fences {verb}")
+        verb, count = "would be raised" if dry_run else "raised", len(result.low)
+        count -= len(result.locked)
+        self.stdout.write(f"{where}: {result.rows} rows with a token, {count} fences {verb}")
         if verbosity > 1:
-            for name, token in done.low.items():
+            for name, token in result.low.items():
                 self.stdout.write(f"  {name!r} above {token}")
-        if done.nameless:
-            self.stdout.write(f"  {done.nameless} rows have no lock name")
-        for name in done.locked:
+        if result.nameless:
+            self.stdout.write(f"  {result.nameless} rows have no lock name")
+        for name in result.locked:
             self.stderr.write(
-                f"  The fence of {name!r} is locked by somebody's transaction, and is as it was. "
-                f"See who: manage.py fencedlock show {for_shell(name)}"
+                f"  The fence of {name!r} was not raised: an open transaction locks it. To see "
+                f"whose: manage.py fencedlock show {for_shell(name)}"
             )
 
-    # Tools
+    # Output
+
+    def _unavailable(self, unanswered: dict[str, str]) -> None:
+        for alias, why in unanswered.items():
+            self.stderr.write(f"Alias {alias!r} is unavailable: {why}")
 
     def _json(self, value: Any) -> None:
-        told = json.dumps(value, indent=2, default=_plain_value, ensure_ascii=False)
-        # A terminal may show it, and obeys more than what JSON has as an escape by itself.
-        self.stdout.write("\n".join(map(_escaped, told.split("\n"))))
+        # ASCII, and no DEL: a terminal would obey the control characters of a lock name.
+        text = json.dumps(value, indent=2, default=_json_value).replace("\x7f", "\\u007f")
+        self.stdout.write(text)
 
-    def _colours(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The paint of each word that has one."""
+    def _table(
+        self, options: dict[str, Any], head: Sequence[str], rows: Sequence[Sequence[str]]
+    ) -> None:
+        for line in table(head, rows, self._paint(options)):
+            self.stdout.write(line)
+
+    def _paint(self, options: dict[str, Any]) -> Callable[[str], str]:
+        """Return a function that colours the words for states and levels."""
         on = self.stdout.isatty() or options["force_color"]
         style = self.style if on and not options["no_color"] else no_style()
         good, odd, bad = style.SUCCESS, style.WARNING, style.ERROR
-        states = {"held": good, "expiring": odd, "expired": odd, "lost": bad, "unknown": bad}
-        levels = {"ok": good, "note": style.NOTICE, "warning": odd, "error": bad}
-        return states | levels
+        colours: dict[str, Callable[[str], str]] = {
+            "held": good,
+            "expiring": odd,
+            "expired": odd,
+            "lost": bad,
+            "unknown": bad,
+            "ok": good,
+            "note": style.NOTICE,
+            "warning": odd,
+            "error": bad,
+        }
+        return lambda word: colours[word](word) if word in colours else word
 
 
-_VERDICTS = {
-    Level.OK: "All is well.",
-    Level.NOTE: "All is well.",
-    Level.WARNING: "There are warnings.",
-    Level.ERROR: "There are errors.",
-}
-
-
-def _adder(actions: Any) -> Callable[[str, str], CommandParser]:
-    def add(name: str, what: str) -> CommandParser:
-        parser: CommandParser = actions.add_parser(name, help=what, description=f"{what}.")
-        parser.add_argument(
-            "--format", choices=("text", "json"), default="text", help="for people, or for scripts"
-        )
-        # Also after the action, where people write them; unset they leave the main parser's be.
-        for option in ("--no-color", "--force-color"):
-            parser.add_argument(
-                option, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-            )
-        parser.add_argument(
-            *("-v", "--verbosity"),
-            default=argparse.SUPPRESS,
-            type=int,
-            choices=range(4),
-            help=argparse.SUPPRESS,
-        )
-        return parser
-
-    return add
-
-
-def _add_alias(parser: CommandParser) -> None:
+def _action(actions: Any, name: str, what: str) -> CommandParser:
+    parser: CommandParser = actions.add_parser(name, help=what, description=f"{what}.")
     parser.add_argument(
-        "--alias", action="append", help="only this alias of FENCEDLOCK; may be repeated"
+        "--format", choices=("text", "json"), default="text", help="the output format"
     )
-
-
-def _add_release(parser: CommandParser) -> None:
-    parser.add_argument("name", help="the lock's name")
-    _add_alias(parser)
-    parser.add_argument(
-        "--owner", help="only from this holder; a lock that has changed hands is left alone"
-    )
-    parser.add_argument(
-        "--by",
-        default=releasing.current_holder(),
-        help="who does it, for the holder and the log to tell (default: %(default)s)",
-    )
-    parser.add_argument("--yes", action="store_true", help="don't ask")
+    # Django's options, also after the action. SUPPRESS keeps the value of the main parser.
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for option in ("--no-color", "--force-color"):
+        parser.add_argument(option, action="store_true", **hidden)
+    parser.add_argument("-v", "--verbosity", type=int, choices=range(4), **hidden)
+    return parser
 
 
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} has to be a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
     return value
+
+
+def current_user() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # In a container, the user id may have no name.
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
 
 
 def _known(aliases: list[str] | None) -> list[str]:
@@ -323,78 +318,150 @@ def _known(aliases: list[str] | None) -> list[str]:
     return aliases or []
 
 
-def _second(colours: dict[str, Any]) -> Callable[[int, str], Any]:
-    """Paint the words of a table's second column."""
-    return lambda column, text: colours.get(text) if column == 1 else None
+def find_holder(name: str, aliases: Sequence[str]) -> tuple[HeldBy | None, dict[str, str]]:
+    """Return the holder, and the aliases that are unavailable. Raise if there are several."""
+    found: list[HeldBy] = []
+    unanswered: dict[str, str] = {}
+    for alias in aliases:
+        try:
+            each = held_by(name, alias)
+        except FencedLockError as exc:
+            unanswered[alias] = str(exc)
+            continue
+        if each is not None:
+            found.append(each)
+    if len(found) > 1:
+        by = ", ".join(f"{each.holder} ({each.alias!r})" for each in found)
+        raise LookupError(
+            f"Lock {name!r} is held through several aliases: {by}. Name one with --alias."
+        )
+    return (found[0] if found else None), unanswered
+
+
+def _consequences(found: HeldBy) -> Iterator[str]:
+    over = ". Its lease has expired" if found.expired else ""
+    where = f"alias {found.alias!r}, {found.backend}"
+    yield f"Lock {found.name!r} ({where}) is held by {found.holder}{over}."
+    if found.owner:
+        yield f"Its owner id is {found.owner}."
+    if found.fenced:
+        yield "The fence is raised first: writes under the current token are rejected immediately."
+    else:
+        yield "The lock isn't fenced: writes of the holder will not be rejected."
+    if found.holder.session_pid is None:
+        yield "Then the lock is released. The holder notices at its next renewal."
+    elif found.owner:
+        yield "Then the holder's process releases the lock at its next renewal."
+    else:
+        yield "It isn't in the registry: only the end of its session releases it."
+    if found.holder.session_pid is not None:
+        yield end_of_session(found.holder).strip()
 
 
 def _cells(entry: registry.ListedLock) -> tuple[str, ...]:
-    return (
-        entry.name,
-        entry.state,
-        f"{entry.holder} (now {entry.taken_by})" if entry.taken_by else entry.holder,
-        entry.alias,
-        _token(entry),
-        duration(entry.held_for),
-        duration(max(0.0, entry.remaining)),
-    )
-
-
-def _says(holder: Holder | None) -> str:
-    if holder is None:
-        return "nobody has it"
-    session = f", server session {holder.session_pid}" if holder.session_pid else ""
-    return f"held by {holder}{session}"
-
-
-def _details(entry: registry.ListedLock) -> list[tuple[str, str]]:
-    left = max(0.0, entry.remaining)
-    return [
-        ("registry", f"{entry.holder} through alias {entry.alias!r} ({entry.backend})"),
-        ("state", entry.state),
-        ("token", _token(entry)),
-        ("owner", entry.owner),
-        ("acquired", f"{entry.acquired_at:%Y-%m-%d %H:%M:%S %Z}, {duration(entry.held_for)} ago"),
-        ("renewed", f"{entry.renewed_at:%Y-%m-%d %H:%M:%S %Z}"),
-        ("expires", f"{entry.expires_at:%Y-%m-%d %H:%M:%S %Z}, {duration(left)} left"),
-        *([("waiting", str(entry.waiting))] if entry.waiting else []),
-    ]
-
-
-def _history(found: list[portraits.Happened]) -> Iterator[tuple[str, str]]:
-    for head, each in zip(chain(["history"], repeat("")), found, strict=False):
-        often = f" {each.times} times" if each.times > 1 else ""
-        token = "" if each.token is None else f", token {each.token}"
-        note = f": {each.note}" if each.note else ""
-        yield head, f"{each.at:%Y-%m-%d %H:%M:%S} {each.kind}{often}{token}, {each.holder}{note}"
+    holder = f"{entry.holder} (now {entry.taken_by})" if entry.taken_by else entry.holder
+    left = duration(max(0.0, entry.remaining))
+    held_for = duration(entry.held_for)
+    return entry.name, entry.state, holder, entry.alias, _token(entry), held_for, left
 
 
 def _token(entry: registry.ListedLock) -> str:
     if not entry.fenced:
         return "unfenced"
-    # A newer grant has its fence.
+    # None after a newer grant or a forced release.
     return "superseded" if entry.token is None else str(entry.token)
 
 
+def _details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
+    for asked in found.services:
+        says = "not held" if asked.holder is None else f"held by {asked.holder}"
+        if asked.holder is not None and asked.holder.session_pid:
+            says += f", server session {asked.holder.session_pid}"
+        yield f"alias {asked.alias!r}", asked.error or says
+    for fence in found.fences:
+        owner = f"of owner {fence.owner}" if fence.owner else "without an owner: it was raised"
+        yield f"database {fence.database!r}", f"newest token {fence.token}, {owner}"
+        if fence.pinned_by:
+            yield "", f"the next grant waits for {fence.pinned_by}"
+    for database, why in found.away.items():
+        yield f"database {database!r}", f"unavailable: {why}"
+    if not found.fences and not found.away:
+        yield "databases", "never granted as a fenced lock"
+    for entry in found.entries:
+        left = duration(max(0.0, entry.remaining))
+        yield "registry", f"{entry.holder} through alias {entry.alias!r} ({entry.backend})"
+        yield "state", entry.state
+        yield "token", _token(entry)
+        yield "owner", entry.owner
+        yield "acquired", f"{_time(entry.acquired_at)}, {duration(entry.held_for)} ago"
+        yield "renewed", _time(entry.renewed_at)
+        yield "expires", f"{_time(entry.expires_at)}, {left} left"
+        if entry.waiting:
+            yield "waiting", str(entry.waiting)
+    for head, each in zip(chain(["history"], repeat("")), found.history, strict=False):
+        times = f" {each.times} times" if each.times > 1 else ""
+        token = "" if each.token is None else f", token {each.token}"
+        note = f": {each.note}" if each.note else ""
+        yield head, f"{each.at:%Y-%m-%d %H:%M:%S} {each.kind}{times}{token}, {each.holder}{note}"
+
+
+def _time(at: datetime) -> str:
+    return f"{at:%Y-%m-%d %H:%M:%S %Z}"
+
+
+def _message(problem: Problem) -> str:
+    is_system_check = len(problem.id) > 1
+    return f"{problem.id}: {problem.message}" if is_system_check else problem.message
+
+
 def _plain(report: doctor.Report) -> dict[str, Any]:
-    return {
-        "about": report.about,
-        "level": report.level.name.lower(),
-        "findings": [
-            {"level": each.level.name.lower(), "what": each.what, "remedy": each.remedy}
-            for each in report.findings
-        ],
-    }
+    problems = [
+        {"level": each.level.name.lower(), "message": _message(each), "hint": each.hint}
+        for each in report.problems
+    ]
+    return {"about": report.about, "level": report.level.name.lower(), "problems": problems}
 
 
-def _escaped(line: str) -> str:
-    """A line of JSON, with what can't be seen as an escape."""
-    if line.isascii() and line.isprintable():
-        return line
-    return "".join(
-        each if escape_control(each) == each else json.dumps(each)[1:-1] for each in line
+def _json_value(value: Any) -> str:
+    return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], paint: Callable[[str], str] = str
+) -> list[str]:
+    """Align columns, and colour the words of the second one."""
+    # A lock name may hold control characters: none may move the cursor or colour the terminal.
+    head, *rows = [[escape_control(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(_width, column)) for column in zip_longest(head, *rows, fillvalue="")]
+
+    def line(cells: Sequence[str]) -> str:
+        # Padded by the width on the screen: codes of colours have none.
+        padded = [
+            (paint(cell) if column == 1 else cell) + " " * (width - _width(cell))
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    return [line(head), *map(line, rows)]
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    return sum(
+        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1
+        for each in text
     )
 
 
-def _plain_value(value: Any) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units."""
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if hours < 1:
+        return f"{minutes} min {int(seconds % 60)} s"
+    if days < 1:
+        return f"{hours} h {minutes % 60} min"
+    return f"{days} d {hours % 24} h"
