@@ -70,7 +70,7 @@ def series(metric, pattern, numbers, **labels):
 @pytest.mark.parametrize(
     ("alert", "metric"),
     [
-        ("FencedLockStaleWrite", "fencedlock_refused_writes_total"),
+        ("FencedLockStaleWrite", "fencedlock_rejected_writes_total"),
         ("FencedLockLost", "fencedlock_losses_total"),
         ("FencedLockBypassed", "fencedlock_bypasses_total"),
     ],

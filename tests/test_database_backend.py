@@ -17,7 +17,7 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.storage import connections as sessions
-from django_fencedlock.test.holders import Processes
+from django_fencedlock.test.processes import Processes
 
 DATABASES = ["default", "postgres", "mariadb"]
 

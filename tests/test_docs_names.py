@@ -33,7 +33,7 @@ NUMBERS = [
     ("commands", r"has (\d+) s \(`--timeout`\)", "ops.doctor.LIMIT"),
     ("commands", r"it expires after (\d+) s", "ops.doctor.TTL"),
     ("glossary", r"Up to (\d+) characters", "core.names.MAX_LENGTH"),
-    ("metrics", r"tells (\d+) patterns apart", "contrib.patterns.MOST"),
+    ("metrics", r"counts up to (\d+) patterns", "contrib.prometheus.MAX_PATTERNS"),
     ("pgbouncer", r"`MAX_WAITERS` \((\d+)\)", "backends.postgres_taking.MAX_WAITERS"),
     ("production", r"doctor --timeout (\d+)", "ops.doctor.LIMIT"),
     ("restore", r"batches of (\d+) by", "ops.resync.BATCH"),

@@ -8,7 +8,7 @@ from django_fencedlock import conf, lock
 from django_fencedlock.models import HeldLock
 from django_fencedlock.storage.dialect import BATCH
 from django_fencedlock.storage.expired import KEPT, ExpiredRows
-from django_fencedlock.test.holders import another_thread
+from django_fencedlock.test.processes import another_thread
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
 

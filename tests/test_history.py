@@ -22,7 +22,7 @@ from django_fencedlock.storage.records import Statements
 from django_fencedlock.test import lose_lease
 from django_fencedlock.test.contract import acts
 from django_fencedlock.test.contract.dying import kill
-from django_fencedlock.test.holders import AnotherProcess, Surroundings
+from django_fencedlock.test.processes import AnotherProcess, Surroundings
 from tests.models import Invoice
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])

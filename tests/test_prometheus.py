@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from django_fencedlock import LeaseLost, LockNotAcquired, force_release, lock, signals
 from django_fencedlock.backends.base import Renewal
 from django_fencedlock.celery import single_instance
-from django_fencedlock.contrib.patterns import pattern_of
-from django_fencedlock.contrib.prometheus import install, uninstall
+from django_fencedlock.contrib.prometheus import OTHER, Patterns, install, pattern_of, uninstall
 from django_fencedlock.core import runtime
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, StaleFence
@@ -95,13 +95,13 @@ def test_refused_writes_and_transactions(registry):
         with pytest.raises(LeaseLost), lease.atomic():
             pass
     refused = {"pattern": "account:{account_id}"}
-    assert read(registry, "fencedlock_refused_writes_total", **refused) == 1
+    assert read(registry, "fencedlock_rejected_writes_total", **refused) == 1
     with lock("close") as lease:
         # Somebody whom this process hasn't heard of yet.
         Fence.objects.filter(name="close").update(token=99, owner="else")
         with pytest.raises(StaleFence), lease.atomic():
             pass
-    assert read(registry, "fencedlock_refused_writes_total", pattern="close") == 1
+    assert read(registry, "fencedlock_rejected_writes_total", pattern="close") == 1
 
 
 def test_forced_releases(registry):
@@ -281,3 +281,38 @@ def test_the_alert_rules_ask_for_what_is_exported(registry):
     assert len(asked) >= len(metrics) - 1
     for outcome in re.findall(r'outcome="(\w+)"', rules):
         assert f"`{outcome}`" in PAGE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("nightly-close", "nightly-close"),
+        ("invoice:42", "invoice:*"),
+        ("report:2026-11-18", "report:*-*-*"),
+        ("shard12:row7", "shard*:row*"),
+        (f"order:{uuid.UUID(int=7)}", "order:*"),
+        (f"order:{uuid.UUID(int=7).hex}", "order:*"),
+        ("order_8f14e45fceea167a", "order_*"),
+        ("commit:DEADBEE1", "commit:*"),
+        ("cafebabe", "cafebabe"),
+        ("backup2026", "backup*"),
+        ("upload:01ARZ3NDEKTSV4RRFFQ69G5FAV", "upload:*"),
+        ("konto:ärger٣", "konto:ärger٣"),
+    ],
+)
+def test_what_tells_one_row_from_another_becomes_a_star(name, pattern):
+    assert pattern_of(name) == pattern
+
+
+def test_a_template_goes_before_the_rule_and_a_function_before_both():
+    assert Patterns().of("stock:A-1", "stock:{sku}") == "stock:{sku}"
+    patterns = Patterns(lambda name, template: template.upper() or None)
+    assert patterns.of("stock:A-1", "stock:{sku}") == "STOCK:{SKU}"
+    assert patterns.of("stock:1") == "stock:*"
+
+
+def test_there_are_never_more_patterns_than_allowed():
+    patterns = Patterns(most=2)
+    found = {patterns.of(f"{letter}:1") for letter in "abcdefg"}
+    assert found == {"a:*", "b:*", OTHER}
+    assert patterns.of("a:2") == "a:*"

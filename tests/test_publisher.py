@@ -18,7 +18,7 @@ from django_fencedlock.celery.publisher import LONGEST_PAUSE
 from django_fencedlock.core.identity import Holder
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import MessageRecord
-from django_fencedlock.test.holders import another_thread
+from django_fencedlock.test.processes import another_thread
 from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
 
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -19,7 +19,7 @@ from django_fencedlock.ops import registry
 from django_fencedlock.ops import registry as portraits
 from django_fencedlock.ops.registry import State, listing, portrait
 from django_fencedlock.storage.connections import time_limited
-from django_fencedlock.test.holders import wait_until
+from django_fencedlock.test.processes import wait_until
 
 BACKENDS = {
     "database": {},

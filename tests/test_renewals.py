@@ -15,7 +15,7 @@ from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.storage import connections
-from django_fencedlock.test.holders import another_thread
+from django_fencedlock.test.processes import another_thread
 from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)

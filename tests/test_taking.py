@@ -10,7 +10,7 @@ from django_fencedlock.backends.base import Request
 from django_fencedlock.core.identity import LocalHolder, new_owner
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import LockNotAcquired
-from django_fencedlock.test.holders import another_thread, wait_until
+from django_fencedlock.test.processes import another_thread, wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

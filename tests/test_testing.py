@@ -35,7 +35,7 @@ from django_fencedlock.test import (
     hold_lock,
     lose_lease,
 )
-from django_fencedlock.test.holders import another_thread
+from django_fencedlock.test.processes import another_thread
 from tests.models import Invoice
 from tests.servers import shared
 

@@ -1,1 +1,1 @@
-"""Extras that nobody has to install."""
+"""Optional integrations."""

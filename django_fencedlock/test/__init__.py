@@ -1,5 +1,5 @@
 """
-For your tests: aids for code that takes locks, and the contract for backends of your own.
+Test helpers for code that uses locks, and the contract for your own backends.
 
 With pytest: ``pytest_plugins = ["django_fencedlock.test.fixtures"]``. The contract is in
 `django_fencedlock.test.contract`.
@@ -33,13 +33,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # It needs models, which can't be imported before Django is ready; the rest can.
     if name == "assert_all_writes_fenced":
+        # It imports models, which requires that Django is ready.
         from .audit import assert_all_writes_fenced
 
         return assert_all_writes_fenced
     if name == "eager_tasks":
-        # It needs Celery, which not everybody has a use for.
+        # It imports Celery.
         from .tasks import eager_tasks
 
         return eager_tasks

@@ -1,4 +1,4 @@
-"""The same aids as pytest fixtures: ``pytest_plugins = ["django_fencedlock.test.fixtures"]``."""
+"""Pytest fixtures of the helpers: ``pytest_plugins = ["django_fencedlock.test.fixtures"]``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from . import aids
 
 @pytest.fixture
 def disable_locking() -> Iterator[None]:
-    """Grant every lock at once and to everybody, for the whole test."""
+    """Grant every lock to every caller at once, for the whole test."""
     with aids.disable_locking():
         yield
 
 
 @pytest.fixture
 def eager_tasks() -> Iterator[None]:
-    """Run each Celery task at once where it is called, with its lock, for the whole test."""
+    """Run Celery tasks in ``.delay()``, with their locks, for the whole test."""
     from .tasks import eager_tasks as eager
 
     with eager():
@@ -29,6 +29,6 @@ def eager_tasks() -> Iterator[None]:
 
 @pytest.fixture
 def hold_lock() -> Iterator[Callable[..., Lease]]:
-    """Return a function that holds a lock as somebody else until the test is over."""
+    """Return a function that holds a lock as another holder until the end of the test."""
     with contextlib.ExitStack() as stack:
         yield lambda name, **terms: stack.enter_context(aids.hold_lock(name, **terms))

@@ -13,17 +13,17 @@ from celery import current_app
 @contextlib.contextmanager
 def eager_tasks(app: Any = None) -> Iterator[None]:
     """
-    Run each task at once where it is called, with its lock and its policy, and without a broker.
+    Run tasks in ``.delay()``, with their locks and policies, and without a broker.
 
-    ``.delay()`` returns a result that tells how the task ended, and raises nothing; ``.get()``
-    does. A retry, be it for a conflict or the task's own, comes at once as well.
+    ``.delay()`` never raises the task's error; ``.get()`` of its result does. Retries, also those
+    of a conflict, run at once.
 
     Args:
-        app: The Celery app; without one, the current one.
+        app: The Celery app (default: the current app).
     """
     app = app or current_app
-    # Were errors raised by delay(), so were Celery's Retry, instead of the next try.
+    # Propagation would raise Celery's Retry out of delay() instead of running the next try.
     eager = {"task_always_eager": True, "task_eager_propagates": False}
-    _ = app.conf.task_always_eager  # Until they are first asked for, settings are elsewhere.
+    _ = app.conf.task_always_eager  # Loads the settings; before that, `changes` isn't used.
     with mock.patch.dict(app.conf.changes, eager):
         yield

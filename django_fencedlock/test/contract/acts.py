@@ -16,7 +16,7 @@ from django.db import connections
 from ...core.identity import Process, this_process
 from ...lease import Lease, current_lease
 from ...locks import lock
-from ..holders import PATIENCE, wait_until
+from ..processes import TIMEOUT, wait_until
 
 #: Seconds for a lease that isn't meant to run out.
 LONG = 60.0
@@ -78,13 +78,13 @@ def wait_for_the_loss(name: str) -> None:
 
 def take_turns(alias: str, name: str, times: int, log: str) -> None:
     for _ in range(times):
-        with lock(name, ttl=LONG, backend=alias, blocking_timeout=PATIENCE) as lease:
+        with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT) as lease:
             _note(log, f"in {lease.token}")
             _note(log, f"out {lease.token}")
 
 
 def note_when_served(alias: str, name: str, place: int, log: str) -> None:
-    with lock(name, ttl=LONG, backend=alias, blocking_timeout=PATIENCE):
+    with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT):
         _note(log, str(place))
 
 
@@ -126,7 +126,7 @@ def _be_the_child(alias: str, name: str, lease: Lease, writing: int) -> None:
             "taken": again.acquire(blocking=False) is not None,
         }
         os.write(writing, f"{told!r}\n".encode())
-        with lock(name, ttl=LONG, backend=alias, blocking_timeout=PATIENCE) as own:
+        with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT) as own:
             token = own.token
         os.write(writing, f"{ {'token': token}!r}\n".encode())
     except BaseException as exc:
@@ -138,7 +138,7 @@ def _be_the_child(alias: str, name: str, lease: Lease, writing: int) -> None:
 def _read_line(reading: int) -> dict[str, Any]:
     line = b""
     while not line.endswith(b"\n"):
-        assert select.select([reading], [], [], PATIENCE)[0], "The child said nothing."
+        assert select.select([reading], [], [], TIMEOUT)[0], "The child said nothing."
         read = os.read(reading, 1)
         assert read, "The child died."
         line += read

@@ -19,7 +19,7 @@ from ...exceptions import BackendUnavailable
 from ...lease import Lease
 from ...locks import Lock, lock
 from ...storage.connections import private
-from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes, another_thread
+from ..processes import TIMEOUT, AnotherProcess, AnotherThread, Processes, another_thread
 from . import acts
 from .acts import LONG
 
@@ -132,7 +132,7 @@ class Contract:
 
     def take_when_free(self, name: str) -> Lease:
         """Take a lock that somebody is about to lose."""
-        lease = self.lock(name).acquire(blocking_timeout=PATIENCE)
+        lease = self.lock(name).acquire(blocking_timeout=TIMEOUT)
         assert lease is not None, f"Lock {name!r} is still held: {self.lock(name).holder()}."
         return lease
 
@@ -169,7 +169,7 @@ def give_back(lease: Lease) -> None:
 @contextlib.contextmanager
 def left_open(using: str) -> Iterator[BaseDatabaseWrapper]:
     """A connection of its own within a transaction, which keeps all locks until the end."""
-    connection = private(using, PATIENCE)
+    connection = private(using, TIMEOUT)
     try:
         with connection.cursor() as cursor:
             # SQLite's takes no lock before it has to.
@@ -201,7 +201,7 @@ def all_at_once(functions: list[Callable[[], object]]) -> None:
             thread.start(function) for thread, function in zip(threads, functions, strict=True)
         ]
         for each in started:
-            each.result(PATIENCE)
+            each.result(TIMEOUT)
 
 
 @contextlib.contextmanager

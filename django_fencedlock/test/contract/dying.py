@@ -8,7 +8,7 @@ import pytest
 
 from ...core.identity import is_process_gone
 from ...storage.tables import HeldLock
-from ..holders import AnotherProcess, AnotherThread, wait_until
+from ..processes import AnotherProcess, AnotherThread, wait_until
 from . import acts
 from .acts import LONG
 from .base import Contract

@@ -16,7 +16,7 @@ from ...backends.base import Renewal, Request
 from ...core.identity import new_owner
 from ...exceptions import LockNotAcquired, Unfenced
 from ...lease import Lease
-from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes
+from ..processes import TIMEOUT, AnotherProcess, AnotherThread, Processes
 from . import acts
 from .acts import LONG
 from .base import Contract, all_at_once, connected, left_open
@@ -33,7 +33,7 @@ class ExclusionContract(Contract):
 
         def take_turns() -> None:
             for _ in range(5):
-                with self.lock(name, blocking_timeout=PATIENCE) as lease:
+                with self.lock(name, blocking_timeout=TIMEOUT) as lease:
                     inside.append(1)
                     tokens.append(lease.token)
                     assert len(inside) == 1
@@ -49,7 +49,7 @@ class ExclusionContract(Contract):
             several = [stack.enter_context(processes.borrow()) for _ in range(4)]
             runs = [each.start(acts.take_turns, self.alias, name, 8, log.name) for each in several]
             for run in runs:
-                run.result(PATIENCE)
+                run.result(TIMEOUT)
             steps = [line.split() for line in Path(log.name).read_text().splitlines()]
         entered, left = steps[::2], steps[1::2]
         assert {step for step, _ in entered} == {"in"}
@@ -62,7 +62,7 @@ class ExclusionContract(Contract):
 
         async def take_turns() -> None:
             for _ in range(3):
-                async with self.lock(name, blocking_timeout=PATIENCE) as lease:
+                async with self.lock(name, blocking_timeout=TIMEOUT) as lease:
                     inside.append(1)
                     tokens.append(lease.token)
                     await asyncio.sleep(0.001)
@@ -117,7 +117,7 @@ class ExclusionContract(Contract):
             stack.enter_context(connected(signals.leases_renewed, receive))
             lease = self.take(name, ttl=1.5)
             hammers = [each.start(acts.hammer, self.alias, name, 3, 4.5) for each in several]
-            done = [each.result(PATIENCE) for each in hammers]
+            done = [each.result(TIMEOUT) for each in hammers]
         assert sum(tries for tries, _ in done) > 100
         assert not any(granted for _, granted in done)
         assert lease.verify()
@@ -174,7 +174,7 @@ class ExclusionContract(Contract):
         time.sleep(0.1)
         assert not waiting.done()
         lease.release()
-        assert waiting.result(PATIENCE).token == lease.token + 1
+        assert waiting.result(TIMEOUT).token == lease.token + 1
 
     def test_a_wait_without_a_limit_ends_when_the_lock_is_released(
         self, name: str, thread: AnotherThread
@@ -183,7 +183,7 @@ class ExclusionContract(Contract):
         waiting = thread.start(self.lock(name, blocking_timeout=float("inf")).acquire)
         time.sleep(0.1)
         lease.release()
-        got = waiting.result(PATIENCE)
+        got = waiting.result(TIMEOUT)
         assert got is not None
         assert got.token == lease.token + 1
 
@@ -191,17 +191,17 @@ class ExclusionContract(Contract):
         self, name: str, process: AnotherProcess
     ) -> None:
         lease = self.take(name)
-        waiting = process.start(acts.hold, self.alias, name, PATIENCE)
+        waiting = process.start(acts.hold, self.alias, name, TIMEOUT)
         time.sleep(0.1)
         assert not waiting.done()
         lease.release()
-        assert waiting.result(PATIENCE) == lease.token + 1
+        assert waiting.result(TIMEOUT) == lease.token + 1
 
     def test_cancelled_waiting_leaves_nothing_held(self, name: str, thread: AnotherThread) -> None:
         lease = thread.call(self.take, name)
 
         async def main() -> None:
-            waiting = asyncio.create_task(self.lock(name).aacquire(blocking_timeout=PATIENCE))
+            waiting = asyncio.create_task(self.lock(name).aacquire(blocking_timeout=TIMEOUT))
             await asyncio.sleep(0.2)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -215,7 +215,7 @@ class ExclusionContract(Contract):
         self, name: str, thread: AnotherThread
     ) -> None:
         async def main(lease: Lease, delay: float) -> None:
-            waiting = asyncio.create_task(self.lock(name).aacquire(blocking_timeout=PATIENCE))
+            waiting = asyncio.create_task(self.lock(name).aacquire(blocking_timeout=TIMEOUT))
             await asyncio.sleep(0.1)
             releasing = thread.start(lease.release)
             await asyncio.sleep(delay)

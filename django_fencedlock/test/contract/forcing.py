@@ -14,7 +14,7 @@ from ...exceptions import LeaseLost, LockNotAcquired, ReleaseBlocked, StaleFence
 from ...lease import Lease
 from ...ops.force_release import Outcome, Release, force_release, held_by
 from ...storage.tables import HeldLock
-from ..holders import AnotherProcess, AnotherThread, wait_until
+from ..processes import AnotherProcess, AnotherThread, wait_until
 from . import acts
 from .base import Contract, connected, listening
 

@@ -24,7 +24,7 @@ from ...core.identity import Holder
 from ...core.runtime import clock
 from ...exceptions import LeaseLost, LockNotAcquired, NotTheHolder
 from ...lease import Lease, current_lease
-from ..holders import PATIENCE, AnotherProcess, AnotherThread, another_thread, wait_until
+from ..processes import TIMEOUT, AnotherProcess, AnotherThread, another_thread, wait_until
 from . import acts
 from .base import Contract, connected, counted_batches, keepers, listening, open_files
 
@@ -244,7 +244,7 @@ class HoldingContract(Contract):
     @pytest.mark.parametrize("inner", [asyncio.wait_for, asyncio.gather])
     def test_what_an_ended_task_holds_any_code_may_release(self, name: str, inner: Any) -> None:
         async def main() -> None:
-            terms = (PATIENCE,) if inner is asyncio.wait_for else ()
+            terms = (TIMEOUT,) if inner is asyncio.wait_for else ()
             # Each runs acquire() in a task of its own (wait_for() only before Python 3.12).
             found = await inner(self.lock(name).aacquire(), *terms)
             lease = found if inner is asyncio.wait_for else found[0]
@@ -327,7 +327,7 @@ class HoldingContract(Contract):
                 acquire = IN_THREADS[calls](self.lock(name).acquire)
                 assert await acquire(blocking=False) is None
                 with pytest.raises(LockNotAcquired, match="held by the code that called"):
-                    await acquire(blocking_timeout=PATIENCE)
+                    await acquire(blocking_timeout=TIMEOUT)
                 assert await lease.averify()
             assert await acquire(blocking_timeout=0)
 
@@ -336,7 +336,7 @@ class HoldingContract(Contract):
     def test_waiting_for_the_sync_code_that_made_the_call_is_an_error(self, name: str) -> None:
         async def main() -> None:
             with pytest.raises(LockNotAcquired, match="held by the code that called"):
-                await sync_to_async(self.lock(name).acquire)(blocking_timeout=PATIENCE)
+                await sync_to_async(self.lock(name).acquire)(blocking_timeout=TIMEOUT)
 
         with self.lock(name):
             async_to_sync(main)()
@@ -348,7 +348,7 @@ class HoldingContract(Contract):
         def work() -> None:
             with self.lock(name):
                 entered.set()
-                assert go_on.wait(PATIENCE)
+                assert go_on.wait(TIMEOUT)
             left.set()
 
         async def main() -> None:
@@ -357,7 +357,7 @@ class HoldingContract(Contract):
                 await asyncio.sleep(0.005)
             go_on.set()
             # The loop is blocked from here on.
-            assert left.wait(PATIENCE)
+            assert left.wait(TIMEOUT)
             await working
 
         asyncio.run(main())

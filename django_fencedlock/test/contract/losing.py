@@ -17,7 +17,7 @@ from ...core.runtime import clock
 from ...exceptions import LeaseLost
 from ...lease import Lease, current_lease
 from ...ops.force_release import force_release
-from ..holders import PATIENCE, AnotherProcess, AnotherThread, wait_until
+from ..processes import TIMEOUT, AnotherProcess, AnotherThread, wait_until
 from . import acts
 from .acts import LONG
 from .base import SHORT, Contract, connected, listening
@@ -60,7 +60,7 @@ class LossContract(Contract):
         self.interrupt_holder(former)
         unfenced = self.lock(name, fenced=False)
         if waits:
-            assert thread.call(unfenced.acquire, blocking_timeout=PATIENCE)
+            assert thread.call(unfenced.acquire, blocking_timeout=TIMEOUT)
         else:
             wait_until(lambda: thread.call(unfenced.acquire, blocking=False), "the lock to be free")
         successor = thread.call(current_lease, name)
@@ -101,7 +101,7 @@ class LossContract(Contract):
             about = facts.get("leases", [facts.get("lease", *args)])
             if any(lease.name == name for lease in about) and not began.is_set():
                 began.set()
-                go_on.wait(3 * PATIENCE)
+                go_on.wait(3 * TIMEOUT)
 
         with contextlib.ExitStack() as stack:
             if code != "on_lost":
@@ -111,7 +111,7 @@ class LossContract(Contract):
             first.on_lost(take_long)
             if code != "leases_renewed":
                 force_release(name, by="the boss", backend=self.alias)
-            assert began.wait(PATIENCE)
+            assert began.wait(TIMEOUT)
             kept, lost = (self.take(f"{name}:{each}", ttl=SHORT) for each in ("kept", "lost"))
             lost.on_lost(told.append)
             granted_until = kept.deadline

@@ -13,7 +13,7 @@ import pytest
 from ...exceptions import BackendUnavailable, LeaseLost, LockNotAcquired
 from ...lease import Lease
 from ...locks import Lock
-from ..holders import PATIENCE, AnotherThread, another_thread
+from ..processes import TIMEOUT, AnotherThread, another_thread
 from .acts import LONG
 from .base import Contract
 
@@ -104,7 +104,7 @@ class OutageContract(Contract):
 
     def _insist(self, act: Callable[[], T]) -> T:
         """Try until the service is back in full."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while True:
             try:
                 return act()

@@ -7,7 +7,7 @@ from django.db import connections, transaction
 
 from ...exceptions import InsideTransaction
 from ...lease import Lease
-from ..holders import PATIENCE, AnotherThread
+from ..processes import TIMEOUT, AnotherThread
 from .base import Contract, ended_by
 
 
@@ -100,4 +100,4 @@ class TransactionContract(Contract):
         with transaction.atomic(using=self.database):
             Fence.objects.using(self.database).filter(name=name).update(owner="")
             with pytest.raises(InsideTransaction, match="open the transaction inside"):
-                self.lock(name).acquire(blocking_timeout=PATIENCE)
+                self.lock(name).acquire(blocking_timeout=TIMEOUT)

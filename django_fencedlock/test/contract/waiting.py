@@ -11,7 +11,14 @@ import pytest
 
 from ...exceptions import LeaseLost
 from ...ops.force_release import force_release
-from ..holders import PATIENCE, AnotherProcess, AnotherThread, Processes, another_thread, wait_until
+from ..processes import (
+    TIMEOUT,
+    AnotherProcess,
+    AnotherThread,
+    Processes,
+    another_thread,
+    wait_until,
+)
 from . import acts
 from .base import SHORT, Contract
 
@@ -37,7 +44,7 @@ class WaitingContract(Contract):
         served: list[int] = []
 
         def wait(place: int) -> None:
-            with self.lock(name, blocking_timeout=PATIENCE):
+            with self.lock(name, blocking_timeout=TIMEOUT):
                 served.append(place)
 
         with contextlib.ExitStack() as stack:
@@ -49,14 +56,14 @@ class WaitingContract(Contract):
                 self.wait_for_waiters(name, place + 1)
             lease.release()
             for each in waiting:
-                each.result(PATIENCE)
+                each.result(TIMEOUT)
         assert served == list(range(6))
 
     def test_the_first_in_line_gets_what_was_released_by_force(self, name: str) -> None:
         served: list[int] = []
 
         def wait(place: int) -> int:
-            with self.lock(name, blocking_timeout=PATIENCE) as lease:
+            with self.lock(name, blocking_timeout=TIMEOUT) as lease:
                 served.append(place)
                 return lease.token
 
@@ -70,21 +77,21 @@ class WaitingContract(Contract):
             done = force_release(name, by="the boss", backend=self.alias)
             with pytest.raises(LeaseLost):
                 former.renew()
-            tokens = [each.result(PATIENCE) for each in waiting]
+            tokens = [each.result(TIMEOUT) for each in waiting]
         assert served == [0, 1, 2]
         assert done.token is not None
         assert [done.token, *tokens] == list(range(done.token, done.token + 4))
 
     def test_those_who_wait_are_counted(self, name: str, thread: AnotherThread) -> None:
         def wait() -> None:
-            with self.lock(name, blocking_timeout=PATIENCE):
+            with self.lock(name, blocking_timeout=TIMEOUT):
                 pass
 
         with self.lock(name):
             waiting = thread.start(wait)
             self.wait_for_waiters(name, 1)
             assert self.service.backend.waiting([name, f"{name}:other"])[name] == 1
-        waiting.result(PATIENCE)
+        waiting.result(TIMEOUT)
 
     def test_first_come_first_served_among_processes(self, name: str, processes: Processes) -> None:
         lease = self.take(name)
@@ -98,7 +105,7 @@ class WaitingContract(Contract):
                 self.wait_for_waiters(name, place + 1)
             lease.release()
             for each in waiting:
-                each.result(PATIENCE)
+                each.result(TIMEOUT)
             assert Path(log.name).read_text().split() == ["0", "1", "2"]
 
     def test_who_gave_up_waiting_leaves_the_line(self, name: str, thread: AnotherThread) -> None:
@@ -119,14 +126,14 @@ class WaitingContract(Contract):
         self, name: str, thread: AnotherThread, process: AnotherProcess
     ) -> None:
         lease = self.take(name)
-        process.start(acts.hold, self.alias, name, PATIENCE)
+        process.start(acts.hold, self.alias, name, TIMEOUT)
         self.wait_for_waiters(name, 1)
         waiting = thread.start(self.take_when_free, name)
         self.wait_for_waiters(name, 2)
         process.kill()
         released = time.monotonic()
         lease.release()
-        assert waiting.result(PATIENCE).verify()
+        assert waiting.result(TIMEOUT).verify()
         assert time.monotonic() - released < self.dead_waiter_bound + self.slack
 
     def test_waiters_for_a_lease_that_is_lost_are_served(
@@ -136,7 +143,7 @@ class WaitingContract(Contract):
         waiting = thread.start(self.take_when_free, name)
         self.wait_for_waiters(name, 1)
         self.interrupt_holder(lease)
-        assert waiting.result(PATIENCE).token == lease.token + 1
+        assert waiting.result(TIMEOUT).token == lease.token + 1
 
     def _wait_in_vain(self, name: str) -> bool:
         return self.lock(name).acquire(blocking_timeout=0.3) is None

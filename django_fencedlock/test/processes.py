@@ -1,4 +1,4 @@
-"""Other holders for a test: a thread of its own, and a process with a Django of its own."""
+"""Other holders for tests: a thread, and a process with its own Django."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..storage.background_writer import scribe
 
 T = TypeVar("T")
 
-#: Seconds after which a test has hung. No test is meant to come near it.
-PATIENCE = 60.0
+#: Seconds after which a test is considered hung.
+TIMEOUT = 60.0
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout: float = PATIENCE) -> None:
-    """Ask every few milliseconds until `condition` holds."""
+def wait_until(condition: Callable[[], object], what: str, timeout: float = TIMEOUT) -> None:
+    """Check `condition` every few milliseconds until it holds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"Waited {timeout:g} s for {what}."
@@ -33,7 +33,7 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = PATI
 
 
 class _Another:
-    """Calls functions one after the other, all as one and the same holder."""
+    """Calls functions one after the other, all as the same holder."""
 
     _executor: Executor
 
@@ -41,11 +41,11 @@ class _Another:
         return self._executor.submit(function, *args, **kwargs)
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        return self.start(function, *args, **kwargs).result(PATIENCE)
+        return self.start(function, *args, **kwargs).result(TIMEOUT)
 
 
 class AnotherThread(_Another):
-    """A thread that does what it is told."""
+    """A thread that calls functions."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="another")
@@ -63,7 +63,7 @@ def another_thread() -> Iterator[AnotherThread]:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a process has to know to talk to the same databases and lock services."""
+    """The settings that a process needs to use the same databases and lock services."""
 
     settings_module: str
     databases: Mapping[str, Mapping[str, Any]]
@@ -71,7 +71,7 @@ class Surroundings:
 
     @classmethod
     def here(cls) -> Surroundings:
-        """Those of this process, with the names of its test databases."""
+        """Return those of this process, with the names of its test databases."""
         return cls(
             settings_module=os.environ["DJANGO_SETTINGS_MODULE"],
             databases={alias: connections[alias].settings_dict for alias in connections},
@@ -83,7 +83,7 @@ class Surroundings:
         )
 
     def settle(self) -> None:
-        """Set up Django like this, in a process that has just begun."""
+        """Set up Django like this in a new process."""
         os.environ["DJANGO_SETTINGS_MODULE"] = self.settings_module
         for key, value in self.overridden.items():
             setattr(settings, key, value)
@@ -91,18 +91,18 @@ class Surroundings:
         for alias, entry in self.databases.items():
             connections.settings[alias] = dict(entry)
             with contextlib.suppress(AttributeError):
-                # One that somebody made as he was loaded; it isn't open yet.
+                # Import-time code may have created it; it isn't open yet.
                 del connections[alias]
-        # A part of a test, though nothing here says so.
+        # The background writer can't recognise a test run in a spawned process.
         scribe.is_testing = lambda: True
 
 
 class AnotherProcess(_Another):
-    """A process that does what it is told; functions have to be importable there."""
+    """A process that calls functions, which must be importable in it."""
 
     def __init__(self, surroundings: Surroundings) -> None:
         self.surroundings = surroundings
-        # Spawned, not forked: a process that knows nothing of ours.
+        # Spawned, not forked: it must not inherit any state.
         self._executor = ProcessPoolExecutor(
             1,
             mp_context=multiprocessing.get_context("spawn"),
@@ -112,7 +112,7 @@ class AnotherProcess(_Another):
         self.healthy = True
 
     def pause(self) -> None:
-        """Stop the process where it stands, as a suspended machine does."""
+        """Stop the process, as suspending its machine would."""
         self.healthy = False
         os.kill(self.pid, signal.SIGSTOP)
 
@@ -120,7 +120,7 @@ class AnotherProcess(_Another):
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the process at once; it tidies nothing up."""
+        """Kill the process without any cleanup."""
         self.healthy = False
         os.kill(self.pid, signal.SIGKILL)
 
@@ -132,7 +132,7 @@ class AnotherProcess(_Another):
 
 
 class Processes:
-    """Processes to borrow. Those that come back unharmed serve the next test: they start slowly."""
+    """A pool of processes. Healthy ones are reused, because they start slowly."""
 
     def __init__(self) -> None:
         self._idle: list[AnotherProcess] = []
