@@ -122,9 +122,9 @@ def give_back_all() -> None:
     """Leave nothing to be done when the servers are gone."""
     from django_fencedlock import conf
     from django_fencedlock.core.manager import service
-    from django_fencedlock.storage.background_writer import scribe
+    from django_fencedlock.storage.background_writer import writer
 
     for alias in conf.aliases():
         service(alias).drop_all()
-    scribe.finish()
-    scribe.forget()
+    writer.finish()
+    writer.forget()

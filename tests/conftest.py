@@ -14,7 +14,7 @@ from django_fencedlock.core import runtime
 from django_fencedlock.core.manager import drop_leases_of_test
 from django_fencedlock.lease import current_lease, leave
 from django_fencedlock.storage import connections as sessions
-from django_fencedlock.storage.background_writer import Scribe, scribe
+from django_fencedlock.storage.background_writer import BackgroundWriter, writer
 from tests.browser import Browser
 from tests.servers import (
     Clock,
@@ -132,16 +132,17 @@ def using(
 
 
 @pytest.fixture
-def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scribe]:
+def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[BackgroundWriter]:
     """
-    Return the scribe, which notes what happens, and writes it when the test says so.
+    Return the background writer, which writes when the test calls `flush()`.
     """
-    monkeypatch.setattr(scribe, "is_testing", lambda: False)
-    monkeypatch.setattr(scribe, "start", lambda run: None)
-    scribe._reset()
-    yield scribe
-    scribe.close()
-    scribe._reset()
+    monkeypatch.setattr(writer, "is_off", lambda: False)
+    monkeypatch.setattr(writer._worker, "start", lambda: None)
+    writer.after_fork()
+    yield writer
+    writer.close()
+    writer.after_fork()
+    writer._worker.after_fork()
 
 
 @pytest.fixture(scope="session")

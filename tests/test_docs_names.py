@@ -18,7 +18,7 @@ TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 #: Where, what is told, with a group for the number; and the constant that it is.
 NUMBERS = [
     ("admin", r"newest (\d+) of a lock are kept", "conf.HISTORY"),
-    ("admin", r"the newest ([\d,]+) in all", "storage.history.MOST"),
+    ("admin", r"the newest ([\d,]+) in all", "storage.history.MAX_ROWS"),
     ("admin", r"give or take (\d+)", "storage.history.SLACK"),
     ("admin", r"(\d+) rows at most", "storage.history.BATCH"),
     ("admin", r"state asks about (\d+) locks", "admin.locks.STATE_FILTER_LIMIT"),

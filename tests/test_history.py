@@ -1,10 +1,11 @@
-"""What is written of locks behind everybody's back, and what isn't."""
+"""The history: which events are written, how many are kept, and when they are dropped."""
 
 import contextlib
 import os
 import subprocess
 import sys
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 from django.db import connections
@@ -14,11 +15,11 @@ from django.utils import timezone
 from django_fencedlock import StaleFence, conf, force_release, lock
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.models import Fence, HeldLock, LockEvent
+from django_fencedlock.storage import background_writer
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage import history as events
-from django_fencedlock.storage.background_writer import scribe
-from django_fencedlock.storage.history import MOST_WAITING, Event, EventRow, history
-from django_fencedlock.storage.records import Statements
+from django_fencedlock.storage.background_writer import writer
+from django_fencedlock.storage.history import MAX_QUEUED, Event, EventRow, history
 from django_fencedlock.test import lose_lease
 from django_fencedlock.test.contract import acts
 from django_fencedlock.test.contract.dying import kill
@@ -34,7 +35,7 @@ def database(request, settings):
     return request.param
 
 
-def told(database="default"):
+def events_in(database="default"):
     found = LockEvent.objects.using(database).order_by("id")
     return [(each.kind, each.name, each.times) for each in found]
 
@@ -49,7 +50,7 @@ class TestGrants:
     def test_a_grant_that_lasts_is_written_once(self, writing, database):
         with lock("invoice:42") as lease:
             writing.flush()
-            assert told(database) == []
+            assert events_in(database) == []
             held_for(lease, 70)
             writing.flush()
             writing.flush()
@@ -64,9 +65,8 @@ class TestGrants:
         for _ in range(3):
             with lock("x"):
                 pass
-        assert history.is_empty()
         assert not writing.flush()
-        assert told() == []
+        assert events_in() == []
 
     def test_an_unfenced_one_has_no_token(self, writing):
         with lock("x", fenced=False) as lease:
@@ -80,7 +80,7 @@ class TestLosses:
         lease = lock("x").acquire()
         lose_lease(lease)
         writing.flush()
-        assert told(database) == [("granted", "x", 1), ("lost", "x", 1)]
+        assert events_in(database) == [("granted", "x", 1), ("lost", "x", 1)]
         (event,) = LockEvent.objects.using(database).filter(kind="lost")
         assert (event.token, event.holder) == (1, str(lease.holder))
         assert event.note == lease._why_lost
@@ -90,9 +90,9 @@ class TestLosses:
         HeldLock.objects.all().delete()
         assert not lease.release()
         writing.flush()
-        assert told() == [("granted", "x", 1), ("lost", "x", 1)]
+        assert events_in() == [("granted", "x", 1), ("lost", "x", 1)]
 
-    def test_a_holder_who_died(self, writing):
+    def test_a_dead_holder(self, writing):
         with contextlib.closing(AnotherProcess(Surroundings.here())) as holder:
             holder.call(acts.hold, "default", "x")
             kill(holder)
@@ -106,27 +106,27 @@ class TestLosses:
 
 
 class TestForcedReleases:
-    def test_a_lock_that_was_taken_away(self, writing, database):
+    def test_a_forced_release(self, writing, database):
         lease = lock("x").acquire()
         force_release("x", by="ada")
         assert not lease.verify()
         writing.flush()
         forced, granted, lost = LockEvent.objects.using(database).order_by("id")
         assert (forced.kind, forced.name, forced.note) == ("forced", "x", "by ada")
-        # The token is the fence's from then on, and the holder the former one.
+        # The token is the raised fence's, and the holder the former one.
         assert (forced.token, forced.holder) == (2, str(lease.holder))
         assert (granted.kind, lost.kind) == ("granted", "lost")
         assert "released by force, by ada" in lost.note
 
 
-class TestRefusals:
-    def test_a_refused_write(self, writing):
+class TestRejections:
+    def test_a_rejected_write(self, writing):
         with lock("other"):
             row = Invoice.objects.create(amount=1)
         name = row.fencing.name()
         with Invoice.fencing.lock(pk=row.pk) as lease:
             row.amount = 2
-            Fence.objects.filter(name=name).update(token=17, owner="somebody else")
+            Fence.objects.filter(name=name).update(token=17, owner="another")
             for _ in range(3):
                 with pytest.raises(StaleFence):
                     row.save()
@@ -141,11 +141,11 @@ class TestRefusals:
         assert f"pid {os.getpid()}" in write.holder
         assert transaction.note.startswith("lease.atomic()")
 
-    def test_it_is_told_of_the_lease_s_alias(self, writing, settings):
+    def test_its_alias_is_the_leases(self, writing, settings):
         settings.FENCEDLOCK = {"default": {"TTL": 30}, "night": {"TTL": 30}}
         row = Invoice.objects.create(amount=1)
         with row.fencing.lock(backend="night"):
-            Fence.objects.filter(name=row.fencing.name()).update(token=17, owner="somebody else")
+            Fence.objects.filter(name=row.fencing.name()).update(token=17, owner="another")
             with pytest.raises(StaleFence):
                 row.save()
         writing.flush()
@@ -154,11 +154,11 @@ class TestRefusals:
 
 class TestBounds:
     def write(self, database, rows, keep=20):
-        connection = connections[database]
-        events.write(Statements(connection), rows, keep)
+        with mock.patch.object(conf, "history", return_value=keep):
+            events.write(database, rows)
 
     def rows(self, count, name="x", kind="granted"):
-        return [EventRow(Event(kind, name, "default", n, "me", ""), 0.0) for n in range(count)]
+        return [EventRow(Event(kind, name, "default", n, "me", "")) for n in range(count)]
 
     @pytest.mark.parametrize("alias", ["default", "postgres", "mariadb"])
     @pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
@@ -176,7 +176,7 @@ class TestBounds:
     @pytest.mark.parametrize("alias", ["default", "postgres", "mariadb"])
     @pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
     def test_the_newest_of_each_kind_are_kept_in_all(self, alias, monkeypatch):
-        monkeypatch.setattr(events, "MOST", 50)
+        monkeypatch.setattr(events, "MAX_ROWS", 50)
         monkeypatch.setattr(events, "SLACK", 1)
         for part in range(4):
             names = [f"n{part}.{n}" for n in range(20)]
@@ -187,43 +187,53 @@ class TestBounds:
         assert not kept.filter(name__startswith="n0").exists()
         assert kept.filter(kind="lost").count() == 3
 
-    def test_what_waits_is_bounded_and_the_rest_counted(self, writing):
-        for number in range(MOST_WAITING + 5):
-            history._add(Event("lost", f"n{number}", "default", None, "", ""))
-        assert scribe._left_out == 5
+    @pytest.mark.parametrize("alias", ["default", "postgres", "mariadb"])
+    @pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
+    def test_any_text_and_the_time_are_written(self, alias):
+        odd = ("plain", 'a "b"', "back\\slash", "{a,b}", "NULL", " ", "it's", "50% %s")
+        happened = [Event("refused", text, "default", 2**62, text, text) for text in odd]
+        self.write(alias, [EventRow(event, age=60.0, times=3) for event in happened])
+        found = LockEvent.objects.using(alias).order_by("id")
+        written = [Event(e.kind, e.name, e.alias, e.token, e.holder, e.note) for e in found]
+        assert written == happened
+        assert {event.times for event in found} == {3}
+        now = timezone.now()
+        assert all(55 < (now - event.happened_at).total_seconds() < 90 for event in found)
+
+    def test_what_waits_is_bounded_and_the_rest_counted(self, writing, caplog):
+        for number in range(MAX_QUEUED + 5):
+            history.add(Event("lost", f"n{number}", "default", None, "", ""))
         assert writing.flush()
+        assert "5 events were left out" in caplog.text
         assert LockEvent.objects.count() == 100
 
-    def test_so_are_grants_that_may_get_a_row(self, writing, monkeypatch):
-        monkeypatch.setattr("django_fencedlock.storage.history.MOST_WAITING", 2)
+    def test_grants_that_may_get_a_row_are_bounded(self, writing, monkeypatch, caplog):
+        monkeypatch.setattr(events, "MAX_QUEUED", 2)
         with lock("a"), lock("b"), lock("c"):
-            assert len(history._granted) == 2
-            assert scribe._left_out == 1
+            assert len(history.logs["default"].granted) == 2
+            writing.flush()
+        assert "1 events were left out" in caplog.text
 
-    def test_statements_of_a_flush_are_few(self, writing):
-        for number in range(100):
-            history._add(Event("lost", f"n{number}", "default", None, "", "x" * 1000))
-        with CaptureQueriesContext(connections["default"]):
-            (page,) = history.pages()
-            with CaptureQueriesContext(connections["default"]) as queries:
-                page.write(Statements(connections["default"]))
+    def test_a_write_has_few_statements(self):
+        rows = [EventRow(Event("lost", f"n{n}", "default", n, "", "x" * 1000)) for n in range(100)]
+        with CaptureQueriesContext(connections["postgres"]) as queries:
+            events.write("postgres", rows)
         assert len([each for each in queries if "INSERT" in each["sql"]]) == 1
-        assert len(queries) <= 5
-        assert len(LockEvent.objects.first().note) == 400
+        assert len(queries) <= 6
+        assert len(LockEvent.objects.using("postgres").first().note) == 400
 
 
 class TestSettings:
     def test_off(self, writing, settings):
         settings.FENCEDLOCK_HISTORY = 0
         lose_lease(lock("x").acquire())
-        assert history.is_empty()
-        writing.flush()
-        assert told() == []
+        assert not writing._jobs
+        assert events_in() == []
 
     def test_how_many(self, writing, settings):
         settings.FENCEDLOCK_HISTORY = 2
         for number in range(5):
-            history._add(Event("lost", "x", "default", number, "", ""))
+            history.add(Event("lost", "x", "default", number, "", ""))
         writing.flush()
         assert [each.token for each in LockEvent.objects.order_by("id")] == [3, 4]
 
@@ -237,26 +247,27 @@ class TestSettings:
 
 
 class TestTrouble:
-    """Nothing of it may reach a lock."""
+    """No lock fails with a write of the history."""
 
     @pytest.mark.parametrize(
         ("away", "back", "level"),
         [
-            # Whoever uses unfenced locks alone needs no tables.
+            # A project with unfenced locks alone needs no tables.
             ("django_fencedlock_lockevent RENAME TO away", "away RENAME TO ", "INFO"),
             ("django_fencedlock_lockevent RENAME times TO away", "", "WARNING"),
         ],
     )
-    def test_a_database_that_does_not_take_it(self, writing, caplog, away, back, level):
+    def test_a_failing_database(self, writing, caplog, monkeypatch, away, back, level):
         caplog.set_level("INFO", "django_fencedlock.storage.background_writer")
+        now = clock()
+        monkeypatch.setattr(background_writer, "clock", lambda: now)
         with connections["default"].cursor() as cursor:
             cursor.execute(f"ALTER TABLE {away}")
         try:
             for number in range(2):
                 lose_lease(lock(f"x{number}").acquire())
-                writing.flush()
-                assert scribe._rests_until["default"] > clock()
-                scribe._rests_until["default"] = 0.0
+                assert writing.flush()
+                now += background_writer.RETRY_AFTER + 1
         finally:
             with connections["default"].cursor() as cursor:
                 table = "django_fencedlock_lockevent"
@@ -267,34 +278,31 @@ class TestTrouble:
                 )
         said = [record for record in caplog.records if "can't be written" in record.message]
         assert [record.levelname for record in said] == [level]
-        assert scribe._left_out == 4
-        scribe._rests_until["default"] = 0.0
-        lose_lease(lock("x").acquire())
-        writing.flush()
-        assert len(told()) == 2
+        assert not writing.flush()
+        assert len(events_in()) == 4
 
-    def test_a_file_that_somebody_is_writing_to(self, writing):
+    def test_a_file_that_another_connection_writes_to(self, writing):
         lose_lease(lock("x").acquire())
         with connections["default"].cursor() as cursor:
             cursor.execute("BEGIN IMMEDIATE")
             assert writing.flush()
             cursor.execute("ROLLBACK")
-        assert told() == []
+        assert events_in() == []
         assert not writing.flush()
-        assert len(told()) == 2
+        assert len(events_in()) == 2
 
     def test_an_alias_that_the_settings_lost(self, writing):
-        history._add(Event("lost", "x", "gone", None, "", ""))
-        assert history.is_empty()
+        history.add(Event("lost", "x", "gone", None, "", ""))
+        assert not writing._jobs
 
 
-class TestQuiet:
-    def test_nothing_is_noted_in_a_test(self):
+class TestOff:
+    def test_nothing_is_written_in_a_test(self):
         lose_lease(lock("x").acquire())
         with lock("y") as lease:
             held_for(lease, 5)
-            assert history.is_empty()
-        assert not scribe._runs
+            assert not writer._jobs
+        assert not writer._worker._runs
 
 
 PROGRAM = """
@@ -306,21 +314,25 @@ settings.configure(
 )
 django.setup()
 from django_fencedlock import lock
-from django_fencedlock.storage import background_writer as scribe
+from django_fencedlock.core import runtime
 from django_fencedlock.core.manager import service
-scribe.LINGER = 1.5
+from django_fencedlock.models import LockEvent
+from django_fencedlock.storage.background_writer import writer
+runtime.IDLE_SECONDS = 0.1
 def until(what, seconds=20):
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "too late"
         time.sleep(0.02)
+def lose(name):
+    service("default").lose(lock(name).acquire(), "for a test")
 exec(sys.argv[2])
 """
 
 
 @pytest.mark.slow
 class TestProcess:
-    """In a process of its own, where nothing says that it is a test's."""
+    """In a process of its own, which isn't a test's."""
 
     @pytest.fixture
     def run(self, tmp_path, make_alias):
@@ -337,62 +349,48 @@ class TestProcess:
             )
             assert done.returncode == 0, done.stderr
             assert "Traceback" not in done.stderr, done.stderr
-            return told(alias), done.stdout
+            return events_in(alias)
 
         return run
 
     def test_the_thread_writes_and_ends_when_idle(self, run):
-        found, _ = run(
-            "from django_fencedlock.models import LockEvent\n"
+        found = run(
             "with lock('x'):\n"
             "    until(LockEvent.objects.exists)\n"
-            "    assert scribe.scribe._runs\n"
-            "    until(lambda: not scribe.scribe._runs)\n"
+            "    assert writer._worker._runs\n"
+            "    until(lambda: not writer._worker._runs)\n"
             "with lock('y'):\n"
-            "    assert scribe.scribe._runs\n"
+            "    assert writer._worker._runs\n"
             "    until(lambda: LockEvent.objects.count() == 2)\n"
         )
         assert found == [("granted", "x", 1), ("granted", "y", 1)]
 
     def test_a_last_time_at_the_exit(self, run):
-        found, _ = run(
-            "lease = lock('x').acquire()\nservice('default').lose(lease, 'for a test')\n"
-        )
-        assert found == [("granted", "x", 1), ("lost", "x", 1)]
+        assert run("lose('x')") == [("granted", "x", 1), ("lost", "x", 1)]
 
     def test_a_child_inherits_no_connection(self, run):
-        found, _ = run(
-            "from django_fencedlock.storage.connections import ConnectionPool\n"
-            "class Seen(ConnectionPool):\n"
-            "    def _take_back(self, connection, keep):\n"
-            "        kept.append(connection)\n"
-            "        super()._take_back(connection, keep)\n"
-            "kept = []\n"
-            "scribe.ConnectionPool = Seen\n"
-            "lease = lock('x').acquire()\n"
-            "service('default').lose(lease, 'for a test')\n"
-            "until(lambda: scribe.scribe._sessions and scribe.scribe._sessions['default']._idle)\n"
-            "assert kept[-1].connection\n"
+        found = run(
+            "lose('x')\n"
+            "until(lambda: LockEvent.objects.count() == 2)\n"
             "child = os.fork()\n"
             "if not child:\n"
-            "    os._exit(kept[-1].connection is not None)\n"
+            "    os._exit(bool(writer._pools['default']._idle))\n"
             "assert os.waitpid(child, 0)[1] == 0\n"
-            "service('default').lose(lock('y').acquire(), 'for a test')\n"
-            "until(lambda: all(book.is_empty() for book in scribe.scribe.books))\n"
+            "lose('y')\n"
+            "until(lambda: LockEvent.objects.count() == 4)\n"
         )
         assert len(found) == 4
 
-    def test_a_child_writes_its_own_and_not_its_parents(self, run):
-        found, _ = run(
-            "lease = lock('x').acquire()\n"
-            "service('default').lose(lease, 'for a test')\n"
+    def test_a_child_writes_its_own_events_only(self, run):
+        found = run(
+            "lose('x')\n"
             "child = os.fork()\n"
             "if not child:\n"
-            "    assert all(book.is_empty() for book in scribe.scribe.books)\n"
-            "    assert not scribe.scribe._runs\n"
-            "    service('default').lose(lock('y').acquire(), 'for a test')\n"
-            "    until(lambda: all(book.is_empty() for book in scribe.scribe.books))\n"
-            "    until(lambda: not scribe.scribe._runs)\n"
+            "    assert not writer._jobs\n"
+            "    assert not writer._worker._runs\n"
+            "    lose('y')\n"
+            "    until(lambda: not writer._jobs)\n"
+            "    until(lambda: not writer._worker._runs)\n"
             "    os._exit(0)\n"
             "assert os.waitpid(child, 0)[1] == 0\n"
         )
@@ -401,14 +399,15 @@ class TestProcess:
         ]
 
 
-def test_at_the_end_nothing_is_left_open(writing, settings, monkeypatch):
+def test_at_the_exit_nothing_is_left_open(writing, settings, monkeypatch):
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
     monkeypatch.setattr(sessions, "under_test", lambda: False)
     with lock("x") as lease:
         held_for(lease, 2)
         writing.flush()
-        (idle,) = writing._sessions["postgres"]._idle
+        (idle,) = writing._pools["postgres"]._idle
         assert idle.connection is not None
+        lose_lease(lock("y").acquire())
         writing.finish()
     assert idle.connection is None
-    assert told("postgres") == [("granted", "x", 1)]
+    assert len(events_in("postgres")) == 3

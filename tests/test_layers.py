@@ -33,7 +33,13 @@ LAYERS: dict[int, list[str]] = {
             "signals",
         ),
         *("storage.background_writer", "storage.connections", "storage.message_records"),
-        *("storage.dialect", "storage.expired", "storage.fenced_atomic", "storage.fences"),
+        *(
+            "storage.dialect",
+            "storage.errors",
+            "storage.expired",
+            "storage.fenced_atomic",
+            "storage.fences",
+        ),
         *(
             "storage.mysql",
             "storage.pending_runs",

@@ -6,21 +6,16 @@ from datetime import UTC, datetime
 
 import pytest
 from django.db import DataError, connections
-from django.test.utils import CaptureQueriesContext
 
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.lease import Lease
-from django_fencedlock.models import HeldLock, LockEvent
 from django_fencedlock.storage import connections as sessions
-from django_fencedlock.storage import history, unfenced
 from django_fencedlock.storage.connections import (
     PREPARE_THRESHOLD,
     ConnectionPool,
     preparing_cursor,
 )
-from django_fencedlock.storage.history import GRANTED, REFUSED, Event, EventRow
-from django_fencedlock.storage.records import Statements
 from django_fencedlock.storage.vendors import Entry, NameAndOwner, ledger_for
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -258,66 +253,6 @@ class TestAnEngineWithACursorOfItsOwn:
         with preparing_cursor(connection) as cursor:
             cursor.execute("SHOW search_path")
             assert cursor.fetchone() == ("elsewhere",)
-
-
-class TestManyRowsAtOnce:
-    """What arrays carry is what each row's own parameters would."""
-
-    ODD = ("plain", 'a "b"', "back\\slash", "{a,b}", "NULL", "", " ", "näme", "it's")
-
-    def test_events_of_any_words(self, pool):
-        happened = [
-            Event(REFUSED, text or "x", "default", token, text, text)
-            for text in self.ODD
-            for token in (None, 2**62)
-        ]
-        rows = [EventRow(event, age=60.0, times=3) for event in happened]
-        for _ in range(OFTEN):
-            LockEvent.objects.using("postgres").all().delete()
-            pool.run(lambda connection: history.write(Statements(connection), rows, 100))
-        found = LockEvent.objects.using("postgres").order_by("id")
-        told = [Event(e.kind, e.name, e.alias, e.token, e.holder, e.note) for e in found]
-        assert told == happened
-        assert {event.times for event in found} == {3}
-        assert all(55 < (datetime.now(UTC) - e.happened_at).total_seconds() < 90 for e in found)
-
-    def test_events_are_written_by_one_statement(self):
-        rows = [EventRow(Event(GRANTED, str(n), "default", n, "me"), 0.0) for n in range(250)]
-        statements = Statements(connections["postgres"])
-        with CaptureQueriesContext(connections["postgres"]) as queries:
-            history.write(statements, rows, 100)
-        assert sum("INSERT" in each["sql"] for each in queries) == 1
-        assert LockEvent.objects.using("postgres").count() == 250
-
-    def test_rows_of_unfenced_locks(self, pool):
-        owners = [replace(new_owner(), thread=text, task_id=text) for text in self.ODD]
-        entries = [
-            Entry(f"lock {place}", "default", "database", owner, 30.0, fenced=False)
-            for place, owner in enumerate(owners)
-        ]
-        for _ in range(OFTEN):
-            HeldLock.objects.using("postgres").all().delete()
-            written = [(each, 100.0) for each in entries]
-            pool.run(lambda connection, rows=written: unfenced.enter(Statements(connection), rows))
-        found = HeldLock.objects.using("postgres").order_by("name")
-        assert [each.thread for each in found] == list(self.ODD)
-        assert [each.task_id for each in found] == list(self.ODD)
-        assert [each.owner for each in found] == [owner.id for owner in owners]
-        assert {(each.fenced, each.session_pid, each.session_key) for each in found} == {
-            (False, None, None)
-        }
-        assert all((e.renewed_at - e.acquired_at).total_seconds() == 100 for e in found)
-        assert all((e.expires_at - e.renewed_at).total_seconds() == 30 for e in found)
-
-    def test_rows_of_unfenced_locks_are_entered_by_one_statement(self):
-        entries = [
-            (Entry(str(n), "default", "database", new_owner(), 30.0, fenced=False), 0.0)
-            for n in range(100)
-        ]
-        with CaptureQueriesContext(connections["postgres"]) as queries:
-            unfenced.enter(Statements(connections["postgres"]), entries)
-        assert sum("INSERT" in each["sql"] for each in queries) == 1
-        assert HeldLock.objects.using("postgres").count() == 100
 
 
 def test_a_renewal_of_many_is_one_statement_and_planned_for_as_many(pool, postgres):

@@ -1,6 +1,10 @@
-"""Unfenced locks in the registry, where no grant writes them."""
+"""Rows of unfenced locks in the registry, written in the background."""
+
+from unittest import mock
 
 import pytest
+from django.db import connections
+from django.test.utils import CaptureQueriesContext
 
 from django_fencedlock import force_release, lock
 from django_fencedlock.core import runtime
@@ -21,11 +25,12 @@ def rows(request, settings, redis_server, postgres):
         redis_server.empty()
         terms["LOCATION"] = redis_server.url
     settings.FENCEDLOCK = {"default": terms}
+    unfenced_rows.after_fork()
     return HeldLock.objects.using("postgres" if request.param == "postgres" else "default")
 
 
 def renew_all():
-    """Have the keeper do what it does each third of a ttl."""
+    """Renew all leases, as the keeper does each third of a ttl."""
     keeper = service("default").keeper
     with keeper._lock:
         keeper._due = dict.fromkeys(keeper._due, 0.0)
@@ -50,10 +55,10 @@ def test_one_that_was_renewed_is_in_the_registry_until_its_release(writing, rows
     assert not Fence.objects.using(rows.db).filter(name="report").exists()
 
 
-def test_a_short_one_costs_nothing(writing, rows):
+def test_a_short_one_gets_no_row(writing, rows):
     with lock("report", fenced=False):
         pass
-    assert unfenced_rows.is_empty()
+    assert not unfenced_rows.aliases
 
 
 def test_a_row_is_renewed_with_its_lease(writing, rows):
@@ -68,19 +73,19 @@ def test_a_row_is_renewed_with_its_lease(writing, rows):
         assert again.expires_at > first.expires_at
 
 
-def test_the_row_of_one_who_died_makes_room(writing, rows):
+def test_the_row_of_a_dead_holder_is_replaced(writing, rows):
     with lock("report", fenced=False, ttl=60):
         renew_all()
         writing.flush()
-        # As if its process were killed: nobody clears the row.
-        unfenced_rows.forget()
+        # As if its process were killed: nothing deletes the row.
+        unfenced_rows.after_fork()
     row = rows.get()
     row.owner = "b" * 32
     row.save(using=rows.db)
     with lock("report", fenced=False, ttl=60) as lease:
         renew_all()
         writing.flush()
-        # The time of the other isn't over.
+        # The other row hasn't expired.
         assert rows.get().owner == "b" * 32
         rows.update(expires_at=row.acquired_at)
         renew_all()
@@ -88,7 +93,7 @@ def test_the_row_of_one_who_died_makes_room(writing, rows):
         assert rows.get().owner == lease.owner_id
 
 
-def test_a_name_that_another_service_has_is_left_to_it(writing, rows):
+def test_the_row_of_another_alias_is_left_alone(writing, rows):
     with lock("report", fenced=False, ttl=60):
         renew_all()
         writing.flush()
@@ -125,16 +130,21 @@ def test_one_whose_release_gets_no_answer(writing, rows, monkeypatch):
         lease.release()
     writing.flush()
     assert not rows.exists()
-    assert not unfenced_rows._entered
     service("default").backend.release(lease)
 
 
-def test_one_that_ends_while_it_is_written(writing, rows):
+def test_one_that_ends_while_it_is_written(writing, rows, monkeypatch):
     lease = lock("report", fenced=False, ttl=60).acquire()
     renew_all()
-    (page,) = unfenced_rows.pages()
-    lease.release()
-    writing._write(page, 5)
+    (job,) = unfenced_rows.aliases.values()
+    write = job._write
+
+    def release_and_write(*leases):
+        lease.release()
+        write(*leases)
+
+    monkeypatch.setattr(job, "_write", release_and_write)
+    writing.flush()
     writing.flush()
     assert not rows.exists()
 
@@ -142,7 +152,10 @@ def test_one_that_ends_while_it_is_written(writing, rows):
 def test_many_at_once(writing, rows):
     leases = [lock(f"report {number}", fenced=False, ttl=60).acquire() for number in range(100)]
     renew_all()
-    writing.flush()
+    own = mock.patch.object(writing, "run", lambda database, work: work())
+    with own, CaptureQueriesContext(connections[rows.db]) as queries:
+        writing.flush()
+    assert sum("INSERT" in each["sql"] for each in queries) <= 3
     assert rows.count() == 100
     for lease in leases:
         lease.release()
@@ -150,7 +163,7 @@ def test_many_at_once(writing, rows):
     assert rows.count() == 0
 
 
-def test_one_that_is_released_by_force_is_given_back(writing, rows):
+def test_one_that_is_released_by_force(writing, rows):
     lease = lock("report", fenced=False, ttl=60).acquire()
     renew_all()
     writing.flush()
@@ -166,12 +179,12 @@ def test_one_that_is_released_by_force_is_given_back(writing, rows):
 
 
 @pytest.mark.parametrize("verifies", [False, True])
-def test_a_release_after_it_was_released_by_force_tells_of_it(writing, rows, verifies):
+def test_a_release_after_a_forced_release_returns_false(writing, rows, verifies):
     lease = lock("report", fenced=False, ttl=60).acquire()
     renew_all()
     writing.flush()
     force_release("report", by="ada")
-    # Whoever asks has lost it by then, whatever the release finds.
+    # verify() finds it lost before the release does.
     assert not verifies or not lease.verify()
     assert not lease.release()
     assert service("default").holder("report") is None

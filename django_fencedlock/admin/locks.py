@@ -27,7 +27,6 @@ from django.utils.translation import ngettext
 from django.views.decorators.clickjacking import xframe_options_deny
 
 from .. import conf
-from ..backends.base import is_table_missing
 from ..exceptions import SettingsError
 from ..models import Fence, HeldLock, LockEvent
 from ..ops.registry import (
@@ -41,6 +40,7 @@ from ..ops.registry import (
     words_of,
 )
 from ..storage.connections import time_limited
+from ..storage.errors import is_table_missing
 from ..storage.tables import ExactCharField
 from ..storage.text import can_store, show_blanks
 from ..storage.vendors import ledger_for

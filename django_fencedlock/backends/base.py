@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from django.apps import apps
-from django.db import DatabaseError
-
 from .. import logs, signals
 from ..conf import AliasConfig, Problem, unknown
 from ..core.identity import Holder, Owner, Process, is_process_gone
 from ..exceptions import AliasConflict, BackendUnavailable, InsideTransaction
 from ..lease import Lease
+from ..storage.errors import describe_error
 from ..storage.vendors import Entry
 
 if TYPE_CHECKING:
@@ -335,36 +333,7 @@ class Backend(ABC):
         about = f" of lock {name!r}" if name is not None else ""
         return BackendUnavailable(
             f"Lock service {self.config.alias!r} ({self.label}) failed at the {doing}{about}: "
-            f"{type(exc).__name__}: {explained(exc, self.config.fence_database)}",
+            f"{type(exc).__name__}: {describe_error(exc, self.config.fence_database)}",
             name=name,
             alias=self.config.alias,
         )
-
-
-def brief(exc: BaseException) -> str:
-    """What an error says; the beginning, of one that goes on for pages about its connections."""
-    text = str(exc).strip()
-    return text if len(text) <= 500 else f"{text[:500]}..."
-
-
-def is_table_missing(exc: BaseException | None) -> bool:
-    """Whether an error, or what caused it, says that the package's tables aren't there."""
-    # SQLite says "no such table", Postgres "does not exist", MySQL "doesn't exist".
-    while exc is not None:
-        text = str(exc)
-        ours = isinstance(exc, DatabaseError) and "django_fencedlock_" in text
-        if ours and ("no such table" in text or "exist" in text):
-            return True
-        exc = exc.__cause__
-    return False
-
-
-def explained(exc: BaseException, database: str) -> str:
-    """What an error says; of missing tables its first line, and what to do about them."""
-    if not is_table_missing(exc):
-        return brief(exc)
-    missing = brief(exc).partition("\n")[0]
-    command = f"manage.py migrate django_fencedlock --database {database}"
-    if apps.is_installed("django_fencedlock"):
-        return f"{missing}. Run: {command}"
-    return f"{missing}. Add 'django_fencedlock' to INSTALLED_APPS, and run: {command}"

@@ -17,8 +17,9 @@ from ..core.transactions import test_connection
 from ..exceptions import BackendUnavailable
 from ..lease import Lease
 from ..storage.connections import pool
+from ..storage.errors import is_table_missing
 from ..storage.vendors import Entry, Ledger, NameAndOwner, Row, ledger_for
-from .base import Backend, Grant, Renewal, Request, Taken, is_table_missing
+from .base import Backend, Grant, Renewal, Request, Taken
 
 T = TypeVar("T")
 Work = Callable[[Ledger, BaseDatabaseWrapper], T]

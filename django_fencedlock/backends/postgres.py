@@ -18,9 +18,10 @@ from ..core.identity import Holder, describe_place
 from ..exceptions import BackendUnavailable
 from ..lease import Lease
 from ..storage.connections import pool
+from ..storage.errors import is_table_missing
 from ..storage.postgresql import array
 from ..storage.vendors import Entry, Row, ledger_for
-from .base import Renewal, Taken, is_table_missing
+from .base import Renewal, Taken
 
 try:
     import psycopg  # noqa: F401

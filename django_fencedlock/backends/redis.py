@@ -17,9 +17,10 @@ from ..core.identity import Holder
 from ..core.runtime import clock, notify
 from ..core.transactions import test_connection
 from ..lease import Lease
+from ..storage.errors import shorten_error
 from ..storage.vendors import Held, Ledger, NameAndOwner
 from . import redis_client, redis_health
-from .base import Grant, Renewal, Request, Taken, brief
+from .base import Grant, Renewal, Request, Taken
 from .redis_client import RedisError
 from .redis_recording import BRIEFLY, RecordsGrants
 from .redis_store import InLine, Told
@@ -145,8 +146,8 @@ class RedisBackend(RecordsGrants):
                 self.config.alias,
                 len(failed),
                 len(leases),
-                brief(failed[0]),
-                extra=logs.facts(alias=self.config.alias, reason=brief(failed[0])),
+                shorten_error(failed[0]),
+                extra=logs.facts(alias=self.config.alias, reason=shorten_error(failed[0])),
             )
         return list(map(_renewal, answers))
 

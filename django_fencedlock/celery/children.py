@@ -22,15 +22,14 @@ from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import conf, logs
-from ..backends.base import Backend, is_table_missing
+from ..backends.base import Backend
 from ..core import runtime
 from ..core.identity import PidFd, Process, this_process
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable, SettingsError
 from ..storage import connections, history
-from ..storage import history as events
+from ..storage.errors import is_table_missing
 from ..storage.history import EventRow
-from ..storage.records import Statements
 from ..storage.vendors import ledger_for
 from .forks import no_fork
 
@@ -270,16 +269,15 @@ def _evict(backend: Backend, child: Process, name: str, owner: str) -> bool:
 
 def _write_history(config: conf.AliasConfig, child: Process, names: Sequence[str]) -> None:
     # Not by the background writer: it would have connections open at the next fork.
-    rows = [EventRow(history.death(name, config.alias, child.pid), 0.0) for name in names]
+    rows = [EventRow(history.death(name, config.alias, child.pid)) for name in names]
     if not rows or not conf.history() or connections.under_test():
         return
 
-    def write(private: BaseDatabaseWrapper) -> None:
-        ledger_for(private).patience(private, SQLITE_BUSY_TIMEOUT)
-        events.write(Statements(private), rows, conf.history())
-
+    database = config.fence_database
     try:
-        connections.pool(config.fence_database, TIMEOUT).run(write)
+        connections.pool(database, TIMEOUT).run_orm(
+            lambda: history.write(database, rows), SQLITE_BUSY_TIMEOUT
+        )
     except Error as exc:
         logger.info("The history of alias %r wasn't written: %s", config.alias, exc)
 

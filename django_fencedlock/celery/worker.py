@@ -19,7 +19,7 @@ from ..core import runtime
 from ..core.manager import tidy_at_exit
 from ..core.runtime import clock
 from ..storage import connections as sessions
-from ..storage.background_writer import scribe
+from ..storage.background_writer import writer
 from . import children
 from .forks import no_fork
 
@@ -92,7 +92,7 @@ class Housekeeping(bootsteps.StartStopStep):
     def create(self, worker: Any) -> None:
         forks = _has_children(worker.pool_cls)
         if forks:
-            scribe.hush()
+            writer.disable()
         self._watch = _child_watch() if forks else None
         self._rounds = Rounds(forks=forks)
 

@@ -28,7 +28,7 @@ from ..exceptions import (
     NotTheHolder,
 )
 from ..lease import Duration, Lease, current_lease
-from ..storage.background_writer import scribe
+from ..storage.background_writer import writer
 from ..storage.connections import query_once, under_test
 from ..storage.dialect import whose
 from ..storage.fenced_atomic import pinned_atomic
@@ -516,7 +516,7 @@ def drop_leases_of_test(**kwargs: object) -> None:
     if under_test():
         for each in list(_living):
             each.drop_all()
-        scribe.forget()
+        writer.forget()
 
 
 def _forget_settings(*, setting: str, **kwargs: object) -> None:

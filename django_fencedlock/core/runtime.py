@@ -141,6 +141,10 @@ class Worker:
         """Queue `job`. If no thread can be started, it runs after a later call."""
         # Before the flag is read: a thread that ends looks for jobs after it cleared the flag.
         self._jobs.put(job)
+        self.start()
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
         if not self._runs:
             # RuntimeError: too many threads, or the interpreter exits.
             with self._lock, contextlib.suppress(RuntimeError):

@@ -15,7 +15,7 @@ from enum import StrEnum
 from django.db import Error, connections
 
 from .. import conf, logs, signals
-from ..backends.base import Taken, is_table_missing
+from ..backends.base import Taken
 from ..core import names
 from ..core.identity import Holder
 from ..core.manager import Service, service
@@ -24,6 +24,7 @@ from ..core.transactions import test_connection
 from ..exceptions import BackendUnavailable, ReleaseBlocked
 from ..storage.connections import pool
 from ..storage.dialect import whose
+from ..storage.errors import is_table_missing
 from ..storage.fences import Revoked, Revoking, named, pinned_by, tables_locked_by
 from ..storage.text import escape_control
 from ..storage.vendors import Row, ledger_for

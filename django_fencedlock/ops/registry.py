@@ -13,11 +13,11 @@ from django.db import Error, connections
 from django.db.models import Sum
 
 from .. import conf
-from ..backends.base import explained
 from ..core.identity import Holder, describe_place
 from ..core.manager import service
 from ..exceptions import BackendUnavailable, SettingsError
 from ..storage.connections import time_limited
+from ..storage.errors import describe_error
 from ..storage.fences import named, pinned_by
 from ..storage.tables import HeldLock, LockEvent
 from ..storage.vendors import ledger_for
@@ -113,7 +113,7 @@ def listing(aliases: Sequence[str] = ()) -> Listing:
 
 def words_of(error: Error, database: str) -> str:
     """What is the matter with a database, and what to do about it."""
-    return explained(named(error, database), database)
+    return describe_error(named(error, database), database)
 
 
 def fence_databases(aliases: Sequence[str]) -> list[str]:

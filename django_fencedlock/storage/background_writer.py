@@ -1,251 +1,166 @@
-"""
-The scribe writes, once a second and behind everybody's back, what may wait or be left out.
-
-It has one thread in a process, which ends when there is nothing to write. What it can't write it
-counts and leaves out: no lock ever waits for it, or fails with it.
-"""
+"""One thread that writes what may be dropped: the history, and rows of unfenced locks."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from django.db import Error, connections
-from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..backends.base import is_table_missing
-from ..core import runtime
-from ..core.runtime import clock
+from ..core.runtime import Worker, allocate_lock, clock, forks, original
 from .connections import ConnectionPool, under_test
-from .records import Statements
+from .errors import is_table_missing
 from .vendors import ledger_for
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two writings.
-EVERY = 1.0
-#: Seconds for which the thread waits for more before it ends.
-LINGER = 10.0
-#: Seconds until a database is tried again that failed, and between two complaints.
-REST = 60.0
-#: Seconds for one writing, and at the interpreter's exit.
-TIMEOUT, AT_EXIT = 5.0, 2.0
-#: Seconds to wait for SQLite's file: whoever has it does something that matters more.
-BRIEFLY = 0.1
-#: Seconds that a fork waits for the end of a writing, at most: longer than that waits for a file.
-PATIENCE = 0.2
-#: So many pages are kept for another try, after somebody else had a row locked.
-AGAIN = 5
+#: Seconds between two writes.
+INTERVAL = 1.0
+#: Seconds until a job is tried again after an error.
+RETRY_AFTER = 60.0
+#: Seconds for one write. The interpreter's exit waits as long.
+WRITE_TIMEOUT = 2.0
+#: Seconds to wait for SQLite's file: grants and releases go first.
+SQLITE_BUSY_TIMEOUT = 0.1
+#: Seconds that a fork waits for a write to end; longer than a write waits for SQLite's file.
+FORK_TIMEOUT = 0.2
 
 
-@dataclass(frozen=True)
-class Page:
-    """What is written to one database at once."""
+class Job(Protocol):
+    """A bounded amount of data that is to be written to one database."""
 
     database: str
-    write: Callable[[Statements], object]
-    #: So much is left out if it can't be written.
-    events: int = 0
 
-
-class Book(Protocol):
-    """Something that has pages to write."""
-
-    def pages(self) -> Iterator[Page]:
-        """Take what is to be written now: a bounded part of what there is."""
-
-    def is_empty(self) -> bool:
-        """Whether nothing is left to be written."""
+    def write(self) -> bool:
+        """Write a part of the data, by Django's ORM. Return whether more is left."""
 
     def forget(self) -> None:
-        """Leave out what there is."""
+        """Drop the data."""
 
 
-class Scribe:
-    """Writes the books of one process. `flush()` does the work; the thread calls it."""
+class BackgroundWriter:
+    """Writes queued jobs about once a second; no lock waits for it, or fails with it."""
 
     def __init__(self) -> None:
-        #: Nothing is written behind a test's back.
-        self.is_testing: Callable[[], bool] = under_test
-        self.start: Callable[[Callable[[], object]], object] = runtime.start
-        self.books: list[Book] = []
-        self._sessions: dict[str, ConnectionPool] = {}
-        self._reset()
-
-    def _reset(self) -> None:
-        self._lock = runtime.allocate_lock()
-        self._writing = runtime.allocate_lock()
-        self._runs = self._noted = self._hushed = False
-        self._again: list[Page] = []
-        self._rests_until: dict[str, float] = {}
-        self._left_out = 0
-        self._told_at = clock()
-        self._forks: int | None = None
-
-    def is_quiet(self) -> bool:
-        """Whether nothing is to be noted."""
-        return self._hushed or self.is_testing()
-
-    def hush(self) -> None:
-        """Note nothing in this process: its children do, that are forked from it at any time."""
-        self._hushed = True
-
-    def before_fork(self) -> None:
-        """Have nothing open that a child would inherit: SQLite's locks don't bear that."""
-        if self._writing.acquire(timeout=PATIENCE):
-            self._forks = threading.get_ident()
-            self.close()
+        self._worker = Worker("fencedlock-writer")
+        self._pools: dict[str, ConnectionPool] = {}
+        #: With the time before which a job isn't tried.
+        self._jobs: dict[Job, float] = {}
+        self.after_fork()
+        forks.register(self)
+        atexit.register(self.finish)
 
     def after_fork(self) -> None:
-        """Go on, in the parent."""
-        if self._forks == threading.get_ident():
-            self._forks = None
-            self._writing.release()
+        """Leave the parent's jobs to the parent."""
+        self.forget()
+        self._failing: set[Job] = set()
+        self._writing = allocate_lock()
+        self._forking_thread: int | None = None
+        self._disabled = False
 
-    def forget_after_fork(self) -> None:
-        """Keep nothing of the parent's, which writes it; the thread stayed there."""
-        self._reset()
-        for book in self.books:
-            book.forget()
+    def disable(self) -> None:
+        """Write nothing in this process: it may fork at any time. Its children do write."""
+        self._disabled = True
+
+    def is_off(self) -> bool:
+        """Return whether nothing is to be queued. In tests, nothing is."""
+        return self._disabled or under_test()
+
+    def put(self, job: Job) -> None:
+        """Write `job` in the background; it may be queued already."""
+        self._jobs.setdefault(job, 0.0)
+        if self._worker.waiting:
+            self._worker.start()
+        else:
+            self._worker.put(self._write_soon)
 
     def forget(self) -> None:
-        """Leave out what is still to be written. For the end of a test."""
-        self._again.clear()
-        for book in self.books:
-            book.forget()
+        """Drop all jobs."""
+        for job in list(self._jobs):
+            job.forget()
+        self._jobs.clear()
 
-    def leave_out(self, events: int = 1) -> None:
-        """Count what isn't written."""
-        self._left_out += events
-
-    def rouse(self) -> None:
-        """See to it that somebody writes."""
-        # In this order: a thread that is about to end looks at the one after it set the other.
-        self._noted = True
-        if not self._runs:
-            with self._lock:
-                start, self._runs = not self._runs, True
-            if start:
-                try:
-                    self.start(self._run)
-                except RuntimeError:
-                    # There are too many threads, or the interpreter ends: no lock fails with it.
-                    self._runs = False
-
-    def flush(self, timeout: float = TIMEOUT) -> bool:
-        """Write a bounded part of what there is; whether something is left for the next time."""
-        again, self._again = self._again, []
-        for page in again:
-            self._write(page, timeout)
-        for book in self.books:
-            for page in book.pages():
-                self._write(page, timeout)
-        self._tell_left_out()
-        return bool(self._again) or not all(book.is_empty() for book in self.books)
+    def flush(self) -> bool:
+        """Write all jobs that are due. Return whether some are left."""
+        for job, due in list(self._jobs.items()):
+            if due <= clock():
+                self._jobs.pop(job, None)
+                self._write(job)
+        return bool(self._jobs)
 
     def finish(self) -> None:
-        """Write once more, if that is soon done, at the interpreter's exit."""
-        # What the thread is writing would be cut off, too.
-        if self.is_quiet() or not self._writing.acquire(timeout=AT_EXIT):
-            return
-        self.close()
-        if not all(book.is_empty() for book in self.books):
-            self._sessions.clear()
+        """Write once more at the interpreter's exit."""
+        if self._jobs and not self.is_off() and self._writing.acquire(timeout=WRITE_TIMEOUT):
             with contextlib.suppress(Exception):
-                self.flush(AT_EXIT)
+                self.flush()
             self.close()
 
+    def run(self, database: str, work: Callable[[], T]) -> T:
+        """Run `work` on a connection of the writer's own, so that no lock waits for it."""
+        pool = self._pools.get(database)
+        if pool is None:
+            pool = self._pools.setdefault(database, ConnectionPool(database, WRITE_TIMEOUT))
+        return pool.run_orm(work, SQLITE_BUSY_TIMEOUT)
+
     def close(self) -> None:
-        """Close what is idle."""
-        for each in self._sessions.values():
+        """Close idle connections."""
+        for each in self._pools.values():
             each.close()
 
-    def _write(self, page: Page, timeout: float) -> None:
-        database = page.database
-        if self._rests_until.get(database, 0.0) > clock():
-            self.leave_out(page.events)
-            return
+    def before_fork(self) -> None:
+        # A child must not inherit SQLite's file locks.
+        if self._writing.acquire(timeout=FORK_TIMEOUT):
+            self._forking_thread = threading.get_ident()
+            self.close()
+
+    def after_fork_in_parent(self) -> None:
+        if self._forking_thread == threading.get_ident():
+            self._forking_thread = None
+            self._writing.release()
+
+    def _write_soon(self) -> None:
+        original("time", "sleep")(INTERVAL)
+        with self._writing:
+            more = self.flush()
+            if not more:
+                self.close()
+        if more:
+            self._worker.put(self._write_soon)
+
+    def _write(self, job: Job) -> None:
         try:
-            self._session(database, timeout).run(lambda private: _write(page, private))
+            if job.write():
+                self._jobs.setdefault(job, 0.0)
         except Error as exc:
-            if ledger_for(connections[database]).is_row_locked(exc) and len(self._again) < AGAIN:
-                self._again.append(page)
-                return
-            self.leave_out(page.events)
-            self._rest(database, exc)
+            locked = ledger_for(connections[job.database]).is_row_locked(exc)
+            self._jobs[job] = 0.0 if locked else clock() + RETRY_AFTER
+            if not locked and job not in self._failing:
+                self._failing.add(job)
+                self._log(job, exc)
+        except Exception:
+            logger.exception("A background write to %r failed", job.database)
         else:
-            if self._rests_until.pop(database, None):
-                logger.info("The scribe writes to %r again", database)
+            if job in self._failing:
+                self._failing.discard(job)
+                logger.info("Background writes to %r succeed again", job.database)
 
-    def _session(self, database: str, timeout: float) -> ConnectionPool:
-        # Of its own, so that a lock never has to wait for a connection that the scribe has.
-        return self._sessions.setdefault(database, ConnectionPool(database, timeout))
-
-    def _rest(self, database: str, error: Error) -> None:
-        if database not in self._rests_until:
-            # Whoever uses unfenced locks alone needs no tables.
-            level = logging.INFO if is_table_missing(error) else logging.WARNING
-            logger.log(
-                level,
-                "What the scribe has to write (the history of locks, unfenced locks) "
-                "can't be written to %r (%s: %s); locks aren't touched by that. It is tried again "
-                "every %d s.",
-                database,
-                type(error).__name__,
-                str(error).strip(),
-                REST,
-            )
-        self._rests_until[database] = clock() + REST
-
-    def _tell_left_out(self) -> None:
-        if self._left_out and clock() >= self._told_at + REST:
-            logger.warning("%d events were left out of the history of locks", self._left_out)
-            self._left_out, self._told_at = 0, clock()
-
-    def _run(self) -> None:
-        threading.current_thread().name = "fencedlock-scribe"
-        sleep = runtime.original("time", "sleep")
-        last = clock()
-        while True:
-            sleep(EVERY)
-            self._noted, noted = False, self._noted
-            try:
-                with self._writing:
-                    more = self.flush()
-            except Exception:
-                logger.exception("What the scribe has to write isn't written")
-                more = False
-            if noted or more:
-                last = clock()
-            elif clock() >= last + LINGER and self._may_end():
-                return
-
-    def _may_end(self) -> bool:
-        with self._lock:
-            self._runs = False
-            if self._noted:
-                self._runs = True
-                return False
-        self.close()
-        return True
+    def _log(self, job: Job, exc: Error) -> None:
+        # Projects with unfenced locks alone need no tables.
+        logger.log(
+            logging.INFO if is_table_missing(exc) else logging.WARNING,
+            "The history of locks and the rows of unfenced locks can't be written to %r (%s: %s). "
+            "Locks still work. The next try is in %d s.",
+            job.database,
+            type(exc).__name__,
+            str(exc).strip(),
+            RETRY_AFTER,
+        )
 
 
-def _write(page: Page, private: BaseDatabaseWrapper) -> None:
-    ledger_for(private).patience(private, BRIEFLY)
-    page.write(Statements(private))
-
-
-scribe = Scribe()
-
-os.register_at_fork(
-    before=scribe.before_fork,
-    after_in_parent=scribe.after_fork,
-    after_in_child=scribe.forget_after_fork,
-)
-atexit.register(scribe.finish)
+writer = BackgroundWriter()

@@ -177,13 +177,15 @@ class ConnectionPool:
                 with self._returned:
                     self._returned.notify()
 
-    def run_orm(self, work: Callable[[], T]) -> T:
+    def run_orm(self, work: Callable[[], T], busy_timeout: float | None = None) -> T:
         """
         Run `work`, whose queries through Django's ORM use a private connection.
 
-        On SQLite it fails soon if the caller's own transaction has the file locked.
+        It waits `busy_timeout` for SQLite's file; by default not long if the caller's own
+        transaction may have locked it.
         """
-        busy_timeout = SQLITE_BUSY_TIMEOUT if in_transaction(self.using) else self.timeout
+        if busy_timeout is None:
+            busy_timeout = SQLITE_BUSY_TIMEOUT if in_transaction(self.using) else self.timeout
 
         def run(connection: BaseDatabaseWrapper) -> T:
             if connection.vendor == "sqlite" and not connection.in_atomic_block:

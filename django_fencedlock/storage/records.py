@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..backends.base import explained
 from ..conf import AliasConfig
 from ..core.transactions import in_transaction, test_connection
 from ..exceptions import BackendUnavailable
 from .connections import pool, preparing_cursor
 from .dialect import BATCH, utc_text
+from .errors import describe_error
 from .sqlite import machine_time
 from .vendors import ledger_for
 
@@ -191,7 +191,7 @@ class Records:
         about = "" if name is None else f" of lock {name!r}"
         return BackendUnavailable(
             f"Fence database {self.using!r} failed at the {doing}{about}: "
-            f"{type(exc).__name__}: {explained(exc, self.using)}",
+            f"{type(exc).__name__}: {describe_error(exc, self.using)}",
             name=name,
             alias=self.config.alias,
         )

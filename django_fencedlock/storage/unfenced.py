@@ -1,176 +1,132 @@
-"""The SQL of registry rows for unfenced locks, which no grant writes: the background does."""
+"""Registry rows of unfenced locks, written in the background after the first renewal."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
+from django.apps import apps
+from django.db import connections
+
 from ..backends.base import Backend, Renewal
+from ..core.runtime import forks
 from ..lease import Lease
-from .background_writer import Page, Scribe, scribe
-from .dialect import COLUMNS, HELD, TIMES, Entry, listed
-from .postgresql import array, unnested
-from .records import Statements
+from .background_writer import BackgroundWriter, writer
 from .text import fit_holder
-from .vendors import NameAndOwner
+from .vendors import ledger_for
 
-#: Rows that are written by one statement. SQLite's limit was 999 parameters for long.
-BATCH = 40
-
-#: On PostgreSQL all rows are one statement, which is prepared.
-MAKE_ROOM = f"""
-DELETE FROM {HELD} WHERE name = ANY(%(name)s::text[]) AND alias = %(alias)s
-AND backend = %(backend)s AND expires_at <= clock_timestamp()
-"""
-INSERT_ALL = f"""
-INSERT INTO {HELD} ({", ".join((*COLUMNS, *TIMES))})
-SELECT {", ".join(f"w.{column}" for column in COLUMNS)}, c.now - w.age * interval '1 second',
-c.now, c.now + w.ttl * interval '1 second'
-FROM (SELECT clock_timestamp() AS now) c, {unnested((*COLUMNS, "age", "ttl"))}
-ON CONFLICT (name) DO NOTHING
-"""
+#: Limit of rows that wait to be written, and of rows that are written at once.
+MAX_QUEUED, BATCH = 10_000, 400
 
 
-def enter(statements: Statements, entries: Sequence[tuple[Entry, float]]) -> None:
-    """
-    Add rows, each with its lock's age in seconds; none where another lock service has the name.
+class _Alias:
+    """The unfenced leases of one alias."""
 
-    The row of a former holder of the same service has to go first, once its time is over.
-    """
-    with statements.cursor(atomic=True) as cursor:
-        if statements.connection.vendor == "postgresql":
-            _enter_all(statements, entries)
-            return
-        for start in range(0, len(entries), BATCH):
-            part = entries[start : start + BATCH]
-            cursor.execute(*_make_room(statements, [entry for entry, _ in part]))
-            cursor.execute(*_insert(statements, part))
-
-
-def _enter_all(statements: Statements, entries: Sequence[tuple[Entry, float]]) -> None:
-    rows = [fit_holder(statements.connection, entry.values()) for entry, _ in entries]
-    given = {column: array([row[column] for row in rows]) for column in COLUMNS}
-    given["age"] = array([age for _, age in entries])
-    given["ttl"] = array([entry.ttl for entry, _ in entries])
-    first = {"alias": rows[0]["alias"], "backend": rows[0]["backend"]}
-    with statements.reading() as cursor:
-        cursor.execute(MAKE_ROOM, {**first, "name": given["name"]})
-        cursor.execute(INSERT_ALL, given)
-
-
-def _make_room(statements: Statements, entries: Sequence[Entry]) -> tuple[str, dict[str, Any]]:
-    names, given = listed("n", [entry.name for entry in entries])
-    first = entries[0]
-    return (
-        f"DELETE FROM {HELD} WHERE name IN ({names}) AND alias = %(alias)s "
-        f"AND backend = %(backend)s AND expires_at <= {statements.now}",
-        {**given, **statements.times(), "alias": first.alias, "backend": first.backend},
-    )
-
-
-def _insert(
-    statements: Statements, entries: Sequence[tuple[Entry, float]]
-) -> tuple[str, dict[str, Any]]:
-    times = {f"age{place}": -age for place, (_, age) in enumerate(entries)}
-    times |= {f"ttl{place}": entry.ttl for place, (entry, _) in enumerate(entries)}
-    given = statements.times(**times)
-    rows = []
-    for place, (entry, _) in enumerate(entries):
-        values = fit_holder(statements.connection, entry.values())
-        given |= {f"{column}{place}": value for column, value in values.items()}
-        marks = [f"%({column}{place})s" for column in COLUMNS]
-        ends = [statements.later(f"age{place}"), statements.now, statements.later(f"ttl{place}")]
-        rows.append(f"({', '.join(marks + ends)})")
-    columns = ", ".join((*COLUMNS, *TIMES))
-    mysql = statements.connection.vendor == "mysql"
-    return (
-        f"INSERT {'IGNORE ' if mysql else ''}INTO {HELD} ({columns}) VALUES {', '.join(rows)}"
-        f"{'' if mysql else ' ON CONFLICT (name) DO NOTHING'}",
-        given,
-    )
-
-
-#: So many rows wait to be written, and so many are written at once.
-MOST, AT_ONCE = 10_000, 1000
-
-
-class UnfencedRows:
-    """
-    The unfenced leases of one process, for the registry.
-
-    One gets a row when it is renewed for the first time, so that a short one costs nothing.
-    """
-
-    def __init__(self, scribe: Scribe) -> None:
-        self._scribe = scribe
+    def __init__(self, writer: BackgroundWriter, backend: Backend) -> None:
+        self._writer = writer
+        self._backend = backend
+        self.database = backend.config.fence_database
         self.forget()
 
     def forget(self) -> None:
-        #: By owner, as what was renewed lately.
-        self._renewed: dict[str, tuple[Lease, Backend]] = {}
-        #: Owners that have a row.
-        self._entered: set[str] = set()
-        self._over: deque[Lease] = deque(maxlen=MOST)
+        #: By owner id, as renewed lately.
+        self.renewed: dict[str, Lease] = {}
+        self.ended: deque[Lease] = deque(maxlen=MAX_QUEUED)
+        #: Owner ids that have a row.
+        self.entered: set[str] = set()
 
-    def is_empty(self) -> bool:
-        return not self._renewed and not self._over
+    def write(self) -> bool:
+        ended = [self.ended.popleft() for _ in range(min(BATCH, len(self.ended)))]
+        renewed = [self.renewed.pop(owner_id) for owner_id in list(self.renewed)[:BATCH]]
+        renewed = [lease for lease in renewed if _is_held(lease)]
+        if ended or renewed:
+            self._writer.run(self.database, lambda: self._write(ended, renewed))
+        self.entered.update(lease.owner_id for lease in renewed)
+        for lease in renewed:
+            if not _is_held(lease):
+                # It ended meanwhile.
+                self.end(lease)
+        return bool(self.renewed or self.ended)
+
+    def end(self, lease: Lease) -> None:
+        """Delete the row of a lease, if it has one."""
+        if lease.owner_id in self.entered:
+            self.entered.discard(lease.owner_id)
+            self.ended.append(lease)
+            self._writer.put(self)
+
+    def _write(self, ended: Sequence[Lease], renewed: Sequence[Lease]) -> None:
+        model: Any = apps.get_model("django_fencedlock", "HeldLock")
+        rows, connection = model._base_manager.using(self.database), connections[self.database]
+        if ended:
+            self._of(rows, ended).delete()
+        now = ledger_for(connection).now(connection)
+        known = set(self._of(rows, renewed).values_list("owner", flat=True))
+        by_ttl: defaultdict[float, list[Lease]] = defaultdict(list)
+        for lease in renewed:
+            if lease.owner_id in known:
+                by_ttl[lease.ttl].append(lease)
+        for ttl, leases in by_ttl.items():
+            expires_at = now + timedelta(seconds=ttl)
+            self._of(rows, leases).update(renewed_at=now, expires_at=expires_at)
+        new = [lease for lease in renewed if lease.owner_id not in known]
+        # Rows of former holders. Another alias keeps its row of a name.
+        former = rows.filter(name__in=[lease.name for lease in new], expires_at__lte=now)
+        former.filter(alias=self._backend.config.alias, backend=self._backend.label).delete()
+        rows.bulk_create(
+            [
+                model(
+                    **fit_holder(connection, self._backend.entry(lease).values()),
+                    acquired_at=now - timedelta(seconds=lease.held_for()),
+                    renewed_at=now,
+                    expires_at=now + timedelta(seconds=lease.ttl),
+                )
+                for lease in new
+            ],
+            ignore_conflicts=True,
+        )
+
+    def _of(self, rows: Any, leases: Sequence[Lease]) -> Any:
+        names, owners = zip(*((each.name, each.owner_id) for each in leases), strict=True)
+        return rows.filter(name__in=names, owner__in=owners)
+
+
+class UnfencedRows:
+    """The unfenced leases of this process that the registry shows."""
+
+    def __init__(self, writer: BackgroundWriter) -> None:
+        self._writer = writer
+        self.aliases: dict[Backend, _Alias] = {}
+        forks.register(self)
+
+    def after_fork(self) -> None:
+        self.aliases.clear()
 
     def renewed(
         self, backend: Backend, leases: Sequence[Lease], answers: Sequence[Renewal]
     ) -> None:
-        """Note leases that were renewed."""
-        if self._scribe.is_quiet() or backend.records_unfenced:
+        """Write the rows of renewed leases."""
+        if self._writer.is_off() or backend.records_unfenced:
             return
         for lease, answer in zip(leases, answers, strict=True):
-            worth_it = not lease.fenced and not lease.lent and len(self._renewed) < MOST
-            if answer is Renewal.KEPT and worth_it:
-                self._renewed[lease.owner_id] = lease, backend
-        if self._renewed:
-            self._scribe.rouse()
+            if answer is Renewal.KEPT and not lease.fenced and not lease.lent:
+                rows = self.aliases.get(backend) or self.aliases.setdefault(
+                    backend, _Alias(self._writer, backend)
+                )
+                if len(rows.renewed) < MAX_QUEUED:
+                    rows.renewed[lease.owner_id] = lease
+                self._writer.put(rows)
 
     def ended(self, lease: Lease) -> None:
-        """Note that a lease was given back, or lost."""
-        if lease.owner_id in self._entered:
-            self._entered.discard(lease.owner_id)
-            self._over.append(lease)
-            self._scribe.rouse()
-
-    def pages(self) -> Iterator[Page]:
-        over = [self._over.popleft() for _ in range(min(AT_ONCE, len(self._over)))]
-        for database in {lease.database for lease in over}:
-            ended = [
-                NameAndOwner(each.name, each.owner_id) for each in over if each.database == database
-            ]
-            yield Page(database, partial(_clear, ended))
-        renewed = [self._renewed.pop(owner) for owner in list(self._renewed)[:AT_ONCE]]
-        for backend in {backend for _, backend in renewed}:
-            mine = [lease for lease, its in renewed if its is backend and _lives(lease)]
-            if mine:
-                yield Page(mine[0].database, partial(self._enter, backend, mine))
-
-    def _enter(self, backend: Backend, leases: Sequence[Lease], statements: Statements) -> None:
-        kept = statements.ledger.renew(statements.connection, leases)
-        new = [
-            (backend.entry(each), each.held_for()) for each in leases if each.owner_id not in kept
-        ]
-        if new:
-            enter(statements, new)
-        self._entered.update(lease.owner_id for lease in leases)
-        for lease in leases:
-            if not _lives(lease):
-                # It ended meanwhile.
-                self.ended(lease)
+        """Delete the row of a lease that was released or lost."""
+        for rows in list(self.aliases.values()):
+            rows.end(lease)
 
 
-def _lives(lease: Lease) -> bool:
+def _is_held(lease: Lease) -> bool:
     return lease.is_open() and not lease.lost
 
 
-def _clear(leases: Sequence[NameAndOwner], statements: Statements) -> None:
-    statements.ledger.clear(statements.connection, leases)
-
-
-rows = UnfencedRows(scribe)
-scribe.books.append(rows)
+rows = UnfencedRows(writer)

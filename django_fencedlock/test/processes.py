@@ -16,7 +16,7 @@ import django
 from django.conf import settings
 from django.db import connections
 
-from ..storage.background_writer import scribe
+from ..storage.background_writer import writer
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class Surroundings:
                 # Import-time code may have created it; it isn't open yet.
                 del connections[alias]
         # The background writer can't recognise a test run in a spawned process.
-        scribe.is_testing = lambda: True
+        writer.disable()
 
 
 class AnotherProcess(_Another):

@@ -19,7 +19,6 @@ from django.core.management.color import no_style
 from django.db import DEFAULT_DB_ALIAS, Error
 
 from ... import conf
-from ...backends.base import explained
 from ...core import names
 from ...exceptions import FencedLockError, SettingsError
 from ...ops import doctor, registry, resync
@@ -32,6 +31,7 @@ from ...ops.force_release import (
     held_by,
 )
 from ...problems import Level, Problem
+from ...storage.errors import describe_error
 from ...storage.text import escape_control, for_shell
 
 #: The exit code if a service or database was unavailable, or the action failed.
@@ -106,7 +106,7 @@ class Command(BaseCommand):
         except FencedLockError as exc:
             raise CommandError(f"{type(exc).__name__}: {exc}", returncode=FAILED) from exc
         except Error as exc:
-            why = explained(exc, DEFAULT_DB_ALIAS)
+            why = describe_error(exc, DEFAULT_DB_ALIAS)
             raise CommandError(f"{type(exc).__name__}: {why}", returncode=FAILED) from exc
         if code:
             sys.exit(code)
