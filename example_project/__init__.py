@@ -1,4 +1,4 @@
-"""A Django project that shows what django_fencedlock is for."""
+"""A Django project that uses django_fencedlock."""
 
 from .celery import app as celery_app
 

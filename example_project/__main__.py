@@ -1,5 +1,5 @@
 """
-Run the demonstration, or a command of Django's.
+Run the demonstration, or a Django command.
 
 python -m example_project demo
 python -m example_project manage migrate
@@ -44,15 +44,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="pause a lock's holder past its lease, and watch")
-    demo.add_argument("--redis", action="store_true", help="locks and messages on a Redis")
-    demo.add_argument("--postgres", action="store_true", help="data and locks on a PostgreSQL")
-    demo.add_argument("--serve", action="store_true", help="then serve the site, until Ctrl-C")
-    demo.add_argument("--port", type=int, default=0, help="for --serve; else one that is free")
-    demo.add_argument("--keep", metavar="DIR", help="leave the files in DIR; else they are removed")
+    demo = commands.add_parser("demo", help="pause a lock holder until its lease has expired")
+    demo.add_argument("--redis", action="store_true", help="store locks and messages in Redis")
+    demo.add_argument("--postgres", action="store_true", help="store data and locks in PostgreSQL")
+    demo.add_argument("--serve", action="store_true", help="then serve the site until Ctrl-C")
+    demo.add_argument(
+        "--port", type=int, default=0, help="the port for --serve (default: a free one)"
+    )
+    demo.add_argument("--keep", metavar="DIR", help="keep the files in DIR")
     demo.set_defaults(run=_demo)
 
-    manage = commands.add_parser("manage", help="run a command of Django's", add_help=False)
+    manage = commands.add_parser("manage", help="run a Django command", add_help=False)
     manage.add_argument("command", nargs=argparse.REMAINDER)
     manage.set_defaults(run=_manage)
     return parser

@@ -7,6 +7,6 @@ from celery import Celery
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "example_project.settings")
 
 app = Celery("example_project")
-# All settings that begin with CELERY_.
+# All settings with the prefix CELERY_.
 app.config_from_object("django.conf:settings", namespace="CELERY")
 app.autodiscover_tasks()

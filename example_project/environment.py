@@ -1,4 +1,4 @@
-"""What the environment says of servers, in the form that Django and Celery want it."""
+"""Settings for Django and Celery from environment variables."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ BACKENDS = {
 
 
 def data_directory() -> Path:
-    """Make and return the directory for whatever isn't on a server."""
+    """Create and return the directory for all files."""
     directory = Path(os.environ.get("EXAMPLE_DATA") or HERE / "var")
     directory.mkdir(parents=True, exist_ok=True)
     return directory.resolve()
@@ -44,7 +44,7 @@ def database(data: Path) -> dict[str, Any]:
         "NAME": parts.path.lstrip("/"),
         "USER": unquote(parts.username or ""),
         "PASSWORD": unquote(parts.password or ""),
-        # A host that is a directory, with the server's socket, can't stand where hosts do.
+        # A URL can't have the directory of a Unix socket as its host.
         "HOST": parts.hostname or options.pop("host", ""),
         "PORT": str(parts.port or ""),
         "OPTIONS": options,
@@ -56,32 +56,32 @@ def _sqlite(path: Path) -> dict[str, Any]:
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": path,
         "OPTIONS": {
-            # A transaction takes the file when it begins. Django's default takes it at the first
-            # write: what was read before that may be old by then.
+            # Lock the file when a transaction begins. Django's default locks it at the first
+            # write, so rows read before that may be out of date.
             "transaction_mode": "IMMEDIATE",
             "timeout": 20,
-            # Readers and the one writer don't wait for each other.
+            # Readers and the writer don't block each other.
             "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
         },
-        # Other threads and processes have to see what a test has written.
+        # Other threads and processes must see what a test has written.
         "TEST": {"NAME": path.with_name("test.sqlite3")},
     }
 
 
 def locks() -> dict[str, Any]:
-    """Return the entry for FENCEDLOCK: EXAMPLE_LOCKS, or rows of the database."""
-    said = os.environ.get("EXAMPLE_LOCKS") or "database"
-    if said in ("database", "postgres"):
-        return {"BACKEND": BACKENDS[said]}
-    if not urlsplit(said).scheme.startswith(("redis", "unix")):
+    """Return the entry for FENCEDLOCK: EXAMPLE_LOCKS, or database rows."""
+    value = os.environ.get("EXAMPLE_LOCKS") or "database"
+    if value in ("database", "postgres"):
+        return {"BACKEND": BACKENDS[value]}
+    if not urlsplit(value).scheme.startswith(("redis", "unix")):
         raise ImproperlyConfigured(
-            f"EXAMPLE_LOCKS is {said!r}; use 'database', 'postgres' or the URL of a Redis."
+            f"EXAMPLE_LOCKS is {value!r}; use 'database', 'postgres' or the URL of a Redis."
         )
-    return {"BACKEND": BACKENDS["redis"], "LOCATION": said, "KEY_PREFIX": "example"}
+    return {"BACKEND": BACKENDS["redis"], "LOCATION": value, "KEY_PREFIX": "example"}
 
 
 def broker(data: Path) -> dict[str, Any]:
-    """Return Celery's settings for its broker: EXAMPLE_BROKER_URL, or files."""
+    """Return Celery's broker settings: EXAMPLE_BROKER_URL, or files."""
     url = os.environ.get("EXAMPLE_BROKER_URL")
     if url:
         return {"url": url, "transport": None, "options": {}}
@@ -92,7 +92,7 @@ def broker(data: Path) -> dict[str, Any]:
         "data_folder_in": str(messages),
         "data_folder_out": str(messages),
         "control_folder": str(control),
-        # By default it looks once a second.
+        # The default is one second.
         "polling_interval": 0.05,
     }
     transport = "example_project.messages:Transport"
@@ -100,7 +100,7 @@ def broker(data: Path) -> dict[str, Any]:
 
 
 def results(data: Path) -> str:
-    """Return where Celery keeps results: EXAMPLE_RESULTS_URL, or files."""
+    """Return Celery's result backend: EXAMPLE_RESULTS_URL, or files."""
     url = os.environ.get("EXAMPLE_RESULTS_URL")
     if url:
         return url

@@ -1,9 +1,9 @@
 """
-Run a program, and end it and all its children as soon as the process that started this is gone.
+Run a program, and end it and all its children when this script's parent process ends.
 
-Run as a script: guard.py SIGNAL PATIENCE UID GID DIRECTORY COMMAND [ARGUMENT...]. It knows by its
-standard input, a pipe that the system closes however its parent ends. It then removes the directory
-as well, if one is named.
+Run as a script: guard.py SIGNAL PATIENCE UID GID DIRECTORY COMMAND [ARGUMENT...]. It notices
+that by its standard input, a pipe that the system closes when the parent ends for any reason. It
+then also removes the directory, if one is given.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ another = {} if uid == os.getuid() else {"user": uid, "group": gid, "extra_group
 
 
 def end_with_parent() -> None:
-    """Wait for the end of whoever started this, and end the program."""
+    """Wait until the parent process ends, and end the program."""
     sys.stdin.buffer.read()
     orphaned.set()
     child.send_signal(number)
@@ -34,7 +34,7 @@ def end_with_parent() -> None:
 
 
 def end_what_is_left() -> None:
-    """Kill what the program has left, be it stopped; and see it gone."""
+    """Kill all remaining children, including stopped ones, and wait for their end."""
     until = time.monotonic() + patience
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
@@ -45,7 +45,7 @@ def end_what_is_left() -> None:
 
 
 def reap() -> None:
-    """Take note of those that have ended: until somebody does, they are still there."""
+    """Reap ended children. Until then they remain as zombies."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-child.pid, os.WNOHANG)[0]:
             pass
@@ -54,14 +54,14 @@ def reap() -> None:
 for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(ignored, lambda *_: None)
 if sys.platform == "linux":
-    # Children whose parent has ended become ours; elsewhere init has them, and some time.
+    # Adopt orphaned children. On other systems init adopts them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, **another)
 threading.Thread(target=end_with_parent, daemon=True).start()
 child.wait()
 end_what_is_left()
 if directory and orphaned.is_set():
-    # Else the log is still to be read.
+    # Otherwise the parent still reads the log.
     shutil.rmtree(directory, ignore_errors=True)
-# At once: the other thread may be reading still.
+# Not sys.exit(): the other thread may still be reading.
 os._exit(0)

@@ -1,4 +1,4 @@
-"""Celery's messages as files, for a machine that has no broker."""
+"""A Celery transport that stores messages as files, for machines without a broker."""
 
 import os
 import time
@@ -12,9 +12,9 @@ from kombu.utils.json import dumps
 
 class Channel(filesystem.Channel):
     def _put(self, queue: str, payload: dict[str, Any], **kwargs: Any) -> None:
-        # Whole, or not at all: kombu's own lets a worker find a message that is half written.
+        # Written atomically. With kombu's own method, a worker can read an incomplete message.
         name = f"{time.monotonic_ns() // 1_000_000}_{uuid.uuid4()}.{queue}.msg"
-        # A worker takes whatever has the queue's name and ".msg" anywhere in its own.
+        # A worker reads every file with the queue's name and ".msg" in its name.
         draft = Path(self.data_folder_out, f"{uuid.uuid4()}.draft")
         draft.write_text(dumps(payload))
         os.replace(draft, Path(self.data_folder_out, name))

@@ -1,4 +1,4 @@
-"""For the tests: somebody is paused past his lease, and overtaken."""
+"""For tests: pause code until its lease is lost to another holder."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,13 +12,13 @@ from django_fencedlock.test import lose_lease
 @contextlib.contextmanager
 def overtaken(where: Any, function: str, name: str, meanwhile: Callable[[], Any]) -> Iterator[None]:
     """
-    Have whoever first comes from a function that reads be paused there, and lose lock `name`.
+    Pause the first caller of a function after its return, and let it lose lock `name`.
 
     Args:
-        where: The module or class that has the function.
-        function: Its name.
-        name: The lock's.
-        meanwhile: What somebody else does under the lock.
+        where: The module or class of the function.
+        function: The function's name.
+        name: The lock name.
+        meanwhile: Called as the other holder.
     """
     read = getattr(where, function)
     calls: list[Any] = []

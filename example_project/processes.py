@@ -1,4 +1,4 @@
-"""Servers and workers that the example starts, none of which outlives whoever started it."""
+"""Servers and workers of the example, which end with the process that started them."""
 
 import os
 import shutil
@@ -14,22 +14,22 @@ _GUARD = Path(__file__).with_name("guard.py")
 
 
 class ProcessFailed(Exception):
-    """A program didn't start, or has ended by itself. The message says what its log says."""
+    """A program didn't start, or ended unexpectedly. The message has the end of its log."""
 
 
 class Process:
     """
-    A program in a session of its own, so that Ctrl-C is for us alone.
+    A program in its own session, so that Ctrl-C doesn't reach it.
 
     Args:
-        command: What to run.
-        log: The file that gets its output.
-        stop: The signal that ends it orderly.
-        patience: Seconds that it may take to end; then it is killed.
-        user: Who it runs as, an entry of the system's users, if not as we do.
-        cwd: The directory that it runs in.
-        environment: Its variables, if not ours.
-        directory: What is removed with it, also if we were killed.
+        command: The command line.
+        log: The file for its output.
+        stop: The signal for a clean shutdown.
+        patience: Seconds for the shutdown; then it is killed.
+        user: The `pwd` entry of the user to run as (default: this process's user).
+        cwd: The working directory.
+        environment: The environment (default: this process's).
+        directory: A directory to remove afterwards, also if this process is killed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Process:
             )
 
     def wait_until(self, ready: Callable[[], object], seconds: float = 30) -> None:
-        """Ask again and again until it is ready."""
+        """Poll until it is ready."""
         deadline = time.monotonic() + seconds
         while not ready():
             self.check()
@@ -70,20 +70,20 @@ class Process:
             time.sleep(0.02)
 
     def check(self) -> None:
-        """Raise if it has ended by itself."""
+        """Raise if it has ended unexpectedly."""
         if self._popen.poll() is not None:
             raise ProcessFailed(f"{self._name} has ended.{self.tail()}")
 
     def tail(self) -> str:
-        """Return the end of its log."""
+        """Return the end of the log."""
         lines = self._log.read_text(errors="replace").splitlines()[-15:]
         return "\n".join([" Its log ends with:", *lines])
 
     def close(self) -> None:
-        """End it, whatever state it is in; returns when it is gone."""
+        """End the program, and wait for its end."""
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         self._popen.wait()
         if self._directory is not None:
-            # The guard has done it, unless the program had ended before.
+            # The guard removes it, unless the program ended before.
             shutil.rmtree(self._directory, ignore_errors=True)

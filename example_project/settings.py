@@ -1,8 +1,8 @@
 """
 Settings of the example.
 
-Everything that is a server comes from the environment, by variables that begin with EXAMPLE_; the
-README has the list. With none of them set, files in a directory will do.
+Servers are configured by environment variables with the prefix EXAMPLE_ (see the README). Without
+them, everything is in files.
 """
 
 import os
@@ -14,7 +14,7 @@ from . import environment
 DATA = environment.data_directory()
 
 SECRET_KEY = os.environ.get("EXAMPLE_SECRET_KEY") or "an example has no secrets"
-# On unless it is "0". Without ALLOWED_HOSTS, Django then answers to this machine's own names alone.
+# On unless it is "0". With DEBUG and without ALLOWED_HOSTS, Django only accepts local host names.
 DEBUG = os.environ.get("EXAMPLE_DEBUG", "1") != "0"
 ALLOWED_HOSTS = [host for host in os.environ.get("EXAMPLE_HOSTS", "").split(",") if host]
 ROOT_URLCONF = "example_project.urls"
@@ -67,7 +67,7 @@ STATICFILES_DIRS = [environment.HERE / "static"]
 DATABASES = {"default": environment.database(DATA)}
 CACHES = {
     "default": {
-        # One that all processes share, as a Redis would be.
+        # Shared by all processes, as Redis would be.
         "BACKEND": "django.core.cache.backends.filebased.FileBasedCache",
         "LOCATION": DATA / "cache",
     }
@@ -75,8 +75,8 @@ CACHES = {
 
 FENCEDLOCK = {
     "default": environment.locks(),
-    # For the demonstration: nobody wants to wait for half a minute until a lease has run out. The
-    # shorter it is, the sooner an answer has to be there.
+    # The demonstration uses a short lease, so that you don't wait 30 seconds for its expiry. A
+    # shorter lease needs a shorter timeout.
     "demo": {**environment.locks(), "TTL": 4.5, "OPTIONS": {"TIMEOUT": 1.5}},
 }
 
@@ -86,7 +86,7 @@ CELERY_BROKER_TRANSPORT = BROKER["transport"]
 CELERY_BROKER_TRANSPORT_OPTIONS = BROKER["options"]
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_RESULT_BACKEND = environment.results(DATA)
-# Not "celery", which another project on the same broker may have.
+# Not "celery", which another project on the same broker may use.
 CELERY_TASK_DEFAULT_QUEUE = "example"
 CELERY_TIMEZONE = TIME_ZONE
 CELERY_BEAT_SCHEDULE = {
@@ -97,8 +97,8 @@ CELERY_BEAT_SCHEDULE = {
 }
 CELERY_BEAT_SCHEDULE_FILENAME = str(DATA / "beat")
 
-# The payment service: its books, and the share of messages that it loses.
+# The payment service: its database, and the share of messages that it loses.
 GATEWAY_FILE = DATA / "gateway.sqlite3"
 GATEWAY_LOSES = 0.1
-# Where warehouses put what they have, in a file each.
+# Each warehouse writes its stock to a file in this directory.
 WAREHOUSES = DATA / "warehouses"

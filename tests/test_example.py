@@ -242,10 +242,10 @@ def test_the_demo_ends_as_told(demos: dict[str, Demo]) -> None:
     plain, fenced = demo.said.split("2. FENCING ON")
     assert "The balance is 150.00, its ledger adds up to 120.00.\n   WRONG" in plain
     assert "StaleFence" not in plain
-    assert "is REFUSED. StaleFence" in fenced
+    assert "is REJECTED. StaleFence" in fenced
     assert "The balance is 120.00, its ledger adds up to 120.00.\n   RIGHT" in fenced
     # Which tokens there were, in which order.
-    assert [re.findall(r"has the lock, with token (\d)", part) for part in (plain, fenced)] == [
+    assert [re.findall(r"acquires the lock with token (\d)", part) for part in (plain, fenced)] == [
         ["1", "2"],
         ["1", "2", "3"],
     ]
@@ -266,7 +266,7 @@ def test_the_demo_on_servers_that_it_starts_and_the_site_that_stays(
     demo = demos["servers"]
     site = demo.hear("The site is at").split()[-1]
     assert {"(PostgreSQL),", "(RedisBackend),"} <= set(demo.said.split())
-    assert "As told" in demo.said
+    assert "Result: " in demo.said
     assert site.startswith("http://127.0.0.1:")
     user, password = (demo.hear(word).split()[-1] for word in ("user", "password"))
     demo.hear("Ctrl-C")

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True)
 def addresses(request, monkeypatch):
-    """Have the simulator use the servers of the tests, where a test's backend needs one."""
+    """Let the simulator use the tests' servers."""
     backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get(
         "backend", ""
     )
@@ -38,7 +38,7 @@ def addresses(request, monkeypatch):
 
 @pytest.fixture
 def begin(closing):
-    """Make a simulation with short leases, which is closed when the test is over."""
+    """Return a function that makes a simulation with short leases."""
 
     def make(**switches):
         return closing(Simulation(Plan(**{"ttl": 1, "scenario": "free"} | switches)))
@@ -47,7 +47,7 @@ def begin(closing):
 
 
 def played(simulation):
-    """Play a simulation's scenario to its end, and return what is known then."""
+    """Play a simulation's scenario, and return its final state."""
     player = Player(simulation, pace=0.01)
     player.play()
     wait_until(lambda: not player.doing, "the scenario to end", 60)
@@ -70,13 +70,13 @@ def is_gone(pid):
 
 
 @pytest.mark.parametrize("backend", ["redis", "postgres"])
-def test_a_late_write_is_refused_and_its_writer_starts_over(backend, begin):
+def test_a_late_write_is_rejected_and_its_client_starts_again(backend, begin):
     simulation = begin(scenario="pause", backend=backend)
     mirror = played(simulation)
     assert (mirror.value, mirror.accepted, mirror.rejected, mirror.highest) == (3, 3, 1, 3)
     assert "refused" in kinds(simulation, "A")
     said = [event["text"] for event in simulation.log.after(0) if event["kind"] == "acquired"]
-    assert "while A still takes itself for the holder" in said[1]
+    assert "while A still considers itself the holder" in said[1]
     assert latest(simulation.log.after(0))["text"].startswith("In the end three writes")
 
 
@@ -92,7 +92,7 @@ def test_what_fencing_is_for(scenario, fencing, expected, begin):
     assert (mirror.value, mirror.accepted, mirror.rejected, mirror.lost_updates) == expected
 
 
-def test_a_pause_costs_nothing_if_nobody_came(begin):
+def test_a_pause_does_no_harm_if_no_client_took_over(begin):
     simulation = begin(scenario="unharmed")
     mirror = played(simulation)
     assert (mirror.value, mirror.rejected, mirror.newest) == (1, 0, 1)
@@ -103,23 +103,23 @@ def test_a_pause_costs_nothing_if_nobody_came(begin):
 
 
 @pytest.mark.parametrize("backend", ["redis", "postgres"])
-def test_whoever_is_cut_off_reaches_the_counter_and_is_refused(backend, begin):
+def test_the_write_of_a_disconnected_client_is_rejected(backend, begin):
     simulation = begin(scenario="cut", backend=backend)
     mirror = played(simulation)
     assert (mirror.value, mirror.accepted, mirror.rejected, mirror.newest) == (2, 2, 1, 3)
-    # It learns so from its keeper; or, if it comes again before that, as it gives the lease back.
+    # Its keeper notices it, or the release if that comes first.
     assert {"lost", "dropped"} & set(kinds(simulation, "A"))
 
 
 @pytest.mark.parametrize("backend", ["redis"])
-def test_who_comes_first_is_served_first(backend, begin):
+def test_waiters_acquire_in_order_of_arrival(backend, begin):
     mirror = played(begin(scenario="queue", backend=backend))
     assert mirror.value == 4
     assert mirror.holders == {1: "A", 2: "B", 3: "C", 4: "D"}
 
 
 @pytest.mark.parametrize("backend", ["postgres"])
-def test_the_lock_of_a_killed_client_gets_free(backend, begin):
+def test_the_lock_of_a_killed_client_is_released(backend, begin):
     simulation = begin(scenario="killed", backend=backend)
     mirror = played(simulation)
     assert (mirror.value, mirror.newest) == (2, 2)
@@ -134,11 +134,11 @@ def test_tokens_rise_although_redis_forgets(backend, begin):
     assert (mirror.newest, mirror.value, mirror.rejected) == (2, 1, 1)
 
 
-def test_a_scenario_can_be_stopped_and_gone_on_with(begin):
+def test_a_scenario_can_be_stopped_and_continued(begin):
     player = Player(begin(scenario="unharmed"), pace=60)
     player.play()
     wait_until(lambda: player.done == 1, "the first step")
-    with pytest.raises(Refused, match="is being played"):
+    with pytest.raises(Refused, match="is already playing"):
         player.step()
     player.stop()
     wait_until(lambda: not player.doing, "the player to stop")
@@ -151,25 +151,25 @@ def test_a_scenario_can_be_stopped_and_gone_on_with(begin):
 # By hand
 
 
-def test_a_paused_client_stands_still_and_wakes_by_the_clock(begin):
+def test_a_paused_client_continues_after_its_time(begin):
     simulation = begin()
     simulation.acquire("A")
     wait_until(lambda: simulation.mirror.clients["A"].believes, "A to have the lock")
     simulation.pause("A", seconds=0.5)
     state = Path(f"/proc/{simulation.pids()['A']}/stat").read_text().rpartition(")")[2].split()[0]
     assert state == "T"
-    with pytest.raises(Refused, match="stands still"):
+    with pytest.raises(Refused, match="is paused"):
         simulation.release("A")
     simulation.write("A")
     wait_until(lambda: simulation.mirror.accepted, "A to wake and write")
     assert not simulation.mirror.clients["A"].paused
 
 
-def test_what_cant_be_done_is_refused_in_words(begin):
+def test_impossible_commands_are_rejected_with_a_reason(begin):
     simulation = begin()
-    with pytest.raises(Refused, match="A doesn't run"):
+    with pytest.raises(Refused, match="A isn't running"):
         simulation.write("A")
-    with pytest.raises(Refused, match="no network to cut"):
+    with pytest.raises(Refused, match="no network between"):
         simulation.cut("A")
     with pytest.raises(Refused, match="can't be emptied"):
         simulation.empty()
@@ -177,11 +177,11 @@ def test_what_cant_be_done_is_refused_in_words(begin):
     with pytest.raises(Refused, match="A has no lock"):
         simulation.release("A")
     player = Player(begin())
-    with pytest.raises(Refused, match="is over"):
+    with pytest.raises(Refused, match="has ended"):
         player.step()
 
 
-def test_the_referee_sees_what_the_clients_told(begin):
+def test_the_referee_reports_the_clients_state(begin):
     simulation = begin(fencing="off")
     simulation.acquire("A")
     wait_until(lambda: simulation.mirror.clients["A"].believes, "A to have the lock")
@@ -197,8 +197,8 @@ def test_the_referee_sees_what_the_clients_told(begin):
 @pytest.mark.parametrize(
     ("service", "url", "trouble"),
     [
-        ("redis", "redis://127.0.0.1:1/0", "A didn't get the lock"),
-        ("postgres", "postgresql://postgres@127.0.0.1:1/x", "The server's console says why"),
+        ("redis", "redis://127.0.0.1:1/0", "A didn't acquire the lock"),
+        ("postgres", "postgresql://postgres@127.0.0.1:1/x", "See the server's console"),
     ],
 )
 def test_a_service_that_is_down_stops_the_scenario(service, url, trouble, begin, monkeypatch):
@@ -263,8 +263,8 @@ time.sleep(60)
     wait_until(lambda: not Path(directory).exists(), "the referee to tidy up")
 
 
-def test_a_process_outlives_the_thread_that_asked_for_it(begin):
-    """A request's thread is over soon, and processes end with whoever started them."""
+def test_a_process_outlives_the_thread_that_started_it(begin):
+    """A request's thread ends soon, and processes end with the thread that started them."""
     simulation = begin()
     asking = threading.Thread(target=simulation.start, args=("A",))
     asking.start()
@@ -283,11 +283,11 @@ class Clock:
         return self.now
 
 
-def test_there_are_few_rooms_and_none_for_longer_than_wanted():
+def test_rooms_are_limited_and_closed_when_unused():
     clock = Clock()
     house = House(clock, idle=20)
     rooms = [house.begin(f"browser {number}", Plan()) for number in range(MOST)]
-    with pytest.raises(Refused, match="no more at once"):
+    with pytest.raises(Refused, match="which is the limit"):
         house.begin("one more", Plan())
     assert house.begin("browser 0", Plan()) is not rooms[0]
     house.end("browser 0", rooms[0].number)
@@ -307,19 +307,19 @@ def test_there_are_few_rooms_and_none_for_longer_than_wanted():
 # Words
 
 
-def test_an_address_says_what_is_played():
+def test_the_address_selects_the_scenario():
     assert Plan.read({"scenario": "cut"}) == Plan("cut", "redis", "serialised", 3)
     assert Plan.read({"scenario": "unfenced"}).fencing == "off"
     given = {"scenario": "cut", "backend": "database", "fencing": "high_water", "ttl": "5"}
     assert Plan.read(given).query() == given
-    assert "no network to cut" in Plan.read(given).obstacle()
-    with pytest.raises(ValueError, match="scenario is 'nonsense'; it can be pause, "):
+    assert "no network between" in Plan.read(given).obstacle()
+    with pytest.raises(ValueError, match="scenario is 'nonsense'; choose from pause, "):
         Plan.read({"scenario": "nonsense"})
     with pytest.raises(ValueError, match="ttl is '0'"):
         Plan.read({"ttl": "0"})
 
 
-def test_without_a_server_the_switch_says_how_to_get_one(monkeypatch):
+def test_a_missing_server_is_reported_with_the_package(monkeypatch):
     from example_project import servers
 
     for name, program in (("redis", "_redis_program"), ("postgres", "_postgres_programs")):
@@ -342,7 +342,7 @@ def tell(mirror, who, event, **facts):
     return mirror.hear(who, {"event": event, "at": time.monotonic(), **facts})
 
 
-def test_what_a_look_says_doesnt_undo_what_came_after_it():
+def test_an_older_report_does_not_undo_newer_events():
     mirror = Mirror()
     before = time.monotonic()
     tell(mirror, "A", "ready")
@@ -352,7 +352,7 @@ def test_what_a_look_says_doesnt_undo_what_came_after_it():
     assert mirror.service == 1
 
 
-def test_a_renewal_that_couldnt_be_told_counts():
+def test_an_unreported_renewal_counts():
     mirror = Mirror()
     tell(mirror, "A", "acquired", token=1, left=0.0, value=0)
     told = {"event": "looked", "at": 0.0, "since": time.monotonic() + 1, "token": 1, "value": 0}
@@ -361,7 +361,7 @@ def test_a_renewal_that_couldnt_be_told_counts():
     assert not mirror.clients["A"].ran_out
 
 
-def test_the_reading_is_of_what_matters_most():
+def test_the_most_important_event_is_shown():
     events = [
         {"seq": 1, "at": 1.0, "kind": "wrote", "text": "long ago", "tone": "error"},
         {"seq": 2, "at": 5.0, "kind": "woke", "text": "wakes"},
@@ -378,7 +378,7 @@ def test_the_reading_is_of_what_matters_most():
 
 
 @pytest.mark.parametrize("name", ["redis", "postgres"])
-def test_a_server_that_is_started_ends_with_whoever_started_it(name):
+def test_a_started_server_ends_with_its_parent(name):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop(f"EXAMPLE_{name.upper()}_URL", None)
     code = f"""
@@ -398,7 +398,7 @@ input()
         url, directory = starter.stdout.readline().split()
         asks = _asks_redis if name == "redis" else _asks_postgres
         assert asks(url)
-        # Whoever else is on this machine may try.
+        # Other users of this machine need the password.
         assert not asks(re.sub(":[^:]+@", ":guessed@", url))
         starter.kill()
     wait_until(lambda: not asks(url), f"{name} to end")

@@ -1,4 +1,4 @@
-"""The simulator's page: played in a real browser, and refused to whoever isn't meant."""
+"""The simulator's page in a real browser, and its access control."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ CONTRAST = (ROOT / "tests/contrast.js").read_text()
 
 
 def run_site(*options, **environment):
-    """Start Django's own server with nothing but the simulator."""
+    """Start Django's development server with only the simulator."""
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "django", "runserver", *options, str(port)],
@@ -63,7 +63,7 @@ def site(redis_server):
 
 @pytest.fixture
 def page(browser, site):
-    """Open the page with some switches, and wait until it can be used."""
+    """Return a function that opens the page with options."""
 
     def opened(**switches):
         query = "&".join(f"{key}={value}" for key, value in ({"ttl": "2"} | switches).items())
@@ -102,9 +102,9 @@ def test_a_scenario_is_played(page, site):
     assert len(played.all("#timeline circle.wrote")) == 3
     assert len(played.all("#timeline .over")) == 1
     log = [item.text for item in played.all("#log span")]
-    assert any("is refused, StaleFence: token 2 has been granted since" in line for line in log)
+    assert any("is rejected, StaleFence: token 2 has been granted since" in line for line in log)
     assert played.complaints() == []
-    # Nothing comes from elsewhere.
+    # Nothing is loaded from other sites.
     loaded = played.run("return performance.getEntriesByType('resource').map(each => each.name)")
     assert loaded
     assert [name for name in loaded if not name.startswith(site.origin)] == []
@@ -122,7 +122,7 @@ def test_a_scenario_is_played(page, site):
         ("emptied", "right", "1"),
     ],
 )
-def test_every_scenario_ends_in_its_verdict(page, scenario, verdict, rejected):
+def test_every_scenario_has_its_verdict(page, scenario, verdict, rejected):
     played = page(scenario=scenario)
     played.one("#play").click()
     played.wait(is_over, "the scenario to end")
@@ -152,7 +152,7 @@ def test_a_scenario_is_stepped_through_by_keyboard_alone(page):
     assert stepped.complaints() == []
 
 
-def test_without_javascript_nothing_stands_there_that_does_nothing(browser, site):
+def test_without_javascript_there_are_no_dead_controls(browser, site):
     browser.script(False)
     browser.get(site.url)
     assert "needs JavaScript" in browser.one("main").text
@@ -162,7 +162,7 @@ def test_without_javascript_nothing_stands_there_that_does_nothing(browser, site
         assert not browser.scrolls_sideways()
 
 
-def test_an_address_leads_to_a_scenario(page):
+def test_the_address_selects_a_scenario(page):
     linked = page(scenario="cut", backend="redis", fencing="off", ttl="5")
     chosen = {name: linked.one(f"#{name}").get_attribute("value") for name in ("backend", "ttl")}
     assert chosen == {"backend": "redis", "ttl": "5"}
@@ -177,13 +177,13 @@ def test_an_address_leads_to_a_scenario(page):
     assert "scenario is 'nonsense'" in odd.one("#trouble").text
     assert_readable(odd)
     impossible = page(scenario="cut", backend="database")
-    assert "no network to cut" in impossible.one("#obstacle").text
+    assert "no network between" in impossible.one("#obstacle").text
     assert impossible.one("#play").get_attribute("aria-disabled") == "true"
     assert_readable(impossible)
     assert linked.complaints() == []
 
 
-def test_clients_are_played_by_hand(page):
+def test_clients_are_controlled_by_hand(page):
     played = page(scenario="free", backend="redis")
 
     def press(name, action):
@@ -197,15 +197,15 @@ def test_clients_are_played_by_hand(page):
     press("B", "acquire")
     says("B waits: A has the lock")
     press("A", "cut")
-    says("A no longer reaches the lock service")
-    says("B has the lock, with token 2, while A still takes itself for the holder")
+    says("A can't reach the lock service")
+    says("B has the lock, with token 2, while A still considers itself the holder")
     press("A", "write")
-    says("A's write under token 1 is refused")
+    says("A's write with token 1 is rejected")
     assert_readable(played)
     press("B", "pause")
     played.wait(lambda page: page.one('[data-client="B"] [data-action="wake"]').is_displayed())
     press("B", "wake")
-    says("B goes on")
+    says("B continues")
     press("B", "kill")
     says("B is dead")
     assert played.one("#score-accepted").text == "0"
@@ -226,7 +226,7 @@ def test_leaving_the_page_ends_its_processes(page, site):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_the_site(number):
-    site = run_site()  # with its reloader, a process of its own
+    site = run_site()  # with its reloader process
     try:
         visitor = Visitor(site.url)
         visitor.post("start/", scenario="free")

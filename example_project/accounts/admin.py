@@ -11,7 +11,7 @@ from .models import Account, Closing, Entry
 
 
 class ReadOnly:
-    """What tasks write, people look at."""
+    """Mixin: tasks write these rows; users can only view them."""
 
     def has_add_permission(self, *args: Any) -> bool:
         return False
@@ -37,7 +37,7 @@ class AccountAdmin(FencedModelAdmin):
     inlines = [EntryInline]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Account]:
-        # With the list, and not once more for each of its rows.
+        # One query for the list instead of one per row.
         booked = Sum("entries__amount", default=Decimal())
         return super().get_queryset(request).annotate(booked=booked)
 

@@ -8,7 +8,7 @@ from django_fencedlock.models import FencedModel, Fencing
 
 
 class Account(FencedModel):
-    """An account. Whoever has its lock may change it and its ledger."""
+    """An account. Its lock also protects its ledger."""
 
     fencing = Fencing("account:{pk}")
 
@@ -20,9 +20,9 @@ class Account(FencedModel):
 
     def post(self, amount: Decimal, reference: str) -> bool:
         """
-        Book an amount, once for each reference; returns whether it was this call that did.
+        Book an amount once per reference. Return False if it was already booked.
 
-        Read the account under its lock first.
+        Read the account under its lock before.
         """
         with transaction.atomic():
             if self.entries.filter(reference=reference).exists():
@@ -33,12 +33,12 @@ class Account(FencedModel):
         return True
 
     def total(self) -> Decimal:
-        """Return what the balance has to be, by the ledger."""
+        """Return the sum of the ledger, which the balance must equal."""
         return self.entries.aggregate(total=Sum("amount", default=Decimal()))["total"]
 
 
 class Entry(FencedModel):
-    """A line of an account's ledger. All lines of an account have the account's lock."""
+    """A line of an account's ledger, protected by the account's lock."""
 
     fencing = Fencing("account:{account_id}")
 
@@ -50,7 +50,7 @@ class Entry(FencedModel):
     class Meta:
         verbose_name_plural = "entries"
         constraints = [
-            # A task may run again after its worker has died: it books nothing twice.
+            # A task that runs again after its worker died books nothing twice.
             models.UniqueConstraint(fields=["account", "reference"], name="booked_once"),
         ]
 
@@ -60,7 +60,7 @@ class Entry(FencedModel):
 
 class ClosingQuerySet(models.QuerySet["Closing"]):
     def replace(self, day: date, balances: dict[int, Decimal]) -> None:
-        """Put these balances, by account, in the place of a day's closings."""
+        """Replace a day's closings with these balances by account."""
         self.filter(day=day).delete()
         self.bulk_create(
             Closing(day=day, account_id=account, balance=balance)

@@ -11,30 +11,30 @@ from django_fencedlock.celery import single_instance
 from .models import Account, Closing, Entry
 
 
-# Refused as stale, or told that the lock is lost: take the lock anew, read anew.
+# After a stale write or a lost lock, the retry acquires the lock and reads again.
 @shared_task(acks_late=True, autoretry_for=(StaleFence, LeaseLost), retry_backoff=True)
 @single_instance(Account, pk="account_id", on_conflict="retry", retry_countdown=1)
 def book(account_id: int, amount: str, reference: str) -> bool:
-    """Book an amount, as text since JSON has no decimals."""
+    """Book an amount. It is text because JSON has no decimals."""
     account = Account.objects.get(pk=account_id)
     return account.post(Decimal(amount), reference)
 
 
-# One close at a time, whatever the day; a second one is skipped. One that hangs loses the lock.
+# One close at a time for all days; a second one is skipped. After an hour the lock is released.
 @shared_task(acks_late=True, autoretry_for=(StaleFence, LeaseLost), retry_backoff=True)
 @single_instance("nightly-close", max_hold=timedelta(hours=1))
 def close_day(day: str | None = None) -> int:
-    """Record every account's balance at the end of a day, by default of yesterday."""
+    """Record every account's balance at the end of a day (default: yesterday)."""
     closed = date.fromisoformat(day) if day else timezone.localdate() - timedelta(days=1)
-    balances = reckon(closed)
-    # Everything in here is under the lock: plain models, deletions, raw SQL. It is short, since
-    # whoever wants the lock next waits for its end.
+    balances = balances_at(closed)
+    # The fence covers every write in this block: plain models, deletions, raw SQL. Keep it short:
+    # the next grant of the lock waits for its end.
     with current_lease("nightly-close").atomic():
         Closing.objects.replace(closed, balances)
     return len(balances)
 
 
-def reckon(day: date) -> dict[int, Decimal]:
+def balances_at(day: date) -> dict[int, Decimal]:
     """Return the balances at the end of a day, by account."""
     end = timezone.make_aware(datetime.combine(day + timedelta(days=1), time.min))
     booked = Entry.objects.filter(booked_at__lt=end).values_list("account")

@@ -1,4 +1,4 @@
-"""What goes wrong without the fence, and how it ends with it."""
+"""What goes wrong without the fence, and what happens with it."""
 
 from decimal import Decimal
 
@@ -29,16 +29,16 @@ class AccountTestCase(TestCase):
             self.account.post(Decimal(100), "opening balance")
 
     def post(self, model: type, amount: int) -> None:
-        """Read and write, as every booking does, under the lock."""
+        """Book an amount under the lock."""
         with lock(self.name):
             model.objects.get(pk=self.account.pk).post(Decimal(amount), f"{amount}")
 
     def b(self) -> None:
-        """Do what B does while A stands still; B's own lock is over by then."""
+        """Book as B while A is paused. B has already released its lock."""
         PlainAccount.objects.get(pk=self.account.pk).post(Decimal(-30), "B")
 
     def books(self) -> tuple[Decimal, Decimal]:
-        """Return the balance, and what it has to be."""
+        """Return the balance and the sum of the ledger."""
         self.account.refresh_from_db()
         return self.account.balance, self.account.total()
 
@@ -52,7 +52,7 @@ class BookingTests(AccountTestCase):
             self.post(PlainAccount, 50)
         self.assertEqual(self.books(), (150, 120))
 
-    def test_with_it_the_stale_booking_is_refused(self) -> None:
+    def test_with_the_fence_the_stale_booking_is_rejected(self) -> None:
         with (
             self.assertRaises(StaleFence),
             overtaken(Account.objects, "get", self.name, self.b),
@@ -60,7 +60,7 @@ class BookingTests(AccountTestCase):
             self.post(Account, 50)
         self.assertEqual(self.books(), (70, 70))
 
-    def test_the_task_then_does_it_anew(self) -> None:
+    def test_the_task_is_retried(self) -> None:
         with eager_tasks(), overtaken(Account.objects, "get", self.name, self.b):
             booked = tasks.book.delay(self.account.pk, "50", "A").get()
         self.assertTrue(booked)
@@ -77,10 +77,10 @@ class BookingTests(AccountTestCase):
             self.assertFalse(tasks.book(self.account.pk, "50", "A"))
         self.assertEqual(self.books(), (150, 150))
 
-    def test_a_task_waits_its_turn(self) -> None:
+    def test_a_task_waits_for_the_lock(self) -> None:
         with eager_tasks(), hold_lock(self.name):
             result = tasks.book.delay(self.account.pk, "50", "A")
-        with self.assertRaises(LockNotAcquired):  # in a test, the holder never goes
+        with self.assertRaises(LockNotAcquired):  # in a test, the holder never releases the lock
             result.get()
         self.assertEqual(self.books(), (100, 100))
 
@@ -89,7 +89,7 @@ class ClosingTests(AccountTestCase):
     today = timezone.localdate()
 
     def correct(self) -> None:
-        """Close the day again while the first close stands still: a booking had been forgotten."""
+        """Close the day again with a late booking while the first close is paused."""
         self.b()
         Closing.objects.replace(self.today, {self.account.pk: Decimal(70)})
 
@@ -99,24 +99,24 @@ class ClosingTests(AccountTestCase):
     def test_without_the_fence_an_older_close_replaces_a_newer_one(self) -> None:
         with (
             self.assertRaises(LeaseLost),  # too late
-            overtaken(tasks, "reckon", "nightly-close", self.correct),
+            overtaken(tasks, "balances_at", "nightly-close", self.correct),
             lock("nightly-close"),
         ):
-            balances = tasks.reckon(self.today)
+            balances = tasks.balances_at(self.today)
             with transaction.atomic():
                 Closing.objects.replace(self.today, balances)
         self.assertEqual(self.closed(), [100])
 
-    def test_with_it_the_older_close_is_refused(self) -> None:
+    def test_with_the_fence_the_older_close_is_rejected(self) -> None:
         with (
             self.assertRaises(LeaseLost),  # before it has written
-            overtaken(tasks, "reckon", "nightly-close", self.correct),
+            overtaken(tasks, "balances_at", "nightly-close", self.correct),
         ):
             tasks.close_day(self.today.isoformat())
         self.assertEqual(self.closed(), [70])
 
-    def test_the_task_then_does_it_anew(self) -> None:
-        with eager_tasks(), overtaken(tasks, "reckon", "nightly-close", self.b):
+    def test_the_task_is_retried(self) -> None:
+        with eager_tasks(), overtaken(tasks, "balances_at", "nightly-close", self.b):
             tasks.close_day.delay(self.today.isoformat()).get()
         self.assertEqual(self.closed(), [70])
 
@@ -125,19 +125,19 @@ class ClosingTests(AccountTestCase):
             self.assertEqual(tasks.close_day(self.today.isoformat()), 1)
         self.assertEqual(self.closed(), [100])
 
-    def test_a_second_close_is_skipped_while_one_is_under_way(self) -> None:
+    def test_a_second_close_is_skipped_while_one_runs(self) -> None:
         with eager_tasks(), hold_lock("nightly-close"):
             result = tasks.close_day.delay().get()
         self.assertEqual(SkippedRun.of(result).reason, "held")
 
-    def test_beat_knows_the_task(self) -> None:
+    def test_beat_schedules_existing_tasks(self) -> None:
         known = current_app.tasks
         for entry in settings.CELERY_BEAT_SCHEDULE.values():
             self.assertIn(entry["task"], known)
 
     def test_by_default_yesterday_is_closed(self) -> None:
         tasks.close_day()
-        self.assertEqual(self.closed(), [])  # the account's first entry is of today
+        self.assertEqual(self.closed(), [])  # the account's first entry is from today
 
 
 class AdminTests(AccountTestCase):
@@ -152,7 +152,7 @@ class AdminTests(AccountTestCase):
         page = self.client.get(reverse("admin:accounts_account_changelist"))
         self.assertContains(page, "icon-no")
 
-    def test_the_list_asks_as_often_however_many_accounts_there_are(self) -> None:
+    def test_the_list_needs_the_same_number_of_queries_for_more_accounts(self) -> None:
         url = reverse("admin:accounts_account_changelist")
         with CaptureQueriesContext(connection) as few:
             self.client.get(url)
@@ -161,7 +161,7 @@ class AdminTests(AccountTestCase):
         with self.assertNumQueries(len(few)):
             self.client.get(url)
 
-    def test_nobody_types_over_an_account_that_is_being_booked_on(self) -> None:
+    def test_a_form_does_not_overwrite_a_running_booking(self) -> None:
         url = reverse("admin:accounts_account_change", args=[self.account.pk])
         inline = {"entries-TOTAL_FORMS": 0, "entries-INITIAL_FORMS": 0}
         with hold_lock(self.name):

@@ -23,7 +23,7 @@ class InvoiceAdmin(FencedModelAdmin):
 
     @admin.action(description="Charge selected invoices")
     def charge_now(self, request: HttpRequest, invoices: QuerySet[Invoice]) -> None:
-        # Once for each click and invoice: runs of one invoice come one after the other.
+        # One task per invoice. Runs for the same invoice don't overlap.
         for invoice in invoices:
             charge.delay(invoice.pk)
-        self.message_user(request, "They are being charged.", messages.SUCCESS)
+        self.message_user(request, "The invoices are being charged.", messages.SUCCESS)

@@ -1,8 +1,7 @@
 """
-A payment service, or what this example has for one: a file of its own instead of a web API.
+A fake payment service, which uses a file instead of a web API.
 
-It is as unreliable as a real one: requests get lost on the way there, and answers on the way back,
-when the money has been taken already.
+It is as unreliable as a real one: it loses requests, and answers after the money was charged.
 """
 
 import contextlib
@@ -20,8 +19,8 @@ CREATE TABLE IF NOT EXISTS charge (
 )
 """
 
-# The service compares the token in the very statement that writes. Whoever asks again with the same
-# key is answered with the first charge; an older token than was seen for that key gets nothing.
+# The service compares the token in the statement that writes. A repeated key returns the first
+# charge. A token older than the newest one for that key returns nothing.
 CHARGE = """
 INSERT INTO charge VALUES (:key, :receipt, :amount, :token)
 ON CONFLICT (idempotency_key) DO UPDATE SET token = excluded.token WHERE excluded.token >= token
@@ -30,50 +29,50 @@ RETURNING receipt, amount
 
 
 class NoAnswer(Exception):
-    """The payment service did not answer: the money may have been taken, or not."""
+    """The payment service did not answer. It may have charged the amount."""
 
 
 class StaleRequest(Exception):
-    """The payment service has heard from a newer holder of the lock."""
+    """A newer holder of the lock has already used the payment service."""
 
 
 class AmountDiffers(Exception):
-    """The same was to be paid before, with another amount, and may have been taken then."""
+    """The key was charged before with another amount."""
 
 
 def charge(key: str, amount: Decimal, token: int) -> str:
     """
-    Have an amount charged, and return the receipt.
+    Charge an amount, and return the receipt.
 
     Args:
-        key: Says what is to be paid, and never who asks: the second request with the same key
-            charges nothing.
-        token: Says who asks: one that was overtaken is refused.
+        key: Identifies the payment, not the caller: a second request with the same key charges
+            nothing.
+        token: The caller's token: a stale caller is rejected.
     """
     _lose_now_and_then()
     request = {"key": key, "receipt": uuid.uuid4().hex, "amount": str(amount), "token": token}
     with _service() as service:
-        # To its end: without that, SQLite doesn't count the statement as done.
+        # SQLite completes the statement only after all rows are fetched.
         answer = service.execute(CHARGE, request).fetchall()
     _lose_now_and_then()
     if not answer:
-        raise StaleRequest(f"A newer request than that under token {token} came for {key!r}.")
+        raise StaleRequest(f"A newer request than token {token} has arrived for {key!r}.")
     receipt, charged = answer[0]
     if Decimal(charged) != amount:
-        # Asked for in vain: to answer with the receipt would be to say that this amount was paid.
-        raise AmountDiffers(f"{key!r} was charged {charged}, and can't be charged {amount}.")
+        # Returning the receipt would mean that this amount was paid.
+        raise AmountDiffers(f"{key!r} was already charged with {charged}, not {amount}.")
     return str(receipt)
 
 
 def charges() -> list[tuple[str, Decimal]]:
-    """Return what was charged, as the service's own books have it."""
+    """Return all charges of the service."""
     with _service() as service:
         rows = service.execute("SELECT idempotency_key, amount FROM charge ORDER BY 1")
         return [(key, Decimal(amount)) for key, amount in rows]
 
 
 def is_lost() -> bool:
-    """Throw the dice for one message."""
+    """Return whether to lose one message, at random."""
     return random.random() < settings.GATEWAY_LOSES
 
 

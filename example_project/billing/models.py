@@ -6,7 +6,7 @@ from ..accounts.models import Account
 
 
 class Customer(VersionedModel):
-    """A customer, edited by people. There is no lock: of two who edit at once, one is refused."""
+    """A customer, edited without a lock: the second of two concurrent edits is rejected."""
 
     name = models.CharField(max_length=100)
     email = models.EmailField()
@@ -17,16 +17,18 @@ class Customer(VersionedModel):
 
 class Invoice(FencedModel, VersionedModel):
     """
-    An invoice, charged by a task under its lock, billing.invoice:{pk}, and edited by people.
+    An invoice. A task charges it under its lock, billing.invoice:{pk}; users edit it.
 
-    The version is for writes that no lock covers, should you allow those one day.
+    The version also detects conflicting writes without a lock, if you allow them later.
     """
 
     OPEN, PAID = "open", "paid"
 
     number = models.CharField(max_length=20, unique=True)
     customer = models.ForeignKey(Customer, models.PROTECT, related_name="invoices")
-    account = models.ForeignKey(Account, models.PROTECT, help_text="Where the money goes.")
+    account = models.ForeignKey(
+        Account, models.PROTECT, help_text="The account that gets the money."
+    )
     amount = models.DecimalField(max_digits=12, decimal_places=2)
     status = models.CharField(
         max_length=10, choices=[(OPEN, "open"), (PAID, "paid")], default=OPEN, editable=False

@@ -16,7 +16,7 @@ AGAIN = (
 
 
 @shared_task(
-    # Without the second, Celery takes a run whose child was killed for failed.
+    # Without reject_on_worker_lost, Celery marks a run as failed if its child process was killed.
     acks_late=True,
     reject_on_worker_lost=True,
     autoretry_for=AGAIN,
@@ -25,7 +25,7 @@ AGAIN = (
 )
 @single_instance(Invoice, pk="invoice_id", ttl=60, on_conflict="retry")
 def charge(invoice_id: int) -> str:
-    """Have an invoice paid. Whatever goes wrong on the way, it may run again."""
+    """Charge an invoice. The task can safely run again after any failure."""
     invoice = Invoice.objects.get(pk=invoice_id)
     if invoice.status == Invoice.OPEN:
         token = current_lease(invoice.fencing.name()).token
@@ -35,9 +35,9 @@ def charge(invoice_id: int) -> str:
 
 
 def settle(invoice: Invoice, receipt: str) -> None:
-    """Note that an invoice is paid and book it: both or neither, each under its own lock."""
-    # Everybody takes the invoice's lock before the account's, so that nobody waits in a circle.
-    # The transaction is inside of both: locks are given back when it is committed.
+    """Mark an invoice as paid and book it in one transaction, each under its own lock."""
+    # Always acquire the invoice's lock before the account's, to prevent a deadlock. The transaction
+    # is inside both, so the locks are released after the commit.
     with Account.fencing.lock(pk=invoice.account_id), transaction.atomic():
         account = Account.objects.get(pk=invoice.account_id)
         account.post(invoice.amount, reference=f"invoice {invoice.number}")

@@ -1,4 +1,4 @@
-"""Invoices are charged once, whatever gets lost on the way."""
+"""Invoices are charged once, even if requests or answers are lost."""
 
 import json
 from decimal import Decimal
@@ -45,14 +45,14 @@ class ChargeTests(BillingTestCase):
         self.assertEqual((self.account.balance, self.account.total()), (120, 120))
         self.assertEqual(gateway.charges(), [(f"invoice-{self.invoice.pk}", 120)])
 
-    def test_a_lost_answer_is_asked_for_again_and_nothing_is_charged_twice(self) -> None:
-        # The request arrives, the answer doesn't; the next time both do.
+    def test_a_request_is_retried_after_a_lost_answer_and_charged_once(self) -> None:
+        # The first answer is lost; the second request and answer arrive.
         with mock.patch.object(gateway, "is_lost", side_effect=[False, True, False, False]):
             self.charge().get()
         self.assert_paid_once()
 
     def test_another_key_for_each_try_would_charge_twice(self) -> None:
-        # Which is why the key says what is to be paid, and the token goes beside it.
+        # So the key identifies the payment, and the token is separate.
         for token in (1, 2):
             gateway.charge(f"invoice-1-by-{token}", Decimal(120), token)
         self.assertEqual(len(gateway.charges()), 2)
@@ -72,30 +72,30 @@ class ChargeTests(BillingTestCase):
             self.invoice.refresh_from_db()
             self.invoice.amount = Decimal(130)
             self.invoice.save()
-        # For somebody to look at: a retry would only be told the same.
+        # A person has to look at this: a retry would fail the same way.
         with self.assertRaises(gateway.AmountDiffers):
             self.charge().get()
         self.invoice.refresh_from_db()
         self.assertEqual(self.invoice.status, Invoice.OPEN)
         self.assertEqual((self.account.total(), gateway.charges()[0][1]), (0, 120))
 
-    def test_a_former_holder_is_refused_by_the_service_itself(self) -> None:
+    def test_the_service_rejects_a_former_holder(self) -> None:
         gateway.charge("invoice-1", Decimal(100), token=2)
         with self.assertRaises(gateway.StaleRequest):
             gateway.charge("invoice-1", Decimal(120), token=1)
 
-    def test_a_run_that_was_overtaken_does_nothing_twice(self) -> None:
+    def test_a_stale_run_charges_nothing_twice(self) -> None:
         def meanwhile() -> None:
             gateway.charge(f"invoice-{self.invoice.pk}", Decimal(120), token=99)
 
         with overtaken(Invoice.objects, "get", self.name, meanwhile):
             result = self.charge()
-        # To the service, all that come after are older.
+        # To the service, all later tokens are older.
         with self.assertRaises(gateway.StaleRequest):
             result.get()
         self.assertEqual(len(gateway.charges()), 1)
 
-    def test_a_run_that_is_overtaken_after_the_charge_is_done_anew(self) -> None:
+    def test_a_run_that_becomes_stale_after_the_charge_is_retried(self) -> None:
         with overtaken(gateway, "charge", self.name, lambda: None):
             self.charge().get()
         self.assert_paid_once()
@@ -109,7 +109,7 @@ class ChargeTests(BillingTestCase):
     def test_paid_and_booked_are_one(self) -> None:
         with hold_lock(self.account.fencing.name()):
             result = self.charge()
-        with self.assertRaises(LockNotAcquired):  # in a test, the holder never goes
+        with self.assertRaises(LockNotAcquired):  # in a test, the holder never releases the lock
             result.get()
         self.invoice.refresh_from_db()
         self.assertEqual(self.invoice.status, Invoice.OPEN)
@@ -123,14 +123,14 @@ class CustomerTests(BillingTestCase):
         url = reverse("customer", args=[self.customer.pk])
         return self.client.put(url, json.dumps(body), headers={"If-Match": version})
 
-    def test_of_two_who_change_a_customer_at_once_one_is_refused(self) -> None:
+    def test_the_second_of_two_concurrent_changes_is_rejected(self) -> None:
         version = self.client.get(reverse("customer", args=[self.customer.pk])).headers["ETag"]
         self.assertEqual(self.put(version, email="new@example.org").status_code, 200)
         self.assertEqual(self.put(version, name="Ada L.").status_code, 412)
         self.customer.refresh_from_db()
         self.assertEqual((self.customer.name, self.customer.email), ("Ada", "new@example.org"))
 
-    def test_who_does_not_say_what_he_changed_is_asked_to(self) -> None:
+    def test_a_change_without_a_version_is_rejected(self) -> None:
         self.assertEqual(self.put("").status_code, 428)
         self.assertEqual(self.put("0", email="no address").status_code, 400)
 

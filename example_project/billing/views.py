@@ -14,24 +14,24 @@ from .models import Customer
 @require_http_methods(["GET", "PUT"])
 def customer(request: HttpRequest, pk: int) -> HttpResponse:
     """
-    Show a customer, or take a changed one.
+    Show a customer, or save a change.
 
-    Who sends a change says in If-Match which version it is made from, as GET has told it in ETag.
+    A PUT sends the version that it is based on in If-Match; GET returns it as ETag.
     """
     if request.method == "GET":
         return _shown(get_object_or_404(Customer, pk=pk))
     version = request.headers.get("If-Match", "").strip('"')
     if not version.isdigit():
-        return JsonResponse({"error": "Say in If-Match which version you changed."}, status=428)
+        return JsonResponse({"error": "Send the version that you changed in If-Match."}, status=428)
     try:
         sent = json.loads(request.body)
         changed = Customer(pk=pk, version=int(version), name=sent["name"], email=sent["email"])
         changed.clean_fields()
-        # A refusal undoes the transaction that it is in: here, only this one.
+        # A conflict rolls back the enclosing transaction: here, only this one.
         with transaction.atomic():
             changed.save(force_update=True)
     except (ValueError, KeyError, TypeError, ValidationError) as exc:
-        return JsonResponse({"error": f"This is no customer: {exc}"}, status=400)
+        return JsonResponse({"error": f"Invalid customer: {exc}"}, status=400)
     except VersionConflict as exc:
         return JsonResponse({"error": str(exc)}, status=412)
     return _shown(changed)

@@ -1,5 +1,5 @@
-"""The demonstration: a lock's holder is paused past its lease, and writes when it wakes."""
+"""The demonstration: a lock holder is paused until its lease has expired, and then writes."""
 
 
 class DemoFailed(Exception):
-    """Something went otherwise than the demonstration tells it."""
+    """The demonstration had an unexpected result."""

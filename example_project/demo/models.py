@@ -1,7 +1,7 @@
 """
-The tables of the accounts, seen by plain models: as they would be without `FencedModel`.
+Plain models of the accounts' tables, to show what goes wrong without `FencedModel`.
 
-For the demonstration and the tests, to show what goes wrong. The code that books is the same.
+The code that books is the same.
 """
 
 from django.db import models

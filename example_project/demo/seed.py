@@ -1,4 +1,4 @@
-"""Something to look at in the admin."""
+"""Example rows for the admin."""
 
 import csv
 from decimal import Decimal
@@ -13,7 +13,7 @@ from ..shop.tasks import import_stock
 
 
 def seed() -> None:
-    """Add what isn't there yet; may be called again."""
+    """Add the missing rows."""
     for number in ("1000", "1001"):
         account, _ = Account.objects.get_or_create(number=number)
     customer, _ = Customer.objects.get_or_create(
@@ -26,7 +26,7 @@ def seed() -> None:
         )
     Sale.objects.get_or_create(title="The last ten lamps", defaults={"left": 10})
     _count("north", {"lamp": 10, "bulb": 250})
-    # Called like a function, a task takes its lock as in a worker.
+    # Called like a function, a task acquires its lock as in a worker.
     import_stock("north")
 
 

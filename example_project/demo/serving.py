@@ -1,4 +1,4 @@
-"""What stays up after the demonstration: the site, for this machine alone."""
+"""Serve the site after the demonstration, for this machine only."""
 
 import contextlib
 import secrets
@@ -21,30 +21,30 @@ HOST, USER = "127.0.0.1", "demo"
 
 class _Quiet(WSGIRequestHandler):
     def log_message(self, *args: object) -> None:
-        """Leave the terminal to the demonstration."""
+        """Don't write to the terminal."""
 
 
 def serve(port: int) -> None:
-    """Serve the site until Ctrl-C; port 0 is one that is free."""
+    """Serve the site until Ctrl-C; port 0 picks a free one."""
     seed()
     password = _make_login()
     connection.close()
     try:
         server = ThreadedWSGIServer((HOST, port), _Quiet)
     except OSError as exc:
-        raise DemoFailed(f"nothing can be served at {HOST}:{port}: {exc}") from exc
+        raise DemoFailed(f"Could not listen on {HOST}:{port}: {exc}") from exc
     server.daemon_threads = True
     server.set_app(StaticFilesHandler(get_wsgi_application()))
     site = f"http://{HOST}:{server.server_port}"
     print(f"\nThe site is at {site}/\n\n   user      {USER}\n   password  {password}\n")
-    print("Ctrl-C ends it, and everything that was started for it.", flush=True)
+    print("Ctrl-C stops the site and its servers.", flush=True)
     with server, _a_lock():
         server.serve_forever()
 
 
 @contextlib.contextmanager
 def _a_lock() -> Iterator[None]:
-    """Hold a lock, to be seen in the admin and released by force; unless another site has it."""
+    """Hold a lock that you can see and release in the admin, unless another site holds it."""
     lease = lock("the-site").acquire(blocking=False)
     try:
         yield
@@ -55,7 +55,7 @@ def _a_lock() -> Iterator[None]:
 
 
 def _make_login() -> str:
-    """Make a superuser with a new password, and return that."""
+    """Create a superuser, and return its new password."""
     password = secrets.token_urlsafe(9)
     user, _ = get_user_model().objects.get_or_create(
         username=USER, defaults={"is_staff": True, "is_superuser": True}

@@ -1,4 +1,4 @@
-"""The demonstration from its set-up to its end."""
+"""Set up and run the demonstration."""
 
 import contextlib
 import os
@@ -33,24 +33,24 @@ FAILURES = (
     OperationalError,
     ProcessFailed,
 )
-DONE = "As told: the lock alone let a stale write through, the token kept it out."
+DONE = "Result: the lock alone let a stale write through. The fence rejected it."
 NEXT = """
 Where to go next
   {python} -m example_project demo --serve
-      does it again, and then keeps the admin and the simulator up
+      runs it again, then serves the admin and the simulator
   {python} -m example_project demo --redis --postgres
-      the same on servers, either of them or both
+      the same with servers: one of them or both
   example_project/README.md
-      the accounts, invoices and sales of this example: code to copy
+      the accounts, invoices and sales of this example, to copy
   README.md, docs/fenced_writes.md, docs/celery.md
-      what is promised, and what isn't
+      what the package guarantees, and what it doesn't
 """
 
 
 def run(*, redis: bool, postgres: bool, keep: str | None, serve: bool, port: int) -> int:
-    """Set everything up, play it and tidy up; returns the exit code of the process."""
+    """Set up, run and clean up the demonstration. Return the exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # So that whatever was started is ended first. Under nohup, it goes on.
+        # End the started programs first. Under nohup, ignore the signal.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
@@ -66,21 +66,21 @@ def run(*, redis: bool, postgres: bool, keep: str | None, serve: bool, port: int
 
 
 def prepare(stack: contextlib.ExitStack, *, redis: bool, postgres: bool, keep: str | None) -> None:
-    """Have the settings lead to a directory and to servers; those that are named go first."""
+    """Set the environment variables for a directory and servers. Existing ones take precedence."""
     variables = os.environ
     if keep is None:
         keep = stack.enter_context(_temporary())
-    # The worker runs elsewhere.
+    # The worker has another working directory.
     variables["EXAMPLE_DATA"] = str(Path(keep).resolve())
     start_redis = redis and not variables.get("EXAMPLE_LOCKS")
     start_postgres = postgres and not variables.get("EXAMPLE_DATABASE_URL")
     wants = servers.redis_wants(program=start_redis) if redis else []
     wants += servers.postgres_wants(program=start_postgres) if postgres else []
     if wants:
-        # All at once.
+        # Report all missing packages at once.
         how = servers.how_to_get(wants)
-        raise DemoFailed(f"there are no drivers or servers for that here. {how}")
-    # They end with this process; the simulator, if it is served, has the same.
+        raise DemoFailed(f"Drivers or servers are missing. {how}")
+    # They end with this process. The simulator uses the same servers.
     if start_postgres:
         variables["EXAMPLE_DATABASE_URL"] = servers.postgres()
     if start_redis:
@@ -91,11 +91,11 @@ def prepare(stack: contextlib.ExitStack, *, redis: bool, postgres: bool, keep: s
 
 
 def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
-    """Make the tables, start the worker, and tell the story twice."""
+    """Create the tables, start the worker, and run the scene twice."""
     print("Setting up a database and a Celery worker ...", flush=True)
     began = time.monotonic()
     django.setup()
-    # These can be imported only now that Django is set up.
+    # These imports need Django to be set up.
     from django.conf import settings
     from django.core.management import call_command
 
@@ -106,7 +106,7 @@ def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
     call_command("migrate", verbosity=0)
     _ask_servers()
     queue = f"demo-{secrets.token_hex(4)}"
-    # When the worker has ended: what is on a broker of somebody's doesn't go with a directory.
+    # After the worker has ended: on your broker, its queue would remain.
     stack.callback(_remove, queue)
     stage = stack.enter_context(contextlib.closing(Stage()))
     temporary = stack.enter_context(_temporary())
@@ -115,13 +115,13 @@ def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
     worker.wait_until(lambda: (told := stage.hear(0.1)) and told.event == "ready")
     print(_made(time.monotonic() - began))
     print(INTRODUCTION)
-    print("1. FENCING OFF. A plain model: nobody looks at the token\n")
+    print("1. FENCING OFF. A plain model: no write checks the token\n")
     Scene(stage, worker, queue, fenced=False).play()
     print("2. FENCING ON. A FencedModel: each write checks the token\n")
     Scene(stage, worker, queue, fenced=True).play()
     print(DONE)
     if serve:
-        # Ctrl-C is how it is meant to end.
+        # Ctrl-C is the normal end.
         with contextlib.suppress(KeyboardInterrupt):
             serve_site(port)
     else:
@@ -130,7 +130,7 @@ def play(stack: contextlib.ExitStack, *, serve: bool, port: int) -> None:
 
 
 def _ask_servers() -> None:
-    """Raise if a server doesn't answer: a worker would try it again and again."""
+    """Raise if a server is unavailable: a worker would retry forever."""
     lock("example", backend="demo").holder()
     with celery_app.connection_for_write() as broker:
         broker.ensure_connection(max_retries=1)
@@ -142,13 +142,13 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 def _worker(log: Path, queue: str, temporary: str) -> Process:
     command = [sys.executable, "-m", "celery", "-A", "example_project", "worker", "-l", "INFO"]
-    # Its own queue, so that it gets no other's messages and nobody else its own; and the project's.
+    # A queue of its own, to separate it from other workers, and the project's queue.
     command += ["-P", "prefork", "-c", "2", "-Q", f"{queue},example", "-n", f"{queue}@%h"]
-    # Looking for other workers costs a second.
+    # Searching for other workers takes a second.
     command += ["--without-mingle", "--without-gossip", "--without-heartbeat"]
-    # Its own way to end takes five seconds; and a task whose process stands still never ends.
+    # A clean shutdown takes five seconds, and never ends with a paused process.
     stop, cwd = signal.SIGKILL, environment.HERE.parent
-    # One that is killed leaves temporary files behind.
+    # A killed worker leaves temporary files behind.
     variables = {**os.environ, "TMPDIR": temporary}
     return Process(command, log, stop=stop, cwd=cwd, environment=variables)
 

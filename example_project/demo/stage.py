@@ -1,4 +1,4 @@
-"""The line from the worker's processes to the demonstration: a socket that they tell things to."""
+"""A socket on which the worker's processes send events to the demonstration."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ _ASKS = "asks"
 
 
 def tell(event: str, **facts: Any) -> None:
-    """Tell what happens. If nobody listens, that is all right."""
+    """Send an event, if the demonstration listens."""
     with contextlib.suppress(OSError), _line() as line:
         _send(line, event, facts)
 
 
 def ask() -> None:
-    """Ask a question, and wait for the answer however long it takes."""
+    """Send a question, and wait for the answer without a time limit."""
     with contextlib.suppress(OSError), _line() as line:
         _send(line, _ASKS, {})
         line.recv(1)
@@ -48,7 +48,7 @@ def _send(line: socket.socket, event: str, facts: dict[str, Any]) -> None:
 
 @dataclass
 class Told:
-    """What one of the worker's processes told."""
+    """An event from one of the worker's processes."""
 
     event: str
     pid: int
@@ -56,13 +56,13 @@ class Told:
     _line: socket.socket
 
     def answer(self) -> None:
-        """Give the answer that it waits for."""
+        """Send the answer that the process waits for."""
         with self._line:
             self._line.sendall(b"\n")
 
 
 class Stage:
-    """Where the worker's processes are heard, one event after the other."""
+    """Receives the events of the worker's processes in order."""
 
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="fencedlock-demo-")
@@ -75,13 +75,13 @@ class Stage:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def hear(self, timeout: float) -> Told | None:
-        """Return the next event; None if nothing was told for so long."""
+        """Return the next event, or None after `timeout` seconds."""
         with contextlib.suppress(queue.Empty):
             return self._heard.get(timeout=timeout)
         return None
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         self._socket.close()
         self._directory.cleanup()
         os.environ.pop(VARIABLE, None)
@@ -89,12 +89,12 @@ class Stage:
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                # One after the other, so that they stay in the order in which they were told.
+                # One connection at a time, to keep the order of the events.
                 line, _ = self._socket.accept()
                 with line.makefile("rb") as file:
                     facts = json.loads(file.readline())
                 told = Told(facts.pop("event"), facts.pop("pid"), facts, line)
                 if told.event != _ASKS:
-                    # Nobody will answer.
+                    # Only a question gets an answer.
                     line.close()
                 self._heard.put(told)

@@ -1,4 +1,4 @@
-"""The story itself: what is done to the worker's two processes, and what is heard of them."""
+"""The scene: pause one of the worker's two processes, and print their events."""
 
 import os
 import secrets
@@ -20,39 +20,39 @@ from .tasks import book
 TTL = settings.FENCEDLOCK["demo"]["TTL"]
 OPENING, DEPOSIT, WITHDRAWAL = Decimal(100), Decimal(50), Decimal(-30)
 RIGHT = OPENING + DEPOSIT + WITHDRAWAL
-#: Seconds that nobody may say anything before the demonstration gives up.
+#: Seconds without an event after which the demonstration fails.
 PATIENCE = 25
 
 INTRODUCTION = (
-    "Two tasks book on one account, under the account's lock, each in a process of\n"
-    f"its own. A adds {DEPOSIT:g} to the balance of {OPENING:g}, B takes {-WITHDRAWAL:g} off: "
-    f"{RIGHT:g} is right.\n"
-    f"The lock is a lease of {TTL:g} s. It is renewed as long as its process runs.\n"
+    "Two tasks book on one account, under the account's lock, in two processes.\n"
+    f"A adds {DEPOSIT:g} to the balance of {OPENING:g}, B subtracts {-WITHDRAWAL:g}: "
+    f"the correct result is {RIGHT:g}.\n"
+    f"The lease lasts {TTL:g} s. It is renewed while its process runs.\n"
 )
 
 WORDS = {
-    "begins": "wants the lock too. It is held, under token {holder}, so B waits",
-    "acquired": "has the lock, with token {token}",
-    "took over": "has the lock, with token {token}: A's lease has run out",
-    "again": "takes up the refused task, which has come back as a new message",
+    "begins": "tries to acquire the lock. It is held with token {holder}, so B waits",
+    "acquired": "acquires the lock with token {token}",
+    "took over": "acquires the lock with token {token}: A's lease has expired",
+    "again": "runs the rejected task again",
     "read": "reads the balance: {balance}",
-    "asks": "asks another service before it writes, and waits for the answer",
-    "wrote": "WRITES the balance {balance}, under token {token}",
-    "refused": "is REFUSED. StaleFence: {message}",
-    "fails": "hears of it at last: LeaseLost. It has written already",
-    "ends": "is done, and gives the lock back",
+    "asks": "calls another service before it writes, and waits for the answer",
+    "wrote": "WRITES the balance {balance} with token {token}",
+    "refused": "is REJECTED. StaleFence: {message}",
+    "fails": "gets LeaseLost, but it has already written",
+    "ends": "is done, and releases the lock",
     "log": "logs: {message}",
 }
 
 
 class Scene:
     """
-    One telling, on an account of its own.
+    One run, on a new account.
 
     Args:
-        stage: Where the worker's processes are heard.
+        stage: Receives the events of the worker's processes.
         worker: The worker.
-        queue: Where it takes its tasks from.
+        queue: The worker's queue.
         fenced: Whether the account is a FencedModel.
     """
 
@@ -66,12 +66,12 @@ class Scene:
         self.endings: list[str] = []
 
     def play(self) -> None:
-        """Tell it; raises DemoFailed if it goes otherwise."""
+        """Run it. Raise `DemoFailed` if the result is unexpected."""
         kind = "fenced" if self._fenced else "plain"
-        # By the plain model, so that the story has the first token.
+        # With the plain model, so that task A gets the first token.
         account = PlainAccount.objects.create(number=f"{kind}-{secrets.token_hex(2)}")
         account.post(OPENING, "opening balance")
-        # The worker has connections of its own.
+        # The worker has its own connections.
         connection.close()
         self._began = time.monotonic()
         self._act(account.pk)
@@ -85,12 +85,12 @@ class Scene:
         a = question.pid
         os.kill(a, signal.SIGSTOP)
         try:
-            self._say(a, f"is PAUSED: SIGSTOP to process {a}. Nobody renews its lease now")
+            self._say(a, f"is PAUSED: SIGSTOP to process {a}. Its lease isn't renewed")
             self._book(account, WITHDRAWAL, "a withdrawal")
             self._follow(until="ends")
-            # The answer is there when it wakes, as after any long pause.
+            # The answer is there when the process continues, as after any long pause.
             question.answer()
-            self._say(a, "is WOKEN: SIGCONT. It has its answer, and knows of no pause")
+            self._say(a, "CONTINUES: SIGCONT. It gets its answer, unaware of the pause")
         finally:
             os.kill(a, signal.SIGCONT)
         self._follow(until="ends" if self._fenced else "fails")
@@ -100,7 +100,7 @@ class Scene:
         book.apply_async(arguments, queue=self._queue)
 
     def _follow(self, until: str) -> Told:
-        """Tell what the processes tell, up to an event."""
+        """Print the events of the processes, up to one."""
         while True:
             told = self._hear()
             if told.event == "fails" and until != "fails":
@@ -112,14 +112,14 @@ class Scene:
 
     def _hear(self) -> Told:
         while told := self._stage.hear(PATIENCE):
-            # The worker's main process may log as well, and has no part in this.
+            # Ignore what the worker's main process logs.
             if told.event != "log" or told.pid in self._names:
                 return told
         self._worker.check()
-        raise DemoFailed(f"Nothing was heard for {PATIENCE} s.{self._worker.tail()}")
+        raise DemoFailed(f"No event for {PATIENCE} s.{self._worker.tail()}")
 
     def _words(self, told: Told) -> str | None:
-        """Note what is told, and return the words for it."""
+        """Record an event, and return its description."""
         if told.event == "begins":
             if told.pid not in self._names:
                 self._names[told.pid] = "AB"[len(self._names)]
@@ -137,10 +137,10 @@ class Scene:
         found = (self.tokens, self.endings, balance, total)
         if self._fenced:
             expected = ([1, 2, 3], ["refused"], RIGHT, RIGHT)
-            verdict = "RIGHT: the stale write was refused, and its task done anew."
+            verdict = "RIGHT: the stale write was rejected, and its task was retried."
         else:
             expected = ([1, 2], ["fails"], OPENING + DEPOSIT, RIGHT)
-            verdict = "WRONG: A, under token 1, has overwritten what B wrote under 2."
+            verdict = "WRONG: A, with token 1, has overwritten what B wrote with token 2."
         if found != expected:
             raise DemoFailed(f"expected {expected}, found {found}.")
         print(f"\n   The balance is {balance:.2f}, its ledger adds up to {total:.2f}.")

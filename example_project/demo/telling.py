@@ -1,4 +1,4 @@
-"""What Celery and the locks do around the body of the demonstration's task, told to the stage."""
+"""Send events of Celery and of the locks around the body of the demonstration's task."""
 
 import logging
 from typing import Any
@@ -17,8 +17,8 @@ class _Logged(logging.Handler):
 
 
 def begin() -> None:
-    """Have everything told from now on."""
-    # Errors are told by the task itself; a lost lease is noticed by the thread that renews it.
+    """Send all events from now on."""
+    # The task sends its errors itself. The keeper's thread logs a lost lease as a warning.
     handler = _Logged(logging.WARNING)
     handler.addFilter(lambda record: record.levelno == logging.WARNING)
     logging.getLogger("django_fencedlock").addHandler(handler)

@@ -1,4 +1,4 @@
-"""What the demonstration is built of."""
+"""Tests of the demonstration's parts."""
 
 import os
 import tempfile
@@ -14,14 +14,14 @@ from . import seed
 
 
 class MessageTests(SimpleTestCase):
-    def test_a_message_is_seen_when_it_is_whole(self) -> None:
+    def test_workers_only_see_complete_messages(self) -> None:
         directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
         options = {"data_folder_in": directory, "data_folder_out": directory}
         options |= {"control_folder": directory / "control"}
         replace, seen = os.replace, []
 
         def look_and_replace(source: Path, target: Path) -> None:
-            # As a worker looks.
+            # As a worker does.
             seen.append([name for name in os.listdir(directory) if ".q.msg" in name])
             replace(source, target)
 

@@ -4,7 +4,7 @@ from django_fencedlock.models import FencedModel, Fencing
 
 
 class Sale(FencedModel):
-    """A few things, sold cheaply to whoever comes first."""
+    """A sale of a few items, first come, first served."""
 
     fencing = Fencing("sale:{pk}")
 
@@ -16,7 +16,7 @@ class Sale(FencedModel):
 
 
 class Order(FencedModel):
-    """One of the things, sold. There is none without the sale's lock."""
+    """A sold item, written under the sale's lock."""
 
     fencing = Fencing("sale:{sale_id}")
 
@@ -28,7 +28,7 @@ class Order(FencedModel):
 
 
 class Stock(FencedModel):
-    """How many of an article a warehouse has. All articles of a warehouse have one lock."""
+    """The stock of an article in a warehouse. All articles of a warehouse share a lock."""
 
     fencing = Fencing("warehouse:{warehouse}")
 

@@ -9,13 +9,13 @@ class SoldOut(Exception):
 
 def sell(sale_id: int, buyer: str) -> Order:
     """
-    Sell one.
+    Sell one item.
 
     Raises:
-        SoldOut: Others were faster.
-        LockNotAcquired: There is a crowd; come again.
+        SoldOut: No item is left.
+        LockNotAcquired: Too many buyers at once. Retry.
     """
-    # First the lock, then the transaction: the next buyer is let in when this sale is committed.
+    # First the lock, then the transaction: the lock is released after the commit.
     with Sale.fencing.lock(pk=sale_id, ttl=10, blocking_timeout=5), transaction.atomic():
         sale = Sale.objects.get(pk=sale_id)
         if not sale.left:

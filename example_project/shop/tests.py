@@ -1,4 +1,4 @@
-"""Nothing is sold twice, no stock is older than the newest count, and a list is made once."""
+"""Tests of sales, stock imports and the list of bestsellers."""
 
 import threading
 from collections.abc import Callable
@@ -31,8 +31,8 @@ class SaleTests(TestCase):
         self.name = self.sale.fencing.name()
 
     def sell_to_b(self) -> None:
-        """Sell the last one while A stands still; B's own lock is over by then."""
-        plain = QuerySet(Sale)  # made by hand, it knows nothing of fences
+        """Sell the last item as B while A is paused. B has already released its lock."""
+        plain = QuerySet(Sale)  # a plain queryset doesn't check fences
         plain.filter(pk=self.sale.pk).update(left=0)
         QuerySet(Order).bulk_create([Order(sale=self.sale, buyer="B")])
 
@@ -50,7 +50,7 @@ class SaleTests(TestCase):
             QuerySet(Order).bulk_create([Order(sale=sale, buyer="A")])
         self.assertEqual(self.buyers(), {"A", "B"})
 
-    def test_with_it_who_was_overtaken_sells_nothing(self) -> None:
+    def test_with_the_fence_a_stale_seller_sells_nothing(self) -> None:
         with (
             self.assertRaises(StaleFence),
             overtaken(Sale.objects, "get", self.name, self.sell_to_b),
@@ -64,7 +64,7 @@ class SaleTests(TestCase):
         with self.assertRaises(SoldOut):
             sell(self.sale.pk, "B")
 
-    def test_the_page_says_how_it_went(self) -> None:
+    def test_the_status_of_each_outcome(self) -> None:
         url = reverse("buy", args=[self.sale.pk])
         with hold_lock(self.name):
             self.assertEqual(self.client.post(url).status_code, 503)
@@ -74,7 +74,7 @@ class SaleTests(TestCase):
 
 
 def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """Have threads do something at the same time, each with connections of its own."""
+    """Call `work` in threads at the same time, each with its own connections."""
     start = threading.Barrier(count)
 
     def run(number: int) -> Any:
@@ -91,14 +91,14 @@ def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 class CrowdTests(TransactionTestCase):
-    def test_a_crowd_gets_what_there_is_and_no_more(self) -> None:
+    def test_concurrent_buyers_get_no_more_than_there_is(self) -> None:
         sale = Sale.objects.create(title="lamp", left=3)
         results = at_once(6, lambda number: sell(sale.pk, f"buyer {number}"))
         sale.refresh_from_db()
         sold = [found for found in results if isinstance(found, Order)]
         self.assertEqual((len(sold), sale.left, sale.orders.count()), (3, 0, 3), results)
 
-    def test_of_all_who_ask_one_makes_the_list(self) -> None:
+    def test_one_of_many_requests_builds_the_list(self) -> None:
         cache.delete(bestsellers.KEY)
         made = mock.Mock(return_value=["lamp"])
         with mock.patch.object(bestsellers, "look_up", made):
@@ -112,12 +112,12 @@ class BestsellersTests(TestCase):
         for title, orders in (("lamp", 1), ("bulb", 2), ("wire", 0)):
             sale = Sale.objects.create(title=title, left=5)
             for _ in range(orders):
-                sell(sale.pk, "somebody")
+                sell(sale.pk, "guest")
         self.assertEqual(
             self.client.get(reverse("bestsellers")).json(), {"bestsellers": ["bulb", "lamp"]}
         )
 
-    def test_a_lock_that_is_not_to_be_had_keeps_nobody_from_the_list(self) -> None:
+    def test_the_list_is_shown_without_the_lock(self) -> None:
         cache.delete(bestsellers.KEY)
         with hold_lock("bestsellers"):
             self.assertEqual(bestsellers.bestsellers(), [])
@@ -141,7 +141,7 @@ class StockTests(TestCase):
         return dict(Stock.objects.values_list("article", "count"))
 
     def import_newer(self) -> None:
-        """Import a newer count while A stands still with the older one."""
+        """Import a newer count while A is paused with the older one."""
         self.count(7)
         QuerySet(Stock).bulk_create([Stock(warehouse="north", article="lamp", count=7)])
 

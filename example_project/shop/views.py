@@ -10,20 +10,20 @@ from .sales import SoldOut, sell
 
 @require_POST
 def buy(request: HttpRequest, pk: int) -> JsonResponse:
-    """Sell one to whoever asks."""
+    """Sell one item to the buyer."""
     try:
-        order = sell(pk, request.POST.get("buyer", "somebody"))
+        order = sell(pk, request.POST.get("buyer", "guest"))
     except Sale.DoesNotExist:
         return JsonResponse({"error": f"There is no sale {pk}."}, status=404)
     except SoldOut as exc:
         return JsonResponse({"error": str(exc)}, status=409)
     except LockNotAcquired:
-        busy = {"error": "There is a crowd. Try again."}
+        busy = {"error": "Too many buyers at once. Try again."}
         return JsonResponse(busy, status=503, headers={"Retry-After": "1"})
     return JsonResponse({"order": order.pk}, status=201)
 
 
 @require_safe
 def best(request: HttpRequest) -> JsonResponse:
-    """Show what sells best."""
+    """Return the bestsellers."""
     return JsonResponse({"bestsellers": bestsellers()})

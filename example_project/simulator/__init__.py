@@ -1,1 +1,1 @@
-"""A page on which real processes lock, pause, get cut off and write, and what comes of it."""
+"""A page on which real processes acquire a lock, pause, get disconnected and write."""

@@ -1,7 +1,7 @@
 """
-The lock services on the switch: what each needs, and the settings that a process gets for it.
+The lock services of the simulator: what each needs, and the settings of its processes.
 
-Another service is one more class here, and its place in `BACKENDS`.
+To add a service, add a class and its entry in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from .. import servers
 
-#: Seconds for which a client asks a service that doesn't answer.
+#: Seconds until a request of a client times out.
 TIMEOUT = 1.0
 
 
 @dataclass(frozen=True)
 class World:
-    """What belongs to one simulation alone: its files, and what its names begin with."""
+    """The files and the name prefix of one simulation."""
 
     name: str
     directory: Path
-    #: The server of the lock service, unless that is a file.
+    #: The server of the lock service; empty for a file.
     server: str = ""
 
 
 class Backend:
-    """A lock service: the base of those on the switch."""
+    """Base class of the lock services."""
 
     key: str
     label: str
-    #: Whether anything can come between a client and the service.
+    #: Whether there is a network between a client and the service.
     has_network = True
-    #: Why not, for people.
+    #: The reason if there is none.
     why_no_network = ""
-    #: Whether the service can forget a lock.
+    #: Whether the service can lose its data.
     can_be_emptied = False
-    #: The service keeps a lock whose time is over until somebody wants it.
+    #: The service keeps an expired lock until another client requests it.
     lasts_on = False
 
     def missing(self) -> str:
-        """Say what it would need and how to get it; nothing, if all is there."""
+        """Return what is missing and how to install it; empty if nothing is."""
         return ""
 
     def start(self) -> str:
-        """Return the URL of its server, which is started if need be."""
+        """Return the URL of its server; start the server if necessary."""
         return ""
 
     def address(self, server: str) -> tuple[str, int] | None:
-        """Where a client's way to the service can be cut; None if it can't."""
+        """Return the service's address for a proxy, or None."""
         return None
 
     def settings(self, world: World, at: tuple[str, int] | None = None) -> dict[str, Any]:
-        """Django's settings for one process that reaches the service at an address, or directly."""
+        """Return the settings of a process that connects to the service at `at` or directly."""
         raise NotImplementedError
 
 
@@ -64,8 +64,8 @@ class Database(Backend):
     label = "Database row (SQLite)"
     has_network = False
     why_no_network = (
-        "The lease is a row of the very SQLite file that the counter is in: between a client and "
-        "a file there is no network to cut."
+        "The lease is a row of the SQLite file with the counter: there is no network between a "
+        "client and a file."
     )
 
     def settings(self, world: World, at: tuple[str, int] | None = None) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Redis(Backend):
     key = "redis"
     label = "Redis"
     can_be_emptied = True
-    why_no_network = "This Redis is reached over a unix socket or TLS, which aren't proxied here."
+    why_no_network = "This Redis uses a Unix socket or TLS, which the simulator can't proxy."
 
     def missing(self) -> str:
         return _missing(servers.redis_wants())
@@ -106,7 +106,7 @@ class Postgres(Backend):
     key = "postgres"
     label = "PostgreSQL advisory lock"
     lasts_on = True
-    why_no_network = "This PostgreSQL is reached over a unix socket, which isn't proxied here."
+    why_no_network = "This PostgreSQL uses a Unix socket, which the simulator can't proxy."
 
     def missing(self) -> str:
         return _missing(servers.postgres_wants())
@@ -123,7 +123,7 @@ class Postgres(Backend):
         databases = {"default": direct}
         options: dict[str, Any] = {"TIMEOUT": TIMEOUT}
         if at is not None:
-            # The session that has the locks goes another way than the writes.
+            # The session with the locks uses the proxy, the writes don't.
             databases["service"] = direct | {"HOST": at[0], "PORT": str(at[1])}
             options["DATABASE"] = "service"
         service = {
@@ -136,7 +136,7 @@ class Postgres(Backend):
 BACKENDS: dict[str, Backend] = {each.key: each for each in (Database(), Redis(), Postgres())}
 
 
-# What they would log is told on the page, and is what they are there for.
+# The page shows what they would log.
 _QUIET = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -189,7 +189,7 @@ def _postgres(world: World) -> dict[str, Any]:
 def _missing(wants: list[str]) -> str:
     if not wants:
         return ""
-    return f"It takes a driver or a program that isn't here. {servers.how_to_get(wants)}"
+    return f"A driver or a program is missing. {servers.how_to_get(wants)}"
 
 
 def _is_plain(parts: Any) -> bool:

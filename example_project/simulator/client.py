@@ -1,4 +1,4 @@
-"""A client of the lock service: takes the lock, reads the counter, writes it, and lets go."""
+"""A client: acquires the lock, reads and writes the counter, and releases the lock."""
 
 import sys
 from typing import Any
@@ -12,12 +12,12 @@ from django_fencedlock.lease import Lease
 
 from .puppet import begin, die_with, obey, say
 
-#: Seconds for which a client stands in line.
+#: Seconds for which a client waits for the lock.
 PATIENCE = 120
 
 
 class Client:
-    """One holder. All that it does, it does in one thread: a lease belongs to its thread."""
+    """One holder. It runs in one thread, because a lease belongs to its thread."""
 
     def __init__(self) -> None:
         from .models import COUNTERS, LOCK
@@ -28,7 +28,7 @@ class Client:
         signals.leases_renewed.connect(self._renewed)
 
     def acquire(self, run: str, ttl: float, fencing: str) -> None:
-        """Take the lock, and read the counter under it."""
+        """Acquire the lock, and read the counter."""
         self._forget()
         self._rows: Any = self._counters[fencing].objects.filter(pk=run)
         wanted = lock(self._lock_name.format(run=run), ttl=ttl, blocking_timeout=PATIENCE)
@@ -49,7 +49,7 @@ class Client:
         lease.on_lost(self._lost)
 
     def write(self) -> None:
-        """Write what follows from what was read, however long ago that was."""
+        """Write the value read before plus one, however long ago it was read."""
         lease = self._lease
         assert lease is not None
         seen, value = self._value, self._value + 1
@@ -64,7 +64,7 @@ class Client:
             say("wrote", token=lease.token, seen=seen, value=value)
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         lease, self._lease = self._lease, None
         assert lease is not None
         lease.off_lost(self._lost)

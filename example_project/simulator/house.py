@@ -1,4 +1,4 @@
-"""Who plays: one simulation for each browser, few at once, and none for longer than wanted."""
+"""The running simulations: one per browser, a few at once, closed when unused."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .plans import Plan
 from .player import PACE, Player
 from .simulation import Refused, Simulation
 
-#: Simulations at once. Each has up to five processes.
+#: The maximum number of simulations. Each has up to five processes.
 MOST = 3
-#: Seconds without a sign of the page after which its simulation ends.
+#: Seconds without a request after which a simulation is closed.
 IDLE = 25.0
 
 
 class Room:
-    """A simulation and its script."""
+    """A simulation and its player."""
 
     def __init__(self, number: int, plan: Plan) -> None:
         self.number = number
@@ -34,7 +34,7 @@ class Room:
 
 
 class House:
-    """All the rooms, by the key that a browser has."""
+    """All rooms, by the browser's key."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, idle: float = IDLE) -> None:
         self._clock = clock
@@ -45,7 +45,7 @@ class House:
         self._watched = False
 
     def room(self, key: str) -> Room | None:
-        """The room of a browser; that it asks keeps the room."""
+        """Return the room of a browser, and keep it open."""
         with self._lock:
             room = self._rooms.get(key)
             if room is not None:
@@ -53,12 +53,12 @@ class House:
             return room
 
     def begin(self, key: str, plan: Plan) -> Room:
-        """Begin a run anew. Its processes start when they have something to do."""
+        """Start a new run. Its processes start when they are needed."""
         with self._lock:
             before = self._rooms.pop(key, None)
             if before is None and len(self._rooms) >= MOST:
                 raise Refused(
-                    f"{MOST} simulations run already, and no more at once. One ends "
+                    f"{MOST} simulations are already running, which is the limit. One ends "
                     f"{self._idle:g} s after its page is closed; try again then."
                 )
             self._numbers += 1
@@ -72,7 +72,7 @@ class House:
         return room
 
     def end(self, key: str, number: int) -> None:
-        """End a run, unless another one has begun since."""
+        """Close a run, unless another one has begun since."""
         with self._lock:
             room = self._rooms.get(key)
             if room is None or room.number != number:
@@ -81,7 +81,7 @@ class House:
         room.close()
 
     def sweep(self) -> None:
-        """End what nobody looks at any more."""
+        """Close all unused rooms."""
         with self._lock:
             limit = self._clock() - self._idle
             gone = [key for key, room in self._rooms.items() if room.seen_at < limit]
@@ -90,7 +90,7 @@ class House:
             room.close()
 
     def close(self) -> None:
-        """End all of them."""
+        """Close all rooms."""
         with self._lock:
             rooms = list(self._rooms.values())
             self._rooms.clear()

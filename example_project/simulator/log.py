@@ -1,4 +1,4 @@
-"""What happened in a run, in order, for whoever asks or waits for more."""
+"""The events of a run, in order, with a condition to wait for more."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-#: Of a long play, the beginning is forgotten.
+#: The number of events that are kept.
 MOST = 2000
-#: What may come before a run begins: processes start, which takes a moment.
+#: Events before the run begins: processes start, which takes a moment.
 PRELUDE = ("starting", "ready")
 
 
 class Log:
     """
-    Events of one run; each gets a number, and its time in seconds since the run began:
-    since something other happened than that processes started.
+    Events of one run, each with a number and its time in seconds since the run began.
 
-    Its condition guards all that belongs to the run.
+    The run begins with the first event that isn't in `PRELUDE`. The condition guards all
+    attributes of the run.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Log:
         self._began: float | None = None
         self._events: list[dict[str, Any]] = []
         self._next = 1
-        #: Raised by whatever changes, an event or a state. Who knows nothing yet knows 0.
+        #: Increased by every event or change of state; a new page begins with 0.
         self.version = 1
 
     def now(self) -> float:
-        """Seconds since the run began; 0 before that."""
+        """Return the seconds since the run began; 0 before that."""
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     def add(self, events: Iterable[dict[str, Any]]) -> None:
@@ -45,7 +45,7 @@ class Log:
             self.touch()
 
     def touch(self) -> None:
-        """Say that something changed."""
+        """Wake all that wait for a change."""
         with self.changed:
             self.version += 1
             self.changed.notify_all()

@@ -1,7 +1,7 @@
 """
-What is known of the clients, the lock and the counter, made of nothing but what they tell.
+The state of the clients, the lock and the counter, as their messages report it.
 
-Each thing told becomes events for the page. Times are of the system's monotonic clock.
+Each message becomes events for the page. Times are of the system's monotonic clock.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ NAMES = ("A", "B", "C", "D")
 
 @dataclass
 class Seen:
-    """One client, as far as it is known."""
+    """The known state of one client."""
 
     name: str
     #: off, starting, idle, asking, waiting, holding
     state: str = "off"
-    #: Its process had begun, and is gone.
+    #: Its process was started and has ended.
     ended: bool = False
-    #: Does something, and hasn't said yet what came of it.
+    #: It has a command that it hasn't answered yet.
     busy: bool = False
     token: int | None = None
     deadline: float = 0.0
     ran_out: bool = False
-    #: It knows that it has lost the lock.
+    #: It has noticed that it lost the lock.
     lost: bool = False
-    #: The counter, as it has it in memory.
+    #: The value of the counter in its memory.
     value: int | None = None
     paused: bool = False
     cut: bool = False
-    #: It will write as soon as it wakes.
+    #: It will write as soon as it continues.
     about_to_write: bool = False
 
     @property
     def believes(self) -> bool:
-        """Whether it takes itself for the holder."""
+        """Whether it considers itself the holder."""
         return self.state == "holding" and not self.lost
 
     def forget_lease(self) -> None:
@@ -55,12 +55,12 @@ class Mirror:
     """The state of one run."""
 
     def __init__(self, lasts_on: bool = False) -> None:
-        #: The service keeps a lock whose time is over until somebody wants it.
+        #: The service keeps an expired lock until another client requests it.
         self.lasts_on = lasts_on
         self.clients = {name: Seen(name) for name in NAMES}
         self.newest: int | None = None
         self.holders: dict[int, str] = {}
-        #: The token of whoever has the lock, by the service's word.
+        #: The token of the current holder, as the service reports it.
         self.service: int | None = None
         self._service_since = 0.0
         self.value = 0
@@ -74,30 +74,30 @@ class Mirror:
         return self.accepted - self.value
 
     def believers(self, but: Seen | None = None) -> list[Seen]:
-        """Who takes himself for the holder."""
+        """Return the clients that consider themselves the holder."""
         return [each for each in self.clients.values() if each.believes and each is not but]
 
     def hear(self, name: str, told: dict[str, Any]) -> list[Event]:
-        """Note what a client told."""
+        """Process a message of a client."""
         handler = getattr(self, f"_{told['event']}", None)
         if handler is None:
             return []
         return list(handler(self.clients[name], told))
 
     def is_live(self) -> bool:
-        """Whether time matters: somebody has the lock, wants it, or stands still."""
+        """Whether the page must follow the clock: a client holds, requests, or is paused."""
         return self.service is not None or any(
             each.believes or each.paused or each.busy or each.state in ("starting", "waiting")
             for each in self.clients.values()
         )
 
     def verdict(self, at: float) -> list[Event]:
-        """Say what it comes to in the end."""
+        """Return the final result."""
         tone = "error" if self.lost_updates else "success"
         text = readings.verdict(self)
         return [{"at": at, "who": None, "kind": "verdict", "text": text, "tone": tone}]
 
-    # What clients tell
+    # Messages of clients
 
     def _ready(self, client: Seen, told: Event) -> Iterator[Event]:
         client.state, client.busy = "idle", False
@@ -189,7 +189,7 @@ class Mirror:
         yield from self._let_go(client, told, text, message=told["message"])
 
     def _let_go(self, client: Seen, told: Event, text: str, **facts: Any) -> Iterator[Event]:
-        # Before the lock is taken anew, a lost one is let go: that is still the same command.
+        # An acquire first drops a lost lease, as a part of the same command.
         client.busy = client.state == "asking"
         if not client.busy:
             client.state = "idle"
@@ -198,7 +198,7 @@ class Mirror:
 
     def _gave_up(self, client: Seen, told: Event) -> Iterator[Event]:
         client.state, client.busy = "idle", False
-        yield _event(client, told, text=f"{client.name} has waited long enough, and gives up.")
+        yield _event(client, told, text=f"{client.name} gives up waiting.")
 
     def _failed(self, client: Seen, told: Event) -> Iterator[Event]:
         client.busy = client.about_to_write = False
@@ -207,17 +207,17 @@ class Mirror:
         text = readings.failed(client, told["doing"])
         yield _event(client, told, text=text, tone="warning", message=told["message"])
 
-    # What the referee tells
+    # Messages of the referee
 
     def overdue(self, now: float) -> bool:
-        """Whether a look at the service is worth it: a lease may have run out."""
+        """Whether to ask the service now: a lease may have expired."""
         return any(
             each.state == "holding" and not each.ran_out and not each.lost and each.deadline < now
             for each in self.clients.values()
         )
 
     def looked(self, told: Event) -> list[Event]:
-        """Note what the lock service and the row say."""
+        """Process the state of the lock service and the row."""
         if "message" in told:
             return []
         events = [event for each in self.clients.values() for event in self._run_out(each, told)]
@@ -232,7 +232,7 @@ class Mirror:
         if client.state != "holding" or client.ran_out or client.lost or client.deadline >= at:
             return
         if told["token"] == client.token and (told["left"] or 0) > 0:
-            # Renewed, and stopped before it could say so.
+            # Renewed, and paused before it could report that.
             client.deadline = at + told["left"]
             yield _event(client, told, kind="renewed", token=client.token)
             return
@@ -260,14 +260,14 @@ class Mirror:
             self.service = token
             yield {"at": at, "who": None, "kind": "service", "token": token}
 
-    # What is done to clients
+    # Commands to clients
 
     def starting(self, name: str, at: float) -> list[Event]:
         self.clients[name].state = "starting"
         return [{"at": at, "who": name, "kind": "starting"}]
 
     def ended(self, name: str, at: float) -> list[Event]:
-        """Note that a process is gone."""
+        """Record that a process has ended."""
         client = self.clients[name]
         text = readings.killed(client)
         token = client.token

@@ -1,8 +1,7 @@
 """
-The counter that all clients write, once for each way to fence it.
+The counter that all clients write, one model for each fencing mode.
 
-Their tables are in the databases that the simulator makes for itself; in the project's own they
-stay empty.
+The simulator creates their tables in its own databases; in the project's database they stay empty.
 """
 
 from django.db import models
@@ -13,7 +12,7 @@ LOCK = "counter:{run}"
 
 
 class Counter(models.Model):
-    """What the three have in common. One row for each run of the simulation."""
+    """Base class of the counters. One row per run of the simulation."""
 
     run = models.CharField(max_length=40, primary_key=True)
     value = models.IntegerField(default=0)
@@ -23,14 +22,14 @@ class Counter(models.Model):
 
 
 class PlainCounter(Counter):
-    """Nobody looks at the token."""
+    """No write checks the token."""
 
     def __str__(self):
         return f"{self.run}: {self.value}"
 
 
 class HighWaterCounter(FencedModel, Counter):
-    """The row's own fence never goes down."""
+    """The row's fence never goes down."""
 
     fencing = Fencing(LOCK, mode="high_water")
 

@@ -1,4 +1,4 @@
-"""Plays a scenario, all through or by steps, each when the one before has had its effect."""
+"""Plays a scenario. Each step starts after the effect of the previous one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .simulation import Refused, Simulation
 
 #: Seconds between two steps, for reading.
 PACE = 1.2
-#: Seconds that a step may take beyond the ttl.
+#: Seconds for a step in addition to the ttl.
 PATIENCE = 15
 
 
 class Player:
-    """The script of one simulation, and how far it is played."""
+    """The steps of one simulation, and the position in them."""
 
     def __init__(self, simulation: Simulation, pace: float = PACE) -> None:
         self.simulation = simulation
         self.steps = SCENARIOS[simulation.plan.scenario].steps
-        #: How many steps are done.
+        #: The number of finished steps.
         self.done = 0
         #: ``""``, ``step`` or ``play``.
         self.doing = ""
@@ -34,23 +34,23 @@ class Player:
         return self.done >= len(self.steps)
 
     def step(self) -> None:
-        """Do the next step, without waiting for it."""
+        """Start the next step."""
         self._begin("step")
 
     def play(self) -> None:
-        """Do all the steps that are left, without waiting for them."""
+        """Start all remaining steps."""
         self._begin("play")
 
     def stop(self) -> None:
-        """Do no further step."""
+        """Start no further step."""
         self._hold.set()
 
     def _begin(self, doing: str) -> None:
         with self.simulation.log.changed:
             if self.doing:
-                raise Refused("The scenario is being played.")
+                raise Refused("The scenario is already playing.")
             if self.finished:
-                raise Refused("The scenario is over. Start anew to play it again.")
+                raise Refused("The scenario has ended. Restart to play it again.")
             self.doing, self.trouble = doing, ""
             self._hold.clear()
             self.simulation.log.touch()
@@ -74,7 +74,7 @@ class Player:
 
     def _do_step(self) -> None:
         if self.done == 0:
-            # So that no later step waits for a process to start.
+            # Start all processes first, so that no later step waits for one.
             for name in sorted({step.who for step in self.steps} - {"?"}):
                 self.simulation.begin(name)
         perform(self.simulation, self.steps[self.done])
@@ -94,7 +94,7 @@ def perform(simulation: Simulation, step: Step) -> None:
     if not simulation.log.wait_for(lambda: has_happened() or simulation.closed, seconds):
         raise Refused(f"This step had no effect within {seconds} s: {step.caption}.")
     if step.does == "acquire" and not simulation.mirror.clients[step.who].believes:
-        raise Refused(f"{step.who} didn't get the lock, so the scenario can't go on.")
+        raise Refused(f"{step.who} didn't acquire the lock, so the scenario can't continue.")
 
 
 def _acquire(simulation: Simulation, who: str) -> Callable[[], bool]:
@@ -106,7 +106,7 @@ def _queue(simulation: Simulation, who: str) -> None:
     simulation.acquire(who)
     client = simulation.mirror.clients
     simulation.log.wait_for(lambda: client[who].state in ("waiting", "holding"), PATIENCE)
-    # It is said just before it stands in line.
+    # The client reports it just before it enters the queue.
     time.sleep(0.1)
 
 
@@ -123,7 +123,7 @@ def _release(simulation: Simulation, who: str) -> Callable[[], bool]:
 
 
 def _wake(simulation: Simulation, who: str) -> Callable[[], bool]:
-    # First, so that it is the very next thing that it does: before it can notice anything.
+    # Send the command first: the client writes before it can notice the loss.
     simulation.write(who)
     simulation.wake(who)
     return _done(simulation, who)
@@ -158,11 +158,11 @@ def _holder(simulation: Simulation) -> str:
     with simulation.log.changed:
         believers = simulation.mirror.believers()
         if not believers:
-            raise Refused("Nobody has the lock.")
+            raise Refused("No client holds the lock.")
         return believers[0].name
 
 
-#: What each step does; it returns what to wait for, if that takes time.
+#: The function of each step; it returns a condition to wait for, or None.
 _STEPS: dict[str, Callable[[Simulation, str], Callable[[], bool] | None]] = {
     "acquire": _acquire,
     "queue": _queue,

@@ -1,4 +1,4 @@
-"""The processes of a simulation: started when they are wanted, and none of them left behind."""
+"""The processes of a simulation, started on demand and always ended."""
 
 import contextlib
 import json
@@ -14,20 +14,20 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-#: Seconds that a process has to tidy up.
+#: Seconds for a process to clean up.
 PATIENCE = 5
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Puppet:
     """
-    One process that obeys, and tells what happens.
+    A process that executes commands and sends messages.
 
     Args:
-        module: What it runs.
-        arguments: More of its command line.
-        settings: Django's, for it alone.
-        hear: Called with all that it says; with None when it has ended.
+        module: The module to run.
+        arguments: Further arguments of the command line.
+        settings: The Django settings of the process.
+        hear: Called with each message, and with None when the process has ended.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Puppet:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Ctrl-C is for the server. And of a process group that is left alone by the death of
-            # its parent the system wakes those that are stopped.
+            # Ctrl-C must not reach it. If its parent dies, the system continues the stopped
+            # processes of an orphaned process group.
             process_group=0,
         )
         self.pid: int = self._process.pid
@@ -60,12 +60,12 @@ class Puppet:
         return self._process.poll() is None
 
     def tell(self, do: str, **facts: Any) -> None:
-        """Have it do something. It does one thing after the other."""
+        """Send a command. The process executes one after the other."""
         self._write({"do": do, **facts})
 
     def pause(self) -> None:
-        """Stop it in the middle of whatever it does; returns when it stands still."""
-        # Not os.kill(): the pid of one that is gone may be somebody else's.
+        """Stop the process, and wait until it is stopped."""
+        # Not os.kill(): the pid of an ended process may belong to another one.
         self._process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 2
         while self.running and time.monotonic() < deadline:
@@ -75,16 +75,16 @@ class Puppet:
             time.sleep(0.001)
 
     def wake(self) -> None:
-        """Let it go on."""
+        """Continue the process."""
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it as SIGKILL does, also if it stands still; returns when it is gone."""
+        """Kill the process, also if it is stopped, and wait for its end."""
         self._process.kill()
         self._process.wait()
 
     def dismiss(self) -> None:
-        """Have it tidy up and end; returns when it is gone."""
+        """Let the process clean up and end, and wait for its end."""
         with self._writing, contextlib.suppress(OSError):
             self._stdin.close()
         try:
@@ -97,7 +97,7 @@ class Puppet:
         return self._process.stdin
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        # One that is gone can't be told anything; that it is gone is told by _listen().
+        # The process may have ended; _listen() reports that.
         with self._writing, contextlib.suppress(OSError, ValueError):
             self._stdin.write(json.dumps(line) + "\n")
             self._stdin.flush()
@@ -119,8 +119,8 @@ class _Spawner:
     """
     Starts processes from one thread that lives as long as the server.
 
-    They ask to be killed with their parent, and to the system that is the thread which started
-    them; the threads of a web server live for one request.
+    The processes ask to be killed with their parent. For the system, that is the thread that
+    started them, and a web server's thread ends with its request.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A network that can go dead: a TCP proxy between one client and the lock service."""
+"""A TCP proxy between one client and the lock service, which can stop forwarding."""
 
 import asyncio
 import contextlib
@@ -12,9 +12,9 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 class Proxy:
     """
-    Forwards connections to a server. While it is dead nothing passes and nothing is closed.
+    Forwards connections to a server. While it is cut, it forwards and closes nothing.
 
-    What was sent meanwhile arrives when it is mended, as TCP would have it.
+    Data sent in that time arrives after `mend()`, as with TCP.
     """
 
     host = "127.0.0.1"
@@ -29,15 +29,15 @@ class Proxy:
         return not self._alive.is_set()
 
     def cut(self) -> None:
-        """Let nothing pass any more."""
+        """Stop forwarding."""
         self._run(self._switch(alive=False))
 
     def mend(self) -> None:
-        """Let everything pass again, what was held back first."""
+        """Forward again, delayed data first."""
         self._run(self._switch(alive=True))
 
     def close(self) -> None:
-        """Close all connections, and listen no more."""
+        """Close all connections, and stop listening."""
         self._run(self._shut())
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -84,7 +84,7 @@ class Proxy:
                 await self._alive.wait()
                 writer.write(data)
                 await writer.drain()
-            # The end of a connection is news as well.
+            # The end of a connection is delayed as well.
             await self._alive.wait()
         writer.close()
 

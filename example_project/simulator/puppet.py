@@ -1,9 +1,8 @@
 """
-What the simulator's processes have in common: they do what they are told, and tell what happens.
+The common part of the simulator's processes: execute commands, send messages.
 
-Commands come as lines of JSON on stdin, after one with the settings; what happened goes out as
-lines of JSON on stdout. Each has the time of the system's monotonic clock, which is one for all
-processes of a machine.
+The first line of JSON on stdin has the settings, the others have commands. Messages are lines of
+JSON on stdout, with the time of the system's monotonic clock, which all processes share.
 """
 
 import ctypes
@@ -17,22 +16,22 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-#: Seconds that a process has left when it is wanted no more.
+#: Seconds until a process ends after the simulator has closed its stdin.
 AT_LAST = 5.0
 _PR_SET_PDEATHSIG = 1
-_mouth = threading.Lock()
+_writing = threading.Lock()
 
 
 def say(event: str, **facts: Any) -> None:
-    """Tell the simulator what happened. The keeper's thread speaks as well."""
+    """Send a message to the simulator. The keeper's thread also calls this."""
     line = json.dumps({"event": event, "at": time.monotonic(), **facts}) + "\n"
-    with _mouth:
+    with _writing:
         sys.stdout.write(line)
         sys.stdout.flush()
 
 
 def begin() -> None:
-    """Read the settings and set Django up."""
+    """Read the settings, and set up Django."""
     from django.conf import settings
 
     settings.configure(**json.loads(sys.stdin.readline()))
@@ -42,7 +41,7 @@ def begin() -> None:
 
 
 def obey(commands: Mapping[str, Callable[..., object]], at_end: Callable[[], object]) -> None:
-    """Do one command after the other, until nobody is there to give them."""
+    """Execute commands until stdin is closed."""
     waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(waiting, at_end), daemon=True).start()
     say("ready")
@@ -54,7 +53,7 @@ def obey(commands: Mapping[str, Callable[..., object]], at_end: Callable[[], obj
 def _listen(waiting: queue.SimpleQueue[dict[str, Any]], at_end: Callable[[], object]) -> None:
     for line in sys.stdin:
         waiting.put(json.loads(line))
-    # The simulator is gone, or done with this process, which may be in the middle of a wait.
+    # The simulator has ended or closed this process, which may be waiting for a lock.
     threading.Timer(AT_LAST, os._exit, [1]).start()
     try:
         at_end()
@@ -63,9 +62,9 @@ def _listen(waiting: queue.SimpleQueue[dict[str, Any]], at_end: Callable[[], obj
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the simulator dies, also while standing still."""
-    # A process that is stopped reads no end of stdin. Elsewhere than on Linux it is woken by the
-    # system, being in a process group that its parent's death leaves alone.
+    """Arrange to be killed when the simulator dies, also while stopped."""
+    # A stopped process doesn't notice the end of stdin. On other systems than Linux, the system
+    # continues it, because its process group is orphaned.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

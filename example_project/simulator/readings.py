@@ -1,4 +1,4 @@
-"""One sentence, sometimes two, on what just happened."""
+"""Sentences that describe events."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .mirror import Mirror, Seen
 
-EMPTIED = (
-    "Redis is emptied: it knows neither that somebody has the lock, nor which tokens it gave out."
-)
+EMPTIED = "Redis is emptied: it has lost the lock and the counter of tokens."
 
 
-#: What counts when several things happen at once.
+#: The weight of an event among several at the same time.
 _WEIGHTS = {"verdict": 9, "error": 5, "refused": 4, "acquired": 3, "success": 2, "warning": 1}
-#: Seconds within which things happen at once, and what somebody does, with which it starts anew.
+#: Seconds within which events count as simultaneous. A command of the user starts again.
 AT_ONCE = 0.5
 _DONE_BY_HAND = ("paused", "woke", "cut", "mended", "emptied")
 
 
 def latest(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What tells most of the things that happened last."""
+    """Return the most important of the latest events."""
     told = [event for event in events if event.get("text")]
     if not told:
         return None
@@ -37,14 +35,14 @@ def _weight(event: dict[str, Any]) -> int:
 
 
 def verdict(mirror: Mirror) -> str:
-    """What it comes to in the end."""
+    """Return the final result."""
     accepted = _count(mirror.accepted, "write was", "writes were")
     end = f"In the end {accepted} accepted and the counter is {mirror.value}"
     if mirror.lost_updates:
         lost = _count(mirror.lost_updates, "update is", "updates are")
-        return f"{end}: wrong. {lost.capitalize()} lost, and nobody was told."
+        return f"{end}: wrong. {lost.capitalize()} lost, without any error."
     if mirror.rejected:
-        return f"{end}: right. What came too late was refused, and its writer told."
+        return f"{end}: right. The stale write was rejected, and its client got an error."
     return f"{end}: right."
 
 
@@ -55,7 +53,7 @@ def _count(number: int, one: str, many: str) -> str:
 
 def waits(mirror: Mirror, client: Seen) -> str:
     holder = mirror.holders.get(mirror.service or 0)
-    return f"{client.name} waits: {holder or 'somebody'} has the lock."
+    return f"{client.name} waits: {holder or 'another client'} has the lock."
 
 
 def acquired(mirror: Mirror, client: Seen, waited: bool) -> str:
@@ -65,16 +63,16 @@ def acquired(mirror: Mirror, client: Seen, waited: bool) -> str:
         other = others[0]
         return (
             f"{client.name} has the lock, with token {client.token}, while {other.name} still "
-            f"takes itself for the holder, with token {other.token}. {read}"
+            f"considers itself the holder, with token {other.token}. {read}"
         )
-    how = "is next: it has" if waited else "has"
+    how = "was next: it has" if waited else "has"
     return f"{client.name} {how} the lock, with token {client.token}. {read}"
 
 
 def revived(client: Seen) -> str:
     return (
-        f"{client.name} renews its lease, although it had run out: nobody else had come, so token "
-        f"{client.token} is still the newest."
+        f"{client.name} renews its lease after it had expired: no other client acquired the lock, "
+        f"so token {client.token} is still the newest."
     )
 
 
@@ -82,106 +80,106 @@ def lost(mirror: Mirror, client: Seen) -> str:
     if mirror.newest is not None and client.token is not None and mirror.newest > client.token:
         newer = mirror.holders[mirror.newest]
         return (
-            f"{client.name} learns that it has lost the lock: {newer} got it, with token "
-            f"{mirror.newest}."
+            f"{client.name} notices that it has lost the lock: {newer} acquired it with "
+            f"token {mirror.newest}."
         )
     return (
-        f"{client.name} can't renew its lease and gives it up by its own clock. Code that doesn't "
-        "ask goes on all the same."
+        f"{client.name} can't renew its lease, and loses it by its own clock. Code that doesn't "
+        "check the lease continues."
     )
 
 
 def wrote(mirror: Mirror, client: Seen, told: dict[str, Any]) -> str:
-    """What a write means, just before it is noted."""
+    """Describe a write before it is recorded."""
     token, value, before = told["token"], told["value"], mirror.value
     newest = mirror.newest or token
     overwrote, stale = told["seen"] != before, token < newest
     if stale and overwrote:
         return (
-            f"{client.name}'s write under token {token} is accepted after {mirror.holders[newest]} "
-            f"wrote under token {newest}: nobody compared them. The counter goes from {before} to "
-            f"{value}, and what was written since {client.name} read it is lost."
+            f"{client.name}'s write with token {token} is accepted after {mirror.holders[newest]} "
+            f"wrote with token {newest}: no write checks the token. The counter changes from "
+            f"{before} to {value}, and the writes since {client.name} read it are lost."
         )
     if stale:
         return (
-            f"{client.name}'s write under token {token} is accepted, though token {newest} is out: "
-            f"{mirror.holders[newest]} has read {before} already, and hasn't written yet."
+            f"{client.name}'s write with token {token} is accepted, although token {newest} was "
+            f"granted: {mirror.holders[newest]} has already read {before}, but has not written yet."
         )
     if overwrote:
         return (
-            f"{client.name} writes {value}, from the {told['seen']} that it read. It is the "
-            f"rightful holder, and yet the {before} written meanwhile is lost."
+            f"{client.name} writes {value}, based on the {told['seen']} that it read. It is the "
+            f"current holder, but the {before} written since then is lost."
         )
-    return f"{client.name} writes {value}, under token {token}."
+    return f"{client.name} writes {value} with token {token}."
 
 
 def refused(mirror: Mirror, client: Seen) -> str:
     return (
-        f"{client.name}'s write under token {client.token} is refused, StaleFence: token "
+        f"{client.name}'s write with token {client.token} is rejected, StaleFence: token "
         f"{mirror.newest} has been granted since. The counter stays {mirror.value}."
     )
 
 
 def released(client: Seen) -> str:
-    return f"{client.name} gives the lock back."
+    return f"{client.name} releases the lock."
 
 
 def dropped(client: Seen, message: str) -> str:
     if message:
-        return f"{client.name} drops its lease; it can't tell the lock service."
-    return f"{client.name} drops its lease, which it had lost: LeaseLost."
+        return f"{client.name} drops its lease, but can't reach the lock service."
+    return f"{client.name} drops its lost lease: LeaseLost."
 
 
 def failed(client: Seen, doing: str) -> str:
     if doing == "acquire":
         return (
-            f"{client.name} gets no answer from the lock service, which is never taken for a lock: "
+            f"{client.name} gets no answer from the lock service, so it doesn't get the lock: "
             "BackendUnavailable."
         )
-    return f"{client.name} couldn't write: the database didn't answer."
+    return f"{client.name} couldn't write: the database was unavailable."
 
 
 def ran_out(client: Seen, lasts_on: bool) -> str:
-    whom = f"{client.name}'s lease"
+    lease = f"{client.name}'s lease"
     if lasts_on:
         return (
-            f"The time of {whom} is over. Its session lives, so PostgreSQL keeps the lock until "
-            "somebody wants it."
+            f"{lease} has expired. Its session is alive, so PostgreSQL keeps the lock until "
+            "another client requests it."
         )
-    why = " It stands still, and can't know." if client.paused else ""
-    why = " It runs, and couldn't renew it." if client.cut and not client.paused else why
-    return f"{whom} has run out: the lock is free.{why}"
+    why = " It is paused, so it can't notice." if client.paused else ""
+    why = " It runs, but couldn't renew it." if client.cut and not client.paused else why
+    return f"{lease} has expired: the lock is free.{why}"
 
 
 def freed(who: str, lasts_on: bool) -> str:
     if lasts_on:
-        return f"{who}'s session has ended with it: the lock is free at once."
-    return f"The lease that {who} left behind has run out: the lock is free."
+        return f"{who}'s session has ended with its process: the lock is free at once."
+    return f"{who}'s lease has expired: the lock is free."
 
 
 def killed(client: Seen) -> str:
     if client.token is not None:
-        return f"{client.name} is dead, and has given nothing back."
+        return f"{client.name} is dead, and has not released the lock."
     return f"{client.name}'s process has ended."
 
 
 def paused(client: Seen) -> str:
     if client.believes:
-        return f"{client.name} stands still (SIGSTOP). Nothing in it runs, nor renews its lease."
-    return f"{client.name} stands still (SIGSTOP)."
+        return f"{client.name} is paused (SIGSTOP). It can't renew its lease."
+    return f"{client.name} is paused (SIGSTOP)."
 
 
 def woke(client: Seen) -> str:
     if client.about_to_write:
-        return f"{client.name} goes on (SIGCONT), and can't know how long it stood still."
-    return f"{client.name} goes on (SIGCONT)."
+        return f"{client.name} continues (SIGCONT), and can't know how long it was paused."
+    return f"{client.name} continues (SIGCONT)."
 
 
 def cut(client: Seen) -> str:
     if client.believes:
-        return f"{client.name} no longer reaches the lock service. It does reach the counter."
-    return f"{client.name} no longer reaches the lock service."
+        return f"{client.name} can't reach the lock service. It can reach the counter."
+    return f"{client.name} can't reach the lock service."
 
 
 def mended(client: Seen) -> str:
-    return f"{client.name} reaches the lock service again."
+    return f"{client.name} can reach the lock service again."

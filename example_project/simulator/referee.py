@@ -1,7 +1,7 @@
 """
-The referee: makes the tables and the counter, and tells what the services and the rows say.
+The referee: creates the tables and the counter, and reports the state of service and counter.
 
-It reaches everything directly, whoever is cut off; and it tidies up when the simulation is over.
+It connects directly, without a proxy, and cleans up when the simulation has ended.
 """
 
 import shutil
@@ -28,7 +28,7 @@ class Referee:
         self._key_prefix: str = settings.FENCEDLOCK["default"].get("KEY_PREFIX", "")
 
     def prepare(self) -> None:
-        """Make the tables."""
+        """Create the tables."""
         if self._schema:
             with connection.cursor() as cursor:
                 cursor.execute(f'CREATE SCHEMA "{self._schema}"')
@@ -43,7 +43,7 @@ class Referee:
         say("counting", run=run)
 
     def look(self, run: str, fencing: str) -> None:
-        """Tell the counter's value, and who has the lock by its service's word."""
+        """Report the counter's value, and the holder according to the lock service."""
         from .models import COUNTERS, LOCK
 
         since = time.monotonic()
@@ -61,12 +61,12 @@ class Referee:
         say("looked", run=run, since=since, token=token, left=left, value=value)
 
     def empty(self) -> None:
-        """Have Redis forget the lock and the counter of tokens, all that is this simulation's."""
+        """Delete this simulation's lock and counter of tokens from Redis."""
         keys = self._forget_keys()
         say("emptied", keys=keys)
 
     def tidy_up(self) -> None:
-        """Leave nothing behind: no schema, no keys, no files."""
+        """Remove schema, keys and files."""
         shutil.rmtree(self._directory, ignore_errors=True)
         if self._schema:
             with connection.cursor() as cursor:
@@ -83,7 +83,7 @@ class Referee:
 
 
 def main() -> None:
-    # Not killed with the simulator: it has to tidy up, and is never stopped.
+    # Without die_with(): it must clean up, and it is never stopped.
     begin()
     referee = Referee(directory=sys.argv[2])
     commands = {

@@ -1,4 +1,4 @@
-"""The scripted scenarios: what happens in which order, and what each step waits for."""
+"""The scenarios: steps in order, and what each step waits for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Step:
     One step: a command to a client, or a wait.
 
     Args:
-        does: ``acquire``, ``queue`` (acquire, and stand in line), ``write``, ``release``,
+        does: ``acquire``, ``queue`` (acquire, and wait in the queue), ``write``, ``release``,
             ``pause``, ``wake``, ``cut``, ``mend``, ``kill``, ``empty``; or a wait: ``run_out``,
             ``gets`` (the lock), ``kept`` (renewed once).
-        who: Which client; ``?`` for whoever has the lock.
-        caption: What it does, for people.
+        who: The client; ``?`` is the current holder.
+        caption: The description on the page.
     """
 
     does: str
@@ -35,168 +35,168 @@ class Scenario:
     needs_emptying: bool = False
 
 
-def _takes(who: str) -> Step:
-    return Step("acquire", who, f"{who} takes the lock and reads the counter")
+def _acquires(who: str) -> Step:
+    return Step("acquire", who, f"{who} acquires the lock and reads the counter")
 
 
 def _writes(who: str, again: bool = False) -> Step:
-    return Step("write", who, f"{who} writes once more" if again else f"{who} writes")
+    return Step("write", who, f"{who} writes again" if again else f"{who} writes")
 
 
-def _gives_back(who: str) -> Step:
-    return Step("release", who, f"{who} gives the lock back")
+def _releases(who: str) -> Step:
+    return Step("release", who, f"{who} releases the lock")
 
 
-def _stops(who: str) -> Step:
-    return Step("pause", who, f"{who} stands still before it writes, as in a long GC")
+def _pauses(who: str) -> Step:
+    return Step("pause", who, f"{who} is paused before it writes, as in a long GC")
 
 
-def _runs_out(who: str) -> Step:
-    return Step("run_out", who, f"Nobody renews {who}'s lease: it runs out")
+def _expires(who: str) -> Step:
+    return Step("run_out", who, f"{who}'s lease isn't renewed and expires")
 
 
-def _wakes_writing(who: str) -> Step:
-    return Step("wake", who, f"{who} wakes, and writes what it was about to write")
+def _continues(who: str) -> Step:
+    return Step("wake", who, f"{who} continues, and writes")
 
 
 SCENARIOS: dict[str, Scenario] = {
     "pause": Scenario(
         "A pauses, B takes over, A writes anyway",
-        "Why a lease is not a lock: its holder can stand still past its end, and not know it.",
+        "Why a lease is not a lock: its holder can be paused past its expiry without noticing.",
         (
-            _takes("A"),
-            _stops("A"),
-            _runs_out("A"),
-            _takes("B"),
+            _acquires("A"),
+            _pauses("A"),
+            _expires("A"),
+            _acquires("B"),
             _writes("B"),
             _writes("B", again=True),
-            _gives_back("B"),
-            _wakes_writing("A"),
-            Step("acquire", "A", "A takes the lock anew, and reads the counter anew"),
+            _releases("B"),
+            _continues("A"),
+            Step("acquire", "A", "A acquires the lock again, and reads the counter again"),
             _writes("A"),
-            _gives_back("A"),
+            _releases("A"),
         ),
     ),
     "unfenced": Scenario(
         "The same without fencing: a lost update",
-        "With the lock alone, what the late writer writes is accepted, and nobody hears of it.",
+        "With the lock alone, the late write is accepted without any error.",
         (
-            _takes("A"),
-            _stops("A"),
-            _runs_out("A"),
-            _takes("B"),
+            _acquires("A"),
+            _pauses("A"),
+            _expires("A"),
+            _acquires("B"),
             _writes("B"),
             _writes("B", again=True),
-            _gives_back("B"),
-            _wakes_writing("A"),
-            Step("acquire", "C", "C takes the lock, and trusts what it reads"),
+            _releases("B"),
+            _continues("A"),
+            Step("acquire", "C", "C acquires the lock, and uses the wrong value"),
             _writes("C"),
-            _gives_back("C"),
+            _releases("C"),
         ),
         fencing="off",
     ),
     "high-water": Scenario(
         "High water: a late write before the new holder's first",
-        "The row's own fence rises with the writes alone. Until B has written, A's old token "
-        "passes. Serialised fencing compares with the newest grant instead.",
+        "The row's own fence only rises with writes. Until B has written, A's old token is "
+        "accepted. Serialised fencing compares with the newest grant instead.",
         (
-            _takes("A"),
-            _stops("A"),
-            _runs_out("A"),
-            _takes("B"),
-            _wakes_writing("A"),
+            _acquires("A"),
+            _pauses("A"),
+            _expires("A"),
+            _acquires("B"),
+            _continues("A"),
             _writes("B"),
-            _gives_back("B"),
+            _releases("B"),
         ),
         fencing="high_water",
     ),
     "unharmed": Scenario(
-        "A pauses, and nobody comes",
-        "A pause costs nothing unless somebody else took the lock meanwhile: the token is still "
-        "the newest.",
+        "A pauses, and no client takes over",
+        "A pause does no harm unless another client acquired the lock: the token is still the "
+        "newest.",
         (
-            _takes("A"),
-            _stops("A"),
-            _runs_out("A"),
-            _wakes_writing("A"),
+            _acquires("A"),
+            _pauses("A"),
+            _expires("A"),
+            _continues("A"),
             Step("kept", "A", "A's lease is renewed"),
-            _gives_back("A"),
+            _releases("A"),
         ),
     ),
     "cut": Scenario(
         "A is cut off from the lock service",
-        "A runs, and reaches the database, but not the lock service: it can't renew its lease.",
+        "A can reach the database, but not the lock service: it can't renew its lease.",
         (
-            _takes("A"),
-            Step("cut", "A", "The network between A and the lock service goes dead"),
-            _runs_out("A"),
-            _takes("B"),
+            _acquires("A"),
+            Step("cut", "A", "The network between A and the lock service fails"),
+            _expires("A"),
+            _acquires("B"),
             _writes("B"),
             Step("write", "A", "A writes anyway"),
-            _gives_back("B"),
-            Step("mend", "A", "The network is mended"),
-            Step("acquire", "A", "A takes the lock anew, and reads the counter anew"),
+            _releases("B"),
+            Step("mend", "A", "The network works again"),
+            Step("acquire", "A", "A acquires the lock again, and reads the counter again"),
             _writes("A"),
-            _gives_back("A"),
+            _releases("A"),
         ),
         backend="redis",
         needs_network=True,
     ),
     "queue": Scenario(
         "Four clients want one lock",
-        "One has it, three wait. Redis and PostgreSQL serve first who came first; of a database "
-        "row, whoever looks first gets it.",
+        "One client has it, three wait. Redis and PostgreSQL are first come, first served; with a "
+        "database row, the first client that polls acquires it.",
         (
-            _takes("A"),
-            Step("queue", "B", "B wants it too, and waits"),
+            _acquires("A"),
+            Step("queue", "B", "B requests it too, and waits"),
             Step("queue", "C", "C waits"),
             Step("queue", "D", "D waits"),
             _writes("A"),
-            _gives_back("A"),
-            Step("gets", "?", "One of those who wait gets the lock"),
+            _releases("A"),
+            Step("gets", "?", "A waiting client acquires the lock"),
             Step("write", "?", "It writes"),
-            Step("release", "?", "It gives the lock back"),
-            Step("gets", "?", "The next one gets it"),
+            Step("release", "?", "It releases the lock"),
+            Step("gets", "?", "The next one acquires it"),
             Step("write", "?", "It writes"),
-            Step("release", "?", "It gives the lock back"),
-            Step("gets", "?", "The last one gets it"),
+            Step("release", "?", "It releases the lock"),
+            Step("gets", "?", "The last one acquires it"),
             Step("write", "?", "It writes"),
-            Step("release", "?", "It gives the lock back"),
+            Step("release", "?", "It releases the lock"),
         ),
     ),
     "killed": Scenario(
         "A is killed",
-        "A dead holder gives nothing back. Whoever waits on the same machine sees that its "
-        "process is gone; from elsewhere B would have to wait for the end of the lease. A session "
-        "of PostgreSQL ends with its process.",
+        "A dead holder doesn't release its lock. A waiter on the same machine notices that its "
+        "process has ended; on another machine, B would have to wait until the lease expires. A "
+        "PostgreSQL session ends with its process.",
         (
-            _takes("A"),
+            _acquires("A"),
             _writes("A"),
-            Step("queue", "B", "B wants the lock too, and waits"),
-            Step("kill", "A", "A is killed (SIGKILL), lock in hand"),
-            Step("gets", "B", "B gets the lock"),
+            Step("queue", "B", "B requests the lock too, and waits"),
+            Step("kill", "A", "A is killed (SIGKILL) while it has the lock"),
+            Step("gets", "B", "B acquires the lock"),
             _writes("B"),
-            _gives_back("B"),
+            _releases("B"),
         ),
     ),
     "emptied": Scenario(
-        "Redis forgets everything",
-        "An emptied Redis knows neither the holder nor the last token. The tokens rise all the "
-        "same, for the newest grant is recorded in the database.",
+        "Redis loses its data",
+        "An emptied Redis has lost the holder and the last token. Tokens still rise, because the "
+        "database has the newest grant.",
         (
-            _takes("A"),
-            _stops("A"),
+            _acquires("A"),
+            _pauses("A"),
             Step("empty", "A", "Redis is emptied: the lock and the counter of tokens are gone"),
-            Step("acquire", "B", "B asks for the lock, which Redis now takes for free"),
+            Step("acquire", "B", "B acquires the lock, which is free according to Redis"),
             _writes("B"),
-            _gives_back("B"),
-            _wakes_writing("A"),
+            _releases("B"),
+            _continues("A"),
         ),
         backend="redis",
         needs_emptying=True,
     ),
     "free": Scenario(
         "No script: play yourself",
-        "Have the clients do what you like, in any order.",
+        "Control the clients yourself, in any order.",
     ),
 }

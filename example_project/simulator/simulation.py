@@ -1,4 +1,4 @@
-"""One simulation: real processes, what is done to them, and what is known of them."""
+"""One simulation: real processes, commands to them, and their state."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from .plans import Plan
 from .processes import Puppet
 from .proxy import Proxy
 
-#: Seconds that a process may take to start, and a referee to make the tables.
+#: Seconds for a process to start, and for the referee to create the tables.
 PATIENCE = 30
-#: Seconds between two looks at the service while somebody is in play.
+#: Seconds between two requests to the service while the run is active.
 LOOK_EACH = 0.25
-#: How long a client may be paused by the clock.
+#: The longest pause with a time limit, in seconds.
 LONGEST_PAUSE = 60
 
 
 class Refused(Exception):
-    """What was asked for can't be done now. The message says why, for people."""
+    """The command is impossible now; the message is for the user."""
 
 
 class Simulation:
     """
-    A world, a run in it, and the processes that play.
+    A run with its world and its processes.
 
-    The condition of the log guards the mirror and the tables of processes; what takes long is done
-    outside of it.
+    The condition of the log guards the mirror and the tables of processes; slow work is done
+    without it.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -64,13 +64,13 @@ class Simulation:
     # Starting and ending
 
     def open(self) -> None:
-        """Begin to make the world, if that isn't done: tables, and a counter at 0."""
+        """Start to create the world, unless it exists: tables, and a counter at 0."""
         with self._opening:
             if self._referee is not None:
                 return
             self._refuse_if_closed()
             if not hasattr(signal, "SIGSTOP"):
-                raise Refused("This system has no SIGSTOP, so no process could be paused.")
+                raise Refused("This system has no SIGSTOP, so processes can't be paused.")
             name = f"simulator_{secrets.token_hex(6)}"
             directory = Path(tempfile.mkdtemp(prefix="fencedlock-simulator-"))
             try:
@@ -87,7 +87,7 @@ class Simulation:
             threading.Thread(target=self._tick, name="simulator-clock", daemon=True).start()
 
     def close(self) -> None:
-        """End every process, and leave nothing behind."""
+        """End every process, and clean up."""
         with self.log.changed:
             self.closed = True
             self.log.touch()
@@ -100,10 +100,10 @@ class Simulation:
             if self._referee is not None:
                 self._referee.dismiss()
             if self._world is not None:
-                # The referee may not have come so far as to do it.
+                # The referee may have ended before its cleanup.
                 shutil.rmtree(self._world.directory, ignore_errors=True)
 
-    # What can be done
+    # Commands
 
     def begin(self, name: str) -> None:
         """Start a client's process, unless it runs."""
@@ -116,13 +116,13 @@ class Simulation:
                 self._clients[name] = Puppet("client", [name], self._settings(name), hear)
 
     def start(self, name: str) -> None:
-        """Start a client's process, unless it runs; returns when it is ready."""
-        # Tables are made meanwhile.
+        """Start a client's process, unless it runs, and wait until it is ready."""
+        # The tables are created at the same time.
         self.begin(name)
         prepared = self.log.wait_for(lambda: self._prepared or self.closed, PATIENCE)
         self._refuse_if_closed()
         if not prepared:
-            raise Refused(f"The tables weren't made within {PATIENCE} s; the server may be hung.")
+            raise Refused(f"The tables weren't created within {PATIENCE} s; the server may hang.")
         started = self.log.wait_for(
             lambda: self.closed or self.mirror.clients[name].state != "starting", PATIENCE
         )
@@ -141,7 +141,7 @@ class Simulation:
         self._command(name, "release")
 
     def pause(self, name: str, seconds: float | None = None) -> None:
-        """Stop a client's process, for so many seconds or until it is woken."""
+        """Pause a client's process, for some seconds or until it is woken."""
         with self.log.changed:
             self._require(name, "pause")
             self._clients[name].pause()
@@ -158,7 +158,7 @@ class Simulation:
             self._clients[name].wake()
 
     def cut(self, name: str) -> None:
-        """Let nothing pass between a client and the lock service."""
+        """Cut the network between a client and the lock service."""
         self.start(name)
         with self.log.changed:
             self._require(name, "cut")
@@ -178,7 +178,7 @@ class Simulation:
         self.log.wait_for(lambda: self.mirror.clients[name].state == "off", 5)
 
     def empty(self, name: str = "") -> None:
-        """Have the lock service forget everything."""
+        """Delete all data of the lock service."""
         self.open()
         if not self.backend.can_be_emptied:
             raise Refused(f"{self.backend.label} can't be emptied.")
@@ -188,12 +188,12 @@ class Simulation:
         self.log.wait_for(lambda: self._emptied > emptied or self.closed, 5)
 
     def pids(self) -> dict[str, int]:
-        """The processes of the clients that run."""
+        """Return the process ids of the running clients."""
         with self.log.changed:
             return {name: each.pid for name, each in self._clients.items() if each.running}
 
     def why_not(self, name: str, action: str) -> str:
-        """Say why something can't be done with a client now; nothing, if it can."""
+        """Return why a command is impossible now; empty if it is possible."""
         with self.log.changed:
             return _why_not(self.mirror.clients[name], action, self)
 
@@ -229,7 +229,7 @@ class Simulation:
         return self.backend.settings(self._world, (proxy.host, proxy.port))
 
     def can_cut(self) -> bool:
-        """Whether something is between the clients and the service that can go dead."""
+        """Whether there is a network between the clients and the service."""
         if self._world is None:
             return self.backend.has_network
         return self.backend.address(self._world.server) is not None
@@ -248,7 +248,7 @@ class Simulation:
         with self.log.changed:
             if told is None:
                 if not self._prepared and not self.closed:
-                    self._why_closed = "The tables couldn't be made. The server's console says why."
+                    self._why_closed = "The tables couldn't be created. See the server's console."
                 self.closed = True
             elif told["event"] == "counting":
                 self._prepared = True
@@ -261,7 +261,7 @@ class Simulation:
             self.log.touch()
 
     def _tick(self) -> None:
-        """Wake who has slept for long enough, and look at the service now and then."""
+        """Wake clients whose pause has ended, and poll the service."""
         while not self._stop.wait(0.05):
             now = time.monotonic()
             with self.log.changed:
@@ -282,22 +282,22 @@ def _why_not(client: Seen, action: str, simulation: Simulation) -> str:
     who = client.name
     if action == "acquire":
         if client.paused:
-            return f"{who} stands still."
+            return f"{who} is paused."
         if client.state in ("off", "idle") or (client.state == "holding" and not client.busy):
             return ""
         return f"{who} is busy."
     if action == "cut":
         if not simulation.can_cut():
             return simulation.backend.why_no_network
-        return f"{who} is cut off already." if client.cut else ""
+        return f"{who} is already cut off." if client.cut else ""
     if action == "mend":
         return "" if client.cut else f"{who} isn't cut off."
     if client.state in ("off", "starting"):
-        return f"{who} doesn't run."
+        return f"{who} isn't running."
     if action == "pause":
-        return f"{who} stands still already." if client.paused else ""
+        return f"{who} is already paused." if client.paused else ""
     if action == "wake":
-        return "" if client.paused else f"{who} doesn't stand still."
+        return "" if client.paused else f"{who} isn't paused."
     if action == "kill":
         return ""
     if client.state != "holding":
@@ -305,9 +305,9 @@ def _why_not(client: Seen, action: str, simulation: Simulation) -> str:
     if client.busy:
         return f"{who} is busy."
     if action == "release" and client.paused:
-        return f"{who} stands still."
+        return f"{who} is paused."
     return ""
 
 
-#: What people can do to a client.
+#: The commands to a client.
 ACTIONS = ("acquire", "write", "release", "pause", "wake", "cut", "mend", "kill")

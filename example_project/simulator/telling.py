@@ -1,4 +1,4 @@
-"""What the page is told of a simulation, as JSON."""
+"""The state of a simulation for the page, as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .simulation import ACTIONS, Simulation
 
 
 def tell(room: Room, after: int = 0) -> dict[str, Any]:
-    """Tell all that is so now, and what happened after an event."""
+    """Return the current state, and the events after one."""
     simulation, player = room.simulation, room.player
     mirror, log = simulation.mirror, simulation.log
     with log.changed:
@@ -69,14 +69,14 @@ def _words(client: Seen) -> str:
         "off": "has ended" if client.ended else "not started",
         "starting": "starts",
         "idle": "has no lock",
-        "asking": "asks for the lock",
+        "asking": "requests the lock",
         "waiting": "waits for the lock",
         "holding": f"has the lock, token {client.token}",
     }[client.state]
     if client.state == "holding" and client.lost:
         words = f"has lost the lock, token {client.token}"
     elif client.state == "holding" and client.ran_out:
-        words = f"its lease ran out, token {client.token}"
+        words = f"its lease has expired, token {client.token}"
     if client.paused:
-        words += "; about to write, stands still" if client.about_to_write else "; stands still"
+        words += "; paused before a write" if client.about_to_write else "; paused"
     return words + ("; cut off" if client.cut else "")

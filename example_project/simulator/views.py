@@ -1,4 +1,4 @@
-"""The page and what it asks for. It starts processes, so it is for whoever sits at this machine."""
+"""The page and its requests. It starts processes, so it is for local users only."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from .scenarios import SCENARIOS
 from .simulation import ACTIONS, LONGEST_PAUSE, Refused
 
 COOKIE = "simulator"
-#: Seconds for which an answer waits for news.
+#: Seconds for which a request waits for events.
 PATIENCE = 8.0
 
 View = Callable[..., HttpResponse]
 
 
 def for_this_machine(view: View) -> View:
-    """Refuse whoever comes from elsewhere, and without DEBUG all but the staff."""
+    """Reject requests from other machines, and without DEBUG all but staff users."""
 
     @functools.wraps(view)
     def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         if not _is_local(request):
             return HttpResponseForbidden(
-                "The simulator starts processes, so it answers to this machine's own loopback "
-                "address alone, and not through a proxy."
+                "The simulator starts processes, so it only answers on this machine's loopback "
+                "address, and not through a proxy."
             )
         user = getattr(request, "user", None)
         if not settings.DEBUG and not (user is not None and user.is_active and user.is_staff):
             return HttpResponseForbidden(
-                "The simulator starts processes, so without DEBUG it is for staff alone. Log in "
+                "The simulator starts processes, so without DEBUG it is for staff only. Log in "
                 "to the admin first."
             )
         return view(request, *args, **kwargs)
@@ -60,7 +60,7 @@ def page(request: HttpRequest) -> HttpResponse:
     try:
         plan, trouble = Plan.read(request.GET.dict()), ""
     except ValueError as exc:
-        plan, trouble = Plan.read({}), f"The address can't be followed: {exc}"
+        plan, trouble = Plan.read({}), f"Invalid address: {exc}"
     response = render(
         request,
         "simulator/page.html",
@@ -97,14 +97,14 @@ def page(request: HttpRequest) -> HttpResponse:
 @require_POST
 @for_this_machine
 def start(request: HttpRequest) -> HttpResponse:
-    """Begin a run anew, with the switches as they are."""
+    """Start a new run with the current options."""
     return _answer(request, lambda: _begin(request))
 
 
 @require_POST
 @for_this_machine
 def script(request: HttpRequest) -> HttpResponse:
-    """Play the scenario, do a step of it, or stop."""
+    """Play the scenario, do one step, or stop."""
 
     def do() -> Room:
         room = _room(request)
@@ -112,7 +112,7 @@ def script(request: HttpRequest) -> HttpResponse:
             raise Refused(why)
         what = request.POST.get("do")
         if what not in ("play", "step", "stop"):
-            raise Refused(f"do is {what!r}; it can be play, step or stop.")
+            raise Refused(f"do is {what!r}; choose from play, step, stop.")
         getattr(room.player, what)()
         return room
 
@@ -122,13 +122,13 @@ def script(request: HttpRequest) -> HttpResponse:
 @require_POST
 @for_this_machine
 def act(request: HttpRequest) -> HttpResponse:
-    """Do one thing to one client."""
+    """Send a command to a client."""
 
     def do() -> Room:
         room = _room(request)
         name, action = request.POST.get("client", ""), request.POST.get("action", "")
         if name not in NAMES or action not in ACTIONS:
-            raise Refused(f"There is no {action!r} of a client {name!r}.")
+            raise Refused(f"Unknown command {action!r} or client {name!r}.")
         if missing := room.simulation.backend.missing():
             raise Refused(missing)
         facts = {"seconds": _seconds(request)} if action == "pause" else {}
@@ -141,7 +141,7 @@ def act(request: HttpRequest) -> HttpResponse:
 @require_POST
 @for_this_machine
 def end(request: HttpRequest) -> HttpResponse:
-    """End a run, as its page is left."""
+    """End a run when the page is closed."""
     house.end(_key(request), _number(request.POST, "run"))
     return HttpResponse(status=204)
 
@@ -150,7 +150,7 @@ def end(request: HttpRequest) -> HttpResponse:
 @never_cache
 @for_this_machine
 def events(request: HttpRequest) -> HttpResponse:
-    """Tell what happened since; wait a while for something to happen."""
+    """Return new events; wait for one if there is none."""
     room = house.room(_key(request))
     if room is None:
         return JsonResponse({"error": "The simulation has ended."}, status=410)
@@ -177,14 +177,14 @@ def _answer(request: HttpRequest, do: Callable[[], Room]) -> HttpResponse:
 def _begin(request: HttpRequest) -> Room:
     key = _key(request)
     if not key:
-        raise Refused("The page has lost its cookie. Load it anew.")
+        raise Refused("The page has lost its cookie. Reload it.")
     return house.begin(key, Plan.read(request.POST.dict()))
 
 
 def _room(request: HttpRequest) -> Room:
     room = house.room(_key(request))
     if room is None:
-        raise Refused("The simulation has ended. Start anew.")
+        raise Refused("The simulation has ended. Restart it.")
     return room
 
 
@@ -197,7 +197,7 @@ def _seconds(request: HttpRequest) -> float | None:
     if not given:
         return None
     if not given.isdigit() or not 0 < int(given) <= LONGEST_PAUSE:
-        raise Refused(f"seconds is {given!r}; it can be 1 to {LONGEST_PAUSE}.")
+        raise Refused(f"seconds is {given!r}; choose 1 to {LONGEST_PAUSE}.")
     return float(given)
 
 

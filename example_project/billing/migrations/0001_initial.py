@@ -43,7 +43,7 @@ class Migration(migrations.Migration):
                 ('receipt', models.CharField(blank=True, editable=False, max_length=40)),
                 ('fence', django_fencedlock.models.fields.FenceField(db_default=0)),
                 ('version', django_fencedlock.models.fields.VersionField(db_default=0)),
-                ('account', models.ForeignKey(help_text='Where the money goes.', on_delete=django.db.models.deletion.PROTECT, to='accounts.account')),
+                ('account', models.ForeignKey(help_text='The account that gets the money.', on_delete=django.db.models.deletion.PROTECT, to='accounts.account')),
                 ('customer', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='invoices', to='billing.customer')),
             ],
             options={

@@ -6,7 +6,7 @@ from ...seed import seed
 
 
 class Command(BaseCommand):
-    help = "Add some accounts, invoices, a sale and a warehouse, if they aren't there."
+    help = "Add some accounts, invoices, a sale and a warehouse if they are missing."
 
     def handle(self, *args: Any, **options: Any) -> None:
         seed()

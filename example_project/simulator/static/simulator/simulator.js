@@ -1,4 +1,4 @@
-// The page of the simulator: asks the server what happened, and shows it.
+// The page of the simulator: requests events from the server, and shows them.
 
 import { Timeline } from "./timeline.js";
 
@@ -15,7 +15,7 @@ const BY_HAND = "Have a client acquire the lock, and see what happens.";
 const IMPOSSIBLE = "This can't be played here. Choose another lock service, or another scenario.";
 const SILENCE = "The server doesn't answer. Is it still running?";
 
-const MOST = 2000; // events that are kept
+const MOST = 2000; // the number of events that are kept
 
 let run = 0;
 let state = null;
@@ -24,13 +24,13 @@ let offset = 0; // of the server's clock: seconds since the run began, minus our
 let asking = null;
 
 try {
-  // What was chosen in the admin.
+  // The theme chosen in the admin.
   document.documentElement.dataset.theme = localStorage.getItem("theme") || "auto";
 } catch {
-  // No storage, no choice.
+  // Storage is disabled.
 }
 
-// Asking the server
+// Requests
 
 async function post(url, facts = {}) {
   const body = new URLSearchParams({ ...facts, csrfmiddlewaretoken: form.csrfmiddlewaretoken.value });
@@ -44,7 +44,7 @@ async function post(url, facts = {}) {
   try {
     said = JSON.parse(text).error;
   } catch {
-    if (answer.status === 403 && text.includes("CSRF")) said = "The page is out of date. Load it anew.";
+    if (answer.status === 403 && text.includes("CSRF")) said = "The page is out of date. Reload it.";
   }
   complain(said);
   return null;
@@ -71,7 +71,7 @@ async function follow(mine) {
     try {
       const answer = await fetch(`${start.urls.events}?${query}`, { signal: asking.signal });
       if (answer.status === 410) {
-        if (mine === run) complain("The simulation has ended, as nobody looked at it. Start anew.");
+        if (mine === run) complain("The simulation has ended because its page was closed. Restart it.");
         return;
       }
       told = await answer.json();
@@ -84,7 +84,7 @@ async function follow(mine) {
     if (mine !== run) return;
     if (one("#trouble").textContent === SILENCE) complain("");
     if (told.run !== mine) {
-      // Another tab of this browser has begun anew: there is one simulation for both.
+      // Another tab of this browser has restarted: both share one simulation.
       run = mine = told.run;
       events = [];
       for (const [key, value] of Object.entries(told.plan)) form.elements[key].value = value;
@@ -93,7 +93,7 @@ async function follow(mine) {
     version = told.version;
     show(told);
     if (told.closed) {
-      complain(told.trouble || "The simulation has ended. Start anew.");
+      complain(told.trouble || "The simulation has ended. Restart it.");
       return;
     }
   }
@@ -174,7 +174,7 @@ function showClient(client) {
   one('[data-action="wake"]', card).hidden = !client.paused;
   one('[data-action="cut"]', card).hidden = client.cut;
   one('[data-action="mend"]', card).hidden = !client.cut;
-  // Its button was swapped for the opposite one under the keyboard's focus.
+  // The focused button was replaced by its opposite.
   const opposite = { pause: "wake", wake: "pause", cut: "mend", mend: "cut" }[focused];
   const visible = (button) => button.offsetParent !== null;
   if (mine && opposite && !visible(one(`[data-action="${focused}"]`, card))) {
@@ -223,7 +223,7 @@ function element(name, properties = {}) {
   return Object.assign(document.createElement(name), properties);
 }
 
-// What people do
+// Input
 
 function onPress(button, act) {
   button.addEventListener("click", () => {
@@ -249,7 +249,7 @@ for (const card of all("[data-client]")) {
 form.addEventListener("submit", (event) => event.preventDefault());
 form.addEventListener("change", (event) => {
   if (event.target.name === "scenario") {
-    // Another scenario brings what suits it.
+    // A new scenario sets its own defaults.
     const suits = start.defaults[event.target.value];
     for (const key of ["backend", "fencing"]) {
       const value = suits[key];

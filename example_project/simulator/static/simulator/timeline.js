@@ -1,5 +1,5 @@
-// Draws events as lanes: who had the lock by its service's word, what each client believed, and the
-// counter. Draws only what it was told; the clock is the server's.
+// Draws events as lanes: the holder according to the lock service, what each client believed, and
+// the counter. The clock is the server's.
 
 const NAMES = ["A", "B", "C", "D"];
 const TOP = 24;
@@ -13,7 +13,7 @@ const MOST = 90;
 const laneTop = (who) => TOP + SERVICE + NAMES.indexOf(who) * LANE;
 const counterTop = TOP + SERVICE + NAMES.length * LANE;
 
-// What the events amount to: bars with a beginning and an end (null: not yet), and marks.
+// The events as bars with a beginning and an end (null: not yet), and marks.
 export function model(events) {
   const found = { service: [], leases: [], waits: [], pauses: [], cuts: [], marks: [], values: [] };
   const open = {};
@@ -86,7 +86,7 @@ export class Timeline {
 
   draw(events, now) {
     const played = events.filter((event) => !["starting", "ready"].includes(event.kind));
-    const origin = Math.max(-0.3, now - LONGEST); // there is room for the first mark
+    const origin = Math.max(-0.3, now - LONGEST); // room for the first mark
     const length = now - origin + 0.4;
     const room = this.scroll.clientWidth;
     const scale = Math.min(MOST, Math.max(LEAST, room / Math.max(length, 8)));
@@ -223,7 +223,7 @@ export class Timeline {
   }
 
   #span(bar) {
-    // What began before the drawing does begins with it.
+    // Bars that began earlier begin at the left edge.
     const from = Math.max(-3, this.x(bar.from));
     return [from, Math.max(2, this.x(Math.max(bar.from, bar.to ?? this.now)) - from)];
   }
