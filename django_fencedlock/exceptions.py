@@ -1,4 +1,4 @@
-"""The errors of this package."""
+"""Every error that this package raises of its own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class FencedLockError(Exception):
     Base of all errors of django_fencedlock. Do not raise directly.
 
     None of them is a ``DatabaseError``: ``get_or_create()`` and many retry
-    settings catch those, and a retry under the same lease fails again.
+    settings swallow those, and a retry under the same lease helps nobody.
     """
 
-    #: The names of its attributes.
+    #: What the error carries beside its message, in the order of its words.
     fields: tuple[str, ...] = ()
 
     def __init__(self, message: str, **facts: Any) -> None:
@@ -26,10 +26,11 @@ class FencedLockError(Exception):
         for field in self.fields:
             setattr(self, field, facts.pop(field, None))
         if facts:
-            raise TypeError(f"{type(self).__name__} has no field {', '.join(sorted(facts))}.")
+            raise TypeError(f"{type(self).__name__} carries no {', '.join(sorted(facts))}.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Celery pickles errors. BaseException would drop the fields.
+        # Celery moves errors between processes; BaseException's own way would
+        # call the class with the message alone and drop the facts.
         facts = {field: getattr(self, field) for field in self.fields}
         return _rebuild, (type(self), str(self), facts)
 
@@ -39,7 +40,7 @@ def _rebuild(kind: type[FencedLockError], message: str, facts: dict[str, Any]) -
 
 
 class LockNotAcquired(FencedLockError):
-    """Another holder has the lock, and the time to wait for it is over."""
+    """The lock is held by somebody else, and the time to wait for it is over."""
 
     fields = ("name", "alias", "holder")
     name: str
@@ -48,11 +49,11 @@ class LockNotAcquired(FencedLockError):
 
 
 class AliasConflict(LockNotAcquired):
-    """The name is locked through another alias: two services can't exclude each other."""
+    """The name is live under another alias: two lock services on one name exclude nobody."""
 
 
 class BackendUnavailable(FencedLockError):
-    """The lock service could not be reached, or did not answer in time."""
+    """The lock service could not be asked, or did not answer in time."""
 
     fields = ("name", "alias")
     name: str | None
@@ -60,7 +61,7 @@ class BackendUnavailable(FencedLockError):
 
 
 class ReleaseBlocked(FencedLockError):
-    """An open transaction has the fence of a lock locked, so the lock isn't released."""
+    """An open transaction keeps the fence of a lock from being lifted, so it isn't released."""
 
     fields = ("name", "alias", "holder", "blocker")
     name: str
@@ -78,7 +79,7 @@ class InsideTransaction(FencedLockError):
 
 
 class LeaseLost(FencedLockError):
-    """The lease was held, and is lost."""
+    """The lease was had, and is no longer."""
 
     fields = ("name", "owner", "token", "holder")
     name: str
@@ -88,7 +89,7 @@ class LeaseLost(FencedLockError):
 
 
 class LockRequired(FencedLockError):
-    """A fenced write was tried without a lease of the row's lock name."""
+    """A fenced write was tried with no lease of the row's lock name."""
 
     fields = ("name", "held")
     name: str
@@ -96,7 +97,7 @@ class LockRequired(FencedLockError):
 
 
 class StaleFence(FencedLockError):
-    """A newer grant of the lock name exists; the write was rejected."""
+    """A newer grant of the lock's name exists; this holder's write is refused."""
 
     fields = ("name", "owner", "token", "holder")
     name: str
@@ -107,14 +108,14 @@ class StaleFence(FencedLockError):
 
 class StaleObject(StaleFence):
     """
-    The object is older than its row: it was read before the lock was acquired.
+    The object is older than what was written into its row since.
 
-    Read it under the lock.
+    It was read before the lock was acquired, or without its fence: read it under the lock.
     """
 
 
 class OutcomeUnknown(FencedLockError):
-    """A COMMIT failed, and may or may not have taken effect."""
+    """A COMMIT failed in a way that doesn't tell whether it took place."""
 
     fields = ("name", "owner", "token")
     name: str
@@ -123,7 +124,7 @@ class OutcomeUnknown(FencedLockError):
 
 
 class WrongDatabase(FencedLockError):
-    """A row or a transaction isn't in the database of its lock's fences."""
+    """A row, or a transaction, isn't in the database where the fences of its lock are."""
 
     fields = ("name", "database")
     name: str
@@ -140,18 +141,18 @@ class VersionConflict(FencedLockError):
 
 
 class NotTheHolder(FencedLockError, RuntimeError):
-    """Other code tried to release a lease while its holder is running."""
+    """Other code tried to release a lease while its holder runs."""
 
     fields = ("name",)
     name: str
 
 
 class Unfenced(FencedLockError):
-    """A token was requested of a lock with ``fenced=False``."""
+    """A token was asked of a lock that was taken with ``fenced=False``."""
 
     fields = ("name",)
     name: str
 
 
 class SettingsError(ImproperlyConfigured, FencedLockError):
-    """A setting is invalid."""
+    """``FENCEDLOCK`` says something that can't be followed."""

@@ -1,4 +1,4 @@
-"""For migrations: `FenceTrigger`, by which PostgreSQL itself refuses what passes by the ORM."""
+"""For migrations: `FenceTrigger`, by which PostgreSQL rejects stale writes of raw SQL."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .models.fields import FenceField, StampField, VersionField
 
 __all__ = ["FENCE_LOWERED", "VERSION_KEPT", "FenceTrigger", "RemoveFenceTrigger"]
 
-#: The SQLSTATEs that an UPDATE is refused with.
+#: The SQLSTATEs of a rejected UPDATE.
 FENCE_LOWERED, VERSION_KEPT = "FL001", "FL002"
 
 #: The name of each table's trigger, and of the function that all of them share.
-NAME = "fencedlock_refuse_update"
+NAME = "fencedlock_reject_update"
 
-# TG_ARGV: the columns of the fence and of the version, empty for one that the table hasn't; then
-# those that name the row's lock, none if the primary key does. It names no table and asks for the
-# primary key, so that it outlives that those are renamed. What names the lock isn't in the
-# trigger's WHEN: PostgreSQL would keep such a column from changing its type.
+# TG_ARGV: the columns of the fence and of the version, empty if the table lacks it; then those that
+# name the row's lock, none if the primary key does. It names no table and looks up the primary key,
+# so that both may be renamed. What names the lock isn't in the trigger's WHEN: PostgreSQL would
+# forbid to change the type of such a column.
 BODY = f"""
 DECLARE
     before jsonb := to_jsonb(OLD);
@@ -49,14 +49,14 @@ BEGIN
     ) THEN
         state := '{FENCE_LOWERED}';
         reason := format('it lowers the fence from %s to %s', fence, after ->> TG_ARGV[0]);
-        remedy := 'A newer holder of the row''s lock has written it. Take the lock, read the row '
-            'again, and write the token of your own grant, or leave the fence as it is.';
+        remedy := 'A newer holder of the row''s lock has written it. Acquire the lock, read the '
+            'row again, and write the token of your own grant, or leave the fence as it is.';
     ELSIF (after ->> TG_ARGV[1])::bigint < version
         OR (after ->> TG_ARGV[1])::bigint = version AND after - stamps <> before - stamps
     THEN
         state := '{VERSION_KEPT}';
         reason := format('it takes the version from %s to %s', version, after ->> TG_ARGV[1]);
-        remedy := 'Whoever changes a row has to raise its version: SET version = version + 1.';
+        remedy := 'A change of a row has to raise its version: SET version = version + 1.';
     ELSE
         RETURN NULL;
     END IF;
@@ -65,7 +65,7 @@ BEGIN
     FROM unnest(keys) AS name;
     RAISE EXCEPTION USING
         ERRCODE = state, SCHEMA = TG_TABLE_SCHEMA, TABLE = TG_TABLE_NAME, HINT = remedy,
-        MESSAGE = format('UPDATE of %I (%s) refused: %s.', TG_TABLE_NAME, key, reason);
+        MESSAGE = format('UPDATE of %I (%s) rejected: %s.', TG_TABLE_NAME, key, reason);
 END
 """
 
@@ -81,7 +81,7 @@ class Trigger:
 
     @classmethod
     def of(cls, model: type[Model], named_by: Iterable[str] = ()) -> Trigger:
-        """The trigger for the columns that are in the model's own table."""
+        """Return the trigger for the columns that are in the model's own table."""
         fence = _column(model, FenceField)
         naming = _columns(model, named_by) if fence else ()
         return cls(fence, _column(model, VersionField), naming)
@@ -90,7 +90,7 @@ class Trigger:
         return bool(self.fence or self.version)
 
     def among(self, columns: Collection[str]) -> Trigger:
-        """The trigger for those of the columns that there are."""
+        """Return the trigger for those of the columns that exist."""
         return Trigger(
             fence=self.fence if self.fence in columns else "",
             version=self.version if self.version in columns else "",
@@ -99,12 +99,12 @@ class Trigger:
 
     @property
     def arguments(self) -> str:
-        """What the function is told, as SQL."""
+        """The arguments of the function, as SQL."""
         return ", ".join(map(_literal, (self.fence, self.version, *self.naming)))
 
     @property
     def suspicion(self) -> str:
-        """What an UPDATE does that has the function called: all others cost next to nothing."""
+        """The condition for calling the function: all other UPDATEs cost next to nothing."""
         parts = [f'NEW."{self.fence}" < OLD."{self.fence}"'] if self.fence else []
         if self.version:
             parts.append(f'NEW."{self.version}" <= OLD."{self.version}"')
@@ -112,13 +112,13 @@ class Trigger:
 
     @property
     def comment(self) -> str:
-        """What tells this definition from those of other columns or releases."""
+        """A digest that differs by columns and by release."""
         whole = "\n".join([BODY, self.suspicion, self.fence, self.version, *self.naming])
         digest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
         return f"django_fencedlock {digest}"
 
     def create(self, table: str) -> list[str]:
-        """The statements that make the trigger of a (quoted) table, or make it anew."""
+        """Return the statements that create or replace the trigger of a (quoted) table."""
         # AFTER, not BEFORE: it costs less, generated columns have their values, other triggers
         # can't change the row any more, and a stale bulk statement has met its CHECK constraint.
         return [
@@ -136,17 +136,18 @@ def _column(model: type[Model], kind: type[StampField]) -> str:
 
 
 def _columns(model: type[Model], named_by: Iterable[str]) -> tuple[str, ...]:
-    """The columns that name the lock, in the order of the table; none if it is the primary key."""
+    """Return the columns that name the lock; none if it is the primary key."""
     meta: Any = model._meta
     own = meta.local_concrete_fields
     chosen: set[Any] = set()
     for name in named_by:
-        found = meta.pk_fields if name == "pk" else _named(own, name)
+        named = [field for field in own if name in (field.name, field.attname)]
+        found = meta.pk_fields if name == "pk" else named
         if not found:
             fields = ", ".join(field.name for field in own)
             raise ImproperlyConfigured(
-                f"The trigger of {model.__name__} is to know that {name!r} names a row's lock, "
-                f"which is no column of table {meta.db_table!r}. Its fields are {fields}."
+                f"The trigger of {model.__name__} is named_by {name!r}, which is no column of "
+                f"table {meta.db_table!r}. Its fields are {fields}."
             )
         chosen.update(found)
     if chosen == set(meta.pk_fields):
@@ -154,16 +155,12 @@ def _columns(model: type[Model], named_by: Iterable[str]) -> tuple[str, ...]:
     return tuple(str(field.column) for field in own if field in chosen)
 
 
-def _named(fields: Iterable[Any], name: str) -> list[Any]:
-    return [field for field in fields if name in (field.name, field.attname)]
-
-
 def _literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
 def drop(table: str) -> list[str]:
-    """The statements that drop the trigger of a table, and the function with the last trigger."""
+    """Return the statements that drop a table's trigger, and the function after the last one."""
     return [
         f"DROP TRIGGER IF EXISTS {NAME} ON {table}",
         f"DO $fencedlock$ BEGIN IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgfoid = "
@@ -187,57 +184,45 @@ class _TriggerOperation(Operation):
     def state_forwards(self, app_label: str, state: Any) -> None:
         """No model changes by it."""
 
-    def _create(self, app_label: str, editor: BaseDatabaseSchemaEditor, state: Any) -> None:
-        if (model := self._model(app_label, editor, state)) is not None:
-            self._run(editor, self._trigger(model).create(_table(model, editor)))
-
-    def _drop(self, app_label: str, editor: BaseDatabaseSchemaEditor, state: Any) -> None:
-        if (model := self._model(app_label, editor, state)) is not None:
-            self._run(editor, drop(_table(model, editor)))
-
-    def _model(
-        self, app_label: str, editor: BaseDatabaseSchemaEditor, state: Any
-    ) -> type[Model] | None:
-        """The model whose table has the trigger; None if it has none on this database."""
+    def _run(
+        self, app_label: str, editor: BaseDatabaseSchemaEditor, state: Any, *, create: bool
+    ) -> None:
         connection = editor.connection
         if connection.vendor != "postgresql":
-            return None
+            return
         model: type[Model] = state.apps.get_model(app_label, self.model_name)
-        return model if self.allow_migrate_model(connection.alias, model) else None
-
-    def _trigger(self, model: type[Model]) -> Trigger:
-        trigger = Trigger.of(model, self.named_by)
-        if not trigger:
-            raise ImproperlyConfigured(
-                f"{type(self).__name__}({self.model_name!r}): its table {model._meta.db_table!r} "
-                "has neither a fence nor a version at this point of the migrations. Put it where "
-                "the column is there, and under inheritance name the parent that has the column."
-            )
-        return trigger
-
-    @staticmethod
-    def _run(editor: BaseDatabaseSchemaEditor, statements: list[str]) -> None:
-        for statement in statements:
+        if not self.allow_migrate_model(connection.alias, model):
+            return
+        name = model._meta.db_table
+        table = editor.quote_name(name)
+        if create:
+            trigger = Trigger.of(model, self.named_by)
+            if not trigger:
+                raise ImproperlyConfigured(
+                    f"{type(self).__name__}({self.model_name!r}): its table {name!r} has neither a "
+                    "fence nor a version at this point of the migrations. Put it after the column "
+                    "is added, and under inheritance name the parent that has the column."
+                )
+        for statement in trigger.create(table) if create else drop(table):
             # None, since there are percent signs in it.
             editor.execute(statement, params=None)
 
 
 class FenceTrigger(_TriggerOperation):
     """
-    Has PostgreSQL refuse an UPDATE of the model's table that lowers its fence.
+    Lets PostgreSQL reject an UPDATE of the model's table that lowers its fence.
 
-    If the table has a version, it also refuses one that changes a row and doesn't raise its
+    If the table has a version, it also rejects an UPDATE that changes a row without raising its
     version. What the package writes passes. On other databases it does nothing, so that one
     migration serves several.
 
-    It isn't asked about INSERT, DELETE and TRUNCATE, nor in a session whose
-    ``session_replication_role`` is ``replica``. An UPDATE that leaves the fence as it is passes,
-    and so does one that changes what names the row's lock: it gives the row to another lock, and
-    tokens of two locks can't be compared.
+    It doesn't see INSERT, DELETE and TRUNCATE, nor sessions whose ``session_replication_role`` is
+    ``replica``. An UPDATE that leaves the fence as it is passes, and so does an UPDATE that changes
+    what names the row's lock: it moves the row to another lock, and tokens of two locks can't be
+    compared.
 
-    Run again, it replaces the trigger: that is how a model gets one after it gained a version,
-    after its `Fencing` or the name of such a column changed, or after a release changed the
-    trigger.
+    Run again, it replaces the trigger: after the model gained a version, after its `Fencing` or
+    the name of such a column changed, or after a release changed the trigger.
 
     Args:
         model_name: The model whose own table has the column: under inheritance, a parent.
@@ -249,15 +234,15 @@ class FenceTrigger(_TriggerOperation):
     def database_forwards(
         self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
     ) -> None:
-        self._create(app_label, schema_editor, to_state)
+        self._run(app_label, schema_editor, to_state, create=True)
 
     def database_backwards(
         self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
     ) -> None:
-        self._drop(app_label, schema_editor, from_state)
+        self._run(app_label, schema_editor, from_state, create=False)
 
     def describe(self) -> str:
-        return f"Refuse raw UPDATEs of {self.model_name} that lower its fence (PostgreSQL alone)"
+        return f"Reject raw UPDATEs of {self.model_name} that lower its fence (PostgreSQL alone)"
 
     @property
     def migration_name_fragment(self) -> str:
@@ -266,21 +251,20 @@ class FenceTrigger(_TriggerOperation):
 
 class RemoveFenceTrigger(_TriggerOperation):
     """
-    Takes a `FenceTrigger` away again.
+    Removes a `FenceTrigger`.
 
-    It has to come before the column is removed, which PostgreSQL refuses while a trigger is
-    there that watches it.
+    It has to come before the column is removed: PostgreSQL keeps a column that a trigger watches.
     """
 
     def database_forwards(
         self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
     ) -> None:
-        self._drop(app_label, schema_editor, to_state)
+        self._run(app_label, schema_editor, to_state, create=False)
 
     def database_backwards(
         self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
     ) -> None:
-        self._create(app_label, schema_editor, from_state)
+        self._run(app_label, schema_editor, from_state, create=True)
 
     def describe(self) -> str:
         return f"Remove the fence trigger of {self.model_name} (PostgreSQL alone)"
@@ -288,7 +272,3 @@ class RemoveFenceTrigger(_TriggerOperation):
     @property
     def migration_name_fragment(self) -> str:
         return f"remove_{self.model_name.lower()}_fence_trigger"
-
-
-def _table(model: type[Model], schema_editor: BaseDatabaseSchemaEditor) -> str:
-    return schema_editor.quote_name(model._meta.db_table)

@@ -454,7 +454,7 @@ def _add_missing_columns(rebased: list[Any]) -> None:
                     with connection.schema_editor() as editor:
                         editor.add_field(model, field)
                         for constraint in model._meta.constraints:
-                            if constraint.name.endswith("fence_refused"):
+                            if constraint.name.endswith("fence_rejected"):
                                 editor.add_constraint(model, constraint)
 
     DiscoverRunner.setup_databases = noting  # type: ignore[method-assign]

@@ -152,7 +152,7 @@ def test_a_conflict_with_an_equal_key_does_not_tell_the_lock(tables, database):
 
 def test_the_check_tells_of_them(tables, database, monkeypatch):
     monkeypatch.setattr(checks.apps, "get_models", lambda: tables)
-    found = {str(each) for each in checks.problems([database]) if each.id == "W026"}
+    found = {str(each) for each in checks.table_problems([database]) if each.id == "W026"}
     for column in ("tests_code", "tests_key"):
         assert any(
             re.search(rf"'text' of '{column}' .*{database!r} takes 'a' for 'A'", each)

@@ -361,7 +361,7 @@ class TestDatabases:
     def test_a_missing_constraint_of_a_fenced_table(self, settings, make_postgres, make_alias):
         alias = make_alias(make_postgres().django())
         with connections[alias].cursor() as cursor:
-            cursor.execute("ALTER TABLE tests_invoice DROP CONSTRAINT tests_invoice_fence_refused")
+            cursor.execute("ALTER TABLE tests_invoice DROP CONSTRAINT tests_invoice_fence_rejected")
         assert "W024" in told(examine(settings, FENCE_DATABASE=alias), Level.WARNING)
 
     def test_a_table_that_somebody_has_locked(self, postgres):

@@ -38,7 +38,7 @@ def step(name):
 
 COLUMN, CONSTRAINT, VALIDATED, TRIGGER = (
     "0002_fence",
-    "0003_fence_refused",
+    "0003_fence_rejected",
     "0004_fence_validated",
     "0005_fence_trigger",
 )
@@ -169,7 +169,7 @@ class TestWhatMakemigrationsShows:
         assert columns == {"fence", "version"} if len(bases) == 2 else {"fence"}
         constraints = [each for each in found if isinstance(each, migrations.AddConstraint)]
         assert len(constraints) == len(columns)
-        assert all(each.constraint.name.endswith("_refused") for each in constraints)
+        assert all(each.constraint.name.endswith("_rejected") for each in constraints)
 
     @BASES
     def test_managers_and_options_of_the_model_and_its_children(self, bases):

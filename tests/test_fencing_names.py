@@ -23,7 +23,7 @@ from django.test.utils import CaptureQueriesContext, isolate_apps
 
 from django_fencedlock.exceptions import LockRequired
 from django_fencedlock.models import FencedManager, FencedModel, Fencing, VersionedModel
-from django_fencedlock.models.fields import RefusedRow, constraint_name
+from django_fencedlock.models.fields import RejectedRow, constraint_name
 from tests.models import (
     Account,
     Called,
@@ -219,11 +219,11 @@ def test_the_terms_are_those_of_a_lock(settings):
         (lambda: name(Invoice, pk=1, note="x"), TypeError, "lock.. was given pk, note"),
         (lambda: name(Invoice, nonsense=1), TypeError, "lock.. was given nonsense"),
         (lambda: name(LedgerLine, pk=1), TypeError, r"named by account_id; .* pk\. .*account_id="),
-        (lambda: name(LedgerLine, account=Invoice(pk=1)), TypeError, "is to be Account, not"),
+        (lambda: name(LedgerLine, account=Invoice(pk=1)), TypeError, "has to be Account, not"),
         (lambda: name(Invoice, pk=None), ValueError, "id is empty. Save it first"),
         (lambda: name(LedgerLine, account=Account()), ValueError, "account_id is empty"),
         (lambda: Invoice().fencing.lock(), ValueError, "This Invoice has no lock yet"),
-        (lambda: Invoice(pk=1).fencing.lock(pk=1), TypeError, "of a row names itself; take pk"),
+        (lambda: Invoice(pk=1).fencing.lock(pk=1), TypeError, "of a row names itself; remove pk"),
         (lambda: Fencing(mode="lax"), ImproperlyConfigured, "'serialised', 'high_water'"),
         (lambda: Fencing(without_lock="no"), ImproperlyConfigured, "'reject', 'warn', 'allow'"),
         (
@@ -257,11 +257,11 @@ def test_a_message_says_what_to_do():
         invoice.save()
     assert str(caught.value) == (
         f"Saving tests.Invoice needs the lease of lock 'tests.invoice:{invoice.pk}'; none is held "
-        "here. Take it: with Invoice.fencing.lock(pk=...):"
+        "here. Acquire it: with Invoice.fencing.lock(pk=...):"
     )
     assert caught.value.name == f"tests.invoice:{invoice.pk}"
     assert caught.value.held == ()
-    with pytest.raises(LockRequired, match=r"Take it: with row\.fencing\.lock\(\):"):
+    with pytest.raises(LockRequired, match=r"Acquire it: with row\.fencing\.lock\(\):"):
         Called.objects.create()
 
 
@@ -367,10 +367,10 @@ def _constraint(model, column="fence"):
 
 
 def test_the_constraints_are_named_after_the_table():
-    assert constraint_name(Invoice, "fence") == "tests_invoice_fence_refused"
-    assert constraint_name(Contract, "version") == "tests_contract_version_refused"
-    assert isinstance(_constraint(Invoice), RefusedRow)
-    assert not any(isinstance(each, RefusedRow) for each in Truck._meta.constraints)
+    assert constraint_name(Invoice, "fence") == "tests_invoice_fence_rejected"
+    assert constraint_name(Contract, "version") == "tests_contract_version_rejected"
+    assert isinstance(_constraint(Invoice), RejectedRow)
+    assert not any(isinstance(each, RejectedRow) for each in Truck._meta.constraints)
 
 
 @isolate_apps("tests")
@@ -387,7 +387,7 @@ def test_long_names_do_not_collide():
     names = {constraint_name(make("t" * 70 + end), "fence") for end in "ab"}
     assert len(names) == 2
     assert max(map(len, names)) <= 60
-    assert constraint_name(make('"schema"."table"'), "fence") == "schema_table_fence_refused"
+    assert constraint_name(make('"schema"."table"'), "fence") == "schema_table_fence_rejected"
 
 
 @isolate_apps("tests")
@@ -429,7 +429,7 @@ def test_own_constraints_are_kept_also_of_an_abstract_parent():
     for model in (One, Two):
         found = [each.name for each in model._meta.constraints]
         label = model.__name__.lower()
-        assert found == [f"{label}_positive", f"tests_{label}_fence_refused"]
+        assert found == [f"{label}_positive", f"tests_{label}_fence_rejected"]
         assert model._base_manager.name == "_guarded_rows"
 
 
@@ -514,7 +514,7 @@ def test_migrations_make_the_columns_and_constraints(alias):
             cursor.execute("INSERT INTO tests_migrated (n) VALUES (2)")
         assert set(rows.values_list("fence", "version")) == {(0, 0)}
         for column in ("fence", "version"):
-            with pytest.raises(DatabaseError, match=f"tests_migrated_{column}_refused"):
+            with pytest.raises(DatabaseError, match=f"tests_migrated_{column}_rejected"):
                 rows.update(**{column: -1})
         with connection.schema_editor() as editor:
             editor.delete_model(historical)
@@ -544,7 +544,7 @@ def test_a_guarded_save_is_one_short_statement():
     (sent,) = captured
     assert sent["sql"] == (
         'UPDATE "tests_invoice" SET "note" = \'\', "fence" = 1 WHERE '
-        f'"tests_invoice"."id" = {invoice.pk} AND "tests_invoice"."fence" IN (0, 1) '
+        f'("tests_invoice"."id" = {invoice.pk} AND ("tests_invoice"."fence" IN (0, 1) '
         "AND (SELECT true FROM django_fencedlock_fence WHERE name = "
-        f"'{lease.name}' AND token = 1 AND owner = '{lease.owner_id}')"
+        f"'{lease.name}' AND token = 1 AND owner = '{lease.owner_id}')))"
     )

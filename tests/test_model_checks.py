@@ -30,7 +30,7 @@ def own_apps():
 
 
 def found(*models_):
-    return told(checks.problems(models_))
+    return told(checks.model_problems(models_))
 
 
 def told(problems):
@@ -86,7 +86,7 @@ class TestFencing:
     def test_an_alias_that_the_settings_have_not(self, settings):
         settings.FENCEDLOCK = {"default": {}, "fast": {}}
         line = of_type("Line", FencedModel, fencing=Fencing(backend="fest"))
-        assert re.search("'fest'.*Known keys: default, fast", found(line)["E022"])
+        assert re.search("'fest'.*Known are default, fast", found(line)["E022"])
 
     def test_an_alias_of_settings_that_cannot_be_read(self, settings):
         settings.FENCEDLOCK = {"TTL": 3}
@@ -143,7 +143,7 @@ class TestInheritance:
         concrete = of_type("Concrete", FencedModel)
         message = found(of_type("Other", concrete, fencing=fencing, **options))["E026"]
         assert "tests.Other.fencing differs from that of tests.Concrete" in message
-        assert "Take the attribute away from tests.Other" in message
+        assert "Remove the attribute from tests.Other" in message
 
     def test_a_child_or_a_proxy_may_have_a_policy_of_its_own_for_writes_without_lock(self):
         concrete = of_type("Concrete", FencedModel, fencing=Fencing("a:{pk}"))

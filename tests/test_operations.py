@@ -88,7 +88,7 @@ class TestWhatIsRefused:
         execute("UPDATE tests_invoice SET fence = 9")
         state, message = refused("UPDATE tests_invoice SET amount = 1, fence = 8")
         assert state == FENCE_LOWERED
-        assert f"tests_invoice (id = {row.pk}) refused: it lowers the fence from 9 to 8" in message
+        assert f"tests_invoice (id = {row.pk}) rejected: it lowers the fence from 9 to 8" in message
         assert "HINT" in message
 
     def test_one_row_that_is_refused_stops_the_whole_statement(self):
@@ -374,7 +374,7 @@ class TestTheOperation:
             state = state_of(Account, *MODELS)
             FenceTrigger("Invoice").database_forwards("tests", editor, state, state)
         shown = "\n".join(editor.collected_sql)
-        assert "CREATE OR REPLACE TRIGGER fencedlock_refuse_update AFTER UPDATE" in shown
+        assert "CREATE OR REPLACE TRIGGER fencedlock_reject_update AFTER UPDATE" in shown
         assert "COMMENT ON TRIGGER" in shown
 
     def test_what_names_the_lock_has_to_be_in_the_table(self):

@@ -21,7 +21,7 @@ def told(problems):
 
 def database_problems(alias):
     """Those of a database, but for the collations of the tests' own models."""
-    return [each for each in checks.problems([alias]) if each.id != "W026"]
+    return [each for each in checks.table_problems([alias]) if each.id != "W026"]
 
 
 @pytest.mark.django_db(databases=["default", "mariadb"])
@@ -67,7 +67,7 @@ class TestCollations:
         alter("latin1_swedish_ci")
 
     def problems(self):
-        found = checks.problems(["mariadb"])
+        found = checks.table_problems(["mariadb"])
         return {str(problem).split(" names")[0]: str(problem) for problem in found}
 
     def problem(self):
@@ -174,7 +174,7 @@ class TestTriggers:
             operation.database_forwards("tests", editor, state, state)
 
     def problem(self):
-        return told(checks.problems(["postgres"])).get("W025")
+        return told(checks.table_problems(["postgres"])).get("W025")
 
     def test_one_that_is_there_is_in_order(self):
         self.install()

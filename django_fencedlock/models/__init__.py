@@ -3,8 +3,7 @@
 from ..storage.tables import Fence, ForcedRelease, HeldLock, LockEvent, MessageRecord, PendingRun
 from .fenced import FencedModel
 from .fencing import Fencing
-from .managers import FencedManager
-from .querysets import FencedQuerySet
+from .queryset import FencedManager, FencedQuerySet
 from .versioned import VersionedModel
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What is wrong with fenced models, seen in the code."""
+"""System checks of fenced and versioned models: in the code, and in the database."""
 
 from __future__ import annotations
 
@@ -15,33 +15,39 @@ from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.operations import DeleteModel, RenameModel, SeparateDatabaseAndState
 
 from .. import conf, operations
-from ..conf import Problem
+from ..problems import Problem
 from ..storage.tables import exact_collation
-from .comparing import is_text, taken_for_equal, target_of
 from .fenced import FencedModel
 from .fencing import Fencing
-from .fields import FenceField, StampField, constraint_name
-from .guarded import GuardedModel
-from .managers import BaseRowsManager
-from .querysets import FencedQuerySet
+from .fields import FenceField, StampField, confused_texts, constraint_name, is_text, target_of
+from .queryset import BaseRowsManager, FencedQuerySet, GuardedModel
 from .versioned import VersionedModel
 
 Model = type[models.Model]
 
-#: What the database does by itself when a row goes, from Django 6.1 on.
-_BY_DATABASE = ("DB_CASCADE", "DB_SET_NULL", "DB_SET_DEFAULT")
+#: The values of on_delete by which the database writes the rows itself, from Django 6.1 on.
+_DATABASE_RULES = ("DB_CASCADE", "DB_SET_NULL", "DB_SET_DEFAULT")
+
+_USE_FENCED_MANAGER = (
+    "Make it with FencedManager, or FencedManager.from_queryset(...) of a subclass of "
+    "FencedQuerySet, from django_fencedlock.models."
+)
 
 
 def model_problems(chosen: Iterable[Model]) -> Iterator[Problem]:
-    """What is wrong with those of the chosen models that are fenced or versioned."""
+    """Check those of the chosen models that are fenced or versioned."""
     for model in chosen:
         if issubclass(model, GuardedModel):
-            yield from _inheritance_problems(model)
             yield from _column_problems(model)
             yield from _manager_problems(model)
             yield from _database_rule_problems(model)
             if has_fence(model):
                 yield from _fencing_problems(model)
+
+
+def has_fence(model: Model) -> bool:
+    """Whether a model has a fence, be it in the table of a parent."""
+    return any(isinstance(field, FenceField) for field in model._meta.concrete_fields)
 
 
 def _fencing_problems(model: Model) -> Iterator[Problem]:
@@ -54,29 +60,24 @@ def _fencing_problems(model: Model) -> Iterator[Problem]:
             'Write it as fencing = Fencing("account:{account_id}").',
         )
         return
-    yield from _template_problems(model, spec)
-    yield from _second_lock_problems(model, spec)
-    if conf.lacks(spec.backend):
-        yield Problem(
-            "E022",
-            f"{label}.fencing names the alias {spec.backend!r}, which FENCEDLOCK hasn't.",
-            conf.unknown(spec.backend, conf.aliases()),
-        )
-    elif spec.serialised:
-        yield from _router_problems(model, spec)
-
-
-def _template_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
     try:
         spec.plan(model)
     except (ImproperlyConfigured, ValueError) as exc:
         columns = [field.attname for field in model._meta.concrete_fields]
         yield Problem(
             "E020",
-            f"The locks of {model._meta.label} are named by {spec.template!r}: "
-            f"{str(exc).rstrip('.')}.",
+            f"The locks of {label} are named by {spec.template!r}: {str(exc).rstrip('.')}.",
             f"Use {{pk}} and the model's columns: {', '.join(columns)}.",
         )
+    yield from _second_lock_problems(model, spec)
+    if conf.lacks(spec.backend):
+        yield Problem(
+            "E022",
+            f"{label}.fencing names the alias {spec.backend!r}, which FENCEDLOCK doesn't have.",
+            conf.unknown(spec.backend, conf.aliases()),
+        )
+    elif spec.serialised:
+        yield from _router_problems(model, spec)
 
 
 def _second_lock_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
@@ -92,7 +93,7 @@ def _second_lock_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
             "E026",
             f"{label}.fencing differs from that of {owner}, whose table has the fence: a row would "
             "have two locks, and tokens of different locks can't be compared.",
-            f"Take the attribute away from {label}, or give it the template and mode of {owner}.",
+            f"Remove the attribute from {label}, or use the template and mode of {owner}.",
         )
 
 
@@ -108,88 +109,70 @@ def _router_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
             "E023",
             f"{model._meta.label} is written to database {rows!r}, and the fences of alias "
             f"{spec.backend!r} are in {fences!r}.",
-            f"Name {rows!r} as FENCE_DATABASE of an alias and that one as Fencing(backend=...), or "
-            "use Fencing(mode='high_water'), which promises less.",
+            f"Name {rows!r} as FENCE_DATABASE of an alias and that alias as Fencing(backend=...), "
+            "or use Fencing(mode='high_water'), which promises less.",
         )
 
 
-def _inheritance_problems(model: Model) -> Iterator[Problem]:
-    for name in ("fence", "version"):
-        owners = [
-            field.model._meta.label
-            for field in model._meta.concrete_fields
-            if isinstance(field, StampField) and field.name == name
-        ]
-        if len(owners) > 1:
+def _column_problems(model: Model) -> Iterator[Problem]:
+    label, fields = model._meta.label, model._meta.fields
+    for base, name in ((FencedModel, "fence"), (VersionedModel, "version")):
+        named = [field for field in fields if field.name == name]
+        stamps = [field for field in named if isinstance(field, StampField)]
+        if len(stamps) > 1:
+            owners = " and ".join(field.model._meta.label for field in stamps)
             yield Problem(
                 "E024",
-                f"{model._meta.label} has {len(owners)} columns {name!r}, of {' and '.join(owners)}"
-                ": a row can be fenced and versioned in one table alone.",
+                f"{label} has {len(stamps)} columns {name!r}, of {owners}: a row can be fenced and "
+                "versioned in one table alone.",
                 "Keep it in one of the tables: let the others inherit from models.Model.",
             )
-
-
-def _column_problems(model: Model) -> Iterator[Problem]:
-    for base, name in ((FencedModel, "fence"), (VersionedModel, "version")):
-        if not issubclass(model, base):
-            continue
-        field = {each.name: each for each in model._meta.fields}.get(name)
-        if not isinstance(field, StampField):
+        if issubclass(model, base) and not (named and isinstance(named[-1], StampField)):
+            found = f", but a {type(named[-1]).__name__} of that name." if named else "."
             yield Problem(
                 "E025",
-                f"{model._meta.label} has no field {name!r} such as {base.__name__} writes"
-                + ("." if field is None else f", but a {type(field).__name__} of that name."),
+                f"{label} has no field {name!r} such as {base.__name__} writes{found}",
                 f"Give the model's own field another name, and leave {name!r} to {base.__name__}.",
             )
 
 
 def _manager_problems(model: Model) -> Iterator[Problem]:
-    if not _is_fenced(model._default_manager):
+    label, default, base = model._meta.label, model._default_manager, model._base_manager
+    if not _is_fenced(default):
         yield Problem(
             "W020",
-            f"The default manager of {model._meta.label}, {model._default_manager.name!r}, isn't "
-            "fenced: its update(), bulk_*() and delete(), those of related managers, and the "
-            "admin's actions write without a look at fence and version.",
-            _HINT,
+            f"The default manager of {label}, {default.name!r}, isn't fenced: its update(), "
+            "bulk_*() and delete(), those of related managers, and the admin's actions write "
+            "without checking fence and version.",
+            _USE_FENCED_MANAGER,
         )
-    if not isinstance(model._base_manager, BaseRowsManager):
+    if not isinstance(base, BaseRowsManager):
         yield Problem(
             "W021",
-            f"The base manager of {model._meta.label} is {model._base_manager.name!r} in place of "
-            "the package's own: cascades, SET_NULL, and add() and clear() of related managers may "
-            "write without a look at fence and version, or not find the row.",
+            f"The base manager of {label} is {base.name!r} in place of the package's own: "
+            "cascades, SET_NULL, and add() and clear() of related managers may write without "
+            "checking fence and version, or not find the row.",
             "Leave base_manager_name out of the model's Meta, and inherit no Meta that has it; or "
             'set it to "_guarded_rows".',
         )
-    yield from _hidden_manager_problems(model)
-
-
-def _hidden_manager_problems(model: Model) -> Iterator[Problem]:
-    of_bases = [
-        (base, manager)
-        for base in model.__mro__
-        for manager in getattr(getattr(base, "_meta", None), "local_managers", ())
+    managers = [
+        (owner, manager)
+        for owner in model.__mro__
+        for manager in getattr(getattr(owner, "_meta", None), "local_managers", ())
         if manager.name == "objects" and not manager.auto_created
     ]
-    if not of_bases or of_bases[0][0] is not GuardedModel:
+    if not managers or managers[0][0] is not GuardedModel:
         return  # The model's own, or that of a class that knows of both.
-    for base, manager in of_bases[1:]:
+    for owner, manager in managers[1:]:
+        kind = type(manager).__name__
         if type(manager) is not models.Manager:
             yield Problem(
                 "W027",
-                f"{model._meta.label}.objects is the FencedManager of the package, and hides the "
-                f"{type(manager).__name__} of {base.__name__}: rows that it leaves out, such as "
-                "deleted ones, are found.",
-                f"Write objects in {model._meta.label}, made of both: class Both("
-                f"{type(manager).__name__}, FencedManager). If it has its own queryset, make one "
-                "of both as well.",
+                f"{label}.objects is the FencedManager of the package, and hides the {kind} of "
+                f"{owner.__name__}: rows that it leaves out, such as deleted ones, are found.",
+                f"Write objects in {label}, made of both: class Both({kind}, FencedManager). If it "
+                "has its own queryset, make one of both as well.",
             )
-
-
-_HINT = (
-    "Make it with FencedManager, or FencedManager.from_queryset(...) of a subclass of "
-    "FencedQuerySet, from django_fencedlock.models."
-)
 
 
 def _is_fenced(manager: Any) -> bool:
@@ -202,7 +185,7 @@ def _is_fenced(manager: Any) -> bool:
 
 
 def _database_rule_problems(model: Model) -> Iterator[Problem]:
-    rules = {getattr(models, name, None): name for name in _BY_DATABASE}
+    rules = {getattr(models, name, None): name for name in _DATABASE_RULES}
     for field in model._meta.local_fields:
         rule = rules.get(getattr(field.remote_field, "on_delete", None))
         if rule is not None and field.remote_field is not None:
@@ -210,40 +193,46 @@ def _database_rule_problems(model: Model) -> Iterator[Problem]:
             yield Problem(
                 "W022",
                 f"{model._meta.label}.{field.name} has on_delete={rule}: when a row of {target} "
-                "goes, the database writes this table, under no lease and unseen by Django.",
+                "is deleted, the database writes this table, under no lease and unseen by Django.",
                 f"Use on_delete=models.{rule.removeprefix('DB_')}.",
             )
 
 
-def has_fence(model: Model) -> bool:
-    """Whether a model has a fence, be it in the table of a parent."""
-    return any(isinstance(field, FenceField) for field in model._meta.concrete_fields)
-
-
-#: By app and lower-case name of a model, the `named_by` of its trigger.
-Declared = dict[tuple[str, str], tuple[str, ...]]
+# Tables
 
 
 def table_problems(databases: Iterable[str]) -> Iterator[Problem]:
-    """What is wrong with the fenced and versioned tables of these databases."""
+    """Check the fenced and versioned tables of these databases."""
     for alias in databases:
         tables, connection = list(_tables_in(alias)), connections[alias]
-        if tables and _answers(connection):
-            yield from _mode_problems(connection)
-            yield from _constraint_problems(connection, tables)
-            yield from _collation_problems(connection)
-            if connection.vendor == "postgresql":
-                yield from _trigger_problems(connection)
+        if not tables:
+            continue
+        try:
+            connection.ensure_connection()
+        except Error:
+            continue  # Other checks report it, or migrate.
+        yield from _mode_problems(connection)
+        yield from _constraint_problems(connection, tables)
+        yield from _collation_problems(connection)
+        if connection.vendor == "postgresql":
+            yield from _trigger_problems(connection)
 
 
 def has_tables(database: str) -> bool:
     """Whether a database has tables of fenced or versioned models."""
     tables = {model._meta.db_table for model in _tables_in(database)}
-    if not tables:
-        return False
-    connection = connections[database]
-    with connection.cursor() as cursor:
-        return not tables.isdisjoint(connection.introspection.table_names(cursor))
+    return bool(tables) and not tables.isdisjoint(connections[database].introspection.table_names())
+
+
+def _tables_in(alias: str) -> Iterator[Model]:
+    for model in apps.get_models():
+        has_table = issubclass(model, GuardedModel) and not model._meta.proxy
+        if has_table and any(_stamps(model)) and router.allow_migrate_model(alias, model):
+            yield model
+
+
+def _stamps(model: Model) -> Iterator[StampField]:
+    return (field for field in model._meta.local_fields if isinstance(field, StampField))
 
 
 def _mode_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
@@ -254,7 +243,7 @@ def _mode_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
         yield Problem(
             "W023",
             f"Database {connection.alias!r} isn't strict, its sql_mode being {mode!r}: values that "
-            "don't fit are changed until they do, where a fenced write has to be refused.",
+            "don't fit are changed until they do, where a fenced write has to be rejected.",
             "Add STRICT_TRANS_TABLES to the sql_mode, in OPTIONS or the server's configuration.",
         )
     mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
@@ -270,30 +259,24 @@ def _mode_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
 def _constraint_problems(
     connection: BaseDatabaseWrapper, tables: Sequence[Model]
 ) -> Iterator[Problem]:
-    introspection = connection.introspection
-    with connection.cursor() as cursor:
-        present = set(introspection.table_names(cursor))
-        for model in tables:
-            table = model._meta.db_table
-            if table not in present:
-                continue  # migrate runs this check before it makes the tables.
-            described = introspection.get_table_description(cursor, table)
-            columns = {column.name for column in described}
-            found = introspection.get_constraints(cursor, table)
-            for field in _stamps(model):
-                name = constraint_name(model, field.name)
-                if field.column in columns and name not in found:
-                    yield _missing(connection.alias, model, field, name)
-
-
-def _missing(alias: str, model: Model, field: StampField, name: str) -> Problem:
-    return Problem(
-        "W024",
-        f"Table {model._meta.db_table!r} of database {alias!r} hasn't the constraint {name!r}: a "
-        f"stale statement over many rows would write -1 into {field.column!r} instead of failing.",
-        "Migrate. If the database lost it, add it: "
-        f"CHECK ({connections[alias].ops.quote_name(str(field.column))} >= 0).",
-    )
+    for model in tables:
+        table = model._meta.db_table
+        columns = _columns_of(connection, table)
+        if not columns:
+            continue
+        with connection.cursor() as cursor:
+            present = connection.introspection.get_constraints(cursor, table)
+        for field in _stamps(model):
+            name = constraint_name(model, field.name)
+            if field.column in columns and name not in present:
+                column = connection.ops.quote_name(str(field.column))
+                yield Problem(
+                    "W024",
+                    f"Table {table!r} of database {connection.alias!r} lacks the constraint "
+                    f"{name!r}: a stale statement over many rows would write -1 into "
+                    f"{field.column!r} instead of failing.",
+                    f"Migrate. If the database lost it, add it: CHECK ({column} >= 0).",
+                )
 
 
 def _collation_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
@@ -304,51 +287,64 @@ def _collation_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
         if issubclass(model, FencedModel) and router.allow_migrate_model(connection.alias, model)
         for field in _text_fields_of_name(model)
     }
-    present = connection.introspection.table_names() if naming else []
     for (table, column), (model, field) in naming.items():
-        if table not in present or column not in _columns_of(connection, table):
-            continue  # migrate runs this check before it makes them.
-        if alike := taken_for_equal(connection, table, column):
+        if column not in _columns_of(connection, table):
+            continue
+        if confused := confused_texts(connection, table, column):
             target = target_of(field)
+            collation = {"postgresql": "C", "sqlite": "BINARY"}.get(connection.vendor)
+            collation = collation or exact_collation(connection)
             yield Problem(
                 "W026",
                 f"Column {column!r} of {table!r} names locks of {model._meta.label}, and database "
-                f"{connection.alias!r} takes {alike} there: what counts as one value would have "
+                f"{connection.alias!r} takes {confused} there: what counts as one value would have "
                 "two locks.",
                 f"Give {target.model._meta.label}.{target.name} a collation that compares every "
-                f"character, as db_collation={_exact_collation(connection)!r}, and migrate.",
+                f"character, as db_collation={collation!r}, and migrate.",
             )
 
 
-def _exact_collation(connection: BaseDatabaseWrapper) -> str:
-    if connection.vendor == "mysql":
-        return exact_collation(connection)
-    return "C" if connection.vendor == "postgresql" else "BINARY"
-
-
 def _text_fields_of_name(model: Model) -> Iterator[Any]:
-    """The text columns that a model's locks are named by."""
+    """Return the text columns that a model's locks are named by."""
     try:
         parts = model.fencing.plan.parts  # type: ignore[attr-defined]
     except (AttributeError, ImproperlyConfigured, ValueError):
-        return  # E020 and E021 say what is wrong with it.
+        return  # E020 and E021 report it.
     for part in parts:
         if part.field is not None and is_text(part.field):
             yield part.field
 
 
 def _columns_of(connection: BaseDatabaseWrapper, table: str) -> set[str]:
+    """Return the columns of a table; none if migrate has yet to create it."""
     introspection = connection.introspection
     with connection.cursor() as cursor:
+        if table not in introspection.table_names(cursor):
+            return set()
         return {each.name for each in introspection.get_table_description(cursor, table)}
+
+
+# Triggers
+
+#: By app and lower-case name of a model, the `named_by` of its trigger.
+Declared = dict[tuple[str, str], tuple[str, ...]]
+
+_COLUMNS = """
+SELECT array_agg(attname::text) FROM pg_attribute
+WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
+"""
+_TRIGGER = """
+SELECT t.tgenabled IN ('O', 'A'), obj_description(t.oid, 'pg_trigger'), p.prosrc
+FROM pg_trigger t JOIN pg_proc p ON p.oid = t.tgfoid
+WHERE t.tgrelid = to_regclass(%s) AND t.tgname = %s
+"""
 
 
 def _trigger_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
     for model, declared in declared_triggers(connection).items():
         if router.allow_migrate_model(connection.alias, model):
             named_by = _naming_fields(model, declared)
-            state = _state_of_trigger(connection, model, named_by)
-            if state:
+            if state := _state_of_trigger(connection, model, named_by):
                 names = f", named_by={list(named_by)!r}" if named_by else ""
                 yield Problem(
                     "W025",
@@ -359,7 +355,7 @@ def _trigger_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
 
 
 def _naming_fields(model: Model, declared: Sequence[str]) -> tuple[str, ...]:
-    """What a trigger is to be told of the names of the model's locks; nothing if it is the key."""
+    """Return the `named_by` that a trigger should have; none if the key names the locks."""
     if not has_fence(model):
         return ()
     plan = model.fencing.plan  # type: ignore[attr-defined]
@@ -369,21 +365,21 @@ def _naming_fields(model: Model, declared: Sequence[str]) -> tuple[str, ...]:
         known = {"pk", *(name for field in own for name in (field.name, field.attname))}
         return tuple(name for name in declared if name in known)
     naming = [field for field in own if field.attname in plan.columns]
-    if set(naming) == set(plan.pk):
-        return ()
-    return tuple(field.name for field in naming)
+    return () if set(naming) == set(plan.pk) else tuple(field.name for field in naming)
 
 
 def declared_triggers(connection: BaseDatabaseWrapper) -> dict[Model, tuple[str, ...]]:
-    """The models that the migrations applied to a database give a trigger, and its `named_by`."""
+    """Find the models that applied migrations give a trigger, and its `named_by`."""
     loader = MigrationLoader(connection)
     declared: Declared = {}
-    seen = set()
-    for leaf in loader.graph.leaf_nodes():
-        for node in loader.graph.forwards_plan(leaf):
-            if node not in seen and node in loader.applied_migrations:
-                seen.add(node)
-                _follow(node[0], loader.graph.nodes[node].operations, declared)
+    applied = {
+        node: None
+        for leaf in loader.graph.leaf_nodes()
+        for node in loader.graph.forwards_plan(leaf)
+        if node in loader.applied_migrations
+    }
+    for node in applied:
+        _follow(node[0], loader.graph.nodes[node].operations, declared)
     return {
         apps.all_models[app][name]: named_by
         for (app, name), named_by in declared.items()
@@ -392,7 +388,7 @@ def declared_triggers(connection: BaseDatabaseWrapper) -> dict[Model, tuple[str,
 
 
 def _follow(app: str, steps: Iterable[Any], declared: Declared) -> None:
-    """Keep account of the models with a trigger while they are renamed and deleted."""
+    """Track the models with a trigger while they are renamed and deleted."""
     for operation in steps:
         match operation:
             case operations.FenceTrigger():
@@ -413,7 +409,7 @@ def _follow(app: str, steps: Iterable[Any], declared: Declared) -> None:
 def _state_of_trigger(
     connection: BaseDatabaseWrapper, model: Model, named_by: Sequence[str]
 ) -> str:
-    """What is the matter with a model's trigger; empty if nothing is, or if there is no table."""
+    """Return what is wrong with a model's trigger; empty if nothing is, or there is no table."""
     quoted = connection.ops.quote_name(model._meta.db_table)
     columns = _row(connection, _COLUMNS, [quoted])[0]
     wanted = operations.Trigger.of(model, named_by).among(columns or ())
@@ -430,38 +426,7 @@ def _state_of_trigger(
     return ""
 
 
-_COLUMNS = """
-SELECT array_agg(attname::text) FROM pg_attribute
-WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
-"""
-_TRIGGER = """
-SELECT t.tgenabled IN ('O', 'A'), obj_description(t.oid, 'pg_trigger'), p.prosrc
-FROM pg_trigger t JOIN pg_proc p ON p.oid = t.tgfoid
-WHERE t.tgrelid = to_regclass(%s) AND t.tgname = %s
-"""
-
-
-def _answers(connection: BaseDatabaseWrapper) -> bool:
-    """Whether it can be asked; if it can't, other checks say so, or migrate."""
-    try:
-        connection.ensure_connection()
-    except Error:
-        return False
-    return True
-
-
 def _row(connection: BaseDatabaseWrapper, sql: str, given: Sequence[Any] = ()) -> Any:
     with connection.cursor() as cursor:
         cursor.execute(sql, given or None)
         return cursor.fetchone()
-
-
-def _tables_in(alias: str) -> Iterator[Model]:
-    for model in apps.get_models():
-        has_table = issubclass(model, GuardedModel) and not model._meta.proxy
-        if has_table and any(_stamps(model)) and router.allow_migrate_model(alias, model):
-            yield model
-
-
-def _stamps(model: Model) -> Iterator[StampField]:
-    return (field for field in model._meta.local_fields if isinstance(field, StampField))

@@ -8,24 +8,13 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from django.db import models
-from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models.sql.compiler import SQLCompiler
 
-from ..exceptions import StaleObject
 from ..lease import Lease, held_names, held_owners
+from .base import Doing, Guard, handed_over, reading_under
 from .fencing import Fencing, FencingOf
 from .fields import FenceField
-from .guarded import Doing, Guard, GuardedModel
-from .managers import FencedManager
-from .querysets import handed_over, reading_under
-from .writes import (
-    Write,
-    fences_of,
-    new_rows_fence,
-    row_condition,
-    write_for,
-    write_for_new_row,
-)
+from .queryset import FencedManager, GuardedModel
+from .writes import FenceGuard, Write, write_for, write_for_new_row
 
 
 class FencedModel(GuardedModel):
@@ -33,7 +22,7 @@ class FencedModel(GuardedModel):
     Adds a ``fence`` column, and checks it in every way the ORM writes.
 
     Under a lease of the row's lock a save is one query, as without it. It raises `StaleFence` if
-    a newer grant exists, or if somebody wrote the row since it was loaded. Without a lease it
+    a newer grant exists, or if the row was written since it was loaded. Without a lease it
     raises `LockRequired`, unless ``fencing`` or the settings allow it.
     """
 
@@ -43,8 +32,7 @@ class FencedModel(GuardedModel):
     if TYPE_CHECKING:
         # django-stubs would make it this very class's, and no model could have both mixins.
         _default_manager: ClassVar[FencedManager[Self]]
-
-    if not TYPE_CHECKING:
+    else:
 
         class Meta(GuardedModel.Meta):
             abstract = True
@@ -53,7 +41,7 @@ class FencedModel(GuardedModel):
     def from_db(cls, *args: Any, **kwargs: Any) -> Self:
         row: Any = super().from_db(*args, **kwargs)
         if "fence" not in row.__dict__:
-            # Whatever fence it gets later isn't that of its other columns.
+            # A fence that is loaded later isn't that of its other columns.
             row._state.fence_read_under = None
         elif owners := reading_under.get():
             row._state.fence_read_under = owners
@@ -77,11 +65,14 @@ class FencedModel(GuardedModel):
             if before is not None:
                 self.__dict__["fence"] = before
         elif "fence" in self.__dict__:
-            self._state.fence_read_under = owners  # type: ignore[attr-defined]
+            self._state.fence_read_under = owners
 
     def save(self, *args: Any, lease: Lease | None = None, **kwargs: Any) -> None:
         """Save under `lease`, or the context's lease of the row's lock."""
-        lease = lease or handed_over(type(self))
+        given = handed_over.get()
+        if lease is None and given is not None and given[0] is type(self):
+            handed_over.set(None)  # It is for this object alone.
+            lease = given[1]
         if lease is None:
             super().save(*args, **kwargs)
         else:
@@ -115,144 +106,64 @@ class FencedModel(GuardedModel):
 
     adelete.alters_data = True  # type: ignore[attr-defined]
 
-    def _guards(self, table: Any, using: str, doing: Doing) -> list[Guard]:
-        guards = super()._guards(table, using, doing)
+    def _fence_guard(
+        self, table: Any, using: str, doing: Doing, is_first: bool = False
+    ) -> Guard | None:
         fencing: FencingOf = self.fencing
-        if table._meta.concrete_model is fencing.plan.table:
-            write = self._write(fencing, using, doing, _lease_given_to(self))
-            guards.append(FenceGuard(self, write))
-        return guards
-
-    def _look_first(self, using: str, doing: Doing) -> None:
-        super()._look_first(using, doing)
-        fencing: FencingOf = self.fencing
-        if fencing.plan.tells_rows:
-            return
+        plan = fencing.plan
+        compares = is_first and not plan.finds_rows
+        if table is not plan.table and not compares:
+            return None
         write = self._write(fencing, using, doing, _lease_given_to(self))
-        if write.grant is None:
-            return
-        row = self._row_now(using)
-        if row is not None and row.fencing.name_to_write() != write.name:
-            raise write.refusal(self.pk).moved(row.fence)
-
-    def _row_now(self, using: str) -> Any:
-        """The row as it is, in the fence's table."""
-        table = self.fencing.plan.table
-        pk = self._key_in(table)
-        return None if pk is None else table._base_manager.using(using).filter(pk=pk).first()
+        if compares and write.grant is not None:
+            row = self._row(plan.table, using).first()
+            if row is not None and row.fencing.name_to_write() != write.name:
+                raise write.moved(self.pk, row.fence)
+        return FenceGuard(self, write) if table is plan.table else None
 
     def _guard_dependent(self, using: str, origin: Any) -> None:
-        super()._guard_dependent(using, origin)
         fencing: FencingOf = self.fencing
-        table: Any = fencing.table
-        concrete: Any = self._meta.concrete_model
-        if concrete is not table:
+        if self._meta.concrete_model is not fencing.table:
             return  # The row of the fence's own table is collected as well.
         given = _lease_given_to(origin)
         if given is not None and given.name != fencing.name():
             given = None
         guard = FenceGuard(self, self._write(fencing, using, Doing.DELETING, given))
-        if not guard.keeps and not guard.is_met():
-            self._claim_row(table, using, [guard])
+        if not guard.keeps and not guard.is_met(using):
+            self._claim_row(fencing.table, using, [guard])
 
     def _write(self, fencing: FencingOf, using: str, doing: Doing, given: Lease | None) -> Write:
         if not fencing.may_need_lease(given):
             return Write(fencing, using, None, {}, doing)
+        plan = fencing.plan
         name = fencing.name_to_write()
         if doing is Doing.ADDING:
             return write_for_new_row(fencing, name, using, given, doing)
         if doing is Doing.LOADING and given is None and name not in held_names():
             # The object of a fixture has the columns of its own table alone.
-            row = None if fencing.plan.tells_rows else self._row_now(using)
+            row = None if plan.finds_rows else self._row(plan.table, using).first()
             name = None if row is None else row.fencing.name_to_write()
             if name not in held_names():
                 # It may overwrite the row, and leaves the fence as it is.
                 return Write(fencing, using, None, {}, doing)
-        plan = fencing.plan
-        columns = {field.attname: getattr(self, field.attname) for field in plan.guarding}
-        if len(plan.pk) == 1 and plan.pk[0] in plan.guarding:
-            columns[plan.pk[0].attname] = self._key_in(plan.table)
+        columns = {}
+        for field in plan.compared:
+            is_key = (field,) == plan.pk
+            columns[field.attname] = (
+                self._key_in(plan.table) if is_key else getattr(self, field.attname)
+            )
         return write_for(fencing, name, columns, using, given, doing)
 
 
-class FenceGuard(Guard):
-    """Has the fence rise to the lease's token, on the condition that it is the newest."""
-
-    column = "fence"
-
-    def __init__(self, instance: FencedModel, write: Write) -> None:
-        super().__init__(instance)
-        self.write = write
-        self.keeps = write.grant is None
-        # A row without a lock may be added, and by no means overwrite another of its key.
-        self.insert_only = (
-            self.keeps
-            and write.doing is Doing.ADDING
-            and write.fencing.spec.without_lock == "reject"
-        )
-        #: The fences that the row may have; None for any up to the token.
-        self.fences: tuple[int, ...] | None = None
-        if not self.keeps:
-            self.updated = self.after_insert = write.token
-            if write.doing is not Doing.ADDING:
-                self.fences = fences_of(write, instance, self.before)
-
-    @property
-    def inserted(self) -> Any:
-        return new_rows_fence(self.write)
-
-    def as_sql(
-        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
-    ) -> tuple[str, list[Any]]:
-        return row_condition(self.write, self.fences, connection)
-
-    def is_met(self) -> bool:
-        """Whether a row that was read in this transaction needs no statement to be checked."""
-        # What was read under the lease that pins the transaction is as it was.
-        fences = self.fences or ()
-        return self.write.is_pinned and self.before in fences and self.write.token in fences
-
-    def overwrote(self) -> None:
-        if self.keeps and self.write.doing is Doing.ADDING:
-            self.write.fencing.lease_for(self.write.fencing.name(), None, Doing.SAVING)
-
-    def stopped(self) -> Exception:
-        return self.write.refusal(self.instance.pk).of_statement()
-
-    def explain(self, row: Any) -> None:
-        expected = self.write.own_columns()
-        found = models.QuerySet.values_list(row, "fence", *expected).first()
-        refusal = self.write.refusal(self.instance.pk)
-        if superseded := refusal.superseded():
-            raise superseded
-        if found is None:
-            if self.instance._state.adding:
-                return
-            raise refusal.error(None, "the row is gone, and isn't inserted again")
-        fence, *columns = found
-        if columns != list(expected.values()):
-            raise refusal.moved(fence)
-        if fence > self.write.token:
-            raise refusal.error(fence, f"the row was written under token {fence} already")
-        if self.fences is not None and fence not in self.fences:
-            lease = "this lease" if fence == self.write.token else f"token {fence}"
-            raise refusal.error(
-                fence,
-                f"it was read before the lock was acquired, and written under {lease} since; read "
-                "it again under the lock",
-                kind=StaleObject,
-            )
-
-
-#: The objects that are being written under a lease that was given along, the innermost first. Not
-#: kept in the objects: a lease can't be pickled, and copies would keep it.
+#: The objects that are being written under a given lease, the innermost first. Not kept in the
+#: objects: a lease can't be pickled, and copies would keep it.
 _given_leases: ContextVar[tuple[tuple[models.Model, Lease], ...]] = ContextVar(
     "fencedlock_given_leases", default=()
 )
 
 
 def _lease_given_to(origin: Any) -> Lease | None:
-    """The lease that a write of an object or queryset was given explicitly."""
+    """Return the lease that a write of an object or queryset was given explicitly."""
     if not isinstance(origin, models.Model):
         return getattr(origin, "_lease", None)
     return next((lease for instance, lease in _given_leases.get() if instance is origin), None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -18,21 +17,21 @@ from django.db import models
 from django.db.backends.utils import format_number
 from django.utils import timezone
 
-from .. import conf, logs
+from .. import conf
 from ..core import names
-from ..exceptions import LockRequired
-from ..lease import Lease, current_lease, held_names
+from ..lease import Lease, current_lease
 from ..locks import Lock, lock
-from .comparing import is_text, target_of
+from .fields import is_text, target_of
 
 if TYPE_CHECKING:
     from django.db.models import Model
 
-logger = logging.getLogger(__name__)
-
 SERIALISED, HIGH_WATER = "serialised", "high_water"
 MODES = (SERIALISED, HIGH_WATER)
-_TERMS = ("ttl", "blocking_timeout", "backend")
+_LOCK_OPTIONS = ("ttl", "blocking_timeout", "backend")
+
+#: The names of locks, each with look-ups that find its rows among others.
+Rows = Sequence[tuple[str | None, Mapping[str, Any]]]
 
 
 class Fencing:
@@ -58,15 +57,9 @@ class Fencing:
         without_lock: str | None = None,
         backend: str = conf.DEFAULT_ALIAS,
     ) -> None:
-        if mode not in MODES:
-            raise ImproperlyConfigured(
-                f"Fencing(mode={mode!r}): it has to be one of {', '.join(map(repr, MODES))}."
-            )
-        if without_lock is not None and without_lock not in conf.WITHOUT_LOCK:
-            raise ImproperlyConfigured(
-                f"Fencing(without_lock={without_lock!r}): it has to be one of "
-                f"{', '.join(map(repr, conf.WITHOUT_LOCK))}."
-            )
+        _require_known("mode", mode, MODES)
+        if without_lock is not None:
+            _require_known("without_lock", without_lock, conf.WITHOUT_LOCK)
         self.template = lock
         self.mode = mode
         self.serialised = mode == SERIALISED
@@ -80,7 +73,7 @@ class Fencing:
         return self._without_lock or conf.without_lock()
 
     def plan(self, model: type[Model]) -> Plan:
-        """What follows from the fields of a model, worked out once."""
+        """Return what follows from the fields of a model, worked out once."""
         plan = self._plans.get(model)
         if plan is None:
             plan = self._plans[model] = _plan(model, self.template)
@@ -88,6 +81,12 @@ class Fencing:
 
     def __get__(self, instance: Model | None, owner: type[Model]) -> FencingOf:
         return FencingOf(self, owner, instance)
+
+
+def _require_known(argument: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        choices = ", ".join(map(repr, known))
+        raise ImproperlyConfigured(f"Fencing({argument}={value!r}): it has to be one of {choices}.")
 
 
 class Part(NamedTuple):
@@ -117,7 +116,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the names of one model's locks are made of."""
+    """What the lock names of one model are made of."""
 
     #: The model whose table has the fence column: under inheritance, a parent.
     table: Any
@@ -126,16 +125,16 @@ class Plan:
     parts: tuple[Part, ...]
     #: The attributes that the name is made of; None if only a callable knows.
     columns: tuple[str, ...] | None
-    #: The fields among them that tell the row in the fence's own table. Of its primary key, texts
-    #: alone: others are equal only if they are the same.
-    guarding: tuple[models.Field[Any, Any], ...]
-    #: Those of them that are texts.
+    #: The fields among them that a write compares, in the fence's own table. Of the primary key,
+    #: texts alone: other keys are equal only if they are the same.
+    compared: tuple[models.Field[Any, Any], ...]
+    #: The attributes among them that are texts.
     texts: frozenset[str]
     #: Whether all of them are in the fence's own table.
     is_local: bool
-    #: Whether rows of one lock have the same values in them, so that SQL can tell them by these.
+    #: Whether rows of one lock have the same values in them, so that SQL finds rows by these.
     #: If not, each row's name is made from the row itself.
-    tells_rows: bool
+    finds_rows: bool
 
 
 class FencingOf:
@@ -169,12 +168,14 @@ class FencingOf:
 
     @property
     def is_of_own_pk(self) -> bool:
-        """Whether no other row's lock has the name of a row's."""
+        """Whether each row has a lock of its own, named by its primary key."""
         exact = [part.field for part in self.plan.parts if part.is_exact]
         return all(field in exact for field in self.plan.pk)
 
+    # Names
+
     def name(self) -> str | None:
-        """The name of this row's lock; None while a field that it is made of is empty."""
+        """Return the name of this row's lock; None while a field that it is made of is empty."""
         template = self.spec.template
         if callable(template):
             found = template(self._instance)
@@ -189,7 +190,7 @@ class FencingOf:
         return self.name_of(values)
 
     def name_to_write(self) -> str | None:
-        """The name of this row's lock, for a write; None as well if no lock can have its name."""
+        """Return the name for a write; None as well if it is invalid and no lock is needed."""
         try:
             return self.name()
         except (TypeError, ValueError):
@@ -197,49 +198,88 @@ class FencingOf:
                 return None
             raise
 
-    def may_need_lease(self, given: Lease | None) -> bool:
-        """Whether a write can need one: else nothing is asked, and no name made."""
-        return given is not None or current_lease() is not None or self.spec.without_lock != "allow"
-
     def name_of(self, values: Mapping[str, Any]) -> str | None:
-        """The name of the lock of rows with these values, by attribute."""
+        """Return the name of the lock of rows with these values, by attribute."""
         for value in values.values():
             if value is None or hasattr(value, "resolve_expression"):
                 return None
         return names.validate("".join([part.named(values) for part in self.plan.parts]))
 
+    def rows_of(self, objs: Iterable[Any]) -> Rows:
+        """Return the lock names of objects, each with look-ups that find its rows."""
+        keys: dict[str | None, list[Any]] = {}
+        columns: dict[str | None, Mapping[str, Any]] = {}
+        for obj in objs:
+            name = obj.fencing.name_to_write()
+            keys.setdefault(name, []).append(obj.pk)
+            if self.columns is not None and self.plan.finds_rows:
+                columns[name] = {column: getattr(obj, column) for column in self.columns}
+        return [(name, columns.get(name, {"pk__in": pks})) for name, pks in keys.items()]
+
+    def has_one_lock(self, unique_fields: Sequence[str] | None) -> bool:
+        """Whether any rows that conflict in these fields are rows of one lock."""
+        if self.columns is None:
+            return False
+        meta: Any = self.model._meta
+        if unique_fields is not None:
+            keys = [unique_fields]
+        else:
+            # MySQL goes by any unique key of the table, also one over an expression.
+            if any(getattr(each, "expressions", ()) for each in meta.constraints):
+                return False
+            keys = [[field.name] for field in meta.concrete_fields if field.unique]
+            keys += [constraint.fields for constraint in meta.total_unique_constraints]
+            keys += [*meta.unique_together, ["pk"]]
+        return all(
+            set(self.columns)
+            <= {
+                field.attname
+                for name in key
+                for field in (meta.pk_fields if name == "pk" else [meta.get_field(name)])
+            }
+            for key in keys
+        )
+
+    def naming_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the values of an update() that are for columns of the lock's name."""
+        return {
+            field.attname: value_in(field, values[key])
+            for field in self.model._meta.concrete_fields
+            if field.attname in (self.columns or ())
+            for key in (field.name, field.attname)
+            if key in values
+        }
+
+    # Locks
+
     def lock(self, **arguments: Any) -> Lock:
         """Name the lock of a row: ``Invoice.fencing.lock(pk=42)``, ``invoice.fencing.lock()``."""
-        name, terms = self._lock_arguments(arguments)
-        found = lock(name, **terms)
-        found.pattern = self.pattern
-        return found
-
-    def _lock_arguments(self, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        terms = {key: arguments.pop(key) for key in _TERMS if key in arguments}
-        terms.setdefault("backend", self.spec.backend)
+        options = {key: arguments.pop(key) for key in _LOCK_OPTIONS if key in arguments}
+        options.setdefault("backend", self.spec.backend)
         label = self.model.__name__
-        if self._instance is not None:
-            if arguments:
-                raise TypeError(
-                    f"fencing.lock() of a row names itself; take {', '.join(sorted(arguments))} "
-                    f"away, or write {label}.fencing.lock(...)."
-                )
+        if self._instance is None:
+            name = self._name_from(arguments)
+        elif not arguments:
             name = self.name()
         else:
-            name = self._name_from(arguments)
+            raise TypeError(
+                f"fencing.lock() of a row names itself; remove {', '.join(sorted(arguments))}, "
+                f"or write {label}.fencing.lock(...)."
+            )
         if name is None:
             raise ValueError(
                 f"This {label} has no lock yet: {', '.join(self.columns or ()) or 'its name'} is "
                 "empty. Save it first."
             )
-        return name, terms
+        found = lock(name, **options)
+        found.pattern = self.pattern
+        return found
 
     def _name_from(self, arguments: Mapping[str, Any]) -> str | None:
-        columns = self.columns
+        label, columns = self.model.__name__, self.columns
         if columns is None:
             raise TypeError(
-                f"The lock of {self.model.__name__} is named by a callable, which needs a row: "
+                f"The lock of {label} is named by a callable, which needs a row: "
                 f"write {self.usage()}."
             )
         values: dict[str, Any] = {}
@@ -248,87 +288,42 @@ class FencingOf:
                 whole = value if isinstance(value, tuple | list) else (value,)
                 if len(whole) != len(self.plan.pk):
                     raise TypeError(
-                        f"{self.model.__name__}.fencing.lock(pk={value!r}): the primary key has "
+                        f"{label}.fencing.lock(pk={value!r}): the primary key has "
                         f"{len(self.plan.pk)} columns."
                     )
-                values |= {
-                    field.attname: value_in(field, part)
-                    for field, part in zip(self.plan.pk, whole, strict=True)
-                }
+                for field, part in zip(self.plan.pk, whole, strict=True):
+                    values[field.attname] = value_in(field, part)
             else:
-                field = _field(self.model, key)
-                values[key if field is None else field.attname] = value_in(field, value)
+                found = _field(self.model, key)
+                values[key if found is None else found.attname] = value_in(found, value)
         if set(values) != set(columns):
             raise TypeError(
-                f"The lock of {self.model.__name__} is named by {', '.join(columns) or 'nothing'}; "
+                f"The lock of {label} is named by {', '.join(columns) or 'nothing'}; "
                 f"lock() was given {', '.join(arguments) or 'nothing'}. Write {self.usage()}."
             )
         return self.name_of(values)
 
-    # Leases
-
-    def lease_for(self, name: str | None, given: Lease | None, doing: str) -> Lease | None:
-        """
-        Find the lease that a write goes under.
-
-        Returns:
-            The lease, or None for a write without a lock that is allowed.
-
-        Raises:
-            LockRequired: There is none, and writes without a lock are rejected; or the one that was
-                given is of another lock, or over.
-        """
-        if given is not None:
-            if given.name != name:
-                raise self.no_lease(doing, f"it was given that of {given.name!r}", name)
-            if given.released or not given.is_of_this_process():
-                raise self.no_lease(doing, "the one that it was given was released", name)
-        lease = given or (current_lease(name) if name is not None else None)
-        if lease is not None and lease.fenced:
-            return lease
-        if self.spec.without_lock == "reject":
-            raise self.no_lease(doing, self._held(lease), name)
-        if self.spec.without_lock == "warn":
-            label = self.model._meta.label
-            facts = logs.facts(name=name, model=label)
-            logger.warning("%s %s without the lease of lock %r", doing, label, name, extra=facts)
-        return None
-
-    def _held(self, lease: Lease | None) -> str:
-        if lease is not None:
-            return "the one held here was taken with fenced=False"
-        held = held_names()
-        return f"held here: {', '.join(map(repr, held))}" if held else "none is held here"
+    def may_need_lease(self, given: Lease | None) -> bool:
+        """Whether a write can need a lease; if not, no name is made."""
+        return given is not None or current_lease() is not None or self.spec.without_lock != "allow"
 
     def usage(self) -> str:
-        """How the lock of a row is written."""
+        """Return how the lock of a row is written in code."""
         if self.columns is None:
             return "row.fencing.lock()"
         by_pk = set(self.columns) == {field.attname for field in self.plan.pk}
         keys = ("pk",) if by_pk else self.columns
         return f"{self.model.__name__}.fencing.lock({', '.join(f'{key}=...' for key in keys)})"
 
-    def no_lease(self, doing: str, why: str, name: str | None = None) -> LockRequired:
-        """The error for a write that no lease covers."""
-        empty = ", ".join(self.columns or ()) or "its name"
-        nameless = f"of its lock, but {empty} is empty or an expression"
-        wanted = nameless if name is None else f"of lock {name!r}"
-        return LockRequired(
-            f"{doing} {self.model._meta.label} needs the lease {wanted}; {why}. "
-            f"Take it: with {self.usage()}:",
-            name=name,
-            held=held_names(),
-        )
-
 
 def value_in(field: models.Field[Any, Any] | None, value: Any) -> Any:
-    """The value that a column has for what Django takes for it: an instance, or the value."""
+    """Return the value in a column for what Django accepts for it: an instance, or the value."""
     if field is None or not isinstance(value, models.Model):
         return value
     if isinstance(field, models.ForeignKey):
         expected: Any = field.remote_field.model
         if not isinstance(value, expected):
-            raise TypeError(f"{field.name} is to be {expected.__name__}, not {value!r}.")
+            raise TypeError(f"{field.name} has to be {expected.__name__}, not {value!r}.")
         return getattr(value, field.target_field.attname)
     return value.pk
 
@@ -337,75 +332,66 @@ def _plan(model: type[Model], template: Any) -> Plan:
     meta: Any = model._meta
     table = meta.get_field("fence").model._meta.concrete_model
     pk = tuple(table._meta.pk_fields)
-    parts: list[Part] = []
-    if template is None:
-        parts = _parts_of_key(f"{table._meta.label_lower}:", pk)
-    elif not callable(template):
-        for text, name, form, _ in Formatter().parse(template):
-            found = None if name is None else _field(model, name)
-            if name == "pk":
-                parts += _parts_of_key(text, pk, form or "")
-            elif name is not None and found is None:
-                raise ImproperlyConfigured(
-                    f"Fencing({template!r}) of {meta.label} names {{{name}}}, which is no column "
-                    "of it."
-                )
-            else:
-                parts.append(Part(text, found, form or ""))
-    for part in parts:
-        if part.field is not None and part.field not in pk and (why := _made_late(part.field)):
-            raise ImproperlyConfigured(
-                f"Fencing({template!r}) of {meta.label} names {{{part.field.name}}}, {why}. Its "
-                "lock has to be known before that: name it by columns that the code sets."
-            )
-    parts = _with_ends(parts, f"Fencing({template!r}) of {meta.label}")
+    parts = [] if callable(template) else _parts(model, table, template)
     named: dict[str, models.Field[Any, Any]] = {
         part.field.attname: part.field for part in parts if part.field is not None
     }
     rounded = [part.field for part in parts if not part.is_exact]
     local: Sequence[Any] = table._meta.local_concrete_fields
     is_local = all(field in local for field in named.values())
-    texts = frozenset(column for column, field in named.items() if is_text(field))
     return Plan(
         table=table,
         fence_column=table._meta.get_field("fence").column,
         pk=pk,
         parts=tuple(parts),
         columns=None if callable(template) else tuple(named),
-        guarding=tuple(
+        compared=tuple(
             field
             for field in named.values()
             if field in local and field not in rounded and (field not in pk or is_text(field))
         ),
-        texts=texts,
+        texts=frozenset(column for column, field in named.items() if is_text(field)),
         is_local=is_local,
-        tells_rows=is_local and not rounded and not callable(template),
+        finds_rows=is_local and not rounded and not callable(template),
     )
 
 
-def _parts_of_key(text: str, pk: Sequence[Any], form: str = "") -> list[Part]:
-    return [Part("," if place else text, field, form) for place, field in enumerate(pk)]
-
-
-def _with_ends(parts: Sequence[Part], label: str) -> list[Part]:
-    """Note what ends each value: a character of the text before the next one."""
-    found = list(parts)
-    for place, (part, after) in enumerate(itertools.pairwise(parts)):
-        if part.field is None or after.field is None:
-            continue
-        end = next((each for each in after.text if not each.isalnum()), "")
-        if not end:
+def _parts(model: type[Model], table: Any, template: str | None) -> list[Part]:
+    """Return the parts of a template, each with the character that ends its value."""
+    label, pk = f"Fencing({template!r}) of {model._meta.label}", table._meta.pk_fields
+    parts: list[Part] = []
+    if template is None:
+        template = f"{table._meta.label_lower}:{{pk}}"
+    for text, name, form, _ in Formatter().parse(template):
+        field = None if name is None else _field(model, name)
+        if name == "pk":
+            keys = enumerate(pk)
+            parts += [Part("," if place else text, key, form or "") for place, key in keys]
+        elif name is not None and field is None:
+            raise ImproperlyConfigured(f"{label} names {{{name}}}, which is no column of it.")
+        else:
+            parts.append(Part(text, field, form or ""))
+    for part in parts:
+        if part.field is not None and part.field not in pk and (why := _made_late(part.field)):
             raise ImproperlyConfigured(
-                f"{label} has nothing between {{{part.field.attname}}} and "
-                f"{{{after.field.attname}}} that tells them apart. Put a character there, such as "
-                "':'."
+                f"{label} names {{{part.field.name}}}, {why}. Its lock has to be known before "
+                "that: name it by columns that the code sets."
             )
-        found[place] = part._replace(end=end)
-    return found
+    for place, (part, after) in enumerate(itertools.pairwise(parts)):
+        if part.field is not None and after.field is not None:
+            end = next((each for each in after.text if not each.isalnum()), "")
+            if not end:
+                raise ImproperlyConfigured(
+                    f"{label} has nothing between {{{part.field.attname}}} and "
+                    f"{{{after.field.attname}}} to separate them. Put a character there, such as "
+                    "':'."
+                )
+            parts[place] = part._replace(end=end)
+    return parts
 
 
 def _made_late(field: Any) -> str:
-    """Say where a field's value comes from if that is known only once the row was written."""
+    """Return where a field's value comes from, if it is made only when the row is written."""
     if getattr(field, "generated", False):
         return "which the database computes"
     times = (models.DateField, models.DateTimeField, models.TimeField)
@@ -422,7 +408,7 @@ def _field(model: type[Model], name: str) -> models.Field[Any, Any] | None:
 
 
 def _text(field: Any, value: Any, form: str) -> str:
-    """The text of a value, the same for all that the column takes for the same."""
+    """Return the text of a value, the same for all values that the column takes for the same."""
     if type(value) is int and isinstance(field, models.IntegerField) and not form:
         return str(value)
     field = target_of(field)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import F
-from django.db.models.sql.compiler import SQLCompiler
 
 from ..exceptions import VersionConflict
+from .base import Doing, Guard
 from .fields import VersionField
-from .guarded import Doing, Guard, GuardedModel
-from .managers import FencedManager
-from .refusals import version_conflict
+from .queryset import FencedManager, GuardedModel
+from .writes import version_conflict
 
 
 class VersionedModel(GuardedModel):
     """
     Adds a ``version`` column that rises with every write.
 
-    Saving or deleting an object that somebody else has written since it was loaded raises
+    Saving or deleting an object whose row was written since it was loaded raises
     `VersionConflict`. Works without any lock, and together with `FencedModel`.
     """
 
@@ -29,25 +27,20 @@ class VersionedModel(GuardedModel):
     if TYPE_CHECKING:
         # django-stubs would make it this very class's, and no model could have both mixins.
         _default_manager: ClassVar[FencedManager[Self]]
-
-    if not TYPE_CHECKING:
+    else:
 
         class Meta(GuardedModel.Meta):
             abstract = True
 
-    def _guards(self, table: Any, using: str, doing: Doing) -> list[Guard]:
-        guards = super()._guards(table, using, doing)
-        its: Any = self._meta.get_field("version").model
-        if table._meta.concrete_model is its._meta.concrete_model:
-            guards.append(VersionGuard(self, doing))
-        return guards
+    def _version_guard(self, table: Any, using: str, doing: Doing) -> Guard | None:
+        its_table: Any = self._meta.get_field("version").model
+        return VersionGuard(self, doing) if table is its_table._meta.concrete_model else None
 
 
 class VersionGuard(Guard):
-    """Counts a write, on the condition that nobody else has written meanwhile."""
+    """Counts a write, on the condition that the row wasn't written since it was loaded."""
 
     column = "version"
-    inserted = 0
 
     def __init__(self, instance: VersionedModel, doing: Doing) -> None:
         super().__init__(instance)
@@ -62,19 +55,16 @@ class VersionGuard(Guard):
             raise self._conflict("its version wasn't loaded with it, so it can't be compared")
         self.updated = (self.loaded or 0) + 1
 
-    def as_sql(
-        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
-    ) -> tuple[str, list[Any]]:
-        meta: Any = self.instance._meta
-        field = meta.get_field("version")
+    def condition(self, connection: BaseDatabaseWrapper) -> tuple[str, list[Any]]:
+        field: Any = self.instance._meta.get_field("version")
         quote = connection.ops.quote_name
         return f"{quote(field.model._meta.db_table)}.{quote(field.column)} = %s", [self.loaded]
 
-    def stopped(self) -> Exception:
-        return self._conflict("its version was refused")
+    def failed(self) -> Exception:
+        return self._conflict("its version was rejected")
 
     def explain(self, row: Any) -> None:
-        found = models.QuerySet.values_list(row, "version", flat=True).first()
+        found = row.values_list("version", flat=True).first()
         if found is None:
             if self.instance._state.adding:
                 return

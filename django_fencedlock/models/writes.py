@@ -1,7 +1,8 @@
-"""One fenced write: the lease that it goes under, and the condition that it is made on."""
+"""A fenced write: the lease that it goes under, its condition, and the error of a rejection."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,14 +10,21 @@ from django.db import connections, models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Case, F, Q, Value, When
 
-from ..exceptions import StaleObject, WrongDatabase
-from ..lease import Lease, held_names
+from .. import logs, signals
+from ..core.identity import Holder
+from ..exceptions import LockRequired, StaleFence, StaleObject, VersionConflict, WrongDatabase
+from ..lease import Lease, current_lease, held_names
 from ..storage.fenced_atomic import grant_of, is_pinned
-from ..storage.fences import Pin, WriteGrant, pin_sql
-from .comparing import exactly, same_text
+from ..storage.fences import Pin, WriteGrant, overtaken, pin_sql
+from .base import Doing, Guard, SaveHooks
 from .fencing import FencingOf
-from .fields import REFUSED
-from .refusals import Refusal
+from .fields import REJECTED, exactly, same_text
+
+logger = logging.getLogger(__name__)
+
+_WRITTEN_SINCE = (
+    "row was written since it was read or under a newer token, or belongs to another lock"
+)
 
 
 class Write(NamedTuple):
@@ -26,12 +34,12 @@ class Write(NamedTuple):
     using: str
     #: What it goes under; None for a write without a lock that is allowed.
     grant: WriteGrant | None
-    #: What tells these rows from others, as look-ups: mostly the columns of their lock's name.
+    #: Look-ups that find these rows among others: mostly the columns of their lock's name.
     columns: Mapping[str, Any]
     doing: str = "Saving"
     #: For objects: the fences that their rows may have.
     fences: Q | None = None
-    #: The write to the lock that the rows are given to, if that is another.
+    #: The write to the lock that the rows are moved to, if that is another lock.
     moving_to: Write | None = None
     #: The name of the rows' lock.
     name: str | None = None
@@ -41,39 +49,171 @@ class Write(NamedTuple):
         assert self.grant is not None
         return self.grant.token
 
-    @property
-    def is_pinned(self) -> bool:
-        """Whether no newer grant can be recorded before the transaction ends."""
-        grant = self.grant
-        if grant is None or not self.fencing.spec.serialised:
-            return False
-        return is_pinned(connections[self.using], grant)
-
     def pin(self, connection: BaseDatabaseWrapper) -> WriteGrant | None:
-        """The grant to be pinned in the statement itself; None if nothing is added by it."""
+        """Return the grant that the statement has to lock; None if it is locked, or needn't be."""
         grant = self.grant
         if grant is None or not self.fencing.spec.serialised or is_pinned(connection, grant):
             return None
         return grant
 
-    def refusal(self, pk: Any = None) -> Refusal:
-        assert self.grant is not None
-        return Refusal(
-            model=self.fencing.model,
+    def error(
+        self,
+        why: str,
+        *,
+        pk: Any = None,
+        row_fence: int | None = None,
+        holder: Holder | None = None,
+        kind: type[StaleFence] = StaleFence,
+    ) -> StaleFence:
+        """Return the error of a rejection; it is logged, and its signal sent, here and once."""
+        grant, model = self.grant, self.fencing.model
+        assert grant is not None
+        label = model._meta.label
+        facts = {"name": grant.name, "alias": grant.alias, "token": grant.token}
+        logger.error(
+            "Rejected a stale write: model=%s pk=%r lock=%r row_token=%s writer_token=%s holder=%s",
+            label,
+            pk,
+            grant.name,
+            row_fence,
+            grant.token,
+            holder or "unknown",
+            extra=logs.facts(
+                **facts,
+                owner=grant.owner,
+                holder=holder and str(holder),
+                model=label,
+                pk=pk,
+                row_token=row_fence,
+            ),
+        )
+        signals.send(
+            signals.stale_write_rejected,
+            model,
             pk=pk,
-            using=self.using,
-            grant=self.grant,
-            serialised=self.fencing.spec.serialised,
-            doing=self.doing,
+            row_token=row_fence,
+            holder=holder,
+            **facts,
+        )
+        row = label if pk is None else f"{label} pk={pk!r}"
+        return kind(
+            f"{self.doing} {row} under token {grant.token} of lock {grant.name!r} was rejected: "
+            f"{why}.",
+            name=grant.name,
+            owner=grant.owner,
+            token=grant.token,
+            holder=holder,
         )
 
-    def own_columns(self) -> dict[str, Any]:
-        """The columns of the fence's own table, but its primary key."""
-        return {
-            field.attname: self.columns[field.attname]
-            for field in self.fencing.plan.guarding
-            if field.attname in self.columns
-        }
+    def moved(self, pk: Any, row_fence: int | None = None) -> StaleFence:
+        """Return the error for an object whose lock is another one than its row's."""
+        return self.error(
+            "the row belongs to another lock than the one that its name gives now; to move it, "
+            "update() it under the leases of both",
+            pk=pk,
+            row_fence=row_fence,
+        )
+
+    def superseded(self, pk: Any = None) -> StaleFence | None:
+        """Return the error if a newer grant exists; None if this is still the newest."""
+        if not self.fencing.spec.serialised:
+            return None
+        assert self.grant is not None
+        found = overtaken(connections[self.using], self.grant)
+        return None if found is None else self.error(found.why, pk=pk, holder=found.holder)
+
+    def failed(self, pk: Any = None) -> StaleFence:
+        """Return the error for a statement that the constraint failed."""
+        if _can_query(self.using):
+            return self.superseded(pk) or self.error(f"a {_WRITTEN_SINCE}", pk=pk)
+        return self.error(f"a newer grant exists, or a {_WRITTEN_SINCE}", pk=pk)
+
+
+def all_failed(writes: Sequence[Write]) -> StaleFence:
+    """Return the error for a failed statement over several locks: that of a superseded one."""
+    first = writes[0]
+    if len(writes) == 1:
+        return first.failed()
+    if _can_query(first.using):
+        for write in writes:
+            if superseded := write.superseded():
+                return superseded
+    names = ", ".join(repr(write.name) for write in writes[:3])
+    more = f" and {len(writes) - 3} more" if len(writes) > 3 else ""
+    return first.error(
+        f"a newer grant of one of the locks {names}{more} exists, or a {_WRITTEN_SINCE}"
+    )
+
+
+def _can_query(using: str) -> bool:
+    """Whether the database answers after a statement failed: not within its transaction."""
+    connection = connections[using]
+    broken = connection.vendor == "postgresql" or connection.needs_rollback
+    return not (connection.in_atomic_block and broken)
+
+
+def version_conflict(
+    model: type[models.Model], pk: Any, version: int | None, why: str
+) -> VersionConflict:
+    """Return the error for an object whose row was written since it was loaded."""
+    label = model._meta.label
+    row = label if pk is None else f"{label} pk={pk!r}"
+    return VersionConflict(
+        f"{row} was written by another process or object: {why}. Load it again.",
+        model=label,
+        pk=pk,
+        version=version,
+    )
+
+
+def find_lease(
+    fencing: FencingOf, name: str | None, given: Lease | None, doing: str
+) -> Lease | None:
+    """
+    Find the lease of a write.
+
+    Returns:
+        The lease, or None for a write without a lock that is allowed.
+
+    Raises:
+        LockRequired: There is none, and writes without a lock are rejected; or the given one is of
+            another lock, or released.
+    """
+    if given is not None:
+        if given.name != name:
+            raise lock_required(fencing, doing, f"the given lease is of {given.name!r}", name)
+        if given.released or not given.is_of_this_process():
+            raise lock_required(fencing, doing, "the given lease was released", name)
+    lease = given or (current_lease(name) if name is not None else None)
+    if lease is not None and lease.fenced:
+        return lease
+    if fencing.spec.without_lock == "reject":
+        if lease is not None:
+            why = "the lease held here was acquired with fenced=False"
+        else:
+            held = ", ".join(map(repr, held_names()))
+            why = f"held here: {held}" if held else "none is held here"
+        raise lock_required(fencing, doing, why, name)
+    if fencing.spec.without_lock == "warn":
+        label = fencing.model._meta.label
+        facts = logs.facts(name=name, model=label)
+        logger.warning("%s %s without the lease of lock %r", doing, label, name, extra=facts)
+    return None
+
+
+def lock_required(
+    fencing: FencingOf, doing: str, why: str, name: str | None = None
+) -> LockRequired:
+    """Return the error for a write that no lease covers."""
+    empty = ", ".join(fencing.columns or ()) or "its name"
+    nameless = f"of its lock, but {empty} is empty or an expression"
+    wanted = nameless if name is None else f"of lock {name!r}"
+    return LockRequired(
+        f"{doing} {fencing.model._meta.label} needs the lease {wanted}; {why}. "
+        f"Acquire it: with {fencing.usage()}:",
+        name=name,
+        held=held_names(),
+    )
 
 
 def write_for(
@@ -91,12 +231,12 @@ def write_for(
         LockRequired: There is none, and writes without a lock are rejected.
         WrongDatabase: The fences are in another database than the rows.
     """
-    lease = fencing.lease_for(name, given, doing)
+    lease = find_lease(fencing, name, given, doing)
     if lease is not None and fencing.spec.serialised and lease.database != using:
         raise WrongDatabase(
             f"{doing} {fencing.model._meta.label}: its row is in database {using!r}, and the "
             f"fences of lock {name!r} are in {lease.database!r}. Name {using!r} as the "
-            "FENCE_DATABASE of an alias and take the lock there, or give the model "
+            "FENCE_DATABASE of an alias and acquire the lock there, or give the model "
             "Fencing(mode='high_water'), which promises less.",
             name=name,
             database=using,
@@ -111,32 +251,39 @@ def write_for_new_row(
     """
     Find the lease for a row that isn't there yet.
 
-    One whose lock is named by its own primary key may always be added: nobody has its lock.
+    A row whose lock is named by its own primary key can always be added: no holder has its lock.
     """
     if fencing.is_of_own_pk and given is None and name not in held_names():
         return Write(fencing, using, None, {}, doing)
     return write_for(fencing, name, {}, using, given, doing)
 
 
-def fences_of(write: Write, row: Any, loaded: Any) -> tuple[int, ...] | None:
+def leases_of(writes: Sequence[Write]) -> list[Write]:
+    """Return those of the writes, and of the moves, that go under a lease."""
+    targets = [write.moving_to for write in writes if write.moving_to is not None]
+    return [write for write in (*writes, *targets) if write.grant is not None]
+
+
+def accepted_fences(write: Write, row: Any) -> tuple[int, ...] | None:
     """
     Find the fences that an object's row may have for the object to be written.
 
     The fence that it was read with; and the lease's own token if it was read under this lease, so
-    that nobody else can have written in between. None stands for any up to the token: an object
-    that was never loaded overwrites what is there.
+    that no other holder can have written in between. None stands for any up to the token: an
+    object that was never loaded overwrites what is there.
 
     Raises:
         StaleObject: It was loaded without its fence.
     """
     if row._state.adding:
         return None
+    loaded = row.__dict__.get("fence")
     read_under = getattr(row._state, "fence_read_under", ())
     if read_under is None or not isinstance(loaded, int):
-        raise write.refusal(row.pk).error(
-            None,
-            "its fence wasn't loaded with it, so its age can't be told; read the whole row under "
-            "the lock",
+        raise write.error(
+            "its fence wasn't loaded with it, so its age is unknown; read the whole row under the "
+            "lock",
+            pk=row.pk,
             kind=StaleObject,
         )
     assert write.grant is not None
@@ -144,26 +291,112 @@ def fences_of(write: Write, row: Any, loaded: Any) -> tuple[int, ...] | None:
     accepted = {loaded} if loaded <= write.token else set()
     if write.grant.owner in read_under and row._state.db == write.using:
         accepted.add(write.token)
-    return tuple(sorted(accepted)) or (REFUSED,)
+    return tuple(sorted(accepted)) or (REJECTED,)
+
+
+class FenceGuard(Guard):
+    """Raises the fence to the lease's token, on the condition that this is the newest."""
+
+    column = "fence"
+
+    def __init__(self, instance: SaveHooks, write: Write) -> None:
+        self.write = write
+        self.keeps = write.grant is None
+        #: The fences that the row may have; None for any up to the token.
+        self.fences: tuple[int, ...] | None = None
+        if write.grant is not None:
+            self.updated = self.after_insert = write.grant.token
+            if write.doing is not Doing.ADDING:
+                self.fences = accepted_fences(write, instance)
+        elif write.doing is Doing.ADDING:
+            # A row without a lock may be added, but never overwrite another row of its key.
+            self.insert_only = write.fencing.spec.without_lock == "reject"
+        super().__init__(instance)
+
+    @property
+    def inserted(self) -> Any:
+        return inserted_fence(self.write)
+
+    def condition(self, connection: BaseDatabaseWrapper) -> tuple[str, list[Any]]:
+        write, plan, quote = self.write, self.write.fencing.plan, connection.ops.quote_name
+        table = quote(plan.table._meta.db_table)
+        fence = f"{table}.{quote(plan.fence_column)}"
+        if self.fences is None:
+            parts, given = [f"{fence} <= %s"], [write.token]
+        else:
+            given = [*self.fences]
+            parts = [f"{fence} IN ({', '.join(['%s'] * len(given))})"]
+        for field in plan.compared:
+            # Another holder may have moved the row to another lock meanwhile.
+            column, value = f"{table}.{quote(str(field.column))}", "%s"
+            if field.attname in plan.texts:
+                column, value = exactly(connection, column), exactly(connection, value)
+            if field.attname in write.columns:
+                parts.append(f"{column} = {value}")
+                given.append(field.get_db_prep_value(write.columns[field.attname], connection))
+        if (grant := write.pin(connection)) is not None:
+            select, more = pin_sql(connection, grant)
+            parts.append(f"({select})")
+            given += more
+        return " AND ".join(parts), given
+
+    def is_met(self, using: str) -> bool:
+        """Whether a row that was read in this transaction needs no statement to be checked."""
+        # What was read under the lease that pins the transaction is as it was.
+        fences, write = self.fences or (), self.write
+        is_pinned = write.fencing.spec.serialised and write.pin(connections[using]) is None
+        return is_pinned and self.before in fences and write.token in fences
+
+    def overwrote(self) -> None:
+        if self.keeps and self.write.doing is Doing.ADDING:
+            find_lease(self.write.fencing, self.write.fencing.name(), None, Doing.SAVING)
+
+    def failed(self) -> Exception:
+        return self.write.failed(self.instance.pk)
+
+    def explain(self, row: Any) -> None:
+        write, pk, columns = self.write, self.instance.pk, self.write.columns
+        if superseded := write.superseded(pk):
+            raise superseded
+        found = row.values_list("fence", *columns).first()
+        if found is None:
+            if self.instance._state.adding:
+                return
+            raise write.error("the row is gone, and isn't inserted again", pk=pk)
+        fence, *values = found
+        if values != [*columns.values()]:
+            raise write.moved(pk, fence)
+        why = ""
+        kind: type[StaleFence] = StaleFence
+        if fence > write.token:
+            why = f"the row was written under token {fence} already"
+        elif self.fences is not None and fence not in self.fences:
+            lease = "this lease" if fence == write.token else f"token {fence}"
+            kind = StaleObject
+            why = (
+                f"it was read before the lock was acquired, and written under {lease} since; read "
+                "it again under the lock"
+            )
+        if why:
+            raise write.error(why, pk=pk, row_fence=fence, kind=kind)
 
 
 def as_read(
-    writes: Iterable[Write], objs: Iterable[Any], names: Iterable[str | None]
+    writes: Iterable[Write], objs: Sequence[Any], names: Sequence[str | None]
 ) -> list[Write]:
-    """Writes of these objects, and of no other rows: made if the rows are as they were read."""
+    """Limit writes to these objects, and to rows that are as they were read."""
     by_name: dict[str | None, list[Any]] = {}
     for obj, name in zip(objs, names, strict=True):
         by_name.setdefault(name, []).append(obj)
-    # Those without a name have a key alone, as Django makes them to set an order.
-    nameless = by_name.get(None, [])
     found = []
     for write in writes:
         if write.grant is not None:
-            own = [*by_name.get(write.name, ()), *nameless]
+            # Django makes objects without a name, of a key alone, to set an order.
+            own = [*by_name.get(write.name, ()), *by_name.get(None, ())]
             keys = {str(obj.pk) for obj in own}
             for pk in write.columns.get("pk__in", ()):
                 if str(pk) not in keys:
-                    raise write.refusal(pk).moved(None)
+                    raise write.moved(pk)
             write = write._replace(fences=_fences_of_many(write, own))
         found.append(write)
     return found
@@ -172,7 +405,8 @@ def as_read(
 def _fences_of_many(write: Write, rows: Iterable[Any]) -> Q:
     by_fences: dict[tuple[int, ...] | None, list[Any]] = {}
     for row in rows:
-        by_fences.setdefault(fences_of(write, row, row.__dict__.get("fence")), []).append(row.pk)
+        fences = accepted_fences(write, row)
+        by_fences.setdefault(fences, []).append(row.pk)
     conditions: list[Any] = []
     for fences, pks in by_fences.items():
         condition = Q(fence__lte=write.token) if fences is None else Q(fence__in=fences)
@@ -180,56 +414,19 @@ def _fences_of_many(write: Write, rows: Iterable[Any]) -> Q:
     return Q.create(conditions, connector=Q.OR)
 
 
-def row_condition(
-    write: Write, fences: Sequence[int] | None, connection: BaseDatabaseWrapper
-) -> tuple[str, list[Any]]:
-    """
-    The condition of a single row's UPDATE or DELETE, given the fences that it may have.
-
-    Made by hand: Django's way through Q and expressions costs more than the database's work.
-    """
-    quote = connection.ops.quote_name
-    plan = write.fencing.plan
-    table = quote(plan.table._meta.db_table)
-    fence = f"{table}.{quote(plan.fence_column)}"
-    given: list[Any] = [write.token] if fences is None else [*fences]
-    if fences is None:
-        parts = [f"{fence} <= %s"]
-    elif len(given) == 1:
-        parts = [f"{fence} = %s"]
-    else:
-        parts = [f"{fence} IN (%s, %s)"]
-    for field in plan.guarding:
-        # Somebody else may have given the row to another lock meanwhile.
-        if field.attname in write.columns:
-            column, value = f"{table}.{quote(str(field.column))}", "%s"
-            if field.attname in plan.texts:
-                column, value = exactly(connection, column), exactly(connection, value)
-            parts.append(f"{column} = {value}")
-            given.append(field.get_db_prep_value(write.columns[field.attname], connection))
-    if (grant := write.pin(connection)) is not None:
-        select, more = pin_sql(connection, grant)
-        parts.append(f"({select})")
-        given += more
-    return " AND ".join(parts), given
+# What statements set the fence to: REJECTED in every row that they may not write
 
 
-def token_or_refused(writes: Iterable[Write]) -> Case:
-    """
-    What a statement over many rows sets the fence to.
-
-    Every row that it may not write gets `REFUSED`, on which the statement fails as a whole.
-    """
+def token_or_rejected(writes: Iterable[Write]) -> Case:
     return _by_rows(When(_condition(write), then=_new_fence(write)) for write in writes)
 
 
-def fence_of_claimed(writes: Iterable[Write]) -> Case:
-    """The fence that a row has after `token_or_refused` was written into it."""
-    return _by_rows(When(_rows_of(write), then=_new_fence(write)) for write in writes)
+def claimed_fence(writes: Iterable[Write]) -> Case:
+    """Return the fence of a row after `token_or_rejected` was written into it."""
+    return _by_rows(When(_rows(write), then=_new_fence(write)) for write in writes)
 
 
-def new_rows_fence(write: Write) -> Any:
-    """What an INSERT sets the fence to."""
+def inserted_fence(write: Write) -> Any:
     if write.grant is None:
         return 0
     if (grant := write.pin(connections[write.using])) is None:
@@ -238,21 +435,22 @@ def new_rows_fence(write: Write) -> Any:
 
 
 def _by_rows(branches: Iterable[When]) -> Case:
-    return Case(*branches, default=Value(REFUSED), output_field=models.BigIntegerField())
+    return Case(*branches, default=Value(REJECTED), output_field=models.BigIntegerField())
 
 
-def _rows_of(write: Write) -> Q:
+def _rows(write: Write) -> Q:
+    if not write.columns:
+        return Q(fence__gte=0)
     plan = write.fencing.plan
-    plain = {key: value for key, value in write.columns.items() if key not in plan.texts}
-    found = Q(**plain) if plain or not write.columns else Q()
-    for field in plan.guarding:
+    found = Q(**{key: value for key, value in write.columns.items() if key not in plan.texts})
+    for field in plan.compared:
         if field.attname in plan.texts and field.attname in write.columns:
             found &= same_text(field, write.columns[field.attname])
-    return found if write.columns else Q(fence__gte=0)
+    return found
 
 
 def _condition(write: Write) -> Q:
-    condition = _rows_of(write)
+    condition = _rows(write)
     if write.grant is not None:
         condition &= Q(fence__lte=write.token) if write.fences is None else write.fences
     for each in (write, write.moving_to):
@@ -267,25 +465,3 @@ def _new_fence(write: Write) -> Any:
         # Tokens of different names can't be compared: 0 if it was never written under this one.
         return Value(0 if target.grant is None else target.token)
     return F("fence") if write.grant is None else Value(write.token)
-
-
-def gather(
-    fencing: FencingOf,
-    rows: Iterable[tuple[str | None, Mapping[str, Any]]],
-    using: str,
-    given: Lease | None,
-    doing: str,
-) -> list[Write]:
-    """
-    Find the leases for many rows, given as (name, look-ups).
-
-    Raises:
-        LockRequired: One of them isn't held, and writes without a lock are rejected.
-    """
-    return [write_for(fencing, name, columns, using, given, doing) for name, columns in rows]
-
-
-def leases_of(writes: Sequence[Write]) -> list[Write]:
-    """Those of the writes, and of the moves, that go under a lease."""
-    targets = [write.moving_to for write in writes if write.moving_to is not None]
-    return [write for write in (*writes, *targets) if write.grant is not None]

@@ -17,7 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models.deletion import Collector
 
 from ..models import FencedModel, FencedQuerySet
-from ..models.guarded import GuardedModel
+from ..models.queryset import GuardedModel
 from ..storage.fenced_atomic import PinnedBlock
 
 #: Where fenced writes begin. What is seen while one of them runs is the package's own doing.

@@ -25,7 +25,7 @@ class Migration(migrations.Migration):
             options={
                 'abstract': False,
                 'base_manager_name': '_guarded_rows',
-                'constraints': [django_fencedlock.models.fields.RefusedRow(condition=models.Q(('fence__gte', 0)), name='accounts_account_fence_refused')],
+                'constraints': [django_fencedlock.models.fields.RejectedRow(condition=models.Q(('fence__gte', 0)), name='accounts_account_fence_rejected')],
             },
             managers=[
                 ('objects', django.db.models.manager.Manager()),
@@ -56,7 +56,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 'verbose_name_plural': 'entries',
-                'constraints': [models.UniqueConstraint(fields=('account', 'reference'), name='booked_once'), django_fencedlock.models.fields.RefusedRow(condition=models.Q(('fence__gte', 0)), name='accounts_entry_fence_refused')],
+                'constraints': [models.UniqueConstraint(fields=('account', 'reference'), name='booked_once'), django_fencedlock.models.fields.RejectedRow(condition=models.Q(('fence__gte', 0)), name='accounts_entry_fence_rejected')],
             },
             managers=[
                 ('objects', django.db.models.manager.Manager()),

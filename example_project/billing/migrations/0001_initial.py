@@ -26,7 +26,7 @@ class Migration(migrations.Migration):
             options={
                 'abstract': False,
                 'base_manager_name': '_guarded_rows',
-                'constraints': [django_fencedlock.models.fields.RefusedRow(condition=models.Q(('version__gte', 0)), name='billing_customer_version_refused')],
+                'constraints': [django_fencedlock.models.fields.RejectedRow(condition=models.Q(('version__gte', 0)), name='billing_customer_version_rejected')],
             },
             managers=[
                 ('objects', django.db.models.manager.Manager()),
@@ -49,7 +49,7 @@ class Migration(migrations.Migration):
             options={
                 'abstract': False,
                 'base_manager_name': '_guarded_rows',
-                'constraints': [django_fencedlock.models.fields.RefusedRow(condition=models.Q(('fence__gte', 0)), name='billing_invoice_fence_refused'), django_fencedlock.models.fields.RefusedRow(condition=models.Q(('version__gte', 0)), name='billing_invoice_version_refused')],
+                'constraints': [django_fencedlock.models.fields.RejectedRow(condition=models.Q(('fence__gte', 0)), name='billing_invoice_fence_rejected'), django_fencedlock.models.fields.RejectedRow(condition=models.Q(('version__gte', 0)), name='billing_invoice_version_rejected')],
             },
             managers=[
                 ('objects', django.db.models.manager.Manager()),

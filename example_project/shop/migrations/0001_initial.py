@@ -25,7 +25,7 @@ class Migration(migrations.Migration):
             options={
                 'abstract': False,
                 'base_manager_name': '_guarded_rows',
-                'constraints': [django_fencedlock.models.fields.RefusedRow(condition=models.Q(('fence__gte', 0)), name='shop_sale_fence_refused')],
+                'constraints': [django_fencedlock.models.fields.RejectedRow(condition=models.Q(('fence__gte', 0)), name='shop_sale_fence_rejected')],
             },
             managers=[
                 ('objects', django.db.models.manager.Manager()),
@@ -43,7 +43,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 'verbose_name_plural': 'stock',
-                'constraints': [models.UniqueConstraint(fields=('warehouse', 'article'), name='counted_once'), django_fencedlock.models.fields.RefusedRow(condition=models.Q(('fence__gte', 0)), name='shop_stock_fence_refused')],
+                'constraints': [models.UniqueConstraint(fields=('warehouse', 'article'), name='counted_once'), django_fencedlock.models.fields.RejectedRow(condition=models.Q(('fence__gte', 0)), name='shop_stock_fence_rejected')],
             },
             managers=[
                 ('objects', django.db.models.manager.Manager()),
@@ -61,7 +61,7 @@ class Migration(migrations.Migration):
             options={
                 'abstract': False,
                 'base_manager_name': '_guarded_rows',
-                'constraints': [django_fencedlock.models.fields.RefusedRow(condition=models.Q(('fence__gte', 0)), name='shop_order_fence_refused')],
+                'constraints': [django_fencedlock.models.fields.RejectedRow(condition=models.Q(('fence__gte', 0)), name='shop_order_fence_rejected')],
             },
             managers=[
                 ('objects', django.db.models.manager.Manager()),

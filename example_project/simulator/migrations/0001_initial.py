@@ -33,7 +33,7 @@ class Migration(migrations.Migration):
             options={
                 'abstract': False,
                 'base_manager_name': '_guarded_rows',
-                'constraints': [django_fencedlock.models.fields.RefusedRow(condition=models.Q(('fence__gte', 0)), name='simulator_highwatercounter_fence_refused')],
+                'constraints': [django_fencedlock.models.fields.RejectedRow(condition=models.Q(('fence__gte', 0)), name='simulator_highwatercounter_fence_rejected')],
             },
             managers=[
                 ('objects', django.db.models.manager.Manager()),
@@ -50,7 +50,7 @@ class Migration(migrations.Migration):
             options={
                 'abstract': False,
                 'base_manager_name': '_guarded_rows',
-                'constraints': [django_fencedlock.models.fields.RefusedRow(condition=models.Q(('fence__gte', 0)), name='simulator_serialisedcounter_fence_refused')],
+                'constraints': [django_fencedlock.models.fields.RejectedRow(condition=models.Q(('fence__gte', 0)), name='simulator_serialisedcounter_fence_rejected')],
             },
             managers=[
                 ('objects', django.db.models.manager.Manager()),

@@ -1,0 +1,496 @@
+"""The queryset and managers of guarded models: statements over many rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import Error, connections, models, transaction
+from django.db.models import Case, F, Value, When
+from django.db.models.base import ModelBase
+
+from ..lease import Lease
+from ..storage.fences import is_newest
+from .base import GuardedQuerySet, SaveHooks, WatchingManager, handed_over, is_fast_delete, watch
+from .fencing import FencingOf, Rows
+from .fields import REJECTED, Exactly, confused_texts, is_rejected, is_text, may_confuse
+from .writes import (
+    Write,
+    all_failed,
+    as_read,
+    claimed_fence,
+    find_lease,
+    inserted_fence,
+    leases_of,
+    lock_required,
+    token_or_rejected,
+    version_conflict,
+    write_for,
+    write_for_new_row,
+)
+
+_Row = TypeVar("_Row", bound=models.Model, covariant=True)
+
+
+class FencedQuerySet(GuardedQuerySet[_Row]):
+    """
+    A queryset whose writes are guarded as those of single objects are.
+
+    A statement over many fenced rows needs the lease of every row's lock. It raises before it
+    writes if one isn't held, and fails as a whole if one of the rows is stale.
+    """
+
+    def using_lease(self, lease: Lease) -> Self:
+        """Write under `lease`, whatever the context holds."""
+        return self._copy(_lease=lease)
+
+    def only(self, *fields: Any) -> Self:
+        # An object without its fence can't be written.
+        loaded = (*fields, "fence") if self._is_fenced and fields not in ((), (None,)) else fields
+        return super().only(*loaded)
+
+    def defer(self, *fields: Any) -> Self:
+        deferred = (each for each in fields if each != "fence" or not self._is_fenced)
+        return super().defer(*deferred)
+
+    def create(self, **values: Any) -> Any:
+        with self._handing_over():
+            return super().create(**values)
+
+    create.alters_data = True  # type: ignore[attr-defined]
+
+    def update_or_create(self, *args: Any, **values: Any) -> tuple[Any, bool]:
+        with self._handing_over():
+            return super().update_or_create(*args, **values)
+
+    update_or_create.alters_data = True  # type: ignore[attr-defined]
+
+    def update(self, **values: Any) -> int:
+        self._require_other_columns(values, "update")
+        writes = self._writes("Updating", values)
+        stamps: dict[str, Any] = {}
+        if writes is not None:
+            stamps["fence"] = token_or_rejected(writes)
+        if self._is_versioned:
+            stamps["version"] = self._next_versions()
+        if not stamps:
+            return super().update(**values)
+        with self._all_or_nothing(writes or ()):
+            # MySQL sets one column after the other, and the conditions are on what was before.
+            return super().update(**stamps, **values)
+
+    update.alters_data = True  # type: ignore[attr-defined]
+
+    def bulk_update(
+        self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None
+    ) -> int:
+        objs, fields = tuple(objs), tuple(fields)
+        self._require_other_columns(fields, "bulk_update")
+        writes = self._writes_of(objs)
+        if (writes is None and not self._is_versioned) or not all(obj.pk for obj in objs):
+            return super().bulk_update(objs, fields, batch_size)
+        count = 0
+        within = transaction.atomic(using=self._database(), savepoint=False)
+        with self._all_or_nothing(writes or ()), within:
+            for batch in self._batches(objs, fields, batch_size):
+                rows = self._copy(_objects=batch)
+                found = super(FencedQuerySet, rows).bulk_update(batch, fields)
+                if found < len({obj.pk for obj in batch}):
+                    raise self._gone(writes or ())
+                count += found
+        tokens = {write.name: write.token for write in leases_of(writes or ())}
+        for obj in objs:
+            if self._is_versioned:
+                obj.version += 1
+            if tokens and (token := tokens.get(obj.fencing.name_to_write())) is not None:
+                obj.fence = token
+        return count
+
+    bulk_update.alters_data = True  # type: ignore[attr-defined]
+
+    def bulk_create(
+        self,
+        objs: Iterable[Any],
+        batch_size: int | None = None,
+        ignore_conflicts: bool = False,
+        update_conflicts: bool = False,
+        update_fields: Any = None,
+        unique_fields: Any = None,
+    ) -> list[Any]:
+        objs = list(objs)
+        writes = self._writes_of_new(objs) if self._is_fenced else []
+        leased = leases_of(writes)
+        if update_conflicts:
+            unique_fields = unique_fields and list(unique_fields)
+            self._require_comparable(objs, writes, unique_fields)
+            update_fields = [*(update_fields or ()), *(["fence"] if leased else [])]
+        with self._stamped(objs, writes), self._all_or_nothing(writes):
+            if ignore_conflicts and leased:
+                # SQLite and MySQL ignore the constraint as well.
+                with transaction.atomic(using=self.db, savepoint=False):
+                    for write in {each.grant: each for each in leased}.values():
+                        grant = write.pin(connections[self.db])
+                        if grant is not None and not is_newest(self.db, grant):
+                            raise write.failed()
+                    return super().bulk_create(objs, batch_size, ignore_conflicts=True)
+            # The INSERT itself checks each lease: with its first row, before it waits for any key.
+            checked = set()
+            for obj, write in zip(objs, writes, strict=False):
+                if write.grant not in checked:
+                    checked.add(write.grant)
+                    obj.fence = inserted_fence(write)
+            return super().bulk_create(
+                objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
+            )
+
+    bulk_create.alters_data = True  # type: ignore[attr-defined]
+
+    def delete(self) -> tuple[int, dict[str, int]]:
+        if self._is_covered():
+            watch(self.model)
+            if not is_fast_delete(self, self._database()):
+                # Each row is guarded as it is collected. A row without a lease raises here,
+                # before anything is written.
+                self._writes("Deleting")
+        return super().delete()
+
+    delete.alters_data = True  # type: ignore[attr-defined]
+    delete.queryset_only = True  # type: ignore[attr-defined]
+
+    def _delete_fast(self, using: str) -> int:
+        rows: Any = self.using(using)
+        writes = rows._writes("Deleting")
+        if writes is None:
+            return models.QuerySet._raw_delete(self, using)
+        with rows._all_or_nothing(writes), transaction.atomic(using=using, savepoint=False):
+            # The UPDATE fails if a row may not be deleted. Rows that came since then are left
+            # alone: their leases weren't asked for.
+            models.QuerySet.update(rows._plain_rows(), fence=token_or_rejected(writes))
+            claimed = rows.filter(fence=claimed_fence(writes))
+            return models.QuerySet._raw_delete(claimed, using)
+
+    # What the model is
+
+    @property
+    def _is_fenced(self) -> bool:
+        return bool(getattr(self.model, "_is_fenced", False))
+
+    @property
+    def _is_versioned(self) -> bool:
+        return bool(getattr(self.model, "_is_versioned", False))
+
+    @property
+    def _fencing(self) -> FencingOf:
+        model: Any = self.model
+        return model.fencing  # type: ignore[no-any-return]
+
+    def _is_covered(self) -> bool:
+        """Whether any write can need a lease; if not, it is left to Django."""
+        return self._is_fenced and self._fencing.may_need_lease(self._lease)
+
+    def _database(self) -> str:
+        self._for_write = True
+        return self.db
+
+    def _require_other_columns(self, names: Iterable[str], method: str) -> None:
+        for own in {"fence", "version"}.intersection(names):
+            if self._is_fenced if own == "fence" else self._is_versioned:
+                raise TypeError(f"{method}() can't set {own!r}: it is written along with the row.")
+
+    # Names and leases
+
+    def _writes(
+        self, doing: str, values: Mapping[str, Any] | None = None
+    ) -> Sequence[Write] | None:
+        """Find the leases for the rows of this queryset; None if they are left to Django."""
+        if self.query.is_sliced or self.query.combinator:
+            return None  # Django raises an error of its own for these.
+        if not self._is_covered():
+            return None
+        writes = self._gather(self._rows(), doing)
+        objs = self._objects
+        names = [] if objs is None else [obj.fencing.name_to_write() for obj in objs]
+        if objs is not None:
+            writes = as_read(writes, objs, names)
+        # Objects that have a name have that of their row, and move it to no other lock.
+        if values and (objs is None or None in names):
+            writes = [self._moved(write, values) for write in writes]
+        return self._unless_left_alone(writes)
+
+    def _writes_of(self, objs: Sequence[Any]) -> Sequence[Write] | None:
+        """Find the leases for these objects; None if they are left to Django."""
+        if not self._is_covered():
+            return None
+        rows = self._known(objs)
+        if rows is None:
+            rows = self.filter(pk__in=[obj.pk for obj in objs])._rows()
+        return self._unless_left_alone(self._gather(rows, "Updating"))
+
+    def _gather(self, rows: Rows, doing: str) -> list[Write]:
+        fencing, using = self._fencing, self._database()
+        return [
+            write_for(fencing, name, columns, using, self._lease, doing) for name, columns in rows
+        ]
+
+    def _unless_left_alone(self, writes: Sequence[Write]) -> Sequence[Write] | None:
+        # If there are no rows, the locks of rows that come meanwhile are unknown: none is written.
+        if not leases_of(writes) and (writes or self._fencing.spec.without_lock != "reject"):
+            return None
+        return writes
+
+    def _rows(self) -> Rows:
+        """
+        Find the names of the rows' locks, each with look-ups that find its rows.
+
+        Asks the database only if names differ by row.
+        """
+        fencing = self._fencing
+        if self._objects is not None and (known := self._known(self._objects)) is not None:
+            return known
+        columns = fencing.columns
+        if columns == ():
+            return [(fencing.name_of({}), {})]
+        rows = self._plain_rows()
+        finds_rows = fencing.plan.finds_rows or self._objects is None
+        if columns is None or not fencing.plan.is_local or not finds_rows:
+            return fencing.rows_of(rows)
+        # Texts that the database takes for equal are still the names of different locks.
+        exact = {f"_exact_{column}": Exactly(F(column)) for column in fencing.plan.texts}
+        found = rows.annotate(**exact).values_list(*columns, *exact).distinct()
+        named = [dict(zip(columns, row, strict=False)) for row in found]
+        return [(fencing.name_of(values), values) for values in named]
+
+    def _known(self, objs: Sequence[Any]) -> Rows | None:
+        """Return the names of objects, unless they have to be compared with those of their rows."""
+        if not self._fencing.plan.finds_rows:
+            return None
+        rows = self._fencing.rows_of(objs)
+        # Objects that Django makes to set an order have keys alone, and no name.
+        return rows if all(name is not None for name, _ in rows) else None
+
+    def _moved(self, write: Write, values: Mapping[str, Any]) -> Write:
+        """Add the lease of the lock that rows are moved to."""
+        fencing = self._fencing
+        changed = fencing.naming_values(values)
+        if not changed:
+            return write
+        new = {**write.columns, **changed}
+        # If rows go by their keys, the new name is known only if it is given as a whole.
+        name = fencing.name_of(new) if new.keys() >= set(fencing.columns or ()) else None
+        if name is not None and name == write.name:
+            return write
+        target = write_for(fencing, name, {}, write.using, self._lease, write.doing)
+        return write._replace(moving_to=target)
+
+    # Parts of bulk_create()
+
+    def _writes_of_new(self, objs: Sequence[Any]) -> list[Write]:
+        using = self._database()
+        if not self._is_covered():
+            return [Write(self._fencing, using, None, {})] * len(objs)
+        found: dict[str | None, Write] = {}
+        writes = []
+        for obj in objs:
+            name = obj.fencing.name_to_write()
+            if name not in found:
+                found[name] = write_for_new_row(obj.fencing, name, using, self._lease, "Creating")
+            writes.append(found[name])
+        return writes
+
+    def _require_comparable(
+        self, objs: Sequence[Any], writes: Sequence[Write], unique_fields: Sequence[str] | None
+    ) -> None:
+        """Raise if new rows may take the place of rows that they can't be compared with."""
+        upsert = f"bulk_create(update_conflicts=True) of {self.model._meta.label}"
+        if self._is_versioned:
+            raise ImproperlyConfigured(
+                f"{upsert} can't compare the versions of the rows that it overwrites, so it is "
+                "rejected."
+            )
+        if not self._is_covered():
+            return
+        fencing = self._fencing
+        for obj, write in zip(objs, writes, strict=True):
+            if write.grant is None:
+                # Adding is free, overwriting isn't.
+                find_lease(fencing, obj.fencing.name_to_write(), None, "Overwriting")
+        if not leases_of(writes):
+            return
+        if not fencing.spec.serialised:
+            raise ImproperlyConfigured(
+                f"{upsert} can't compare tokens of the rows that it overwrites, so mode "
+                "'high_water' rejects it."
+            )
+        connection = connections[self._database()]
+        for field in fencing.plan.compared:
+            if is_text(field) and may_confuse(connection, field):
+                table = field.model._meta.db_table
+                if confused := confused_texts(connection, table, str(field.column)):
+                    raise ImproperlyConfigured(
+                        f"{upsert}: the database takes {confused} in {field.name!r}, so it might "
+                        "overwrite rows of another lock. Give the field a db_collation that "
+                        "compares every character."
+                    )
+        if not fencing.has_one_lock(unique_fields):
+            raise ImproperlyConfigured(
+                f"{upsert} might overwrite rows of another lock: "
+                f"{', '.join(fencing.columns or ('what names it',))} has to be among the unique "
+                "fields that it goes by."
+            )
+
+    @contextlib.contextmanager
+    def _stamped(self, objs: Sequence[Any], writes: Sequence[Write]) -> Iterator[None]:
+        """Set the objects' own columns as their rows have them, or as they were on failure."""
+        own = ["version"] * self._is_versioned + ["fence"] * self._is_fenced
+        before = [{column: obj.__dict__.get(column, 0) for column in own} for obj in objs]
+        values: list[dict[str, int]] = [dict.fromkeys(own, 0) for _ in objs]
+        for each, write in zip(values, writes, strict=False):
+            each["fence"] = 0 if write.grant is None else write.token
+        try:
+            for obj, stamps in zip(objs, values, strict=True):
+                obj.__dict__.update(stamps)
+            yield
+        except BaseException:
+            values = before
+            raise
+        finally:
+            for obj, stamps in zip(objs, values, strict=True):
+                obj.__dict__.update(stamps)
+
+    # Parts of bulk_update()
+
+    def _batches(
+        self, objs: Sequence[Any], fields: Sequence[str], size: int | None
+    ) -> Iterator[Sequence[Any]]:
+        if size is not None and size <= 0:
+            raise ValueError("Batch size must be a positive integer.")
+        meta: Any = self.model._meta
+        # As Django counts parameters, and some more for each object's fence and version.
+        own = ["fence"] * self._is_fenced + ["version"] * self._is_versioned
+        columns = [meta.pk, meta.pk, *map(meta.get_field, fields)]
+        for name in own:
+            columns += [meta.pk, meta.get_field(name), meta.get_field(name)]
+        largest = max(1, connections[self.db].ops.bulk_batch_size(columns, objs))
+        size = min(size or largest, largest)
+        for start in range(0, len(objs), size):
+            yield objs[start : start + size]
+
+    def _next_versions(self) -> Any:
+        """Return what an UPDATE sets the version to; for objects, if it is the loaded one still."""
+        if self._objects is None:
+            return F("version") + 1
+        branches = []
+        for obj in self._objects:
+            loaded = obj.__dict__.get("version")
+            if not isinstance(loaded, int):
+                why = "its version wasn't loaded with it"
+                raise version_conflict(self.model, obj.pk, None, why)
+            branches.append(When(pk=obj.pk, version=loaded, then=Value(loaded + 1)))
+        return Case(*branches, default=Value(REJECTED), output_field=models.BigIntegerField())
+
+    def _gone(self, writes: Sequence[Write]) -> Exception:
+        why = "a row is gone, or isn't among those of the queryset"
+        leased = leases_of(writes)
+        if not leased:
+            return version_conflict(self.model, None, None, why)
+        for write in leased:
+            if superseded := write.superseded():
+                return superseded
+        return leased[0].error(why)
+
+    @contextlib.contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        """Hand the lease over to the save that Django makes."""
+        lease = self._lease
+        before = handed_over.set(None if lease is None else (self.model, lease))
+        try:
+            yield
+        finally:
+            handed_over.reset(before)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self, writes: Sequence[Write]) -> Iterator[None]:
+        """Roll back the statement, and those that go with it, if a row is rejected."""
+        inherits = bool(self.model._meta.all_parents)
+        within = transaction.atomic(using=self._database(), savepoint=False)
+        try:
+            with within if inherits else contextlib.nullcontext():
+                yield
+        except Error as exc:
+            if self._objects is not None:
+                raise  # It is explained by bulk_update(), once the transaction has ended.
+            leased = leases_of(writes)
+            if self._is_fenced and is_rejected(exc, self._fencing.table, "fence"):
+                if leased:
+                    raise all_failed(leased) from exc
+                why = "rows of some lock came meanwhile"
+                raise lock_required(self._fencing, "Writing", why) from exc
+            if self._is_versioned:
+                table = self.model._meta.get_field("version").model
+                if is_rejected(exc, table, "version"):
+                    why = "one of the rows has another version now"
+                    raise version_conflict(self.model, None, None, why) from exc
+            raise
+
+
+if TYPE_CHECKING:
+    _Manager = models.Manager
+else:
+    _Manager = models.Manager.from_queryset(FencedQuerySet)
+
+
+class FencedManager(_Manager[_Row]):
+    """The manager of guarded models. A model's own `objects` should be a subclass of it."""
+
+    # Written out for type checkers, which don't see what from_queryset() copies.
+    def using_lease(self, lease: Lease) -> FencedQuerySet[_Row]:
+        """Write under `lease`, whatever the context holds."""
+        rows: Any = self.get_queryset()
+        return rows.using_lease(lease)  # type: ignore[no-any-return]
+
+
+class BaseRows(FencedQuerySet[Any]):
+    """Rows that Django looks up for itself, as in cascades."""
+
+    def __bool__(self) -> bool:
+        # Before SET_DEFAULT and SET(), Django asks whether there are rows. If that fetched them,
+        # it would update them one by one, bypassing update().
+        if self._result_cache is None and (self._is_covered() or self._is_versioned):
+            return self.exists()
+        return super().__bool__()
+
+
+class BaseRowsManager(WatchingManager.from_queryset(BaseRows)):  # type: ignore[misc]
+    """The manager of Django's own look-ups, `_guarded_rows`."""
+
+
+if TYPE_CHECKING:
+    _AnyRow = TypeVar("_AnyRow", bound=models.Model)
+
+    class _ModelBase(ModelBase):
+        # As django-stubs has it. Were it declared, pyright would allow no model another manager.
+        def __getattr__(  # type: ignore[misc]
+            self: type[_AnyRow], name: Literal["objects"]
+        ) -> FencedManager[_AnyRow]: ...
+else:
+    _ModelBase = ModelBase
+
+
+class GuardedModel(SaveHooks, models.Model, metaclass=_ModelBase):  # noqa: DJ008
+    """What fenced and versioned models have in common."""
+
+    if not TYPE_CHECKING:
+        objects = FencedManager()
+    # It has a name of its own, so that a model's own filtered `objects` never takes its place.
+    _guarded_rows = BaseRowsManager()
+
+    if TYPE_CHECKING:
+        # pyright wants a model's Meta to be one of these, by its base or, as a Protocol, as it is.
+        class Meta(Protocol): ...
+    else:
+
+        class Meta:
+            abstract = True
+            base_manager_name = "_guarded_rows"
