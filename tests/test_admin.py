@@ -350,14 +350,14 @@ def test_a_state_is_sought_among_what_the_rest_has_left(page: Callable[..., str]
 
 def test_what_happened(page: Callable[..., str]) -> None:
     event = {"name": "invoice:42", "alias": "default", "happened_at": timezone.now()}
-    LockEvent.objects.create(**event, kind="refused", holder="web-1", times=3, note="pk=7")
-    LockEvent.objects.create(**event, kind="refused", holder="web-1", times=1)
+    LockEvent.objects.create(**event, kind="rejected", holder="web-1", times=3, note="pk=7")
+    LockEvent.objects.create(**event, kind="rejected", holder="web-1", times=1)
     LockEvent.objects.create(**event, kind="lost", holder="web-1", token=4, times=1)
     with lock("invoice:42"):
         html = page()
         one = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
     assert cell(html, "rejected") == "writes rejected 4"
-    assert "write refused \N{MULTIPLICATION SIGN} 3" in one
+    assert "write rejected \N{MULTIPLICATION SIGN} 3" in one
     assert "pk=7" in one
 
 

@@ -254,7 +254,7 @@ def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sc
         client.force_login(user)
     for model in FENCED.values():
         monkeypatch.setattr(model, "__str__", lambda row: ROW)
-    event = {"kind": "refused", "holder": HOLDER, "times": 1, "happened_at": timezone.now()}
+    event = {"kind": "rejected", "holder": HOLDER, "times": 1, "happened_at": timezone.now()}
     LockEvent.objects.create(id=1, name=NAME, **event)
     return Scene(visitor, client)
 

@@ -357,7 +357,7 @@ def is_fine(page, look):
 NEWEST = "billing.Invoice pk=42; the newest grant is that of web-3, pid 812, thread MainThread"
 
 
-def event(name, kind="refused", times=1, note=NEWEST):
+def event(name, kind="rejected", times=1, note=NEWEST):
     LockEvent.objects.create(
         name=name,
         kind=kind,

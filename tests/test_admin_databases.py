@@ -76,7 +76,7 @@ def test_locks_of_each_are_found(boss, held):
 def test_the_page_of_a_lock(boss, held):
     now = timezone.now()
     LockEvent.objects.using("postgres").create(
-        name="there", alias="ledger", kind="refused", happened_at=now, note="pk=7", times=1
+        name="there", alias="ledger", kind="rejected", happened_at=now, note="pk=7", times=1
     )
     listed = boss.get(LIST, OTHER)
     events = link(listed, "1")

@@ -19,7 +19,7 @@ MODELS = {"heldlock": HeldLock, "fence": Fence, "lockevent": LockEvent}
 
 @pytest.fixture(autouse=True)
 def held():
-    event = {"kind": "refused", "holder": NAME, "times": 1, "happened_at": timezone.now()}
+    event = {"kind": "rejected", "holder": NAME, "times": 1, "happened_at": timezone.now()}
     LockEvent.objects.create(id=1, name=NAME, **event)
     with lock(NAME) as lease:
         yield lease

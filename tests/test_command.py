@@ -161,11 +161,11 @@ class TestShow:
             **event, kind="granted", token=4, times=1, happened_at=now - timedelta(hours=1)
         )
         LockEvent.objects.create(
-            **event, kind="refused", token=4, times=3, happened_at=now, note="tests.Invoice pk=1"
+            **event, kind="rejected", token=4, times=3, happened_at=now, note="tests.Invoice pk=1"
         )
         newest, oldest = run("show", "invoice:1")[0].splitlines()[-2:]
         assert newest.startswith("history")
-        assert newest.endswith(" refused 3 times, token 4, web-3, pid 8: tests.Invoice pk=1")
+        assert newest.endswith(" rejected 3 times, token 4, web-3, pid 8: tests.Invoice pk=1")
         assert oldest.endswith(" granted, token 4, web-3, pid 8")
         found, _ = run_json("show", "invoice:1")
         assert [each["times"] for each in found["history"]] == [3, 1]

@@ -133,7 +133,7 @@ class TestRejections:
             with pytest.raises(StaleFence), lease.atomic():
                 pass
         writing.flush()
-        rows = LockEvent.objects.filter(kind="refused").order_by("id")
+        rows = LockEvent.objects.filter(kind="rejected").order_by("id")
         assert [(each.name, each.times) for each in rows] == [(name, 3), (name, 1)]
         write, transaction = rows
         assert write.token == transaction.token == lease.token
@@ -149,7 +149,7 @@ class TestRejections:
             with pytest.raises(StaleFence):
                 row.save()
         writing.flush()
-        assert LockEvent.objects.get(kind="refused").alias == "night"
+        assert LockEvent.objects.get(kind="rejected").alias == "night"
 
 
 class TestBounds:
@@ -191,7 +191,7 @@ class TestBounds:
     @pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
     def test_any_text_and_the_time_are_written(self, alias):
         odd = ("plain", 'a "b"', "back\\slash", "{a,b}", "NULL", " ", "it's", "50% %s")
-        happened = [Event("refused", text, "default", 2**62, text, text) for text in odd]
+        happened = [Event("rejected", text, "default", 2**62, text, text) for text in odd]
         self.write(alias, [EventRow(event, age=60.0, times=3) for event in happened])
         found = LockEvent.objects.using(alias).order_by("id")
         written = [Event(e.kind, e.name, e.alias, e.token, e.holder, e.note) for e in found]

@@ -96,7 +96,7 @@ def test_pages_of_locks(see: Callable[..., None]) -> None:
     see(LIST)
     with lock("q1", ttl=60), lock("q2", fenced=False):
         LockEvent.objects.create(
-            name="q1", kind="refused", happened_at=timezone.now(), times=2, token=1
+            name="q1", kind="rejected", happened_at=timezone.now(), times=2, token=1
         )
         see(LIST)
         see(f"{LIST}q1/change/")

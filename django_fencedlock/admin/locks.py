@@ -334,7 +334,7 @@ class HeldLockAdmin(ReadOnlyAdmin):
         page = site.get_model_admin(LockEvent)
         if not page.has_view_permission(request):
             return ""
-        query = {"q": row.name, "kind__exact": LockEvent.Kind.REFUSED.value}
+        query = {"q": row.name, "kind__exact": LockEvent.Kind.REJECTED.value}
         return page_url(page, "changelist", row._state.db, **query)
 
     # Forced release

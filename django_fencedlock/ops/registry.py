@@ -177,7 +177,7 @@ def _asked_of(ask: Callable[[Sequence[str]], dict[str, T]], names: Sequence[str]
 
 
 def _refused(database: str, names: Sequence[str]) -> dict[str, int]:
-    found = LockEvent.objects.using(database).filter(kind=LockEvent.Kind.REFUSED, name__in=names)
+    found = LockEvent.objects.using(database).filter(kind=LockEvent.Kind.REJECTED, name__in=names)
     return dict(found.values_list("name").annotate(Sum("times")))
 
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 TABLE = "django_fencedlock_lockevent"
 
 #: The values of `LockEvent.Kind`. Models can't be imported here.
-GRANTED, LOST, REFUSED, FORCED = "granted", "lost", "refused", "forced"
+GRANTED, LOST, REJECTED, FORCED = "granted", "lost", "rejected", "forced"
 
 #: Limit of rows of each kind, and by how many it may be exceeded.
 MAX_ROWS = 10_000
@@ -220,10 +220,10 @@ class History:
         **kwargs: Any,
     ) -> None:
         row = sender._meta.label if pk is None else f"{sender._meta.label} pk={pk!r}"
-        self.add(Event(REFUSED, name, alias, token, str(new_owner()), _by(row, holder)))
+        self.add(Event(REJECTED, name, alias, token, str(new_owner()), _by(row, holder)))
 
     def _transaction_rejected(self, lease: Lease, holder: Holder | None, **kwargs: Any) -> None:
-        self.add(Event(REFUSED, **_about(lease), note=_by("lease.atomic()", holder)))
+        self.add(Event(REJECTED, **_about(lease), note=_by("lease.atomic()", holder)))
 
     def _forced(
         self, name: str, alias: str, token: int | None, holder: Any, by: Any, **kwargs: Any

@@ -1,8 +1,8 @@
 """
-The tables: `Fence`, the newest grant of each name, and `HeldLock`, the registry.
+The tables.
 
-Beside them `ForcedRelease`, who took a lock away, and `LockEvent`, what happened lately; for tasks
-alone `PendingRun`, triggers that no run has covered, and `MessageRecord`, messages that were begun.
+`Fence` has the newest grant of each lock name, `HeldLock` the held locks, `ForcedRelease` the
+forced releases, and `LockEvent` the history. `PendingRun` and `MessageRecord` are for tasks.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if not apps.is_installed("django_fencedlock"):
 
 class ExactCharField(models.CharField):  # type: ignore[type-arg]
     """
-    A CharField whose values are equal only if every character is, on every database.
+    A CharField that compares every character, on every database.
 
-    MariaDB and MySQL would otherwise take ``A`` for ``a``, and ``a`` for ``a`` with a blank.
+    By default, MariaDB and MySQL ignore case and trailing blanks.
     """
 
     def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
         found = super().db_type(connection)
         if found is None or connection.vendor != "postgresql":
             return found
-        # The same type. Django gives an indexed "varchar" a second index for searches by prefix:
-        # nobody searches so, and each new name would be written once more.
+        # The same type. Django gives an indexed "varchar" a second index for searches by prefix,
+        # which would be written with each new name.
         return found.replace("varchar", "character varying", 1)
 
     def db_parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
@@ -52,14 +52,13 @@ class ExactCharField(models.CharField):  # type: ignore[type-arg]
 
 class UTCDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
     """
-    A DateTimeField that stores and returns UTC, as the statements of locks write it.
+    A DateTimeField that stores and returns UTC, as the SQL statements of locks do.
 
-    Elsewhere the ``TIME_ZONE`` of a database says what is stored, and ``USE_TZ`` what is returned.
+    A plain one depends on ``USE_TZ`` and the ``TIME_ZONE`` of the database.
     """
 
     def deconstruct(self) -> Any:
         name, _, args, kwargs = super().deconstruct()
-        # For migrations there is no difference.
         return name, "django.db.models.DateTimeField", args, kwargs
 
     def get_db_prep_value(
@@ -77,16 +76,16 @@ class UTCDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
 
 
 def exact_collation(connection: BaseDatabaseWrapper) -> str:
-    """The collation of MariaDB or MySQL that compares every character, blanks at the end too."""
+    """Return the collation that compares every character, trailing blanks included."""
     mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
     return "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
 
 
 class Fence(models.Model):
     """
-    The newest grant of a lock name. Raised by grants, else only lifted, and never deleted.
+    The newest grant of a lock name. Its token only rises; the row is never deleted.
 
-    A fenced transaction locks this row, so nothing that beats or expires may ever be on it.
+    A fenced transaction locks this row, so it has no column for heartbeats or expiry.
     """
 
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH, primary_key=True)
@@ -102,7 +101,7 @@ class Fence(models.Model):
 
 
 class HeldLockManager(models.Manager["HeldLock"]):
-    """Adds ``token``: that of the fence, so long as this row's owner has the newest grant."""
+    """Adds ``token``: the fence's, if the owner of the row has the newest grant."""
 
     def get_queryset(self) -> models.QuerySet[HeldLock]:
         fence = Fence.objects.filter(name=OuterRef("name"), owner=OuterRef("owner"))
@@ -111,9 +110,9 @@ class HeldLockManager(models.Manager["HeldLock"]):
 
 class HeldLock(models.Model):
     """
-    The registry of held locks; for the database backend also the lease itself.
+    The registry of held locks. With the database backend, a row is the lease itself.
 
-    A row may outlive its lock: a dead holder deletes nothing. Times are the server's.
+    A row may outlive its lock, since a dead holder deletes nothing. Times are the server's.
     """
 
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH, primary_key=True)
@@ -131,9 +130,9 @@ class HeldLock(models.Model):
     task_id = models.CharField(_("task id"), max_length=100)
     acquired_at = UTCDateTimeField(_("acquired"))
     renewed_at = UTCDateTimeField(_("renewed"))
-    # No index on a column that is renewed: it would cost Postgres its in-place updates.
+    # An indexed column would prevent PostgreSQL's in-place updates (HOT) at each renewal.
     expires_at = UTCDateTimeField(_("expires"))
-    # Where a session lock lives: the server's process, its start, and the key.
+    # The session that holds the lock: the server's process, its start, and the lock's key.
     session_pid = models.BigIntegerField(null=True)
     session_started = UTCDateTimeField(null=True)
     session_key = models.BigIntegerField(null=True)
@@ -151,9 +150,9 @@ class HeldLock(models.Model):
 
 class ForcedRelease(models.Model):
     """
-    By whom a lock was taken away from a holder, who learns it from here.
+    A forced release of a lock. The former holder reads here who ordered it.
 
-    The keeper of a session lock gives it back when it finds its owner noted.
+    The keeper of a session lock releases the lock when it finds this row.
     """
 
     owner = models.CharField(_("former owner"), max_length=32, primary_key=True)
@@ -171,16 +170,15 @@ class ForcedRelease(models.Model):
 
 class LockEvent(models.Model):
     """
-    Something that happened to a lock, for people to read.
+    Something that happened to a lock, for people. No code relies on these rows.
 
-    Written in the background, and left out where that can't be done: nothing may rely on it. The
-    newest of each kind are kept, both of a name and in all.
+    The newest of each kind are kept, of each name and in total.
     """
 
     class Kind(models.TextChoices):
         GRANTED = "granted", _("granted")
         LOST = "lost", _("lost")
-        REFUSED = "refused", _("write refused")
+        REJECTED = "rejected", _("write rejected")
         FORCED = "forced", _("released by force")
 
     happened_at = UTCDateTimeField(_("when"))
@@ -188,9 +186,11 @@ class LockEvent(models.Model):
     kind = models.CharField(_("what"), max_length=10, choices=Kind)
     alias = models.CharField(_("alias"), max_length=100)
     token = models.BigIntegerField(_("token"), null=True)
-    holder = models.CharField(_("whom it happened to"), max_length=400)
+    holder = models.CharField(_("holder"), max_length=400)
     note = models.CharField(_("note"), max_length=400)
-    times = models.BigIntegerField(_("times"), help_text=_("So often within about a second."))
+    times = models.BigIntegerField(
+        _("times"), help_text=_("Number of equal events within about a second.")
+    )
 
     class Meta:
         verbose_name = _("lock event")
