@@ -18,9 +18,7 @@ PATIENCE = 20
 
 
 class Browser:
-    """
-    One page at a time; ``driver`` is Selenium's, for all that isn't made shorter here.
-    """
+    """One page at a time; ``driver`` is Selenium's, for all that isn't made shorter here."""
 
     def __init__(self) -> None:
         found = finding.chromium()
@@ -43,9 +41,7 @@ class Browser:
         self.reset()
 
     def reset(self) -> None:
-        """
-        Make it as new: no cookies, nothing stored, light, 1280 pixels wide.
-        """
+        """Reset it: no cookies, no storage, light, 1280 pixels wide."""
         self.driver.get("about:blank")
         self._cdp("Storage.clearDataForOrigin", origin="*", storageTypes="all")
         self._cdp("Network.clearBrowserCookies")
@@ -55,90 +51,64 @@ class Browser:
         self.complaints()
 
     def show(self, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """
-        Set how wide the page is, and whether its reader likes it dark.
-        """
+        """Set the width of the page and its colour scheme."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._cdp("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._cdp("Emulation.setEmulatedMedia", features=[scheme])
 
     def script(self, allowed: bool) -> None:
-        """
-        Switch the page's JavaScript on or off, from the next page on.
-        """
+        """Switch the page's JavaScript on or off, from the next page on."""
         self._cdp("Emulation.setScriptExecutionDisabled", value=not allowed)
 
     def offline(self, cut: bool) -> None:
-        """
-        Cut the page off from all servers, or end that.
-        """
+        """Disconnect the page from all servers, or reconnect it."""
         speed = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
         self._cdp("Network.enable")
         self._cdp("Network.emulateNetworkConditions", offline=cut, **speed)
 
     def get(self, url: str) -> None:
-        """
-        Go to a page.
-        """
+        """Go to a page."""
         self.driver.get(url)
 
     def log_in(self, client: Any, url: str) -> None:
-        """
-        Have the session of a Django test client that is logged in.
-        """
+        """Use the session of a logged-in Django test client."""
         cookie = client.cookies["sessionid"]
         self._cdp("Network.setCookie", name="sessionid", value=cookie.value, url=url)
 
     def one(self, selector: str) -> Any:
-        """
-        Return the first element of a CSS selector.
-        """
+        """Return the first element of a CSS selector."""
         return self.driver.find_element("css selector", selector)
 
     def all(self, selector: str) -> list[Any]:
-        """
-        Return the elements of a CSS selector.
-        """
+        """Return the elements of a CSS selector."""
         return self.driver.find_elements("css selector", selector)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """
-        Run JavaScript in the page; what it returns is returned.
-        """
+        """Run JavaScript in the page; what it returns is returned."""
         return self.driver.execute_script(script, *arguments)
 
     def wait(self, condition: Any, message: str = "") -> Any:
-        """
-        Wait until ``condition(browser)`` is true, and return it.
-        """
+        """Wait until ``condition(browser)`` is true, and return it."""
         return WebDriverWait(self.driver, PATIENCE, 0.05).until(lambda _: condition(self), message)
 
     def scrolls_sideways(self) -> bool:
-        """
-        Say whether the page is wider than its window.
-        """
+        """Return whether the page is wider than its window."""
         return self.run("const e = document.documentElement; return e.scrollWidth > e.clientWidth;")
 
     def complaints(self) -> list[str]:
-        """
-        Return what the console said since the last time, warnings and errors.
-        """
+        """Return the console's new warnings and errors."""
         log: list[dict[str, Any]] = self.driver.get_log("browser")
         said = [each["message"] for each in log if each["level"] in ("WARNING", "SEVERE")]
         # Every browser asks for one; an admin has none.
         return [message for message in said if "/favicon.ico" not in message]
 
     def screenshot(self, path: str | Path) -> None:
-        """
-        Save what the window shows.
-        """
+        """Save what the window shows."""
         self.driver.save_screenshot(str(path))
 
     def close(self) -> None:
-        """
-        End the browser and its driver.
-        """
+        """End the browser and its driver."""
         self.driver.quit()
         self._profile.cleanup()
 

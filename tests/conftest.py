@@ -33,7 +33,7 @@ from tests.servers import (
 )
 
 _NOT_FOUND = "was not found on this machine"
-#: Where pytest keeps the ids of tests that were skipped, for want of a program.
+#: Where pytest keeps the ids of tests that were skipped because a program is missing.
 SKIPPED = "fencedlock/skipped"
 _alias_numbers = itertools.count(1)
 _app_numbers = itertools.count(1)
@@ -54,9 +54,7 @@ _SLOW_PARAMETERS = {"mariadb", "valkey"}
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """
-    Return how many processes run the tests: none besides this one for a single file.
-    """
+    """Return how many processes run the tests: none besides this one for a single file."""
     files = [Path(each.partition("::")[0]) for each in config.args]
     if config.option.capture == "no" or (len(files) == 1 and files[0].is_file()):
         return 0
@@ -104,9 +102,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def no_leases_left_behind() -> Iterator[None]:
-    """
-    Have no test find what another left behind: leases of its thread, and who renews them.
-    """
+    """Remove a test's leftovers: leases of its thread, and their keepers."""
     yield
     # A receiver of the next test would get what is reported late.
     runtime.worker.finish(10)
@@ -120,9 +116,7 @@ def no_leases_left_behind() -> Iterator[None]:
 def using(
     request: pytest.FixtureRequest, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """
-    Return each of the databases in turn, with its fences there and its private sessions kept.
-    """
+    """Return each of the databases in turn, with its fences there and its private sessions kept."""
     monkeypatch.setattr(sessions, "under_test", lambda: False)
     # SQLite serves those who wait for its file in no order.
     options = {"TIMEOUT": 20}
@@ -133,9 +127,7 @@ def using(
 
 @pytest.fixture
 def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[BackgroundWriter]:
-    """
-    Return the background writer, which writes when the test calls `flush()`.
-    """
+    """Return the background writer, which writes when the test calls `flush()`."""
     monkeypatch.setattr(writer, "is_off", lambda: False)
     monkeypatch.setattr(writer._worker, "start", lambda: None)
     writer.after_fork()
@@ -149,9 +141,7 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[BackgroundWriter]:
 def django_db_modify_db_settings(
     request: pytest.FixtureRequest, django_db_modify_db_settings_parallel_suffix: None
 ) -> None:
-    """
-    Start the servers behind the aliases that some test needs.
-    """
+    """Start the servers behind the aliases that some test needs."""
     needed = set().union(*(aliases(item) for item in request.session.items))
     for alias in needed & {"postgres", "mariadb"} & set(connections.settings):
         address = getattr(shared, alias)().django()
@@ -161,91 +151,69 @@ def django_db_modify_db_settings(
 
 @pytest.fixture(scope="session")
 def django_db_keepdb() -> bool:
-    """
-    Leave the test databases alone at the end: they go with their servers.
-    """
+    """Leave the test databases alone at the end: they go with their servers."""
     return not (shared.url("postgres") or shared.url("mariadb"))
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Postgres:
-    """
-    Return the PostgreSQL that the tests share.
-    """
+    """Return the PostgreSQL that the tests share."""
     return shared.postgres()
 
 
 @pytest.fixture(scope="session")
 def redis_server() -> Redis:
-    """
-    Return the Redis that the tests share.
-    """
+    """Return the Redis that the tests share."""
     return shared.redis()
 
 
 @pytest.fixture(scope="session")
 def valkey_server() -> Redis:
-    """
-    Return the Valkey that the tests share.
-    """
+    """Return the Valkey that the tests share."""
     return shared.valkey()
 
 
 @pytest.fixture(scope="session")
 def mariadb() -> MariaDB:
-    """
-    Return the MariaDB that the tests share.
-    """
+    """Return the MariaDB that the tests share."""
     return _optional(shared.mariadb)
 
 
 @pytest.fixture(scope="session")
 def pgbouncer() -> PgBouncer:
-    """
-    Return a PgBouncer that pools transactions of the shared PostgreSQL.
-    """
+    """Return a PgBouncer that pools transactions of the shared PostgreSQL."""
     return _optional(shared.pgbouncer)
 
 
 @pytest.fixture(scope="session")
 def rabbitmq() -> RabbitMQ:
-    """
-    Return the RabbitMQ that the tests share.
-    """
+    """Return the RabbitMQ that the tests share."""
     return _optional(shared.rabbitmq)
 
 
 @pytest.fixture(scope="session")
 def shared_browser() -> Iterator[Browser]:
-    """
-    Return the browser that the tests share.
-    """
+    """Return the browser that the tests share."""
     with contextlib.closing(_optional(Browser)) as browser:
         yield browser
 
 
 @pytest.fixture
 def browser(shared_browser: Browser) -> Browser:
-    """
-    Return a browser that remembers nothing of the tests before.
-    """
+    """Return a browser without cookies and storage."""
     shared_browser.reset()
     return shared_browser
 
 
 @pytest.fixture
 def make_postgres(closing: Callable[[Server], Any]) -> Callable[..., Postgres]:
-    """
-    Start a PostgreSQL of the test's own, which it may kill.
-    """
+    """Start a PostgreSQL of the test's own, which it may kill."""
     return lambda **options: closing(Postgres.launch(finding.postgres(), **options))
 
 
 @pytest.fixture
 def make_redis(closing: Callable[[Server], Any]) -> Callable[..., Redis]:
-    """
-    Start a Redis of the test's own, which it may kill.
-    """
+    """Start a Redis of the test's own, which it may kill."""
     return lambda *arguments, **options: closing(
         Redis.launch(finding.redis(), *arguments, **options)
     )
@@ -253,9 +221,7 @@ def make_redis(closing: Callable[[Server], Any]) -> Callable[..., Redis]:
 
 @pytest.fixture
 def make_valkey(closing: Callable[[Server], Any]) -> Callable[..., Redis]:
-    """
-    Start a Valkey of the test's own, which it may kill.
-    """
+    """Start a Valkey of the test's own, which it may kill."""
     return lambda *arguments, **options: closing(
         Redis.launch(finding.valkey(), *arguments, **options)
     )
@@ -263,17 +229,13 @@ def make_valkey(closing: Callable[[Server], Any]) -> Callable[..., Redis]:
 
 @pytest.fixture
 def make_mariadb(closing: Callable[[Server], Any]) -> Callable[..., MariaDB]:
-    """
-    Start a MariaDB of the test's own, which it may kill.
-    """
+    """Start a MariaDB of the test's own, which it may kill."""
     return lambda *arguments: closing(MariaDB.launch(_optional(finding.mariadb), *arguments))
 
 
 @pytest.fixture
 def make_pgbouncer(closing: Callable[[Server], Any]) -> Callable[..., PgBouncer]:
-    """
-    Start a PgBouncer of the test's own in front of a PostgreSQL.
-    """
+    """Start a PgBouncer of the test's own in front of a PostgreSQL."""
     return lambda postgres, **options: closing(
         PgBouncer.launch(_optional(finding.pgbouncer), postgres, **options)
     )
@@ -281,25 +243,19 @@ def make_pgbouncer(closing: Callable[[Server], Any]) -> Callable[..., PgBouncer]
 
 @pytest.fixture
 def make_rabbitmq(closing: Callable[[Server], Any]) -> Callable[[], RabbitMQ]:
-    """
-    Start a RabbitMQ of the test's own, which it may kill.
-    """
+    """Start a RabbitMQ of the test's own, which it may kill."""
     return lambda: closing(RabbitMQ.launch(_optional(finding.rabbitmq)))
 
 
 @pytest.fixture
 def make_proxy(closing: Callable[[Proxy], Any]) -> Callable[[str, int], Proxy]:
-    """
-    Put a network that can fail in front of a host and port.
-    """
+    """Put a network that can fail in front of a host and port."""
     return lambda host, port: closing(Proxy(host, port))
 
 
 @pytest.fixture
 def make_clock() -> Callable[[], Clock]:
-    """
-    Make a wall clock that can be set, for servers that are told to go by it.
-    """
+    """Return a function that makes a wall clock, which servers can be started with."""
     _optional(clock.compiler)
     return Clock
 
@@ -354,9 +310,7 @@ def child_environment(request: pytest.FixtureRequest) -> Callable[[], dict[str, 
 
 @pytest.fixture
 def celery_app() -> Iterator[Any]:
-    """
-    Return an app of Celery of the test's own, in memory, which is the current one.
-    """
+    """Return an app of Celery of the test's own, in memory, which is the current one."""
     from celery import Celery, _state
 
     before = _state._tls.current_app, _state.default_app
@@ -369,17 +323,13 @@ def celery_app() -> Iterator[Any]:
 
 @pytest.fixture
 def closing() -> Iterator[Callable[[Any], Any]]:
-    """
-    Return a function that has its argument closed when the test is over.
-    """
+    """Return a function that closes its argument at the end of the test."""
     with contextlib.ExitStack() as stack:
         yield lambda thing: stack.enter_context(contextlib.closing(thing))
 
 
 def _optional(get: Callable[[], Any]) -> Any:
-    """
-    Get a program that has no wheel, or skip the test.
-    """
+    """Get a program that has no wheel, or skip the test."""
     try:
         return get()
     except ServerMissing as exc:
@@ -389,9 +339,7 @@ def _optional(get: Callable[[], Any]) -> Any:
 
 
 def aliases(item: pytest.Item) -> set[str]:
-    """
-    Return the databases that a test says it needs.
-    """
+    """Return the databases that a test says it needs."""
     databases: Iterable[str] | None = getattr(getattr(item, "cls", None), "databases", None)
     for marker in item.iter_markers("django_db"):
         # The closest comes first, and is the one that counts.
@@ -400,9 +348,7 @@ def aliases(item: pytest.Item) -> set[str]:
 
 
 def _is_slow(item: pytest.Item) -> bool:
-    """
-    Tell whether a test takes long, besides those that are marked themselves.
-    """
+    """Tell whether a test takes long, besides those that are marked themselves."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return bool(
         item.nodeid.startswith(_SLOW_DIRECTORIES)
@@ -412,9 +358,7 @@ def _is_slow(item: pytest.Item) -> bool:
 
 
 def _scope(item: pytest.Item) -> str:
-    """
-    Return what one process runs as a whole: a class, or the functions of a module.
-    """
+    """Return what one process runs as a whole: a class, or the functions of a module."""
     return item.nodeid.rpartition("::")[0]
 
 

@@ -1,7 +1,7 @@
 """
-Strikes at runs at random moments, most of them near the end of the body, and tells what came of it.
+Interrupts runs at random moments, most of them near the end of the body, and reports the results.
 
-What is thrown at one run and hits another, or nobody's code, shows as "escaped".
+An exception that hits another run, or code outside of any run, shows as "escaped".
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def enter(leases, body):
 
 
 class Hammer:
-    """One thread or greenlet whose runs are struck at, from a thread of the system."""
+    """One thread or greenlet whose runs get interrupted by a system thread."""
 
     def __init__(self, runs, *, length=0.0007, pause=None, nested=False, seed=0):
         self.left = self.runs = runs
@@ -111,7 +111,7 @@ class Hammer:
 @contextlib.contextmanager
 def late_strikes():
     """
-    Have each strike come a bit late, as if the one who strikes had been paused just before.
+    Delay each interrupt a bit, as if the interrupting thread had been paused.
 
     The signal is sent without a look at its run: several may be handled at once, and later.
     """
@@ -139,7 +139,7 @@ def late_strikes():
 
 @contextlib.contextmanager
 def busy_switching():
-    """Have threads take turns often, so that the one who strikes gets his turn in a loop too."""
+    """Switch threads often, so that the interrupting thread also runs during a loop."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.00005)
     try:
@@ -266,7 +266,7 @@ def noting(make, made):
 
 
 def _waits_for_mutex(thread):
-    """Whether a thread is where it takes a lock, which the one that it strikes may hold."""
+    """Whether a thread is acquiring a mutex that the interrupted thread may hold."""
     frame = sys._current_frames().get(thread.ident)
     return frame is not None and "_mutex" in linecache.getline(
         frame.f_code.co_filename, frame.f_lineno
@@ -274,7 +274,7 @@ def _waits_for_mutex(thread):
 
 
 class TimeLimit(Exception):
-    """What a signal of somebody else raises."""
+    """The exception of an unrelated signal."""
 
 
 def lose(lease):

@@ -1,4 +1,4 @@
-"""Leases of backends that are asked directly, with no service in between."""
+"""Leases for tests that call a backend directly."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from django_fencedlock.lease import Lease
 
 
 def lease_of(request: Request, grant: Grant | None) -> Lease:
-    """Return the lease that a service would make of a grant."""
+    """Return the lease that the lock manager would make for a grant."""
     assert grant is not None
-    # What asks nobody needs no control.
+    # The lease makes no requests, so it needs no lock manager.
     nobody: Any = None
     return Lease(
         name=request.name,

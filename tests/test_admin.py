@@ -261,9 +261,7 @@ def test_fences(client: Client) -> None:
 
 @pytest.fixture(params=[1, 10_000])
 def many_held(request: pytest.FixtureRequest, redis_server: Redis) -> Iterator[int]:
-    """
-    Hold so many locks of one Redis.
-    """
+    """Hold so many locks of one Redis."""
     redis = {"BACKEND": REDIS, "LOCATION": redis_server.url, "KEY_PREFIX": uuid4().hex}
     # Long enough for ten thousand to be made, on any machine.
     with override_settings(FENCEDLOCK={"default": redis}), lock("lock 0", ttl=600):

@@ -28,9 +28,7 @@ def make_any_redis(request):
 
 @pytest.fixture
 def echo(make_proxy):
-    """
-    A proxy to a server that sends everything back, and what that server got.
-    """
+    """A proxy to a server that sends everything back, and what that server got."""
     got = []
 
     def serve(connection):
@@ -76,9 +74,7 @@ def is_cut(connection):
 
 
 def listening(pid):
-    """
-    Return the addresses, as /proc has them, that a process listens on.
-    """
+    """Return the addresses, as /proc has them, that a process listens on."""
     sockets = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         # It may be closed by now.

@@ -1,6 +1,4 @@
-"""
-Locks within users' tests, and the aids of ``django_fencedlock.test``.
-"""
+"""Locks within users' tests, and the aids of ``django_fencedlock.test``."""
 
 import os
 import subprocess
@@ -51,9 +49,7 @@ SESSION_LOCKS = {
 
 
 class Grants:
-    """
-    What has to work in any test case, without ceremony.
-    """
+    """What has to work in any test case, without ceremony."""
 
     using = "default"
 
@@ -210,9 +206,7 @@ class Grants:
 
 
 class LeftBehind:
-    """
-    A lease that a test forgot is gone with the test's transaction.
-    """
+    """A lease that a test forgot is gone with the test's transaction."""
 
     def test_a_lease_that_was_left_behind_is_no_matter_to_the_next_test(self):
         assert current_lease() is None
@@ -226,9 +220,7 @@ class LeftBehind:
 
 
 class SwitchedOff:
-    """
-    What is fenced can be written with locks off as under a lease that nobody contends.
-    """
+    """What is fenced can be written with locks off as under a lease that nobody contends."""
 
     using = "default"
 
@@ -410,9 +402,7 @@ def _charge(pk):
 
 
 class InsideAtomicInATestCase(TestCase):
-    """
-    On SQLite, where production has another connection write the grant, and can't.
-    """
+    """On SQLite, where production has another connection write the grant, and can't."""
 
     def test_an_unfenced_lock_is_refused_too(self):
         with transaction.atomic(), pytest.raises(InsideTransaction):
@@ -514,9 +504,7 @@ REAL_TRANSACTIONS = """
 
 
 def run_tests(directory, tests, database, **fencedlock):
-    """
-    Run ``manage.py test`` in a project of its own.
-    """
+    """Run ``manage.py test`` in a project of its own."""
     settings = SETTINGS.format(database=database, fencedlock={"default": fencedlock})
     directory.joinpath("their_settings.py").write_text(textwrap.dedent(settings))
     directory.joinpath("test_theirs.py").write_text(textwrap.dedent(tests))

@@ -10,7 +10,7 @@ from typing import Any
 
 class Visitor:
     """
-    Whoever visits a site. Addresses are relative to the first page.
+    An HTTP client of a site. Addresses are relative to the first page.
 
     Args:
         url: The first page, from which there is a token.
@@ -23,29 +23,21 @@ class Visitor:
         self.get("")
 
     def get(self, address: str) -> str:
-        """
-        Return a page; raises HTTPError if there is none.
-        """
+        """Return a page; raises HTTPError if there is none."""
         with self._opener.open(urllib.parse.urljoin(self.url, address), timeout=30) as answer:
             return str(answer.read().decode())
 
     def get_json(self, address: str) -> Any:
-        """
-        Return what is told as JSON.
-        """
+        """Return a decoded JSON answer."""
         return json.loads(self.get(address))
 
     def post(self, address: str, **form: str) -> str:
-        """
-        Send a form, and return the page that it leads to.
-        """
+        """Send a form, and return the page that it leads to."""
         token = next(each.value for each in self._jar.cookiejar if each.name == "csrftoken")
         return self.post_without_token(address, **form, csrfmiddlewaretoken=token or "")
 
     def post_without_token(self, address: str, **form: str) -> str:
-        """
-        Send a form as another site could have it sent.
-        """
+        """Send a form as another site could have it sent."""
         url = urllib.parse.urljoin(self.url, address)
         with self._opener.open(url, urllib.parse.urlencode(form).encode(), timeout=30) as answer:
             return str(answer.read().decode())

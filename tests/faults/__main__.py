@@ -1,6 +1,4 @@
-"""
-``python -m tests.faults``: the whole matrix of faults and backends.
-"""
+"""``python -m tests.faults``: the whole matrix of faults and backends."""
 
 import sys
 

@@ -1,6 +1,4 @@
-"""
-What is done to Celery's workers, and by them.
-"""
+"""What is done to Celery's workers, and by them."""
 
 import signal
 from typing import Any
@@ -13,7 +11,7 @@ TAKEN = {"strikes": 2, "takeovers": 1}
 
 
 def pause_worker(lab: Lab) -> None:
-    """Have the worker stand still with all its children, as on a machine that is suspended."""
+    """Pause the worker with all its children, as on a suspended machine."""
     lab.await_holder()
     lab.note("pause worker")
     with lab.crew.all_paused():

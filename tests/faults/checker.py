@@ -24,9 +24,7 @@ WITH_TOKEN = ("tally", "gauge")
 
 @dataclass(frozen=True)
 class Violation:
-    """
-    A promise that was broken: its number in docs/fault_lab.md, and how.
-    """
+    """A promise that was broken: its number in docs/fault_lab.md, and how."""
 
     promise: str
     text: str
@@ -52,16 +50,12 @@ class Terms:
 
 
 def violations(history: History, terms: Terms) -> list[Violation]:
-    """
-    Return all that is wrong with a history.
-    """
+    """Return all that is wrong with a history."""
     return [found for check in CHECKS for found in check(_Index(history), terms)]
 
 
 class _Index:
-    """
-    A history, sorted in the ways that the checks need.
-    """
+    """A history, sorted in the ways that the checks need."""
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -78,9 +72,7 @@ class _Index:
         self.by_stamp = {each.stamp: each for each in history.of("write")}
 
     def committed(self) -> Iterator[tuple[Entry, Operation]]:
-        """
-        Yield each committed write with the operation that it came of.
-        """
+        """Yield each committed write with the operation that it came of."""
         for entries in self.writes.values():
             for entry in entries:
                 if entry.stamp in self.by_stamp:
@@ -139,7 +131,7 @@ def fences_never_fall(index: _Index, terms: Terms) -> Iterator[Violation]:
 
 
 def none_after_newer_grant(index: _Index, terms: Terms) -> Iterator[Violation]:
-    """I4: nothing is committed whose COMMIT was asked for when a newer holder had his lock."""
+    """I4: no write is committed whose COMMIT was requested after a newer grant."""
     tops: dict[str, tuple[list[int], list[int]]] = {}
     for name, operations in index.acquired.items():
         by_end = sorted(operations, key=_end)
@@ -188,13 +180,13 @@ def none_is_lost(index: _Index, terms: Terms) -> Iterator[Violation]:
 
 
 def answers_are_true(index: _Index, terms: Terms) -> Iterator[Violation]:
-    """I6: what was confirmed is committed once, what was refused is not, and nothing is amiss."""
+    """I6: a confirmed write is committed once, a rejected one never, and no write is missing."""
     times: dict[str, int] = defaultdict(int)
     for entries in index.writes.values():
         for entry in entries:
             times[entry.stamp] += 1
             if entry.stamp not in index.by_stamp:
-                yield Violation("I6", f"{entry.kind} {entry.name}: nobody wrote {entry.stamp!r}")
+                yield Violation("I6", f"{entry.kind} {entry.name}: no client wrote {entry.stamp!r}")
     for write in index.by_stamp.values():
         count = times[write.stamp]
         wrong = (write.outcome == OK and count != 1) or (write.outcome == FAIL and count)
@@ -212,7 +204,7 @@ def answers_are_true(index: _Index, terms: Terms) -> Iterator[Violation]:
 
 
 def tokens_were_issued(index: _Index, terms: Terms) -> Iterator[Violation]:
-    """I7: whoever writes, or believes to have a lock, has a grant that was recorded."""
+    """I7: each writer, and each believed holder, has a recorded grant."""
     recorded = {
         (name, entry.after, entry.stamp)
         for name, entries in index.grants.items()
@@ -233,7 +225,7 @@ def tokens_were_issued(index: _Index, terms: Terms) -> Iterator[Violation]:
 
 
 def entering_again_is_no_grant(index: _Index, terms: Terms) -> Iterator[Violation]:
-    """I8: whoever takes his lock once more has the same token, and still has it afterwards."""
+    """I8: a reentrant acquire returns the same token, and its end doesn't release the lock."""
     for each in index.history.of("reenter", OK):
         if each.token != each.outer or each.released:
             yield Violation(
@@ -246,13 +238,13 @@ def entering_again_is_no_grant(index: _Index, terms: Terms) -> Iterator[Violatio
 
 
 def the_dead_are_replaced(index: _Index, terms: Terms) -> Iterator[Violation]:
-    """I9: who waits for a dead holder's lock has it within the ttl and some slack."""
+    """I9: a waiter acquires a dead holder's lock within the ttl and some slack."""
     for strike in index.history.strikes:
         if strike["what"] != "kill":
             continue
         bound = strike["at"] + int((terms.ttl + terms.slack) * SECOND)
         for name in held_by(index.history, strike["client"], strike["at"]):
-            if late := _waited_in_vain(index.history, name, strike["at"], bound):
+            if late := _waited_too_long(index.history, name, strike["at"], bound):
                 yield Violation(
                     "I9",
                     f"{name}: {late.client} waited from the death of {strike['client']} for more "
@@ -261,9 +253,7 @@ def the_dead_are_replaced(index: _Index, terms: Terms) -> Iterator[Violation]:
 
 
 def held_by(history: History, client: str, at: int) -> list[str]:
-    """
-    Return the locks that a client had, by its own account.
-    """
+    """Return the locks that a client had, by its own account."""
     mine = [each for each in history.operations if each.client == client]
     released = {each.owner: each.begun for each in mine if each.kind == "release"}
     return [
@@ -273,7 +263,7 @@ def held_by(history: History, client: str, at: int) -> list[str]:
     ]
 
 
-def _waited_in_vain(history: History, name: str, since: int, bound: int) -> Operation | None:
+def _waited_too_long(history: History, name: str, since: int, bound: int) -> Operation | None:
     asked = [each for each in history.of("acquire") if each.name == name]
     if any(each.ok and since <= _end(each) <= bound for each in asked):
         return None
@@ -284,7 +274,7 @@ def _waited_in_vain(history: History, name: str, since: int, bound: int) -> Oper
 
 
 def former_holders_change_nothing(index: _Index, terms: Terms) -> Iterator[Violation]:
-    """I10: a holder whose time isn't over is refused by his service only if a newer came."""
+    """I10: the service refuses a holder before its expiry only after a newer grant."""
     if terms.forgets:
         return
     for kind in ("verify", "renew"):
@@ -293,15 +283,15 @@ def former_holders_change_nothing(index: _Index, terms: Terms) -> Iterator[Viola
                 yield Violation(
                     "I10",
                     f"{each.name}: {kind} of token {each.token} was refused {each.left:.2f} s "
-                    "before its end, and nobody newer had come",
+                    "before its end, without a newer grant",
                 )
 
 
-def nobody_comes_before_the_end(index: _Index, terms: Terms) -> Iterator[Violation]:
-    """I10: nobody gets a lock before its holder has given it back, died, or let his time pass."""
+def none_acquires_before_the_end(index: _Index, terms: Terms) -> Iterator[Violation]:
+    """I10: a lock is granted only after its holder has released it, died, or let it expire."""
     if terms.forgets:
         return
-    given_back = {each.owner: each.begun for each in index.history.of("release")}
+    released = {each.owner: each.begun for each in index.history.of("release")}
     renewed = {each.owner: each.begun for each in index.history.of("renew", OK)}
     last_seen: dict[str, int] = defaultdict(int)
     for each in index.history.operations:
@@ -311,18 +301,18 @@ def nobody_comes_before_the_end(index: _Index, terms: Terms) -> Iterator[Violati
             came = _end(later)
             since = max(renewed.get(earlier.owner, 0), earlier.begun)
             is_over = came > since + terms.ttl * SECOND - EPSILON
-            left = min(given_back.get(earlier.owner, came + 1), last_seen[earlier.client] + 1)
+            left = min(released.get(earlier.owner, came + 1), last_seen[earlier.client] + 1)
             if not is_over and _end(earlier) < came < left:
                 yield Violation(
                     "I10",
                     f"{name}: {later.client} got token {later.token} "
                     f"{(came - since) / SECOND:.2f} s after {earlier.client} had got or renewed "
-                    f"token {earlier.token}, which he still had",
+                    f"token {earlier.token}, which it still had",
                 )
 
 
 def former_holders_are_not_confirmed(index: _Index, terms: Terms) -> Iterator[Violation]:
-    """I10: whoever was succeeded is neither confirmed nor renewed."""
+    """I10: a former holder is neither confirmed nor renewed."""
     if terms.forgets:
         return
     for kind in ("verify", "renew"):
@@ -347,7 +337,7 @@ def none_is_refused_needlessly(index: _Index, terms: Terms) -> Iterator[Violatio
             yield Violation(
                 "I12",
                 f"{each.table} {each.name}: {each.client} was refused as stale under token "
-                f"{each.token}, and nobody newer had come",
+                f"{each.token}, without a newer grant",
             )
 
 
@@ -360,9 +350,7 @@ def _is_overtaken(index: _Index, operation: Operation) -> bool:
 
 
 def takeovers(history: History) -> int:
-    """
-    Count the grants to somebody else whose predecessor had not given his lock back.
-    """
+    """Count the grants to another client whose predecessor had not released the lock."""
     count = 0
     for name in {each.name for each in history.operations}:
         granted = sorted(
@@ -377,9 +365,7 @@ def takeovers(history: History) -> int:
 
 
 def refusals(history: History) -> int:
-    """
-    Count the writes that were refused.
-    """
+    """Count the writes that were refused."""
     return len(history.of("write", FAIL))
 
 
@@ -416,16 +402,14 @@ CHECKS: tuple[Check, ...] = (
     entering_again_is_no_grant,
     the_dead_are_replaced,
     former_holders_change_nothing,
-    nobody_comes_before_the_end,
+    none_acquires_before_the_end,
     former_holders_are_not_confirmed,
     none_is_refused_needlessly,
 )
 
 
 def facts(history: History) -> dict[str, int]:
-    """
-    Count what a run is made of.
-    """
+    """Count what a run is made of."""
     return {
         "grants": len(history.of("acquire", OK)),
         "writes": len(history.of("write", OK)),

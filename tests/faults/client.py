@@ -1,6 +1,4 @@
-"""
-A client: takes locks, thinks, and writes under them, until it is told to stop or killed.
-"""
+"""A client: acquires locks, waits, and writes under them, until it is stopped or killed."""
 
 import contextlib
 import os
@@ -55,17 +53,13 @@ class Client:
         self.end = Path(lab["directory"]) / "stop"
 
     def run(self) -> None:
-        """
-        Work until the file ``stop`` is there.
-        """
+        """Work until the file ``stop`` is there."""
         while not self.end.exists():
             close_old_connections()
             self.work_once()
 
     def work_once(self) -> None:
-        """
-        Take one lock, work under it, and give it back.
-        """
+        """Acquire one lock, work under it, and release it."""
         pk = self.random.randint(1, self.rows)
         name = f"row:{pk}"
         number = self.scribe.invoke("acquire", name)
@@ -87,9 +81,7 @@ class Client:
             self.release(lease)
 
     def work_under(self, lease: Lease, pk: int) -> None:
-        """
-        Write some times.
-        """
+        """Write some times."""
         for _ in range(self.random.choice([1, 1, 2, 3])):
             way = self.random.choices(list(self.ways), list(self.ways.values()))[0]
             try:
@@ -103,9 +95,7 @@ class Client:
             self.do_something_else(lease)
 
     def do_something_else(self, lease: Lease) -> None:
-        """
-        Ask the lock service, or take the lock once more.
-        """
+        """Ask the lock service, or take the lock once more."""
         chance = self.random.random()
         if chance < 0.15:
             self.ask("verify", lease, lease.verify)
@@ -139,9 +129,7 @@ class Client:
             self.update(Tally, pk, read, stamp)
 
     def write_by_held(self, lease: Lease, pk: int) -> None:
-        """
-        Go on thinking after the write, in a transaction that is open.
-        """
+        """Go on thinking after the write, in a transaction that is open."""
         row = Tally.objects.using(self.using).get(pk=pk)
         read = row.count
         self.think()
@@ -153,9 +141,7 @@ class Client:
             self.think()
 
     def write_by_atomic(self, lease: Lease, pk: int) -> None:
-        """
-        Read and write a plain row in a transaction under the lease.
-        """
+        """Read and write a plain row in a transaction under the lease."""
         block = lease.atomic(self.using) if self.fenced else transaction.atomic(self.using)
         with self.writing("plain", lease, None) as stamp, self.committing(block):
             read = Plain.objects.using(self.using).get(pk=pk).count
@@ -173,15 +159,13 @@ class Client:
 
     def update(self, model: Any, pk: int, read: int, stamp: str) -> None:
         rows = model.objects if self.fenced else _bare(model)
-        # Past the fence, the token is written down and compared with nothing.
+        # Without the fence, the token is written but compared with nothing.
         token = {} if self.fenced else {"fence": self._token}
         rows.using(self.using).filter(pk=pk).update(count=read + 1, stamp=stamp, **token)
 
     @contextlib.contextmanager
     def writing(self, table: str, lease: Lease, read: int | None) -> Iterator[str]:
-        """
-        Note a write and what came of it.
-        """
+        """Note a write and what came of it."""
         stamp = new_stamp()
         self._token = lease.token
         facts = {"table": table, "stamp": stamp, "token": lease.token, "owner": lease.owner_id}
@@ -198,17 +182,13 @@ class Client:
 
     @contextlib.contextmanager
     def committing(self, block: Any) -> Iterator[None]:
-        """
-        Note when the COMMIT of a transaction is asked for.
-        """
+        """Note when the COMMIT of a transaction is asked for."""
         with block:
             yield
             self.scribe.commit(self._number)
 
     def think(self) -> None:
-        """
-        Take some time, now and then more than a ttl.
-        """
+        """Take some time, now and then more than a ttl."""
         chance = self.random.random()
         if chance < self.habits.get("starve", 0):
             _starve(self.random.uniform(1.2, 2.2) * self.ttl)
@@ -233,9 +213,7 @@ class Client:
             self.scribe.answer(number, OK if kept else FAIL)
 
     def ask(self, kind: str, lease: Lease, question: Callable[[], Any]) -> None:
-        """
-        Ask for a lease at the lock service; note how much of it was left after the answer.
-        """
+        """Verify or renew a lease; record how much of it was left after the answer."""
         deadline, lost = lease.deadline, lease.lost
         number = self.scribe.invoke(kind, lease.name, token=lease.token, owner=lease.owner_id)
         try:
@@ -247,9 +225,7 @@ class Client:
         self.scribe.answer(number, outcome, left=deadline - clock(), lost=lost)
 
     def enter_again(self, lease: Lease) -> None:
-        """
-        Take the lock that is held once more, and give that back.
-        """
+        """Acquire the held lock again, and release that."""
         number = self.scribe.invoke("reenter", lease.name, outer=lease.token, owner=lease.owner_id)
         try:
             with lock(lease.name) as again:
@@ -262,9 +238,7 @@ class Client:
             self.scribe.answer(number, OK, token=token, released=lease.released)
 
     def leave_to_child(self, lease: Lease) -> None:
-        """
-        Have a child after a fork try to write under the lease of its parent.
-        """
+        """Let a forked child try to write under the lease of its parent."""
         number = self.scribe.invoke("inherit", lease.name, token=lease.token, owner=lease.owner_id)
         pid = os.fork()
         if pid == 0:
@@ -274,9 +248,7 @@ class Client:
 
 
 def _bare(model: Any) -> Any:
-    """
-    A query set past the fence, as raw SQL would be.
-    """
+    """A queryset that bypasses the fence, as raw SQL does."""
     return models.QuerySet(model)
 
 
@@ -296,9 +268,7 @@ def _write_as_child(lease: Lease, using: str) -> int:
 
 
 def _starve(seconds: float) -> None:
-    """
-    Hold the interpreter, so that no thread renews anything.
-    """
+    """Hold the interpreter, so that no thread renews anything."""
     end = time.monotonic() + seconds
     text, pattern = "a" * 23, _catastrophe()
     while time.monotonic() < end:
@@ -313,9 +283,7 @@ def _catastrophe() -> Any:
 
 
 def prepare(using: str, rows: int) -> None:
-    """
-    Make the tables and the rows, and have the database write its trail.
-    """
+    """Create the tables and the rows, and the triggers of the trail."""
     from django.core.management import call_command
 
     from . import trail
@@ -328,9 +296,7 @@ def prepare(using: str, rows: int) -> None:
 
 
 def collect(using: str) -> dict[str, Any]:
-    """
-    Return the trail, and the counters at the end.
-    """
+    """Return the trail, and the counters at the end."""
     from django_fencedlock.models import Fence, HeldLock
 
     from .models import Trail

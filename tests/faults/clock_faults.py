@@ -1,6 +1,4 @@
-"""
-What is done to wall clocks.
-"""
+"""What is done to wall clocks."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""
-The command that runs the matrix, and the table at its end.
-"""
+"""The command that runs the matrix, and the table at its end."""
 
 import argparse
 import contextlib
@@ -23,9 +21,7 @@ from .sites import SITES, Site
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """
-    Run the matrix; return 1 if a promise was broken, 2 if a run showed nothing.
-    """
+    """Run the matrix; return 1 if a promise was broken, 2 if a run showed nothing."""
     options = _parser().parse_args(arguments)
     results: list[Result] = []
     skipped: dict[str, str] = {}
@@ -84,9 +80,7 @@ def _runs(
 
 
 def versions() -> str:
-    """
-    Return what is tried here.
-    """
+    """Return what is tried here."""
     import celery
     import django
 

@@ -1,6 +1,4 @@
-"""
-All faults.
-"""
+"""All faults."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +25,7 @@ GROUPS = (
 
 
 def mix(lab: Lab) -> None:
-    """Have two things go wrong at once, of different kinds."""
+    """Cause two different faults at once."""
     chosen = [lab.random.choice(_able(lab, group)) for group in lab.random.sample(GROUPS, 2)]
     with ThreadPoolExecutor(len(chosen)) as pool:
         for strike in [pool.submit(fault.strike, lab) for fault in chosen]:

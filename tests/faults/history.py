@@ -22,9 +22,7 @@ NEMESIS = "nemesis"
 
 
 def now() -> int:
-    """
-    Return nanoseconds on the clock that all processes of the machine share, and nobody sets.
-    """
+    """Return nanoseconds on the monotonic clock, which all processes of the machine share."""
     return time.monotonic_ns()
 
 
@@ -65,9 +63,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Entry:
-    """
-    A line of the trail that the database's triggers wrote.
-    """
+    """A line of the trail that the database's triggers wrote."""
 
     place: int
     kind: str
@@ -96,9 +92,7 @@ class History:
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def of(self, kind: str, *outcomes: str) -> list[Operation]:
-        """
-        Return the operations of a kind, as they were asked for.
-        """
+        """Return the operations of a kind, as they were asked for."""
         found = [each for each in self.operations if each.kind == kind]
         if outcomes:
             found = [each for each in found if each.outcome in outcomes]
@@ -106,9 +100,7 @@ class History:
 
 
 class Scribe:
-    """
-    Writes the account of one process.
-    """
+    """Writes the account of one process."""
 
     def __init__(self, directory: Path, client: str) -> None:
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
@@ -117,43 +109,31 @@ class Scribe:
         self._numbers = itertools.count()
 
     def invoke(self, kind: str, name: str, **facts: Any) -> int:
-        """
-        Note that something is asked for, before it is; return its number.
-        """
+        """Note that something is asked for, before it is; return its number."""
         number = next(self._numbers)
         self.write(number=number, event="invoke", kind=kind, name=name, **facts)
         return number
 
     def commit(self, number: int) -> None:
-        """
-        Note that a write's COMMIT is asked for.
-        """
+        """Note that a write's COMMIT is asked for."""
         self.write(number=number, event="commit")
 
     def answer(self, number: int, outcome: str, **facts: Any) -> None:
-        """
-        Note the answer.
-        """
+        """Note the answer."""
         self.write(number=number, event=outcome, **facts)
 
     def write(self, **line: Any) -> None:
-        """
-        Append a line.
-        """
+        """Append a line."""
         os.write(self._descriptor, (json.dumps({"at": now(), **line}) + "\n").encode())
 
 
 def new_stamp() -> str:
-    """
-    Return what marks one write.
-    """
+    """Return what marks one write."""
     return uuid.uuid4().hex
 
 
 def read_operations(directory: Path) -> list[Operation]:
-    """
-    Read what all clients have written so far.
-    """
+    """Read what all clients have written so far."""
     return [
         operation
         for path in sorted(directory.glob("*.jsonl"))
@@ -163,9 +143,7 @@ def read_operations(directory: Path) -> list[Operation]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """
-    Read the lines of a file; the last may be torn.
-    """
+    """Read the lines of a file; the last may be torn."""
     if not path.exists():
         return []
     whole, _, _ = path.read_text().rpartition("\n")
@@ -173,9 +151,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def entries(rows: Iterable[Iterable[Any]]) -> list[Entry]:
-    """
-    Make the trail of its rows.
-    """
+    """Make the trail of its rows."""
     return sorted((Entry(*row) for row in rows), key=lambda entry: entry.place)
 
 

@@ -19,16 +19,14 @@ _libc = ctypes.CDLL(None)
 
 
 def main() -> None:
-    """
-    Follow orders until there are no more.
-    """
+    """Follow orders until there are no more."""
     import django
 
     django.setup()
     from . import client, loaded
     from .settings import LAB
 
-    # Nobody waits for the clients, and none may stay as a zombie that looks alive.
+    # No process waits for the clients, and a zombie would look alive.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     _say(ready=True)
     for line in sys.stdin:
@@ -65,7 +63,7 @@ def _fork(job: Callable[[], Any]) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        # Sessions are given back as at the end of any process.
+        # Close sessions as at the end of any process.
         import atexit
 
         atexit._run_exitfuncs()
@@ -74,7 +72,7 @@ def _fork(job: Callable[[], Any]) -> int:
 
 
 def _running(kind: Callable[..., Any], name: str, lab: Any) -> Callable[[], None]:
-    # Made in the process itself: its account is nobody else's to hold open.
+    # Created in the process itself: no other process may hold its account open.
     return lambda: kind(name, lab).run()
 
 
@@ -82,7 +80,7 @@ def _writing(path: str, job: Callable[[], Any]) -> Callable[[], None]:
     def work() -> None:
         whole = Path(path).with_suffix(".part")
         whole.write_text(json.dumps(job()))
-        # Whoever waits for the file finds all of it.
+        # A reader of the file finds all of it.
         whole.rename(path)
 
     return work

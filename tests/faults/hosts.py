@@ -1,6 +1,4 @@
-"""
-Starting clients, from the lab's side.
-"""
+"""Starting clients, from the lab's side."""
 
 import contextlib
 import json
@@ -23,9 +21,7 @@ PATIENCE = 60
 
 
 class Host:
-    """
-    A process that forks clients, all with the same settings.
-    """
+    """A process that forks clients, all with the same settings."""
 
     def __init__(self, lab: Mapping[str, Any], log: Path, **environment: str) -> None:
         self._log = log
@@ -47,15 +43,11 @@ class Host:
         self._hear()
 
     def client(self, name: str, order: str = "client") -> int:
-        """
-        Start a client and return its pid.
-        """
+        """Start a client and return its pid."""
         return self._order(do=order, name=name)
 
     def ask(self, what: str, path: Path) -> Any:
-        """
-        Have a process of its own do something, and return what it says.
-        """
+        """Run something in a separate process, and return its output."""
         path.unlink(missing_ok=True)
         pid = self._order(do=what, to=str(path))
         wait_until(lambda: path.exists() or not _alive([pid]), f"{what} by the lab", PATIENCE)
@@ -64,9 +56,7 @@ class Host:
         return json.loads(path.read_text())
 
     def close(self) -> None:
-        """
-        End the process. Its clients die with it.
-        """
+        """End the process. Its clients die with it."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -91,9 +81,7 @@ class Host:
 
 
 class Crew:
-    """
-    The clients of a run: so many, whatever becomes of each.
-    """
+    """The clients of a run. Dead ones are replaced."""
 
     def __init__(self, hosts: list[Host], size: int, order: str = "client") -> None:
         self._hosts = hosts
@@ -106,9 +94,7 @@ class Crew:
         self.pids: dict[str, int] = {}
 
     def fill(self) -> None:
-        """
-        Start clients for those that are gone.
-        """
+        """Start clients for those that are gone."""
         with self._lock:
             self.bury()
             pids = dict(self.pids)
@@ -119,15 +105,11 @@ class Crew:
             self.pids = pids
 
     def bury(self) -> None:
-        """
-        Forget those that are gone.
-        """
+        """Forget those that are gone."""
         self.pids = {name: pid for name, pid in self.pids.items() if _alive([pid])}
 
     def kill(self, name: str) -> None:
-        """
-        End a client as SIGKILL does; returns when it is gone.
-        """
+        """Kill a client with SIGKILL, and wait for its end."""
         pid = self.pids.get(name)
         if pid is None:
             return
@@ -136,9 +118,7 @@ class Crew:
 
     @contextlib.contextmanager
     def paused(self, *names: str) -> Iterator[None]:
-        """
-        Have clients stand still inside the block.
-        """
+        """Pause clients inside the block."""
         pids = [self.pids[name] for name in names if name in self.pids]
         try:
             for pid in pids:
@@ -150,9 +130,7 @@ class Crew:
                 _send(pid, signal.SIGCONT)
 
     def wait_for_end(self, timeout: float) -> list[str]:
-        """
-        Wait until all have ended; return the names of those that didn't, and end them.
-        """
+        """Wait until all have ended; return the names of those that didn't, and end them."""
         with contextlib.suppress(TimeoutError):
             wait_until(lambda: not _alive(list(self.pids.values())), "clients to end", timeout)
         self.bury()

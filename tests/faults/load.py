@@ -37,9 +37,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Shape:
-    """
-    So many processes on so many locks, each holding some at once.
-    """
+    """So many processes on so many locks, each holding some at once."""
 
     processes: int
     locks: int
@@ -53,9 +51,7 @@ SHAPES = {"crowd": Shape(64, 8, 1), "spread": Shape(8, 10_000, 100)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """
-    Run it; return 1 if a lock had two holders, or something leaked.
-    """
+    """Run it; return 1 if a lock had two holders, or something leaked."""
     options = _parser().parse_args(arguments)
     print(line(HEAD))
     print(line(["---"] * len(HEAD)), flush=True)
@@ -108,7 +104,7 @@ def _run(site: Site, shape: Shape, seconds: float) -> tuple[list[str], list[str]
 
 def _lab(site: Site, shape: Shape, directory: Path) -> dict[str, Any]:
     lab = site.lab()
-    # The default: nobody is cut off here, and so many have to be patient.
+    # The default: no client is disconnected here, and many have to wait.
     lab["locks"]["default"]["OPTIONS"].pop("TIMEOUT")
     return lab | {
         "seed": "load",
@@ -123,7 +119,7 @@ def _lab(site: Site, shape: Shape, directory: Path) -> dict[str, Any]:
 
 
 def _two_holders(history: History) -> Iterator[str]:
-    """Tell of locks that were had by two at once."""
+    """Report locks that had two holders at once."""
     given_back = {each.owner: each.begun for each in history.of("release")}
     spans: dict[str, list[Operation]] = defaultdict(list)
     for each in history.of("acquire", OK):
@@ -143,7 +139,7 @@ def _samples(history: History) -> dict[str, list[Operation]]:
 
 def _leaks(history: History) -> Iterator[str]:
     for client, samples in _samples(history).items():
-        # Half of the time for warming up. The very last is after everything was given back.
+        # Half of the time is for warming up. The last sample is after everything was released.
         early, late = samples[len(samples) // 2], samples[-1]
         if late.descriptors > early.descriptors + 2:
             yield f"{client}: {early.descriptors} descriptors became {late.descriptors}"

@@ -1,5 +1,5 @@
 """
-A client that does nothing but take locks and give them back, and says how much it needs for it.
+A client that only acquires and releases locks, and reports its resource usage.
 """
 
 import os
@@ -20,9 +20,7 @@ PERIOD = 2.0
 
 
 class LoadedClient(Client):
-    """
-    Takes any of ``locks`` locks, and holds so many of them at once as ``holds`` says.
-    """
+    """Acquires any of ``locks`` locks, and holds ``holds`` of them at once."""
 
     def __init__(self, name: str, lab: dict[str, Any]) -> None:
         super().__init__(name, lab)
@@ -45,7 +43,7 @@ class LoadedClient(Client):
         if any(lease.name == name for lease in self._held):
             return
         number = self.scribe.invoke("acquire", name)
-        # Who has many locks and waits for one more may wait for somebody who waits for him.
+        # A client with many locks that waits for one more could cause a deadlock.
         wait = 30 if self._holds == 1 else 0
         try:
             lease = lock(name, ttl=self.ttl, blocking_timeout=wait).acquire()

@@ -1,6 +1,4 @@
-"""
-What the clients protect. Row 1 of each table is protected by the lock row:1, and so on.
-"""
+"""What the clients protect. Row 1 of each table is protected by the lock row:1, and so on."""
 
 from django.db import models
 
@@ -44,10 +42,10 @@ class Plain(Counted):
 
 class Trail(models.Model):
     """
-    What the database did, noted down by its own triggers, in the order in which it did it.
+    The changes in the database, recorded in order by its triggers.
 
-    Whoever writes has the row, or the fence, locked by then: for one row, and for a fence and its
-    rows, the order of the numbers is that of the commits.
+    A writer has locked the row, or the fence, by then: for one row, and for a fence and its rows,
+    the order of the numbers is that of the commits.
     """
 
     kind = models.CharField(max_length=10)

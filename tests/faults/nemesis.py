@@ -1,6 +1,4 @@
-"""
-What is done to clients: faults of processes. Those of servers are in ``server_faults``.
-"""
+"""What is done to clients: faults of processes. Those of servers are in ``server_faults``."""
 
 import random
 import time
@@ -54,9 +52,7 @@ class Fault:
 
 
 class Lab:
-    """
-    What a nemesis has at hand in a run.
-    """
+    """What a nemesis has at hand in a run."""
 
     def __init__(
         self, site: Site, crew: Any, directory: Path, ttl: float, chance: random.Random
@@ -70,30 +66,22 @@ class Lab:
         self._scribe = Scribe(directory, NEMESIS)
 
     def note(self, what: str, **facts: Any) -> None:
-        """
-        Note that something is done.
-        """
+        """Note that something is done."""
         self.strikes.append({"what": what, "at": now(), **facts})
         self._scribe.write(what=what, **facts)
 
     def sleep(self, least: float, most: float) -> None:
-        """
-        Wait for so many times the ttl.
-        """
+        """Wait for so many times the ttl."""
         time.sleep(self.random.uniform(least, most) * self.ttl)
 
     def anybody(self) -> str:
-        """
-        Return the name of a client, most often one that has a lock.
-        """
+        """Return the name of a client, preferably one that has a lock."""
         self.crew.fill()
         holders = self.holders() if self.random.random() < 0.9 else []
         return self.random.choice(holders or list(self.crew.pids))
 
     def await_holder(self, is_meant: Callable[[str], bool] = bool) -> str | None:
-        """
-        Return one of those that have a lock; None if there is none for a while.
-        """
+        """Return one of those that have a lock; None if there is none for a while."""
         for _ in range(40):
             if found := [name for name in self.holders() if is_meant(name)]:
                 return self.random.choice(found)
@@ -101,9 +89,7 @@ class Lab:
         return None
 
     def await_successor(self, who: str) -> None:
-        """
-        Wait until somebody else has got a lock that one client has; not for ever.
-        """
+        """Wait until another client has acquired a lock of one client, with a time limit."""
         history = self._history()
         had = {name: _newest(history, name, who) for name in held_by(history, who, now())}
         end = time.monotonic() + 3 * self.ttl
@@ -114,9 +100,7 @@ class Lab:
                 return
 
     def holders(self) -> list[str]:
-        """
-        Return those that have a lock just now.
-        """
+        """Return those that have a lock just now."""
         history, at = self._history(), now()
         return [name for name in self.crew.pids if held_by(history, name, at)]
 
@@ -137,19 +121,19 @@ def _newest(history: History, name: str, client: str | None = None) -> int:
 
 
 def pause(lab: Lab) -> None:
-    """Have a client stand still for longer than its ttl."""
+    """Pause a client for longer than its ttl."""
     who = lab.anybody()
     with lab.crew.paused(who):
         lab.note("pause", client=who)
         if lab.random.random() < 0.6:
-            # He goes on at the very moment at which he must not any more.
+            # It continues exactly when it may not write any more.
             lab.await_successor(who)
         else:
             lab.sleep(0.7, 2.5)
 
 
 def pause_many(lab: Lab) -> None:
-    """Have most clients stand still at once."""
+    """Pause most clients at once."""
     lab.crew.fill()
     who = lab.random.sample(list(lab.crew.pids), max(1, len(lab.crew.pids) - 1))
     with lab.crew.paused(*who):
@@ -166,7 +150,7 @@ def kill(lab: Lab) -> None:
 
 
 def watch(lab: Lab) -> None:
-    """Do nothing: it is the clients' own habits that are bad."""
+    """Do nothing: the clients' own behaviour is the fault."""
     lab.note("watch")
     lab.sleep(0.5, 1)
 

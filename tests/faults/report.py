@@ -1,6 +1,4 @@
-"""
-The table at the end.
-"""
+"""The table at the end."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,9 +10,7 @@ _HEAD = ("backend", "fault", "runs", *_COLUMNS, "violations", "too calm", "broke
 
 
 def table(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
-    """
-    Return what came of all runs, by backend and fault, as a table in Markdown.
-    """
+    """Return what came of all runs, by backend and fault, as a table in Markdown."""
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
         groups[result.site, result.plan.fault.name].append(result)
@@ -35,7 +31,5 @@ def _row(site: str, fault: str, group: Sequence[Result]) -> list[str]:
 
 
 def line(cells: Sequence[str]) -> str:
-    """
-    Return a row of a table in Markdown.
-    """
+    """Return a row of a table in Markdown."""
     return f"| {' | '.join(cells)} |"

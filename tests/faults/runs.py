@@ -1,6 +1,4 @@
-"""
-One run: clients at work, one fault, and what the checker says of it.
-"""
+"""One run: clients at work, one fault, and what the checker says of it."""
 
 import random
 import shutil
@@ -59,9 +57,7 @@ class Plan:
 
 @dataclass
 class Result:
-    """
-    What came of a run.
-    """
+    """What came of a run."""
 
     site: str
     plan: Plan
@@ -84,9 +80,7 @@ class Result:
 
 
 def run(site: Site, plan: Plan) -> Result:
-    """
-    Do a run. Its accounts are kept if it isn't as it should be.
-    """
+    """Do a run. Its accounts are kept if it isn't as it should be."""
     plan.directory.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix=f"{site.name}-{plan.fault.name}-", dir=plan.directory))
     try:
@@ -126,7 +120,7 @@ class _Run:
         self._stack.close()
 
     def work(self) -> None:
-        """Have clients work and things go wrong for as long as it takes."""
+        """Let clients work while faults happen, for the given time."""
         self.crew.fill()
         begun = time.monotonic()
         while True:

@@ -1,6 +1,4 @@
-"""
-What is done to servers, and to the ways that lead to them.
-"""
+"""What is done to servers, and to the ways that lead to them."""
 
 import contextlib
 import shutil
@@ -17,9 +15,9 @@ from .nemesis import OPEN, Fault, Lab
 ON_POSTGRES = ("rows", "postgres", "redis", "valkey")
 ON_REDIS = ("redis", "valkey")
 PROXIED = ("rows", "postgres", "mariadb", "redis", "valkey")
-#: No takeover and no refusal is to be expected: nobody outlives his lease unawares.
+#: No takeover and no rejection is expected: no client outlives its lease unnoticed.
 BARE = {"strikes": 2}
-#: Somebody was left without an answer.
+#: A client got no answer.
 UNANSWERED = {"strikes": 2, "unknown": 2}
 TAKEN = {"strikes": 2, "takeovers": 1}
 
@@ -29,7 +27,7 @@ TAKEN = {"strikes": 2, "takeovers": 1}
 
 @contextlib.contextmanager
 def _while_holding(lab: Lab, chance: float = 0.5) -> Iterator[None]:
-    """Have a holder stand still meanwhile, so that he goes on as if nothing had happened."""
+    """Pause a holder during the block, so that it continues without noticing."""
     who = lab.await_holder()
     if who is None or lab.random.random() > chance:
         yield
@@ -40,7 +38,7 @@ def _while_holding(lab: Lab, chance: float = 0.5) -> Iterator[None]:
 
 
 def empty(lab: Lab) -> None:
-    """Have Redis forget everything, while a holder thinks."""
+    """Delete all data of Redis while a client has a lock."""
     with _while_holding(lab):
         lab.note("empty")
         lab.site.redis.empty()
@@ -58,7 +56,7 @@ def fill_memory(lab: Lab) -> None:
 
 
 def fill_file(lab: Lab) -> None:
-    """Have Redis keep a file, and no file of it grow: it refuses to write until it can."""
+    """Let Redis persist to a file that can't grow: it rejects writes until it can."""
     redis = lab.site.redis
     with redis.configured(appendonly="yes", appendfsync="everysec"):
         wait_until(lambda: _is_kept(redis), "Redis to keep its file")
@@ -133,7 +131,7 @@ def end_sessions(lab: Lab) -> None:
 
 
 def fill_disk(lab: Lab) -> None:
-    """Have no file of the database grow, nor be written beyond some place."""
+    """Let no file of the database grow."""
     server = lab.site.postgres
     lab.await_holder()
     lab.note("fill disk")
@@ -231,7 +229,7 @@ def hold_back(lab: Lab) -> None:
 
 
 def slow_down(lab: Lab) -> None:
-    """Have requests and answers take a good part of the ttl."""
+    """Delay requests and answers by a large part of the ttl."""
     proxies = _some(lab)
     with _healed(proxies):
         lab.note("slow down")

@@ -1,6 +1,4 @@
-"""
-Django's settings in the processes of the lab: what the lab says, as JSON in the environment.
-"""
+"""Django's settings in the processes of the lab: what the lab says, as JSON in the environment."""
 
 import json
 import os
@@ -11,7 +9,7 @@ pymysql.install_as_MySQLdb()
 
 VARIABLE = "FENCEDLOCK_LAB"
 
-#: All that a process of the lab is told: its databases, its locks, and how it works.
+#: The settings of a lab process: its databases, its locks, and how it works.
 LAB = json.loads(os.environ.get(VARIABLE, "{}"))
 
 SECRET_KEY = "only for tests"

@@ -1,6 +1,4 @@
-"""
-Where a run takes place: a lock service, the database of its fences, and the ways to both.
-"""
+"""Where a run takes place: a lock service, the database of its fences, and the ways to both."""
 
 import contextlib
 from collections.abc import Callable
@@ -36,26 +34,18 @@ class Site:
         self.start()
 
     def start(self) -> None:
-        """
-        Start the servers.
-        """
+        """Start the servers."""
 
     def renew(self, directory: Path) -> None:
-        """
-        Forget all runs before.
-        """
+        """Forget all runs before."""
         raise NotImplementedError
 
     def database(self, far: bool) -> dict[str, Any]:
-        """
-        Return the entry in DATABASES.
-        """
+        """Return the entry in DATABASES."""
         raise NotImplementedError
 
     def lab(self, far: bool = False) -> dict[str, Any]:
-        """
-        Return what clients are told of the site.
-        """
+        """Return the site's settings for clients."""
         lock = {
             "BACKEND": self.backend,
             "OPTIONS": {"TIMEOUT": TIMEOUT, **self.options()},
@@ -72,15 +62,11 @@ class Site:
 
     @property
     def server(self) -> Server:
-        """
-        Return what decides who has a lock.
-        """
+        """Return what decides who has a lock."""
         raise NotImplementedError
 
     def clock(self) -> Clock:
-        """
-        Return the wall clock of the lock service, which may be set.
-        """
+        """Return the wall clock of the lock service, which may be set."""
         self._clock = self._clock or Clock()
         # After a fail-over it is another server.
         if self._going_by_it is not self.server:
@@ -89,28 +75,20 @@ class Site:
         return self._clock
 
     def heal(self) -> None:
-        """
-        Have everything answer again.
-        """
+        """Make all servers answer again."""
         for proxy in self.proxies:
             proxy.pass_through()
 
     def versions(self) -> list[str]:
-        """
-        Return the servers that the site is made of.
-        """
+        """Return the servers that the site is made of."""
         return []
 
     def sessions(self) -> int:
-        """
-        Return how many connections the servers have.
-        """
+        """Return how many connections the servers have."""
         return 0
 
     def keys(self) -> int:
-        """
-        Return how many keys there are in a lock service that has keys.
-        """
+        """Return how many keys there are in a lock service that has keys."""
         return 0
 
     def close(self) -> None:
@@ -126,9 +104,7 @@ class Site:
 
 
 class SQLite(Site):
-    """
-    Leases as rows of a file.
-    """
+    """Leases as rows of a file."""
 
     name = "sqlite"
 
@@ -153,9 +129,7 @@ class SQLite(Site):
 
 
 class OnPostgres(Site):
-    """
-    Fences in a PostgreSQL.
-    """
+    """Fences in a PostgreSQL."""
 
     settings: ClassVar[dict[str, str]] = {}
 
@@ -188,35 +162,27 @@ class OnPostgres(Site):
 
 
 class PostgresRows(OnPostgres):
-    """
-    Leases as rows of a PostgreSQL.
-    """
+    """Leases as rows of a PostgreSQL."""
 
     name = "rows"
 
 
 class Forgetful(OnPostgres):
-    """
-    Leases as rows of a PostgreSQL whose last commits a crash undoes.
-    """
+    """Leases as rows of a PostgreSQL whose last commits a crash undoes."""
 
     name = "forgetful"
     settings: ClassVar[dict[str, str]] = {"synchronous_commit": "off", "wal_writer_delay": "2000ms"}
 
 
 class PostgresSessions(OnPostgres):
-    """
-    Leases as advisory locks of sessions.
-    """
+    """Leases as advisory locks of sessions."""
 
     name = "postgres"
     backend = _POSTGRES
 
 
 class Pooled(OnPostgres):
-    """
-    Leases as rows of a PostgreSQL behind a pooler of transactions.
-    """
+    """Leases as rows of a PostgreSQL behind a pooler of transactions."""
 
     name = "pgbouncer"
 
@@ -241,9 +207,7 @@ class Pooled(OnPostgres):
 
 
 class OnRedis(OnPostgres):
-    """
-    Leases as keys of a Redis, fences in a PostgreSQL.
-    """
+    """Leases as keys of a Redis, fences in a PostgreSQL."""
 
     name = "redis"
     backend = _REDIS
@@ -259,9 +223,7 @@ class OnRedis(OnPostgres):
         return self.redis
 
     def launch(self, *arguments: str, replica_of: Redis | None = None) -> Redis:
-        """
-        Start one more server.
-        """
+        """Start one more server."""
         found = self._find()
         server: Redis = self._keep(Redis.launch(found, *arguments, replica_of=replica_of))
         return server
@@ -285,18 +247,14 @@ class OnRedis(OnPostgres):
 
 
 class OnValkey(OnRedis):
-    """
-    The same on a Valkey.
-    """
+    """The same on a Valkey."""
 
     name = "valkey"
     _find = staticmethod(finding.valkey)
 
 
 class OnMariaDB(Site):
-    """
-    Leases as rows of a MariaDB.
-    """
+    """Leases as rows of a MariaDB."""
 
     name = "mariadb"
     _numbers = 0

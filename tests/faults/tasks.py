@@ -1,6 +1,4 @@
-"""
-Clients that are Celery tasks: ``celery -A tests.faults.tasks worker``.
-"""
+"""Clients that are Celery tasks: ``celery -A tests.faults.tasks worker``."""
 
 import hashlib
 import os
@@ -30,9 +28,7 @@ _asked: dict[str, int] = {}
 
 
 def _client() -> Client:
-    """
-    Return this process's: a child after a fork has an account of its own.
-    """
+    """Return this process's: a child after a fork has an account of its own."""
     pid = os.getpid()
     if pid not in _clients:
         _clients[pid] = Client(f"child-{pid}", LAB)
@@ -60,9 +56,7 @@ def _note(task_id: str, **kwargs: Any) -> None:
     on_lost=LAB["on_lost"],
 )
 def work(self: Any, pk: int) -> None:
-    """
-    Work under the lock as any client does.
-    """
+    """Work under the lock as any client does."""
     lease = current_lease()
     assert lease is not None
     client = _client()
@@ -77,5 +71,5 @@ def work(self: Any, pk: int) -> None:
         if client.random.random() < client.habits.get("retry", 0):
             raise self.retry(countdown=0.1, max_retries=3)
     finally:
-        # It has no answer here: it is given back by whoever called.
+        # It has no answer here: the caller releases it.
         scribe.invoke("release", lease.name, **grant)

@@ -19,9 +19,9 @@ TERMS = Terms(ttl=1, slack=1)
 
 class Story:
     """
-    Makes a history, one thing after the other; each takes a second.
+    Makes a history of events, one per second.
 
-    By itself it makes one that is right; what is wrong has to be told.
+    By default it is correct; tests add the errors.
     """
 
     def __init__(self):

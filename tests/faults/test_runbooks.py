@@ -35,7 +35,7 @@ def redis_gone_back(settings, make_redis, make_clock):
     server.go_by(watch)
     backend = "django_fencedlock.backends.redis.RedisBackend"
     settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": server.url}}
-    # Taken past the keeper, so that nobody renews it: of a holder on another machine.
+    # Acquired without a keeper, so that it isn't renewed: as by a holder on another machine.
     assert service("default").backend.acquire(Request(name="x", owner=new_owner(), ttl=TTL))
     watch.jump(-3600)
     yield
@@ -107,7 +107,7 @@ def backup(connection):
 
 
 def restore(connection, found, tables=TABLES):
-    """Have the tables as they were, past everything that refuses a change."""
+    """Restore the tables without the ORM, whose checks would reject the change."""
     with connection.cursor() as cursor:
         for table in tables:
             columns, rows = found[table]
@@ -118,7 +118,7 @@ def restore(connection, found, tables=TABLES):
 
 
 def hand_over(invoice):
-    """Have somebody write under the next grant; returns his lease, which he keeps, and his row."""
+    """Write under a new grant. Return its lease, which is still held, and the row."""
     lease = invoice.fencing.lock().acquire()
     mine = Invoice.objects.get(pk=invoice.pk)
     mine.amount += 1
@@ -133,7 +133,7 @@ def test_after_a_restore_of_everything_former_holders_are_refused(on):
     before = backup(on)
     former, row = hand_over(invoice)
     restore(on, before)
-    # As far as the database knows, he never had the lock.
+    # As far as the database knows, the former holder never had the lock.
     now = new_holder(invoice)
     assert now.token == former.token
     with pytest.raises(StaleFence):
@@ -146,7 +146,7 @@ def test_after_a_restore_of_everything_former_holders_are_refused(on):
 
 
 def new_holder(invoice):
-    """A grant to another process, after which nobody renews anything."""
+    """Return a lease of another process, which isn't renewed."""
     request = Request(name=invoice.fencing.name(), owner=new_owner(), ttl=30)
     backend = service("default").backend
     grant = backend.acquire(request)
@@ -212,7 +212,7 @@ def old_file(settings, make_redis):
 def test_a_redis_from_an_old_file_has_a_shadow_of_a_holder(old_file):
     former, now = old_file
     assert lock("x").holder().owner == former.owner_id
-    # Nobody else has come, and yet the present holder isn't known any more.
+    # No other holder has acquired it, but the service has lost the current holder.
     assert not now.verify()
     assert now.lost
     assert lock("x", blocking_timeout=0).acquire() is None
@@ -220,7 +220,7 @@ def test_a_redis_from_an_old_file_has_a_shadow_of_a_holder(old_file):
 
 def test_released_by_force_it_is_free_and_tokens_go_on_from_the_fence(old_file):
     former, now = old_file
-    # As the page says; to him whom the lock service has.
+    # As in docs/restore.md, for the holder that the lock service has.
     out = io.StringIO()
     call_command("fencedlock", "release", "x", "--yes", stdout=out)
     assert "released by force" in out.getvalue()

@@ -1,6 +1,4 @@
-"""
-The triggers that write the trail.
-"""
+"""The triggers that write the trail."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +12,7 @@ BEGIN {statement}; RETURN NULL; END $$"""
 
 
 def lay(using: str) -> None:
-    """
-    Have the database write down every change of the protected rows and of the fences.
-    """
+    """Create triggers that record every change of the protected rows and of the fences."""
     with connections[using].cursor() as cursor:
         for statement in _statements(connections[using]):
             cursor.execute(statement)

@@ -1,6 +1,4 @@
-"""
-Clients that are Celery tasks, from the lab's side: a worker, and somebody who sends to it.
-"""
+"""Clients that are Celery tasks, from the lab's side: a worker, and a sender of messages."""
 
 import contextlib
 import itertools
@@ -26,7 +24,7 @@ QUEUED = 6
 _QUICK = ["--without-mingle", "--without-gossip", "--without-heartbeat"]
 
 #: Seconds that a child of Celery 5.5 and 5.6 waits, at the worker's end, for an answer to be taken
-#: that was half-way then: nobody takes it.
+#: that was half-way then: no worker takes it.
 LINGERS = 30
 
 
@@ -35,7 +33,7 @@ class Workers:
     A worker whose children are the clients of a run. See Crew.
 
     Args:
-        lab: What the worker is told; ``celery``, ``task`` and ``on_lost`` are for Celery.
+        lab: The worker's settings; ``celery``, ``task`` and ``on_lost`` are for Celery.
         directory: For its log and accounts.
         size: How many children it has.
         rows: How many locks there are.
@@ -70,15 +68,11 @@ class Workers:
 
     @property
     def pids(self) -> dict[str, int]:
-        """
-        The children that live, by the names of their accounts.
-        """
+        """The children that live, by the names of their accounts."""
         return {f"child-{pid}": pid for pid in self._children()}
 
     def fill(self) -> None:
-        """
-        Start the worker if it isn't running. It sees to its children itself.
-        """
+        """Start the worker if it isn't running. It sees to its children itself."""
         if not self._process.running:
             self._ready.unlink(missing_ok=True)
             self._process.start()
@@ -87,24 +81,18 @@ class Workers:
         wait_until(self._children, "a child of the worker", 30)
 
     def kill(self, name: str) -> None:
-        """
-        End a child as SIGKILL does.
-        """
+        """End a child as SIGKILL does."""
         pid = int(name.removeprefix("child-"))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not _alive([pid]), "a child to be gone")
 
     def kill_all(self) -> None:
-        """
-        End the worker with its children, as a machine that stops does.
-        """
+        """End the worker with its children, as a machine that stops does."""
         self._process.kill()
 
     def shut_down(self, number: int) -> None:
-        """
-        Have the worker end by a signal, and wait until it has.
-        """
+        """End the worker by a signal, and wait for its end."""
         os.kill(self._process.pid, number)
         with contextlib.suppress(TimeoutError):
             wait_until(lambda: not self._process.running, "the worker to end", 20)
@@ -112,9 +100,7 @@ class Workers:
 
     @contextlib.contextmanager
     def paused(self, *names: str) -> Iterator[None]:
-        """
-        Have children stand still inside the block.
-        """
+        """Pause children inside the block."""
         pids = [int(name.removeprefix("child-")) for name in names]
         try:
             for pid in pids:
@@ -129,9 +115,7 @@ class Workers:
 
     @contextlib.contextmanager
     def all_paused(self) -> Iterator[None]:
-        """
-        Have the worker stand still with all its children.
-        """
+        """Pause the worker with all its children."""
         self._process.pause()
         try:
             yield
@@ -139,9 +123,7 @@ class Workers:
             self._process.resume()
 
     def wait_for_end(self, timeout: float) -> list[str]:
-        """
-        Have the worker finish what it is at; return its name if it doesn't in time.
-        """
+        """Let the worker finish its tasks; return its name if it doesn't in time."""
         self._ends.set()
         self._sender.join()
         self._app.control.purge()
@@ -157,9 +139,7 @@ class Workers:
         return []
 
     def close(self) -> None:
-        """
-        End everything, in whatever state it is.
-        """
+        """End everything, in whatever state it is."""
         self._ends.set()
         if self._sender.is_alive():
             self._sender.join()

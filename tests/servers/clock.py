@@ -1,7 +1,7 @@
 """
 A wall clock that can be set, for one process and its children.
 
-libfaketime doesn't do: Redis dies of it, and it moves the clocks that nobody sets as well.
+libfaketime can't be used: it crashes Redis, and it also changes monotonic clocks.
 """
 
 import functools
@@ -31,9 +31,7 @@ def compiler() -> str:
 
 
 def missing() -> str | None:
-    """
-    Tell what keeps this machine from having such clocks; None if nothing does.
-    """
+    """Return why this machine can't have such clocks; None if it can."""
     try:
         compiler()
     except ServerMissing as exc:
@@ -42,9 +40,7 @@ def missing() -> str | None:
 
 
 class Clock:
-    """
-    The clock of all processes that are started with its environment.
-    """
+    """The clock of all processes that are started with its environment."""
 
     def __init__(self) -> None:
         directory = workspace.new_directory("clock")
@@ -56,24 +52,18 @@ class Clock:
 
     @property
     def environment(self) -> dict[str, str]:
-        """
-        Return what makes a process go by this clock.
-        """
+        """Return the environment of a process with this clock."""
         return {"LD_PRELOAD": str(_library()), "FENCEDLOCK_CLOCK": str(self._file)}
 
     def set(self, seconds: float) -> None:
-        """
-        Have it be so many seconds ahead, for running processes too.
-        """
+        """Set it some seconds ahead, for running processes too."""
         self._seconds = seconds
         mode = "r+b" if self._file.exists() else "wb"
         with self._file.open(mode) as file:
             file.write(struct.pack("=q", round(seconds * 1_000_000)))
 
     def jump(self, seconds: float) -> None:
-        """
-        Set it forward, or back, from where it is.
-        """
+        """Set it forward, or back, from where it is."""
         self.set(self._seconds + seconds)
 
 

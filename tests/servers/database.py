@@ -1,6 +1,4 @@
-"""
-What both servers of databases have in common: who logs in, and where.
-"""
+"""What both servers of databases have in common: who logs in, and where."""
 
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
@@ -10,9 +8,7 @@ from .server import Server
 
 
 class DatabaseServer(Server):
-    """
-    A server that a URL names, with a user, a password and a database.
-    """
+    """A server that a URL names, with a user, a password and a database."""
 
     #: What URLs and Django call it.
     engine: ClassVar[str]
@@ -29,22 +25,16 @@ class DatabaseServer(Server):
 
     @property
     def url(self) -> str:
-        """
-        Return the address for a client.
-        """
+        """Return the address for a client."""
         return self.url_of(self.database)
 
     def url_of(self, database: str) -> str:
-        """
-        Return the address of one of the databases.
-        """
+        """Return the address of one of the databases."""
         secret = f":{self.password}" if self.password else ""
         return f"{self.engine}://{self.user}{secret}@{self.host}:{self.port}/{database}"
 
     def django(self, database: str | None = None) -> dict[str, Any]:
-        """
-        Return the entry for Django's DATABASES.
-        """
+        """Return the entry for Django's DATABASES."""
         return {
             "ENGINE": f"django.db.backends.{self.engine}",
             "NAME": database or self.database,

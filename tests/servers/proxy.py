@@ -1,6 +1,4 @@
-"""
-A network that can fail: a TCP proxy between a client and a server.
-"""
+"""A network that can fail: a TCP proxy between a client and a server."""
 
 import asyncio
 import contextlib
@@ -10,9 +8,7 @@ from typing import Any
 
 
 class _Way:
-    """
-    What happens to bytes on their way in one direction.
-    """
+    """What happens to bytes on their way in one direction."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -55,45 +51,31 @@ class Proxy:
         self._run(self._heal())
 
     def delay(self, to_server: float = 0, to_client: float = 0) -> None:
-        """
-        Hold each piece of data back for some seconds.
-        """
+        """Hold each piece of data back for some seconds."""
         self._to_server.delay, self._to_client.delay = to_server, to_client
 
     def black_hole(self) -> None:
-        """
-        Accept connections and forward nothing. Nothing is closed either.
-        """
+        """Accept connections and forward nothing. Nothing is closed either."""
         self._run(self._hold())
 
     def drop_replies(self) -> None:
-        """
-        Forward what the client sends, and lose what the server answers.
-        """
+        """Forward what the client sends, and lose what the server answers."""
         self._to_client.drop = True
 
     def cut(self) -> None:
-        """
-        Close all open connections. New ones are welcome.
-        """
+        """Close all open connections. New ones are welcome."""
         self._run(self._cut(self._connections))
 
     def cut_after(self, *, to_server: int | None = None, to_client: int | None = None) -> None:
-        """
-        Close all open connections once that many more bytes went one way. This happens once.
-        """
+        """Close all open connections once that many more bytes went one way. This happens once."""
         self._to_server.budget, self._to_client.budget = to_server, to_client
 
     def retarget(self, host: str, port: int) -> None:
-        """
-        Send new connections to another server, as a failover does.
-        """
+        """Send new connections to another server, as a failover does."""
         self._target = (host, port)
 
     def close(self) -> None:
-        """
-        Close everything and stop listening.
-        """
+        """Close everything and stop listening."""
         self._run(self._shut_down())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -1,6 +1,4 @@
-"""
-RabbitMQ.
-"""
+"""RabbitMQ."""
 
 import contextlib
 import shutil
@@ -52,9 +50,7 @@ class RabbitMQ(Server):
 
     @classmethod
     def launch(cls, found: Found) -> "RabbitMQ":
-        """
-        Start a server of our own.
-        """
+        """Start a server of our own."""
         directory = workspace.new_directory("rabbitmq")
         port, names_port = free_port(), free_port()
         (directory / "rabbitmq.conf").write_text(_CONFIGURATION.format(port=port))
@@ -74,9 +70,7 @@ class RabbitMQ(Server):
 
     @contextlib.contextmanager
     def connect(self) -> Iterator[amqp.Connection]:
-        """
-        Yield a connection that is closed when the block ends.
-        """
+        """Yield a connection that is closed when the block ends."""
         connection = amqp.Connection(
             f"{self.host}:{self.port}",
             userid=self.user,
@@ -93,9 +87,7 @@ class RabbitMQ(Server):
             connection.collect()
 
     def answers(self) -> bool:
-        """
-        Tell whether the server can be asked something now.
-        """
+        """Tell whether the server can be asked something now."""
         try:
             with self.connect() as connection:
                 return bool(connection.connected)
@@ -129,8 +121,8 @@ def _environment(directory: Path, names_port: int) -> dict[str, object]:
         "LC_ALL": "C.UTF-8",
         "ERL_EPMD_PORT": names_port,
         "ERL_EPMD_ADDRESS": "127.0.0.1",
-        # Its script then turns into the server: a shell between us would leave it behind when we
-        # are killed. Nobody listens there.
+        # The script then becomes the server itself: a shell in between would leave the server
+        # running when we are killed. No process listens on this port.
         "NOTIFY_SOCKET": directory / "notify",
         "RABBITMQ_NODENAME": "fencedlock@localhost",
         "RABBITMQ_DIST_PORT": free_port(),

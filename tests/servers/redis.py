@@ -1,6 +1,4 @@
-"""
-Redis and Valkey.
-"""
+"""Redis and Valkey."""
 
 import contextlib
 import re
@@ -24,9 +22,7 @@ _END = "end-of-monitor"
 
 @dataclass(frozen=True)
 class Command:
-    """
-    A command that the server executed.
-    """
+    """A command that the server executed."""
 
     name: str
     text: str
@@ -34,9 +30,7 @@ class Command:
 
 
 class Redis(Server):
-    """
-    A Redis or a Valkey, without persistence: one that restarts has forgotten everything.
-    """
+    """A Redis or Valkey without persistence: it loses its data at a restart."""
 
     name = "redis"
 
@@ -78,9 +72,7 @@ class Redis(Server):
 
     @property
     def socket(self) -> Path | None:
-        """
-        Return the path of the unix socket, if it is known.
-        """
+        """Return the path of the unix socket, if it is known."""
         return self.directory and self.directory / "socket"
 
     def start(self) -> None:
@@ -89,9 +81,7 @@ class Redis(Server):
         super().start()
 
     def client(self, **options: Any) -> redis.Redis:
-        """
-        Return a client that tries once and gives up after five seconds.
-        """
+        """Return a client that tries once and gives up after five seconds."""
         defaults = {
             "decode_responses": True,
             "socket_timeout": 5,
@@ -101,18 +91,14 @@ class Redis(Server):
         return redis.Redis.from_url(self.url, **defaults | options)
 
     def answers(self) -> bool:
-        """
-        Tell whether the server can be asked something now.
-        """
+        """Tell whether the server can be asked something now."""
         try:
             return bool(self.execute("PING", timeout=1))
         except redis.RedisError:
             return False
 
     def execute(self, *command: Any, timeout: float = 5) -> Any:
-        """
-        Execute one command on a connection of its own.
-        """
+        """Execute one command on a connection of its own."""
         with self.client(socket_timeout=timeout, single_connection_client=True) as client:
             return client.execute_command(*command)
 
@@ -123,9 +109,7 @@ class Redis(Server):
         return self.execute("INFO", section)
 
     def empty(self) -> None:
-        """
-        Remove all keys, and the scripts.
-        """
+        """Remove all keys, and the scripts."""
         self.execute("FLUSHALL")
         self.execute("SCRIPT", "FLUSH")
 
@@ -168,9 +152,7 @@ class Redis(Server):
             seen.pop()
 
     def wait_for_sync(self) -> None:
-        """
-        Wait until this replica holds what its primary holds.
-        """
+        """Wait until this replica holds what its primary holds."""
         wait_until(
             lambda: self.info("replication").get("master_link_status") == "up",
             f"{self!r} to follow its primary",

@@ -1,15 +1,11 @@
-"""
-What all servers have in common.
-"""
+"""What all servers have in common."""
 
 from .clock import Clock
 from .process import Process
 
 
 class ServerNotOurs(Exception):
-    """
-    A test wants to stop a server that was named in the environment.
-    """
+    """A test wants to stop a server that was named in the environment."""
 
 
 class Server:
@@ -34,9 +30,7 @@ class Server:
 
     @property
     def can_kill(self) -> bool:
-        """
-        Tell whether the process is ours to pause, kill and restart.
-        """
+        """Return whether tests may pause, kill and restart the process."""
         return self._process is not None
 
     @property
@@ -49,59 +43,43 @@ class Server:
         """
         if self._process is None:
             raise ServerNotOurs(
-                f"{self!r} was named in the environment: nobody here may stop it. "
+                f"{self!r} was named in the environment, so tests may not stop it. "
                 f"Use a private one, from the fixture make_{self.name}."
             )
         return self._process
 
     def start(self) -> None:
-        """
-        Start the server again, on the same port and the same files.
-        """
+        """Start the server again, on the same port and the same files."""
         self.process.start()
 
     def stop(self) -> None:
-        """
-        Stop the server cleanly.
-        """
+        """Stop the server cleanly."""
         self.process.terminate()
 
     def restart(self) -> None:
-        """
-        Stop the server cleanly and start it again.
-        """
+        """Stop the server cleanly and start it again."""
         self.stop()
         self.start()
 
     def kill(self) -> None:
-        """
-        End the server as SIGKILL does.
-        """
+        """Kill the server with SIGKILL."""
         self.process.kill()
 
     def pause(self) -> None:
-        """
-        Let the server hang: connections stay open, nothing answers.
-        """
+        """Let the server hang: connections stay open, nothing answers."""
         self.process.pause()
 
     def resume(self) -> None:
-        """
-        Let a paused server go on.
-        """
+        """Continue a paused server."""
         self.process.resume()
 
     def go_by(self, clock: Clock) -> None:
-        """
-        Restart the server, with a wall clock that can be set.
-        """
+        """Restart the server, with a wall clock that can be set."""
         self.stop()
         self.process.add_environment(clock.environment)
         self.start()
 
     def close(self) -> None:
-        """
-        Be done with the server.
-        """
+        """Stop using the server."""
         if self.can_kill:
             self.process.quit()

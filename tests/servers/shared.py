@@ -1,6 +1,4 @@
-"""
-The servers that all tests of a process share, each started when first asked for.
-"""
+"""The servers that all tests of a process share, each started when first asked for."""
 
 import os
 import threading
@@ -28,9 +26,7 @@ def url(name: str) -> str | None:
 
 
 def available(name: str) -> bool:
-    """
-    Tell whether a server is to be had. Nothing is started.
-    """
+    """Return whether a server is available, without starting it."""
     try:
         return bool(url(name) or finding.FINDERS[name]())
     except ServerMissing:
@@ -38,37 +34,27 @@ def available(name: str) -> bool:
 
 
 def started() -> dict[str, Any]:
-    """
-    Return the shared servers that were asked for so far.
-    """
+    """Return the shared servers that were asked for so far."""
     return dict(_servers)
 
 
 def report() -> list[str]:
-    """
-    Return a line per server that says which one is used, or how to get one.
-    """
+    """Return a line per server that says which one is used, or how to get one."""
     return [_line(name) for name in finding.FINDERS]
 
 
 def postgres() -> Postgres:
-    """
-    Return the shared PostgreSQL.
-    """
+    """Return the shared PostgreSQL."""
     return _shared("postgres", Postgres, lambda: Postgres.launch(finding.postgres()))
 
 
 def redis() -> Redis:
-    """
-    Return the shared Redis.
-    """
+    """Return the shared Redis."""
     return _shared("redis", Redis, lambda: Redis.launch(finding.redis()))
 
 
 def valkey() -> Redis:
-    """
-    Return the shared Valkey.
-    """
+    """Return the shared Valkey."""
     return _shared(
         "valkey",
         lambda url: Redis(url, flavour="valkey"),
@@ -77,24 +63,18 @@ def valkey() -> Redis:
 
 
 def mariadb() -> MariaDB:
-    """
-    Return the shared MariaDB.
-    """
+    """Return the shared MariaDB."""
     return _shared("mariadb", MariaDB, lambda: MariaDB.launch(finding.mariadb()))
 
 
 def pgbouncer() -> PgBouncer:
-    """
-    Return the shared PgBouncer. It pools transactions of the shared PostgreSQL.
-    """
+    """Return the shared PgBouncer. It pools transactions of the shared PostgreSQL."""
     found = finding.pgbouncer()
     return _shared("pgbouncer", None, lambda: PgBouncer.launch(found, postgres()))
 
 
 def rabbitmq() -> RabbitMQ:
-    """
-    Return the shared RabbitMQ.
-    """
+    """Return the shared RabbitMQ."""
     return _shared("rabbitmq", RabbitMQ, lambda: RabbitMQ.launch(finding.rabbitmq()))
 
 

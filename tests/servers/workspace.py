@@ -1,6 +1,4 @@
-"""
-Where servers live: one temp directory per test process, and the user they run as.
-"""
+"""Where servers live: one temp directory per test process, and the user they run as."""
 
 import fcntl
 import functools
@@ -18,7 +16,7 @@ _numbers = itertools.count(1)
 @functools.cache
 def server_user() -> pwd.struct_passwd:
     """
-    Return the user that servers run as: us, or, for root, somebody else.
+    Return the user for the servers: the current one, or another one if that is root.
 
     PostgreSQL, MariaDB and PgBouncer refuse to run as root.
     """
@@ -29,9 +27,7 @@ def server_user() -> pwd.struct_passwd:
 
 
 def reachable(path: Path) -> bool:
-    """
-    Tell whether the server user can read what is at *path*.
-    """
+    """Tell whether the server user can read what is at *path*."""
     if server_user().pw_uid == os.getuid():
         return True
     return all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents)
@@ -39,9 +35,7 @@ def reachable(path: Path) -> bool:
 
 @functools.cache
 def root() -> Path:
-    """
-    Return the directory that holds everything of this test process.
-    """
+    """Return the directory that holds everything of this test process."""
     _sweep()
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
     directory.chmod(0o711)
@@ -50,9 +44,7 @@ def root() -> Path:
 
 
 def new_directory(name: str) -> Path:
-    """
-    Return an empty directory of the server user's.
-    """
+    """Return an empty directory of the server user's."""
     directory = root() / f"{name}-{next(_numbers)}"
     directory.mkdir(mode=0o700)
     os.chown(directory, server_user().pw_uid, server_user().pw_gid)
@@ -60,23 +52,19 @@ def new_directory(name: str) -> Path:
 
 
 def remove() -> None:
-    """
-    Remove everything of this test process.
-    """
+    """Remove everything of this test process."""
     if root.cache_info().currsize:
         shutil.rmtree(root(), ignore_errors=True)
         root.cache_clear()
 
 
 def cache_directory() -> Path:
-    """
-    Return the directory where copies of servers stay from one run to the next.
-    """
+    """Return the directory where copies of servers stay from one run to the next."""
     directory = Path(tempfile.gettempdir()) / f"fencedlock-servers-{os.getuid()}"
     directory.mkdir(mode=0o755, exist_ok=True)
     if directory.stat().st_uid != os.getuid() or directory.is_symlink():
-        # Anybody may create names in /tmp, and what is in here gets executed.
-        raise PermissionError(f"{directory} belongs to somebody else. Remove it, or set TMPDIR.")
+        # Every user can create names in /tmp, and this directory has programs that get executed.
+        raise PermissionError(f"{directory} belongs to another user. Remove it, or set TMPDIR.")
     directory.chmod(0o755)
     return directory
 
@@ -90,7 +78,7 @@ def _lock(directory: Path) -> None:
 
 
 def _sweep() -> None:
-    # A killed pytest takes its servers along, but leaves their files.
+    # A killed pytest stops its servers, but leaves their files.
     for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/lock"):
         if _abandoned(lock):
             shutil.rmtree(lock.parent, ignore_errors=True)
