@@ -71,7 +71,7 @@ class Story:
             lease.client,
             outcome,
             token=lease.token,
-            owner=lease.owner_id,
+            owner=lease.owner,
             table=table,
             stamp=stamp,
             **facts,
@@ -83,13 +83,13 @@ class Story:
             lease.client,
             outcome,
             token=lease.token,
-            owner=lease.owner_id,
+            owner=lease.owner,
             left=left,
             lost=lost,
         )
 
     def release(self, lease):
-        return self.operation("release", lease.client, token=lease.token, owner=lease.owner_id)
+        return self.operation("release", lease.client, token=lease.token, owner=lease.owner)
 
     def found(self, terms=TERMS):
         counts = {(table, "row:1"): count for table, count in self.counts.items()}
@@ -251,19 +251,19 @@ def test_a_write_that_leaves_another_token(story):
 
 def test_entering_again_under_a_new_token(story):
     lease = story.grant("a", 1)
-    story.operation("reenter", "a", token=2, outer=1, owner=lease.owner_id, released=False)
+    story.operation("reenter", "a", token=2, outer=1, owner=lease.owner, released=False)
     assert story.found() == {"I8"}
 
 
 def test_leaving_the_inner_block_gives_the_lock_back(story):
     lease = story.grant("a", 1)
-    story.operation("reenter", "a", token=1, outer=1, owner=lease.owner_id, released=True)
+    story.operation("reenter", "a", token=1, outer=1, owner=lease.owner, released=True)
     assert story.found() == {"I8"}
 
 
 def test_a_child_that_writes_under_its_parents_lease(story):
     lease = story.grant("a", 1)
-    story.operation("inherit", "a", OK, token=1, owner=lease.owner_id)
+    story.operation("inherit", "a", OK, token=1, owner=lease.owner)
     assert story.found() == {"I8"}
 
 
