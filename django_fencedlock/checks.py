@@ -1,4 +1,4 @@
-"""System checks: what is wrong with settings and models, and, if asked, with the services."""
+"""The system checks of settings, models, tables, tasks and lock services."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from django.core.checks import CheckMessage, Error, Info, Tags, Warning, registe
 from . import conf, query_caches
 from .core.manager import service
 from .models import checks
+from .problems import Level, Problem
 
 
 @register(Tags.compatibility)
 def check_settings(**kwargs: Any) -> list[CheckMessage]:
-    """Look at the settings alone."""
+    """Check the settings."""
     return _messages([*conf.problems(), *query_caches.problems()])
 
 
 @register(Tags.database)
 def check_services(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
-    """Ask the lock services themselves; run by ``check --database ALIAS``."""
+    """Check the lock services, with ``check --database ALIAS``."""
     if not databases or any(problem.is_error for problem in conf.problems()):
         return []
     return _messages(_live_problems(databases))
@@ -33,7 +34,7 @@ def check_services(databases: Sequence[str] | None = None, **kwargs: Any) -> lis
 def check_models(
     app_configs: Sequence[AppConfig] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
-    """Look at the fenced models as they are written."""
+    """Check the fenced models."""
     configs = apps.get_app_configs() if app_configs is None else app_configs
     models = [model for config in configs for model in config.get_models()]
     return _messages(checks.model_problems(models))
@@ -41,25 +42,25 @@ def check_models(
 
 @register(Tags.database)
 def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
-    """Look at the fenced models' tables; run by ``check --database ALIAS``."""
+    """Check the tables of fenced models, with ``check --database ALIAS``."""
     return _messages(checks.table_problems(databases or ()))
 
 
 @register(Tags.compatibility)
 def check_tasks(**kwargs: Any) -> list[CheckMessage]:
-    """Look at the Celery tasks under `single_instance`, in a project that has an app of Celery."""
+    """Check the Celery tasks with `single_instance`."""
     return _messages(_task_problems())
 
 
-def problems() -> list[conf.Problem]:
-    """Find all that `check` reports of settings, models and tasks; asks no server."""
+def problems() -> list[Problem]:
+    """Return the problems of settings, models and tasks, without asking a server."""
     models = checks.model_problems(apps.get_models())
     return [*conf.problems(), *query_caches.problems(), *models, *_task_problems()]
 
 
-def _task_problems() -> list[conf.Problem]:
+def _task_problems() -> list[Problem]:
     celery_apps = _celery_apps()
-    # A project without such a task is spared what the decorator brings along.
+    # Without such a task, the decorator isn't imported either.
     if f"{__package__}.celery" not in sys.modules:
         return []
     from .celery import task_checks
@@ -67,14 +68,14 @@ def _task_problems() -> list[conf.Problem]:
     return list(task_checks.problems(celery_apps))
 
 
-def _live_problems(databases: Sequence[str]) -> Iterator[conf.Problem]:
+def _live_problems(databases: Sequence[str]) -> Iterator[Problem]:
     for alias in conf.aliases():
         if conf.config(alias).fence_database in databases:
             yield from service(alias).backend.live_problems()
 
 
 def _celery_apps() -> list[Any]:
-    """The Celery apps of this process, with their tasks imported as a worker would."""
+    """Return the Celery apps of this process, with their tasks imported."""
     if "celery.app.base" not in sys.modules:
         return []
     from celery import _state
@@ -83,19 +84,19 @@ def _celery_apps() -> list[Any]:
     found = list(state._get_active_apps())
     for app in found:
         _import_tasks(app)
-    # Celery makes one by itself where a thread finds none; it has nobody's settings.
+    # Celery makes an app without settings in a thread that has none.
     chosen = [app for app in found if app.set_as_current or app.main != "default"]
     return chosen or found
 
 
 def _import_tasks(app: Any) -> None:
     before = os.environ.get("CELERY_SKIP_CHECKS")
-    # Or else Celery runs Django's checks, these among them, as it imports tasks.
+    # Otherwise Celery runs Django's checks, including these, when it imports tasks.
     os.environ["CELERY_SKIP_CHECKS"] = "true"
     try:
         app.loader.import_default_modules()
     except Exception:
-        # Not every process has what the tasks need. A worker that can't import them says so.
+        # Not every process can import all tasks. A worker reports the error.
         return
     finally:
         if before is None:
@@ -104,12 +105,12 @@ def _import_tasks(app: Any) -> None:
             os.environ["CELERY_SKIP_CHECKS"] = before
 
 
-_LEVELS = {"E": Error, "W": Warning, "I": Info}
+_MESSAGES = {Level.ERROR: Error, Level.WARNING: Warning, Level.NOTE: Info}
 
 
-def _messages(problems: Iterable[conf.Problem]) -> list[CheckMessage]:
+def _messages(problems: Iterable[Problem]) -> list[CheckMessage]:
     return [
-        _LEVELS[problem.id[0]](
+        _MESSAGES[problem.level](
             problem.message, hint=problem.hint or None, id=f"django_fencedlock.{problem.id}"
         )
         for problem in problems

@@ -1,12 +1,12 @@
-"""The settings: their defaults, what is allowed in them, and one error message for each slip."""
+"""The settings: defaults, validation, and one clear message for each mistake."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import signal
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, cast
@@ -31,16 +31,10 @@ DEFAULTS: Mapping[str, Any] = {
     "FENCE_DATABASE": "default",
     "OPTIONS": {},
 }
-#: Seconds within which a lock service answers one request, unless OPTIONS says another "TIMEOUT".
+#: Seconds for one request to a lock service; the option "TIMEOUT" of an alias overrides it.
 TIMEOUT = 5.0
 HISTORY, MOST_HISTORY = 20, 1000
 WITHOUT_LOCK = ("reject", "warn", "allow")
-SETTINGS = (
-    "FENCEDLOCK",
-    "FENCEDLOCK_ABORT_SIGNAL",
-    "FENCEDLOCK_HISTORY",
-    "FENCEDLOCK_WITHOUT_LOCK",
-)
 VENDORS = ("postgresql", "sqlite", "mysql")
 
 
@@ -50,7 +44,7 @@ class AliasConfig:
 
     alias: str
     backend: str
-    # A URL may have a password, and reports of errors show the variables of every frame.
+    # A URL may contain a password, and error reports show local variables.
     location: str = field(repr=False)
     ttl: float
     blocking_timeout: float
@@ -59,17 +53,17 @@ class AliasConfig:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def where(self, key: str = "") -> str:
-        """Name the place in the settings, for messages."""
+        """Return the place in the settings, for messages."""
         return _where(self.alias, key)
 
     @property
     def timeout(self) -> float:
-        """Seconds within which one request is answered, by those backends that have the option."""
+        """Seconds for one request, in backends that have the option."""
         return seconds(self.options.get("TIMEOUT", TIMEOUT), f"{self.where('OPTIONS')}['TIMEOUT']")
 
 
 def seconds(value: object, what: str, *, zero: bool = False, endless: bool = False) -> float:
-    """Read a duration given in seconds or as a timedelta."""
+    """Return a duration in seconds, given as a number or a timedelta."""
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -83,63 +77,99 @@ def seconds(value: object, what: str, *, zero: bool = False, endless: bool = Fal
 
 
 def without_lock() -> str:
-    """What is done with a write to a fenced model outside of a lease."""
-    # Anything else would let such a write pass: whoever asks compares with one of the three.
-    for problem in _without_lock_problems():
-        raise SettingsError(str(problem))
-    return cast(str, _without_lock())
-
-
-def _without_lock() -> Any:
-    return getattr(settings, "FENCEDLOCK_WITHOUT_LOCK", "reject")
-
-
-def _without_lock_problems() -> Iterator[Problem]:
-    if _without_lock() not in WITHOUT_LOCK:
-        yield Problem(
-            "E012",
-            f"FENCEDLOCK_WITHOUT_LOCK is {_without_lock()!r}.",
-            f"Set it to one of {', '.join(map(repr, WITHOUT_LOCK))}.",
-        )
+    """Return what happens to a write to a fenced model without a lease."""
+    # An unknown value would let such a write pass.
+    return cast(str, _valid("FENCEDLOCK_WITHOUT_LOCK"))
 
 
 @cache
 def history() -> int:
-    """How many events of each kind the history keeps of a lock; 0 if it isn't written at all."""
-    # What is wrong with it must not get into the way of a lock: a check tells.
-    return cast(int, _history()) if _is_count(_history()) else 0
+    """Return how many events of each kind the history keeps per lock; 0 switches it off."""
+    # A wrong value must not fail a lock; a check reports it.
+    name = "FENCEDLOCK_HISTORY"
+    return 0 if any(_simple_problems(name)) else cast(int, _value(name))
 
 
-def _history() -> Any:
-    return getattr(settings, "FENCEDLOCK_HISTORY", HISTORY)
+@cache
+def abort_signal() -> int:
+    """Return the signal that interrupts a body in the main thread when its lock is lost."""
+    return int(_valid("FENCEDLOCK_ABORT_SIGNAL"))
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_HISTORY
 
 
-@cache
-def abort_signal() -> int:
-    """The signal by which a body in the main thread is interrupted when its lock is lost."""
-    for problem in _abort_signal_problems():
+def _own_signals() -> list[int]:
+    """Return the signals that neither the system nor Celery uses."""
+    found = [int(signal.SIGUSR2)] if hasattr(signal, "SIGUSR2") else [0]
+    if hasattr(signal, "SIGRTMIN"):
+        found += range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+    return found
+
+
+def _default_signal() -> int:
+    # Some projects and Celery set-ups use SIGUSR2. macOS has no real-time signals.
+    return signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else _own_signals()[-1]
+
+
+#: The settings beside FENCEDLOCK: default, whether a value is valid, and the problem of others.
+_SIMPLE: dict[str, tuple[Callable[[], Any], Callable[[Any], bool], Problem]] = {
+    "FENCEDLOCK_WITHOUT_LOCK": (
+        lambda: "reject",
+        lambda value: value in WITHOUT_LOCK,
+        Problem("E012", "", f"Set it to one of {', '.join(map(repr, WITHOUT_LOCK))}."),
+    ),
+    "FENCEDLOCK_ABORT_SIGNAL": (
+        _default_signal,
+        lambda value: value in _own_signals(),
+        Problem(
+            "E015",
+            "",
+            "Use signal.SIGUSR2, or one from signal.SIGRTMIN to signal.SIGRTMAX: Celery and the "
+            "system use the others.",
+        ),
+    ),
+    "FENCEDLOCK_HISTORY": (
+        lambda: HISTORY,
+        _is_count,
+        Problem("E016", "", f"Set it to an int from 0, which switches it off, to {MOST_HISTORY}."),
+    ),
+}
+SETTINGS = ("FENCEDLOCK", *_SIMPLE)
+
+
+def _value(name: str) -> Any:
+    return getattr(settings, name, _SIMPLE[name][0]())
+
+
+def _valid(name: str) -> Any:
+    for problem in _simple_problems(name):
         raise SettingsError(str(problem))
-    return int(_abort_signal())
+    return _value(name)
+
+
+def _simple_problems(*names: str) -> Iterator[Problem]:
+    for name in names or _SIMPLE:
+        _, is_valid, problem = _SIMPLE[name]
+        if not is_valid(_value(name)):
+            yield replace(problem, message=f"{name} is {_value(name)!r}.")
 
 
 def aliases() -> list[str]:
-    """The aliases that the settings name; ``default`` alone if they name none."""
+    """Return the configured aliases; ``default`` alone without settings."""
     found = getattr(settings, "FENCEDLOCK", None)
     return list(found) if isinstance(found, Mapping) and found else [DEFAULT_ALIAS]
 
 
 def lacks(alias: str) -> bool:
-    """Whether an alias is missing, as far as the settings can be read; if not, E001 tells of it."""
+    """Return whether an alias is missing. False for unreadable settings: E001 reports those."""
     return alias not in aliases() and not any(shape_problems())
 
 
 @cache
 def config(alias: str = DEFAULT_ALIAS) -> AliasConfig:
-    """Read one alias; raises `SettingsError` with the first thing that is wrong with it."""
+    """Return one alias. Raise `SettingsError` with its first error."""
     for problem in shape_problems():
         raise SettingsError(str(problem))
     found = _settings()
@@ -154,55 +184,20 @@ def config(alias: str = DEFAULT_ALIAS) -> AliasConfig:
 
 
 def problems() -> Iterator[Problem]:
-    """All that is wrong with the settings, as far as it shows without asking a server."""
+    """Yield all problems of the settings, without asking a server."""
     broken = list(shape_problems())
     yield from broken
     if not broken:
         for alias, given in _settings().items():
             yield from alias_problems(alias, given)
-    yield from _stray_problems()
-    yield from _without_lock_problems()
-    yield from _abort_signal_problems()
-    if not _is_count(_history()):
-        yield Problem(
-            "E016",
-            f"FENCEDLOCK_HISTORY is {_history()!r}.",
-            f"Set it to an int from 0, which switches it off, to {MOST_HISTORY}.",
-        )
-
-
-def _stray_problems() -> Iterator[Problem]:
     for name in dir(settings):
         if name.startswith("FENCEDLOCK") and name not in SETTINGS:
             yield Problem("W003", f"Nothing reads the setting {name}.", unknown(name, SETTINGS))
-
-
-def _abort_signal() -> Any:
-    # Celery has a use for SIGUSR2 in some set-ups, and users have; macOS has no real-time signals.
-    default = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else _own_signals()[-1]
-    return getattr(settings, "FENCEDLOCK_ABORT_SIGNAL", default)
-
-
-def _own_signals() -> list[int]:
-    """The signals that neither the system nor Celery sends: those of the application."""
-    found = [int(signal.SIGUSR2)] if hasattr(signal, "SIGUSR2") else [0]
-    if hasattr(signal, "SIGRTMIN"):
-        found += range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
-    return found
-
-
-def _abort_signal_problems() -> Iterator[Problem]:
-    if _abort_signal() not in _own_signals():
-        yield Problem(
-            "E015",
-            f"FENCEDLOCK_ABORT_SIGNAL is {_abort_signal()!r}.",
-            "Make it signal.SIGUSR2, or one from signal.SIGRTMIN to signal.SIGRTMAX: Celery and "
-            "the system have a use for the others.",
-        )
+    yield from _simple_problems()
 
 
 def shape_problems() -> Iterator[Problem]:
-    """What keeps the settings from being read at all."""
+    """Yield the problems that make the settings unreadable."""
     found = getattr(settings, "FENCEDLOCK", None)
     if found is None:
         return
@@ -231,12 +226,12 @@ def shape_problems() -> Iterator[Problem]:
         yield Problem(
             "E001",
             f"FENCEDLOCK has no alias 'default'; it has {', '.join(map(repr, found))}.",
-            "Add one; it is what a lock uses that names no backend.",
+            "Add one: locks use it unless they name another.",
         )
 
 
 def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is wrong with one alias."""
+    """Yield the problems of one alias."""
     broken = [*_key_problems(alias, given), *_value_problems(alias, given)]
     yield from broken
     if broken:
@@ -250,7 +245,7 @@ def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
             "E004",
             f"{_where(alias, 'BACKEND')} is {shown(given['BACKEND'])}, which can't be used: "
             f"{without_secrets(str(exc))}.",
-            "Give the dotted path of a backend, such as "
+            "Use the dotted path of a backend, such as "
             "'django_fencedlock.backends.redis.RedisBackend'.",
         )
     else:
@@ -258,7 +253,7 @@ def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def location_problems(config: AliasConfig) -> Iterator[Problem]:
-    """What is wrong with the LOCATION of a backend that FENCE_DATABASE says all to."""
+    """Yield a problem if LOCATION is set for a backend that uses FENCE_DATABASE only."""
     if config.location:
         yield Problem(
             "E007",
@@ -269,7 +264,7 @@ def location_problems(config: AliasConfig) -> Iterator[Problem]:
 
 
 def timeout_problems(config: AliasConfig) -> Iterator[Problem]:
-    """What is wrong with the option "TIMEOUT" of an alias."""
+    """Yield the problems of the option "TIMEOUT"."""
     try:
         config.timeout  # noqa: B018
     except (TypeError, ValueError) as exc:
@@ -277,7 +272,7 @@ def timeout_problems(config: AliasConfig) -> Iterator[Problem]:
 
 
 def shown(value: object) -> str:
-    """A setting for a message, less the passwords of URLs."""
+    """Return a setting for a message, without passwords."""
     return without_secrets(repr(value))
 
 
@@ -285,16 +280,16 @@ def backend_class(path: str) -> Any:
     """Import the backend at a dotted path."""
     found = import_string(path)
     if not isinstance(found, type) or not hasattr(found, "supports_waiting"):
-        raise TypeError(f"{path} is no lock backend")
+        raise TypeError(f"{path} isn't a lock backend")
     return found
 
 
 def unknown(key: str, known: Any) -> str:
-    """Say which keys there are, the likely one first."""
+    """Return a hint with the known keys, and the most similar one."""
     as_known = {each.upper(): each for each in known}
     near = difflib.get_close_matches(key.upper(), as_known, n=1)
     guess = f"Did you mean {as_known[near[0]]!r}? " if near else ""
-    return f"{guess}Known are {', '.join(sorted(known)) or 'none'}."
+    return f"{guess}Known keys: {', '.join(sorted(known)) or 'none'}."
 
 
 def _key_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:

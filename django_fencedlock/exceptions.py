@@ -1,4 +1,4 @@
-"""Every error that this package raises of its own."""
+"""The errors of this package."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class FencedLockError(Exception):
     Base of all errors of django_fencedlock. Do not raise directly.
 
     None of them is a ``DatabaseError``: ``get_or_create()`` and many retry
-    settings swallow those, and a retry under the same lease helps nobody.
+    settings catch those, and a retry under the same lease fails again.
     """
 
-    #: What the error carries beside its message, in the order of its words.
+    #: The names of its attributes.
     fields: tuple[str, ...] = ()
 
     def __init__(self, message: str, **facts: Any) -> None:
@@ -26,11 +26,10 @@ class FencedLockError(Exception):
         for field in self.fields:
             setattr(self, field, facts.pop(field, None))
         if facts:
-            raise TypeError(f"{type(self).__name__} carries no {', '.join(sorted(facts))}.")
+            raise TypeError(f"{type(self).__name__} has no field {', '.join(sorted(facts))}.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Celery moves errors between processes; BaseException's own way would
-        # call the class with the message alone and drop the facts.
+        # Celery pickles errors. BaseException would drop the fields.
         facts = {field: getattr(self, field) for field in self.fields}
         return _rebuild, (type(self), str(self), facts)
 
@@ -40,7 +39,7 @@ def _rebuild(kind: type[FencedLockError], message: str, facts: dict[str, Any]) -
 
 
 class LockNotAcquired(FencedLockError):
-    """The lock is held by somebody else, and the time to wait for it is over."""
+    """Another holder has the lock, and the time to wait for it is over."""
 
     fields = ("name", "alias", "holder")
     name: str
@@ -49,11 +48,11 @@ class LockNotAcquired(FencedLockError):
 
 
 class AliasConflict(LockNotAcquired):
-    """The name is live under another alias: two lock services on one name exclude nobody."""
+    """The name is locked through another alias: two services can't exclude each other."""
 
 
 class BackendUnavailable(FencedLockError):
-    """The lock service could not be asked, or did not answer in time."""
+    """The lock service could not be reached, or did not answer in time."""
 
     fields = ("name", "alias")
     name: str | None
@@ -61,7 +60,7 @@ class BackendUnavailable(FencedLockError):
 
 
 class ReleaseBlocked(FencedLockError):
-    """An open transaction keeps the fence of a lock from being lifted, so it isn't released."""
+    """An open transaction has the fence of a lock locked, so the lock isn't released."""
 
     fields = ("name", "alias", "holder", "blocker")
     name: str
@@ -79,7 +78,7 @@ class InsideTransaction(FencedLockError):
 
 
 class LeaseLost(FencedLockError):
-    """The lease was had, and is no longer."""
+    """The lease was held, and is lost."""
 
     fields = ("name", "owner", "token", "holder")
     name: str
@@ -89,7 +88,7 @@ class LeaseLost(FencedLockError):
 
 
 class LockRequired(FencedLockError):
-    """A fenced write was tried with no lease of the row's lock name."""
+    """A fenced write was tried without a lease of the row's lock name."""
 
     fields = ("name", "held")
     name: str
@@ -97,7 +96,7 @@ class LockRequired(FencedLockError):
 
 
 class StaleFence(FencedLockError):
-    """A newer grant of the lock's name exists; this holder's write is refused."""
+    """A newer grant of the lock name exists; the write was rejected."""
 
     fields = ("name", "owner", "token", "holder")
     name: str
@@ -108,14 +107,14 @@ class StaleFence(FencedLockError):
 
 class StaleObject(StaleFence):
     """
-    The object is older than what was written into its row since.
+    The object is older than its row: it was read before the lock was acquired.
 
-    It was read before the lock was acquired, or without its fence: read it under the lock.
+    Read it under the lock.
     """
 
 
 class OutcomeUnknown(FencedLockError):
-    """A COMMIT failed in a way that doesn't tell whether it took place."""
+    """A COMMIT failed, and may or may not have taken effect."""
 
     fields = ("name", "owner", "token")
     name: str
@@ -124,7 +123,7 @@ class OutcomeUnknown(FencedLockError):
 
 
 class WrongDatabase(FencedLockError):
-    """A row, or a transaction, isn't in the database where the fences of its lock are."""
+    """A row or a transaction isn't in the database of its lock's fences."""
 
     fields = ("name", "database")
     name: str
@@ -141,18 +140,18 @@ class VersionConflict(FencedLockError):
 
 
 class NotTheHolder(FencedLockError, RuntimeError):
-    """Other code tried to release a lease while its holder runs."""
+    """Other code tried to release a lease while its holder is running."""
 
     fields = ("name",)
     name: str
 
 
 class Unfenced(FencedLockError):
-    """A token was asked of a lock that was taken with ``fenced=False``."""
+    """A token was requested of a lock with ``fenced=False``."""
 
     fields = ("name",)
     name: str
 
 
 class SettingsError(ImproperlyConfigured, FencedLockError):
-    """``FENCEDLOCK`` says something that can't be followed."""
+    """A setting is invalid."""

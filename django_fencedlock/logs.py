@@ -1,13 +1,13 @@
-"""What log records carry beside their text: the attributes that handlers and filters may use."""
+"""The attributes of log records, for handlers and filters."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-# A record has attributes of its own, such as "name": hence what these begin with.
+# Log records have attributes of their own, such as "name".
 PREFIX = "lock_"
-#: Whatever a record may carry, without its beginning. A record has those that are known.
+#: The attributes, without the prefix. A record has those that are known.
 KEYS = frozenset(
     {
         *("name", "alias", "token", "owner", "holder", "reason", "waited", "held_for", "by"),
@@ -17,12 +17,12 @@ KEYS = frozenset(
 
 
 def facts(**known: Any) -> dict[str, Any]:
-    """The ``extra`` of a log record."""
+    """Return the ``extra`` of a log record."""
     return {f"{PREFIX}{key}": value for key, value in known.items() if value is not None}
 
 
 def about(lease: Any, **known: Any) -> dict[str, Any]:
-    """The ``extra`` of a log record about a lease."""
+    """Return the ``extra`` of a log record about a lease."""
     return facts(
         name=lease.name,
         alias=lease.alias,
@@ -35,9 +35,9 @@ def about(lease: Any, **known: Any) -> dict[str, Any]:
 def left_to_run_out(
     logger: logging.Logger, name: str, error: BaseException, known: dict[str, Any]
 ) -> None:
-    """Log, with the ``extra`` that is known, that a lock couldn't be given back."""
+    """Log that a lock couldn't be released."""
     logger.warning(
-        "Lock %r couldn't be given back, and is left to run out: %s",
+        "Lock %r couldn't be released, and is left to expire: %s",
         name,
         error,
         extra={**known, **facts(reason=str(error))},

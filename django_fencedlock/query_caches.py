@@ -1,4 +1,4 @@
-"""Find caches of the ORM's queries that would show the registry of locks as it was before."""
+"""Check for query caches, which would show outdated rows of the registry."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ APP = "django_fencedlock"
 
 
 def problems() -> Iterator[Problem]:
-    """Find the installed caches that the settings don't keep away from the package's tables."""
-    # Rows are written by SQL on private connections, which no such cache notices.
+    """Yield the installed caches that cache the package's tables."""
+    # Rows are written on private connections, which such caches don't notice.
     for name, is_caching, remedy in (
         ("cachalot", _cachalot, f"Add {APP!r} to CACHALOT_UNCACHABLE_APPS."),
         ("cacheops", _cacheops, f"Add '{APP}.*': None to CACHEOPS."),
@@ -45,7 +45,7 @@ def _cacheops() -> bool:
     defaults = _setting("CACHEOPS_DEFAULTS", {})
 
     def is_cached(model: str) -> bool:
-        # The first one decides, also if it is None.
+        # The first key decides, even if its value is None.
         keys = (key for key in (f"{APP}.{model}", f"{APP}.*", "*.*") if key in profiles)
         profile = profiles.get(next(keys, ""))
         return profile is not None and bool({**defaults, **profile}.get("ops"))

@@ -54,7 +54,7 @@ def test_durations_may_be_timedeltas(settings):
         ({"default": {"BLOCKING_TIMEOUT": float("inf")}}, "E003", "inf.*zero or more and finite"),
         ({"default": {"BLOCKING_TIMEOUT": None}}, "E003", "None"),
         ({"default": {"BACKEND": "no.such.Backend"}}, "E004", "no.such.Backend.*dotted path"),
-        ({"default": {"BACKEND": "datetime.datetime"}}, "E004", "no lock backend"),
+        ({"default": {"BACKEND": "datetime.datetime"}}, "E004", "isn't a lock backend"),
         ({"default": {"FENCE_DATABASE": "other"}}, "E006", "'other'.*Use one of 'default'"),
         ({"default": {"LOCATION": "redis://"}}, "E007", "Leave it out"),
         ({"default": {"OPTIONS": []}}, "E008", r"\[\].*dict"),

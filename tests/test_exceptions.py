@@ -39,5 +39,5 @@ def test_a_holder_comes_through_pickle():
 
 
 def test_a_fact_that_an_error_does_not_carry_is_refused():
-    with pytest.raises(TypeError, match="carries no colour"):
+    with pytest.raises(TypeError, match="has no field colour"):
         LockNotAcquired("held", colour="red")

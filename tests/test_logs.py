@@ -113,7 +113,7 @@ def test_a_lock_that_could_not_be_given_back_is_a_warning(records, monkeypatch):
         monkeypatch.setattr(service("default").backend, "release", fail)
     (record,) = records
     assert (record.name, record.levelname) == ("django_fencedlock.locks", "WARNING")
-    message = "Lock 'x' couldn't be given back, and is left to run out: gone fishing"
+    message = "Lock 'x' couldn't be released, and is left to expire: gone fishing"
     assert record.getMessage() == message
     assert facts(record) == {
         "name": "x",

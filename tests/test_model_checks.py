@@ -86,7 +86,7 @@ class TestFencing:
     def test_an_alias_that_the_settings_have_not(self, settings):
         settings.FENCEDLOCK = {"default": {}, "fast": {}}
         line = of_type("Line", FencedModel, fencing=Fencing(backend="fest"))
-        assert re.search("'fest'.*Known are default, fast", found(line)["E022"])
+        assert re.search("'fest'.*Known keys: default, fast", found(line)["E022"])
 
     def test_an_alias_of_settings_that_cannot_be_read(self, settings):
         settings.FENCEDLOCK = {"TTL": 3}

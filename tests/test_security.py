@@ -43,19 +43,19 @@ class TestTemplates:
         ],
     )
     def test_what_is_private_cannot_be_named(self, text):
-        with pytest.raises(TypeError, match="begins with an underscore"):
+        with pytest.raises(TypeError, match="a private attribute"):
             Template(text, build)
 
     @pytest.mark.parametrize(
         "text", ["{0.pk}", "{}", "{nobody}", "{width:{nobody}}", "{width:{0.pk}}"]
     )
     def test_only_parameters_can_be_named(self, text):
-        with pytest.raises(TypeError, match="is no parameter of build"):
+        with pytest.raises(TypeError, match="isn't a parameter of build"):
             Template(text, build)
 
     @pytest.mark.parametrize("text", ["{width:{}", "{width:}}", "{width:{order"])
     def test_what_is_no_template_says_so(self, text):
-        with pytest.raises(ValueError, match="is no template"):
+        with pytest.raises(ValueError, match="isn't a valid template"):
             Template(text, build)
 
     @pytest.mark.parametrize("text", ["{order!r}", "{order!s}", "{order!a:>9}"])

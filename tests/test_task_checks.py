@@ -62,7 +62,7 @@ def test_tasks_that_are_not_under_single_instance_are_nobodys_business():
 def test_an_alias_that_is_not_configured():
     words = found({"backend": "jobz"})["E030"]
     assert words.startswith("Task shop.charge: backend='jobz' is no alias")
-    assert "Known are default" in words
+    assert "Known keys: default" in words
 
 
 def test_aliases_of_settings_that_cannot_be_read(settings):
