@@ -12,7 +12,7 @@ from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 from django.db.migrations.operations.base import Operation, OperationCategory
 from django.db.models import Model
 
-from .models.fields import FenceField, StampField, VersionField
+from .models.fields import FenceField, VersionField
 
 __all__ = ["FENCE_LOWERED", "VERSION_KEPT", "FenceTrigger", "RemoveFenceTrigger"]
 
@@ -82,9 +82,9 @@ class Trigger:
     @classmethod
     def of(cls, model: type[Model], named_by: Iterable[str] = ()) -> Trigger:
         """Return the trigger for the columns that are in the model's own table."""
-        fence = _column(model, FenceField)
-        naming = _columns(model, named_by) if fence else ()
-        return cls(fence, _column(model, VersionField), naming)
+        columns = {type(field): str(field.column) for field in model._meta.local_fields}
+        fence, version = columns.get(FenceField, ""), columns.get(VersionField, "")
+        return cls(fence, version, _columns(model, named_by) if fence else ())
 
     def __bool__(self) -> bool:
         return bool(self.fence or self.version)
@@ -100,7 +100,8 @@ class Trigger:
     @property
     def arguments(self) -> str:
         """The arguments of the function, as SQL."""
-        return ", ".join(map(_literal, (self.fence, self.version, *self.naming)))
+        names = (self.fence, self.version, *self.naming)
+        return ", ".join("'{}'".format(name.replace("'", "''")) for name in names)
 
     @property
     def suspicion(self) -> str:
@@ -130,11 +131,6 @@ class Trigger:
         ]
 
 
-def _column(model: type[Model], kind: type[StampField]) -> str:
-    found = (str(field.column) for field in model._meta.local_fields if isinstance(field, kind))
-    return next(found, "")
-
-
 def _columns(model: type[Model], named_by: Iterable[str]) -> tuple[str, ...]:
     """Return the columns that name the lock; none if it is the primary key."""
     meta: Any = model._meta
@@ -155,10 +151,6 @@ def _columns(model: type[Model], named_by: Iterable[str]) -> tuple[str, ...]:
     return tuple(str(field.column) for field in own if field in chosen)
 
 
-def _literal(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
-
-
 def drop(table: str) -> list[str]:
     """Return the statements that drop a table's trigger, and the function after the last one."""
     return [
@@ -170,6 +162,7 @@ def drop(table: str) -> list[str]:
 
 class _TriggerOperation(Operation):
     category = OperationCategory.SQL
+    creates: bool
 
     def __init__(self, model_name: str, *, named_by: Iterable[str] = ()) -> None:
         if isinstance(named_by, str):
@@ -183,6 +176,16 @@ class _TriggerOperation(Operation):
 
     def state_forwards(self, app_label: str, state: Any) -> None:
         """No model changes by it."""
+
+    def database_forwards(
+        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
+    ) -> None:
+        self._run(app_label, schema_editor, to_state, create=self.creates)
+
+    def database_backwards(
+        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
+    ) -> None:
+        self._run(app_label, schema_editor, from_state, create=not self.creates)
 
     def _run(
         self, app_label: str, editor: BaseDatabaseSchemaEditor, state: Any, *, create: bool
@@ -231,15 +234,7 @@ class FenceTrigger(_TriggerOperation):
             primary key.
     """
 
-    def database_forwards(
-        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
-    ) -> None:
-        self._run(app_label, schema_editor, to_state, create=True)
-
-    def database_backwards(
-        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
-    ) -> None:
-        self._run(app_label, schema_editor, from_state, create=False)
+    creates = True
 
     def describe(self) -> str:
         return f"Reject raw UPDATEs of {self.model_name} that lower its fence (PostgreSQL alone)"
@@ -256,15 +251,7 @@ class RemoveFenceTrigger(_TriggerOperation):
     It has to come before the column is removed: PostgreSQL keeps a column that a trigger watches.
     """
 
-    def database_forwards(
-        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
-    ) -> None:
-        self._run(app_label, schema_editor, to_state, create=False)
-
-    def database_backwards(
-        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
-    ) -> None:
-        self._run(app_label, schema_editor, from_state, create=True)
+    creates = False
 
     def describe(self) -> str:
         return f"Remove the fence trigger of {self.model_name} (PostgreSQL alone)"

@@ -112,6 +112,12 @@ class Crate(FencedModel):
     weight = models.IntegerField(default=0)
 
 
+class Box(FencedModel):
+    """Goes with the box that it is in."""
+
+    inside = models.ForeignKey("self", null=True, on_delete=models.CASCADE)
+
+
 class Bottle(models.Model):
     crate = models.ForeignKey(Crate, on_delete=models.CASCADE)
 

@@ -217,7 +217,7 @@ class TestTriggers:
 
     def test_what_a_callable_names_is_known_to_the_migration_alone(self, monkeypatch):
         self.install()
-        monkeypatch.setitem(LedgerLine.__dict__["fencing"]._plans, LedgerLine, self.of_callable())
+        monkeypatch.setattr(LedgerLine, "fencing", Fencing(lambda row: "x"))
         for named_by in [(), ("account",), ("account_id", "amount"), ("pk",)]:
             self.install("LedgerLine", *named_by)
             self.found[LedgerLine] = named_by
@@ -227,9 +227,6 @@ class TestTriggers:
         self.install("LedgerLine")
         self.found[LedgerLine] = ("renamed_since",)
         assert self.problem() is None
-
-    def of_callable(self):
-        return Fencing(lambda row: "x").plan(LedgerLine)
 
     def test_a_column_of_the_name_that_is_not_migrated_yet_is_not_missed(self):
         self.install()

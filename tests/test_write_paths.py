@@ -34,11 +34,11 @@ from django_fencedlock.exceptions import (
     WrongDatabase,
 )
 from django_fencedlock.models import Fence
-from django_fencedlock.models.base import _Deletion, _guard_collected
 from django_fencedlock.signals import stale_write_rejected
 from tests.models import (
     Account,
     Bottle,
+    Box,
     Called,
     Careful,
     Contract,
@@ -1679,13 +1679,19 @@ def test_a_row_with_dependents_is_deleted_under_its_lease_alone(database, shelf)
         assert not rows_of(Bottle)
 
 
-def test_another_row_of_its_model_that_a_delete_collects_is_guarded(database, shelf):
-    one, other = (Crate.objects.create(shelf=shelf) for _ in range(2))
-    with one.fencing.lock(), _Deletion(one) as deletion:
-        _guard_collected(one, one._state.db, one)
-        assert deletion.is_claimed
-        with pytest.raises(LockRequired, match=f"'tests.crate:{other.pk}'"):
-            _guard_collected(other, one._state.db, one)
+def test_another_row_of_its_model_that_a_delete_collects_is_guarded(database):
+    outer = Box.objects.create()
+    inner = Box.objects.create(inside=outer)
+    with outer.fencing.lock():
+        with refused(LockRequired, Box, match=f"'tests.box:{inner.pk}'"):
+            outer.delete()
+        with inner.fencing.lock() as lease:
+            overtake(lease)
+            with refused(StaleFence, Box):
+                outer.delete()
+        with inner.fencing.lock():
+            outer.delete()
+    assert not rows_of(Box)
 
 
 def test_the_guard_of_collected_rows_costs_one_statement_each(database, shelf):

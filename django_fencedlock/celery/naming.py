@@ -117,7 +117,7 @@ class ByModel(Naming):
 
     def _columns(self) -> set[str]:
         """The columns that the parameters give."""
-        pk = [field.attname for field in self._model.fencing.plan.pk]
+        pk = [field.attname for field in self._model.fencing.pk]
         fields = self._model._meta.concrete_fields
         by_name = {"pk": pk, **{field.name: [field.attname] for field in fields}}
         return {column for key in self._parameters for column in by_name.get(key, [key])}

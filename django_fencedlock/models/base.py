@@ -8,7 +8,8 @@ Django in which these are as they are here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -85,14 +86,6 @@ class Guard:
             self.set(self.before)
 
 
-class _Step(NamedTuple):
-    """One table in the course of a save."""
-
-    guards: Sequence[Guard]
-    #: The row is new, as far as is known.
-    adding: bool
-
-
 class SaveHooks:
     """The hooks of a model; `GuardedModel` mixes them in, its subclasses fill them in."""
 
@@ -152,7 +145,7 @@ class SaveHooks:
                 self._guard_parents(using)
             own = self._guards(cls, using, doing, is_first)
             guards = guards + own
-            self.__dict__["_guarded_step"] = _Step(own, adding)
+            self.__dict__["_guarded_step"] = own, adding
             updated = parent._save_table(raw, cls, force_insert, force_update, using, update_fields)
         except BaseException:
             for guard in guards:
@@ -194,7 +187,7 @@ class SaveHooks:
 
     def _do_insert(self, manager: Any, using: str, *args: Any, **kwargs: Any) -> Any:
         parent: Any = super()
-        guards = self.__dict__["_guarded_step"].guards
+        guards, _ = self.__dict__["_guarded_step"]
         for guard in guards:
             guard.set(guard.inserted)
         try:
@@ -216,7 +209,7 @@ class SaveHooks:
         # The delete() of another base class, such as a soft delete. What it saves is guarded, and
         # so is the row if it calls Django's delete() in the end.
         _listen(type(self))
-        with _Deletion(self):
+        with self._deleting(is_claimed=False):
             return parent.delete(*args, **kwargs)  # type: ignore[no-any-return]
 
     delete.alters_data = True  # type: ignore[attr-defined]
@@ -230,8 +223,9 @@ class SaveHooks:
         if not any(guards.values()):
             return models.Model.delete(row, using, keep_parents)
         if keep_parents or not is_fast_delete(self, using):
-            with transaction.atomic(using=using, savepoint=False), _Deletion(self) as deletion:
-                deletion.claim(using, guards)
+            with transaction.atomic(using=using, savepoint=False), self._deleting(is_claimed=True):
+                for table, own in guards.items():
+                    self._claim_row(table, using, own)
                 return models.Model.delete(row, using, keep_parents)
         table = self._meta.concrete_model
         with transaction.mark_for_rollback_on_error(using=using):
@@ -253,6 +247,28 @@ class SaveHooks:
             ]
             for table in dict.fromkeys([own, *self._meta.all_parents])
         }
+
+    @contextlib.contextmanager
+    def _deleting(self, *, is_claimed: bool) -> Iterator[None]:
+        """Note that the object is being deleted, for the signals of rows that Django collects."""
+        before = getattr(self._state, "is_claimed", None)
+        self._state.is_claimed = is_claimed
+        try:
+            yield
+        finally:
+            self._state.is_claimed = before
+
+    def _guard_collected(self, row: SaveHooks, using: str) -> bool:
+        """Guard a collected row if it is the object's, in its own table or in a parent's."""
+        table: Any = row._meta.concrete_model
+        is_claimed = getattr(self._state, "is_claimed", None)
+        if is_claimed is None or not isinstance(self, table) or self._key_in(table) != row.pk:
+            return False
+        if not is_claimed:
+            self._state.is_claimed = True
+            for each, guards in self._guards_of_delete(using).items():
+                self._claim_row(each, using, guards)
+        return True
 
     def _guard_parents(self, using: str) -> None:
         """Write the columns in the parents' tables, which deserialisers leave out."""
@@ -310,36 +326,6 @@ class _OneRow(NamedTuple):
             given = [value for _, values in conditions for value in values]
             query.where.add(ExtraWhere([sql for sql, _ in conditions], given), AND)
         return self.rows
-
-
-class _Deletion:
-    """The delete() of one object, while it lasts."""
-
-    def __init__(self, instance: SaveHooks) -> None:
-        self.instance = instance
-        #: Its row was written, on the conditions of a save.
-        self.is_claimed = False
-
-    def is_about(self, row: SaveHooks) -> bool:
-        """Whether a collected row is the object's, in its own table or in that of a parent."""
-        table: Any = row._meta.concrete_model
-        return isinstance(self.instance, table) and self.instance._key_in(table) == row.pk
-
-    def claim(self, using: str, guards: dict[Any, list[Guard]] | None = None) -> None:
-        """Write the object's row in each table, or raise the error of a rejected write."""
-        for table, own in (guards or self.instance._guards_of_delete(using)).items():
-            self.instance._claim_row(table, using, own)
-        self.is_claimed = True
-
-    def __enter__(self) -> _Deletion:
-        self._token = _deletions.set((self, *_deletions.get()))
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        _deletions.reset(self._token)
-
-
-_deletions: ContextVar[tuple[_Deletion, ...]] = ContextVar("fencedlock_deletions", default=())
 
 
 # Many rows
@@ -466,11 +452,8 @@ def _is_collected(model: Any) -> bool:
 
 
 def _guard_collected(instance: Any, using: str, origin: Any = None, **kwargs: Any) -> None:
-    deletion = next((each for each in _deletions.get() if each.instance is origin), None)
-    if deletion is None or not deletion.is_about(instance):
+    if not (isinstance(origin, SaveHooks) and origin._guard_collected(instance, using)):
         instance._guard_dependent(using, origin)
-    elif not deletion.is_claimed:
-        deletion.claim(using)
 
 
 def is_fast_delete(objs: Any, using: str) -> bool:

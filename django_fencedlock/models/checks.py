@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -61,7 +60,7 @@ def _fencing_problems(model: Model) -> Iterator[Problem]:
         )
         return
     try:
-        spec.plan(model)
+        spec.__get__(None, model)
     except (ImproperlyConfigured, ValueError) as exc:
         columns = [field.attname for field in model._meta.concrete_fields]
         yield Problem(
@@ -178,10 +177,10 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
 def _is_fenced(manager: Any) -> bool:
     if issubclass(getattr(manager, "_queryset_class", object), FencedQuerySet):
         return True
-    with contextlib.suppress(Exception):
-        # It may want a request or a tenant, which a check hasn't.
+    try:
         return isinstance(manager.get_queryset(), FencedQuerySet)
-    return False
+    except Exception:
+        return False  # It needs a request or a tenant.
 
 
 def _database_rule_problems(model: Model) -> Iterator[Problem]:
@@ -307,7 +306,7 @@ def _collation_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
 def _text_fields_of_name(model: Model) -> Iterator[Any]:
     """Return the text columns that a model's locks are named by."""
     try:
-        parts = model.fencing.plan.parts  # type: ignore[attr-defined]
+        parts = model.fencing.parts  # type: ignore[attr-defined]
     except (AttributeError, ImproperlyConfigured, ValueError):
         return  # E020 and E021 report it.
     for part in parts:
@@ -358,14 +357,14 @@ def _naming_fields(model: Model, declared: Sequence[str]) -> tuple[str, ...]:
     """Return the `named_by` that a trigger should have; none if the key names the locks."""
     if not has_fence(model):
         return ()
-    plan = model.fencing.plan  # type: ignore[attr-defined]
+    fencing = model.fencing  # type: ignore[attr-defined]
     own = model._meta.local_concrete_fields
-    if plan.columns is None:
+    if fencing.columns is None:
         # Only the callable knows. What the migration said is kept, as far as it still holds.
         known = {"pk", *(name for field in own for name in (field.name, field.attname))}
         return tuple(name for name in declared if name in known)
-    naming = [field for field in own if field.attname in plan.columns]
-    return () if set(naming) == set(plan.pk) else tuple(field.name for field in naming)
+    naming = [field for field in own if field.attname in fencing.columns]
+    return () if set(naming) == set(fencing.pk) else tuple(field.name for field in naming)
 
 
 def declared_triggers(connection: BaseDatabaseWrapper) -> dict[Model, tuple[str, ...]]:

@@ -110,16 +110,15 @@ class FencedModel(GuardedModel):
         self, table: Any, using: str, doing: Doing, is_first: bool = False
     ) -> Guard | None:
         fencing: FencingOf = self.fencing
-        plan = fencing.plan
-        compares = is_first and not plan.finds_rows
-        if table is not plan.table and not compares:
+        compares = is_first and not fencing.finds_rows
+        if table is not fencing.table and not compares:
             return None
         write = self._write(fencing, using, doing, _lease_given_to(self))
         if compares and write.grant is not None:
-            row = self._row(plan.table, using).first()
+            row = self._row(fencing.table, using).first()
             if row is not None and row.fencing.name_to_write() != write.name:
                 raise write.moved(self.pk, row.fence)
-        return FenceGuard(self, write) if table is plan.table else None
+        return FenceGuard(self, write) if table is fencing.table else None
 
     def _guard_dependent(self, using: str, origin: Any) -> None:
         fencing: FencingOf = self.fencing
@@ -135,22 +134,21 @@ class FencedModel(GuardedModel):
     def _write(self, fencing: FencingOf, using: str, doing: Doing, given: Lease | None) -> Write:
         if not fencing.may_need_lease(given):
             return Write(fencing, using, None, {}, doing)
-        plan = fencing.plan
         name = fencing.name_to_write()
         if doing is Doing.ADDING:
             return write_for_new_row(fencing, name, using, given, doing)
         if doing is Doing.LOADING and given is None and name not in held_names():
             # The object of a fixture has the columns of its own table alone.
-            row = None if plan.finds_rows else self._row(plan.table, using).first()
+            row = None if fencing.finds_rows else self._row(fencing.table, using).first()
             name = None if row is None else row.fencing.name_to_write()
             if name not in held_names():
                 # It may overwrite the row, and leaves the fence as it is.
                 return Write(fencing, using, None, {}, doing)
         columns = {}
-        for field in plan.compared:
-            is_key = (field,) == plan.pk
+        for field in fencing.compared:
+            is_key = (field,) == fencing.pk
             columns[field.attname] = (
-                self._key_in(plan.table) if is_key else getattr(self, field.attname)
+                self._key_in(fencing.table) if is_key else getattr(self, field.attname)
             )
         return write_for(fencing, name, columns, using, given, doing)
 

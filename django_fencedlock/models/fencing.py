@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from string import Formatter
@@ -65,22 +64,18 @@ class Fencing:
         self.serialised = mode == SERIALISED
         self.backend = backend
         self._without_lock = without_lock
-        self._plans: dict[type[Model], Plan] = {}
+        self._of_models: dict[type[Model], FencingOf] = {}
 
     @property
     def without_lock(self) -> str:
         """What is done with a write that no lease covers."""
         return self._without_lock or conf.without_lock()
 
-    def plan(self, model: type[Model]) -> Plan:
-        """Return what follows from the fields of a model, worked out once."""
-        plan = self._plans.get(model)
-        if plan is None:
-            plan = self._plans[model] = _plan(model, self.template)
-        return plan
-
     def __get__(self, instance: Model | None, owner: type[Model]) -> FencingOf:
-        return FencingOf(self, owner, instance)
+        found = self._of_models.get(owner)
+        if found is None:
+            found = self._of_models[owner] = FencingOf(self, owner)
+        return found if instance is None else found.of_row(instance)
 
 
 def _require_known(argument: str, value: str, known: Sequence[str]) -> None:
@@ -114,49 +109,48 @@ class Part(NamedTuple):
         return self.text + value
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the lock names of one model are made of."""
-
-    #: The model whose table has the fence column: under inheritance, a parent.
-    table: Any
-    fence_column: str
-    pk: tuple[models.Field[Any, Any], ...]
-    parts: tuple[Part, ...]
-    #: The attributes that the name is made of; None if only a callable knows.
-    columns: tuple[str, ...] | None
-    #: The fields among them that a write compares, in the fence's own table. Of the primary key,
-    #: texts alone: other keys are equal only if they are the same.
-    compared: tuple[models.Field[Any, Any], ...]
-    #: The attributes among them that are texts.
-    texts: frozenset[str]
-    #: Whether all of them are in the fence's own table.
-    is_local: bool
-    #: Whether rows of one lock have the same values in them, so that SQL finds rows by these.
-    #: If not, each row's name is made from the row itself.
-    finds_rows: bool
-
-
 class FencingOf:
     """The fencing of one model, or of one of its rows."""
 
-    __slots__ = ("_instance", "model", "plan", "spec")
+    _instance: Model | None = None
 
-    def __init__(self, spec: Fencing, model: type[Model], instance: Model | None) -> None:
+    def __init__(self, spec: Fencing, model: type[Model]) -> None:
+        meta: Any = model._meta
+        by_callable = callable(spec.template)
         self.spec = spec
         self.model = model
-        self.plan = spec.plan(model)
-        self._instance = instance
+        fence = meta.get_field("fence")
+        self.fence_column = fence.column
+        #: The model whose table has the fence column: under inheritance, a parent.
+        self.table: Any = fence.model._meta.concrete_model
+        self.pk: tuple[models.Field[Any, Any], ...] = tuple(self.table._meta.pk_fields)
+        self.parts = [] if by_callable else _parts(model, self.table, spec.template)
+        named = {part.field.attname: part.field for part in self.parts if part.field is not None}
+        #: The attributes that the name is made of; None if only a callable knows.
+        self.columns = None if by_callable else tuple(named)
+        #: The attributes among them that are texts.
+        self.texts = {column for column, field in named.items() if is_text(field)}
+        local = self.table._meta.local_concrete_fields
+        #: Whether all of them are in the fence's own table.
+        self.is_local = all(field in local for field in named.values())
+        rounded = [part.field for part in self.parts if not part.is_exact]
+        #: Whether rows of one lock have the same values in them, so that SQL finds rows by these.
+        #: If not, each row's name is made from the row itself.
+        self.finds_rows = self.is_local and not rounded and not by_callable
+        #: The fields among them that a write compares, in the fence's own table. Of the primary
+        #: key, texts alone: other keys are equal only if they are the same.
+        self.compared = [
+            field
+            for column, field in named.items()
+            if field in local
+            and field not in rounded
+            and (field not in self.pk or column in self.texts)
+        ]
 
-    @property
-    def table(self) -> Any:
-        """The model whose table has the fence column: under inheritance, a parent."""
-        return self.plan.table
-
-    @property
-    def columns(self) -> tuple[str, ...] | None:
-        """The attributes that the name is made of; None if only a callable knows."""
-        return self.plan.columns
+    def of_row(self, instance: Model) -> FencingOf:
+        found = object.__new__(FencingOf)
+        found.__dict__.update(self.__dict__, _instance=instance)
+        return found
 
     @property
     def pattern(self) -> str:
@@ -169,8 +163,8 @@ class FencingOf:
     @property
     def is_of_own_pk(self) -> bool:
         """Whether each row has a lock of its own, named by its primary key."""
-        exact = [part.field for part in self.plan.parts if part.is_exact]
-        return all(field in exact for field in self.plan.pk)
+        exact = [part.field for part in self.parts if part.is_exact]
+        return all(field in exact for field in self.pk)
 
     # Names
 
@@ -181,10 +175,10 @@ class FencingOf:
             found = template(self._instance)
             return None if found is None else names.validate(found)
         instance: Any = self._instance
-        values = {column: getattr(instance, column) for column in self.plan.columns or ()}
-        if None in values.values() and len(self.plan.pk) == 1:
+        values = {column: getattr(instance, column) for column in self.columns or ()}
+        if None in values.values() and len(self.pk) == 1:
             # A child that was made by hand has its key in its own table's column alone.
-            key = self.plan.pk[0].attname
+            key = self.pk[0].attname
             if key in values and values[key] is None:
                 values[key] = instance.pk
         return self.name_of(values)
@@ -203,7 +197,7 @@ class FencingOf:
         for value in values.values():
             if value is None or hasattr(value, "resolve_expression"):
                 return None
-        return names.validate("".join([part.named(values) for part in self.plan.parts]))
+        return names.validate("".join([part.named(values) for part in self.parts]))
 
     def rows_of(self, objs: Iterable[Any]) -> Rows:
         """Return the lock names of objects, each with look-ups that find its rows."""
@@ -212,7 +206,7 @@ class FencingOf:
         for obj in objs:
             name = obj.fencing.name_to_write()
             keys.setdefault(name, []).append(obj.pk)
-            if self.columns is not None and self.plan.finds_rows:
+            if self.columns is not None and self.finds_rows:
                 columns[name] = {column: getattr(obj, column) for column in self.columns}
         return [(name, columns.get(name, {"pk__in": pks})) for name, pks in keys.items()]
 
@@ -286,12 +280,12 @@ class FencingOf:
         for key, value in arguments.items():
             if key == "pk":
                 whole = value if isinstance(value, tuple | list) else (value,)
-                if len(whole) != len(self.plan.pk):
+                if len(whole) != len(self.pk):
                     raise TypeError(
                         f"{label}.fencing.lock(pk={value!r}): the primary key has "
-                        f"{len(self.plan.pk)} columns."
+                        f"{len(self.pk)} columns."
                     )
-                for field, part in zip(self.plan.pk, whole, strict=True):
+                for field, part in zip(self.pk, whole, strict=True):
                     values[field.attname] = value_in(field, part)
             else:
                 found = _field(self.model, key)
@@ -311,7 +305,7 @@ class FencingOf:
         """Return how the lock of a row is written in code."""
         if self.columns is None:
             return "row.fencing.lock()"
-        by_pk = set(self.columns) == {field.attname for field in self.plan.pk}
+        by_pk = set(self.columns) == {field.attname for field in self.pk}
         keys = ("pk",) if by_pk else self.columns
         return f"{self.model.__name__}.fencing.lock({', '.join(f'{key}=...' for key in keys)})"
 
@@ -328,35 +322,7 @@ def value_in(field: models.Field[Any, Any] | None, value: Any) -> Any:
     return value.pk
 
 
-def _plan(model: type[Model], template: Any) -> Plan:
-    meta: Any = model._meta
-    table = meta.get_field("fence").model._meta.concrete_model
-    pk = tuple(table._meta.pk_fields)
-    parts = [] if callable(template) else _parts(model, table, template)
-    named: dict[str, models.Field[Any, Any]] = {
-        part.field.attname: part.field for part in parts if part.field is not None
-    }
-    rounded = [part.field for part in parts if not part.is_exact]
-    local: Sequence[Any] = table._meta.local_concrete_fields
-    is_local = all(field in local for field in named.values())
-    return Plan(
-        table=table,
-        fence_column=table._meta.get_field("fence").column,
-        pk=pk,
-        parts=tuple(parts),
-        columns=None if callable(template) else tuple(named),
-        compared=tuple(
-            field
-            for field in named.values()
-            if field in local and field not in rounded and (field not in pk or is_text(field))
-        ),
-        texts=frozenset(column for column, field in named.items() if is_text(field)),
-        is_local=is_local,
-        finds_rows=is_local and not rounded and not callable(template),
-    )
-
-
-def _parts(model: type[Model], table: Any, template: str | None) -> list[Part]:
+def _parts(model: type[Model], table: Any, template: Any) -> list[Part]:
     """Return the parts of a template, each with the character that ends its value."""
     label, pk = f"Fencing({template!r}) of {model._meta.label}", table._meta.pk_fields
     parts: list[Part] = []

@@ -253,18 +253,18 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         if columns == ():
             return [(fencing.name_of({}), {})]
         rows = self._plain_rows()
-        finds_rows = fencing.plan.finds_rows or self._objects is None
-        if columns is None or not fencing.plan.is_local or not finds_rows:
+        finds_rows = fencing.finds_rows or self._objects is None
+        if columns is None or not fencing.is_local or not finds_rows:
             return fencing.rows_of(rows)
         # Texts that the database takes for equal are still the names of different locks.
-        exact = {f"_exact_{column}": Exactly(F(column)) for column in fencing.plan.texts}
+        exact = {f"_exact_{column}": Exactly(F(column)) for column in fencing.texts}
         found = rows.annotate(**exact).values_list(*columns, *exact).distinct()
         named = [dict(zip(columns, row, strict=False)) for row in found]
         return [(fencing.name_of(values), values) for values in named]
 
     def _known(self, objs: Sequence[Any]) -> Rows | None:
         """Return the names of objects, unless they have to be compared with those of their rows."""
-        if not self._fencing.plan.finds_rows:
+        if not self._fencing.finds_rows:
             return None
         rows = self._fencing.rows_of(objs)
         # Objects that Django makes to set an order have keys alone, and no name.
@@ -324,7 +324,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
                 "'high_water' rejects it."
             )
         connection = connections[self._database()]
-        for field in fencing.plan.compared:
+        for field in fencing.compared:
             if is_text(field) and may_confuse(connection, field):
                 table = field.model._meta.db_table
                 if confused := confused_texts(connection, table, str(field.column)):

@@ -318,18 +318,18 @@ class FenceGuard(Guard):
         return inserted_fence(self.write)
 
     def condition(self, connection: BaseDatabaseWrapper) -> tuple[str, list[Any]]:
-        write, plan, quote = self.write, self.write.fencing.plan, connection.ops.quote_name
-        table = quote(plan.table._meta.db_table)
-        fence = f"{table}.{quote(plan.fence_column)}"
+        write, fencing, quote = self.write, self.write.fencing, connection.ops.quote_name
+        table = quote(fencing.table._meta.db_table)
+        fence = f"{table}.{quote(fencing.fence_column)}"
         if self.fences is None:
             parts, given = [f"{fence} <= %s"], [write.token]
         else:
             given = [*self.fences]
             parts = [f"{fence} IN ({', '.join(['%s'] * len(given))})"]
-        for field in plan.compared:
+        for field in fencing.compared:
             # Another holder may have moved the row to another lock meanwhile.
             column, value = f"{table}.{quote(str(field.column))}", "%s"
-            if field.attname in plan.texts:
+            if field.attname in fencing.texts:
                 column, value = exactly(connection, column), exactly(connection, value)
             if field.attname in write.columns:
                 parts.append(f"{column} = {value}")
@@ -441,10 +441,10 @@ def _by_rows(branches: Iterable[When]) -> Case:
 def _rows(write: Write) -> Q:
     if not write.columns:
         return Q(fence__gte=0)
-    plan = write.fencing.plan
-    found = Q(**{key: value for key, value in write.columns.items() if key not in plan.texts})
-    for field in plan.compared:
-        if field.attname in plan.texts and field.attname in write.columns:
+    fencing = write.fencing
+    found = Q(**{key: value for key, value in write.columns.items() if key not in fencing.texts})
+    for field in fencing.compared:
+        if field.attname in fencing.texts and field.attname in write.columns:
             found &= same_text(field, write.columns[field.attname])
     return found
 
