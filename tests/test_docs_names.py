@@ -37,7 +37,7 @@ NUMBERS = [
     ("pgbouncer", r"`MAX_WAITERS` \((\d+)\)", "backends.postgres_taking.MAX_WAITERS"),
     ("production", r"doctor --timeout (\d+)", "ops.doctor.LIMIT"),
     ("restore", r"batches of (\d+) by", "ops.resync.BATCH"),
-    ("restore", r"waited for, for (\d+) s", "storage.fences.RESYNC_PATIENCE"),
+    ("restore", r"it waits for (\d+) s, then reports", "storage.fences.RESYNC_PATIENCE"),
     ("settings", r"of a lock: (\d+) unless", "conf.HISTORY"),
     ("settings", r"another number, up to (\d+)", "conf.MOST_HISTORY"),
     ("transactions", r"keeps up to (\w+) idle ones", "storage.connections.MAX_IDLE"),
