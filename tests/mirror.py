@@ -3,7 +3,7 @@ The schema as plain SQL, in the top-level migrations/. Generated from Django's m
 
     python -m tests.mirror
 
-Needs the servers of the tests; without a MariaDB its folder is left as it is.
+It needs the servers of the tests. Without MariaDB, its folder is left as it is.
 """
 
 import io
@@ -27,13 +27,13 @@ HEADER = """\
 
 
 def names() -> list[str]:
-    """The migrations of the package, in their order."""
+    """Return the names of the package's migrations, in order."""
     loader = MigrationLoader(None)
     return sorted(name for app, name in loader.disk_migrations if app == APP)
 
 
 def files(alias: str) -> Iterator[tuple[Path, str]]:
-    """Each file of a database's folder, and what is to be in it."""
+    """Yield each file of a database's folder, with its content."""
     for name in names():
         for direction in ("up", "down"):
             path = ROOT / FOLDERS[alias] / f"{name}.{direction}.sql"
@@ -41,7 +41,7 @@ def files(alias: str) -> Iterator[tuple[Path, str]]:
 
 
 def render(name: str, alias: str, *, backwards: bool) -> str:
-    """The SQL of one migration, forwards or backwards. Asks the server for its version."""
+    """Return the SQL of one migration. It depends on the server's version."""
     answer = io.StringIO()
     call_command(
         "sqlmigrate", APP, name, database=alias, backwards=backwards, stdout=answer, no_color=True
@@ -61,10 +61,10 @@ def main() -> None:
         for alias, folder in FOLDERS.items():
             if alias in ("postgres", "mariadb"):
                 if not shared.available(alias):
-                    print(f"{folder}: no server here, so its files are left alone", file=sys.stderr)
+                    print(f"{folder}: no server, so its files stay as they are", file=sys.stderr)
                     continue
                 server = getattr(shared, alias)()
-                # A database that any server has: nothing is created in it.
+                # Every server has this database. Nothing is created in it.
                 connections.settings[alias].update(
                     server.django("postgres" if alias == "postgres" else "mysql")
                 )

@@ -89,7 +89,7 @@ class Fence(models.Model):
     """
 
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH, primary_key=True)
-    token = models.BigIntegerField(_("token"), help_text=_("Only ever rises."))
+    token = models.BigIntegerField(_("token"), help_text=_("It only rises."))
     owner = models.CharField(_("owner"), max_length=32)
 
     class Meta:
@@ -206,32 +206,32 @@ class LockEvent(models.Model):
 
 class PendingRun(models.Model):
     """
-    What of a task's coalesced triggers is still to be run under a lock name.
+    The run that the coalesced triggers of a task still need, under a lock name.
 
-    Something is to be run while ``wanted > done``: no run that began after the newest trigger has
-    ended. What was only started isn't done, since its process may die.
+    A run is pending while ``wanted > done``: no run that began after the newest trigger has ended.
+    A run that only started isn't done, since its process may die.
     """
 
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
-    # Tasks that share a lock don't do each other's work.
+    # Two tasks may share a lock; each has runs of its own.
     task_name = ExactCharField(_("task"), max_length=MAX_LENGTH)
     alias = models.CharField(_("alias"), max_length=100)
-    owner = models.CharField(_("owner"), max_length=32, help_text=_("Who began the last run."))
+    owner = models.CharField(_("owner"), max_length=32, help_text=_("The holder of the last run."))
     wanted = models.BigIntegerField(_("wanted"), help_text=_("The number of the newest trigger."))
     started = models.BigIntegerField(_("started"))
     done = models.BigIntegerField(_("done"))
-    # The newest trigger's arguments, as they would be in its message.
+    # The newest trigger's arguments, encoded as in a message.
     content_type = models.CharField(max_length=100)
     content_encoding = models.CharField(max_length=30)
     body = models.TextField(_("arguments"))
-    options = models.TextField(help_text=_("What else its message had, as JSON."))
-    # Empty if it can't be told. Those who take from it look after the row: no other worker
-    # can run it, and another may even have another broker.
+    options = models.TextField(help_text=_("The message's other options, as JSON."))
+    # Empty if unknown. Only the workers of this queue look after the row: the others can't run
+    # the task, and may have another broker.
     queue = ExactCharField(_("queue"), max_length=MAX_LENGTH)
-    tries = models.IntegerField(_("tries"), help_text=_("Runs that began it, and didn't end."))
-    rescues = models.IntegerField(help_text=_("Messages sent by the living since the last run."))
-    # When workers look after it: they run what is to be run, or delete the row. Null for what was
-    # given up.
+    tries = models.IntegerField(_("tries"), help_text=_("Runs that began and didn't end."))
+    rescues = models.IntegerField(help_text=_("Messages that workers sent since the last run."))
+    # When workers next look at the row, to run the task or to delete the row. Null once they
+    # have stopped trying.
     due_at = UTCDateTimeField(_("due"), null=True, db_index=True)
     updated_at = UTCDateTimeField(_("updated"))
 
@@ -250,7 +250,7 @@ class PendingRun(models.Model):
 
 class MessageRecord(models.Model):
     """
-    A message of a task that was begun, and how that ended.
+    A message whose task was begun, and how the run ended.
 
     Brokers deliver a message again while its first delivery still runs, or after its end.
     """

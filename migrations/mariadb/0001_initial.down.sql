@@ -1,9 +1,25 @@
 -- Generated from django_fencedlock/migrations/0001_initial.py by: python -m tests.mirror
 -- Never edit this file.
 --
+-- Create model PendingRun
+--
+DROP TABLE `django_fencedlock_pendingrun` CASCADE;
+--
+-- Create model LockEvent
+--
+DROP TABLE `django_fencedlock_lockevent` CASCADE;
+--
+-- Create model MessageRecord
+--
+DROP TABLE `django_fencedlock_messagerecord` CASCADE;
+--
 -- Create model HeldLock
 --
 DROP TABLE `django_fencedlock_heldlock` CASCADE;
+--
+-- Create model ForcedRelease
+--
+DROP TABLE `django_fencedlock_forcedrelease` CASCADE;
 --
 -- Create model Fence
 --

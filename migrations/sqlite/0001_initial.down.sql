@@ -2,9 +2,25 @@
 -- Never edit this file.
 BEGIN;
 --
+-- Create model PendingRun
+--
+DROP TABLE "django_fencedlock_pendingrun";
+--
+-- Create model LockEvent
+--
+DROP TABLE "django_fencedlock_lockevent";
+--
+-- Create model MessageRecord
+--
+DROP TABLE "django_fencedlock_messagerecord";
+--
 -- Create model HeldLock
 --
 DROP TABLE "django_fencedlock_heldlock";
+--
+-- Create model ForcedRelease
+--
+DROP TABLE "django_fencedlock_forcedrelease";
 --
 -- Create model Fence
 --

@@ -1,8 +1,0 @@
--- Generated from django_fencedlock/migrations/0004_history.py by: python -m tests.mirror
--- Never edit this file.
-BEGIN;
---
--- Create model LockEvent
---
-DROP TABLE "django_fencedlock_lockevent";
-COMMIT;
