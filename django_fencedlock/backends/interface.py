@@ -21,8 +21,8 @@ class Claim:
     #: Unique id of this acquisition.
     owner: str
     ttl: float
-    #: Host, process, thread and task of the holder (`identity.Identity` as text). A service
-    #: stores it beside the lock and returns it in `Held`.
+    #: Host, process, thread and task of the holder, as text: `core.identity.Owner.identity`. A
+    #: service stores it beside the lock and returns it in `Held`. `Owner.read()` parses it.
     identity: str = ""
     fenced: bool = True
     #: Only if the backend's `supports_shared`.
@@ -54,6 +54,8 @@ class Held:
     expires_in: float | None = None
     #: How many owners wait in the service's queue, if it has one.
     waiting: int | None = None
+    #: The server process of the session that holds the lock, if a session holds it.
+    session_pid: int | None = None
     #: The alias and the backend's label in the registry row that refused, if they are not this
     #: backend's own. The core raises `AliasConflict` then.
     alias: str = ""
@@ -147,6 +149,10 @@ class Backend(ABC):
     supports_shared: ClassVar[bool] = False
     #: acquire() records the grant in the fence table in the same statement.
     records_grants: bool = False
+    #: acquire() writes registry rows of unfenced locks as well.
+    records_unfenced: bool = False
+    #: It keeps other owners out. Only a backend that switches locks off for tests doesn't.
+    excludes: bool = True
     #: Keys of OPTIONS that the backend knows.
     option_names: ClassVar[frozenset[str]] = frozenset()
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import json
 import os
 import select
 import socket
@@ -15,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -193,8 +194,29 @@ class Owner:
     def process(self) -> Process:
         return Process(self.boot_id, self.pid_namespace, self.pid, self.pid_started)
 
+    @property
+    def identity(self) -> str:
+        """Where the holder runs, as text that a lock service stores; `read()` parses it."""
+        return json.dumps(astuple(self)[1:], ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def read(cls, owner: str, identity: str) -> Owner:
+        """Parse an identity; return an owner in an unknown place for any other text."""
+        kinds = [str, str, str, int, int, str, str, str]
+        with contextlib.suppress(ValueError):
+            found = json.loads(identity)
+            if isinstance(found, list) and [type(each) for each in found] == kinds:
+                return cls(owner, *found)
+        return cls(owner, "", "", "", 0, 0, "")
+
     def __str__(self) -> str:
         return describe_place(self.host, self.pid, self.thread, self.task_name, self.task_id)
+
+
+def describe_identity(identity: str) -> str:
+    """Describe a holder for people; text that isn't an identity is shown as it is."""
+    owner = Owner.read("", identity)
+    return str(owner) if owner.pid else escape_control(identity)
 
 
 def describe_place(host: str, pid: int, thread: str, task_name: str, task_id: str) -> str:

@@ -1,0 +1,376 @@
+"""
+What every backend does, by the interface alone.
+
+Derive a class from `BackendInterface` for a backend, with a fixture `make` that returns a backend
+object on each call; all are of one service, as those of several processes are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import pytest
+
+from django_fencedlock import conf
+from django_fencedlock.backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.runtime import clock
+from django_fencedlock.test.processes import wait_until
+from tests.stub_backend import StubBackend, StubService
+
+#: Seconds that a busy machine may take for anything.
+SLACK = 20.0
+
+
+class BackendInterface:
+    """The tests; override the attributes and fixtures, not the tests."""
+
+    #: Seconds of a ttl that is meant to expire.
+    short = 0.3
+
+    @pytest.fixture
+    def make(self) -> Callable[[], Backend]:
+        """Return a function that makes a backend, as another process has one."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def backend(self, make: Callable[[], Backend]) -> Backend:
+        return make()
+
+    @pytest.fixture
+    def other(self, make: Callable[[], Backend]) -> Backend:
+        return make()
+
+    @pytest.fixture
+    def name(self) -> str:
+        return f"interface:{uuid.uuid4().hex}"
+
+    # Acquire
+
+    def test_a_free_lock_is_granted(self, backend, name):
+        before = clock()
+        granted = backend.acquire(claim(name), Wait())
+        assert isinstance(granted, Granted)
+        assert before <= granted.since <= clock()
+
+    def test_a_claim_may_be_sent_twice(self, backend, other, name):
+        sent = claim(name)
+        first, second = backend.acquire(sent, Wait()), backend.acquire(sent, Wait())
+        assert isinstance(first, Granted)
+        assert isinstance(second, Granted)
+        assert first.token == second.token
+        assert backend.release(grant(sent, second))
+        assert isinstance(other.acquire(claim(name), Wait()), Granted)
+
+    def test_another_owner_is_refused(self, backend, other, name):
+        take(backend, claim(name))
+        assert isinstance(other.acquire(claim(name), Wait()), Held)
+        assert isinstance(backend.acquire(claim(name), Wait()), Held)
+
+    @pytest.mark.parametrize("name", ["a b:{c}|\N{SNOWMAN} ", "%s ' \" \\", "A"])
+    def test_any_name_is_a_lock_of_its_own(self, backend, other, name):
+        sent = claim(name)
+        taken = take(backend, sent)
+        try:
+            similar = claim(f"{name}.")
+            other.release(take(other, similar))
+            assert set(other.holders([name, similar.name])) == {name}
+        finally:
+            backend.release(taken)
+
+    def test_an_unfenced_lock_excludes_as_well(self, backend, other, name):
+        taken = take(backend, claim(name, fenced=False))
+        assert isinstance(other.acquire(claim(name, fenced=False), Wait()), Held)
+        assert backend.renew([taken]) == [Renewal.KEPT]
+        assert backend.verify(taken)
+        assert backend.release(taken)
+        assert isinstance(other.acquire(claim(name, fenced=False), Wait()), Granted)
+
+    def test_tokens_rise_from_grant_to_grant(self, backend, other, name):
+        tokens = []
+        for each in (backend, other, backend):
+            taken = take(each, claim(name))
+            tokens.append(taken.token)
+            each.release(taken)
+        if tokens != [None] * 3:
+            assert tokens == sorted(set(tokens))
+
+    # Held
+
+    def test_a_refusal_says_who_holds_the_lock(self, backend, other, name):
+        sent = claim(name)
+        taken = take(backend, sent)
+        for held in (other.acquire(claim(name), Wait()), other.holders([name])[name]):
+            assert (held.owner, held.identity) == (sent.owner, sent.identity)
+            assert held.token in (taken.token, None)
+            if other.supports_ttl:
+                assert 0 < held.expires_in <= sent.ttl
+
+    def test_holders_are_looked_up_in_one_call(self, backend, other, name):
+        held = [claim(f"{name}:{number}") for number in range(3)]
+        for each in held:
+            take(backend, each)
+        found = other.holders([f"{name}:free", *(each.name for each in held)])
+        assert {key: each.owner for key, each in found.items()} == {
+            each.name: each.owner for each in held
+        }
+        assert not other.holders([])
+
+    # Renew
+
+    def test_a_batch_of_renewals_is_answered_in_order(self, backend, other, name):
+        taken = [take(backend, claim(f"{name}:{number}")) for number in range(5)]
+        backend.release(taken[1])
+        backend.release(taken[3])
+        take(other, claim(taken[3].name))
+        kept, lost = Renewal.KEPT, Renewal.LOST
+        assert backend.renew(taken) == [kept, lost, kept, lost, kept]
+
+    def test_no_renewals_are_a_batch(self, backend):
+        assert backend.renew([]) == []
+
+    def test_a_renewed_lock_is_kept_beyond_its_ttl(self, backend, other, name):
+        taken = take(backend, claim(name, ttl=3 * self.short))
+        for _ in range(4):
+            time.sleep(self.short)
+            assert backend.renew([taken]) == [Renewal.KEPT]
+        assert isinstance(other.acquire(claim(name), Wait()), Held)
+
+    def test_a_lock_expires_that_is_not_renewed(self, backend, other, name):
+        if not backend.supports_ttl:
+            pytest.skip("such locks live as long as their session")
+        taken = take(backend, claim(name, ttl=self.short))
+        wait_until(
+            lambda: isinstance(other.acquire(claim(name), Wait()), Granted), "the lock to expire"
+        )
+        assert backend.renew([taken]) == [Renewal.LOST]
+        assert not backend.verify(taken)
+        assert not backend.release(taken)
+        assert other.holders([name])
+
+    # Release and verify
+
+    def test_a_release_frees_the_lock_once(self, backend, other, name):
+        taken = take(backend, claim(name))
+        assert backend.release(taken)
+        assert not backend.release(taken)
+        assert name not in backend.holders([name])
+        assert isinstance(other.acquire(claim(name), Wait()), Granted)
+
+    def test_a_release_never_frees_another_owners_lock(self, backend, other, name):
+        former = take(backend, claim(name))
+        backend.release(former)
+        present = take(other, claim(name))
+        assert not backend.release(former)
+        assert not backend.release(Grant(name, "nobody"))
+        assert other.verify(present)
+
+    def test_verify_knows_the_owner(self, backend, other, name):
+        former = take(backend, claim(name))
+        assert backend.verify(former)
+        backend.release(former)
+        assert not backend.verify(former)
+        present = take(other, claim(name))
+        assert other.verify(present)
+        assert not backend.verify(former)
+
+    def test_a_suggested_floor_never_lowers_a_token(self, backend, other, name):
+        first = take(backend, claim(name))
+        backend.suggest(name, 41)
+        backend.suggest(name, 7)
+        backend.release(first)
+        second = take(other, claim(name))
+        if first.token is not None:
+            assert second.token > first.token
+
+    # Waiting
+
+    def test_who_does_not_wait_is_answered_at_once(self, backend, other, name):
+        take(backend, claim(name))
+        began = time.monotonic()
+        assert isinstance(other.acquire(claim(name), Wait(0)), Held)
+        assert time.monotonic() - began < SLACK / 4
+
+    def test_a_waiter_gets_the_lock_when_it_is_released(self, backend, other, name, waits):
+        taken = take(backend, claim(name))
+        waiter = waits(other, claim(name), Wait(SLACK))
+        waiter.refused.wait(SLACK)
+        assert waiter.answer is None
+        backend.release(taken)
+        assert isinstance(waiter.result(), Granted)
+
+    def test_a_wait_ends_in_time(self, backend, other, name):
+        if not backend.supports_waiting:
+            pytest.skip("the core polls")
+        sent = claim(name)
+        take(backend, sent)
+        held = other.acquire(claim(name), Wait(self.short))
+        assert isinstance(held, Held)
+        assert held.owner in (sent.owner, "")
+
+    def test_waiters_are_served_in_order(self, backend, make, name, waits):
+        if not backend.supports_waiting:
+            pytest.skip("the core polls")
+        taken = take(backend, claim(name))
+        sent, waiters = [], []
+        for _ in range(3):
+            sent.append(claim(name))
+            waiters.append(waits(make(), sent[-1], Wait(SLACK)))
+            assert waiters[-1].refused.wait(SLACK)
+            time.sleep(0.2)
+        backend.release(taken)
+        for each, waiter in zip(sent, waiters, strict=True):
+            waiter.backend.release(grant(each, waiter.result()))
+
+    def test_a_cancelled_wait_leaves_nothing_behind(self, backend, other, name, waits):
+        taken = take(backend, claim(name))
+        wait = Wait(10 * SLACK)
+        waiter = waits(other, claim(name), wait)
+        assert waiter.refused.wait(SLACK)
+        wait.cancel()
+        assert isinstance(waiter.result(), Held)
+        backend.release(taken)
+        assert isinstance(backend.acquire(claim(name), Wait()), Granted)
+
+    def test_a_waiter_is_called_while_it_is_queued(self, backend, other, name, waits):
+        if not backend.supports_waiting:
+            pytest.skip("the core polls")
+        sent = claim(name)
+        take(backend, sent)
+        wait = Wait(SLACK)
+        waiter = waits(other, claim(name), wait)
+        wait_until(lambda: len(waiter.seen) >= 2, "another call of refused()", SLACK)
+        assert {held.owner for held in waiter.seen} <= {sent.owner, ""}
+        # What refused() releases, as the core does for a dead holder, is the waiter's.
+        waiter.evicts = True
+        assert isinstance(waiter.result(), Granted)
+
+    def test_an_error_of_refused_ends_the_wait(self, backend, other, name):
+        if not backend.supports_waiting:
+            pytest.skip("the core polls")
+        taken = take(backend, claim(name))
+
+        def refuse(held):
+            raise LookupError("changed its mind")
+
+        sent = claim(name)
+        with pytest.raises(LookupError, match="changed its mind"):
+            other.acquire(sent, Wait(SLACK, refuse))
+        other.release(Grant(name, sent.owner, sent.ttl))
+        backend.release(taken)
+        assert isinstance(backend.acquire(claim(name), Wait()), Granted)
+
+    # Several locks
+
+    def test_all_locks_or_none(self, backend, other, name):
+        claims = [claim(f"{name}:{number}") for number in (2, 1, 3)]
+        held = take(other, claim(f"{name}:2"))
+        refused = backend.acquire_all(claims, Wait())
+        assert isinstance(refused, Held)
+        assert set(other.holders([each.name for each in claims])) == {held.name}
+        other.release(held)
+        granted = backend.acquire_all(claims, Wait())
+        assert all(map(backend.verify, map(grant, claims, granted)))
+
+    def test_any_lock(self, backend, other, name):
+        claims = [claim(f"{name}:{number}") for number in (1, 2)]
+        take(other, claim(f"{name}:1"))
+        sent, granted = backend.acquire_any(claims, Wait())
+        assert (sent, isinstance(granted, Granted)) == (claims[1], True)
+
+    # Housekeeping
+
+    def test_a_closed_backend_may_be_used_again(self, backend, name):
+        taken = take(backend, claim(name))
+        backend.release(taken)
+        backend.close()
+        backend.release(take(backend, claim(name)))
+
+    def test_a_healthy_service_has_no_problems(self, backend):
+        assert [each for each in backend.check() if each.id.startswith("E")] == []
+
+    @pytest.fixture
+    def waits(self):
+        """Return a function that acquires in a thread; all have ended when the test ends."""
+        waiters = []
+
+        def start(backend, sent, wait):
+            waiters.append(Waiter(backend, sent, wait))
+            return waiters[-1]
+
+        yield start
+        for each in waiters:
+            each.wait.cancel()
+            each.thread.join(SLACK)
+
+
+class Waiter:
+    """One acquire in a thread of its own; polls if the backend can't wait, as the core does."""
+
+    def __init__(self, backend: Backend, sent: Claim, wait: Wait) -> None:
+        self.backend, self.sent, self.wait = backend, sent, wait
+        self.refused, self.seen, self.evicts = threading.Event(), [], False
+        self.answer: Granted | Held | BaseException | None = None
+        wait.refused = self._refused
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _refused(self, held: Held) -> None:
+        self.seen.append(held)
+        self.refused.set()
+        if self.evicts:
+            held = held if held.owner else self.backend.holders([self.sent.name])[self.sent.name]
+            self.backend.release(Grant(self.sent.name, held.owner))
+
+    def _run(self) -> None:
+        try:
+            answer = self.backend.acquire(self.sent, self.wait)
+            while isinstance(answer, Held) and self.wait.left and not self.backend.supports_waiting:
+                self._refused(answer)
+                time.sleep(0.02)
+                answer = self.backend.acquire(self.sent, self.wait)
+            self.answer = answer
+        except BaseException as exc:
+            self.answer = exc
+
+    def result(self) -> Granted | Held:
+        self.thread.join(SLACK)
+        assert not self.thread.is_alive()
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+def claim(name: str, *, ttl: float = 30.0, fenced: bool = True) -> Claim:
+    owner = new_owner()
+    return Claim(name, owner.id, ttl, owner.identity, fenced)
+
+
+def grant(sent: Claim, granted: Granted) -> Grant:
+    """Return the grant as the core keeps it."""
+    return Grant(
+        sent.name,
+        sent.owner,
+        sent.ttl,
+        granted.token,
+        fenced=sent.fenced,
+        identity=sent.identity,
+        handle=granted.handle,
+    )
+
+
+def take(backend: Backend, sent: Claim) -> Grant:
+    """Acquire a lock that is free."""
+    answer = backend.acquire(sent, Wait())
+    assert isinstance(answer, Granted), answer
+    return grant(sent, answer)
+
+
+class TestStub(BackendInterface):
+    @pytest.fixture
+    def make(self, monkeypatch):
+        monkeypatch.setattr(StubBackend, "service", StubService())
+        return lambda: StubBackend(conf.config("default"))
