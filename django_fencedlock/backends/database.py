@@ -249,13 +249,11 @@ class DatabaseBackend(Backend):
         """Do `work`, waiting no longer than `patience` for SQLite's file."""
         if connection is not None:
             return work(ledger_for(connection), connection)
-
-        def work_patiently(private: BaseDatabaseWrapper) -> T:
-            # Each time: it stays with the connection, which the next request gets.
-            self._ledger.patience(private, self._timeout if patience is None else patience)
-            return work(self._ledger, private)
-
-        return self._sessions.run(work_patiently, renews=renews)
+        return self._sessions.run(
+            partial(work, self._ledger),
+            renews=renews,
+            busy_timeout=self._timeout if patience is None else patience,
+        )
 
 
 class _FileLocked(Exception):

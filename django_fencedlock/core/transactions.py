@@ -9,44 +9,15 @@ from collections.abc import Callable, Sequence
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+# Import these from storage.connections.
+from ..storage.connections import has_own_block as has_own_block
+from ..storage.connections import in_transaction as in_transaction
+from ..storage.connections import is_of_test as is_of_test
+from ..storage.connections import is_open
+from ..storage.connections import test_connection as test_connection
+from ..storage.connections import test_has_ended as test_has_ended
+
 logger = logging.getLogger(__name__)
-
-
-def test_connection(using: str) -> BaseDatabaseWrapper | None:
-    """
-    Return the caller's connection if a ``TestCase`` wraps it in a transaction.
-
-    Other connections don't see the test's rows, and their writes would outlive the test.
-    """
-    connection = connections[using]
-    return connection if is_of_test(connection) else None
-
-
-def is_of_test(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether a ``TestCase`` wraps the connection in a transaction."""
-    blocks = connection.atomic_blocks
-    return bool(blocks) and bool(blocks[0]._from_testcase)  # type: ignore[attr-defined]
-
-
-def test_has_ended(connection: BaseDatabaseWrapper) -> Callable[[], bool]:
-    """Return a function that says whether the present test's transaction has ended."""
-    block = [each for each in connection.atomic_blocks if each._from_testcase][-1]  # type: ignore[attr-defined]
-    return lambda: block not in connection.atomic_blocks
-
-
-def has_own_block(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the code under test opened an ``atomic()`` of its own."""
-    return any(not block._from_testcase for block in connection.atomic_blocks)  # type: ignore[attr-defined]
-
-
-def is_open(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether a connection has an open transaction, other than a test's."""
-    return connection.in_atomic_block and not is_of_test(connection)
-
-
-def in_transaction(using: str) -> bool:
-    """Return whether the caller has an open transaction on database `using`."""
-    return is_open(connections[using])
 
 
 def open_connections() -> list[BaseDatabaseWrapper]:

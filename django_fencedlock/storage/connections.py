@@ -1,4 +1,10 @@
-"""Private database connections, apart from the caller's transactions and pools."""
+"""
+Database connections: the caller's, a test's, and private ones.
+
+Locks are recorded on private connections, apart from the caller's transactions and pools. Within a
+``TestCase``, `ConnectionPool.run()` uses the test's own connection instead, since no other one sees
+the test's rows. This is the only place that decides it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import contextlib
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +21,6 @@ from django.db import Error, InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..core.runtime import cut, forks, watchdog
-from ..core.transactions import in_transaction, test_connection
 
 T = TypeVar("T")
 
@@ -39,6 +44,56 @@ _OUTDATED = ("0A000",)
 _of_parents: list[Any] = []
 
 
+# The caller's connections
+
+
+def under_test() -> bool:
+    """Return whether a test runner is active: it drops the database in the end."""
+    # Imported, it would bring all of django.test into every process that locks.
+    utils: Any = sys.modules.get("django.test.utils")
+    return utils is not None and hasattr(utils._TestState, "saved_data")
+
+
+def is_of_test(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether a ``TestCase`` wraps the connection in a transaction."""
+    blocks = connection.atomic_blocks
+    return bool(blocks) and bool(blocks[0]._from_testcase)  # type: ignore[attr-defined]
+
+
+def test_connection(using: str) -> BaseDatabaseWrapper | None:
+    """
+    Return the caller's connection if a ``TestCase`` wraps it in a transaction.
+
+    Other connections don't see the test's rows, and their writes would outlive the test.
+    """
+    connection = connections[using]
+    return connection if is_of_test(connection) else None
+
+
+def test_has_ended(connection: BaseDatabaseWrapper) -> Callable[[], bool]:
+    """Return a function that says whether the present test's transaction has ended."""
+    block = [each for each in connection.atomic_blocks if each._from_testcase][-1]  # type: ignore[attr-defined]
+    return lambda: block not in connection.atomic_blocks
+
+
+def has_own_block(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the code under test opened an ``atomic()`` of its own."""
+    return any(not block._from_testcase for block in connection.atomic_blocks)  # type: ignore[attr-defined]
+
+
+def is_open(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether a connection has an open transaction, other than a test's."""
+    return connection.in_atomic_block and not is_of_test(connection)
+
+
+def in_transaction(using: str) -> bool:
+    """Return whether the caller has an open transaction on database `using`."""
+    return is_open(connections[using])
+
+
+# Private connections
+
+
 def private(using: str, timeout: float) -> BaseDatabaseWrapper:
     """
     Copy the connection `using`: the same server and user, with time limits of its own.
@@ -53,26 +108,29 @@ def private(using: str, timeout: float) -> BaseDatabaseWrapper:
         ATOMIC_REQUESTS=False, AUTOCOMMIT=True, CONN_MAX_AGE=None, CONN_HEALTH_CHECKS=False
     )
     settings["OPTIONS"].pop("pool", None)
-    _OPTIONS[original.vendor](settings["OPTIONS"], timeout)
-    if original.vendor == "mysql":
-        _limit_row_waits(copy)
+    _set_options(copy, settings["OPTIONS"], timeout)
     # One thread at a time uses it, though not always the one that opened it.
     copy.inc_thread_sharing()
     return copy
 
 
-def _postgres(options: dict[str, Any], timeout: float) -> None:
-    # Under a stricter level, a grant that waited for a row would fail with 40001.
-    options.pop("isolation_level", None)
-    options.setdefault("connect_timeout", max(2, math.ceil(timeout)))
-    options.setdefault("keepalives", 1)
-    options.setdefault("tcp_user_timeout", int(timeout * 1000))
-
-
-def _mysql(options: dict[str, Any], timeout: float) -> None:
-    options["isolation_level"] = "read committed"
-    for key in ("connect_timeout", "read_timeout", "write_timeout"):
-        options.setdefault(key, math.ceil(timeout))
+def _set_options(copy: BaseDatabaseWrapper, options: dict[str, Any], timeout: float) -> None:
+    if copy.vendor == "postgresql":
+        # Under a stricter level, a grant that waited for a row would fail with 40001.
+        options.pop("isolation_level", None)
+        options.setdefault("connect_timeout", max(2, math.ceil(timeout)))
+        options.setdefault("keepalives", 1)
+        options.setdefault("tcp_user_timeout", int(timeout * 1000))
+    elif copy.vendor == "mysql":
+        options["isolation_level"] = "read committed"
+        for key in ("connect_timeout", "read_timeout", "write_timeout"):
+            options.setdefault(key, math.ceil(timeout))
+        _limit_row_waits(copy)
+    else:
+        # A transaction that reads before it writes fails at once in SQLite's default mode, if
+        # another writer comes in between.
+        options["transaction_mode"] = "IMMEDIATE"
+        options.setdefault("timeout", timeout)
 
 
 def _limit_row_waits(connection: BaseDatabaseWrapper) -> None:
@@ -85,24 +143,6 @@ def _limit_row_waits(connection: BaseDatabaseWrapper) -> None:
             cursor.execute("SET SESSION innodb_lock_wait_timeout = 1")
 
     connection.init_connection_state = init_and_limit  # type: ignore[method-assign]
-
-
-def _sqlite(options: dict[str, Any], timeout: float) -> None:
-    # A transaction that reads before it writes fails at once in the default mode, if another
-    # writer comes in between.
-    options["transaction_mode"] = "IMMEDIATE"
-    options.setdefault("timeout", timeout)
-
-
-_OPTIONS: Mapping[str, Callable[[dict[str, Any], float], None]]
-_OPTIONS = {"postgresql": _postgres, "mysql": _mysql, "sqlite": _sqlite}
-
-
-def under_test() -> bool:
-    """Return whether a test runner is active: it drops the database in the end."""
-    # Imported, it would bring all of django.test into every process that locks.
-    utils: Any = sys.modules.get("django.test.utils")
-    return utils is not None and hasattr(utils._TestState, "saved_data")
 
 
 class NoAnswer(OperationalError):
@@ -122,7 +162,7 @@ class _DeadWhileIdle(Exception):
 
 
 class ConnectionPool:
-    """A few private connections to one database, each lent for a statement or two."""
+    """A few private connections to one database, each used for a statement or two."""
 
     def __init__(self, using: str, timeout: float) -> None:
         self.using = using
@@ -141,16 +181,30 @@ class ConnectionPool:
         self._returned = threading.Condition()
         self._prepares = True
 
-    def run(self, work: Callable[[BaseDatabaseWrapper], T], *, renews: bool = False) -> T:
+    def run(
+        self,
+        work: Callable[[BaseDatabaseWrapper], T],
+        *,
+        renews: bool = False,
+        busy_timeout: float | None = None,
+    ) -> T:
         """
         Run `work` with a private connection; with the test's own inside a ``TestCase``.
 
-        It runs twice if an idle connection turns out to be dead, so it must be idempotent. Work
-        that `renews` leases has one place more.
+        It runs twice if an idle connection turns out to be dead, so it must be idempotent.
+
+        Args:
+            renews: Whether the work renews leases. It then has one place more.
+            busy_timeout: Seconds to wait for SQLite's file. By default not long, if the caller's
+                own transaction may have locked it.
         """
         test = test_connection(self.using)
         if test is not None:
             return work(test)
+        if connections[self.using].vendor == "sqlite":
+            if busy_timeout is None:
+                busy_timeout = SQLITE_BUSY_TIMEOUT if in_transaction(self.using) else self.timeout
+            work = partial(_run_busy, work, busy_timeout)
         place: list[bool] = []
         spare: list[bool] = []
         try:
@@ -178,22 +232,13 @@ class ConnectionPool:
                     self._returned.notify()
 
     def run_orm(self, work: Callable[[], T], busy_timeout: float | None = None) -> T:
-        """
-        Run `work`, whose queries through Django's ORM use a private connection.
-
-        It waits `busy_timeout` for SQLite's file; by default not long if the caller's own
-        transaction may have locked it.
-        """
-        if busy_timeout is None:
-            busy_timeout = SQLITE_BUSY_TIMEOUT if in_transaction(self.using) else self.timeout
+        """Like `run()`, for `work` that uses Django's ORM."""
 
         def run(connection: BaseDatabaseWrapper) -> T:
-            if connection.vendor == "sqlite" and not connection.in_atomic_block:
-                set_busy_timeout(connection, busy_timeout)
             with _replace(self.using, connection):
                 return work()
 
-        return self.run(run)
+        return self.run(run, busy_timeout=busy_timeout)
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -265,6 +310,13 @@ class ConnectionPool:
             else:
                 with contextlib.suppress(Error):
                     connection.close()
+
+
+def _run_busy(
+    work: Callable[[BaseDatabaseWrapper], T], seconds: float, connection: BaseDatabaseWrapper
+) -> T:
+    set_busy_timeout(connection, seconds)
+    return work(connection)
 
 
 def _take(room: list[bool], place: list[bool]) -> bool:

@@ -166,17 +166,10 @@ class Records:
         return deleted
 
     def _once(self, work: Callable[[Statements], T]) -> T:
-        # Within a test's own transaction nobody else sees its rows, and nothing may outlive it.
-        lent = test_connection(self.using)
-        if lent is not None:
-            return work(Statements(lent))
         patience = BRIEFLY if in_transaction(self.using) else self._patience
-
-        def patiently(private: BaseDatabaseWrapper) -> T:
-            ledger_for(private).patience(private, patience)
-            return work(Statements(private))
-
-        return pool(self.using, self._timeout).run(patiently)
+        return pool(self.using, self._timeout).run(
+            lambda private: work(Statements(private)), busy_timeout=patience
+        )
 
     def _is_worth_another_try(self, error: Error) -> bool:
         connection = connections[self.using]
