@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..conf import AliasConfig, Problem
+from ..conf import AliasConfig, Problem, unknown
 from ..core.runtime import clock
+from ..exceptions import BackendUnavailable, InsideTransaction
+from ..storage.errors import describe_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Held:
     expires_in: float | None = None
     #: How many owners wait in the service's queue, if it has one.
     waiting: int | None = None
+    #: Seconds since the grant, if the service knows.
+    held_for: float | None = None
     #: The server process of the session that holds the lock, if a session holds it.
     session_pid: int | None = None
     #: The alias and the backend's label in the registry row that refused, if they are not this
@@ -100,6 +104,8 @@ class Wait:
         #: while queued, without leaving the queue. It may release a dead holder's lock, and it may
         #: raise: then the backend leaves the queue and lets the exception through.
         self.refused = refused
+        #: The last refusal, for the error that says who holds the lock. Set by the core.
+        self.held: Held | None = None
         self._lock = threading.Lock()
         self._cancelled = False
         self._hooks: list[Callable[[], object]] = []
@@ -237,7 +243,13 @@ class Backend(ABC):
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:
         """Problems of the settings, found without asking a server."""
-        yield from ()
+        for key in config.options:
+            if key not in cls.option_names:
+                yield Problem(
+                    "E008",
+                    f"{config.where('OPTIONS')} has an unknown key {key!r}.",
+                    unknown(str(key), cls.option_names),
+                )
 
     def check(self) -> Iterator[Problem]:
         """Problems that only the service can reveal. For `check --database` and doctor."""
@@ -248,3 +260,25 @@ class Backend(ABC):
 
     def after_fork(self) -> None:
         """Drop inherited connections in a child process, without closing them."""
+
+    def unavailable(
+        self, doing: str, exc: BaseException, name: str | None = None
+    ) -> BackendUnavailable:
+        """Return the error for a service that failed, to be raised from `exc`."""
+        about = f" of lock {name!r}" if name is not None else ""
+        return BackendUnavailable(
+            f"Lock service {self.config.alias!r} ({self.label}) failed at the {doing}{about}: "
+            f"{type(exc).__name__}: {describe_error(exc, self.config.fence_database)}",
+            name=name,
+            alias=self.config.alias,
+        )
+
+    def inside_transaction(self, name: str) -> InsideTransaction:
+        """Return the error for a caller whose own transaction has SQLite's file locked."""
+        return InsideTransaction(
+            f"Lock {name!r} can't be acquired here: SQLite has one writer at a time, and "
+            "this code is inside a transaction that has the file. Acquire the lock first, and open "
+            "the transaction inside of it.",
+            name=name,
+            alias=self.config.alias,
+        )
