@@ -101,11 +101,11 @@ class TestFenced:
 
 class TestUnfenced:
     def test_raw_sql_is_named_with_its_table(self, alias, invoice):
-        with caught("1 writes", "tests_invoice, past the fenced model", "SET amount = 1"):
+        with caught("1 writes", "tests_invoice, bypasses the fenced model", "SET amount = 1"):
             execute(alias, "UPDATE tests_invoice SET amount = 1")
 
     def test_raw_sql_under_a_lease_but_outside_of_its_atomic(self, alias, invoice):
-        with caught("past the fenced model"), Invoice.fencing.lock(pk=invoice.pk):
+        with caught("bypasses the fenced model"), Invoice.fencing.lock(pk=invoice.pk):
             invoice.save()
             execute(alias, "UPDATE tests_invoice SET amount = 1, fence = fence")
 

@@ -1,4 +1,4 @@
-"""Aids for tests of code that takes locks: plain functions and context managers."""
+"""Functions and context managers for tests of code that uses locks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from . import off
 
 class hold_lock:  # noqa: N801
     """
-    Hold lock `name` as somebody else, so that the code under test doesn't get it.
+    Hold lock `name` as another holder, so that the tested code can't acquire it.
 
-    For ``with``, and in coroutines for ``async with``.
+    Use it with ``with``, or ``async with`` in coroutines.
 
     Args:
-        let_wait: Without it, whoever asks for the lock is refused at once, however long he would
-            wait for it: this test alone could give it back.
+        let_wait: Let the tested code wait for the lock as long as it asks to. By default its
+            acquire fails at once, since only the test itself could release the lock.
     """
 
     def __init__(
@@ -63,16 +63,15 @@ class hold_lock:  # noqa: N801
 @contextlib.contextmanager
 def disable_locking() -> Iterator[None]:
     """
-    Grant every lock at once and to everybody; asks no lock service.
+    Grant every lock to every caller at once, without a lock service.
 
-    Where the test may use the fence database, grants are recorded there on the test's own
-    connection, so that fenced models can be written. Whoever got a lock last may write then, as in
-    earnest. Elsewhere tokens rise from 1, and no database is asked.
+    If the test may use the fence database, grants are recorded on its connection, so that fenced
+    models can be written under the newest grant. Otherwise tokens rise from 1, in memory.
     """
     everything = {alias: _switched_off(conf.config(alias)) for alias in conf.aliases()}
     with (
         override_settings(FENCEDLOCK=everything),
-        # There may be no grant that a transaction could see.
+        # Grants need not be recorded, so a transaction needs to see none.
         mock.patch.object(Service, "_require_visible"),
     ):
         yield
@@ -80,26 +79,26 @@ def disable_locking() -> Iterator[None]:
 
 def expire_lease(lease: Lease) -> None:
     """
-    Let `lease` run out, as if its process had been paused. Nobody has taken the lock yet.
+    Let `lease` expire, as if its process had been paused. The lock is free.
 
-    Nothing renews it by itself any more. Where locks live as long as a session (the ``postgres``
-    backend), nobody else gets it; `lose_lease()` works everywhere.
+    It isn't renewed automatically any more. With the ``postgres`` backend, where a lock lives as
+    long as its session, no other holder can acquire it; `lose_lease()` works with every backend.
     """
     ttl = lease.ttl
-    lease.ttl = _SOON
+    lease.ttl = _SHORT
     try:
         _renew_for_a_moment(lease)
     finally:
         lease.extend_from(clock() - ttl, ttl)
-    time.sleep(2 * _SOON)
+    time.sleep(2 * _SHORT)
 
 
 def lose_lease(lease: Lease) -> None:
     """
-    Let somebody else take the lock of `lease` away, use it, and give it back.
+    Let another holder acquire and release the lock of `lease`.
 
-    So the lease is lost as in earnest: callbacks, the signal, a newer token on record, and
-    `LeaseLost` at the end of its block.
+    This has all effects of a real loss: callbacks, the signal, a newer recorded token, and
+    `LeaseLost` at the end of the block.
     """
     control = _service_of(lease)
     control.keeper.forget(lease)
@@ -109,40 +108,40 @@ def lose_lease(lease: Lease) -> None:
 
 
 def assert_locked(name: str, *, backend: str = conf.DEFAULT_ALIAS) -> Holder:
-    """Fail unless somebody, no matter who, has lock `name`; returns who."""
+    """Fail if lock `name` is free; return its holder."""
     holder = _holder(name, service(backend))
     assert holder is not None, f"Lock {name!r} is free; it was expected to be held."
     return holder
 
 
 def assert_not_locked(name: str, *, backend: str = conf.DEFAULT_ALIAS) -> None:
-    """Fail if anybody, this very code included, has lock `name`."""
+    """Fail if lock `name` is held, even by the calling code."""
     holder = _holder(name, service(backend))
     assert holder is None, f"Lock {name!r} is held by {holder}; it was expected to be free."
 
 
-#: Seconds that an expiring lease still has.
-_SOON = 0.01
+#: Seconds until an expiring lease expires.
+_SHORT = 0.01
 
 
 @contextlib.contextmanager
 def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator[Lease]:
-    # Not this thread nor this task, but on the test's connection all the same.
-    somebody_else = LocalHolder()
+    # Another holder than this thread and task, but on the test's connection.
+    other = LocalHolder()
     owner = replace(new_owner(), thread="hold_lock")
     request = Request(name, owner, control.config.ttl, fenced, of_another_process=True)
-    lease = control.acquire(request, somebody_else)
+    lease = control.acquire(request, other)
     if lease is None:
         raise control.refusal(name, 0)
     try:
-        with contextlib.nullcontext() if let_wait else _refused_at_once(control, name):
+        with contextlib.nullcontext() if let_wait else _fail_at_once(control, name):
             yield lease
     finally:
-        control.release(lease, somebody_else)
+        control.release(lease, other)
 
 
 @contextlib.contextmanager
-def _refused_at_once(control: Service, name: str) -> Iterator[None]:
+def _fail_at_once(control: Service, name: str) -> Iterator[None]:
     grant = control._grant
 
     def try_once(request: Request, deadline: float) -> Grant | None:
@@ -162,7 +161,7 @@ def _switched_off(config: conf.AliasConfig) -> dict[str, object]:
 
 
 def _service_of(lease: Lease) -> Service:
-    # Not its alias' service of now: the settings may have changed.
+    # Not service(alias): the settings may have changed.
     return cast(Service, lease._control)
 
 
@@ -179,7 +178,7 @@ def _renew_for_a_moment(lease: Lease) -> None:
 def _holder(name: str, control: Service) -> Holder | None:
     connection = transactions.test_connection(control.config.fence_database)
     if connection is not None:
-        # Another connection wouldn't see what is in the test's transaction.
+        # Another connection wouldn't see the rows of the test's transaction.
         row = ledger_for(connection).look(connection, name)
         if row is not None and row.live:
             return row.holder()

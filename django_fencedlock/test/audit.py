@@ -1,4 +1,4 @@
-"""`assert_all_writes_fenced()`: watches the SQL for writes that no lease covers."""
+"""`assert_all_writes_fenced()`: finds writes that no lease covers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..models import FencedModel, FencedQuerySet
 from ..models.queryset import GuardedModel
 from ..storage.fenced_atomic import PinnedBlock
 
-#: Where fenced writes begin. What is seen while one of them runs is the package's own doing.
+#: The entry points of fenced writes: the package itself checks the statements inside them.
 PATHS: tuple[tuple[type, str], ...] = (
     (GuardedModel, "_save_table"),
     (GuardedModel, "delete"),
@@ -33,7 +33,7 @@ PATHS: tuple[tuple[type, str], ...] = (
 
 
 class UnfencedWrite(NamedTuple):
-    """A statement that wrote to a fenced table, and why it counts as unfenced."""
+    """A statement that wrote to a fenced table without a lease."""
 
     table: str
     sql: str
@@ -46,20 +46,20 @@ class UnfencedWrite(NamedTuple):
 @contextlib.contextmanager
 def assert_all_writes_fenced() -> Iterator[list[UnfencedWrite]]:
     """
-    Fail if the block writes to the table of a fenced model by a statement that no lease covers.
+    Fail if the block writes to the table of a fenced model without a lease.
 
-    Covered are writes through the model under a lease, everything inside of ``lease.atomic()``,
-    and new rows that are added through the model. Not covered are raw SQL, querysets and managers
-    that aren't fenced, and what ``without_lock`` merely allows.
+    Allowed are writes through the model under a lease, everything inside ``lease.atomic()``, and
+    new rows added through the model. Not allowed are raw SQL, unfenced querysets and managers, and
+    writes that only ``without_lock`` permits.
 
-    It sees what this thread sends through Django's connections, and neither COPY by the driver's
-    own method nor what the database does by itself. Whether ``lease.atomic()`` is of the right
-    lock it can't tell.
+    Only statements of this thread on Django's connections are seen: no COPY by the driver's own
+    method, no triggers, no cascades of the database. It can't check whether ``lease.atomic()``
+    belongs to the right lock.
     """
     found: list[UnfencedWrite] = []
     with contextlib.ExitStack() as stack:
         for owner, name in PATHS:
-            path = _marked(getattr(owner, name))
+            path = _entry_point(getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, path))
         watch = _Watch(found)
         for connection in connections.all():
@@ -72,16 +72,16 @@ def assert_all_writes_fenced() -> Iterator[list[UnfencedWrite]]:
 
 @dataclass
 class _Path:
-    """One pass through the package's own code."""
+    """One call of an entry point."""
 
-    #: The fenced tables that it has written the lease's token into, so that it may delete there.
+    #: The fenced tables where it has set the lease's token, and may delete.
     claimed: set[str] = field(default_factory=set)
 
 
 _path: ContextVar[_Path | None] = ContextVar("fencedlock_audited_path", default=None)
 
 
-def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+def _entry_point(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def within(*args: Any, **kwargs: Any) -> Any:
         if _path.get() is not None:
@@ -96,7 +96,7 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Watch:
-    """Sees every statement of a connection, and notes those that aren't fenced."""
+    """An execute wrapper that notes unfenced writes."""
 
     def __init__(self, found: list[UnfencedWrite]) -> None:
         self._found = found
@@ -107,7 +107,7 @@ class _Watch:
     ) -> Any:
         connection: BaseDatabaseWrapper = context["connection"]
         answer = execute(sql, params, many, context)
-        # What failed has written nothing, and is never looked at.
+        # A statement that raised wrote nothing.
         text = _text(sql, connection)
         for write in writes_in(text, connection.vendor):
             if write.table in self._columns:
@@ -121,7 +121,7 @@ class _Watch:
             return ""
         path = _path.get()
         if path is None:
-            return "past the fenced model"
+            return "bypasses the fenced model"
         column = self._columns[write.table]
         if write.verb not in _VERBS:
             return f"by {write.verb}"
@@ -132,20 +132,20 @@ class _Watch:
         if write.verb != "DELETE" and column in write.assigned:
             path.claimed.add(write.table)
             return ""
-        # Where there is no row, the model finds no lock's name to ask for. SQLite counts no rows
-        # before those that are returned have been read.
+        # Without a row, the model has no lock name to check. SQLite's rowcount is 0 until the
+        # returned rows have been read.
         return "without a lease" if rows or "returning" in write.words else ""
 
 
 def _fenced_tables() -> dict[str, str | None]:
-    """The tables of fenced models, each with its fence column if it has one of its own."""
+    """Return the tables of fenced models, with their fence columns; None if a parent has it."""
     found: dict[str, str | None] = {}
     for model in apps.get_models():
         if issubclass(model, FencedModel):
             fence = model._meta.get_field("fence")
             own = fence in model._meta.local_fields
             column = str(fence.column).casefold() if own else None
-            # It may be named with its schema: '"schema"."table"'.
+            # db_table may include a schema: '"schema"."table"'.
             table = model._meta.db_table.rpartition('"."')[2]
             found.setdefault(_plain(table.strip('"')), column)
     return found
@@ -157,27 +157,27 @@ def _text(sql: Any, connection: BaseDatabaseWrapper) -> str:
     return sql.decode() if isinstance(sql, bytes) else str(sql)
 
 
-# Reading SQL: no parser, but no prefix either. WITH ... UPDATE and several statements in one count.
+# Reading SQL: words instead of a parser. It finds WITH ... UPDATE, and several statements in one.
 
 _COMMENTS = r"--[^\n]*|/\*(?!!).*?\*/"
 _NOISE = re.compile(rf"{_COMMENTS}|'(?:[^']|'')*'", re.S)
 _NOISE_OF_MYSQL = re.compile(rf"{_COMMENTS}|'(?:[^'\\]|''|\\.)*'", re.S)
 _TOKEN = re.compile(r'"(?:[^"]|"")*"|`(?:[^`]|``)*`|\[\w+\]|%\(\w+\)s|%s|\w+|[^\s\w]')
-#: What may stand between a verb and its table.
+#: Words between a verb and its table.
 _FILLERS = {
     *("INTO", "FROM", "TABLE", "ONLY", "IGNORE", "LOW_PRIORITY", "HIGH_PRIORITY", "DELAYED"),
     *("QUICK", "OR", "ABORT", "FAIL", "REPLACE", "ROLLBACK"),
 }
-#: What stands before UPDATE and DELETE where they are no verbs: FOR UPDATE, ON DELETE CASCADE.
+#: Words before an UPDATE or DELETE that is no verb: FOR UPDATE, ON DELETE CASCADE.
 _NO_VERB = {"FOR", "KEY", "DO", "ON", "THEN", "AFTER", "BEFORE", "OF"}
-#: What ends the list of tables.
+#: Words that end the list of tables.
 _ENDS = {"SET", "WHERE", "USING", "RETURNING", "RESTART", "CASCADE", ")"}
-#: Verbs wherever they are, and those that are plain words but at the beginning.
+#: Verbs at any place, and verbs only at the beginning of a statement.
 _VERBS, _FIRST_VERBS = (
     {"INSERT", "UPDATE", "DELETE"},
     {"MERGE", "REPLACE", "TRUNCATE", "COPY", "LOAD"},
 )
-#: Statements that define things: the verbs in them aren't carried out.
+#: Statements that define something: verbs in them aren't executed.
 _DEFINING = {"CREATE", "ALTER", "DROP", "COMMENT", "GRANT", "REVOKE"}
 
 
@@ -186,7 +186,7 @@ class WrittenTable(NamedTuple):
 
     verb: str
     table: str
-    #: All that the statement names, in small letters.
+    #: All words of the statement, in lower case.
     words: frozenset[str]
     #: The columns that it assigns: ``fence = ...``.
     assigned: frozenset[str]
@@ -195,7 +195,7 @@ class WrittenTable(NamedTuple):
 
 
 def writes_in(sql: str, vendor: str = "") -> Iterator[WrittenTable]:
-    """The tables that a text of SQL writes to. Rather one too many than one too few."""
+    """Yield the tables that SQL writes to. In doubt, a table counts as written."""
     noise = _NOISE_OF_MYSQL if vendor == "mysql" else _NOISE
     for statement in _statements(_TOKEN.findall(noise.sub(" '' ", sql))):
         upper = [token.upper() for token in statement]
@@ -233,7 +233,7 @@ def _is_verb(upper: list[str], place: int) -> bool:
 
 
 def _targets(verb: str, rest: list[str]) -> Iterator[str]:
-    """The tables that follow a verb."""
+    """Yield the tables that follow a verb."""
     upper = [token.upper() for token in rest]
     if verb == "COPY" and "FROM" not in upper[: upper.index("TO") if "TO" in upper else None]:
         return
@@ -253,7 +253,7 @@ def _targets(verb: str, rest: list[str]) -> Iterator[str]:
 
 
 def _assigned(rest: list[str]) -> frozenset[str]:
-    """The columns that are followed by an equals sign, outside of brackets and before WHERE."""
+    """Return the columns before an equals sign, outside of brackets and before WHERE."""
     depth, found = 0, set()
     for token, after in zip(rest, [*rest[1:], ""], strict=True):
         depth += (token == "(") - (token == ")")
@@ -269,7 +269,7 @@ def _is_name(token: str) -> bool:
 
 
 def _plain(token: str) -> str:
-    """A name as it is, without its quotes; small, since unquoted ones are alike."""
+    """Return a name without its quotes, in lower case as unquoted names are compared."""
     if token[0] in '"`':
         token = token[1:-1].replace(token[0] * 2, token[0])
     elif token[0] == "[":

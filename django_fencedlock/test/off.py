@@ -1,4 +1,4 @@
-"""A backend that asks nobody, for tests to which locks don't matter."""
+"""A backend without a lock service, for tests that ignore locks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ PATH = f"{__name__}.NoService"
 
 class NoService(Backend):
     """
-    Grants every lock to everybody at once.
+    Grants every lock to every caller at once.
 
-    A grant is recorded as the newest of its name where the test has a database, on the test's own
-    connection: fenced writes look for it there.
+    If the test has a database, grants are recorded on its connection, where fenced writes look.
     """
 
     label = "off"
@@ -70,25 +69,25 @@ class NoService(Backend):
 
 
 def _record(request: Request, using: str) -> int | None:
-    """Raise the fence by one and return the token; None if the test has no fences to write to."""
+    """Raise the fence by one and return the token; None if the test can't write fences."""
     connection = request.connection or connections[using]
     if connection is not request.connection and not _is_made_for_tests(connection):
         return None
     opened_here = connection.connection is None
     try:
         return _next_token(request, connection)
-    # Forbidden by Django's or pytest-django's test cases, not migrated, in a broken transaction,
-    # or locked by another holder's: then nothing fenced can be written just now either.
+    # The test may not use the database, there is no table, the transaction is broken, or another
+    # one locks the row. Fenced writes would fail as well.
     except (AssertionError, Error, RuntimeError):
         return None
     finally:
         if opened_here and not connection.in_atomic_block:
-            # This may be a thread that nobody closes connections of.
+            # Django may never close the connections of this thread.
             connection.close()
 
 
 def _next_token(request: Request, connection: BaseDatabaseWrapper) -> int:
-    # Not before Django is ready, and the rest of this package can be imported then.
+    # Models can't be imported before Django is ready.
     from ..storage.tables import Fence
 
     fences = Fence.objects.using(connection.alias)
@@ -103,7 +102,7 @@ def _next_token(request: Request, connection: BaseDatabaseWrapper) -> int:
 
 
 def _is_made_for_tests(connection: BaseDatabaseWrapper) -> bool:
-    """Whether it leads to a database of the test runner, and not to the one of the settings."""
+    """Return whether this is the test runner's database, and not the real one."""
     given = connection.settings_dict
     name = str(given["NAME"])
     made = str(given["TEST"].get("NAME") or TEST_DATABASE_PREFIX)

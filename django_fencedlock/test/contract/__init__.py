@@ -1,29 +1,28 @@
 """
-What every lock backend has to do, as tests to run over a backend of your own.
+The tests that every lock backend passes. Run them on a backend of your own.
 
-Subclass the parts that your backend has the capability for, name the alias, and let pytest collect
-the result::
+Subclass the parts for your backend's capabilities, and name its alias::
 
     @pytest.mark.django_db(transaction=True)
     class TestMyBackend(LockContract, ExpiryContract, WaitingContract):
         alias = "mine"
 
-`LockContract` is for all. `ExpiryContract` is for backends with ``supports_ttl``, `WaitingContract`
-for those with ``supports_waiting``; a test says if one is missing. `OutageContract` and
-`DataLossContract` want hooks, which stop and empty the service.
+`LockContract` is for all backends, `ExpiryContract` for those with ``supports_ttl``, and
+`WaitingContract` for those with ``supports_waiting``; a test fails if one is missing.
+`OutageContract` and `DataLossContract` need hooks that stop and empty the service.
 
-What a subclass may override is on `Contract`: the fixture ``prepared`` (a service or settings for
-each test), ``interrupt_holder()`` (needed where leases live as long as a session), and in
-`WaitingContract` ``waiters()``, which makes it faster. Children of the tests are set up with
-``DJANGO_SETTINGS_MODULE``, and with the databases, ``CACHES`` and ``FENCEDLOCK`` of the test.
+A subclass may override the fixture ``prepared`` (a service or settings for each test),
+``interrupt_holder()`` (required where locks live as long as a session), and ``waiters()`` of
+`WaitingContract`, which makes its tests faster. Child processes get ``DJANGO_SETTINGS_MODULE`` and
+the databases, ``CACHES`` and ``FENCEDLOCK`` of the test.
 
-Grants are recorded in transactions of their own, so the tests need real ones (no ``TestCase``).
-A test sleeps only where time itself is its subject, and then for about a second.
+The tests need real transactions, not ``TestCase``: grants are recorded in transactions of their
+own. A test sleeps only if time is its subject, and then for about a second.
 """
 
 import pytest
 
-# Before they are imported: then a failing assert tells its values.
+# Before the import: then a failing assert shows its values.
 _PARTS = (
     "base",
     "dying",
@@ -67,7 +66,7 @@ class LockContract(
     ForcedReleaseContract,
     TransactionContract,
 ):
-    """What every backend has to do."""
+    """The tests for every backend."""
 
     def test_each_capability_of_the_backend_is_tested(self) -> None:
         backend = self.service.backend

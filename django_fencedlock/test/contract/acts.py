@@ -1,4 +1,4 @@
-"""What other threads and processes are told to do."""
+"""Functions that tests call in other threads and processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...lease import Lease, current_lease
 from ...locks import lock
 from ..processes import TIMEOUT, wait_until
 
-#: Seconds for a lease that isn't meant to run out.
+#: Seconds for a lease that doesn't expire during a test.
 LONG = 60.0
 
 
@@ -28,14 +28,14 @@ def try_to_take(alias: str, name: str) -> bool:
 
 
 def hammer(alias: str, name: str, threads: int, seconds: float) -> tuple[int, int]:
-    """Try for the lock again and again without waiting; return the tries and the grants."""
+    """Try to acquire the lock repeatedly, without waiting; return the tries and the grants."""
     until = time.monotonic() + seconds
 
     def hammer_once() -> list[bool]:
         taken = []
         while time.monotonic() < until:
             taken.append(try_to_take(alias, name))
-            # Without a pause the threads leave no CPU to the process that renews.
+            # Without a pause, the threads leave no CPU to the process that renews.
             time.sleep(0.001)
         connections.close_all()
         return taken
@@ -94,7 +94,7 @@ def _note(log: str, line: str) -> None:
 
 
 def fork_while_holding(alias: str, name: str) -> dict[str, Any]:
-    """Fork while holding the lock; returns what the child saw, and then what this process saw."""
+    """Fork while holding the lock; return what the child and this process saw."""
     lease = lock(name, ttl=LONG, backend=alias).acquire(blocking=False)
     assert lease is not None
     reading, writing = os.pipe()
@@ -103,29 +103,29 @@ def fork_while_holding(alias: str, name: str) -> dict[str, Any]:
         _be_the_child(alias, name, lease, writing)
     os.close(writing)
     try:
-        told = _read_line(reading)
-        told["parent verified"] = lease.verify()
-        told["parent token"] = lease.token
+        seen = _read_line(reading)
+        seen["parent verified"] = lease.verify()
+        seen["parent token"] = lease.token
         time.sleep(0.2)
-        told["waited"] = not select.select([reading], [], [], 0)[0]
+        seen["waited"] = not select.select([reading], [], [], 0)[0]
         lease.release()
-        return {**told, **_read_line(reading)}
+        return {**seen, **_read_line(reading)}
     finally:
         os.close(reading)
-        _bury(child)
+        _end(child)
 
 
 def _be_the_child(alias: str, name: str, lease: Lease, writing: int) -> None:
     try:
         again = lock(name, ttl=LONG, backend=alias)
-        told = {
+        seen = {
             "inherited": current_lease(name),
             "lost": lease.lost,
             "verified": lease.verify(),
             "released": lease.release(),
             "taken": again.acquire(blocking=False) is not None,
         }
-        os.write(writing, f"{told!r}\n".encode())
+        os.write(writing, f"{seen!r}\n".encode())
         with lock(name, ttl=LONG, backend=alias, blocking_timeout=TIMEOUT) as own:
             token = own.token
         os.write(writing, f"{ {'token': token}!r}\n".encode())
@@ -138,16 +138,16 @@ def _be_the_child(alias: str, name: str, lease: Lease, writing: int) -> None:
 def _read_line(reading: int) -> dict[str, Any]:
     line = b""
     while not line.endswith(b"\n"):
-        assert select.select([reading], [], [], TIMEOUT)[0], "The child said nothing."
+        assert select.select([reading], [], [], TIMEOUT)[0], "The child sent nothing."
         read = os.read(reading, 1)
         assert read, "The child died."
         line += read
-    told: dict[str, Any] = ast.literal_eval(line.decode())
-    assert "error" not in told, told
-    return told
+    seen: dict[str, Any] = ast.literal_eval(line.decode())
+    assert "error" not in seen, seen
+    return seen
 
 
-def _bury(child: int) -> None:
+def _end(child: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -155,6 +155,6 @@ def _bury(child: int) -> None:
 
 def why_lost(name: str) -> str:
     lease = _held[name]
-    # The notifier does so as well, a moment after the loss.
+    # The notifier does this too, shortly after the loss.
     lease.explain()
     return str(lease.loss())

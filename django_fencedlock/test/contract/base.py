@@ -1,4 +1,4 @@
-"""What the parts of the contract have in common."""
+"""The base class of the contract's parts, and helpers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ..processes import TIMEOUT, AnotherProcess, AnotherThread, Processes, anoth
 from . import acts
 from .acts import LONG
 
-#: Seconds for a lease that is meant to run out.
+#: Seconds for a lease that expires during the test.
 SHORT = 0.5
 
 
 class Contract:
-    """What the parts have in common. Override the attributes and the hooks, not the tests."""
+    """Override the attributes and the hooks, not the tests."""
 
-    #: The alias in ``FENCEDLOCK`` of the backend to be tested.
+    #: The alias in ``FENCEDLOCK`` of the tested backend.
     alias = "default"
-    #: Seconds that a busy machine may take for anything at all.
+    #: Seconds that any step may take longer on a busy machine.
     slack = 20.0
 
     # Fixtures
@@ -40,38 +40,38 @@ class Contract:
     @pytest.fixture(scope="class")
     @classmethod
     def processes(cls) -> Iterator[Processes]:
-        """Processes that the tests of a class share."""
+        """Return processes that the tests of a class share."""
         with contextlib.closing(Processes()) as processes:
             yield processes
 
     @pytest.fixture
     def process(self, processes: Processes) -> Iterator[AnotherProcess]:
-        """A process with a Django of its own, which the test may kill."""
+        """Return a process with its own Django, which the test may kill."""
         with processes.borrow() as process:
             yield process
 
     @pytest.fixture
     def thread(self) -> Iterator[AnotherThread]:
-        """Another holder: a thread that does what it is told."""
+        """Return another holder: a thread that calls functions."""
         with another_thread() as thread:
             yield thread
 
     @pytest.fixture
     def name(self, request: pytest.FixtureRequest) -> str:
-        """A lock name that nobody ever used."""
+        """Return a lock name that was never used."""
         return f"{request.node.name[:60]}:{uuid.uuid4().hex}"
 
     @pytest.fixture
     def prepared(self) -> None:
         """
-        Comes first and ends last.
-
         Override it to start a service or to change the settings for each test.
+
+        It is set up before all other fixtures, and torn down after them.
         """
 
     @pytest.fixture(autouse=True)
-    def given_back(self, prepared: None) -> Iterator[list[Lease]]:
-        """Give back at the end what a test left held in this process."""
+    def acquired(self, prepared: None) -> Iterator[list[Lease]]:
+        """Release at the end what a test still holds in this process."""
         taken: list[Lease] = []
 
         def receive(lease: Lease, **kwargs: Any) -> None:
@@ -80,24 +80,24 @@ class Contract:
         with connected(signals.lock_acquired, receive):
             yield taken
         for lease in taken:
-            give_back(lease)
+            release(lease)
 
     # Hooks
 
     def pause_holder(self, lease: Lease) -> None:
-        """Let a lease of this process be renewed by nobody from now on."""
+        """Stop the renewals of a lease of this process."""
         self.service.keeper.forget(lease)
 
     def interrupt_holder(self, lease: Lease) -> None:
         """
-        Let a lease of this process be lost to the next who comes; it has a ttl of half a second.
+        Let the next acquire get the lock of this process; its lease has a ttl of half a second.
 
-        Where leases don't run out by themselves: end the session in which the lock lives.
+        If locks live as long as a session, override it to end that session.
         """
         self.pause_holder(lease)
 
     def wake_holder(self, lease: Lease) -> None:
-        """Let a paused lease be renewed again, as far as the service does it."""
+        """Start the renewals of a paused lease again."""
         self.service.keeper.keep(lease)
 
     # Aids
@@ -108,30 +108,30 @@ class Contract:
 
     @property
     def database(self) -> str:
-        """The fence database."""
+        """Return the alias of the fence database."""
         return self.service.config.fence_database
 
     @property
     def one_writer(self) -> bool:
-        """Whether a transaction that wrote keeps everybody else from being granted anything."""
+        """Return whether an open transaction that wrote blocks all other grants."""
         return connections[self.database].vendor == "sqlite"
 
     def lock(self, name: str, **terms: Any) -> Lock:
         return lock(name, **{"ttl": LONG, "backend": self.alias, **terms})
 
     def take(self, name: str, **terms: Any) -> Lease:
-        """Take a lock that is free."""
+        """Acquire a free lock."""
         lease = self.lock(name, **terms).acquire(blocking=False)
         assert lease is not None, f"Lock {name!r} isn't free: {self.lock(name).holder()}."
         return lease
 
     def try_to_take(self, name: str) -> bool:
-        """Tell whether the lock could be taken, and give it back."""
+        """Return whether the lock could be acquired, and release it."""
         lease = self.lock(name).acquire(blocking=False)
         return lease is not None and lease.release()
 
     def take_when_free(self, name: str) -> Lease:
-        """Take a lock that somebody is about to lose."""
+        """Acquire a lock that its holder is about to lose."""
         lease = self.lock(name).acquire(blocking_timeout=TIMEOUT)
         assert lease is not None, f"Lock {name!r} is still held: {self.lock(name).holder()}."
         return lease
@@ -140,39 +140,39 @@ class Contract:
         return other.call(acts.try_to_take, self.alias, name)
 
     def is_free(self, name: str) -> bool:
-        """Tell whether a holder that nobody knows could take the lock."""
+        """Return whether a new holder could acquire the lock."""
         with another_thread() as thread:
             return self.is_free_for(thread, name)
 
     def recorded(self, name: str) -> tuple[int, str] | None:
-        """The token and the owner of the newest grant, from the database."""
+        """Return the token and the owner id of the newest recorded grant."""
         from ...models import Fence
 
         found = Fence.objects.using(self.database).filter(name=name).values_list("token", "owner")
         return found.first()
 
     def lost_lease(self, name: str, thread: AnotherThread) -> tuple[Lease, Lease]:
-        """A lease that was lost, and its successor's, which `thread` has."""
+        """Return a lost lease, and that of its successor in `thread`."""
         former = self.take(name, ttl=SHORT)
         self.interrupt_holder(former)
         return former, thread.call(self.take_when_free, name)
 
 
-def give_back(lease: Lease) -> None:
+def release(lease: Lease) -> None:
     if not lease.released:
         lease.entries = 1
         with contextlib.suppress(BackendUnavailable):
-            # Not its alias' service of now: the settings may have changed.
+            # Not service(alias): the settings may have changed.
             lease._control.release(lease, lease.who)
 
 
 @contextlib.contextmanager
 def left_open(using: str) -> Iterator[BaseDatabaseWrapper]:
-    """A connection of its own within a transaction, which keeps all locks until the end."""
+    """Yield a separate connection in a transaction, which keeps its locks until the end."""
     connection = private(using, TIMEOUT)
     try:
         with connection.cursor() as cursor:
-            # SQLite's takes no lock before it has to.
+            # SQLite locks nothing before the first statement that needs it.
             cursor.execute("BEGIN")
             connection.in_atomic_block = True
             yield connection
@@ -248,6 +248,6 @@ def keepers(alias: str) -> int:
 
 
 def open_files() -> int:
-    """How many files and sockets this process has open, where the system tells."""
+    """Return how many files and sockets this process has open; 0 without /proc."""
     here = Path("/proc/self/fd")
     return len(list(here.iterdir())) if here.exists() else 0

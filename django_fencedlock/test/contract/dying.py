@@ -1,4 +1,4 @@
-"""What becomes of a lock whose holder's process was killed."""
+"""Locks whose holder's process was killed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from . import acts
 from .acts import LONG
 from .base import Contract
 
-#: Seconds within which a contender sees that a holder on his own machine is gone.
+#: Seconds within which a waiter detects that a holder on its machine is gone.
 SOON = 5.0
 
 
 class DeathContract(Contract):
-    """A process was killed that had a lock, with most of its ttl left."""
+    """The holder's process was killed, with most of the ttl left."""
 
     @pytest.mark.parametrize("fenced", [True, False])
-    def test_who_comes_after_a_killed_process_of_this_machine_need_not_wait_for_its_ttl(
+    def test_the_lock_of_a_killed_process_of_this_machine_is_free_before_its_ttl(
         self, name: str, process: AnotherProcess, fenced: bool
     ) -> None:
         token = process.call(acts.hold, self.alias, name, 0.0, LONG, fenced)
@@ -32,7 +32,7 @@ class DeathContract(Contract):
         if fenced:
             assert lease.token == token + 1
 
-    def test_who_waits_for_a_process_of_this_machine_sees_that_it_was_killed(
+    def test_a_waiter_detects_that_a_process_of_this_machine_was_killed(
         self, name: str, process: AnotherProcess, thread: AnotherThread
     ) -> None:
         token = process.call(acts.hold, self.alias, name)
@@ -64,7 +64,7 @@ class DeathContract(Contract):
         self.service.backend.tidy()
         assert not HeldLock.objects.using(self.database).filter(name=name).exists()
 
-    def test_evicting_frees_no_lock_of_somebody_else(
+    def test_evicting_frees_no_lock_of_another_holder(
         self, name: str, process: AnotherProcess, thread: AnotherThread
     ) -> None:
         process.call(acts.hold, self.alias, name)
@@ -79,10 +79,7 @@ class DeathContract(Contract):
 
 
 def kill(process: AnotherProcess) -> None:
-    """Kill a process, and wait for its end."""
+    """Kill a process, and wait until it is gone."""
     who = process.call(acts.who)
     process.kill()
-    wait_until(
-        lambda: is_process_gone(who) is not False,
-        "the end of a process",
-    )
+    wait_until(lambda: is_process_gone(who) is not False, "the end of a process")

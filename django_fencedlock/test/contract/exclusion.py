@@ -23,7 +23,7 @@ from .base import Contract, all_at_once, connected, left_open
 
 
 class ExclusionContract(Contract):
-    """One holder at a time, and each with a newer token than all before."""
+    """One holder at a time, and each has a higher token than all before."""
 
     # Exclusion and the order of tokens
 
@@ -75,7 +75,7 @@ class ExclusionContract(Contract):
         asyncio.run(main())
         assert tokens == list(range(1, 16))
 
-    def test_different_names_exclude_nobody(self, name: str, thread: AnotherThread) -> None:
+    def test_different_names_are_different_locks(self, name: str, thread: AnotherThread) -> None:
         with self.lock(name):
             assert self.is_free_for(thread, f"{name}:other")
 
@@ -93,14 +93,14 @@ class ExclusionContract(Contract):
         with self.lock(name) as lease:
             assert lease.token == token + 1
 
-    # Refused tries
+    # Failed tries
 
-    def test_a_refused_try_locks_no_row(self, name: str, process: AnotherProcess) -> None:
+    def test_a_failed_try_locks_no_row(self, name: str, process: AnotherProcess) -> None:
         process.call(acts.hold, self.alias, name)
         with left_open(self.database) as connection:
             request = Request(name, new_owner(), LONG, connection=connection)
             assert self.service.backend.acquire(request) is None
-            # The transaction of the try is open, and would keep the holder from renewing.
+            # The try's transaction is open: a row that it locks would block the renewal.
             process.call(acts.renew, name)
         assert process.call(acts.let_go, name)
 
@@ -121,12 +121,12 @@ class ExclusionContract(Contract):
         assert sum(tries for tries, _ in done) > 100
         assert not any(granted for _, granted in done)
         assert lease.verify()
-        # Each in time: none had to be repeated.
+        # None was late, or had to be repeated.
         assert set(renewals) == {Renewal.KEPT}
 
-    # Waiting, in vain and not
+    # Waiting
 
-    def test_with_raises_who_holds_the_lock_and_never_enters(
+    def test_with_names_the_holder_in_its_error_and_never_enters(
         self, name: str, thread: AnotherThread
     ) -> None:
         lease = thread.call(self.take, name)
@@ -140,7 +140,7 @@ class ExclusionContract(Contract):
         assert caught.value.holder is not None
         assert caught.value.holder.owner == lease.owner_id
 
-    def test_async_with_raises_who_holds_the_lock_and_never_enters(
+    def test_async_with_names_the_holder_in_its_error_and_never_enters(
         self, name: str, thread: AnotherThread
     ) -> None:
         lease = thread.call(self.take, name)
@@ -153,12 +153,12 @@ class ExclusionContract(Contract):
             asyncio.run(main())
         assert str(lease.holder) in str(caught.value)
 
-    def test_acquire_without_blocking_gives_none(self, name: str, thread: AnotherThread) -> None:
+    def test_acquire_without_blocking_returns_none(self, name: str, thread: AnotherThread) -> None:
         thread.call(self.take, name)
         assert self.lock(name).acquire(blocking=False) is None
         assert asyncio.run(self.lock(name).aacquire(blocking=False)) is None
 
-    def test_blocking_timeout_is_waited_for_and_not_much_longer(
+    def test_acquire_waits_for_the_blocking_timeout_and_not_much_longer(
         self, name: str, thread: AnotherThread
     ) -> None:
         thread.call(self.take, name)
@@ -166,7 +166,7 @@ class ExclusionContract(Contract):
         assert self.lock(name).acquire(blocking_timeout=0.3) is None
         assert 0.25 <= time.monotonic() - started < 0.3 + self.slack
 
-    def test_a_waiter_gets_the_lock_when_it_is_released(
+    def test_a_waiter_acquires_the_lock_when_it_is_released(
         self, name: str, thread: AnotherThread
     ) -> None:
         lease = self.take(name)
@@ -187,7 +187,7 @@ class ExclusionContract(Contract):
         assert got is not None
         assert got.token == lease.token + 1
 
-    def test_a_process_that_waits_gets_the_lock_when_it_is_released(
+    def test_a_waiting_process_acquires_the_lock_when_it_is_released(
         self, name: str, process: AnotherProcess
     ) -> None:
         lease = self.take(name)
@@ -232,7 +232,7 @@ class ExclusionContract(Contract):
 
     # Tokens
 
-    def test_tokens_begin_at_one_and_rise(self, name: str) -> None:
+    def test_tokens_start_at_one_and_rise(self, name: str) -> None:
         tokens = []
         for _ in range(3):
             with self.lock(name) as lease:
@@ -244,14 +244,16 @@ class ExclusionContract(Contract):
             assert self.recorded(name) == (lease.token, lease.owner_id)
         assert self.recorded(name) == (lease.token, lease.owner_id)
 
-    def test_owners_are_never_the_same(self, name: str) -> None:
+    def test_owner_ids_are_unique(self, name: str) -> None:
         owners = set()
         for _ in range(3):
             with self.lock(name) as lease:
                 owners.add(lease.owner_id)
         assert len(owners) == 3
 
-    def test_an_unfenced_lease_has_no_token_and_says_why(self, name: str) -> None:
+    def test_the_token_of_an_unfenced_lease_raises_an_error_with_the_reason(
+        self, name: str
+    ) -> None:
         with self.lock(name, fenced=False) as lease, pytest.raises(Unfenced, match="fenced=False"):
             _ = lease.token
         assert self.recorded(name) is None

@@ -1,4 +1,4 @@
-"""What becomes of a lock that is taken away from a holder who lives."""
+"""Forced release of a lock whose holder is alive."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..processes import AnotherProcess, AnotherThread, wait_until
 from . import acts
 from .base import Contract, connected, listening
 
-#: Seconds within which somebody is told that the fence can't be lifted.
+#: Seconds within which a forced release fails if the fence can't be raised.
 BOUND = 10.0
 
 
 class ForcedReleaseContract(Contract):
-    """A lock was taken from its holder by force, who may not have noticed yet."""
+    """The lock was released by force, and its holder may not have noticed yet."""
 
     def force(self, name: str, **terms: Any) -> Release:
         return force_release(name, by="the boss", backend=self.alias, **terms)
 
     def notice(self, lease: Lease) -> None:
-        """Have the holder find out; where a session holds the lock, that frees it."""
+        """Renew, so that the holder notices. This frees a lock that a session holds."""
         with pytest.raises(LeaseLost, match="released by force, by the boss, at 2"):
             lease.renew()
 
@@ -37,7 +37,7 @@ class ForcedReleaseContract(Contract):
     def left_to_holder(self) -> bool:
         return not self.service.backend.supports_ttl
 
-    def test_the_former_holders_writes_are_refused_before_it_notices(self, name: str) -> None:
+    def test_writes_of_the_former_holder_are_rejected_before_it_notices(self, name: str) -> None:
         lease = self.take(name)
         done = self.force(name)
         assert done.outcome is (Outcome.LEFT_TO_HOLDER if self.left_to_holder else Outcome.FREED)
@@ -49,9 +49,7 @@ class ForcedReleaseContract(Contract):
         self.notice(lease)
         assert lease.lost
 
-    def test_an_evicted_keeper_does_not_renew_its_way_back(
-        self, name: str, thread: AnotherThread
-    ) -> None:
+    def test_a_renewal_does_not_undo_it(self, name: str, thread: AnotherThread) -> None:
         lease = self.take(name)
         self.force(name)
         assert self.service.backend.renew([lease]) == [Renewal.LOST]
@@ -61,40 +59,40 @@ class ForcedReleaseContract(Contract):
         assert lease.release() is False
         assert self.is_free_for(thread, name)
 
-    def test_the_keeper_tells_the_holder_who_did_it(self, name: str) -> None:
-        told: list[str] = []
+    def test_the_keeper_reports_the_author_to_the_holder(self, name: str) -> None:
+        reasons: list[str] = []
 
         def receive(name: str, reason: str, **kwargs: Any) -> None:
-            told.append(reason)
+            reasons.append(reason)
 
         lost: list[Lease] = []
         with connected(signals.lock_lost, receive):
             lease = self.take(name, ttl=1.0)
             lease.on_lost(lost.append)
             self.force(name)
-            wait_until(lambda: told, "the loss to be noticed")
+            wait_until(lambda: reasons, "the loss to be noticed")
         assert lost == [lease]
-        assert "by the boss" in told[0]
+        assert "by the boss" in reasons[0]
         with pytest.raises(LeaseLost, match="by the boss"):
             lease.check()
         assert self.is_free(name)
 
-    def test_a_release_after_it_is_told_as_well(self, name: str) -> None:
+    def test_the_end_of_the_block_reports_the_author(self, name: str) -> None:
         with pytest.raises(LeaseLost, match="by the boss"), self.lock(name):
             self.force(name)
         assert self.is_free(name)
 
-    def test_verifying_tells_it(self, name: str) -> None:
+    def test_verify_reports_the_author(self, name: str) -> None:
         lease = self.take(name)
         self.force(name)
         assert not lease.verify()
         with pytest.raises(LeaseLost, match="by the boss"):
             lease.check()
 
-    def test_who_waits_gets_it_next(self, name: str, thread: AnotherThread) -> None:
+    def test_the_waiter_acquires_it_next(self, name: str, thread: AnotherThread) -> None:
         lease = self.take(name)
         waiting = thread.start(self.take_when_free, name)
-        wait_until(lambda: self.sees_waiter(name), "somebody to wait")
+        wait_until(lambda: self.sees_waiter(name), "a waiter")
         token = self.force(name).token
         if self.left_to_holder:
             self.notice(lease)
@@ -108,7 +106,7 @@ class ForcedReleaseContract(Contract):
         thread.call(successor.release)
 
     def sees_waiter(self, name: str) -> bool:
-        """Whether somebody waits; where nobody can tell, yes."""
+        """Return whether there is a waiter; true if the service can't count them."""
         known = self.service.backend.waiting([name])
         return known.get(name, 1) > 0
 
@@ -119,7 +117,7 @@ class ForcedReleaseContract(Contract):
         assert not found.fenced
         done = self.force(name)
         if self.left_to_holder:
-            # It has no row by which its holder could learn it.
+            # It has no row that could inform its holder.
             assert done.outcome is Outcome.NEEDS_END_OF_SESSION
             assert lease.verify()
             assert lease.release()
@@ -131,7 +129,7 @@ class ForcedReleaseContract(Contract):
         assert not lease.verify()
         assert self.is_free_for(thread, name)
 
-    def test_a_lock_that_nobody_has(self, name: str) -> None:
+    def test_a_free_lock(self, name: str) -> None:
         with self.lock(name):
             pass
         self.service.backend.tidy()
@@ -139,7 +137,7 @@ class ForcedReleaseContract(Contract):
         assert self.force(name).outcome is Outcome.NOT_HELD
         assert self.recorded(name) == before
 
-    def test_a_lock_that_has_changed_hands_is_left_alone(
+    def test_a_lock_that_another_holder_has_acquired_is_not_released(
         self, name: str, thread: AnotherThread
     ) -> None:
         former = self.take(name)
@@ -154,7 +152,7 @@ class ForcedReleaseContract(Contract):
         assert successor.verify()
         successor_ends(thread, successor)
 
-    def test_a_lock_that_changes_hands_at_that_moment_is_left_alone(
+    def test_a_lock_that_another_holder_acquires_meanwhile_is_not_released(
         self, name: str, thread: AnotherThread, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         former = self.take(name)
@@ -173,7 +171,7 @@ class ForcedReleaseContract(Contract):
         assert self.recorded(name) == (successor.token, successor.owner_id)
         successor_ends(thread, successor)
 
-    def test_twice_is_as_good_as_once(self, name: str) -> None:
+    def test_a_second_call_changes_nothing(self, name: str) -> None:
         heard: list[str] = []
         lease = self.take(name)
         with listening(signals.lock_force_released, name, "released", heard):
@@ -185,7 +183,7 @@ class ForcedReleaseContract(Contract):
         assert again.outcome is expected
         self.notice(lease)
 
-    def test_the_signal_and_the_log_tell_of_it(
+    def test_the_signal_and_the_log_report_it(
         self, name: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         heard: list[dict[str, Any]] = []
@@ -209,13 +207,13 @@ class ForcedReleaseContract(Contract):
         assert facts["holder"].owner == lease.owner_id
         assert facts["freed"] is not self.left_to_holder
         assert lost == ["lost"]
-        (record,) = [each for each in caplog.records if each.name.endswith(".releasing")]
+        (record,) = [each for each in caplog.records if each.name.endswith(".force_release")]
         assert record.levelno == logging.WARNING
         assert "by the boss" in record.getMessage()
         assert record.lock_by == "the boss"  # type: ignore[attr-defined]
         assert record.lock_name == name  # type: ignore[attr-defined]
 
-    def test_an_open_transaction_under_the_lease_is_in_the_way_and_named(
+    def test_an_open_transaction_under_the_lease_blocks_it_and_is_named(
         self, name: str, thread: AnotherThread
     ) -> None:
         lease = thread.call(self.take, name)
@@ -239,7 +237,7 @@ class ForcedReleaseContract(Contract):
         assert not thread.call(lease.verify)
         thread.call(lease.release)
 
-    def test_a_stopped_process_loses_it_and_learns_it(
+    def test_a_stopped_process_notices_when_it_continues(
         self, name: str, process: AnotherProcess, thread: AnotherThread
     ) -> None:
         process.call(acts.hold, self.alias, name, 0.0, 3.0)
@@ -259,13 +257,13 @@ class ForcedReleaseContract(Contract):
         assert self.is_free_for(thread, name)
         process.healthy = True
 
-    def test_a_row_whose_lock_is_gone_goes_too(self, name: str) -> None:
+    def test_the_registry_row_is_deleted_too(self, name: str) -> None:
         lease = self.take(name)
         self.force(name)
         self.notice(lease)
         assert not HeldLock.objects.using(self.database).filter(name=name).exists()
 
-    def test_the_holder_may_take_it_again(self, name: str) -> None:
+    def test_the_former_holder_may_acquire_it_again(self, name: str) -> None:
         lease = self.take(name)
         self.force(name)
         self.notice(lease)

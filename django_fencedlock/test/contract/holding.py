@@ -1,4 +1,4 @@
-"""Who is the holder, what a lease tells him, and which names there are."""
+"""Holders, their leases, and lock names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..processes import TIMEOUT, AnotherProcess, AnotherThread, another_thread, 
 from . import acts
 from .base import Contract, connected, counted_batches, keepers, listening, open_files
 
-#: Names that a careless backend mixes up or can't take. Each pair is two locks.
+#: Names that a backend could confuse or reject. Each pair is two locks.
 ODD_NAMES = {
     "capital": ("Invoice", "invoice"),
     "trailing blank": ("invoice", "invoice "),
@@ -49,7 +49,7 @@ ODD_NAMES = {
 }
 
 
-#: Ways to run a function in a thread that other tasks use as well.
+#: Ways to run a function in a thread that other tasks use too.
 IN_THREADS: dict[str, Callable[..., Callable[..., Coroutine[Any, Any, Any]]]] = {
     "sync_to_async": sync_to_async,
     "any thread": lambda function: sync_to_async(function, thread_sensitive=False),
@@ -58,11 +58,11 @@ IN_THREADS: dict[str, Callable[..., Callable[..., Coroutine[Any, Any, Any]]]] = 
 
 
 class HoldingContract(Contract):
-    """One holder: what may enter again, read and release, and how long its lease is kept."""
+    """One holder: what may acquire again, read and release, and how long its lease lasts."""
 
     # Holders
 
-    def test_entering_again_gives_the_same_lease_and_counts(
+    def test_acquiring_again_returns_the_same_lease_and_counts(
         self, name: str, thread: AnotherThread
     ) -> None:
         with self.lock(name) as outer:
@@ -76,10 +76,10 @@ class HoldingContract(Contract):
             assert not self.is_free_for(thread, name)
         assert self.is_free_for(thread, name)
         with self.lock(name) as after:
-            # One token for all entries, and one for the thread that looked.
+            # One token for all entries, and one for the thread's try.
             assert after.token == outer.token + 2
 
-    def test_what_was_taken_unfenced_is_not_entered_again_as_fenced(self, name: str) -> None:
+    def test_an_unfenced_lock_is_not_acquired_again_as_fenced(self, name: str) -> None:
         refused = pytest.raises(LockNotAcquired, match="fenced=False")
         with self.lock(name, fenced=False), refused:
             self.lock(name).acquire(blocking=False)
@@ -104,7 +104,7 @@ class HoldingContract(Contract):
         asyncio.run(main())
         assert self.is_free(name)
 
-    def test_a_generator_that_another_thread_throws_away_gives_the_lock_back(
+    def test_a_generator_that_another_thread_deletes_releases_its_lock(
         self, name: str, thread: AnotherThread
     ) -> None:
         def rows() -> Iterator[None]:
@@ -113,11 +113,11 @@ class HoldingContract(Contract):
 
         begun = [rows()]
         next(begun[0])
-        # It was the last reference, as where the garbage collector comes along.
+        # It was the last reference, as if the garbage collector had run there.
         thread.call(begun.clear)
-        wait_until(lambda: self.is_free(name), "the lock of a generator that is gone")
+        wait_until(lambda: self.is_free(name), "the lock of a deleted generator")
 
-    def test_an_async_generator_that_is_left_half_way_gives_the_lock_back(self, name: str) -> None:
+    def test_an_abandoned_async_generator_releases_its_lock(self, name: str) -> None:
         async def rows() -> AsyncIterator[int]:
             async with self.lock(name):
                 yield 1
@@ -126,14 +126,14 @@ class HoldingContract(Contract):
         async def main() -> None:
             async for _ in rows():
                 break
-            # The event loop closes it, in a task of its own.
+            # The event loop closes it in another task.
             await asyncio.to_thread(
-                wait_until, lambda: self.is_free(name), "the lock of a generator that is gone"
+                wait_until, lambda: self.is_free(name), "the lock of a deleted generator"
             )
 
         asyncio.run(main())
 
-    def test_a_coroutine_that_is_thrown_away_gives_the_lock_back(self, name: str) -> None:
+    def test_a_deleted_coroutine_releases_its_lock(self, name: str) -> None:
         async def wait() -> None:
             async with self.lock(name):
                 await asyncio.Event().wait()
@@ -148,7 +148,7 @@ class HoldingContract(Contract):
         finally:
             loop.close()
         begun.close()
-        wait_until(lambda: self.is_free(name), "the lock of a coroutine that is gone")
+        wait_until(lambda: self.is_free(name), "the lock of a deleted coroutine")
 
     def test_a_child_task_is_another_holder_that_may_read_the_lease(self, name: str) -> None:
         async def child() -> Lease | None:
@@ -183,7 +183,7 @@ class HoldingContract(Contract):
         inside: list[int] = []
         tokens: list[int] = []
 
-        # The frames of an async generator are in between, and hide the task from the thread.
+        # The frames of the async generator hide the task from the thread.
         @contextlib.asynccontextmanager
         async def locked() -> AsyncIterator[Lease]:
             while (lease := await in_thread(self.lock(name).acquire)(blocking=False)) is None:
@@ -214,7 +214,7 @@ class HoldingContract(Contract):
         def work() -> int:
             with self.lock(name) as lease, self.lock(name) as again:
                 assert again is lease
-                # The code of another call moves on in this very thread.
+                # Code of another call runs in this thread.
                 async_to_sync(IN_THREADS[calls](lambda: self.is_free(f"{name}:other")))()
                 with self.lock(name) as again:
                     assert again is lease
@@ -223,7 +223,7 @@ class HoldingContract(Contract):
 
         assert asyncio.run(IN_THREADS[calls](work)()) == work() - 2
 
-    def test_what_an_ended_call_holds_any_code_may_release(
+    def test_any_code_may_release_the_lease_of_an_ended_call(
         self, name: str, thread: AnotherThread
     ) -> None:
         def acquire_twice() -> Lease:
@@ -242,7 +242,7 @@ class HoldingContract(Contract):
             asyncio.run(main(calls))
 
     @pytest.mark.parametrize("inner", [asyncio.wait_for, asyncio.gather])
-    def test_what_an_ended_task_holds_any_code_may_release(self, name: str, inner: Any) -> None:
+    def test_any_code_may_release_the_lease_of_an_ended_task(self, name: str, inner: Any) -> None:
         async def main() -> None:
             terms = (TIMEOUT,) if inner is asyncio.wait_for else ()
             # Each runs acquire() in a task of its own (wait_for() only before Python 3.12).
@@ -253,7 +253,7 @@ class HoldingContract(Contract):
 
         asyncio.run(main())
 
-    def test_what_an_ended_thread_holds_any_code_may_release(self, name: str) -> None:
+    def test_any_code_may_release_the_lease_of_an_ended_thread(self, name: str) -> None:
         with another_thread() as ended:
             lease = ended.call(self.take, name)
         assert lease.release()
@@ -263,17 +263,17 @@ class HoldingContract(Contract):
 
     @pytest.mark.parametrize("where", ["thread", "task", *IN_THREADS])
     def test_a_lease_to_which_nothing_refers_is_released_with_a_warning(
-        self, name: str, where: str, given_back: list[Lease]
+        self, name: str, where: str, acquired: list[Lease]
     ) -> None:
         def forget() -> None:
             lease = self.take(name, ttl=1)
-            given_back.clear()
-            # It refers to itself, as by a method of the object that has it.
+            acquired.clear()
+            # The lease refers to itself, as through a method of the object that has it.
             lease.on_lost(partial(print, lease))
 
         async def forget_in_task() -> None:
             assert await self.lock(name, ttl=1).aacquire()
-            given_back.clear()
+            acquired.clear()
 
         async def main() -> None:
             ended = asyncio.create_task(asyncio.sleep(0))
@@ -285,10 +285,10 @@ class HoldingContract(Contract):
                 await ended
             else:
                 await IN_THREADS[where](forget)()
-            await asyncio.to_thread(wait_until, is_told, "the warning")
+            await asyncio.to_thread(wait_until, is_warned, "the warning")
             await ended
 
-        def is_told() -> bool:
+        def is_warned() -> bool:
             gc.collect()
             return any(f"Lock {name!r} was never released" in str(each.message) for each in caught)
 
@@ -342,7 +342,7 @@ class HoldingContract(Contract):
             async_to_sync(main)()
         assert self.is_free(name)
 
-    def test_a_busy_event_loop_holds_up_no_lock(self, name: str) -> None:
+    def test_a_busy_event_loop_delays_no_release(self, name: str) -> None:
         entered, go_on, left = (threading.Event() for _ in range(3))
 
         def work() -> None:
@@ -363,22 +363,22 @@ class HoldingContract(Contract):
         asyncio.run(main())
         assert self.is_free(name)
 
-    def test_the_holders_of_many_locks_are_told_at_once(self, name: str) -> None:
+    def test_the_holders_of_many_locks_are_read_at_once(self, name: str) -> None:
         whole = [f"{name[-40:]}{each}" for pair in ODD_NAMES.values() for each in pair]
         odd = list(dict.fromkeys(whole))
         held = odd[::2]
         with contextlib.ExitStack() as stack:
             leases = {each: stack.enter_context(self.lock(each)) for each in held}
-            found = self.service.backend.holders([*odd, f"{name}:nobody's"])
-            assert list(found) == [*odd, f"{name}:nobody's"]
-            told = {each: holder.owner for each, holder in found.items() if holder is not None}
-            assert told == {each: lease.owner_id for each, lease in leases.items()}
+            found = self.service.backend.holders([*odd, f"{name}:free"])
+            assert list(found) == [*odd, f"{name}:free"]
+            owners = {each: holder.owner for each, holder in found.items() if holder is not None}
+            assert owners == {each: lease.owner_id for each, lease in leases.items()}
             alone = self.service.backend.holder(held[0])
             assert isinstance(alone, Holder)
             assert str(found[held[0]]) == str(alone)
         assert self.service.backend.holders([]) == {}
 
-    def test_a_holder_is_told_in_words(self, name: str, thread: AnotherThread) -> None:
+    def test_a_holder_is_described(self, name: str, thread: AnotherThread) -> None:
         assert self.lock(name).holder() is None
         lease = thread.call(self.take, name)
         holder = self.lock(name).holder()
@@ -390,14 +390,16 @@ class HoldingContract(Contract):
         thread.call(lease.release)
         assert self.lock(name).holder() is None
 
-    def test_a_holder_in_another_process_is_told_in_words(
+    def test_a_holder_in_another_process_is_described(
         self, name: str, process: AnotherProcess
     ) -> None:
         process.call(acts.hold, self.alias, name)
         assert f"pid {process.pid}" in str(self.lock(name).holder())
         process.call(acts.let_go, name)
 
-    def test_a_released_lease_is_nobodys(self, name: str, thread: AnotherThread) -> None:
+    def test_a_released_lease_no_longer_holds_the_lock(
+        self, name: str, thread: AnotherThread
+    ) -> None:
         lease = self.take(name)
         assert lease.release()
         assert thread.call(self.take, name)
@@ -424,20 +426,20 @@ class HoldingContract(Contract):
     def test_a_child_after_fork_owns_nothing_and_releases_nothing(
         self, name: str, process: AnotherProcess
     ) -> None:
-        told = process.call(acts.fork_while_holding, self.alias, name)
-        assert told["inherited"] is None
-        assert told["lost"]
-        assert told["verified"] is False
-        assert told["released"] is False
-        assert told["taken"] is False
-        assert told["parent verified"] is True
+        seen = process.call(acts.fork_while_holding, self.alias, name)
+        assert seen["inherited"] is None
+        assert seen["lost"]
+        assert seen["verified"] is False
+        assert seen["released"] is False
+        assert seen["taken"] is False
+        assert seen["parent verified"] is True
 
-    def test_a_child_after_fork_takes_the_lock_after_its_parent_let_go(
+    def test_a_child_after_fork_acquires_the_lock_after_its_parent_released_it(
         self, name: str, process: AnotherProcess
     ) -> None:
-        told = process.call(acts.fork_while_holding, self.alias, name)
-        assert told["waited"]
-        assert told["token"] == told["parent token"] + 1
+        seen = process.call(acts.fork_while_holding, self.alias, name)
+        assert seen["waited"]
+        assert seen["token"] == seen["parent token"] + 1
         assert self.is_free(name)
 
     # The keeper
@@ -445,7 +447,7 @@ class HoldingContract(Contract):
     def test_a_lease_is_kept_for_several_ttls(self, name: str, thread: AnotherThread) -> None:
         with self.lock(name, ttl=1) as lease:
             time.sleep(3.3)
-            # On a machine so busy that the keeper is late, nobody is to come just then.
+            # If a busy machine delays the keeper, the try below would get the lock.
             wait_until(lambda: lease.remaining() > 0.5, "the lease to be renewed")
             assert not self.is_free_for(thread, name)
             assert not lease.lost
@@ -458,7 +460,7 @@ class HoldingContract(Contract):
             leases = [self.take(f"{name}:{number}", ttl=6) for number in range(many)]
             wait_until(lambda: batches.count(many) >= 3, "three rounds of renewals")
             del batches[: batches.index(many)]
-            # Once they were renewed together they stay together.
+            # Leases that were renewed together stay together.
             assert set(batches) == {many}
         assert keepers(self.alias) - threads <= 1
         assert open_files() - files <= 20
@@ -470,7 +472,7 @@ class HoldingContract(Contract):
 
 
 class NameContract(Contract):
-    """Which names there are, and what is told of them."""
+    """Valid names, and the signals about them."""
 
     @pytest.mark.parametrize("kind", ODD_NAMES)
     def test_odd_names_are_locks_of_their_own(self, kind: str, thread: AnotherThread) -> None:
@@ -483,7 +485,7 @@ class NameContract(Contract):
             assert self.recorded(first) == (1, lease.owner_id)
 
     @pytest.mark.parametrize("character", ["x", "\u00e9", "\U0001f512"])
-    def test_names_of_200_characters_are_told_apart_by_the_last(
+    def test_names_of_200_characters_may_differ_in_the_last(
         self, character: str, thread: AnotherThread
     ) -> None:
         name = uuid.uuid4().hex.ljust(199, character)
@@ -505,14 +507,14 @@ class NameContract(Contract):
                 assert repr(held) in str(caught.value)
                 assert repr(asked) in str(caught.value)
                 thread.call(lease.release)
-                # The registry may be cleared later than the lock is released.
+                # The registry row may be deleted after the lock was released.
                 self.service.backend.tidy()
                 self.take(name, backend=asked).release()
                 self.service.backend.tidy()
 
     # Signals
 
-    def test_signals_tell_of_a_locks_life(self, name: str, thread: AnotherThread) -> None:
+    def test_signals_are_sent_in_order(self, name: str, thread: AnotherThread) -> None:
         heard: list[str] = []
         with contextlib.ExitStack() as stack:
             for kind in ("lock_acquired", "lock_not_acquired", "lock_released"):

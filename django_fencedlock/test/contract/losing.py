@@ -1,4 +1,4 @@
-"""What happens when a lease is lost."""
+"""Lost leases."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .base import SHORT, Contract, connected, listening
 
 
 class LossContract(Contract):
-    """A lease was lost, and somebody else has the lock."""
+    """The lease was lost, and another holder has the lock."""
 
-    def test_a_lost_lease_is_somebody_elses(self, name: str, thread: AnotherThread) -> None:
+    def test_a_lost_lease_does_not_hold_the_lock(self, name: str, thread: AnotherThread) -> None:
         former, successor = self.lost_lease(name, thread)
         assert successor.token == former.token + 1
         assert not former.verify()
@@ -72,14 +72,14 @@ class LossContract(Contract):
         assert not backend.release(former)
         assert self.is_free(name)
 
-    def test_the_keeper_notices_the_loss_and_tells_once(
+    def test_the_keeper_notices_the_loss_and_reports_it_once(
         self, name: str, thread: AnotherThread
     ) -> None:
-        told: list[Lease] = []
+        called: list[Lease] = []
         heard: list[str] = []
         with listening(signals.lock_lost, name, "lost", heard):
             former = self.take(name, ttl=SHORT)
-            former.on_lost(told.append)
+            former.on_lost(called.append)
             self.interrupt_holder(former)
             thread.call(self.take_when_free, name)
             self.wake_holder(former)
@@ -87,7 +87,7 @@ class LossContract(Contract):
             assert not former.verify()
             assert former.lost
             former.release()
-        assert told == [former]
+        assert called == [former]
         assert heard == ["lost"]
 
     @pytest.mark.parametrize("code", ["on_lost", "lock_lost", "leases_renewed"])
@@ -95,7 +95,7 @@ class LossContract(Contract):
         self, name: str, code: str
     ) -> None:
         began, go_on = threading.Event(), threading.Event()
-        told: list[Lease] = []
+        called: list[Lease] = []
 
         def take_long(*args: Any, **facts: Any) -> None:
             about = facts.get("leases", [facts.get("lease", *args)])
@@ -113,7 +113,7 @@ class LossContract(Contract):
                 force_release(name, by="the boss", backend=self.alias)
             assert began.wait(TIMEOUT)
             kept, lost = (self.take(f"{name}:{each}", ttl=SHORT) for each in ("kept", "lost"))
-            lost.on_lost(told.append)
+            lost.on_lost(called.append)
             granted_until = kept.deadline
             wait_until(lambda: kept.deadline > granted_until + SHORT, "renewals of another lease")
             force_release(lost.name, by="the boss", backend=self.alias)
@@ -123,16 +123,16 @@ class LossContract(Contract):
             assert kept.verify()
             assert not kept.lost
             go_on.set()
-            wait_until(lambda: told == [lost], "the callback for the other lease")
+            wait_until(lambda: called == [lost], "the callback for the other lease")
 
-    def test_what_is_asked_for_after_the_loss_is_called_at_once(
+    def test_a_callback_that_is_added_after_the_loss_is_called_at_once(
         self, name: str, thread: AnotherThread
     ) -> None:
         former, _ = self.lost_lease(name, thread)
         former.verify()
-        told: list[Lease] = []
-        former.on_lost(told.append)
-        assert told == [former]
+        called: list[Lease] = []
+        former.on_lost(called.append)
+        assert called == [former]
 
     def test_a_clean_block_whose_lease_was_lost_raises(
         self, name: str, thread: AnotherThread
@@ -182,7 +182,7 @@ class LossContract(Contract):
         assert successor.verify()
         assert beside.verify()
 
-    def test_a_lease_held_for_too_long_is_lost_by_asking_for_more(
+    def test_a_lease_held_for_too_long_is_lost_when_it_is_renewed(
         self, name: str, thread: AnotherThread
     ) -> None:
         lease = self.take_bounded(name)
@@ -193,12 +193,12 @@ class LossContract(Contract):
         assert thread.call(self.take_when_free, name).token == lease.token + 1
 
     def take_bounded(self, name: str) -> Lease:
-        """Take a free lock whose lease is renewed for a fifth of a second."""
+        """Acquire a free lock with a max_hold of 0.2 seconds."""
         lease = self.service.acquire(Request(name, new_owner(), SHORT), max_hold=0.2)
         assert lease is not None
         return lease
 
-    def test_a_paused_process_is_overtaken_and_learns_it(
+    def test_a_paused_process_loses_its_lease_and_notices(
         self, name: str, process: AnotherProcess
     ) -> None:
         token = process.call(acts.hold, self.alias, name, 0.0, SHORT)
@@ -219,18 +219,18 @@ class LossContract(Contract):
 
 
 class ExpiryContract(Contract):
-    """For backends with ``supports_ttl``: a lease ends by the clock, and may be renewed after."""
+    """For backends with ``supports_ttl``: leases expire, and may be renewed afterwards."""
 
-    def test_a_lease_is_not_taken_over_before_its_end(
+    def test_another_holder_acquires_the_lock_only_after_the_lease_expired(
         self, name: str, thread: AnotherThread
     ) -> None:
         lease = self.take(name, ttl=SHORT)
         self.pause_holder(lease)
         thread.call(self.take_when_free, name)
-        # The service counts from later on than the holder, by a clock that may run a bit faster.
+        # The service counts from a later moment than the holder, and its clock may run faster.
         assert lease.remaining() < 0.05
 
-    def test_a_pause_costs_nothing_if_nobody_came(self, name: str) -> None:
+    def test_a_paused_holder_keeps_a_lock_that_no_other_holder_acquired(self, name: str) -> None:
         with self.lock(name, ttl=SHORT) as lease:
             self.pause_holder(lease)
             time.sleep(SHORT + 0.2)
@@ -242,7 +242,7 @@ class ExpiryContract(Contract):
             assert self.recorded(name) == (lease.token, lease.owner_id)
             assert not self.is_free(name)
 
-    def test_a_lease_that_ran_out_is_not_lost_to_whoever_asks(self, name: str) -> None:
+    def test_a_question_does_not_make_an_expired_lease_lost(self, name: str) -> None:
         with self.lock(name, ttl=SHORT) as lease:
             self.pause_holder(lease)
             time.sleep(SHORT + 0.2)
@@ -250,14 +250,16 @@ class ExpiryContract(Contract):
             assert not lease.lost
             lease.renew()
 
-    def test_a_block_that_outlived_its_lease_ends_well_if_nobody_came(self, name: str) -> None:
+    def test_a_block_whose_lease_expired_ends_without_an_error_if_the_lock_is_free(
+        self, name: str
+    ) -> None:
         with self.lock(name, ttl=SHORT) as lease:
             self.pause_holder(lease)
             time.sleep(SHORT + 0.2)
         assert not lease.lost
         assert self.is_free(name)
 
-    def test_the_keeper_renews_what_ran_out_if_nobody_came(
+    def test_the_keeper_renews_an_expired_lease_if_the_lock_is_free(
         self, name: str, thread: AnotherThread
     ) -> None:
         with self.lock(name, ttl=1) as lease:

@@ -1,4 +1,4 @@
-"""Services that are away, or forget."""
+"""Services that are unavailable, or lose their data."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 class OutageContract(Contract):
-    """For services that the test may stop. Run it apart: it wants a service of its own."""
+    """For services that the test may stop. It needs a service of its own."""
 
-    #: Seconds within which a request to a service that is away has to be answered.
+    #: Seconds within which a request to an unavailable service must fail.
     answer_within = 15.0
 
     def paused(self) -> contextlib.AbstractContextManager[object]:
-        """Let the service hang inside the block: connections stay open, nothing is answered."""
+        """Make the service hang inside the block: connections stay open, but it never answers."""
         raise NotImplementedError
 
     def gone(self) -> contextlib.AbstractContextManager[object]:
-        """Let there be no service inside the block."""
+        """Stop the service inside the block."""
         raise NotImplementedError
 
     @pytest.fixture(params=["paused", "gone"])
@@ -41,7 +41,7 @@ class OutageContract(Contract):
         way: Callable[[], contextlib.AbstractContextManager[object]] = getattr(self, request.param)
         return way
 
-    def test_nothing_is_acquired_and_that_is_said_in_time(self, name: str, outage: Any) -> None:
+    def test_acquire_fails_in_time(self, name: str, outage: Any) -> None:
         self.take(f"{name}:before").release()
         with outage():
             started = time.monotonic()
@@ -50,7 +50,7 @@ class OutageContract(Contract):
             assert time.monotonic() - started < self.answer_within + self.slack
             assert repr(self.alias) in str(caught.value)
 
-    def test_waiting_ends_in_time_as_well(self, name: str, outage: Any) -> None:
+    def test_waiting_ends_in_time(self, name: str, outage: Any) -> None:
         self.take(f"{name}:before").release()
         with outage():
             started = time.monotonic()
@@ -65,7 +65,7 @@ class OutageContract(Contract):
             self.take(name, ttl=1)
         started = time.monotonic()
         with another_thread() as thread:
-            lease = thread.call(self._take_in_spite_of_errors, name)
+            lease = thread.call(self._take_despite_errors, name)
             assert time.monotonic() - started < 1 + self.slack
             assert thread.call(lease.release)
 
@@ -86,24 +86,26 @@ class OutageContract(Contract):
             self._insist(lease.renew)
             assert lease.verify()
 
-    def test_a_block_that_ends_meanwhile_tells_of_no_outage(self, name: str, outage: Any) -> None:
+    def test_a_block_that_ends_meanwhile_raises_no_error_of_the_service(
+        self, name: str, outage: Any
+    ) -> None:
         with contextlib.ExitStack() as stack:
             try:
                 with self.lock(name, ttl=LONG):
                     stack.enter_context(outage())
             except LeaseLost:
-                # A session that ended has taken its locks along.
+                # The session has ended, and its locks with it.
                 assert not self.service.backend.supports_ttl
 
     def _enter(self, lock: Lock) -> None:
         with lock:
             pytest.fail("entered without the lock")
 
-    def _take_in_spite_of_errors(self, name: str) -> Lease:
+    def _take_despite_errors(self, name: str) -> Lease:
         return self._insist(lambda: self.take_when_free(name))
 
     def _insist(self, act: Callable[[], T]) -> T:
-        """Try until the service is back in full."""
+        """Repeat it until the service works again."""
         deadline = time.monotonic() + TIMEOUT
         while True:
             try:
@@ -114,13 +116,13 @@ class OutageContract(Contract):
 
 
 class DataLossContract(Contract):
-    """For services that may forget: tokens rise all the same."""
+    """For services that can lose their data: tokens rise all the same."""
 
     def lose_data(self) -> None:
-        """Let the service forget everything, as far as it isn't in the fence database."""
+        """Delete the service's data, except in the fence database."""
         raise NotImplementedError
 
-    def test_tokens_rise_after_the_service_forgot_everything(self, name: str) -> None:
+    def test_tokens_rise_after_the_service_lost_its_data(self, name: str) -> None:
         for _ in range(3):
             with self.lock(name) as before:
                 pass
@@ -129,7 +131,7 @@ class DataLossContract(Contract):
             assert after.token > before.token
             assert self.recorded(name) == (after.token, after.owner_id)
 
-    def test_a_holder_that_was_forgotten_and_succeeded_is_told_so(
+    def test_a_forgotten_holder_notices_its_successor(
         self, name: str, thread: AnotherThread
     ) -> None:
         former = self.take(name)
@@ -140,7 +142,7 @@ class DataLossContract(Contract):
         assert former.release() is False
         assert successor.verify()
 
-    def test_a_holder_that_was_forgotten_may_go_on_if_nobody_came(self, name: str) -> None:
+    def test_a_forgotten_holder_keeps_a_lock_that_no_other_holder_acquired(self, name: str) -> None:
         with self.lock(name) as lease:
             self.lose_data()
             lease.renew()

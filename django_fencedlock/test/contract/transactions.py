@@ -1,4 +1,4 @@
-"""Locks that are taken and given back inside transactions of the caller."""
+"""Locks that are acquired and released inside the caller's transactions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import Contract, ended_by
 
 
 class TransactionContract(Contract):
-    """The caller's transactions neither keep nor break a lock."""
+    """A transaction of the caller never shortens a lock, and delays only its release."""
 
     @pytest.mark.parametrize("ends_by", ["commit", "rollback"])
     def test_a_release_inside_a_transaction_happens_at_its_end(
@@ -25,7 +25,7 @@ class TransactionContract(Contract):
         assert self.is_free_for(thread, name)
 
     @pytest.mark.parametrize("ends_by", ["commit", "rollback"])
-    def test_a_release_inside_a_savepoint_happens_at_the_end_of_all(
+    def test_a_release_inside_a_savepoint_happens_at_the_end_of_the_transaction(
         self, name: str, thread: AnotherThread, ends_by: str
     ) -> None:
         lease = self.take(name)
@@ -46,7 +46,7 @@ class TransactionContract(Contract):
             assert not self._is_free_now(thread, lease)
         assert self.is_free_for(thread, name)
 
-    def test_taking_again_before_the_end_gives_the_same_lease(
+    def test_acquiring_again_before_the_end_returns_the_same_lease(
         self, name: str, thread: AnotherThread
     ) -> None:
         lease = self.take(name)
@@ -58,7 +58,7 @@ class TransactionContract(Contract):
         assert lease.release()
         assert self.is_free_for(thread, name)
 
-    def test_a_rolled_back_caller_gets_no_token_twice(self, name: str) -> None:
+    def test_a_rollback_grants_no_token_twice(self, name: str) -> None:
         if self.one_writer:
             self._is_refused_after_a_write(name)
             return
@@ -88,9 +88,9 @@ class TransactionContract(Contract):
             assert not self.is_free_for(thread, name)
 
     def _is_free_now(self, thread: AnotherThread, lease: Lease) -> bool:
-        """Whether another holder could get the lock while this one is in a transaction."""
+        """Return whether another holder could acquire the lock during the transaction."""
         if self.one_writer:
-            # To try it would take as long as the database lets one wait for its only file.
+            # A try would wait for SQLite's busy timeout.
             return not lease.verify()
         return self.is_free_for(thread, lease.name)
 

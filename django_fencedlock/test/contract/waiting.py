@@ -1,4 +1,4 @@
-"""Waiting in line."""
+"""The queue of waiters."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from .base import SHORT, Contract
 
 
 class WaitingContract(Contract):
-    """For backends with ``supports_waiting``: who waits, waits in line."""
+    """For backends with ``supports_waiting``: waiters queue."""
 
-    #: Seconds that a waiter who died may keep the others waiting.
+    #: Seconds that a dead waiter may delay the others.
     dead_waiter_bound = 10.0
 
     def waiters(self, name: str) -> int | None:
-        """How many stand in line, if the service can tell. Override it: the tests run faster."""
+        """Return the length of the queue, if the service knows it. This makes the tests faster."""
         return None
 
     def wait_for_waiters(self, name: str, count: int) -> None:
-        """Return when so many stand in line."""
+        """Return when `count` waiters are in the queue."""
         if self.waiters(name) is None:
             time.sleep(1)
         else:
-            wait_until(lambda: self.waiters(name) == count, f"{count} to stand in line")
+            wait_until(lambda: self.waiters(name) == count, f"{count} waiters")
 
     def test_first_come_first_served(self, name: str) -> None:
         served: list[int] = []
@@ -59,7 +59,7 @@ class WaitingContract(Contract):
                 each.result(TIMEOUT)
         assert served == list(range(6))
 
-    def test_the_first_in_line_gets_what_was_released_by_force(self, name: str) -> None:
+    def test_the_first_waiter_acquires_a_lock_that_was_released_by_force(self, name: str) -> None:
         served: list[int] = []
 
         def wait(place: int) -> int:
@@ -82,7 +82,7 @@ class WaitingContract(Contract):
         assert done.token is not None
         assert [done.token, *tokens] == list(range(done.token, done.token + 4))
 
-    def test_those_who_wait_are_counted(self, name: str, thread: AnotherThread) -> None:
+    def test_waiters_are_counted(self, name: str, thread: AnotherThread) -> None:
         def wait() -> None:
             with self.lock(name, blocking_timeout=TIMEOUT):
                 pass
@@ -108,21 +108,25 @@ class WaitingContract(Contract):
                 each.result(TIMEOUT)
             assert Path(log.name).read_text().split() == ["0", "1", "2"]
 
-    def test_who_gave_up_waiting_leaves_the_line(self, name: str, thread: AnotherThread) -> None:
+    def test_a_waiter_whose_time_is_up_leaves_the_queue(
+        self, name: str, thread: AnotherThread
+    ) -> None:
         lease = thread.call(self.take, name)
         assert self.lock(name).acquire(blocking_timeout=0.2) is None
         thread.call(lease.release)
         self.take_when_free(name).release()
 
-    def test_who_gave_up_waiting_gets_nothing_later(self, name: str, thread: AnotherThread) -> None:
+    def test_a_waiter_whose_time_is_up_acquires_nothing_later(
+        self, name: str, thread: AnotherThread
+    ) -> None:
         lease = self.take(name)
-        assert thread.call(self._wait_in_vain, name)
+        assert thread.call(self._wait_until_timeout, name)
         lease.release()
         time.sleep(0.2)
         assert self.lock(name).holder() is None
         assert self.is_free(name)
 
-    def test_a_waiter_that_died_stalls_nobody(
+    def test_a_dead_waiter_does_not_stop_the_others(
         self, name: str, thread: AnotherThread, process: AnotherProcess
     ) -> None:
         lease = self.take(name)
@@ -136,7 +140,7 @@ class WaitingContract(Contract):
         assert waiting.result(TIMEOUT).verify()
         assert time.monotonic() - released < self.dead_waiter_bound + self.slack
 
-    def test_waiters_for_a_lease_that_is_lost_are_served(
+    def test_a_waiter_acquires_a_lock_whose_lease_is_lost(
         self, name: str, thread: AnotherThread
     ) -> None:
         lease = self.take(name, ttl=SHORT)
@@ -145,5 +149,5 @@ class WaitingContract(Contract):
         self.interrupt_holder(lease)
         assert waiting.result(TIMEOUT).token == lease.token + 1
 
-    def _wait_in_vain(self, name: str) -> bool:
+    def _wait_until_timeout(self, name: str) -> bool:
         return self.lock(name).acquire(blocking_timeout=0.3) is None
