@@ -8,18 +8,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from django.apps import AppConfig, apps
+from django.conf import settings
 from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
 
-from . import conf, query_caches
+from . import conf
 from .core.manager import service
 from .models import checks
 from .problems import Level, Problem
+
+APP = "django_fencedlock"
 
 
 @register(Tags.compatibility)
 def check_settings(**kwargs: Any) -> list[CheckMessage]:
     """Check the settings."""
-    return _messages([*conf.problems(), *query_caches.problems()])
+    return _messages(_settings_problems())
 
 
 @register(Tags.database)
@@ -55,7 +58,23 @@ def check_tasks(**kwargs: Any) -> list[CheckMessage]:
 def problems() -> list[Problem]:
     """Return the problems of settings, models and tasks, without asking a server."""
     models = checks.model_problems(apps.get_models())
-    return [*conf.problems(), *query_caches.problems(), *models, *_task_problems()]
+    return [*_settings_problems(), *models, *_task_problems()]
+
+
+def _settings_problems() -> Iterator[Problem]:
+    yield from conf.problems()
+    # Rows are written on private connections, which query caches don't notice.
+    for name, is_caching, remedy in (
+        ("cachalot", _cachalot, f"Add {APP!r} to CACHALOT_UNCACHABLE_APPS."),
+        ("cacheops", _cacheops, f"Add '{APP}.*': None to CACHEOPS."),
+    ):
+        if apps.is_installed(name) and is_caching():
+            yield Problem(
+                "W004",
+                f"django-{name} caches the tables of {APP}: the admin and `manage.py fencedlock` "
+                "show locks that were released, and miss new ones. Locks and fences still work.",
+                remedy,
+            )
 
 
 def _task_problems() -> list[Problem]:
@@ -105,13 +124,46 @@ def _import_tasks(app: Any) -> None:
             os.environ["CELERY_SKIP_CHECKS"] = before
 
 
+def _cachalot() -> bool:
+    def chosen(kind: str) -> set[str]:
+        whole = APP in _setting(f"CACHALOT_{kind}_APPS", ())
+        return _tables() if whole else set(_setting(f"CACHALOT_{kind}_TABLES", ()))
+
+    cached = _tables() - chosen("UNCACHABLE")
+    if _setting("CACHALOT_ONLY_CACHABLE_APPS", ()) or _setting("CACHALOT_ONLY_CACHABLE_TABLES", ()):
+        cached &= chosen("ONLY_CACHABLE")
+    return bool(_setting("CACHALOT_ENABLED", True) and cached)
+
+
+def _cacheops() -> bool:
+    profiles = {key.lower(): value for key, value in _setting("CACHEOPS", {}).items()}
+    defaults = _setting("CACHEOPS_DEFAULTS", {})
+
+    def is_cached(model: str) -> bool:
+        # The first key decides, even if its value is None.
+        keys = (key for key in (f"{APP}.{model}", f"{APP}.*", "*.*") if key in profiles)
+        profile = profiles.get(next(keys, ""))
+        return profile is not None and bool({**defaults, **profile}.get("ops"))
+
+    names = [str(model._meta.model_name) for model in apps.get_app_config(APP).get_models()]
+    return bool(_setting("CACHEOPS_ENABLED", True)) and any(map(is_cached, names))
+
+
+def _tables() -> set[str]:
+    return {model._meta.db_table for model in apps.get_app_config(APP).get_models()}
+
+
+def _setting(name: str, default: Any) -> Any:
+    return getattr(settings, name, default)
+
+
 _MESSAGES = {Level.ERROR: Error, Level.WARNING: Warning, Level.NOTE: Info}
 
 
 def _messages(problems: Iterable[Problem]) -> list[CheckMessage]:
     return [
         _MESSAGES[problem.level](
-            problem.message, hint=problem.hint or None, id=f"django_fencedlock.{problem.id}"
+            problem.message, hint=problem.hint or None, id=f"{APP}.{problem.id}"
         )
         for problem in problems
     ]

@@ -53,7 +53,7 @@ LAYERS: dict[int, list[str]] = {
         *("storage.history", "storage.unfenced"),
     ],
     4: ["locks"],
-    5: ["celery", "checks", "models", "operations", "ops", "query_caches"],
+    5: ["celery", "checks", "models", "operations", "ops"],
     6: ["admin", "apps", "contrib", "management", "test"],
 }
 # The inits that only collect names. The root is for users: nothing below it imports from it.

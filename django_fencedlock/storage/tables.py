@@ -230,8 +230,8 @@ class PendingRun(models.Model):
     queue = ExactCharField(_("queue"), max_length=MAX_LENGTH)
     tries = models.IntegerField(_("tries"), help_text=_("Runs that began and didn't end."))
     rescues = models.IntegerField(help_text=_("Messages that workers sent since the last run."))
-    # When workers next look at the row, to run the task or to delete the row. Null once they
-    # have stopped trying.
+    # When workers next look at the row, to run the task or to delete the row. Null after they
+    # stopped trying.
     due_at = UTCDateTimeField(_("due"), null=True, db_index=True)
     updated_at = UTCDateTimeField(_("updated"))
 
