@@ -137,20 +137,25 @@ class Worker:
         """The number of jobs that haven't begun."""
         return self._jobs.qsize()
 
-    def put(self, job: Callable[[], object]) -> None:
-        """Queue `job`. If no thread can be started, it runs after a later call."""
+    def put(self, job: Callable[[], object]) -> bool:
+        """
+        Queue `job`. Return whether a thread runs it.
+
+        If no thread can be started, the job runs after a later call.
+        """
         # Before the flag is read: a thread that ends looks for jobs after it cleared the flag.
         self._jobs.put(job)
-        self.start()
+        return self.start()
 
-    def start(self) -> None:
-        """Start the thread, unless it runs."""
+    def start(self) -> bool:
+        """Start the thread, unless it runs. Return whether it runs."""
         if not self._runs:
             # RuntimeError: too many threads, or the interpreter exits.
             with self._lock, contextlib.suppress(RuntimeError):
                 if not self._runs:
                     start(self._run)
                     self._runs = True
+        return self._runs
 
     def finish(self, seconds: float) -> None:
         """Wait until the queued jobs are done, at most `seconds`."""

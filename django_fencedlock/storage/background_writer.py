@@ -72,13 +72,12 @@ class BackgroundWriter:
         """Return whether nothing is to be queued. In tests, nothing is."""
         return self._disabled or under_test()
 
-    def put(self, job: Job) -> None:
-        """Write `job` in the background; it may be queued already."""
+    def put(self, job: Job) -> bool:
+        """Queue `job`, unless it is queued already. Return whether a thread will write it."""
         self._jobs.setdefault(job, 0.0)
         if self._worker.waiting:
-            self._worker.start()
-        else:
-            self._worker.put(self._write_soon)
+            return self._worker.start()
+        return self._worker.put(self._write_soon)
 
     def forget(self) -> None:
         """Drop all jobs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -114,26 +114,45 @@ class _Log:
 
     def forget(self) -> None:
         self.events: deque[tuple[float, Event]] = deque()
-        #: By owner id: leases whose grant has no row yet.
-        self.granted: dict[str, Lease] = {}
+        #: Leases whose grant has no row yet, in order. All values are None.
+        self.granted: dict[Lease, None] = {}
         self.dropped = 0
+        #: Whether the writer's thread will write this log. A grant then costs nothing more.
+        self.is_queued = False
 
     def add(self, event: Event, age: float = 0.0) -> None:
         if len(self.events) < MAX_QUEUED:
             self.events.append((clock() - age, event))
         else:
             self.dropped += 1
-        self._writer.put(self)
+        self._queue()
+
+    def expect(self, lease: Lease) -> None:
+        """Add the grant of a lease once it has been held for a while."""
+        if len(self.granted) < MAX_QUEUED:
+            self.granted[lease] = None
+        else:
+            self.dropped += 1
+        if not self.is_queued:
+            self._queue()
 
     def add_grant(self, lease: Lease) -> None:
         """Add the grant of a lease, unless it has been added."""
-        if self.granted.pop(lease.owner_id, None) is not None:
+        if self.granted.pop(lease, False) is None:
             self.add(Event(GRANTED, **_about(lease)), age=lease.held_for())
 
+    def _queue(self) -> None:
+        # Set before: the thread may write, and reset it, at once.
+        self.is_queued = True
+        if not self._writer.put(self):
+            self.is_queued = False
+
     def write(self) -> bool:
-        for owner_id, lease in list(self.granted.items()):
-            if not lease.is_open() or lease.lent:
-                self.granted.pop(owner_id, None)
+        # Before the events are read: those that are added from now on queue this log again.
+        self.is_queued = False
+        for lease in list(self.granted):
+            if not lease.is_open():
+                self.granted.pop(lease, None)
             elif lease.held_for() >= MIN_HELD:
                 self.add_grant(lease)
         taken = [self.events.popleft() for _ in range(min(BATCH, len(self.events)))]
@@ -173,30 +192,32 @@ class History:
         )
 
     def granted(self, lease: Lease) -> None:
-        if not conf.history() or self._writer.is_off():
+        """Note a grant, unless the lock is released within `MIN_HELD` seconds."""
+        if lease.lent:
             return
-        log = self.log(lease.database)
-        if len(log.granted) < MAX_QUEUED:
-            log.granted[lease.owner_id] = lease
-        else:
-            log.dropped += 1
-        self._writer.put(log)
+        log = self.logs.get(lease.database)
+        if log is not None and log.is_queued:
+            log.expect(lease)
+        elif self._is_on():
+            self.log(lease.database).expect(lease)
 
     def released(self, lease: Lease) -> None:
         if (log := self.logs.get(lease.database)) is not None:
-            log.granted.pop(lease.owner_id, None)
+            log.granted.pop(lease, None)
+
+    def _is_on(self) -> bool:
+        return bool(conf.history()) and not self._writer.is_off()
 
     def connect(self) -> None:
         """Connect the signals of losses, rejected writes and forced releases."""
-        for signal, receiver in self._receivers():
+        for signal, receiver in (
+            (signals.lock_lost, self._lost),
+            (signals.lock_evicted, self._evicted),
+            (signals.stale_write_rejected, self._write_rejected),
+            (signals.stale_transaction_rejected, self._transaction_rejected),
+            (signals.lock_force_released, self._forced),
+        ):
             signal.connect(receiver, weak=False, dispatch_uid=f"{__name__}.{receiver.__name__}")
-
-    def _receivers(self) -> Iterator[tuple[Any, Any]]:
-        yield signals.lock_lost, self._lost
-        yield signals.lock_evicted, self._evicted
-        yield signals.stale_write_rejected, self._write_rejected
-        yield signals.stale_transaction_rejected, self._transaction_rejected
-        yield signals.lock_force_released, self._forced
 
     def _lost(self, lease: Lease, reason: str, **kwargs: Any) -> None:
         if lease.lent:
@@ -232,7 +253,7 @@ class History:
 
     def add(self, event: Event) -> None:
         """Note an event."""
-        if not conf.history() or self._writer.is_off():
+        if not self._is_on():
             return
         try:
             database = conf.config(event.alias).fence_database
