@@ -14,7 +14,7 @@ from django.db import connections
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, lock
-from django_fencedlock.admin import locks
+from django_fencedlock.admin import base
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, LockEvent
 from tests.servers import shared
@@ -138,7 +138,7 @@ def test_a_database_that_does_not_answer(boss, monkeypatch):
 @pytest.fixture
 def silent(settings, make_postgres, make_alias, monkeypatch):
     """The only database with fences, which has a lock, and is paused."""
-    monkeypatch.setattr(locks, "ANSWERED", 0.5)
+    monkeypatch.setattr(base, "ANSWERED", 0.5)
     server = make_postgres()
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": make_alias(server.django())}}
     lease = lock("x", ttl=600).acquire()
@@ -162,7 +162,7 @@ def test_a_database_that_is_paused_hangs_no_page(boss, silent):
 
 
 def test_who_has_a_table_locked_is_named(boss, held, postgres, monkeypatch):
-    monkeypatch.setattr(locks, "ANSWERED", 0.5)
+    monkeypatch.setattr(base, "ANSWERED", 0.5)
     database = connections["postgres"].settings_dict["NAME"]
     with postgres.connect(database, autocommit=False) as other:
         other.execute("LOCK TABLE django_fencedlock_heldlock IN ACCESS EXCLUSIVE MODE")

@@ -18,8 +18,8 @@ from django.utils import timezone, translation
 import django_fencedlock
 from django_fencedlock import LeaseLost, exceptions, lock
 from django_fencedlock.admin import FenceAdmin, HeldLockAdmin, LockEventAdmin
+from django_fencedlock.admin.base import translated
 from django_fencedlock.admin.locks import EXPLANATIONS, STATES, format_duration
-from django_fencedlock.admin.release import translated
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -21,7 +21,7 @@ from django.utils.translation import gettext as _
 
 from ..exceptions import FencedLockError, LockNotAcquired
 from ..problems import Problem
-from .release import outside_transactions, translated
+from .base import outside_transactions, translated
 
 #: The form field with the fence and version of the row at the time when the form was opened.
 SEEN = "_fencedlock_seen"

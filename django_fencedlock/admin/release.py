@@ -6,15 +6,18 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from django.contrib import messages
+from django.contrib import admin, messages
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.auth.models import AbstractBaseUser
-from django.core.exceptions import BadRequest
-from django.db import connections, transaction
+from django.core.exceptions import BadRequest, PermissionDenied
+from django.db import connections
+from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
+from django.urls import path
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
+from django.views.decorators.clickjacking import xframe_options_deny
 
 from .. import exceptions
 from ..core.names import validate
@@ -24,6 +27,7 @@ from ..ops.force_release import Outcome, Release, end_session_sql, force_release
 from ..ops.registry import State, entries
 from ..storage.fences import notes
 from ..storage.text import show_blanks
+from .base import ReadOnlyAdmin, outside_transactions, translated
 
 #: Locks in one request.
 MAX_LOCKS = 100
@@ -34,42 +38,50 @@ _OBSTACLES = {
     State.LOST: gettext_lazy("Another holder has acquired it since. It will not be released."),
     State.UNKNOWN: gettext_lazy("Its lock service is unavailable, so it can't be released."),
 }
-_REASONS = {
-    exceptions.LockNotAcquired: gettext_lazy("Another holder has the lock."),
-    exceptions.BackendUnavailable: gettext_lazy("The lock service is unavailable."),
-    exceptions.ReleaseBlocked: gettext_lazy("An open transaction keeps the fence locked."),
-    exceptions.InsideTransaction: gettext_lazy("The request's transaction prevents it."),
-    exceptions.LeaseLost: gettext_lazy("The lock was lost."),
-    exceptions.LockRequired: gettext_lazy("This change needs the lock of another row as well."),
-    exceptions.StaleFence: gettext_lazy(
-        "Another holder has acquired the lock, or changed the row."
-    ),
-    exceptions.VersionConflict: gettext_lazy("The row was changed by someone else."),
-    exceptions.WrongDatabase: gettext_lazy("The row isn't in the database that has its fence."),
-    exceptions.OutcomeUnknown: gettext_lazy("It is unknown whether it was saved. Check it."),
-    exceptions.SettingsError: gettext_lazy("The lock settings are invalid."),
-}
 
 
-def translated(error: exceptions.FencedLockError) -> str:
-    """Return the user's translation of an error, followed by the error's own English text."""
-    for kind in type(error).__mro__:
-        if kind in _REASONS:
-            facts = {"reason": _REASONS[kind], "details": error}
-            return _("%(reason)s Details: %(details)s") % facts
-    return str(error)
+class ReleasingAdmin(ReadOnlyAdmin):
+    """Adds the action, the page and the permission to the admin of held locks."""
+
+    actions = ("release_by_force",)
+
+    def get_urls(self) -> list[Any]:
+        # Within a frame of another site, a user could click it without seeing it.
+        view = outside_transactions(
+            xframe_options_deny(self.admin_site.admin_view(self.release_view))
+        )
+        name = f"{self.opts.app_label}_{self.opts.model_name}_release"
+        return [path("release/", view, name=name), *super().get_urls()]
+
+    def has_release_permission(self, request: HttpRequest) -> bool:
+        permission = f"{self.opts.app_label}.release_heldlock"
+        return self.has_view_permission(request) and request.user.has_perm(permission)
+
+    @admin.action(
+        permissions=["release"], description=gettext_lazy("Release selected locks by force")
+    )
+    def release_by_force(
+        self, request: HttpRequest, queryset: QuerySet[HeldLock]
+    ) -> HttpResponse | None:
+        if queryset.count() > MAX_LOCKS:
+            text = _("At most %d locks can be released at once. Nothing was released.")
+            messages.error(request, text % MAX_LOCKS)
+            return None
+        return _confirmation(request, self, list(queryset.values_list("pk", flat=True)))
+
+    def release_view(self, request: HttpRequest) -> HttpResponse:
+        """Show the confirmation page (GET), or release the confirmed locks (POST)."""
+        if not self.has_release_permission(request):
+            raise PermissionDenied
+        if request.method == "POST":
+            return self.answer(_release, request, self)
+        return self.answer(_confirmation, request, self, [request.GET.get("name", "")])
 
 
-def outside_transactions(view: Any) -> Any:
-    """
-    Exclude a view from ATOMIC_REQUESTS in every database.
-
-    In the request's transaction, SQLite would block the fence's own, a lock would last until
-    the request's end, and a later error would undo a release that was already reported.
-    """
-    for using in connections:
-        view = transaction.non_atomic_requests(using)(view)
-    return view
+def _viewable(request: HttpRequest, page: ReleasingAdmin, names: Sequence[str]) -> list[HeldLock]:
+    """Return the rows that the list shows to the user."""
+    rows = page.get_queryset(request).filter(pk__in=names).order_by("name")
+    return [row for row in rows if page.has_view_permission(request, row)]
 
 
 def _read(text: str) -> list[str]:
@@ -106,12 +118,9 @@ def _questions(rows: Sequence[HeldLock]) -> Iterator[dict[str, Any]]:
         }
 
 
-def confirmation(
-    request: HttpRequest, page: Any, names: Sequence[str] | None = None
-) -> HttpResponse:
-    """Ask whether to release these locks, or the one that the address names."""
-    names = [request.GET.get("name", "")] if names is None else names
-    locks = list(_questions(page.viewable(request, pk__in=names)))
+def _confirmation(request: HttpRequest, page: ReleasingAdmin, names: Sequence[str]) -> HttpResponse:
+    """Ask whether to release these locks."""
+    locks = list(_questions(_viewable(request, page, names)))
     list_url = page.url(request, "changelist")
     if not locks:
         text = _("The lock was released, or another holder has acquired it.")
@@ -132,13 +141,13 @@ def confirmation(
     return TemplateResponse(request, template, context)
 
 
-def release(request: HttpRequest, page: Any) -> HttpResponse:
+def _release(request: HttpRequest, page: ReleasingAdmin) -> HttpResponse:
     """Release the locks of a confirmed form, and report what became of each."""
     seen = [_read(text) for text in request.POST.getlist("lock")[:MAX_LOCKS]]
     if request.POST.get("step") != "release":
         raise BadRequest("Unknown step in the form.")
     # A form can name any lock, also one that the user may not view.
-    rows = page.viewable(request, pk__in=[name for name, _alias, _owner in seen])
+    rows = _viewable(request, page, [name for name, _alias, _owner in seen])
     viewable = {(row.name, row.alias) for row in rows}
     by = f"{cast(AbstractBaseUser, request.user).get_username()} (admin)"
     until = clock() + TIME_LIMIT
