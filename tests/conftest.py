@@ -42,14 +42,16 @@ _app_numbers = itertools.count(1)
 # Tests mostly wait, so one core serves three processes. The least helps a single core; the most
 # limits the memory, of which a process with its servers and workers takes up to 1 GB.
 _PROCESSES = min(max(3 * (os.cpu_count() or 1), 4), 12)
-#: Whatever is in these directories is slow,
+# Tests that are not slow keep a core busy, and each process imports Django and migrates first.
+_PROCESSES_IF_NOT_SLOW = min((os.cpu_count() or 1) + 1, 12)
+#: All tests in these directories are slow,
 _SLOW_DIRECTORIES = ("tests/acceptance/", "tests/faults/")
 #: and so is a test that starts one of these for itself,
 _SLOW_FIXTURES = {
     *("make_postgres", "make_mariadb", "make_pgbouncer", "make_rabbitmq", "make_clock"),
-    *("mariadb", "pgbouncer", "rabbitmq", "browser"),
+    *("mariadb", "pgbouncer", "rabbitmq", "browser", "process", "child_environment"),
 }
-#: or that repeats on another server what is known of PostgreSQL, SQLite and Redis.
+#: or that repeats on another server what PostgreSQL, SQLite and Redis show.
 _SLOW_PARAMETERS = {"mariadb", "valkey"}
 
 
@@ -58,12 +60,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     files = [Path(each.partition("::")[0]) for each in config.args]
     if config.option.capture == "no" or (len(files) == 1 and files[0].is_file()):
         return 0
-    return min(_PROCESSES, len(files)) if all(map(Path.is_file, files)) else _PROCESSES
+    most = _PROCESSES_IF_NOT_SLOW if config.option.markexpr == "not slow" else _PROCESSES
+    return min(most, len(files)) if all(map(Path.is_file, files)) else most
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
+        _leave_mariadb_alone(item)
         if _is_slow(item):
             item.add_marker("slow")
     yield
@@ -347,13 +351,29 @@ def aliases(item: pytest.Item) -> set[str]:
     return set(connections.settings) if databases == "__all__" else set(databases or ())
 
 
+def _parameters(item: pytest.Item) -> set[str]:
+    """Return the texts that a test is parametrised with."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return {each for each in values if isinstance(each, str)}
+
+
+def _leave_mariadb_alone(item: pytest.Item) -> None:
+    """Take MariaDB from a test's databases if its parameter is another one: it starts slowly."""
+    marker = item.get_closest_marker("django_db")
+    named = _parameters(item) & {"default", "postgres", "mariadb"}
+    if marker and named and "mariadb" not in named and "mariadb" in aliases(item):
+        databases = sorted(aliases(item) - {"mariadb"})
+        narrow = pytest.mark.django_db(**{**marker.kwargs, "databases": databases})
+        item.add_marker(narrow, append=False)
+
+
 def _is_slow(item: pytest.Item) -> bool:
     """Tell whether a test takes long, besides those that are marked themselves."""
-    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return bool(
         item.nodeid.startswith(_SLOW_DIRECTORIES)
         or _SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ()))
-        or any(isinstance(each, str) and each in _SLOW_PARAMETERS for each in parameters)
+        or _SLOW_PARAMETERS & _parameters(item)
+        or "mariadb" in aliases(item)
     )
 
 

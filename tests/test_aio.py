@@ -36,6 +36,7 @@ async def end(tasks):
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_a_thousand_coroutines_get_one_lock_in_order_of_arrival():
     served, enough = [], asyncio.Event()
@@ -58,6 +59,7 @@ def test_a_thousand_coroutines_get_one_lock_in_order_of_arrival():
     within_patience(main)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_a_hundred_coroutines_nest_two_locks():
     inside = []
@@ -76,6 +78,7 @@ def test_a_hundred_coroutines_nest_two_locks():
     within_patience(main)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_a_free_lock_is_granted_while_more_wait_than_may_in_threads():
     async def main():
@@ -125,6 +128,7 @@ def test_the_holder_acquires_again_although_others_wait():
     within_patience(main)
 
 
+@pytest.mark.slow
 def test_a_frozen_lock_service_holds_up_no_other(settings, make_redis, make_proxy):
     server = make_redis()
     proxy = make_proxy(server.host, server.port)

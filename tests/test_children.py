@@ -75,6 +75,7 @@ def look_until(watch, condition):
 
 
 class TestChildWatch:
+    @pytest.mark.slow
     def test_a_child_that_is_killed(self, watch, ended):
         with child_of(watch) as child:
             watch.look(timeout=1)
@@ -82,6 +83,7 @@ class TestChildWatch:
             look_until(watch, lambda: ended)
         assert ended == [child.identity]
 
+    @pytest.mark.slow
     def test_a_child_that_lives(self, watch, ended):
         with child_of(watch), child_of(watch) as killed:
             killed.kill()
@@ -90,6 +92,7 @@ class TestChildWatch:
                 watch.look(timeout=0.02)
             assert ended == [killed.identity]
 
+    @pytest.mark.slow
     def test_a_child_that_had_ended_before_anybody_looked(self, watch, ended):
         with child_of(watch) as child:
             child.kill()
@@ -97,6 +100,7 @@ class TestChildWatch:
             look_until(watch, lambda: ended)
         assert ended == [child.identity]
 
+    @pytest.mark.slow
     def test_a_child_that_ends_by_itself(self, watch, ended):
         with child_of(watch) as child:
             watch.look(timeout=1)
@@ -116,6 +120,7 @@ class TestChildWatch:
             watch.look(timeout=1)
         assert [child.pid - 2**22 for child in ended] == list(range(50))
 
+    @pytest.mark.slow
     def test_an_error_ends_no_watch(self, watch, ended, monkeypatch, caplog):
         monkeypatch.setattr(children, "AFTER_ERROR", 0.01)
 
@@ -321,6 +326,7 @@ class TestReleasing:
         children.release_locks_of([this_process()], "default")
         assert not any(each._idle for each in connections._pools.values())
 
+    @pytest.mark.slow
     def test_a_project_without_tables_is_told_nothing(self, settings, make_alias, tmp_path, caplog):
         entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "empty.sqlite3")}
         settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": (alias := make_alias(entry))}}

@@ -133,6 +133,7 @@ class TestServices:
         assert "Connection" in told(reports, Level.ERROR)
         assert "Start the" in told(reports, Level.ERROR)
 
+    @pytest.mark.slow
     def test_a_service_that_does_not_answer_is_given_up_in_time(
         self, settings, redis_server, make_proxy
     ):
@@ -202,6 +203,7 @@ class TestRedis:
         assert "rdb_last_bgsave_status is err" in told(reports, Level.WARNING)
         assert "append-only" in told(reports, Level.OK)
 
+    @pytest.mark.slow
     def test_a_replica_and_its_primary(self, settings, make_redis):
         primary = make_redis()
         replica = make_redis(replica_of=primary)
@@ -211,6 +213,7 @@ class TestRedis:
         assert "is a replica" in told(reports, Level.WARNING)
         assert worst(reports) is Level.ERROR
 
+    @pytest.mark.slow
     def test_a_cluster_by_one_of_its_nodes(self, settings, make_redis, monkeypatch):
         monkeypatch.setattr(doctor, "SLOW", 5.0)
         server = make_redis("--cluster-enabled", "yes")

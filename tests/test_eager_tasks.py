@@ -269,6 +269,7 @@ def test_a_service_that_is_down(task, settings):
         task().delay(42).get()
 
 
+@pytest.mark.slow
 def test_the_aids_import_no_celery_unless_asked():
     script = """
         import sys

@@ -118,6 +118,7 @@ class TestLosses:
         writing.flush()
         assert events_in() == [("granted", "x", 1), ("lost", "x", 1)]
 
+    @pytest.mark.slow
     def test_a_dead_holder(self, writing):
         with contextlib.closing(AnotherProcess(Surroundings.here())) as holder:
             holder.call(acts.hold, "default", "x")

@@ -601,11 +601,12 @@ def test_a_database_that_hangs_keeps_no_lease_from_being_collected(
     keeper, service, clock, lease, monkeypatch
 ):
     """One to which nothing else refers is to be released."""
-    monkeypatch.setattr(runtime.Worker, "put", lambda self, job: None)
     kept = lease()
     keeper.keep(kept)
     clock.now += 10
-    keeper.tick()
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime.Worker, "put", lambda self, job: None)
+        keeper.tick()
     reference = weakref.ref(kept)
     del kept
     lease.forget()
@@ -715,6 +716,7 @@ class TestWorkers:
         worker.put(busy)
         worker.finish(0.01)
 
+    @pytest.mark.slow
     def test_a_child_has_its_own_and_the_end_of_a_process_waits_for_reports(self):
         script = """
             import os

@@ -116,6 +116,7 @@ def test_importing_the_package_loads_no_driver() -> None:
     assert _loaded("import django_fencedlock") == []
 
 
+@pytest.mark.slow
 def test_a_lock_on_sqlite_loads_no_driver(tmp_path: Path) -> None:
     script = f"""
         import django

@@ -67,6 +67,7 @@ for page in ("heldlock/", "heldlock/x/change/", "fence/", "lockevent/"):
     assert "Run: manage.py migrate django_fencedlock" in answer.content.decode(), page
 """
 MIGRATE = "manage.py migrate django_fencedlock"
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("code", [LOCKS, TASK, MODEL])

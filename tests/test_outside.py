@@ -55,6 +55,7 @@ class TestFile:
         with pytest.raises(FileNotFoundError, match=r"report\.json"):
             page.newest(path)
 
+    @pytest.mark.slow
     def test_readers_find_a_whole_file_while_it_is_written(self, page, path):
         page.publish(path, b"0" * 1000, 0)
         writer = threading.Thread(

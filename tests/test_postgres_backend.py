@@ -702,6 +702,7 @@ class TestLosses:
         assert peer.acquire(request_for(name)) is None
         assert backend.verify(lease)
 
+    @pytest.mark.slow
     def test_a_pool_is_not_used(self, postgres: Postgres, database: str, name: str) -> None:
         code = f"""
             lease = take(backend, {name!r})
@@ -930,6 +931,7 @@ class TestChecks:
         found = [each.id for each in PostgresBackend.problems(config)]
         assert found == ([problem] if problem else [])
 
+    @pytest.mark.slow
     def test_without_psycopg_3_the_extra_is_named(self) -> None:
         code = (
             "import sys; sys.modules['psycopg'] = None\n"

@@ -231,6 +231,7 @@ def test_the_app_installs_them_in_the_default_registry(settings):
     assert b"fencedlock" not in generate_latest(REGISTRY)
 
 
+@pytest.mark.slow
 def test_a_missing_client_is_said_with_the_remedy():
     script = """
 import sys

@@ -84,6 +84,7 @@ def test_cacheops(settings, install, given, is_cached):
     assert [message.hint for message in found()] == hints
 
 
+@pytest.mark.slow
 def test_the_doctor_is_told_too(install):
     install("cachalot")
     (problem,) = [each for each in problems() if each.id == "W004"]

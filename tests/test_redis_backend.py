@@ -1525,6 +1525,7 @@ def test_unknown_options_and_bad_durations_are_named():
     assert "Did you mean 'CACHE'?" in text
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_missing_is_named_with_its_extra():
     text = """
         import sys

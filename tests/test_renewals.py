@@ -18,7 +18,7 @@ from django_fencedlock.storage import connections
 from django_fencedlock.test.processes import another_thread
 from tests.servers.process import wait_until
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
 
 #: A request to a database that hangs may take twice the time-out, which is longer than the ttl.
 TTL, TIMEOUT = 2.0, 5

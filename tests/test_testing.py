@@ -522,6 +522,7 @@ def run_tests(directory, tests, database, **fencedlock):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [":memory:", "db.sqlite3"])
 def test_a_test_case_on_an_in_memory_sqlite(tmp_path, name):
     done = run_tests(tmp_path, TESTS, {"ENGINE": "django.db.backends.sqlite3", "NAME": name})
@@ -529,6 +530,7 @@ def test_a_test_case_on_an_in_memory_sqlite(tmp_path, name):
     assert "Ran 4 tests" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["database.DatabaseBackend", "postgres.PostgresBackend"])
 def test_a_test_database_can_be_destroyed_afterwards(tmp_path, postgres, backend):
     test_name = f"test_theirs_{os.getpid()}"
