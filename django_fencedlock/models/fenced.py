@@ -109,11 +109,14 @@ class FencedModel(GuardedModel):
     def _fence_guard(
         self, table: Any, using: str, doing: Doing, is_first: bool = False
     ) -> Guard | None:
+        given = _lease_given_to(self)
         fencing: FencingOf = self.fencing
         compares = is_first and not fencing.finds_rows
         if table is not fencing.table and not compares:
             return None
-        write = self._write(fencing, using, doing, _lease_given_to(self))
+        write = Write(fencing, using, None, {}, doing)
+        if fencing.may_need_lease(given):
+            write = self._write(fencing, using, doing, given)
         if compares and write.grant is not None:
             row = self._row(fencing.table, using).first()
             if row is not None and row.fencing.name_to_write() != write.name:
@@ -121,10 +124,9 @@ class FencedModel(GuardedModel):
         return FenceGuard(self, write) if table is fencing.table else None
 
     def _guard_dependent(self, using: str, origin: Any) -> None:
-        fencing: FencingOf = self.fencing
-        if self._meta.concrete_model is not fencing.table:
+        fencing, given = self.fencing, _lease_given_to(origin)
+        if self._meta.concrete_model is not fencing.table or not fencing.may_need_lease(given):
             return  # The row of the fence's own table is collected as well.
-        given = _lease_given_to(origin)
         if given is not None and given.name != fencing.name():
             given = None
         guard = FenceGuard(self, self._write(fencing, using, Doing.DELETING, given))
@@ -132,8 +134,6 @@ class FencedModel(GuardedModel):
             self._claim_row(fencing.table, using, [guard])
 
     def _write(self, fencing: FencingOf, using: str, doing: Doing, given: Lease | None) -> Write:
-        if not fencing.may_need_lease(given):
-            return Write(fencing, using, None, {}, doing)
         name = fencing.name_to_write()
         if doing is Doing.ADDING:
             return write_for_new_row(fencing, name, using, given, doing)

@@ -150,7 +150,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
     def delete(self) -> tuple[int, dict[str, int]]:
         if self._is_covered():
             watch(self.model)
-            if not is_fast_delete(self, self._database()):
+            if not is_fast_delete(self):
                 # Each row is guarded as it is collected. A row without a lease raises here,
                 # before anything is written.
                 self._writes("Deleting")

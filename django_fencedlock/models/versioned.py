@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import F
+from django.db.models import F, Q
 
 from ..exceptions import VersionConflict
 from .base import Doing, Guard
@@ -55,10 +54,8 @@ class VersionGuard(Guard):
             raise self._conflict("its version wasn't loaded with it, so it can't be compared")
         self.updated = (self.loaded or 0) + 1
 
-    def condition(self, connection: BaseDatabaseWrapper) -> tuple[str, list[Any]]:
-        field: Any = self.instance._meta.get_field("version")
-        quote = connection.ops.quote_name
-        return f"{quote(field.model._meta.db_table)}.{quote(field.column)} = %s", [self.loaded]
+    def condition(self) -> Q:
+        return Q(version=self.loaded)
 
     def failed(self) -> Exception:
         return self._conflict("its version was rejected")

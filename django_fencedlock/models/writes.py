@@ -15,10 +15,10 @@ from ..core.identity import Holder
 from ..exceptions import LockRequired, StaleFence, StaleObject, VersionConflict, WrongDatabase
 from ..lease import Lease, current_lease, held_names
 from ..storage.fenced_atomic import grant_of, is_pinned
-from ..storage.fences import Pin, WriteGrant, overtaken, pin_sql
+from ..storage.fences import Pin, WriteGrant, overtaken
 from .base import Doing, Guard, SaveHooks
 from .fencing import FencingOf
-from .fields import REJECTED, exactly, same_text
+from .fields import REJECTED, same_text
 
 logger = logging.getLogger(__name__)
 
@@ -68,40 +68,30 @@ class Write(NamedTuple):
         """Return the error of a rejection; it is logged, and its signal sent, here and once."""
         grant, model = self.grant, self.fencing.model
         assert grant is not None
-        label = model._meta.label
-        facts = {"name": grant.name, "alias": grant.alias, "token": grant.token}
-        logger.error(
-            "Rejected a stale write: model=%s pk=%r lock=%r row_token=%s writer_token=%s holder=%s",
-            label,
-            pk,
-            grant.name,
-            row_fence,
-            grant.token,
-            holder or "unknown",
-            extra=logs.facts(
-                **facts,
-                owner=grant.owner,
-                holder=holder and str(holder),
-                model=label,
-                pk=pk,
-                row_token=row_fence,
-            ),
-        )
-        signals.send(
-            signals.stale_write_rejected,
-            model,
+        label, token = model._meta.label, grant.token
+        facts = {"name": grant.name, "alias": grant.alias, "token": token}
+        own = logs.facts(
+            owner=grant.owner,
+            holder=holder and str(holder),
+            model=label,
             pk=pk,
             row_token=row_fence,
-            holder=holder,
             **facts,
+        )
+        logger.error(
+            "Rejected a stale write: model=%s pk=%r lock=%r row_token=%s writer_token=%s holder=%s",
+            *(label, pk, grant.name, row_fence, token, holder or "unknown"),
+            extra=own,
+        )
+        signals.send(
+            signals.stale_write_rejected, model, pk=pk, row_token=row_fence, holder=holder, **facts
         )
         row = label if pk is None else f"{label} pk={pk!r}"
         return kind(
-            f"{self.doing} {row} under token {grant.token} of lock {grant.name!r} was rejected: "
-            f"{why}.",
+            f"{self.doing} {row} under token {token} of lock {grant.name!r} was rejected: {why}.",
             name=grant.name,
             owner=grant.owner,
-            token=grant.token,
+            token=token,
             holder=holder,
         )
 
@@ -169,16 +159,7 @@ def version_conflict(
 def find_lease(
     fencing: FencingOf, name: str | None, given: Lease | None, doing: str
 ) -> Lease | None:
-    """
-    Find the lease of a write.
-
-    Returns:
-        The lease, or None for a write without a lock that is allowed.
-
-    Raises:
-        LockRequired: There is none, and writes without a lock are rejected; or the given one is of
-            another lock, or released.
-    """
+    """Find the lease of a write; None for a write without a lock that is allowed."""
     if given is not None:
         if given.name != name:
             raise lock_required(fencing, doing, f"the given lease is of {given.name!r}", name)
@@ -188,11 +169,10 @@ def find_lease(
     if lease is not None and lease.fenced:
         return lease
     if fencing.spec.without_lock == "reject":
+        held = ", ".join(map(repr, held_names()))
+        why = f"held here: {held}" if held else "none is held here"
         if lease is not None:
             why = "the lease held here was acquired with fenced=False"
-        else:
-            held = ", ".join(map(repr, held_names()))
-            why = f"held here: {held}" if held else "none is held here"
         raise lock_required(fencing, doing, why, name)
     if fencing.spec.without_lock == "warn":
         label = fencing.model._meta.label
@@ -224,13 +204,7 @@ def write_for(
     given: Lease | None,
     doing: str,
 ) -> Write:
-    """
-    Find the lease for the rows of lock `name`.
-
-    Raises:
-        LockRequired: There is none, and writes without a lock are rejected.
-        WrongDatabase: The fences are in another database than the rows.
-    """
+    """Find the lease for the rows of lock `name`, which are in database `using`."""
     lease = find_lease(fencing, name, given, doing)
     if lease is not None and fencing.spec.serialised and lease.database != using:
         raise WrongDatabase(
@@ -268,12 +242,9 @@ def accepted_fences(write: Write, row: Any) -> tuple[int, ...] | None:
     """
     Find the fences that an object's row may have for the object to be written.
 
-    The fence that it was read with; and the lease's own token if it was read under this lease, so
-    that no other holder can have written in between. None stands for any up to the token: an
-    object that was never loaded overwrites what is there.
-
-    Raises:
-        StaleObject: It was loaded without its fence.
+    The fence that it was read with, and the lease's own token if it was read under this lease: then
+    no other holder can have written in between. None stands for any up to the token: an object
+    that was never loaded overwrites what is there.
     """
     if row._state.adding:
         return None
@@ -317,28 +288,9 @@ class FenceGuard(Guard):
     def inserted(self) -> Any:
         return inserted_fence(self.write)
 
-    def condition(self, connection: BaseDatabaseWrapper) -> tuple[str, list[Any]]:
-        write, fencing, quote = self.write, self.write.fencing, connection.ops.quote_name
-        table = quote(fencing.table._meta.db_table)
-        fence = f"{table}.{quote(fencing.fence_column)}"
-        if self.fences is None:
-            parts, given = [f"{fence} <= %s"], [write.token]
-        else:
-            given = [*self.fences]
-            parts = [f"{fence} IN ({', '.join(['%s'] * len(given))})"]
-        for field in fencing.compared:
-            # Another holder may have moved the row to another lock meanwhile.
-            column, value = f"{table}.{quote(str(field.column))}", "%s"
-            if field.attname in fencing.texts:
-                column, value = exactly(connection, column), exactly(connection, value)
-            if field.attname in write.columns:
-                parts.append(f"{column} = {value}")
-                given.append(field.get_db_prep_value(write.columns[field.attname], connection))
-        if (grant := write.pin(connection)) is not None:
-            select, more = pin_sql(connection, grant)
-            parts.append(f"({select})")
-            given += more
-        return " AND ".join(parts), given
+    def condition(self) -> Q:
+        fences = None if self.fences is None else Q(fence__in=self.fences)
+        return _condition(self.write._replace(fences=fences))
 
     def is_met(self, using: str) -> bool:
         """Whether a row that was read in this transaction needs no statement to be checked."""
@@ -366,33 +318,30 @@ class FenceGuard(Guard):
         fence, *values = found
         if values != [*columns.values()]:
             raise write.moved(pk, fence)
-        why = ""
-        kind: type[StaleFence] = StaleFence
         if fence > write.token:
             why = f"the row was written under token {fence} already"
-        elif self.fences is not None and fence not in self.fences:
+            raise write.error(why, pk=pk, row_fence=fence)
+        if self.fences is not None and fence not in self.fences:
             lease = "this lease" if fence == write.token else f"token {fence}"
-            kind = StaleObject
             why = (
                 f"it was read before the lock was acquired, and written under {lease} since; read "
                 "it again under the lock"
             )
-        if why:
-            raise write.error(why, pk=pk, row_fence=fence, kind=kind)
+            raise write.error(why, pk=pk, row_fence=fence, kind=StaleObject)
 
 
 def as_read(
     writes: Iterable[Write], objs: Sequence[Any], names: Sequence[str | None]
 ) -> list[Write]:
     """Limit writes to these objects, and to rows that are as they were read."""
-    by_name: dict[str | None, list[Any]] = {}
+    by_name: dict[str | None, list[Any]] = {None: []}
     for obj, name in zip(objs, names, strict=True):
         by_name.setdefault(name, []).append(obj)
     found = []
     for write in writes:
         if write.grant is not None:
             # Django makes objects without a name, of a key alone, to set an order.
-            own = [*by_name.get(write.name, ()), *by_name.get(None, ())]
+            own = [*by_name.get(write.name, ()), *by_name[None]]
             keys = {str(obj.pk) for obj in own}
             for pk in write.columns.get("pk__in", ()):
                 if str(pk) not in keys:
@@ -405,8 +354,7 @@ def as_read(
 def _fences_of_many(write: Write, rows: Iterable[Any]) -> Q:
     by_fences: dict[tuple[int, ...] | None, list[Any]] = {}
     for row in rows:
-        fences = accepted_fences(write, row)
-        by_fences.setdefault(fences, []).append(row.pk)
+        by_fences.setdefault(accepted_fences(write, row), []).append(row.pk)
     conditions: list[Any] = []
     for fences, pks in by_fences.items():
         condition = Q(fence__lte=write.token) if fences is None else Q(fence__in=fences)
@@ -423,7 +371,7 @@ def token_or_rejected(writes: Iterable[Write]) -> Case:
 
 def claimed_fence(writes: Iterable[Write]) -> Case:
     """Return the fence of a row after `token_or_rejected` was written into it."""
-    return _by_rows(When(_rows(write), then=_new_fence(write)) for write in writes)
+    return _by_rows(When(_rows(write) or _ANY, then=_new_fence(write)) for write in writes)
 
 
 def inserted_fence(write: Write) -> Any:
@@ -438,9 +386,11 @@ def _by_rows(branches: Iterable[When]) -> Case:
     return Case(*branches, default=Value(REJECTED), output_field=models.BigIntegerField())
 
 
+#: For a CASE, which takes no empty condition.
+_ANY = Q(fence__gte=0)
+
+
 def _rows(write: Write) -> Q:
-    if not write.columns:
-        return Q(fence__gte=0)
     fencing = write.fencing
     found = Q(**{key: value for key, value in write.columns.items() if key not in fencing.texts})
     for field in fencing.compared:
@@ -456,7 +406,7 @@ def _condition(write: Write) -> Q:
     for each in (write, write.moving_to):
         if each is not None and (grant := each.pin(connections[each.using])) is not None:
             condition &= Q(Pin(grant))
-    return condition
+    return condition or _ANY
 
 
 def _new_fence(write: Write) -> Any:
