@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
@@ -79,15 +79,15 @@ def seconds(value: object, what: str, *, zero: bool = False, endless: bool = Fal
 def without_lock() -> str:
     """Return what happens to a write to a fenced model without a lease."""
     # An unknown value would let such a write pass.
-    return cast(str, _valid("FENCEDLOCK_WITHOUT_LOCK"))
+    return str(_valid("FENCEDLOCK_WITHOUT_LOCK"))
 
 
 @cache
 def history() -> int:
     """Return how many events of each kind the history keeps per lock; 0 switches it off."""
+    value, problem = _simple("FENCEDLOCK_HISTORY")
     # A wrong value must not fail a lock; a check reports it.
-    name = "FENCEDLOCK_HISTORY"
-    return 0 if any(_simple_problems(name)) else cast(int, _value(name))
+    return 0 if problem else int(value)
 
 
 @cache
@@ -114,14 +114,14 @@ def _default_signal() -> int:
 
 
 #: The settings beside FENCEDLOCK: default, whether a value is valid, and the problem of others.
-_SIMPLE: dict[str, tuple[Callable[[], Any], Callable[[Any], bool], Problem]] = {
+_SIMPLE: dict[str, tuple[Any, Callable[[Any], bool], Problem]] = {
     "FENCEDLOCK_WITHOUT_LOCK": (
-        lambda: "reject",
+        "reject",
         lambda value: value in WITHOUT_LOCK,
         Problem("E012", "", f"Set it to one of {', '.join(map(repr, WITHOUT_LOCK))}."),
     ),
     "FENCEDLOCK_ABORT_SIGNAL": (
-        _default_signal,
+        _default_signal(),
         lambda value: value in _own_signals(),
         Problem(
             "E015",
@@ -131,7 +131,7 @@ _SIMPLE: dict[str, tuple[Callable[[], Any], Callable[[Any], bool], Problem]] = {
         ),
     ),
     "FENCEDLOCK_HISTORY": (
-        lambda: HISTORY,
+        HISTORY,
         _is_count,
         Problem("E016", "", f"Set it to an int from 0, which switches it off, to {MOST_HISTORY}."),
     ),
@@ -139,21 +139,18 @@ _SIMPLE: dict[str, tuple[Callable[[], Any], Callable[[Any], bool], Problem]] = {
 SETTINGS = ("FENCEDLOCK", *_SIMPLE)
 
 
-def _value(name: str) -> Any:
-    return getattr(settings, name, _SIMPLE[name][0]())
+def _simple(name: str) -> tuple[Any, Problem | None]:
+    """Return the value of a setting, and its problem if it is invalid."""
+    default, is_valid, problem = _SIMPLE[name]
+    value = getattr(settings, name, default)
+    return value, None if is_valid(value) else replace(problem, message=f"{name} is {value!r}.")
 
 
 def _valid(name: str) -> Any:
-    for problem in _simple_problems(name):
+    value, problem = _simple(name)
+    if problem:
         raise SettingsError(str(problem))
-    return _value(name)
-
-
-def _simple_problems(*names: str) -> Iterator[Problem]:
-    for name in names or _SIMPLE:
-        _, is_valid, problem = _SIMPLE[name]
-        if not is_valid(_value(name)):
-            yield replace(problem, message=f"{name} is {_value(name)!r}.")
+    return value
 
 
 def aliases() -> list[str]:
@@ -193,7 +190,7 @@ def problems() -> Iterator[Problem]:
     for name in dir(settings):
         if name.startswith("FENCEDLOCK") and name not in SETTINGS:
             yield Problem("W003", f"Nothing reads the setting {name}.", unknown(name, SETTINGS))
-    yield from _simple_problems()
+    yield from filter(None, (_simple(name)[1] for name in _SIMPLE))
 
 
 def shape_problems() -> Iterator[Problem]:
@@ -232,12 +229,12 @@ def shape_problems() -> Iterator[Problem]:
 
 def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the problems of one alias."""
-    broken = [*_key_problems(alias, given), *_value_problems(alias, given)]
+    broken = list(_value_problems(alias, given))
     yield from broken
     if broken:
         return
     try:
-        backend = backend_class(_whole(given)["BACKEND"])
+        backend = backend_class({**DEFAULTS, **given}["BACKEND"])
     except ImproperlyConfigured as exc:
         yield Problem("E005", f"{_where(alias, 'BACKEND')}: {exc}")
     except (ImportError, TypeError) as exc:
@@ -292,16 +289,13 @@ def unknown(key: str, known: Any) -> str:
     return f"{guess}Known keys: {', '.join(sorted(known)) or 'none'}."
 
 
-def _key_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
+def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
     for key in given:
         if key not in DEFAULTS:
             yield Problem(
                 "E002", f"{_where(alias)} has an unknown key {key!r}.", unknown(str(key), DEFAULTS)
             )
-
-
-def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
-    whole = _whole(given)
+    whole = {**DEFAULTS, **given}
     for key, options in (("TTL", {}), ("BLOCKING_TIMEOUT", {"zero": True})):
         try:
             seconds(whole[key], _where(alias, key), **options)
@@ -314,11 +308,7 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "E008", f"{_where(alias, 'OPTIONS')} is {shown(whole['OPTIONS'])}.", "Make it a dict."
         )
-    yield from _database_problems(alias, whole["FENCE_DATABASE"])
-
-
-def _database_problems(alias: str, database: str) -> Iterator[Problem]:
-    where = _where(alias, "FENCE_DATABASE")
+    where, database = _where(alias, "FENCE_DATABASE"), whole["FENCE_DATABASE"]
     if database not in settings.DATABASES:
         yield Problem(
             "E006",
@@ -334,7 +324,7 @@ def _database_problems(alias: str, database: str) -> Iterator[Problem]:
 
 
 def _read(alias: str, given: Mapping[str, Any]) -> AliasConfig:
-    whole = _whole(given)
+    whole = {**DEFAULTS, **given}
     return AliasConfig(
         alias=alias,
         backend=whole["BACKEND"],
@@ -351,21 +341,14 @@ def _settings() -> Mapping[str, Mapping[str, Any]]:
     return getattr(settings, "FENCEDLOCK", None) or {DEFAULT_ALIAS: {}}
 
 
-def _whole(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**DEFAULTS, **given}
-
-
 def _where(alias: str, key: str = "") -> str:
     return f"FENCEDLOCK[{alias!r}]" + (f"[{key!r}]" if key else "")
 
 
 def _forget(*, setting: str, **kwargs: Any) -> None:
-    if setting in ("FENCEDLOCK", "DATABASES", "CACHES"):
-        config.cache_clear()
-    elif setting == "FENCEDLOCK_ABORT_SIGNAL":
-        abort_signal.cache_clear()
-    elif setting == "FENCEDLOCK_HISTORY":
-        history.cache_clear()
+    if setting in (*SETTINGS, "DATABASES", "CACHES"):
+        for each in (config, history, abort_signal):
+            each.cache_clear()
 
 
 setting_changed.connect(_forget, dispatch_uid="django_fencedlock.conf")

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from django.db import OperationalError, close_old_connections, connections
+from django.db import OperationalError, close_old_connections, connections, transaction
 
 from django_fencedlock import lock
 from django_fencedlock.core.runtime import Watchdog, clock, watchdog
@@ -166,6 +166,48 @@ def test_a_wait_for_sqlites_file_ends_as_sqlite_says():
         writer.close()
     # Another holder has the lock then; it is no service that fails to answer.
     assert not isinstance(caught.value, NoAnswer)
+
+
+class TestBusyTimeout:
+    """How long a private connection waits for SQLite's file."""
+
+    def waits(self, **options):
+        def ask(connection):
+            with connection.cursor() as cursor:
+                cursor.execute("PRAGMA busy_timeout")
+                return cursor.fetchone()[0]
+
+        return ConnectionPool("default", timeout=2).run(ask, **options)
+
+    def test_as_long_as_the_pool_allows_or_as_given(self):
+        assert self.waits() == 2000
+        assert self.waits(busy_timeout=0.1) == 100
+
+    def test_not_long_if_the_caller_may_have_it_locked(self):
+        with transaction.atomic():
+            assert self.waits() == sessions.SQLITE_BUSY_TIMEOUT * 1000
+            assert self.waits(busy_timeout=0.1) == 100
+
+
+class TestATestsTransaction:
+    @pytest.mark.django_db(databases=["default", "postgres"])
+    @pytest.mark.parametrize("alias", ["default", "postgres"])
+    def test_work_gets_the_tests_own_connection(self, alias):
+        pool = ConnectionPool(alias, timeout=2)
+        assert pool.run(lambda connection: connection) is connections[alias]
+        assert pool.run_orm(lambda: connections[alias]) is connections[alias]
+        assert not pool._idle
+        assert not sessions.in_transaction(alias)
+        with transaction.atomic(alias):
+            assert not sessions.in_transaction(alias)
+            assert sessions.has_own_block(connections[alias])
+
+    def test_without_one_work_gets_another_connection(self):
+        pool = ConnectionPool("default", timeout=2)
+        with transaction.atomic():
+            assert sessions.in_transaction("default")
+            assert pool.run(lambda connection: connection) is not connections["default"]
+        pool.close()
 
 
 def test_a_burst_of_threads_uses_a_bounded_number_of_connections(pool):
