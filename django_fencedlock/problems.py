@@ -19,6 +19,11 @@ class Level(IntEnum):
     ERROR = 3
 
     @property
+    def label(self) -> str:
+        """The name in reports."""
+        return self.name.lower()
+
+    @property
     def exit_code(self) -> int:
         """The exit code of a command with this as its worst problem."""
         return max(0, self - Level.NOTE)

@@ -96,7 +96,7 @@ def test_the_two_owners_share_no_session(settings, postgres, backend):
     settings.FENCEDLOCK = {"default": {"BACKEND": backend, "FENCE_DATABASE": "postgres"}}
     tried = doctor.Trial(conf.config("default"), time.monotonic() + 60)
     try:
-        lease, _ = tried._acquire_first()
+        lease = tried._acquire_first()
         with postgres.statements() as statements:
             assert tried._second.acquire(tried._request()) is None
         assert any("django_fencedlock_fence" in each for each in statements)
@@ -335,7 +335,7 @@ class TestDatabases:
     def test_all_tables_are_in_the_look_at_privileges(self):
         """So that a newer one isn't forgotten."""
         tables = {model._meta.db_table for model in apps.get_app_config(doctor.APP).get_models()}
-        assert set(doctor._NEEDED) | set(doctor._OPTIONAL) == tables
+        assert {model._meta.db_table for model, *_ in doctor.PRIVILEGES} == tables
 
     def test_fenced_tables_beside_the_fences(
         self, settings, make_postgres, make_alias, monkeypatch

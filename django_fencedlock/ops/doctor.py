@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.migrations.loader import MigrationLoader
+from django.db.models import Model
 
 from .. import checks, conf
 from ..backends.base import Backend, Grant, Renewal, Request
@@ -50,19 +51,17 @@ UNREACHABLE = "E013"
 
 APP = "django_fencedlock"
 _ALL = ("SELECT", "INSERT", "UPDATE", "DELETE")
-#: Privileges without which locks fail. The cause of a lost lease is read from ForcedRelease.
-_NEEDED = {
-    Fence._meta.db_table: ("SELECT", "INSERT", "UPDATE"),
-    HeldLock._meta.db_table: _ALL,
-    ForcedRelease._meta.db_table: ("SELECT",),
-}
-#: Privileges without which locks work, and what fails.
-_OPTIONAL = {
-    ForcedRelease._meta.db_table: (("INSERT", "DELETE"), "it can't release a lock by force"),
-    LockEvent._meta.db_table: (("SELECT", "INSERT", "DELETE"), "it records no lock events"),
-    MessageRecord._meta.db_table: (_ALL, "its workers may run a redelivered message again"),
-    PendingRun._meta.db_table: (_ALL, 'its tasks with on_conflict="coalesce" fail'),
-}
+#: The required privileges, and what fails without them; empty if locks fail.
+PRIVILEGES: tuple[tuple[type[Model], tuple[str, ...], str], ...] = (
+    (Fence, ("SELECT", "INSERT", "UPDATE"), ""),
+    (HeldLock, _ALL, ""),
+    # The cause of a lost lease is read from it.
+    (ForcedRelease, ("SELECT",), ""),
+    (ForcedRelease, ("INSERT", "DELETE"), "it can't release a lock by force"),
+    (LockEvent, ("SELECT", "INSERT", "DELETE"), "it records no lock events"),
+    (MessageRecord, _ALL, "its workers may run a redelivered message again"),
+    (PendingRun, _ALL, 'its tasks with on_conflict="coalesce" fail'),
+)
 
 
 @dataclass
@@ -166,12 +165,10 @@ def _clock(connection: BaseDatabaseWrapper) -> Problem:
 def _postgres(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
     if _value(connection, "SELECT pg_is_in_recovery()"):
         yield error("The server is a standby, which is read-only.", "Connect to the primary.")
-    for setting, harm in (
-        ("fsync", "a crash of the machine can damage it, and lose grants"),
-        ("full_page_writes", "a crash of the machine can damage it"),
-    ):
+    for setting in ("fsync", "full_page_writes"):
         if _value(connection, "SELECT current_setting(%s)", setting) != "on":
-            yield warning(f"{setting} is off: {harm}.", f"Set {setting} = on on the server.")
+            what = f"{setting} is off: a crash of the machine can damage the data and lose grants."
+            yield warning(what, f"Set {setting} = on on the server.")
     if _value(connection, "SELECT current_setting('synchronous_commit')") == "off":
         yield note(
             "synchronous_commit is off: a crash can undo the last commits of your own writes. "
@@ -214,18 +211,15 @@ def _sqlite(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
 def _tables(database: str) -> Iterator[Problem]:
     connection = connections[database]
     loader = MigrationLoader(connection)
-    applied = loader.applied_migrations or {}
-    missing = sorted(
-        name for app, name in loader.graph.nodes if app == APP and (app, name) not in applied
-    )
-    if missing:
+    unapplied = set(loader.graph.nodes).difference(loader.applied_migrations or ())
+    if missing := ", ".join(sorted(name for app, name in unapplied if app == APP)):
         yield error(
-            f"Migrations of {APP} aren't applied: {', '.join(missing)}",
+            f"Migrations of {APP} aren't applied: {missing}",
             f"Run: manage.py migrate {APP} --database {database}",
         )
         return
-    present = connection.introspection.table_names()
-    if without := ", ".join(sorted({*_NEEDED, *_OPTIONAL}.difference(present))):
+    tables = {model._meta.db_table for model, _privileges, _harm in PRIVILEGES}
+    if without := ", ".join(sorted(tables.difference(connection.introspection.table_names()))):
         yield error(
             f"The migrations are applied, but there is no {without}: a database router keeps the "
             "tables out.",
@@ -234,27 +228,23 @@ def _tables(database: str) -> Iterator[Problem]:
         )
         return
     yield ok("Its migrations are applied.")
-    if connection.vendor != "postgresql":
-        return  # Missing privileges fail in the test lock's statements.
-    for table, privileges in _NEEDED.items():
-        if found := _lacking(connection, table, privileges):
-            yield error(*found)
-    for table, (privileges, harm) in _OPTIONAL.items():
-        if found := _lacking(connection, table, privileges):
-            yield warning(f"{found[0]}: {harm}", found[1])
+    if connection.vendor == "postgresql":  # Elsewhere, the test lock's statements fail.
+        yield from _privileges(connection)
 
 
-def _lacking(
-    connection: BaseDatabaseWrapper, table: str, privileges: Sequence[str]
-) -> tuple[str, str] | None:
-    """Return which privileges the role lacks, and the statement that grants them."""
-    asked = "SELECT has_table_privilege(%s, %s)"
-    without = ", ".join(each for each in privileges if not _value(connection, asked, table, each))
-    if not without:
-        return None
+def _privileges(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
     user = _value(connection, "SELECT current_user")
     to = connection.ops.quote_name(user)
-    return f"The role {user!r} lacks {without} on {table}", f"GRANT {without} ON {table} TO {to};"
+    for model, privileges, harm in PRIVILEGES:
+        table = model._meta.db_table
+        asked = "SELECT has_table_privilege(%s, %s)"
+        missing = ", ".join(
+            each for each in privileges if not _value(connection, asked, table, each)
+        )
+        if missing:
+            what = f"The role {user!r} lacks {missing} on {table}"
+            grant = f"GRANT {missing} ON {table} TO {to};"
+            yield warning(f"{what}: {harm}", grant) if harm else error(what, grant)
 
 
 def _value(connection: BaseDatabaseWrapper, sql: str, *parameters: Any) -> Any:
@@ -265,18 +255,18 @@ def _value(connection: BaseDatabaseWrapper, sql: str, *parameters: Any) -> Any:
 
 # Lock services
 
+_DISTRUST = (
+    "Don't use this alias. Look for a proxy or a pooler in between, and for two servers behind one "
+    "address."
+)
+
 
 class _Abort(Exception):
     """Ends the examination of an alias with a problem."""
 
-    def __init__(self, what: str, hint: str = "") -> None:
+    def __init__(self, what: str, hint: str = _DISTRUST) -> None:
         super().__init__(what)
-        self.problem = error(
-            what,
-            hint
-            or "Don't use this alias. Look for a proxy or a pooler in between, and for two "
-            "servers behind one address.",
-        )
+        self.problem = error(what, hint)
 
 
 def _alias(config: AliasConfig, until: float) -> Iterator[Problem]:
@@ -304,23 +294,24 @@ class Trial:
         make: Callable[[AliasConfig], Backend] = conf.backend_class(config.backend)
         self._first, self._second = make(config), make(_apart(config))
         self._leases: list[tuple[Backend, Lease]] = []
+        #: Seconds of the last step.
+        self._took = 0.0
 
     def run(self) -> Iterator[Problem]:
-        problems = self._timed(lambda: list(self._first.live_problems()))[0]
+        problems = self._do(lambda: list(self._first.live_problems()))
         yield from problems
         if any(problem.id == UNREACHABLE for problem in problems):
             return
-        yield from self._timed(lambda: list(self._first.diagnose()))[0]
+        yield from self._do(lambda: list(self._first.diagnose()))
         yield self._round_trip()
-        acquired = self._acquire_first()
-        if acquired is None:
+        first = self._acquire_first()
+        if first is None:
             yield warning(
                 f"The test lock {self._name!r} is held by {self._first.holder(self._name)}.",
                 "Another doctor may be running. Try again later.",
             )
             return
-        first, seconds = acquired
-        yield ok(f"Acquires a lock: {_ms(seconds)}, token {first.token}.")
+        yield ok(f"Acquires a lock: {_ms(self._took)}, token {first.token}.")
         yield from self._hold(first)
         yield from self._hand_over(first)
 
@@ -335,40 +326,39 @@ class Trial:
                 backend.close()
 
     def _round_trip(self) -> Problem:
-        ask = self._first.is_free
-        times = [self._timed(lambda: ask(self._name))[1] for _ in range(ROUND_TRIPS)]
+        times = []
+        for _ in range(ROUND_TRIPS):
+            self._do(lambda: self._first.is_free(self._name))
+            times.append(self._took)
         median = statistics.median(times)
         what = f"Round trip {_ms(median)} (slowest of {ROUND_TRIPS}: {_ms(max(times))})."
         if median < SLOW:
             return ok(what)
         return warning(what, "Move the lock service closer, or reduce its load.")
 
-    def _acquire_first(self) -> tuple[Lease, float] | None:
-        until = clock() + OTHER_DOCTOR_TIMEOUT
-        while True:
-            request = self._request()
-            grant, seconds = self._timed(lambda: self._first.acquire(request))  # noqa: B023
-            if grant is not None:
-                return self._lease(self._first, request, grant), seconds
+    def _acquire_first(self) -> Lease | None:
+        until, request = clock() + OTHER_DOCTOR_TIMEOUT, self._request()
+        while (grant := self._do(lambda: self._first.acquire(request))) is None:
             if clock() >= until:
                 return None
             time.sleep(0.1)
+        return self._lease(self._first, request, grant)
 
     def _hold(self, lease: Lease) -> Iterator[Problem]:
         request = self._request()
-        second = self._timed(lambda: self._second.acquire(request))[0]
+        second = self._do(lambda: self._second.acquire(request))
         if second is not None:
             self._lease(self._second, request, second)
             raise _Abort(f"Two owners hold one lock (tokens {lease.token} and {second.token}).")
         yield ok("Rejects a second owner.")
-        if not self._timed(lambda: self._first.verify(lease))[0]:
+        if not self._do(lambda: self._first.verify(lease)):
             raise _Abort("The service doesn't know the owner that holds the lock.")
         since = clock()
-        (answer,), seconds = self._timed(lambda: self._first.renew([lease]))
+        (answer,) = self._do(lambda: self._first.renew([lease]))
         if answer is not Renewal.KEPT:
             raise _Abort(f"A renewal failed: {answer.value}.")
         lease.extend_from(since)
-        yield ok(f"Verifies and renews: {_ms(seconds)}.")
+        yield ok(f"Verifies and renews: {_ms(self._took)}.")
 
     def _hand_over(self, first: Lease) -> Iterator[Problem]:
         request = self._request()
@@ -380,11 +370,11 @@ class Trial:
                 # If it isn't in the queue by then, it acquires the lock all the same.
                 time.sleep(QUEUE_DELAY)
             began = clock()
-            self._timed(lambda: self._first.release(first))
+            self._do(lambda: self._first.release(first))
             if queues:
                 grant, at = waiter.result()
             else:
-                grant, at = self._timed(lambda: self._second.acquire(request))[0], clock()
+                grant, at = self._do(lambda: self._second.acquire(request)), clock()
         if grant is None:
             raise _Abort(
                 "The lock was released, but the second owner could not acquire it.",
@@ -399,15 +389,16 @@ class Trial:
             )
         waits = "a waiter" if queues else "the next owner"
         yield ok(f"Hands over to {waits}: {_ms(at - began)}, token {second.token}.")
-        if self._timed(lambda: self._first.verify(first))[0] or (
-            self._timed(lambda: self._first.renew([first]))[0] == [Renewal.KEPT]
+        if self._do(lambda: self._first.verify(first)) or (
+            self._do(lambda: self._first.renew([first])) == [Renewal.KEPT]
         ):
             raise _Abort("The service still accepts the former owner as the holder.")
-        released, seconds = self._timed(lambda: self._second.release(second))
+        released = self._do(lambda: self._second.release(second))
+        took = self._took
         self._leases.clear()
-        if not released or self._timed(lambda: self._second.holder(self._name))[0]:
+        if not released or self._do(lambda: self._second.holder(self._name)):
             raise _Abort("The lock isn't free after its release.")
-        yield ok(f"Rejects the former owner, and releases: {_ms(seconds)}.")
+        yield ok(f"Rejects the former owner, and releases: {_ms(took)}.")
         if not queues:
             yield note("Waiters poll, so they acquire the lock in no particular order.")
 
@@ -429,15 +420,17 @@ class Trial:
         self._leases.append((backend, lease))
         return lease
 
-    def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
-        """Do a step, which the backend limits in time, and return its duration."""
+    def _do(self, step: Callable[[], T]) -> T:
+        """Do a step, which the backend limits in time, and measure it."""
         began = clock()
         if began > self._until:
             raise _Abort(
                 "The examination took too long.",
                 "The service is slow: look at its load and the network, or raise --timeout.",
             )
-        return work(), clock() - began
+        result = step()
+        self._took = clock() - began
+        return result
 
 
 def _apart(config: AliasConfig) -> AliasConfig:

@@ -15,7 +15,6 @@ from itertools import chain, repeat, zip_longest
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.core.management.color import no_style
 from django.db import DEFAULT_DB_ALIAS, Error
 
 from ... import conf
@@ -36,15 +35,13 @@ from ...storage.text import escape_control, for_shell
 
 #: The exit code if a service or database was unavailable, or the action failed.
 FAILED = 2
-_VERDICTS = {
-    Level.OK: "No problems found.",
-    Level.NOTE: "No problems found.",
-    Level.WARNING: "There are warnings.",
-    Level.ERROR: "There are errors.",
-}
-_ALIAS: dict[str, Any] = {
-    "action": "append",
-    "help": "only this alias of FENCEDLOCK; may be repeated",
+_VERDICTS = ("No problems found.", "There are warnings.", "There are errors.")
+#: The styles of states and levels, by the names of Django's roles.
+_STYLES = {
+    **dict.fromkeys(("held", "ok"), "SUCCESS"),
+    **dict.fromkeys(("expiring", "expired", "warning"), "WARNING"),
+    **dict.fromkeys(("lost", "unknown", "error"), "ERROR"),
+    "note": "NOTICE",
 }
 
 
@@ -58,7 +55,7 @@ class Command(BaseCommand):
         actions = parser.add_subparsers(dest="action", required=True)
 
         action = _action(actions, "list", "list the held locks and their states")
-        action.add_argument("--alias", **_ALIAS)
+        _add_alias(action)
         action.add_argument(
             "--state",
             action="append",
@@ -71,7 +68,7 @@ class Command(BaseCommand):
 
         action = _action(actions, "release", "release one lock by force")
         action.add_argument("name", help="the lock name")
-        action.add_argument("--alias", **_ALIAS)
+        _add_alias(action)
         action.add_argument("--owner", help="only if this owner id still holds the lock")
         action.add_argument(
             "--by", default=current_user(), help="the author to record (default: %(default)s)"
@@ -79,7 +76,7 @@ class Command(BaseCommand):
         action.add_argument("--yes", action="store_true", help="don't ask for confirmation")
 
         action = _action(actions, "doctor", "test each lock service and its databases")
-        action.add_argument("--alias", **_ALIAS)
+        _add_alias(action)
         action.add_argument(
             "--timeout",
             type=_seconds,
@@ -103,10 +100,8 @@ class Command(BaseCommand):
             code = run(**options)
         except (SettingsError, LookupError, ValueError) as exc:
             raise CommandError(str(exc), returncode=FAILED) from exc
-        except FencedLockError as exc:
-            raise CommandError(f"{type(exc).__name__}: {exc}", returncode=FAILED) from exc
-        except Error as exc:
-            why = describe_error(exc, DEFAULT_DB_ALIAS)
+        except (FencedLockError, Error) as exc:
+            why = describe_error(exc, DEFAULT_DB_ALIAS) if isinstance(exc, Error) else exc
             raise CommandError(f"{type(exc).__name__}: {why}", returncode=FAILED) from exc
         if code:
             sys.exit(code)
@@ -166,17 +161,7 @@ class Command(BaseCommand):
             only = owner or found.owner
             done = force_release(found.name, by=by, backend=found.alias, owner=only)
         if as_json:
-            self._json(
-                {
-                    "name": done.name,
-                    "alias": done.alias,
-                    "outcome": done.outcome.value,
-                    "done": done.done,
-                    "token": done.token,
-                    "message": str(done),
-                    "holder": None if done.holder is None else asdict(done.holder),
-                }
-            )
+            self._json({**asdict(done), "done": done.done, "message": str(done)})
         else:
             self.stdout.write(escape_control(str(done)))
         return 0 if done.done else 1
@@ -191,24 +176,28 @@ class Command(BaseCommand):
             raise CommandError("Nothing was released.")
 
     def _doctor(self, alias: list[str] | None, timeout: float, **options: Any) -> int:
+        as_json, paint = options["format"] == "json", self._paint(options)
         worst, reports = Level.OK, []
-        paint = self._paint(options)
         for report in doctor.examine(_known(alias), timeout):
             worst = max(worst, report.level)
-            reports.append(report)
-            if options["format"] == "json":
-                continue
-            self.stdout.write(report.about)
-            for problem in report.problems:
-                level = problem.level.name.lower()
-                self.stdout.write(f"  {paint(level)}{' ' * (8 - len(level))} {_message(problem)}")
-                if problem.hint:
-                    self.stdout.write(f"{' ' * 11}-> {problem.hint}")
-        if options["format"] == "json":
-            self._json({"level": worst.name.lower(), "reports": [_plain(each) for each in reports]})
+            reports.append(_plain(report))
+            if not as_json:
+                self._write_report(report.about, reports[-1]["problems"], paint)
+        if as_json:
+            self._json({"level": worst.label, "reports": reports})
         else:
-            self.stdout.write(_VERDICTS[worst])
+            self.stdout.write(_VERDICTS[worst.exit_code])
         return worst.exit_code
+
+    def _write_report(
+        self, about: str, problems: list[dict[str, str]], paint: Callable[[str], str]
+    ) -> None:
+        self.stdout.write(about)
+        for each in problems:
+            level = each["level"]
+            self.stdout.write(f"  {paint(level)}{' ' * (8 - len(level))} {each['message']}")
+            if each["hint"]:
+                self.stdout.write(f"{' ' * 11}-> {each['hint']}")
 
     def _resync(self, models: list[str], dry_run: bool, **options: Any) -> int:
         fenced, as_json = resync.models(models), options["format"] == "json"
@@ -265,20 +254,9 @@ class Command(BaseCommand):
     def _paint(self, options: dict[str, Any]) -> Callable[[str], str]:
         """Return a function that colours the words for states and levels."""
         on = self.stdout.isatty() or options["force_color"]
-        style = self.style if on and not options["no_color"] else no_style()
-        good, odd, bad = style.SUCCESS, style.WARNING, style.ERROR
-        colours: dict[str, Callable[[str], str]] = {
-            "held": good,
-            "expiring": odd,
-            "expired": odd,
-            "lost": bad,
-            "unknown": bad,
-            "ok": good,
-            "note": style.NOTICE,
-            "warning": odd,
-            "error": bad,
-        }
-        return lambda word: colours[word](word) if word in colours else word
+        if not on or options["no_color"]:
+            return str
+        return lambda word: getattr(self.style, _STYLES[word])(word) if word in _STYLES else word
 
 
 def _action(actions: Any, name: str, what: str) -> CommandParser:
@@ -292,6 +270,11 @@ def _action(actions: Any, name: str, what: str) -> CommandParser:
         parser.add_argument(option, action="store_true", **hidden)
     parser.add_argument("-v", "--verbosity", type=int, choices=range(4), **hidden)
     return parser
+
+
+def _add_alias(action: CommandParser) -> None:
+    what = "only this alias of FENCEDLOCK; may be repeated"
+    action.add_argument("--alias", action="append", help=what)
 
 
 def _seconds(text: str) -> float:
@@ -409,17 +392,15 @@ def _time(at: datetime) -> str:
     return f"{at:%Y-%m-%d %H:%M:%S %Z}"
 
 
-def _message(problem: Problem) -> str:
-    is_system_check = len(problem.id) > 1
-    return f"{problem.id}: {problem.message}" if is_system_check else problem.message
-
-
 def _plain(report: doctor.Report) -> dict[str, Any]:
-    problems = [
-        {"level": each.level.name.lower(), "message": _message(each), "hint": each.hint}
-        for each in report.problems
-    ]
-    return {"about": report.about, "level": report.level.name.lower(), "problems": problems}
+    def plain(problem: Problem) -> dict[str, str]:
+        # Only system checks have an id with a number.
+        prefix = f"{problem.id}: " if len(problem.id) > 1 else ""
+        message = prefix + problem.message
+        return {"level": problem.level.label, "message": message, "hint": problem.hint}
+
+    problems = [plain(each) for each in report.problems]
+    return {"about": report.about, "level": report.level.label, "problems": problems}
 
 
 def _json_value(value: Any) -> str:
