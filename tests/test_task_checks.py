@@ -164,7 +164,7 @@ class TestShortTtl:
         assert "FENCEDLOCK['default']['OPTIONS']['TIMEOUT']" in found()["W033"]
 
     def test_backends_without_a_timeout_are_not_judged(self, settings):
-        settings.FENCEDLOCK = {"default": {"BACKEND": "django_fencedlock.test.off.NoService"}}
+        settings.FENCEDLOCK = {"default": {"BACKEND": "django_fencedlock.test.aids.NoService"}}
         assert found({"ttl": 1}) == {}
 
 

@@ -11,6 +11,7 @@ from .aids import (
     assert_locked,
     assert_not_locked,
     disable_locking,
+    eager_tasks,
     expire_lease,
     hold_lock,
     lose_lease,
@@ -18,7 +19,6 @@ from .aids import (
 
 if TYPE_CHECKING:
     from .audit import assert_all_writes_fenced
-    from .tasks import eager_tasks
 
 __all__ = [
     "assert_all_writes_fenced",
@@ -33,14 +33,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "assert_all_writes_fenced":
-        # It imports models, which requires that Django is ready.
-        from .audit import assert_all_writes_fenced
+    if name != "assert_all_writes_fenced":
+        raise AttributeError(name)
+    # It imports models, which requires that Django is ready.
+    from .audit import assert_all_writes_fenced
 
-        return assert_all_writes_fenced
-    if name == "eager_tasks":
-        # It imports Celery.
-        from .tasks import eager_tasks
-
-        return eager_tasks
-    raise AttributeError(name)
+    return assert_all_writes_fenced

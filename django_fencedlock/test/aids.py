@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
 
 from django.core.exceptions import SynchronousOnlyOperation
+from django.db import Error, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.base.creation import TEST_DATABASE_PREFIX
 from django.test import override_settings
 
 from .. import conf
-from ..backends.base import Grant, Request
+from ..backends.base import Backend, Grant, Renewal, Request
 from ..core import names, transactions
 from ..core.identity import Holder, LocalHolder, new_owner
 from ..core.manager import Service, service
 from ..core.runtime import clock
 from ..lease import Lease
+from ..storage.connections import under_test
 from ..storage.vendors import ledger_for
-from . import off
 
 
 class hold_lock:  # noqa: N801
@@ -120,6 +125,28 @@ def assert_not_locked(name: str, *, backend: str = conf.DEFAULT_ALIAS) -> None:
     assert holder is None, f"Lock {name!r} is held by {holder}; it was expected to be free."
 
 
+@contextlib.contextmanager
+def eager_tasks(app: Any = None) -> Iterator[None]:
+    """
+    Run tasks in ``.delay()``, with their locks and policies, and without a broker.
+
+    ``.delay()`` never raises the task's error; ``.get()`` of its result does. Retries, also those
+    of a conflict, run at once.
+
+    Args:
+        app: The Celery app (default: the current app).
+    """
+    # Projects without Celery use the other helpers.
+    from celery import current_app
+
+    app = app or current_app
+    # Propagation would raise Celery's Retry out of delay() instead of running the next try.
+    eager = {"task_always_eager": True, "task_eager_propagates": False}
+    _ = app.conf.task_always_eager  # Loads the settings; before that, `changes` isn't used.
+    with mock.patch.dict(app.conf.changes, eager):
+        yield
+
+
 #: Seconds until an expiring lease expires.
 _SHORT = 0.01
 
@@ -153,7 +180,7 @@ def _fail_at_once(control: Service, name: str) -> Iterator[None]:
 
 def _switched_off(config: conf.AliasConfig) -> dict[str, object]:
     return {
-        "BACKEND": off.PATH,
+        "BACKEND": f"{__name__}.NoService",
         "TTL": config.ttl,
         "BLOCKING_TIMEOUT": config.blocking_timeout,
         "FENCE_DATABASE": config.fence_database,
@@ -195,3 +222,96 @@ def _forbid_in_event_loop() -> None:
     raise SynchronousOnlyOperation(
         "hold_lock() would block the event loop; write `async with hold_lock(...)`."
     )
+
+
+# Disabled locks
+
+
+class NoService(Backend):
+    """
+    Grants every lock to every caller at once.
+
+    If the test has a database, grants are recorded on its connection, where fenced writes look.
+    """
+
+    label = "off"
+    excludes = False
+    records_grants = True
+    records_unfenced = True
+
+    def __init__(self, config: conf.AliasConfig) -> None:
+        super().__init__(config)
+        self._mutex = threading.Lock()
+        self._tokens: Counter[str] = Counter()
+        self._gone: set[str] = set()
+
+    def acquire(self, request: Request) -> Grant:
+        since = clock()
+        if not request.fenced:
+            return Grant(None, since)
+        recorded = _record(request, self.config.fence_database)
+        with self._mutex:
+            self._tokens[request.name] = recorded or self._tokens[request.name] + 1
+            return Grant(self._tokens[request.name], since)
+
+    def is_free(self, name: str) -> bool:
+        return True
+
+    def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
+        return [Renewal.KEPT if self.verify(lease) else Renewal.LOST for lease in leases]
+
+    def verify(self, lease: Lease) -> bool:
+        return lease.owner_id not in self._gone
+
+    def release(self, lease: Lease) -> bool:
+        held = self.verify(lease)
+        self._gone.add(lease.owner_id)
+        return held
+
+    def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:
+        return False
+
+    def holder(self, name: str) -> Holder | None:
+        return None
+
+
+def _record(request: Request, using: str) -> int | None:
+    """Raise the fence by one and return the token; None if the test can't write fences."""
+    connection = request.connection or connections[using]
+    if connection is not request.connection and not _is_made_for_tests(connection):
+        return None
+    opened_here = connection.connection is None
+    try:
+        return _next_token(request, connection)
+    # The test may not use the database, there is no table, the transaction is broken, or another
+    # one locks the row. Fenced writes would fail as well.
+    except (AssertionError, Error, RuntimeError):
+        return None
+    finally:
+        if opened_here and not connection.in_atomic_block:
+            # Django may never close the connections of this thread.
+            connection.close()
+
+
+def _next_token(request: Request, connection: BaseDatabaseWrapper) -> int:
+    # Models can't be imported before Django is ready.
+    from ..storage.tables import Fence
+
+    fences = Fence.objects.using(connection.alias)
+    with transaction.atomic(using=connection.alias):
+        fences.get_or_create(name=request.name, defaults={"token": 0, "owner": ""})
+        nowait = connection.features.has_select_for_update_nowait
+        fence = fences.select_for_update(nowait=nowait).get(name=request.name)
+        fence.token += 1
+        fence.owner = request.owner.id
+        fence.save()
+        return fence.token
+
+
+def _is_made_for_tests(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether this is the test runner's database, and not the real one."""
+    given = connection.settings_dict
+    name = str(given["NAME"])
+    made = str(given["TEST"].get("NAME") or TEST_DATABASE_PREFIX)
+    in_memory = connection.vendor == "sqlite" and connection.is_in_memory_db()  # type: ignore[attr-defined]
+    return under_test() and (in_memory or name.startswith(made))

@@ -21,9 +21,7 @@ def disable_locking() -> Iterator[None]:
 @pytest.fixture
 def eager_tasks() -> Iterator[None]:
     """Run Celery tasks in ``.delay()``, with their locks, for the whole test."""
-    from .tasks import eager_tasks as eager
-
-    with eager():
+    with aids.eager_tasks():
         yield
 
 
