@@ -160,4 +160,4 @@ def test_the_tables_in_memory_answer_as_the_real_ones(acts):
 
 class _Held:
     def __init__(self, name, owner, ttl):
-        self.name, self.owner, self.ttl = name, owner, ttl
+        self.name, self.owner_id, self.ttl = name, owner, ttl

@@ -50,7 +50,7 @@ class _Celery:
             self.directory,
             lambda process: ready.exists(),
             environment={**environment, **variables},
-            patience=30,
+            patience=60,
             ours=True,
         )
         self._ready = ready
