@@ -6,17 +6,13 @@ from celery.worker.request import Request
 
 
 def waiting(app: Any) -> int:
-    """
-    Count the messages in the queue.
-    """
+    """Count the messages in the queue."""
     with app.connection_for_read() as connection:
         return _queue(app, connection).queue_declare().message_count
 
 
 def deliver(app: Any, message: Any = None) -> Any:
-    """
-    Run the next message of the queue, or a given one once more; returns it.
-    """
+    """Run the next message of the queue, or a given one once more; returns it."""
     if message is None:
         with app.connection_for_read() as connection:
             message = _queue(app, connection).get(no_ack=True, accept=["json", "pickle"])

@@ -9,15 +9,13 @@ counted, there is a little more, which the bounds leave room for.
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from benchmarks import contestants, page
 from benchmarks.__main__ import PARTS
-from benchmarks.plot import draw
-from benchmarks.report import COUNTED, OURS, Figure, Report, told
+from benchmarks.report import OURS, Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -166,18 +164,6 @@ class TestImports:
         assert not [each for each in heavy if each.value]
 
 
-def test_the_plot_has_a_line_for_each_contestant():
-    names = [contestants.REDIS, contestants.POSTGRES, "redis-py's Lock"]
-    drawn = draw(
-        Figure("hand-off", who, "mean", 0.5 * at, "ms", at) for who in names for at in (1, 8, 64)
-    )
-    root = ET.fromstring(drawn)
-    space = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f"{space}path")) == 3
-    texts = {text.text for text in root.findall(f"{space}text")}
-    assert texts >= {*names, "1", "8", "64"}
-
-
 def test_figures_are_written_between_their_marks():
     figures = [
         Figure("save()", "plain", "time", 1.0),
@@ -199,22 +185,3 @@ def test_figures_are_written_between_their_marks():
 def test_the_page_has_a_place_for_each_part():
     marked = [found[2] for found in page.BLOCK.finditer(page.PAGE.read_text())]
     assert {each.partition(" ")[0] for each in marked} == {"machine", *PARTS}
-
-
-def test_a_part_that_is_cut_short_has_told_what_it_knows(tmp_path):
-    class Options:
-        figures = tmp_path / "figures.json"
-
-    report = Report(Options)
-    report.add("work", "who", "time", 1.5, aim=2)
-    assert json.loads(Options.figures.read_text())[0]["value"] == 1.5
-    assert report.figures[0].met
-    assert not Figure("work", "who", "time", 2.5, aim=2).met
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "words"),
-    [(3.0, COUNTED, "3"), (1.156, "x", "1.16x"), (709.3, "ms", "709 ms"), (0.04, "s", "0.040 s")],
-)
-def test_numbers_are_told_as_people_read_them(value, unit, words):
-    assert told(value, unit) == words

@@ -10,7 +10,6 @@ import time
 import pytest
 from django.db import OperationalError, close_old_connections, connections, transaction
 
-from django_fencedlock import lock
 from django_fencedlock.core.runtime import Watchdog, clock, watchdog
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.connections import ConnectionPool, NoAnswer, private, query_once
@@ -332,30 +331,8 @@ def test_a_child_after_fork_leaves_the_parents_session_alone():
     assert shared.run(session_of) == before
 
 
-def test_a_child_after_fork_owns_and_releases_nothing(settings):
-    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
-    lease = lock("x").acquire()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            assert lease.lost
-            assert not lease.release()
-            assert lock("x").acquire(blocking=False) is None
-            with lock("y") as own:
-                assert own.token == 1
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert lease.verify()
-    assert lease.release()
-
-
 class Meanwhile(float):
-    """
-    A deadline whose comparison sets another limit, as a finalizer might.
-    """
+    """A deadline whose comparison sets another limit, as a finalizer might."""
 
     def __le__(self, other):
         self.begin()

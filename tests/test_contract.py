@@ -1,6 +1,4 @@
-"""
-The contract over every backend and server that there is.
-"""
+"""The contract over every backend and server that there is."""
 
 import contextlib
 import os
@@ -29,18 +27,14 @@ REDIS = "django_fencedlock.backends.redis.RedisBackend"
 
 
 def real(*databases):
-    """
-    Ask for databases with real transactions, emptied after each test.
-    """
+    """Ask for databases with real transactions, emptied after each test."""
     return pytest.mark.django_db(
         transaction=True, databases=databases, available_apps=["django_fencedlock"]
     )
 
 
 class Configured:
-    """
-    The settings for a class of tests; its processes find the same ones.
-    """
+    """The settings for a class of tests; its processes find the same ones."""
 
     options = {}
 
@@ -130,9 +124,7 @@ class TestValkey(OnRedis):
 
 
 class Private(OutageContract):
-    """
-    A server that belongs to one test, which may stop it.
-    """
+    """A server that belongs to one test, which may stop it."""
 
     answer_within = 5.0
     backend = DATABASE

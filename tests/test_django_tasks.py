@@ -18,9 +18,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs/django_tasks.md"
 @tasks.task
 @lock("report:{pk}", blocking_timeout=0)
 def build(pk, fresh=False):
-    """
-    Build.
-    """
+    """Build."""
     assert_locked(f"report:{pk}")
     return current_lease().token
 

@@ -47,104 +47,6 @@ OVER_MODELS = [ROOT / "README.md", ROOT / "docs/fenced_writes.md"]
 BACKENDS = ["database", "postgres", "redis"]
 
 
-#: Which acceptance tests show what a row of docs/celery.md says, as module.function.
-EVENTS = {
-    "the task succeeds, fails, or raises Ignore or Reject": [
-        "results.test_a_result_comes_back",
-        "results.test_an_exception_comes_back",
-        "results.test_what_leaves_no_result_gives_the_lock_back",
-    ],
-    "self.retry(), autoretry_for": [
-        "results.test_each_retry_has_a_new_token",
-        "results.test_a_run_before_is_no_conflict_for_its_own_automatic_retry",
-    ],
-    "somebody else has the lock": [
-        "conflicts.test_a_skipped_run_succeeds_and_says_who_has_the_lock",
-        "conflicts.test_retry_comes_again",
-        "conflicts.test_raise_fails",
-        "conflicts.test_wait_waits_for_the_end",
-        "coalesce.test_many_triggers_become_one_run_with_the_latest_arguments",
-    ],
-    "soft time limit": ["time_limits.test_a_soft_limit_gives_the_lock_back"],
-    "hard time limit, revoke(terminate=True)": [
-        "time_limits.test_a_hard_limit_gives_the_lock_back",
-        "time_limits.test_a_revoked_body_gives_the_lock_back",
-        "many_deaths.test_a_body_that_is_revoked_in_vain_keeps_its_lock",
-    ],
-    "a child is killed (SIGKILL, out of memory)": [
-        "death.test_a_fenced_lock_of_a_killed_child_is_free_within_a_second",
-        "death.test_an_unfenced_lock_of_a_killed_child_is_free_for_who_wants_it_on_the_host",
-        "death.test_celery_reports_a_killed_child",
-    ],
-    "... with acks_late and reject_on_worker_lost": [
-        "death.test_a_lost_run_is_delivered_again_and_runs",
-        "death.test_a_lost_run_is_no_conflict_for_its_redelivery",
-    ],
-    "the main process of a worker is killed": [
-        "death.test_a_killed_main_process_takes_its_children_along",
-    ],
-    "a worker or a host is gone": [
-        "death.test_a_killed_worker_is_found_dead_by_who_wants_the_lock",
-        "redelivery.test_a_killed_worker_leaves_its_message_to_another",
-    ],
-    "the visibility timeout passes while the task runs": [
-        "redelivery.test_messages_that_are_delivered_again",
-    ],
-    "the connection to the broker is lost while the task runs": [
-        "brokers.test_a_body_goes_on_and_its_message_that_comes_again_does_not_run",
-    ],
-    "... with worker_cancel_long_running_tasks_on_connection_loss": [
-        "brokers.test_a_body_that_is_cancelled_gives_its_lock_back",
-    ],
-    "warm shutdown": [
-        "shutdown.test_a_warm_shutdown_waits_and_keeps_the_lease",
-        "shutdown.test_a_warm_shutdown_waits_on_every_pool",
-    ],
-    "cold shutdown": [
-        "shutdown.test_a_cold_shutdown_gives_the_lock_back",
-        "shutdown.test_what_a_cold_shutdown_ended_is_run_by_another",
-        "shutdown.test_a_soft_shutdown_gives_the_lock_back",
-    ],
-    "time limit in the pools threads, solo": [
-        "time_limits.test_limits_that_the_pool_ignores_end_no_lock",
-        "time_limits.test_max_hold_ends_the_lease",
-    ],
-    "the lease is lost while the body runs": [
-        "time_limits.test_a_lost_lock_ends_the_body",
-        "time_limits.test_a_fenced_write_under_a_lost_lock_is_refused",
-    ],
-    "eta, countdown, rate limit": [
-        "redelivery.a_task_is_due_after_the_visibility_timeout",
-        "results.test_rate_limits_hold",
-    ],
-    "revoked or expired before it began": [
-        "time_limits.test_a_task_that_is_revoked_before_it_begins_takes_no_lock",
-        "time_limits.test_a_task_that_expired_takes_no_lock",
-    ],
-    "a task of a chain, group or chord": [
-        "canvas.test_a_chain_goes_on_after_a_skip",
-        "canvas.test_a_chain_ends_with_what_raised",
-        "canvas.test_a_group_has_a_result_for_what_was_skipped",
-        "canvas.test_a_chord_ends_with_what_was_skipped",
-        "canvas.test_a_chord_fails_with_what_raised",
-    ],
-    "beat, or several beats": [
-        "beat.test_periodic_tasks_dont_overlap",
-        "beat.test_two_beats_make_no_two_runs",
-    ],
-    "eager mode, apply(), a direct call": [
-        "results.test_eager_tasks_run_under_the_lock",
-        "results.test_apply_runs_under_the_lock",
-        "results.test_a_plain_call_takes_the_lock",
-    ],
-    "the lock service is down": [
-        "results.test_a_service_that_is_down_fails_the_task",
-        "results.test_a_service_that_is_down_may_be_retried",
-        "results.test_a_task_may_run_without_a_service",
-    ],
-}
-
-
 class Block(NamedTuple):
     """A block of code of a page."""
 
@@ -215,17 +117,6 @@ def test_a_task_over_a_model_runs(monkeypatch: pytest.MonkeyPatch, celery_app: A
         add_fee(invoice.pk, 10)
     invoice.refresh_from_db()
     assert (invoice.amount, invoice.fence) == (11, 1)
-
-
-def test_every_event_is_shown_by_tests() -> None:
-    table = _table(ROOT / "docs/celery.md", "| event | what Celery does | what the lock does |")
-    assert [row[0] for row in table] == list(EVENTS)
-    known = {
-        f"{path.stem.removeprefix('test_')}.{name}"
-        for path in (ROOT / "tests/acceptance").glob("test_*.py")
-        for name in re.findall(r"^def (\w+)\(", path.read_text(), re.M)
-    }
-    assert not {name for names in EVENTS.values() for name in names} - known
 
 
 @pytest.mark.parametrize("page", OVER_MODELS, ids=lambda page: page.name)
@@ -325,17 +216,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert linked.is_file(), target
         if anchor:
             assert anchor in _anchors(linked), target
-
-
-def test_every_how_to_ends_with_where_to_go_on() -> None:
-    index = (ROOT / "docs/index.md").read_text()
-    (names,) = re.findall(r":caption: How-to guides\n:maxdepth: 1\n\n([\w\n]+)\n```", index)
-    for name in names.split():
-        text = (ROOT / f"docs/{name}.md").read_text()
-        last = re.split(r"^## ", text, flags=re.MULTILINE)[-1]
-        assert last.startswith("See also\n"), name
-        pages = set(re.findall(r"\]\((\w+\.md)", last))
-        assert len(pages) >= 3, name
 
 
 def test_every_page_is_linked_from_another() -> None:

@@ -46,9 +46,7 @@ def task(celery_app, eager_tasks):
 
 @pytest.fixture(params=["in a transaction", "without"])
 def db_(request):
-    """
-    Have the test run in a transaction of its own, as in a TestCase, or not.
-    """
+    """Have the test run in a transaction of its own, as in a TestCase, or not."""
     kind = "db" if request.param == "in a transaction" else "transactional_db"
     request.getfixturevalue(kind)
 
@@ -147,9 +145,7 @@ class TestPolicies:
 
 
 class TestInTestCases:
-    """
-    The aid as a context manager, in Django's own test cases.
-    """
+    """The aid as a context manager, in Django's own test cases."""
 
     class Cases:
         def test_it(self):

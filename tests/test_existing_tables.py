@@ -170,29 +170,3 @@ class TestWhatMakemigrationsShows:
         constraints = [each for each in found if isinstance(each, migrations.AddConstraint)]
         assert len(constraints) == len(columns)
         assert all(each.constraint.name.endswith("_rejected") for each in constraints)
-
-    @BASES
-    def test_managers_and_options_of_the_model_and_its_children(self, bases):
-        for operation in self.shown(bases):
-            if isinstance(operation, migrations.AlterModelManagers):
-                assert [name for name, _ in operation.managers] == ["objects", "_guarded_rows"]
-                assert {type(each) for _, each in operation.managers} == {models.Manager}
-            elif isinstance(operation, migrations.AlterModelOptions):
-                assert operation.options == {"base_manager_name": "_guarded_rows"}
-
-    def test_a_meta_of_the_models_own_has_no_options_to_alter(self):
-        found = self.shown((FencedModel,), Meta=type("Meta", (), {"ordering": ["text"]}))
-        altered = {each.name for each in found if isinstance(each, migrations.AlterModelOptions)}
-        assert altered == {"copy"}
-
-    def test_what_is_altered_of_options_and_managers_sends_nothing(self):
-        operations = self.shown((FencedModel,))
-        state, connection = self.old, connections["default"]
-        for operation in operations:
-            after = state.clone()
-            operation.state_forwards("tests", after)
-            if isinstance(operation, migrations.AlterModelOptions | migrations.AlterModelManagers):
-                editor = connection.SchemaEditorClass(connection, collect_sql=True)
-                operation.database_forwards("tests", editor, state, after)
-                assert editor.collected_sql == []
-            state = after

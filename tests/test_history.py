@@ -74,32 +74,6 @@ class TestGrants:
             writing.flush()
         assert LockEvent.objects.get().token is None
 
-    def test_one_that_comes_while_the_thread_is_about_to_write(self, writing, monkeypatch):
-        monkeypatch.setattr(writing._worker, "start", lambda: True)
-        with lock("x"), lock("y") as lease:
-            assert history.logs["default"].is_queued
-            held_for(lease, 2)
-            writing.flush()
-        assert events_in() == [("granted", "y", 1)]
-
-    def test_without_a_thread_each_grant_tries_to_start_one(self, writing, monkeypatch):
-        tries = []
-        monkeypatch.setattr(writing._worker, "start", lambda: tries.append(1))
-        for _ in range(3):
-            with lock("x"):
-                pass
-        assert len(tries) == 3
-
-    def test_one_that_comes_after_a_write_is_queued_again(self, writing, monkeypatch):
-        monkeypatch.setattr(writing._worker, "start", lambda: True)
-        with lock("x"):
-            pass
-        assert not writing.flush()
-        with lock("y") as lease:
-            held_for(lease, 2)
-            writing.flush()
-        assert events_in() == [("granted", "y", 1)]
-
 
 class TestLosses:
     def test_a_loss_is_written_with_its_grant(self, writing, database):

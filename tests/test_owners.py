@@ -41,11 +41,6 @@ def test_a_thread_that_got_the_number_of_one_that_ended_is_another():
     assert len({who for _, who in seen}) == len(seen)
 
 
-def test_a_thread_is_itself():
-    assert current_holder() is current_holder()
-    assert not current_holder().has_ended()
-
-
 def test_a_copied_context_is_the_thread_that_runs_it():
     mine, context = current_holder(), contextvars.copy_context()
     assert context.run(current_holder) is mine

@@ -267,18 +267,3 @@ def test_labels_of_models():
     assert resync.models(["tests.Invoice"]) == [Invoice]
     with pytest.raises(LookupError, match=r"tests\.Account isn't a fenced model"):
         resync.models(["tests.Account"])
-
-
-def test_a_grant_that_came_between_look_and_lift_is_never_lowered(monkeypatch):
-    row = written(Invoice)
-    restored()
-    look = fences.too_low
-
-    def and_then_grants_come(connection, highest):
-        found = look(connection, highest)
-        Fence.objects.update(token=50, owner="new")
-        return found
-
-    monkeypatch.setattr(fences, "too_low", and_then_grants_come)
-    assert lift(Invoice).low == {row.fencing.name(): 5}
-    assert Fence.objects.values_list("token", "owner").get() == (50, "new")

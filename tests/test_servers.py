@@ -15,7 +15,7 @@ import pymysql
 import pytest
 import redis
 
-from tests.servers import Postgres, Redis, ServerNotOurs, shared, workspace
+from tests.servers import Postgres, Redis, ServerNotOurs, workspace
 from tests.servers.process import _family, _processes, wait_until
 
 pytestmark = pytest.mark.slow
@@ -73,21 +73,6 @@ def is_cut(connection):
         return True
 
 
-def listening(pid):
-    """Return the addresses, as /proc has them, that a process listens on."""
-    sockets = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        # It may be closed by now.
-        with contextlib.suppress(FileNotFoundError):
-            sockets.add(os.readlink(link))
-    lines = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in Path("/proc/net", table).read_text().splitlines()[1:]
-    ]
-    return [line[1][:-5] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
-
-
 def test_postgres_keeps_what_was_committed_before_it_was_killed(make_postgres):
     server = make_postgres()
     server.execute("CREATE TABLE t AS SELECT 1 AS i")
@@ -114,51 +99,6 @@ def test_paused_postgres_hangs_in_open_sessions_and_new_ones(make_postgres):
         assert old.pgconn.get_result() is None
 
 
-def test_postgres_restarts_on_the_same_port_with_new_sessions(make_postgres):
-    server = make_postgres()
-    with server.connect() as connection:
-        server.restart()
-        with pytest.raises(psycopg.OperationalError):
-            connection.execute("SELECT 1")
-    assert server.execute("SELECT 1") == [(1,)]
-
-
-def test_postgres_listens_on_a_unix_socket_too(make_postgres):
-    server = make_postgres()
-    with server.connect(host=str(server.directory)) as connection:
-        assert connection.info.hostaddr == ""
-
-
-def test_postgres_takes_options(make_postgres):
-    assert make_postgres(max_connections="17").execute("SHOW max_connections") == [("17",)]
-
-
-def test_postgres_empties(make_postgres):
-    server = make_postgres()
-    name = server.create_database()
-    with server.connect(name):
-        server.empty()
-    assert server.execute("SELECT 1 FROM pg_database WHERE datname = %s", name) == []
-
-
-def test_postgres_sessions_can_be_terminated(make_postgres):
-    server = make_postgres()
-    with server.connect() as connection:
-        server.terminate_sessions()
-        with pytest.raises(psycopg.errors.AdminShutdown):
-            connection.execute("SELECT 1")
-
-
-def test_postgres_counts_statements(postgres):
-    with postgres.connect() as connection, postgres.statements() as counted:
-        connection.execute("BEGIN")
-        connection.execute("SELECT 1 AS counted_by_us")
-        connection.execute("SELECT 2 AS counted_by_us")
-        connection.execute("COMMIT")
-    assert counted["SELECT $1 AS counted_by_us"] == 2
-    assert counted["BEGIN"] == counted["COMMIT"] == 1
-
-
 def test_redis_that_was_killed_has_forgotten_everything(make_any_redis):
     server = make_any_redis()
     with server.client() as client:
@@ -180,25 +120,6 @@ def test_paused_redis_hangs(make_any_redis):
         assert client.ping()
 
 
-def test_redis_restarts_on_the_same_port_and_forgets(make_any_redis):
-    server = make_any_redis()
-    server.execute("SET", "key", 1)
-    server.restart()
-    assert server.execute("DBSIZE") == 0
-
-
-def test_redis_empties(make_any_redis):
-    server = make_any_redis()
-    server.execute("SET", "key", 1)
-    server.empty()
-    assert server.execute("DBSIZE") == 0
-
-
-def test_redis_listens_on_a_unix_socket_too(make_any_redis):
-    with redis.Redis(unix_socket_path=str(make_any_redis().socket)) as client:
-        assert client.ping()
-
-
 def test_promoted_replica_lacks_the_last_writes(make_any_redis):
     primary = make_any_redis()
     primary.execute("SET", "key", "early")
@@ -210,24 +131,6 @@ def test_promoted_replica_lacks_the_last_writes(make_any_redis):
     primary.kill()
     assert replica.execute("GET", "key") == "early"
     replica.execute("SET", "key", "after the failover")
-
-
-def test_promoted_replica_stays_a_primary(make_any_redis):
-    replica = make_any_redis(replica_of=make_any_redis())
-    replica.promote()
-    replica.kill()
-    replica.start()
-    assert replica.info("replication")["role"] == "master"
-
-
-def test_primary_forgets_even_what_it_saved_for_a_replica(make_any_redis):
-    primary = make_any_redis()
-    primary.execute("SET", "key", "early")
-    replica = make_any_redis(replica_of=primary)
-    replica.promote()
-    primary.kill()
-    primary.start()
-    assert primary.execute("DBSIZE") == 0
 
 
 def test_monitor_tells_commands_from_those_of_scripts(make_any_redis):
@@ -244,22 +147,6 @@ def test_monitor_tells_commands_from_those_of_scripts(make_any_redis):
     assert ours[2].text == "GET key"
 
 
-def test_redis_evicts_when_configured_to(make_any_redis):
-    server = make_any_redis()
-    small = {"maxmemory": "3mb", "maxmemory_policy": "allkeys-random"}
-    with server.client() as client:
-        with server.configured(**small):
-            for number in range(100):
-                client.set(number, "x" * 100_000)
-            assert client.dbsize() < 100
-        assert client.config_get("maxmemory") == {"maxmemory": "0"}
-
-
-def test_redis_and_valkey_are_what_they_say(redis_server, valkey_server):
-    assert "valkey_version" not in redis_server.info("server")
-    assert "valkey_version" in valkey_server.info("server")
-
-
 def test_mariadb_keeps_what_was_committed_before_it_was_killed(make_mariadb):
     server = make_mariadb()
     server.execute("CREATE DATABASE d")
@@ -273,44 +160,11 @@ def test_mariadb_keeps_what_was_committed_before_it_was_killed(make_mariadb):
     assert ("d",) not in server.execute("SHOW DATABASES")
 
 
-def test_mariadb_pauses_and_restarts(make_mariadb):
-    server = make_mariadb()
-    server.pause()
-    with pytest.raises(pymysql.OperationalError):
-        server.connect(read_timeout=1)
-    server.resume()
-    server.restart()
-    assert server.execute("SELECT 1") == ((1,),)
-
-
-def test_mariadb_counts_statements(mariadb):
-    with mariadb.connect() as connection, mariadb.statements() as counted:
-        connection.cursor().execute("SELECT 1 AS counted_by_us")
-        connection.cursor().execute("SELECT 1 AS counted_by_us")
-    assert counted["SELECT 1 AS counted_by_us"] == 2
-
-
 def test_pgbouncer_gives_each_transaction_any_session(make_pgbouncer, postgres):
     bouncer = make_pgbouncer(postgres, pool_size=1)
     with bouncer.connect() as one, bouncer.connect() as other:
         pids = [c.execute("SELECT pg_backend_pid()").fetchone() for c in (one, other)]
     assert pids[0] == pids[1]
-
-
-def test_pgbouncer_is_killed_and_comes_back(make_pgbouncer, postgres):
-    bouncer = make_pgbouncer(postgres)
-    bouncer.kill()
-    with pytest.raises(psycopg.OperationalError):
-        bouncer.connect()
-    bouncer.start()
-    with bouncer.connect() as connection:
-        assert connection.execute("SELECT 1").fetchone() == (1,)
-
-
-def test_shared_pgbouncer_pools_the_shared_postgres(pgbouncer, postgres):
-    with pgbouncer.connect() as connection:
-        database = connection.execute("SHOW port").fetchone()
-    assert database == (str(postgres.port),)
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
@@ -336,23 +190,6 @@ def test_paused_rabbitmq_hangs(make_rabbitmq):
         assert is_silent(connection)
         server.resume()
         assert connection.recv(1) == b"\x01"
-
-
-def test_mariadb_keeps_its_temporary_files_to_itself(make_mariadb):
-    """Another one that started would remove them."""
-    with make_mariadb().connect() as connection, connection.cursor() as cursor:
-        cursor.execute("SELECT @@tmpdir, @@datadir")
-        tmpdir, datadir = cursor.fetchone()
-    assert tmpdir.rstrip("/") == datadir.rstrip("/")
-
-
-def test_rabbitmq_listens_on_loopback_alone(make_rabbitmq):
-    server = make_rabbitmq()
-    addresses = [
-        address for pid in (server.process.pid, server._names.pid) for address in listening(pid)
-    ]
-    assert len(addresses) >= 3
-    assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
 
 
 def test_rabbitmq_leaves_no_process_and_nothing_at_home(make_rabbitmq):
@@ -388,13 +225,6 @@ class TestClock:
         wall, monotonic = map(float, printed.split())
         assert abs(wall - time.time() - 3600) < 60
         assert abs(monotonic - time.monotonic()) < 60
-
-
-def test_proxy_passes(echo):
-    proxy, _ = echo
-    with connect(proxy) as connection:
-        connection.sendall(b"hello")
-        assert connection.recv(100) == b"hello"
 
 
 def test_proxy_delays_each_direction(echo):
@@ -462,43 +292,6 @@ def test_cut_after_some_bytes_delivers_just_those(echo, direction):
         assert received == b"ag"
     wait_until(lambda: len(got) == 2, "the server to get both")
     assert got[1] == (b"ag" if direction == "to_server" else b"again")
-
-
-def test_proxy_without_a_server_closes_at_once(make_proxy):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-    with connect(make_proxy(*address)) as connection:
-        assert is_cut(connection)
-
-
-def test_proxy_can_be_pointed_at_the_new_primary(make_proxy, make_redis):
-    primary, other = make_redis(), make_redis()
-    proxy = make_proxy(primary.host, primary.port)
-    other.execute("SET", "who", "other")
-    with redis.Redis(port=proxy.port, decode_responses=True) as client:
-        assert client.get("who") is None
-        proxy.retarget(other.host, other.port)
-        proxy.cut()
-        client.connection_pool.disconnect()
-        assert client.get("who") == "other"
-
-
-def test_server_survives_the_thread_that_asked_for_it(make_redis):
-    servers = []
-    thread = threading.Thread(target=lambda: servers.append(make_redis()))
-    thread.start()
-    thread.join()
-    assert servers[0].answers()
-
-
-def test_shared_server_is_one_for_all_threads():
-    servers = []
-    threads = [threading.Thread(target=lambda: servers.append(shared.valkey())) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(servers)) == 1
 
 
 def test_server_from_the_environment_is_nobodys_to_kill():

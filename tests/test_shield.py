@@ -19,9 +19,7 @@ pytestmark = pytest.mark.skipif(SIG_SOFT_TIMEOUT is None, reason="no soft time l
 
 @pytest.fixture(autouse=True)
 def handler():
-    """
-    Have the signal handled as in a child of a prefork pool.
-    """
+    """Have the signal handled as in a child of a prefork pool."""
     before = signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
     yield
     signal.signal(SIG_SOFT_TIMEOUT, before)
@@ -45,9 +43,7 @@ def strike():
 
 
 def striking(monkeypatch, method, *, before):
-    """
-    Have the limit strike just before or after a method of the backend.
-    """
+    """Have the limit strike just before or after a method of the backend."""
     backend = service("default").backend
     original = getattr(backend, method)
 
@@ -116,9 +112,7 @@ class TestARun:
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_at_any_moment(self):
-        """
-        Nothing here knows where the limit strikes; a run takes less than a millisecond.
-        """
+        """Nothing here knows where the limit strikes; a run takes less than a millisecond."""
         struck = 0
         for step in range(300):
             killer = threading.Thread(target=_kill_main_thread_after, args=(step * 1e-5,))

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -151,20 +150,6 @@ def test_a_scenario_can_be_stopped_and_continued(begin):
 # By hand
 
 
-def test_a_paused_client_continues_after_its_time(begin):
-    simulation = begin()
-    simulation.acquire("A")
-    wait_until(lambda: simulation.mirror.clients["A"].believes, "A to have the lock")
-    simulation.pause("A", seconds=0.5)
-    state = Path(f"/proc/{simulation.pids()['A']}/stat").read_text().rpartition(")")[2].split()[0]
-    assert state == "T"
-    with pytest.raises(Refused, match="is paused"):
-        simulation.release("A")
-    simulation.write("A")
-    wait_until(lambda: simulation.mirror.accepted, "A to wake and write")
-    assert not simulation.mirror.clients["A"].paused
-
-
 def test_impossible_commands_are_rejected_with_a_reason(begin):
     simulation = begin()
     with pytest.raises(Refused, match="A isn't running"):
@@ -179,19 +164,6 @@ def test_impossible_commands_are_rejected_with_a_reason(begin):
     player = Player(begin())
     with pytest.raises(Refused, match="has ended"):
         player.step()
-
-
-def test_the_referee_reports_the_clients_state(begin):
-    simulation = begin(fencing="off")
-    simulation.acquire("A")
-    wait_until(lambda: simulation.mirror.clients["A"].believes, "A to have the lock")
-    simulation.write("A")
-    wait_until(lambda: simulation.mirror.accepted, "A to write")
-    looks = []
-    simulation.mirror.looked = lambda told: looks.append(told) or []
-    wait_until(lambda: looks and looks[-1]["since"] > simulation.mirror._written_at, "a look")
-    assert (looks[-1]["value"], looks[-1]["token"]) == (1, 1)
-    assert 0 < looks[-1]["left"] <= 1
 
 
 @pytest.mark.parametrize(
@@ -261,16 +233,6 @@ time.sleep(60)
     assert len(pids) == 3
     wait_until(lambda: all(map(is_gone, pids)), "the processes to end with their server")
     wait_until(lambda: not Path(directory).exists(), "the referee to tidy up")
-
-
-def test_a_process_outlives_the_thread_that_started_it(begin):
-    """A request's thread ends soon, and processes end with the thread that started them."""
-    simulation = begin()
-    asking = threading.Thread(target=simulation.start, args=("A",))
-    asking.start()
-    asking.join()
-    simulation.acquire("A")
-    wait_until(lambda: simulation.mirror.service, "A to have the lock")
 
 
 # Rooms

@@ -111,28 +111,6 @@ def test_a_scenario_is_played(page, site):
     assert_readable(played)
 
 
-@pytest.mark.parametrize(
-    ("scenario", "verdict", "rejected"),
-    [
-        ("high-water", "wrong", "0"),
-        ("unharmed", "right", "0"),
-        ("cut", "right", "1"),
-        ("queue", "right", "0"),
-        ("killed", "right", "0"),
-        ("emptied", "right", "1"),
-    ],
-)
-def test_every_scenario_has_its_verdict(page, scenario, verdict, rejected):
-    played = page(scenario=scenario)
-    played.one("#play").click()
-    played.wait(is_over, "the scenario to end")
-    assert f": {verdict}" in reading(played)
-    assert played.one("#score-rejected").text == rejected
-    assert len(played.all("#timeline .refused")) == int(rejected)
-    assert not played.scrolls_sideways()
-    assert played.complaints() == []
-
-
 def test_a_scenario_is_stepped_through_by_keyboard_alone(page):
     stepped = page(scenario="unfenced")
     steps = len(stepped.all("#steps li"))
@@ -150,16 +128,6 @@ def test_a_scenario_is_stepped_through_by_keyboard_alone(page):
     assert len(stepped.all("#timeline .stale")) == 1
     assert stepped.one("#score-lost").text == "2"
     assert stepped.complaints() == []
-
-
-def test_without_javascript_there_are_no_dead_controls(browser, site):
-    browser.script(False)
-    browser.get(site.url)
-    assert "needs JavaScript" in browser.one("main").text
-    assert [each.text for each in browser.all("button, select, h2, legend") if each.text] == []
-    for width in (1280, 400):
-        browser.show(width=width)
-        assert not browser.scrolls_sideways()
 
 
 def test_the_address_selects_a_scenario(page):

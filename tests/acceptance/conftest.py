@@ -45,9 +45,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def locks(django_db_setup: None) -> dict[str, Any]:
-    """
-    Return FENCEDLOCK, for tests and workers alike.
-    """
+    """Return FENCEDLOCK, for tests and workers alike."""
     redis = {
         "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
         "LOCATION": shared.redis().url,
@@ -71,9 +69,7 @@ def locks(django_db_setup: None) -> dict[str, Any]:
 def worker_environment(
     locks: dict[str, Any], child_environment: Callable[[], dict[str, str]]
 ) -> dict[str, str]:
-    """
-    Return the environment of workers.
-    """
+    """Return the environment of workers."""
     shared.postgres()
     return {
         **child_environment(),
@@ -84,9 +80,7 @@ def worker_environment(
 
 @pytest.fixture(scope="session")
 def journal() -> Iterator[Journal]:
-    """
-    Return what bodies write down.
-    """
+    """Return what bodies write down."""
     path = workspace.new_directory("journal") / "journal"
     os.environ[JOURNAL] = str(path)
     yield Journal(path)
@@ -95,9 +89,7 @@ def journal() -> Iterator[Journal]:
 
 @pytest.fixture
 def key(request: pytest.FixtureRequest, journal: Journal) -> Iterator[str]:
-    """
-    Return what names the locks, the gates and the spans of the test.
-    """
+    """Return what names the locks, the gates and the spans of the test."""
     name = f"{request.node.originalname[5:45]}-{uuid.uuid4().hex[:8]}"
     yield name
     # A test that failed would otherwise leave children of the shared worker waiting there.
@@ -106,9 +98,7 @@ def key(request: pytest.FixtureRequest, journal: Journal) -> Iterator[str]:
 
 @pytest.fixture(autouse=True, scope="session")
 def patient_flush() -> Iterator[None]:
-    """
-    Empty the tables again if a worker, which reads several of them, was in the way.
-    """
+    """Empty the tables again if a worker, which reads several of them, was in the way."""
     flush = BaseDatabaseOperations.execute_sql_flush
 
     def patiently(self: Any, sql_list: list[str]) -> None:
@@ -127,17 +117,13 @@ def patient_flush() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_locks(settings: Any, locks: dict[str, Any], journal: Journal) -> None:
-    """
-    Have the test's own process take the locks that its worker takes.
-    """
+    """Have the test's own process take the locks that its worker takes."""
     settings.FENCEDLOCK = locks
 
 
 @pytest.fixture(scope="session")
 def brokers_redis() -> Iterator[Redis]:
-    """
-    Return a Redis with a database for each broker.
-    """
+    """Return a Redis with a database for each broker."""
     with contextlib.closing(Redis.launch(finding.redis(), "--databases", "1000")) as server:
         yield server
 
@@ -146,9 +132,7 @@ def brokers_redis() -> Iterator[Redis]:
 def make_broker(
     request: pytest.FixtureRequest, brokers_redis: Redis
 ) -> Iterator[Callable[[str], Broker]]:
-    """
-    Return a function that makes a queue that nobody else has.
-    """
+    """Return a function that makes a queue that nobody else has."""
     with contextlib.ExitStack() as stack:
 
         def make(kind: str) -> Broker:
@@ -209,9 +193,7 @@ def make_worker(
 def make_beat(
     worker_environment: dict[str, str], use: Callable[[Any], Any], closing: Callable[[Any], Any]
 ) -> Callable[[Worker, Any], Beat]:
-    """
-    Start a beat that sends to a worker.
-    """
+    """Start a beat that sends to a worker."""
 
     def make(worker: Worker, schedule: Any) -> Beat:
         beat = use(closing(Beat(worker, worker_environment, schedule)))
@@ -227,9 +209,7 @@ def make_beat(
 def shared_workers(
     make_broker: Callable[[str], Broker], worker_environment: dict[str, str], journal: Journal
 ) -> Iterator[Callable[[str, str], Worker]]:
-    """
-    Return a function that returns the one worker of a pool and a broker.
-    """
+    """Return a function that returns the one worker of a pool and a broker."""
     workers: dict[tuple[str, str], Worker] = {}
 
     def get(pool: str, kind: str) -> Worker:
@@ -249,23 +229,17 @@ def shared_workers(
 def shared_worker(
     shared_workers: Callable[[str, str], Worker], use: Callable[[Any], Any]
 ) -> Callable[..., Worker]:
-    """
-    Return a function that returns the worker of a pool and a broker. Leave it as it is.
-    """
+    """Return a function that returns the worker of a pool and a broker. Leave it as it is."""
     return lambda pool="prefork", broker="redis": use(shared_workers(pool, broker))
 
 
 @pytest.fixture
 def worker(shared_worker: Callable[..., Worker]) -> Worker:
-    """
-    Return a prefork worker with four children, on Redis. Leave it as it is.
-    """
+    """Return a prefork worker with four children, on Redis. Leave it as it is."""
     return shared_worker()
 
 
 @pytest.fixture(params=["redis", "filesystem", "rabbitmq"])
 def any_worker(request: pytest.FixtureRequest, shared_worker: Callable[..., Worker]) -> Worker:
-    """
-    Return a prefork worker on each of the brokers. Leave it as it is.
-    """
+    """Return a prefork worker on each of the brokers. Leave it as it is."""
     return shared_worker(broker=request.param)

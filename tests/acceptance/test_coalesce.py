@@ -48,12 +48,6 @@ def test_every_backend_coalesces(worker, journal, key, alias):
     assert len(check(journal, key, alias)) == 3
 
 
-def test_a_lone_trigger_runs_once(worker, journal, key):
-    assert task("coalesce").delay(key, 42).get(timeout=10) == 42
-    assert task("coalesce").delay(key, 43).get(timeout=10) == 43
-    assert [span.value for span in journal.spans(key)] == [42, 43]
-
-
 @pytest.mark.parametrize("outcome", ["raise", "retry, return", "ignore"])
 def test_however_the_first_ends_the_second_runs(worker, journal, key, outcome):
     task("coalesce").delay(key, "first", gate=True, outcome=outcome)

@@ -7,7 +7,6 @@ import time
 import pytest
 from celery.result import AsyncResult
 
-from django_fencedlock import lock
 from tests.servers.process import wait_until
 from tests.workers.looks import failure, is_free, was_skipped
 from tests.workers.tasks import ALIASES, task
@@ -15,9 +14,7 @@ from tests.workers.tasks import ALIASES, task
 
 @pytest.fixture
 def held(journal, key):
-    """
-    Returns a function that has a body of the key begin, which ends when the gate is opened.
-    """
+    """Returns a function that has a body of the key begin, which ends when the gate is opened."""
 
     def hold(kind, alias="default", **arguments):
         result = task(kind, alias).delay(key, "first", gate=True, **arguments)
@@ -46,20 +43,6 @@ def test_a_skipped_run_succeeds_and_says_who_has_the_lock(any_worker, journal, k
 @pytest.mark.parametrize("alias", ALIASES)
 def test_every_backend_skips(worker, journal, key, held, alias):
     check_skip(worker, journal, key, held, alias)
-
-
-def test_a_skipped_run_names_its_holder(worker, journal, key, held):
-    first = held("skip")
-    skipped = was_skipped(task("skip").delay(key))
-    assert "tests.skip" in skipped.holder
-    assert first.id in skipped.holder
-    assert skipped.since
-
-
-def test_a_lock_of_another_process_is_a_conflict_too(worker, key):
-    with lock(key):
-        assert was_skipped(task("skip").delay(key))
-    assert task("skip").delay(key, 42).get(timeout=10) == 42
 
 
 @pytest.mark.parametrize("alias", ["default", "redis"])
@@ -95,29 +78,13 @@ def test_retry_comes_again(any_worker, journal, key, held, alias):
     assert [span.retries for span in spans] == [0, 0]
 
 
-def test_conflicts_leave_the_own_retries_alone(worker, journal, key, held):
-    held("retry")
-    second = task("retry").delay(key, "second", outcome="retry, retry, retry, return")
-    wait_until(lambda: second.state == "RETRY", "a retry", 10)
-    journal.open_gate(key)
-    assert second.get(timeout=20) == "second"
-    spans = journal.assert_no_overlap(key)
-    assert [span.retries for span in spans] == [0, 0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("kind", ["skip", "raise", "wait", "retry", "late_skip"])
+@pytest.mark.parametrize("kind", ["skip", "raise", "wait", "retry", "late_skip", "coalesce"])
 def test_a_retry_is_no_conflict_with_its_own_run(worker, journal, key, kind):
     result = task(kind).delay(key, 42, outcome="retry, return", tidy=1)
     assert result.get(timeout=20) == 42
     spans = journal.assert_no_overlap(key)
     assert [span.retries for span in spans] == [0, 1]
     assert "wasn't acquired" not in worker.new_log
-
-
-def test_a_coalesced_retry_is_none_either(worker, journal, key):
-    result = task("coalesce").delay(key, 42, outcome="retry, return", tidy=1)
-    assert result.get(timeout=20) == 42
-    assert [span.retries for span in journal.assert_no_overlap(key)] == [0, 1]
 
 
 @pytest.mark.parametrize("kind", ["skip", "late_skip"])
@@ -147,21 +114,3 @@ def test_many_at_once_run_one_by_one(any_worker, journal, key, alias):
     results = [task("wait", alias).delay(key, number, seconds=0.01) for number in range(12)]
     assert [result.get(timeout=30) for result in results] == list(range(12))
     assert len(journal.assert_no_overlap(key)) == 12
-
-
-def test_without_a_name_the_arguments_are_it(worker, journal, key):
-    first = task("unnamed").delay(key, 1, gate=True)
-    journal.wait_for_begun(key)
-    assert was_skipped(task("unnamed").delay(value=1, gate=True, key=key))
-    other = task("unnamed").delay(key, 2, gate=True)
-    journal.wait_for_begun(key, 2)
-    journal.open_gate(key)
-    assert [first.get(timeout=10), other.get(timeout=10)] == [1, 2]
-
-
-def test_other_names_are_no_conflict(worker, journal, key):
-    first = task("skip").delay(key, gate=True)
-    journal.wait_for_begun(key)
-    assert task("skip").delay(f"{key}-other", 42).get(timeout=10) == 42
-    journal.open_gate(key)
-    first.get(timeout=10)

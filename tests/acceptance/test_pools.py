@@ -7,8 +7,8 @@ import pytest
 
 from django_fencedlock import lock
 from django_fencedlock.storage.tables import HeldLock
-from tests.workers.looks import failure, is_free, was_skipped
-from tests.workers.tasks import Mishap, task
+from tests.workers.looks import is_free, was_skipped
+from tests.workers.tasks import task
 
 POOLS = ["prefork", "threads", "solo", "gevent"]
 
@@ -25,25 +25,6 @@ def one_process(request, shared_worker):
     if not find_spec("gevent"):
         pytest.skip("gevent isn't installed")
     return shared_worker(pool=request.param)
-
-
-@pytest.mark.parametrize("alias", ["default", "rows", "sessions", "redis"])
-def test_a_body_runs_under_its_lock(pool_worker, journal, key, alias):
-    assert task("skip", alias).delay(key, 42).get(timeout=10) == 42
-    (span,) = journal.spans(key)
-    assert span.lock == key
-    assert is_free(key, alias)
-
-
-def test_an_exception_gives_the_lock_back(pool_worker, journal, key):
-    assert isinstance(failure(task("skip").delay(key, outcome="raise")), Mishap)
-    assert is_free(key)
-
-
-def test_retries_have_tokens_of_their_own(pool_worker, journal, key):
-    assert task("skip").delay(key, 42, outcome="retry, return").get(timeout=10) == 42
-    spans = journal.assert_no_overlap(key)
-    assert len({span.token for span in spans}) == 2
 
 
 def test_a_retry_comes_again_until_its_own_run_has_ended(pool_worker, journal, key):

@@ -19,18 +19,14 @@ SHORT = {"transport": {"visibility_timeout": VISIBLE}}
 
 @pytest.fixture
 def workers(make_worker):
-    """
-    Two workers on one queue, whose messages are delivered again before their bodies end.
-    """
+    """Two workers on one queue, whose messages are delivered again before their bodies end."""
     first = make_worker(concurrency=6, **SHORT)
     make_worker(broker=first.broker, concurrency=6, **SHORT)
     return first
 
 
 def settle(worker):
-    """
-    Wait until no message is left, and none comes back.
-    """
+    """Wait until no message is left, and none comes back."""
 
     def is_empty():
         return not worker.broker.depth() and not worker.broker.unacknowledged()

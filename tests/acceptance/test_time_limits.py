@@ -47,13 +47,6 @@ def test_a_hard_limit_within_a_call_of_c_gives_the_lock_back(worker, journal, ke
     assert span.ended is None
 
 
-def test_a_limit_leaves_the_worker_fit(worker, journal, key):
-    """Its connections too: what follows takes the same lock, four times to meet each child."""
-    failure(task("soft").delay(key, seconds=20))
-    for number in range(8):
-        assert task("wait").delay(key, number).get(timeout=10) == number
-
-
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
 def test_a_revoked_body_gives_the_lock_back(worker, journal, key, revoke, number):
     result = task("skip").delay(key, seconds=30)
@@ -63,15 +56,6 @@ def test_a_revoked_body_gives_the_lock_back(worker, journal, key, revoke, number
     assert wait_until_free(key) - span.ended < 1
     # Celery writes REVOKED at once, and the child may write what became of it after that.
     assert isinstance(failure(result), TaskRevokedError | SoftTimeLimitExceeded)
-
-
-def test_a_body_that_is_killed_by_a_revoke_gives_the_lock_back(worker, journal, key, revoke):
-    result = task("skip").delay(key, seconds=30)
-    journal.wait_for_begun(key)
-    before = now()
-    revoke(result, "SIGKILL")
-    assert wait_until_free(key) - before < 1.5
-    assert isinstance(failure(result), TaskRevokedError)
 
 
 def test_a_revoked_greenlet_gives_the_lock_back(shared_worker, journal, key):
@@ -110,12 +94,6 @@ def test_a_task_that_is_revoked_before_it_begins_takes_no_lock(worker, journal, 
     assert isinstance(failure(result), TaskRevokedError)
     assert journal.spans(key) == []
     assert is_free(key)
-
-
-def test_a_task_that_expired_takes_no_lock(worker, journal, key):
-    result = task("skip").apply_async((key,), countdown=1, expires=0.5)
-    assert isinstance(failure(result), TaskRevokedError)
-    assert journal.spans(key) == []
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])

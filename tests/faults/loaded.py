@@ -1,6 +1,4 @@
-"""
-A client that only acquires and releases locks, and reports its resource usage.
-"""
+"""A client that only acquires and releases locks, and reports its resource usage."""
 
 import os
 import time

@@ -1,6 +1,4 @@
-"""
-What lies between a test and its worker: a queue that no other test has.
-"""
+"""What lies between a test and its worker: a queue that no other test has."""
 
 import itertools
 from pathlib import Path
@@ -33,9 +31,7 @@ class Broker:
         self._options = options
 
     def settings(self, **transport_options: Any) -> dict[str, Any]:
-        """
-        Return Celery's settings.
-        """
+        """Return Celery's settings."""
         return {
             "broker_url": self._url,
             "broker_transport_options": self._options | transport_options,
@@ -50,21 +46,15 @@ class Broker:
         }
 
     def depth(self) -> int:
-        """
-        Return how many messages wait for a worker.
-        """
+        """Return how many messages wait for a worker."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """
-        Remove what would stay in a server that others use too.
-        """
+        """Remove what would stay in a server that others use too."""
 
 
 class RedisBroker(Broker):
-    """
-    A database of a Redis.
-    """
+    """A database of a Redis."""
 
     kind = "redis"
     _databases = itertools.count(1)
@@ -76,9 +66,7 @@ class RedisBroker(Broker):
         super().__init__(self._address, self._address, **often)
 
     def client(self) -> redis.Redis:
-        """
-        Return a client of the database.
-        """
+        """Return a client of the database."""
         return redis.Redis.from_url(self._address, decode_responses=True, socket_timeout=5)
 
     def depth(self) -> int:
@@ -86,17 +74,13 @@ class RedisBroker(Broker):
             return int(client.llen(self.queue))
 
     def unacknowledged(self) -> int:
-        """
-        Return how many messages workers have that they didn't acknowledge yet.
-        """
+        """Return how many messages workers have that they didn't acknowledge yet."""
         with self.client() as client:
             return int(client.hlen("unacked"))
 
 
 class FilesystemBroker(Broker):
-    """
-    A directory for messages, and one for results.
-    """
+    """A directory for messages, and one for results."""
 
     kind = "filesystem"
 
@@ -124,9 +108,7 @@ class FilesystemBroker(Broker):
 
 
 class RabbitBroker(Broker):
-    """
-    A queue of a RabbitMQ, with the results in a Redis.
-    """
+    """A queue of a RabbitMQ, with the results in a Redis."""
 
     kind = "rabbitmq"
 

@@ -1,6 +1,4 @@
-"""
-What the bodies of tasks did, in a file that all processes append to.
-"""
+"""What the bodies of tasks did, in a file that all processes append to."""
 
 import contextlib
 import itertools
@@ -22,9 +20,7 @@ PATIENCE = 60
 
 
 def now() -> float:
-    """
-    Return the seconds since the machine was started: the same clock in every process.
-    """
+    """Return the seconds since the machine was started: the same clock in every process."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -81,9 +77,7 @@ class Journal:
 
     @contextlib.contextmanager
     def body(self, key: str, **facts: Any) -> Iterator[str]:
-        """
-        Write down when the block begins and ends.
-        """
+        """Write down when the block begins and ends."""
         run = uuid.uuid4().hex
         who = {"pid": os.getpid(), "thread": threading.get_ident()}
         outcome = "returned"
@@ -109,9 +103,7 @@ class Journal:
             os.close(descriptor)
 
     def wait_at_gate(self, key: str) -> None:
-        """
-        Block until the gate of *key* is open.
-        """
+        """Block until the gate of *key* is open."""
         deadline = time.monotonic() + PATIENCE
         while not self._gate(key).exists():
             if time.monotonic() > deadline:
@@ -121,15 +113,11 @@ class Journal:
     # For tests.
 
     def open_gate(self, key: str) -> None:
-        """
-        Let the bodies of *key* that wait at their gate go on, and those that come.
-        """
+        """Let the bodies of *key* that wait at their gate go on, and those that come."""
         self._gate(key).touch()
 
     def lines(self) -> list[dict[str, Any]]:
-        """
-        Return all lines.
-        """
+        """Return all lines."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 # Tests ask often, and a journal of many tests is long.
@@ -141,9 +129,7 @@ class Journal:
         return self._lines
 
     def spans(self, key: str) -> list[Span]:
-        """
-        Return the runs of a key, in the order of their begin.
-        """
+        """Return the runs of a key, in the order of their begin."""
         spans: dict[str, Span] = {}
         for line in self.lines():
             if line["key"] != key or "run" not in line:
@@ -158,21 +144,15 @@ class Journal:
         return sorted(spans.values(), key=lambda span: span.begun)
 
     def notes(self, key: str, event: str) -> list[dict[str, Any]]:
-        """
-        Return the lines of another kind that bodies wrote.
-        """
+        """Return the lines of another kind that bodies wrote."""
         return [line for line in self.lines() if line["key"] == key and line["event"] == event]
 
     def wait_for_begun(self, key: str, count: int = 1, timeout: float = 20) -> list[Span]:
-        """
-        Wait until so many bodies of a key have begun.
-        """
+        """Wait until so many bodies of a key have begun."""
         return self._wait(key, count, timeout, "begun")
 
     def wait_for_ended(self, key: str, count: int = 1, timeout: float = 20) -> list[Span]:
-        """
-        Wait until so many bodies of a key have ended.
-        """
+        """Wait until so many bodies of a key have ended."""
         return self._wait(key, count, timeout, "ended")
 
     def assert_no_overlap(self, key: str, killed: dict[str, float] | None = None) -> list[Span]:

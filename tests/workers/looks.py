@@ -1,6 +1,4 @@
-"""
-What tests ask about a lock, from outside.
-"""
+"""What tests ask about a lock, from outside."""
 
 from typing import Any
 
@@ -14,32 +12,24 @@ from .journal import now
 
 
 def is_free(key: str, alias: str = "default") -> bool:
-    """
-    Tell whether nobody has a lock.
-    """
+    """Tell whether nobody has a lock."""
     backend = "redis" if alias == "unfenced" else alias
     return lock(key, backend=backend, fenced=alias != "unfenced").holder() is None
 
 
 def wait_until_free(key: str, alias: str = "default", timeout: float = 5) -> float:
-    """
-    Wait until nobody has a lock; return when that was seen.
-    """
+    """Wait until nobody has a lock; return when that was seen."""
     wait_until(lambda: is_free(key, alias), f"lock {key!r} to be free", timeout)
     return now()
 
 
 def was_skipped(result: AsyncResult) -> SkippedRun | None:
-    """
-    Return what a task returned that didn't run; None if it ran.
-    """
+    """Return what a task returned that didn't run; None if it ran."""
     return SkippedRun.of(result.get(timeout=20))
 
 
 def failure(result: AsyncResult) -> Any:
-    """
-    Wait for the end of a task that fails, and return its exception.
-    """
+    """Wait for the end of a task that fails, and return its exception."""
     exc = result.get(timeout=20, propagate=False)
     assert isinstance(exc, BaseException), (result.state, exc)
     return exc

@@ -1,6 +1,4 @@
-"""
-Django's settings in a worker: those of the tests, and what the test that started it says.
-"""
+"""Django's settings in a worker: those of the tests, and what the test that started it says."""
 
 import json
 import os

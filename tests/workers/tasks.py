@@ -16,7 +16,6 @@ from celery.exceptions import Ignore, Reject
 
 from django_fencedlock import current_lease
 from django_fencedlock.celery import single_instance
-from django_fencedlock.exceptions import BackendUnavailable
 from tests.models import Invoice
 
 from .app import MAIN
@@ -29,15 +28,11 @@ _names: dict[tuple[str, str], str] = {}
 
 
 class Mishap(Exception):
-    """
-    What a body raises that was told to.
-    """
+    """What a body raises that was told to."""
 
 
 def task(kind: str, alias: str = "default") -> Any:
-    """
-    Return a task of the current app, which is one that `app.make()` made.
-    """
+    """Return a task of the current app, which is one that `app.make()` made."""
     return current_app.tasks[_names[kind, alias]]
 
 
@@ -61,7 +56,7 @@ def run(
         gate: Wait until the test opens the gate of the key.
         seconds: Sleep for so long.
         grind: Compute so many rounds in one call of C, in which no signal is seen.
-        outcome: return, raise, retry, replace, chain, ignore, reject or exit;
+        outcome: return, raise, retry, replace, chain, ignore or reject;
             "raise, return" has one per attempt. What replaces it, and the chain, are of the task
             "skip" and under the same lock.
         tidy: Sleep for so long in a ``finally`` of the first attempt, under the lock.
@@ -77,7 +72,6 @@ def run(
         "value": value,
         "retries": self.request.retries,
         "redelivered": bool((self.request.delivery_info or {}).get("redelivered")),
-        "eager": bool(self.request.is_eager),
         "token": lease.token if lease is not None and lease.fenced else None,
         "lock": lease.name if lease is not None else None,
     }
@@ -110,8 +104,6 @@ def _end(self: Any, outcome: str, value: Any) -> Any:
         raise Ignore
     if outcome == "reject":
         raise Reject("told to", requeue=False)
-    if outcome == "exit":
-        raise SystemExit(1)
     raise ValueError(outcome)
 
 
@@ -170,50 +162,26 @@ _define("plain_late", acks_late=True)(run)
 _define("autoretry", autoretry_for=(Mishap,), max_retries=2, default_retry_delay=0.1)(
     single_instance("{key}", on_conflict="raise")(run)
 )
-_define("limited", rate_limit="5/s")(single_instance("{key}")(run))
 _define("soft", soft_time_limit=1)(single_instance("{key}")(run))
 _define("hard", time_limit=1)(single_instance("{key}")(run))
 _define("short", acks_late=True)(single_instance("{key}", ttl=2)(run))
 _define("any_delivery", acks_late=True)(single_instance("{key}", redelivery="run")(run))
-_define("by_id")(
-    single_instance(lambda task, arguments: f"{arguments['key']}-{task.request.id}")(run)
-)
 _define("abort")(single_instance("{key}", ttl=1.5, on_lost="abort")(run))
 _define("max_hold")(single_instance("{key}", ttl=1, max_hold=1, on_lost="abort")(run))
 _define("skip", "down")(single_instance("{key}", backend="down")(run))
-_define("run", "down")(
-    single_instance("{key}", backend="down", fenced=False, on_backend_error="run")(run)
-)
-_define(
-    "autoretry", "down", autoretry_for=(BackendUnavailable,), max_retries=1, default_retry_delay=0.1
-)(single_instance("{key}", backend="down")(run))
 
 
 @_define("unnamed")
 @single_instance
 def unnamed(self: Any, key: str, value: Any = None, *, gate: bool = False) -> Any:
-    """
-    Has a lock for each set of arguments.
-    """
+    """Has a lock for each set of arguments."""
     return run(self, key, value, gate=gate)
-
-
-@_define("pair")
-@single_instance("{key}")
-def pair(self: Task, key: str, first: int, second: int = 0) -> int:
-    """
-    Takes what starmap gives.
-    """
-    with Journal().body(key):
-        return first + second
 
 
 @_define("total")
 @single_instance("{key}-total")
 def total(self: Task, results: Any, key: str) -> Any:
-    """
-    The body of a chord.
-    """
+    """The body of a chord."""
     with Journal().body(f"{key}-total"):
         return results
 
@@ -221,9 +189,7 @@ def total(self: Task, results: Any, key: str) -> Any:
 @_define("pay")
 @single_instance(Invoice, pk="invoice_id")
 def pay(self: Task, invoice_id: int, amount: int, gate: str = "") -> int:
-    """
-    Write a fenced row under the task's own lock; read it, and wait at a gate, before.
-    """
+    """Write a fenced row under the task's own lock; read it, and wait at a gate, before."""
     invoice = Invoice.objects.get(pk=invoice_id)
     invoice.amount += amount
     if gate:

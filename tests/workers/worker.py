@@ -1,6 +1,4 @@
-"""
-A Celery worker, or beat, in a process of its own.
-"""
+"""A Celery worker, or beat, in a process of its own."""
 
 import json
 import os
@@ -22,9 +20,7 @@ _QUICK = ["--without-mingle", "--without-gossip", "--without-heartbeat"]
 
 
 class _Celery:
-    """
-    A program of Celery's.
-    """
+    """A program of Celery's."""
 
     def __init__(
         self,
@@ -61,70 +57,50 @@ class _Celery:
         return self.process.pid
 
     def start(self) -> None:
-        """
-        Start the program, and wait until it says that it is ready.
-        """
+        """Start the program, and wait until it says that it is ready."""
         self._ready.unlink(missing_ok=True)
         self.process.start()
 
     def kill(self) -> None:
-        """
-        End it and its children as SIGKILL does, all at once.
-        """
+        """End it and its children as SIGKILL does, all at once."""
         self.process.kill()
 
     def pause(self) -> None:
-        """
-        Stop it and its children, as SIGSTOP does.
-        """
+        """Stop it and its children, as SIGSTOP does."""
         self.process.pause()
 
     def resume(self) -> None:
-        """
-        Let it and its children go on.
-        """
+        """Let it and its children go on."""
         self.process.resume()
 
     def send(self, number: int) -> None:
-        """
-        Send a signal to the main process.
-        """
+        """Send a signal to the main process."""
         os.kill(self.pid, number)
 
     def wait_for_end(self, timeout: float = 20) -> None:
-        """
-        Wait until the main process has ended by itself, and with it its children.
-        """
+        """Wait until the main process has ended by itself, and with it its children."""
         family = _family(self.pid)
         wait_until(lambda: not self.process.running, "the end of a Celery program", timeout)
         wait_until(lambda: not _alive(family), "the end of its children", 5)
         self.process.kill()
 
     def stop(self, timeout: float = 20) -> None:
-        """
-        Have it finish what it is at, and end.
-        """
+        """Have it finish what it is at, and end."""
         self.send(signal.SIGTERM)
         self.wait_for_end(timeout)
 
     def close(self) -> None:
-        """
-        Be done with it, whatever state it is in.
-        """
+        """Be done with it, whatever state it is in."""
         self.process.kill()
 
     @property
     def log(self) -> str:
-        """
-        Return everything that it logged.
-        """
+        """Return everything that it logged."""
         path = self.process.log
         return path.read_text(errors="replace") if path.exists() else ""
 
     def mark_log(self) -> None:
-        """
-        Have ``new_log`` begin here.
-        """
+        """Have ``new_log`` begin here."""
         self._seen = len(self.log)
 
     @property
@@ -169,9 +145,7 @@ class Worker(_Celery):
         return f"<a worker with the pool {self.pool} on {self.broker.kind}>"
 
     def children(self) -> list[int]:
-        """
-        Return the pids of the pool's processes.
-        """
+        """Return the pids of the pool's processes."""
         return [pid for pid, parent, state in _processes() if parent == self.pid and state != "Z"]
 
     def close(self) -> None:
@@ -185,9 +159,7 @@ class Worker(_Celery):
 
 
 class Beat(_Celery):
-    """
-    The sender of periodic tasks, with *schedule* as Celery's ``beat_schedule``.
-    """
+    """The sender of periodic tasks, with *schedule* as Celery's ``beat_schedule``."""
 
     def __init__(self, worker: Worker, environment: Mapping[str, str], schedule: Any) -> None:
         settings = worker.broker.settings() | {
