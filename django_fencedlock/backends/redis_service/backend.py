@@ -1,0 +1,258 @@
+"""The Redis backend: a lock is a key with an expiry, and waiters queue in the order of arrival."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ... import logs
+from ...conf import AliasConfig, Problem
+from ...core import runtime
+from ...core.runtime import clock
+from ...exceptions import BackendUnavailable
+from ...storage.errors import shorten_error
+from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
+from . import client as clients
+from . import health
+from .client import RedisError
+from .connections import Connections, Mailbox
+from .scripts import ACQUIRE, BEAT, GATE, RECHECK, RELEASE, RENEW, SUGGEST, Keys
+
+logger = logging.getLogger(__name__)
+
+
+class _Handle(NamedTuple):
+    """What the requests of one grant need, computed once."""
+
+    keys: Keys
+    #: What the lock key begins with while the grant holds the lock.
+    head: str
+    #: The value of the counter if no other owner came since; empty if it isn't fenced.
+    counter: str
+
+
+class RedisBackend(Backend):
+    """
+    Locks on Redis or Valkey.
+
+    An uncontended acquire is one request, a release is one, and so is a batch of renewals.
+
+    With T for OPTIONS["TIMEOUT"], a request ends after T if the server doesn't answer, and a
+    waiter's after T, a beat and a second. For a client from CACHE or CLIENT_FACTORY, T is what that
+    client's own time limits and retries make it.
+
+    A waiter that dies delays those behind it by a few milliseconds. If it dies just as it gets the
+    lock, it delays them by three seconds at most (`scripts.CLAIM`).
+    """
+
+    label = "redis"
+    supports_waiting = True
+    option_names = frozenset({"CACHE", "CLIENT_FACTORY", "TIMEOUT"})
+
+    def __init__(self, config: AliasConfig) -> None:
+        super().__init__(config)
+        self.after_fork()
+        runtime.forks.register(self)
+
+    def after_fork(self) -> None:
+        # The driver shuts down no socket that another process opened.
+        self._lock = runtime.allocate_lock()
+        self._connections: dict[int, Connections] = {}
+
+    def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
+        with self._requests("acquire", claim.name):
+            answer = self._claim(claim, "0" if wait.left else "")
+            if isinstance(answer, Granted):
+                return answer
+            held, arrival = answer
+            return self._queue(claim, wait, held, arrival) if arrival else held
+
+    def _claim(self, claim: Claim, arrival: str) -> Granted | tuple[Held, str]:
+        """
+        Run ACQUIRE.
+
+        Args:
+            arrival: To queue if refused: "0", later the arrival that the last refusal returned.
+        """
+        keys = self._keys(claim.name)
+        terms = (claim.owner, math.ceil(claim.ttl * 1000), claim.identity, int(claim.fenced))
+        since = clock()
+        answer = self._here.run(ACQUIRE, keys, *terms, *([arrival] if arrival else []))
+        if isinstance(answer, list):
+            expires, arrival, handed, value = answer
+            self._recheck(keys, handed)
+            return _read_lock(value, expires), _text(arrival)
+        token = int(answer)
+        counter = f"{token}:{claim.owner}" if claim.fenced else ""
+        handle = _Handle(keys, f"{claim.owner}:{token}:", counter)
+        return Granted(token if claim.fenced else None, since, handle)
+
+    def _queue(self, claim: Claim, wait: Wait, held: Held, arrival: str) -> Granted | Held:
+        """Wait for messages until the lock is granted or the wait is over."""
+        keys = self._keys(claim.name)
+        mailbox = Mailbox(self._here, keys.mailbox(claim.owner), wait)
+        try:
+            while arrival:
+                wait.refused(held)
+                pause = BEAT if held.expires_in is None else held.expires_in + 0.002
+                mailbox.sleep(min(BEAT, pause))
+                if wait.cancelled:
+                    self._release(keys, claim.owner)
+                    return held
+                # The last request leaves the queue, unless it gets the lock.
+                answer = self._claim(claim, arrival if wait.left else "")
+                if isinstance(answer, Granted):
+                    return answer
+                held, arrival = answer
+            return held
+        except BaseException as exc:
+            if not isinstance(exc, RedisError):
+                with contextlib.suppress(*RedisError):
+                    self._release(keys, claim.owner)
+            raise
+        finally:
+            mailbox.close()
+
+    def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
+        calls = []
+        for grant in grants:
+            keys, head, counter = self._handle(grant)
+            ttl = math.ceil(grant.ttl * 1000)
+            calls.append((keys[:2], (head, ttl, counter, grant.identity)))
+        try:
+            answers = self._here.run_batch(RENEW, calls) if calls else []
+        except RedisError as exc:
+            answers = [exc] * len(grants)
+        if failed := [answer for answer in answers if isinstance(answer, Exception)]:
+            runtime.notify(
+                logger.warning,
+                "Redis of alias %r failed at the renewal of %d of %d leases: %s",
+                *(self.config.alias, len(failed), len(grants), shorten_error(failed[0])),
+                extra=logs.facts(alias=self.config.alias, reason=shorten_error(failed[0])),
+            )
+        return list(map(_renewal, answers))
+
+    def release(self, grant: Grant) -> bool:
+        keys, _, counter = self._handle(grant)
+        floor = (grant.token or 0,) if grant.fenced else ()
+        with self._requests("release", grant.name):
+            return self._release(keys, grant.owner, counter, *floor)
+
+    def _release(self, keys: Keys, owner: str, counter: str = "", *floor: int) -> bool:
+        answer = self._here.run(RELEASE, keys, owner, counter, *floor)
+        # The lock is released, whatever becomes of the waiter that got it.
+        with contextlib.suppress(*RedisError):
+            self._recheck(keys, answer)
+        return bool(answer != 0)
+
+    def _recheck(self, keys: Keys, handed: Any) -> None:
+        """
+        Pass the lock on while the waiter that got it doesn't wait.
+
+        Whoever is blocked on its mailbox was woken. A waiter whose heartbeat is younger than GATE
+        may not be blocked yet.
+        """
+        while isinstance(handed, list) and handed and handed[2] >= GATE:
+            handed = self._here.run(RECHECK, keys, _text(handed[0]), _text(handed[1]))
+
+    def verify(self, grant: Grant) -> bool:
+        keys, head, counter = self._handle(grant)
+        with self._requests("verify", grant.name):
+            held, drawn = map(_text, self._here.execute("MGET", keys.lock, keys.counter))
+        # An expired lease is the owner's if no other came since, as in RENEW.
+        return held.startswith(head) if held else bool(counter) and drawn in ("", counter)
+
+    def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
+        every = [self._keys(name) for name in names]
+        commands = [
+            command
+            for keys in every
+            for command in (("GET", keys.lock), ("PTTL", keys.lock), ("ZCARD", keys.queue))
+        ]
+        with self._requests("look up"):
+            answers = self._here.batch(commands)
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+        rows = zip(names, answers[::3], answers[1::3], answers[2::3], strict=True)
+        return {name: _read_lock(value, *more) for name, value, *more in rows if value is not None}
+
+    def suggest(self, name: str, floor: int) -> None:
+        with self._requests("suggest a token for", name):
+            self._here.run(SUGGEST, [self._keys(name).counter], floor)
+
+    @classmethod
+    def problems(cls, config: AliasConfig) -> Iterator[Problem]:
+        yield from clients.problems(config)
+
+    def check(self) -> Iterator[Problem]:
+        try:
+            with self._requests("check"):
+                yield from health.problems(self._here.client, self.config.alias)
+        except BackendUnavailable as exc:
+            remedy = "Start the server, or correct the settings of the alias."
+            yield Problem("E013", str(exc), remedy)
+
+    def close(self) -> None:
+        for connections in [*self._connections.values()]:
+            connections.close()
+
+    @property
+    def _here(self) -> Connections:
+        """
+        The connections that this code can use.
+
+        A socket of gevent belongs to the thread whose hub waits for it, and the keeper has another.
+        """
+        hub = runtime.original("_thread", "get_ident")() if runtime.is_patched("socket") else 0
+        if hub not in self._connections:
+            with self._lock:
+                if hub not in self._connections:
+                    self._connections[hub] = Connections(clients.make_client(self.config))
+        return self._connections[hub]
+
+    def _keys(self, name: str) -> Keys:
+        return Keys.of(self.config.key_prefix, name)
+
+    def _handle(self, grant: Grant) -> _Handle:
+        """Return a grant's handle; one that only knows the owner for another process's grant."""
+        if isinstance(grant.handle, _Handle):
+            return grant.handle
+        counter = f"{grant.token}:{grant.owner}" if grant.fenced and grant.token else ""
+        return _Handle(self._keys(grant.name), f"{grant.owner}:", counter)
+
+    @contextlib.contextmanager
+    def _requests(self, doing: str, name: str | None = None) -> Iterator[None]:
+        try:
+            yield
+        except RedisError as exc:
+            what = f"lock {name!r}" if name is not None else "its locks"
+            raise BackendUnavailable(
+                f"Lock service {self.config.alias!r} ({self.label}) failed to {doing} {what}: "
+                f"{type(exc).__name__}: {shorten_error(exc)}",
+                name=name,
+                alias=self.config.alias,
+            ) from exc
+
+
+def _read_lock(value: bytes | str | None, expires: int, waiting: int | None = None) -> Held:
+    owner, token, identity = [*_text(value).split(":", 2), "", ""][:3]
+    expires_in = expires / 1000 if expires >= 0 else None
+    if not token.isdecimal():
+        # The key was set by other software.
+        return Held(expires_in=expires_in, waiting=waiting)
+    return Held(owner, identity, int(token) or None, expires_in, waiting)
+
+
+def _renewal(answer: object) -> Renewal:
+    if isinstance(answer, Exception):
+        return Renewal.UNKNOWN
+    return Renewal.KEPT if answer else Renewal.LOST
+
+
+def _text(value: bytes | str | None) -> str:
+    """Return a value as text, whether the client decodes answers or not."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""

@@ -1,0 +1,212 @@
+"""Clients of Redis: made from the settings, and the problems of those settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import redis
+import redis.connection
+import redis.exceptions
+import redis.sentinel
+from django.core.cache import InvalidCacheBackendError, caches
+from django.core.exceptions import ImproperlyConfigured
+from django.utils.module_loading import import_string
+from redis.backoff import NoBackoff
+from redis.connection import SSLConnection, UnixDomainSocketConnection
+from redis.retry import Retry
+
+from ...conf import TIMEOUT, AliasConfig, Problem, shown, timeout_problems
+from ...storage.text import HIDDEN, without_secrets
+
+#: What the driver raises. An unreachable Cluster raises an error of another family.
+RedisError = (redis.RedisError, redis.exceptions.RedisClusterException)
+# The driver annotates these not at all, or with the answers of its asyncio twin as well.
+#: A redis.Redis or a redis.RedisCluster.
+Client = Any
+parse_url: Any = redis.connection.parse_url
+Sentinel: Any = redis.sentinel.Sentinel
+SentinelConnectionPool: Any = redis.sentinel.SentinelConnectionPool
+
+_UNLIMITED = 2**31
+_SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+_FORMS = (
+    "Write it in one of these forms: redis://[user:password@]host:6379/0, rediss://... for TLS, "
+    "unix:///path/to/socket?db=0, or redis+sentinel://[user:password@]host1:26379,host2:26379/"
+    "service_name/0 (with TLS: rediss+sentinel://...). In user and password, quote every character "
+    'but letters and digits: urllib.parse.quote(password, safe="").'
+)
+_SOURCES = (
+    'Name one of them: LOCATION (a URL), OPTIONS["CACHE"] (an alias of a django-redis cache) or '
+    'OPTIONS["CLIENT_FACTORY"] (the dotted path of a function that returns a client).'
+)
+_CACHE = "Name the alias of a django-redis cache, or give the URL of the server as LOCATION."
+_FACTORY = (
+    "Give the dotted path of a function without arguments that returns a redis.Redis or a "
+    "redis.RedisCluster."
+)
+
+
+def make_client(config: AliasConfig) -> Client:
+    """Make a client as the settings describe it, with connections of its own."""
+    if config.location:
+        return redis.Redis.from_pool(_pool_of_url(config.location, config.timeout))
+    if "CACHE" in config.options:
+        from django_redis import get_redis_connection
+
+        client = get_redis_connection(config.options["CACHE"])
+    else:
+        client = import_string(config.options["CLIENT_FACTORY"])()
+    return client if is_cluster(client) else redis.Redis.from_pool(copy_pool(client))
+
+
+def is_cluster(client: Client) -> bool:
+    return isinstance(client, redis.RedisCluster)
+
+
+def copy_pool(client: Client, **changes: Any) -> Any:
+    """Make a pool to the server of a client. The application's pool may be small, or in use."""
+    pool = client.connection_pool
+    options = client.get_connection_kwargs() | {
+        "max_connections": _UNLIMITED,
+        "connection_class": pool.connection_class,
+        **changes,
+    }
+    options.pop("connection_pool", None)
+    if isinstance(pool, SentinelConnectionPool):
+        return SentinelConnectionPool(
+            pool.service_name, pool.sentinel_manager, is_master=pool.is_master, **options
+        )
+    return redis.ConnectionPool(**options)
+
+
+def never_retry() -> dict[str, Any]:
+    return {"retry": Retry(NoBackoff(), 0), "retry_on_timeout": False, "retry_on_error": []}
+
+
+def _limits(timeout: float) -> dict[str, Any]:
+    # The server may have closed an idle connection: that deserves a second try. A request that
+    # timed out doesn't: the server may still run it, and the time limit would double.
+    return {
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        "retry": Retry(NoBackoff(), 1, (redis.ConnectionError,)),
+        # redis-py before 6 retries only these, whatever `retry` says.
+        "retry_on_error": [redis.ConnectionError],
+    }
+
+
+def _pool_of_url(url: str, timeout: float) -> Any:
+    if urlsplit(url).scheme in _SENTINEL_SCHEMES:
+        return _pool_of_sentinels(url, timeout)
+    options = {"max_connections": _UNLIMITED, **_limits(timeout), **parse_url(url)}
+    if options.get("connection_class") is UnixDomainSocketConnection:
+        del options["socket_connect_timeout"]
+    return redis.ConnectionPool(**options)
+
+
+def _pool_of_sentinels(url: str, timeout: float) -> Any:
+    addresses, service, options = _parse_sentinel_url(url)
+    tls = {"ssl": options.pop("connection_class", None) is SSLConnection}
+    secrets = {
+        key: options.pop(f"sentinel_{key}")
+        for key in ("username", "password")
+        if f"sentinel_{key}" in options
+    }
+    # The driver asks one after the other: together they have the time of one server.
+    limits = _limits(timeout / len(addresses))
+    sentinel = Sentinel(addresses, sentinel_kwargs={**limits, **tls, **secrets})
+    return SentinelConnectionPool(
+        service, sentinel, **{"max_connections": _UNLIMITED, **_limits(timeout), **tls, **options}
+    )
+
+
+def _parse_sentinel_url(url: str) -> tuple[list[tuple[str, int]], str, dict[str, Any]]:
+    """Return the Sentinels' addresses, the service, and the options of the servers' connections."""
+    parts = urlsplit(url)
+    user, at, hosts = parts.netloc.rpartition("@")
+    service, _, db = parts.path.strip("/").partition("/")
+    if not service:
+        raise ValueError("it names no service")
+    if db and not db.isdigit():
+        raise ValueError(f"{db!r} isn't the number of a database")
+    scheme = parts.scheme.partition("+")[0]
+    options = parse_url(urlunsplit((scheme, f"{user}{at}any", f"/{db}", parts.query, "")))
+    del options["host"]
+    return [_address(host) for host in hosts.split(",")], unquote(service), options
+
+
+def _address(host: str) -> tuple[str, int]:
+    # An IPv6 address is used without its brackets.
+    found = re.fullmatch(r"(?:\[([^]]+)\]|([^:\[\]]+))(?::(\d+))?", host)
+    if found is None:
+        raise ValueError(f"{host!r} isn't a host with a port")
+    return found[1] or found[2], int(found[3] or 26379)
+
+
+def problems(config: AliasConfig) -> Iterator[Problem]:
+    """Yield the problems of the settings, without a request to a server."""
+    named = [f"OPTIONS[{key!r}]" for key in ("CACHE", "CLIENT_FACTORY") if key in config.options]
+    if config.location:
+        named.insert(0, "LOCATION")
+    if len(named) != 1:
+        found = f"has {' and '.join(named)}" if named else "names no Redis"
+        yield Problem("E007", f"{config.where()} {found}.", _SOURCES)
+        return
+    where = config.where("OPTIONS")
+    if config.location:
+        yield from _url_problems(config)
+    elif "CACHE" in config.options:
+        alias = config.options["CACHE"]
+        if why := _fault_of_cache(alias):
+            yield Problem("E009", f"{where}['CACHE'] is {shown(alias)}, {why}.", _CACHE)
+    else:
+        path = config.options["CLIENT_FACTORY"]
+        if why := _fault_of_factory(path):
+            what = f"{where}['CLIENT_FACTORY'] is {shown(path)}: {without_secrets(why)}."
+            yield Problem("E008", what, _FACTORY)
+    yield from timeout_problems(config)
+
+
+def _url_problems(config: AliasConfig) -> Iterator[Problem]:
+    if not _fault_of_url(config.location):
+        return
+    shown_url = without_secrets(config.location)
+    # The fault of the URL as shown: that of the real one may quote a part of the password.
+    why = _fault_of_url(shown_url) or f"a character in {HIDDEN} must be quoted"
+    yield Problem("E007", f"{config.where('LOCATION')} is {shown_url!r}: {why}.", _FORMS)
+
+
+def _fault_of_url(url: str) -> str:
+    """Return why a URL can't be used; empty if it can."""
+    try:
+        # An unquoted character of a password ends the host, and the rest becomes the path.
+        if urlsplit(url).scheme != "unix" and "@" in urlsplit(url).path:
+            return "it has an @ in its path"
+        _pool_of_url(url, TIMEOUT)
+    # A pool reports an unknown option of its URL only when it makes a connection.
+    except (TypeError, ValueError) as exc:
+        return str(exc).removesuffix(".")
+    return ""
+
+
+def _fault_of_cache(alias: object) -> str:
+    if not isinstance(alias, str) or alias not in caches.settings:
+        return f"which CACHES doesn't have; it has {', '.join(map(repr, caches.settings))}"
+    try:
+        cache = caches[alias]
+    except (InvalidCacheBackendError, ImproperlyConfigured) as exc:
+        return f"which can't be used: {exc}"
+    if not hasattr(getattr(cache, "client", None), "get_client"):
+        return f"a {type(cache).__module__}.{type(cache).__name__}"
+    return ""
+
+
+def _fault_of_factory(path: Any) -> str:
+    try:
+        factory = import_string(path)
+    except (ImportError, TypeError, AttributeError) as exc:
+        return str(exc)
+    return "" if callable(factory) else f"{factory!r} can't be called"
