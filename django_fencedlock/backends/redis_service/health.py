@@ -6,7 +6,6 @@ import contextlib
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ...core.runtime import clock
@@ -68,7 +67,7 @@ def _clock(where: str, client: Client, target: dict[str, Any]) -> Problem:
     seconds, micros = client.time(**target)
     ahead = seconds + micros / 1e6 - before - (clock() - began) / 2
     found = clock_problem(ahead, f"{where}: ")
-    return replace(found, id="W005") if found.id else found
+    return Problem("W005", found.message, found.hint) if found.id else found
 
 
 def _memory(where: str, info: Info) -> Iterator[Problem]:
