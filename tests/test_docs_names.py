@@ -26,7 +26,7 @@ NUMBERS = [
     ("admin", r"tried within (\d+) seconds", "admin.release.TIME_LIMIT"),
     ("backends", r"`MAX_WAITERS` \((\d+)\)", "backends.postgres_taking.MAX_WAITERS"),
     ("backends", r"`MAX_LOCKS` \((\d+)\)", "backends.postgres_taking.MAX_LOCKS"),
-    ("backends", r"begins anew each (\d+) s", "backends.postgres_waiting.SLICE"),
+    ("backends", r"begins again each (\d+) s", "backends.postgres_waiting.SLICE"),
     ("backends", r"option `TIMEOUT` \((\d+) s\); after", "conf.TIMEOUT"),
     ("choosing", r"more than (\d+) locks held", "backends.postgres_taking.MAX_LOCKS"),
     ("commands", r"covers up to ([\d,]+) locks", "ops.registry.BATCH"),
