@@ -1,0 +1,302 @@
+"""What session locks of one database share in a process: the holds, the sessions, one thread."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from ...core import runtime
+from ...core.runtime import forks
+from ...storage.connections import MAX_IDLE, under_test
+from ..interface import Claim, Granted, Held, Wait
+from . import jobs
+from .jobs import Job, NoAnswer
+from .sessions import Session, open_session
+
+T = TypeVar("T")
+
+#: Seconds between two calls of `Wait.refused()`.
+TICK = 1.0
+
+#: Sessions of a parent process. Never closed: that would end them for the parent.
+_of_parents: list[Any] = []
+
+
+@dataclass(eq=False)
+class Hold:
+    """One lock of this process, and the session that holds it."""
+
+    claim: Claim
+    key: int
+    session: Session
+    #: Called with the owner ids of holds whose session ended.
+    lost: Callable[[Sequence[str]], object]
+    ttl: float
+    #: The tables exist, and a registry row may exist by now; of an unfenced lock.
+    renewed: bool = False
+    granted: Granted = field(init=False, repr=False)
+
+    def values(self) -> dict[str, Any]:
+        """Return the parameters of a statement about it."""
+        return {"name": self.claim.name, "key": self.key, "owner": self.claim.owner}
+
+    def held(self) -> Held:
+        return Held(
+            self.claim.owner,
+            self.claim.identity,
+            self.granted.token,
+            session_pid=self.session.pid,
+        )
+
+
+class SessionLocks:
+    """
+    The session locks that this process holds in one database.
+
+    One real thread uses the sessions that hold locks: the shared session, on which locks are
+    tried, and each session that waited for a lock. The server lets a session have its own lock
+    twice, so a table of keys excludes the threads of this process.
+    """
+
+    def __init__(self, route: str, timeout: float) -> None:
+        self.route = route
+        self.timeout = timeout
+        self._worker = runtime.Worker("fencedlock-postgres")
+        self._reset()
+        forks.register(self)
+
+    def _reset(self) -> None:
+        # Held for microseconds, never while a server is asked.
+        self._mutex = runtime.allocate_lock()
+        self._jobs: deque[Job[Any]] = deque()
+        self._by_owner: dict[str, Hold] = {}
+        self._by_key: dict[int, Hold] = {}
+        #: The holds of each session that has any, by owner.
+        self._by_session: dict[Session, dict[str, Hold]] = {}
+        self._shared: Session | None = None
+        #: Sessions that wait, or hold a lock that was waited for; and those without a use.
+        self._waiters: set[Session] = set()
+        self._opening = 0
+        self._idle: list[Session] = []
+        self._queues: dict[int, deque[threading.Event]] = {}
+
+    def after_fork(self) -> None:
+        _of_parents.append((self._shared, self._waiters, self._by_session))
+        self._reset()
+
+    # Called by any thread
+
+    def ask(
+        self,
+        work: Callable[[], T],
+        undo: Callable[[T], object] | None = None,
+        *,
+        first: bool = False,
+    ) -> T:
+        """Have the thread do `work`, before all other work or after it; `Job` explains `undo`."""
+        try:
+            return jobs.ask(Job(work, undo), self.timeout, partial(self._send, first=first))
+        except NoAnswer:
+            self.cut_overdue()
+            raise NoAnswer(f"no answer within {self.timeout:g} s") from None
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Have the thread do `work`, without waiting for it."""
+        self._send(Job(work))
+
+    def _send(self, job: Job[Any], *, first: bool = False) -> None:
+        # Renewals come first: each grant may wait 0.25 s for a row that a transaction has locked.
+        self._jobs.appendleft(job) if first else self._jobs.append(job)
+        self._worker.put(self._run)
+
+    def cut_overdue(self) -> None:
+        """Give up sessions whose statement is overdue."""
+        for session in self._sessions():
+            session.cut_if_overdue()
+
+    def hold_of(self, owner: str) -> Hold | None:
+        return self._by_owner.get(owner)
+
+    def hold_on(self, key: int) -> Hold | None:
+        return self._by_key.get(key)
+
+    def is_held(self, hold: Hold) -> bool:
+        return self._by_owner.get(hold.claim.owner) is hold
+
+    @property
+    def count(self) -> int:
+        return len(self._by_owner)
+
+    def add(self, hold: Hold) -> None:
+        """Note a lock that was granted."""
+        with self._mutex:
+            self._by_owner[hold.claim.owner] = self._by_key[hold.key] = hold
+            self._by_session.setdefault(hold.session, {})[hold.claim.owner] = hold
+            hold.session.ttl = max(hold.session.ttl, hold.ttl)
+
+    def remove(self, hold: Hold) -> bool:
+        """Note that a lock is released or lost; return whether it was held until now."""
+        with self._mutex:
+            if self._by_owner.get(hold.claim.owner) is not hold:
+                return False
+            del self._by_owner[hold.claim.owner], self._by_key[hold.key]
+            of_session = self._by_session[hold.session]
+            del of_session[hold.claim.owner]
+            if not of_session:
+                del self._by_session[hold.session]
+                hold.session.ttl = 0.0
+            return True
+
+    @contextlib.contextmanager
+    def turn(self, key: int, wait: Wait, refused: Callable[[], object]) -> Iterator[bool]:
+        """Queue behind earlier threads of this process; yield whether the turn came in time."""
+        mine = threading.Event()
+        with self._mutex:
+            queue = self._queues.setdefault(key, deque())
+            queue.append(mine)
+            is_first = queue[0] is mine
+        try:
+            if is_first:
+                mine.set()
+            wait.on_cancel(mine.set)
+            while not mine.wait(min(TICK, wait.left)) and wait.left:
+                refused()
+            yield mine.is_set() and not wait.cancelled
+        finally:
+            with self._mutex:
+                queue.remove(mine)
+                following = queue[0] if queue else None
+                if not queue:
+                    del self._queues[key]
+            if following is not None:
+                following.set()
+
+    def close(self) -> None:
+        """Close the sessions that hold nothing."""
+        while (idle := self._take_idle()) is not None:
+            idle.close()
+        if self._shared is not None:
+            with contextlib.suppress(NoAnswer):
+                self.ask(self._close_shared_if_idle)
+
+    def close_all(self) -> None:
+        """Close every session that runs no statement, at the interpreter's exit."""
+        for session in self._sessions():
+            if session.busy_until is None:
+                session.close()
+
+    def _sessions(self) -> list[Session]:
+        with self._mutex:
+            return [*self._waiters, *([self._shared] if self._shared else [])]
+
+    # Called by the thread
+
+    def _run(self) -> None:
+        while self._jobs:
+            job = self._jobs.popleft()
+            self._drop_closed()
+            job.run()
+            self._drop_closed()
+            if under_test() and not self._by_owner:
+                # The test runner is going to drop the database.
+                self._close_shared_if_idle()
+
+    def session(self) -> Session:
+        """Return the shared session; open it if there is none, or if it ended while idle."""
+        if self._shared is not None and not self._shared.is_usable():
+            self._drop_closed()
+        if self._shared is None:
+            self._shared = open_session(self.route, self.timeout, waits=False)
+        return self._shared
+
+    def holds_nothing_but(self, hold: Hold) -> bool:
+        return len(self._by_session.get(hold.session, ())) <= 1
+
+    def longest_ttl(self, session: Session) -> float:
+        """Return the longest ttl of the locks that a session holds."""
+        with self._mutex:
+            ttls = [hold.ttl for hold in self._by_session.get(session, {}).values()]
+        session.ttl = max(ttls, default=0.0)
+        return session.ttl
+
+    def _drop_closed(self) -> None:
+        if self._shared is not None and self._shared.closed:
+            self._shared = None
+        with self._mutex:
+            closed = [session for session in self._by_session if session.closed]
+        for session in closed:
+            self._lose(session)
+
+    def _lose(self, session: Session) -> None:
+        reports: dict[Callable[[Sequence[str]], object], list[str]] = {}
+        for hold in list(self._by_session.get(session, {}).values()):
+            if self.remove(hold):
+                reports.setdefault(hold.lost, []).append(hold.claim.owner)
+        for report, owners in reports.items():
+            report(owners)
+
+    def _close_shared_if_idle(self) -> None:
+        session = self._shared
+        if session is not None and session not in self._by_session:
+            self._shared = None
+            session.close()
+
+    # Called by the threads that wait
+
+    def take_waiter(self, most: int) -> Session | None:
+        """Return a session to wait on; None if this process uses `most` of them."""
+        while (idle := self._take_idle()) is not None:
+            if idle.is_usable():
+                return idle
+            idle.close()
+        with self._mutex:
+            self._waiters = {session for session in self._waiters if not session.closed}
+            if len(self._waiters) + self._opening >= most:
+                return None
+            self._opening += 1
+        try:
+            session = open_session(self.route, self.timeout, waits=True)
+            with self._mutex:
+                self._waiters.add(session)
+        finally:
+            with self._mutex:
+                self._opening -= 1
+        return session
+
+    def give_back(self, session: Session) -> None:
+        """Put back a session that waited, and holds nothing."""
+        if session is self._shared:
+            return
+        with self._mutex:
+            keep = not (session.closed or session.interrupted) and len(self._idle) < MAX_IDLE
+            keep = keep and not under_test()
+            if keep:
+                self._idle.append(session)
+        if not keep:
+            session.close()
+
+    def _take_idle(self) -> Session | None:
+        with self._mutex:
+            return self._idle.pop() if self._idle else None
+
+
+_all: dict[tuple[str, float], SessionLocks] = {}
+
+
+def session_locks(route: str, timeout: float) -> SessionLocks:
+    """Return this process's session locks that are reached by database alias `route`."""
+    found = _all.get((route, timeout))
+    return found or _all.setdefault((route, timeout), SessionLocks(route, timeout))
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    # The sessions would end with the process anyway, but with a warning of each of them.
+    for each in _all.values():
+        each.close_all()

@@ -1,0 +1,249 @@
+"""One private session of a PostgreSQL server. The locks that it holds live as long as it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+from django.db import Error, OperationalError
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from ... import conf
+from ...core import runtime
+from ...core.runtime import clock
+from ...exceptions import SettingsError
+from ...storage.connections import PREPARE_THRESHOLD, private
+from ...storage.dialect import LOCK_WAIT
+from ...storage.postgresql import sqlstate
+from ...storage.text import escape_control
+from . import statements as sql
+
+#: SQLSTATEs that don't mean that the server failed: lock_not_available, deadlock_detected.
+LOCKED = ("55P03", "40P01")
+OUT_OF_MEMORY = "53200"
+_OUTDATED = "0A000"  # feature_not_supported: "cached plan must not change result type"
+
+#: Seconds after which the server drops a dead waiter from its queue, where it delays all others.
+DEAD_WAITER = 3
+#: How often two sessions are compared to find out whether a pooler shares them.
+ROUNDS = 20
+
+
+class Session:
+    """
+    One session. One thread uses it at a time, and it never reconnects.
+
+    It prepares the statements of every lock.
+    """
+
+    def __init__(self, wrapper: BaseDatabaseWrapper, timeout: float) -> None:
+        self.wrapper = wrapper
+        self.raw: psycopg.Connection[Any] = wrapper.connection
+        self._cursor = psycopg.Cursor(self.raw)
+        self._timeout = timeout
+        self.raw.prepare_threshold = PREPARE_THRESHOLD
+        #: When the present statement is overdue.
+        self.busy_until: float | None = None
+        #: The longest ttl of the locks that it holds; 0 if it holds none.
+        self.ttl = 0.0
+        #: A late cancellation may still reach the server.
+        self.interrupted = False
+        pid, started = self.one(sql.IDENTITY, {}, prepare=False)
+        self.pid: int = pid
+        self.started: datetime = started.replace(tzinfo=UTC)
+
+    @property
+    def closed(self) -> bool:
+        return self.raw.closed
+
+    def all(
+        self, statement: str, given: Mapping[str, Any], *, prepare: bool = True, wait: float = 0.0
+    ) -> list[tuple[Any, ...]]:
+        """Execute one statement, which may wait for a lock for `wait` seconds."""
+        # Until then, a lease may be good whose renewal the server is late to answer.
+        self.busy_until = clock() + wait + max(self._timeout, self.ttl)
+        try:
+            with self.wrapper.wrap_database_errors:
+                asked = None if prepare else False
+                return self._cursor.execute(statement, given, prepare=asked).fetchall()
+        except Error as exc:
+            if sqlstate(exc) == _OUTDATED and prepare:
+                # Its tables have changed since it was prepared. It did nothing.
+                self._cursor.execute("DEALLOCATE ALL")
+                return self.all(statement, given, prepare=False, wait=wait)
+            raise
+        finally:
+            self.busy_until = None
+
+    def one(
+        self, statement: str, given: Mapping[str, Any], *, prepare: bool = True, wait: float = 0.0
+    ) -> Any:
+        """Execute a statement that returns one row."""
+        return self.all(statement, given, prepare=prepare, wait=wait)[0]
+
+    def unlock(self, key: int) -> bool:
+        """Unlock a key that this session may have; close the session if that fails."""
+        try:
+            return bool(self.one(sql.UNLOCK, {"key": key})[0])
+        except BaseException:
+            self.close()
+            raise
+
+    def is_usable(self) -> bool:
+        """Return whether an idle session is still open."""
+        poll = runtime.original("select", "poll")()
+        poll.register(self.raw.fileno(), select.POLLIN)
+        if poll.poll(0):
+            # It sent something: most likely the error that ended it. A notice is harmless.
+            try:
+                self.one("SELECT 1", {}, prepare=False)
+            except Error:
+                self.close()
+        return not self.closed
+
+    def cancel(self) -> None:
+        """Cancel the present statement, from another thread."""
+        with contextlib.suppress(Exception):
+            self.raw.cancel_safe(timeout=2)
+
+    def cut_if_overdue(self) -> None:
+        """End the wait for an answer that is overdue, from another thread."""
+        if self.busy_until is not None and clock() > self.busy_until:
+            self.cut()
+
+    def cut(self) -> None:
+        """End the wait for an answer, from another thread."""
+        with contextlib.suppress(Exception):
+            runtime.cut(self.raw.fileno())
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self.wrapper.close()
+        with contextlib.suppress(Exception):
+            self.raw.close()
+
+    def pools_transactions(self, route: str) -> bool:
+        """
+        Find out whether a pooler shares this session with other clients that are connected.
+
+        Then two connected clients have one server process, or the first one's changes. A pooler
+        in session mode has another pid as well, and is fine.
+        """
+        if self.raw.info.backend_pid == self.pid:
+            return False
+        other = connect(route, self._timeout)
+        try:
+            return any(_pid(self) != self.pid or _pid(other) == self.pid for _ in range(ROUNDS))
+        finally:
+            other.close()
+
+
+class PoolsTransactions(OperationalError):
+    """The sessions behind this connection change from one transaction to the next."""
+
+
+def open_session(route: str, timeout: float, *, waits: bool) -> Session:
+    """Connect; `waits` says whether the session will wait in the server's queues."""
+    session = connect(route, timeout)
+    try:
+        # Before the settings are made: such a pooler would apply them to other clients.
+        if session.pools_transactions(route):
+            raise PoolsTransactions(
+                f"database {route!r} is reached through a pooler that gives each transaction "
+                "another session, so a session lock holds nothing there"
+            )
+        wanted = _settings(waits)
+        given = {"names": list(wanted), "values": list(wanted.values())}
+        session.all(sql.CONFIGURE, given, prepare=False)
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def connect(route: str, timeout: float) -> Session:
+    """Connect, and set nothing."""
+    wrapper = private(route, timeout)
+    options = wrapper.settings_dict["OPTIONS"]
+    ttl = _smallest_ttl()
+    options.setdefault("keepalives_idle", _at_least_one(ttl / 3))
+    options.setdefault("keepalives_interval", _at_least_one(ttl / 6))
+    options.setdefault("keepalives_count", 3)
+    try:
+        with wrapper.wrap_database_errors:
+            wrapper.connect()
+        return Session(wrapper, timeout)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            wrapper.close()
+        raise
+
+
+def _pid(session: Session) -> int:
+    pid: int = session.one("SELECT pg_backend_pid()", {}, prepare=False)[0]
+    return pid
+
+
+def _smallest_ttl() -> float:
+    """Return the smallest ttl of the settings; a session may serve locks of several aliases."""
+    ttls = []
+    for alias in conf.aliases():
+        with contextlib.suppress(SettingsError):
+            ttls.append(conf.config(alias).ttl)
+    return min(ttls, default=float(conf.DEFAULTS["TTL"]))
+
+
+def _settings(waits: bool) -> dict[str, str]:
+    """
+    Return every setting that could end a session or a wait too soon, or a dead client's too late.
+
+    Keepalives find a peer that is gone while idle, tcp_user_timeout a peer that takes no answer;
+    either alone left a lock held for more than 50 s.
+    """
+    ttl = DEAD_WAITER if waits else _smallest_ttl()
+    return {
+        "application_name": _application_name(),
+        "lock_timeout": f"{LOCK_WAIT}ms",
+        "statement_timeout": "0",
+        "transaction_timeout": "0",
+        # The statements that acquire, renew and release set it.
+        "idle_session_timeout": "0",
+        "idle_in_transaction_session_timeout": "0",
+        "default_transaction_isolation": "read committed",
+        "synchronous_commit": "on",
+        "tcp_keepalives_idle": str(_at_least_one(ttl / 3)),
+        "tcp_keepalives_interval": str(_at_least_one(ttl / 6)),
+        "tcp_keepalives_count": "3",
+        "tcp_user_timeout": str(int(max(1.0, ttl * 0.9) * 1000)),
+        # Looks for the client within a statement as well; only a waiter stays in one.
+        "client_connection_check_interval": "2s" if waits else "0",
+    }
+
+
+def _at_least_one(seconds: float) -> int:
+    return max(1, round(seconds))
+
+
+#: Shows in ``pg_stat_activity`` who holds a lock that isn't recorded in a table.
+NAME = "fencedlock"
+
+
+def _application_name() -> str:
+    # The server keeps 63 bytes.
+    pid = str(os.getpid())
+    host = escape_control(socket.gethostname()).encode("ascii", "replace").decode()
+    return f"{NAME} {pid} {host[: 63 - len(NAME) - len(pid) - 2]}"
+
+
+def read_application_name(name: str | None) -> str:
+    """Describe the owner of a session by the name that it gave itself."""
+    words = (name or "").split(" ", 2)
+    if len(words) == 3 and words[0] == NAME:
+        return f"{words[2]}, pid {words[1]}"
+    return f"a session of application {name!r}" if name else "a session that this role can't see"

@@ -1,0 +1,182 @@
+"""The SQL of session locks. Each statement is one round trip."""
+
+from __future__ import annotations
+
+from ...storage.dialect import FENCE, HELD, LOCK_WAIT
+from ...storage.fences import FORCED, IS_FORCED
+from ...storage.postgresql import INTO_HELD, LAZY_LIMITS, SET_ALL, TIMES, VALUES
+
+#: Every advisory lock of this database that a session holds or waits for.
+LOCKS = """locks AS MATERIALIZED (
+    SELECT l.pid::bigint AS pid, (l.classid::bigint << 32) | l.objid::bigint AS key, l.granted
+    FROM pg_locks l WHERE l.locktype = 'advisory' AND l.objsubid = 1
+    AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database()))"""
+
+# The server ends a session that is idle for as long as the longest ttl of its locks: that frees
+# the locks of a process that is paused or unreachable. 0 turns the limit off.
+_IDLE = "set_config('idle_session_timeout', %(idle)s, false)"
+
+# The registry row is written first: its condition is checked against the newest version of the
+# row, also after a long wait. A name that is live at another lock service keeps its fence.
+# LATERAL: otherwise the clock might be read before the wait.
+_RECORD = f"""
+h AS (
+    {INTO_HELD}
+    SELECT {VALUES}, {TIMES}
+    FROM l CROSS JOIN LATERAL (SELECT clock_timestamp() AS now WHERE l.ok) c
+    ON CONFLICT (name) DO UPDATE SET {SET_ALL}
+    WHERE h.expires_at <= clock_timestamp()
+    OR (h.alias = EXCLUDED.alias AND h.backend = EXCLUDED.backend)
+    RETURNING h.name, h.owner),
+f AS (
+    INSERT INTO {FENCE} AS f (name, token, owner) SELECT h.name, 1, h.owner FROM h
+    ON CONFLICT (name) DO UPDATE SET token = f.token + 1, owner = EXCLUDED.owner
+    RETURNING f.token)
+"""
+
+_TRY_KEY = "l AS MATERIALIZED (SELECT pg_try_advisory_lock(%(session_key)s::bigint) AS ok)"
+
+# lock_timeout counts for each lock separately: the rows get a short one of their own. Both revert
+# when the statement ends. Each part reads from the part before it, which sets the order.
+_WAIT_FOR_KEY = f"""
+s AS MATERIALIZED (SELECT set_config('lock_timeout', %(wait)s, true)),
+g AS MATERIALIZED (SELECT true AS ok, pg_advisory_lock(%(session_key)s::bigint) FROM s),
+l AS MATERIALIZED (SELECT g.ok, set_config('lock_timeout', '{LOCK_WAIT}', true) FROM g)
+"""
+
+# What a holder's row says of it: the columns of `read_holder()`.
+_HOLDER = """h.owner, h.host, h.boot_id, h.pid_namespace, h.pid, h.pid_started, h.thread,
+    h.task_name, h.task_id, h.session_pid, h.alias, h.backend,
+    extract(epoch FROM h.expires_at - clock_timestamp())::double precision AS expires_in"""
+_TOKEN = f"(SELECT f.token FROM {FENCE} f WHERE f.name = h.name AND f.owner = h.owner) AS token"
+
+# Each grant returns: whether the key was free; the token, NULL if the name is live at another lock
+# service; the server process. A refused try also returns the holder's row.
+_GRANTED = f"""
+SELECT l.ok, (SELECT f.token FROM f), pg_backend_pid(), CASE WHEN l.ok THEN {_IDLE} END
+"""
+_GRANTED_UNFENCED = _GRANTED.replace("(SELECT f.token FROM f)", "NULL::bigint")
+
+TRY = f"""
+WITH {_TRY_KEY}, {_RECORD} {_GRANTED}, x.* FROM l LEFT JOIN LATERAL (
+    SELECT {_HOLDER}, {_TOKEN} FROM {HELD} h WHERE h.name = %(name)s::text AND NOT l.ok) x ON true
+"""
+TRY_UNFENCED = f"WITH {_TRY_KEY} {_GRANTED_UNFENCED} FROM l"
+WAIT = f"WITH {_WAIT_FOR_KEY}, {_RECORD} {_GRANTED} FROM l"
+WAIT_UNFENCED = f"WITH {_WAIT_FOR_KEY} {_GRANTED_UNFENCED} FROM l"
+
+#: The holder's row by name alone.
+ROW = f"SELECT {_HOLDER}, {_TOKEN} FROM {HELD} h WHERE h.name = %(name)s::text"
+
+#: False if the session didn't hold the key; the server only adds a warning.
+UNLOCK = "SELECT pg_advisory_unlock(%(key)s::bigint)"
+
+# Each release returns: whether the session held the key; whether the lock was released by force.
+# The key may be free before the row is deleted: the row is deleted by its owner.
+RELEASE = f"""
+WITH {LAZY_LIMITS},
+d AS (DELETE FROM {HELD} h USING s WHERE h.name = %(name)s AND h.owner = %(owner)s)
+{UNLOCK}, {IS_FORCED.format(owner="%(owner)s")}, {_IDLE}
+"""
+#: Of an unfenced lock: before its first renewal it needs no tables.
+RELEASE_UNFENCED = f"{UNLOCK}, false, {_IDLE}"
+RELEASE_RENEWED = f"{UNLOCK}, {IS_FORCED.format(owner='%(owner)s')}, {_IDLE}"
+
+CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s RETURNING true"
+
+# Clear the row of an owner whose session is gone.
+# Returns: the session that still holds the key, or NULL; the owner's process; whether the row was
+# deleted.
+EVICT = f"""
+WITH {LOCKS},
+k AS MATERIALIZED (
+    SELECT h.session_pid, h.boot_id, h.pid_namespace, h.pid, h.pid_started FROM {HELD} h
+    JOIN locks k ON k.pid = h.session_pid AND k.key = h.session_key AND k.granted
+    WHERE h.name = %(name)s AND h.owner = %(owner)s),
+d AS (
+    DELETE FROM {HELD} h WHERE h.name = %(name)s AND h.owner = %(owner)s
+    AND NOT EXISTS (SELECT 1 FROM k) RETURNING h.name)
+SELECT EXISTS (SELECT 1 FROM d), k.* FROM (SELECT 1) one LEFT JOIN k ON true
+"""
+
+#: End the session of a process that is gone: a child that it forked keeps the session open.
+END_ORPHAN = f"""
+WITH {LOCKS}
+SELECT pg_terminate_backend(a.pid) FROM {HELD} h
+JOIN locks k ON k.pid = h.session_pid AND k.key = h.session_key AND k.granted
+JOIN pg_stat_activity a ON a.pid = h.session_pid AND a.backend_start = h.session_started
+WHERE h.name = %(name)s AND h.owner = %(owner)s
+"""
+
+# Renew what this session holds. The server's own table of locks proves that it holds each key.
+# Rows that a transaction has locked are skipped. Not prepared: the plan that ignores the arrays'
+# lengths is 20 times slower. A lock that was released by force isn't renewed.
+# Returns for each owner: whether the key is held, the row was renewed, the row is there, the lock
+# was released by force.
+RENEW = f"""
+WITH {LAZY_LIMITS}, {LOCKS}, i AS MATERIALIZED (SELECT {_IDLE} FROM s),
+w AS MATERIALIZED (
+    SELECT w.name, w.owner, w.ttl, k.key IS NOT NULL AS held, r.owner IS NOT NULL AS forced
+    FROM i CROSS JOIN unnest(%(names)s::text[], %(owners)s::text[],
+        %(ttls)s::double precision[], %(keys)s::bigint[]) AS w(name, owner, ttl, key)
+    LEFT JOIN locks k ON k.key = w.key AND k.pid = pg_backend_pid() AND k.granted
+    LEFT JOIN {FORCED} r ON r.owner = w.owner),
+p AS MATERIALIZED (
+    SELECT h.name, w.ttl FROM {HELD} h JOIN w ON h.name = w.name AND h.owner = w.owner
+    WHERE w.held AND NOT w.forced FOR UPDATE OF h SKIP LOCKED),
+u AS (
+    UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
+    FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
+    RETURNING h.owner)
+SELECT w.owner, w.held, u.owner IS NOT NULL, x.owner IS NOT NULL AND NOT w.forced, w.forced
+FROM w LEFT JOIN u ON u.owner = w.owner
+LEFT JOIN {HELD} x ON x.name = w.name AND x.owner = w.owner
+"""
+
+_HAS_KEY = """EXISTS (
+    SELECT 1 FROM locks k WHERE k.key = %(key)s AND k.pid = pg_backend_pid() AND k.granted)"""
+#: Whether this session has the key, and the owner its row.
+VERIFY = f"""
+WITH {LOCKS}
+SELECT {_HAS_KEY} AND EXISTS (
+    SELECT 1 FROM {HELD} x WHERE x.name = %(name)s AND x.owner = %(owner)s)
+AND NOT {IS_FORCED.format(owner="%(owner)s")}
+"""
+VERIFY_UNFENCED = f"WITH {LOCKS} SELECT {_HAS_KEY}"
+VERIFY_RENEWED = f"{VERIFY_UNFENCED} AND NOT {IS_FORCED.format(owner='%(owner)s')}"
+
+# Who holds each of many keys: the session, what it calls itself, how many sessions wait for the
+# key, and the registry row of that very session.
+_HOLDERS = f"""
+WITH {LOCKS}
+SELECT w.name, k.pid, a.application_name,
+(SELECT count(*) FROM locks q WHERE q.key = w.key AND NOT q.granted){{columns}}
+FROM unnest(%(names)s::text[], %(keys)s::bigint[]) AS w(name, key)
+JOIN locks k ON k.key = w.key AND k.granted LEFT JOIN pg_stat_activity a ON a.pid = k.pid{{rows}}
+"""
+HOLDERS = _HOLDERS.format(
+    columns=f", {_HOLDER}, {_TOKEN}",
+    rows=f" LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid "
+    "AND h.session_key = k.key",
+)
+HOLDERS_UNRECORDED = _HOLDERS.format(columns="", rows="")
+
+# With the time zone written out: with USE_TZ = False an hour of autumn would be ambiguous.
+IDENTITY = """
+SELECT a.pid, a.backend_start AT TIME ZONE 'UTC' FROM pg_stat_activity a
+WHERE a.pid = pg_backend_pid()
+"""
+
+#: Set, for the session, those of the given settings that this server knows.
+CONFIGURE = """
+SELECT set_config(p.name, g.value, false) FROM pg_settings p
+JOIN unnest(%(names)s::text[], %(values)s::text[]) AS g(name, value) ON g.name = p.name
+"""
+
+#: Equal for two routes to one database.
+DATABASE = "SELECT current_database(), pg_postmaster_start_time()::text"
+
+LOCK_TABLE = """
+SELECT current_setting('max_connections')::bigint,
+current_setting('max_locks_per_transaction')::bigint
+"""

@@ -1,0 +1,1030 @@
+"""The postgres backend on real servers: the interface's tests, and what is its own."""
+
+import contextlib
+import ctypes
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from django.core.management import call_command
+from django.db import close_old_connections, connections
+
+from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
+from django_fencedlock.backends.postgres_new import PostgresBackend, holding
+from django_fencedlock.backends.postgres_new import backend as backend_module
+from django_fencedlock.backends.postgres_new.holding import SessionLocks
+from django_fencedlock.backends.postgres_new.jobs import Bell, GreenBell, Job, NoAnswer, ask
+from django_fencedlock.backends.postgres_new.sessions import open_session
+from django_fencedlock.conf import AliasConfig
+from django_fencedlock.core.runtime import clock
+from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.models import Fence, HeldLock
+from tests.servers.process import wait_until
+from tests.test_backend_interface import BackendInterface, claim, grant, take
+
+PATH = "django_fencedlock.backends.postgres_new.PostgresBackend"
+ALIAS = "sessions"
+_numbers = itertools.count()
+
+
+def configured(using=ALIAS, alias="default", **options):
+    return AliasConfig(
+        alias=alias,
+        backend=PATH,
+        location="",
+        ttl=30.0,
+        blocking_timeout=10.0,
+        key_prefix="",
+        fence_database=using,
+        options=options,
+    )
+
+
+@pytest.fixture(scope="module")
+def database(postgres, django_db_blocker):
+    entry = postgres.django(postgres.create_database())
+    connections.settings[ALIAS] = connections.configure_settings({"default": {}, ALIAS: entry})[
+        ALIAS
+    ]
+    with django_db_blocker.unblock():
+        call_command("migrate", database=ALIAS, verbosity=0)
+        yield ALIAS
+        connections[ALIAS].close()
+    del connections[ALIAS]
+    del connections.settings[ALIAS]
+
+
+@pytest.fixture
+def make(database, monkeypatch):
+    """Return a function that makes a backend with sessions of its own, as a process has them."""
+    # Otherwise sessions that hold nothing are closed, so that a test database can be dropped.
+    monkeypatch.setattr(holding, "under_test", lambda: False)
+    made = []
+
+    def make(using=ALIAS, **options):
+        backend = PostgresBackend(configured(using, **options))
+        backend._local = SessionLocks(backend._route, backend._timeout)
+        made.append(backend)
+        return backend
+
+    yield make
+    for backend in made:
+        backend.close()
+        backend._local.close_all()
+
+
+class TestInterface(BackendInterface):
+    releases_live_holders = False
+
+    @pytest.fixture
+    def make(self, make):
+        return make
+
+
+@pytest.fixture
+def backend(make):
+    return make()
+
+
+@pytest.fixture
+def peer(make):
+    return make()
+
+
+@pytest.fixture
+def name():
+    return f"name:{next(_numbers)}"
+
+
+def refused(backend, name, seconds=0.0, **terms):
+    answer = backend.acquire(claim(name, **terms), Wait(seconds))
+    return isinstance(answer, Held)
+
+
+def waits(backend, name, seconds=20.0, **terms):
+    sent = claim(name, **terms)
+    answer = backend.acquire(sent, Wait(seconds))
+    assert isinstance(answer, Granted), answer
+    return grant(sent, answer)
+
+
+def row_of(name):
+    return HeldLock.objects.using(ALIAS).filter(name=name)
+
+
+def in_database(postgres):
+    return postgres.connect(connections[ALIAS].settings_dict["NAME"])
+
+
+def sessions(postgres, state="true"):
+    rows = postgres.execute(
+        "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'fencedlock %%' AND "
+        f"datname = '{connections[ALIAS].settings_dict['NAME']}' AND {state}"
+    )
+    return [pid for (pid,) in rows]
+
+
+def waiting(postgres, count):
+    """Wait until so many sessions wait for an advisory lock."""
+    condition = "wait_event_type = 'Lock' AND wait_event = 'advisory'"
+    wait_until(lambda: len(sessions(postgres, condition)) == count, f"{count} waiting sessions")
+
+
+def queued(backend, name, count):
+    """Wait until so many threads of a process are queued for a name."""
+    queues, key = backend._local._queues, backend._key(name)
+    wait_until(lambda: len(queues.get(key, ())) == count, f"{count} queued threads")
+
+
+def terminate(postgres, taken):
+    postgres.execute(f"SELECT pg_terminate_backend({taken.handle.session.pid})")
+
+
+@pytest.fixture
+def threads():
+    """Return a function that runs another in a thread; result() returns its answer."""
+    with ThreadPoolExecutor(60) as pool:
+        yield pool.submit
+
+
+class TestStatements:
+    def test_acquire_release_and_a_refusal_are_one_statement_each(
+        self, postgres, backend, peer, name
+    ):
+        backend.release(take(backend, claim(name)))
+        peer.release(take(peer, claim(name)))
+        with postgres.statements() as counted:
+            taken = take(backend, claim(name))
+            assert refused(peer, name)
+            assert backend.release(taken)
+        assert sum(counted.values()) == 3, counted
+        assert taken.token == 3
+
+    def test_a_lock_of_this_process_is_refused_without_asking(self, postgres, backend, name):
+        take(backend, claim(name))
+        with postgres.statements() as counted:
+            assert refused(backend, name)
+        assert not counted
+
+    def test_an_unfenced_lock_writes_to_no_table(self, postgres, backend, name):
+        with postgres.statements() as counted:
+            taken = take(backend, claim(name, fenced=False))
+            assert backend.verify(taken)
+            assert backend.renew([taken]) == [Renewal.KEPT]
+            assert backend.release(taken)
+        assert not [text for text in counted if "INSERT" in text or "DELETE" in text]
+        assert not Fence.objects.using(ALIAS).filter(name=name).exists()
+
+    @pytest.mark.slow
+    def test_a_thousand_locks_live_on_one_session(self, postgres, backend, name):
+        taken = [take(backend, claim(f"{name}:{number}")) for number in range(1000)]
+        assert len(sessions(postgres)) == 1
+        with postgres.statements() as counted:
+            assert set(backend.renew(taken)) == {Renewal.KEPT}
+        assert sum(counted.values()) == 1
+        with pytest.raises(BackendUnavailable, match=r"the 1000 that .*MAX_LOCKS"):
+            backend.acquire(claim(name), Wait())
+
+    def test_a_session_goes_on_after_its_tables_were_altered(self, backend, name):
+        def alter(length):
+            with connections[ALIAS].cursor() as cursor:
+                cursor.execute(
+                    f"ALTER TABLE django_fencedlock_heldlock ALTER host TYPE varchar({length})"
+                )
+
+        for _ in range(7):
+            backend.release(take(backend, claim(name)))
+        alter(120)
+        try:
+            assert backend.release(take(backend, claim(name)))
+        finally:
+            alter(100)
+
+
+class TestGrants:
+    def test_a_grant_is_recorded(self, backend, peer, name):
+        first = take(backend, claim(name))
+        assert backend.release(first)
+        assert not row_of(name).exists()
+        second = take(peer, claim(name))
+        fence = Fence.objects.using(ALIAS).get(name=name)
+        assert (fence.token, fence.owner) == (2, second.owner)
+        assert row_of(name).get().owner == second.owner
+
+    def test_a_refused_try_changes_and_locks_no_row(self, postgres, backend, peer, name):
+        taken = take(backend, claim(name))
+        before = row_of(name).values().get()
+        peer._local.ask(lambda: peer._local.session().raw.execute("BEGIN"))
+        assert refused(peer, name)
+        assert row_of(name).values().get() == before
+        assert backend.renew([taken]) == [Renewal.KEPT]
+        assert Fence.objects.using(ALIAS).get(name=name).token == 1
+
+    def test_threads_of_one_process_exclude_each_other(self, backend, name, threads):
+        asked = [threads(backend.acquire, claim(name), Wait()) for _ in range(8)]
+        assert sum(isinstance(each.result(), Granted) for each in asked) == 1
+
+    @pytest.mark.parametrize("other", [{"alias": "other"}, {"backend": "redis"}])
+    @pytest.mark.parametrize("seconds", [0, 20])
+    def test_a_name_that_is_live_at_another_lock_service_is_refused(
+        self, backend, peer, name, other, seconds
+    ):
+        backend.release(take(backend, claim(name)))
+        take(peer, claim(name))
+        row_of(name).update(**other)
+        peer._local.close_all()
+        wait_until(lambda: not backend.holders([name]), "the end of the session")
+        held = backend.acquire(claim(name), Wait(seconds))
+        row = row_of(name).get()
+        assert (held.alias, held.label, held.owner) == (row.alias, row.backend, row.owner)
+        assert backend._local.count == 0
+        assert not backend.holders([name])
+        row_of(name).update(expires_at="2020-01-01T00:00Z")
+        assert take(backend, claim(name)).token == 3
+
+    def test_the_holder_of_an_unfenced_lock_is_shown_by_its_session(self, backend, peer, name):
+        take(peer, claim(name, fenced=False))
+        for held in (backend.acquire(claim(name), Wait()), backend.holders([name])[name]):
+            assert f"pid {os.getpid()}" in held.identity
+            assert held.session_pid
+
+    def test_only_advisory_locks_of_this_database_and_kind_count(
+        self, postgres, backend, name, threads
+    ):
+        key = backend._key(name)
+        low = key & 0xFFFFFFFF
+        with postgres.connect() as elsewhere, in_database(postgres) as here:
+            elsewhere.execute("SELECT pg_advisory_lock(%s)", [key])
+            low -= (1 << 32) if low >= 1 << 31 else 0
+            here.execute("SELECT pg_advisory_lock(%s, %s)", [key >> 32, low])
+            assert not backend.holders([name])
+            taken = take(backend, claim(name))
+            waiter = threads(here.execute, "SELECT pg_advisory_lock(%s::bigint)", [key])
+            wait_until(lambda: backend.holders([name])[name].waiting == 1, "a waiter")
+            assert backend.release(taken)
+            waiter.result(10)
+
+    def test_a_pinned_fence_delays_a_grant_shortly_and_nothing_stays_held(
+        self, postgres, backend, peer, name
+    ):
+        peer.release(take(peer, claim(name)))
+        with in_database(postgres) as writer:
+            writer.execute("BEGIN")
+            writer.execute(f"SELECT 1 FROM {Fence._meta.db_table} FOR SHARE")
+            began = time.monotonic()
+            assert refused(backend, name)
+            assert time.monotonic() - began < 1
+            assert refused(backend, name, 0.4)
+            assert not backend.holders([name])
+            writer.execute("ROLLBACK")
+        assert take(peer, claim(name)).token == 2
+
+    def test_a_read_only_server_is_no_grant_and_no_lock(self, backend, peer, name):
+        read_only = "SELECT set_config('default_transaction_read_only', 'on', false)"
+        backend._local.ask(lambda: backend._local.session().all(read_only, {}))
+        with pytest.raises(BackendUnavailable, match="read-only"):
+            backend.acquire(claim(name), Wait())
+        assert not peer.holders([name])
+
+    def test_django_may_close_its_connections(self, backend, peer, name):
+        connections[ALIAS].ensure_connection()
+        taken = take(backend, claim(name))
+        close_old_connections()
+        connections.close_all()
+        assert refused(peer, name)
+        assert backend.verify(taken)
+
+
+class TestRenewals:
+    def test_a_lock_whose_row_was_deleted_is_lost_and_free(self, backend, peer, name):
+        taken, other = take(backend, claim(name)), take(backend, claim(f"{name}:other"))
+        row_of(name).delete()
+        assert not backend.verify(taken)
+        assert backend.renew([taken, other]) == [Renewal.LOST, Renewal.KEPT]
+        assert take(peer, claim(name)).token == 2
+        assert not backend.release(taken)
+
+    def test_another_owners_row_is_left_alone(self, backend, name):
+        taken = take(backend, claim(name))
+        row_of(name).update(owner="another")
+        before = row_of(name).values().get()
+        assert not backend.verify(taken)
+        assert backend.renew([taken]) == [Renewal.LOST]
+        assert not backend.release(taken)
+        assert row_of(name).values().get() == before
+
+    def test_a_locked_row_is_skipped(self, postgres, backend, peer, name):
+        taken, other = take(backend, claim(name)), take(backend, claim(f"{name}:other"))
+        with in_database(postgres) as contender:
+            contender.execute("BEGIN")
+            contender.execute(
+                f"SELECT 1 FROM {HeldLock._meta.db_table} WHERE name = %s FOR UPDATE", [name]
+            )
+            assert backend.renew([taken, other]) == [Renewal.UNKNOWN, Renewal.KEPT]
+            assert backend.release(taken)
+            assert not peer.holders([name])
+            contender.execute("ROLLBACK")
+        assert backend.renew([other]) == [Renewal.KEPT]
+
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_a_key_that_another_session_has_is_lost(self, backend, peer, name, fenced):
+        taken, key = take(backend, claim(name, fenced=fenced)), backend._key(name)
+        backend._local.ask(lambda: taken.handle.session.unlock(key))
+        take(peer, claim(name, fenced=False))
+        assert not backend.verify(taken)
+        assert backend.renew([taken]) == [Renewal.LOST]
+
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_a_lock_that_was_released_by_force_is_lost(self, backend, peer, name, fenced):
+        taken = take(backend, claim(name, fenced=fenced))
+        assert backend.renew([taken]) == [Renewal.KEPT]
+        with connections[ALIAS].cursor() as cursor:
+            cursor.execute(
+                "INSERT INTO django_fencedlock_forcedrelease (owner, name, released_by, "
+                "released_at) VALUES (%s, %s, 'x', now())",
+                [taken.owner, name],
+            )
+        assert not backend.verify(taken)
+        assert backend.renew([taken]) == [Renewal.LOST]
+        assert take(peer, claim(name))
+
+    def test_no_lock_means_no_idle_limit(self, backend, name):
+        def limit():
+            show = "SHOW idle_session_timeout"
+            return backend._local.ask(lambda: backend._local.session().one(show, {}))[0]
+
+        short, long = (
+            take(backend, claim(f"{name}:{ttl}", ttl=ttl, fenced=ttl > 2)) for ttl in (2, 3)
+        )
+        assert limit() == "3s"
+        assert backend.release(long)
+        assert backend.renew([short]) == [Renewal.KEPT]
+        assert limit() == "2s"
+        assert backend.release(short)
+        assert limit() == "0"
+
+
+class TestWaiting:
+    def test_threads_of_one_process_get_the_lock_in_order(self, backend, peer, name, threads):
+        taken, order = take(peer, claim(name)), []
+
+        def work(number):
+            mine = waits(backend, name)
+            order.append(number)
+            backend.release(mine)
+
+        asked = []
+        for number in range(6):
+            asked.append(threads(work, number))
+            queued(backend, name, number + 1)
+        peer.release(taken)
+        for each in asked:
+            each.result()
+        assert order == list(range(6))
+
+    @pytest.mark.slow
+    def test_fifty_threads_wait_on_one_session(self, postgres, backend, peer, name, threads):
+        take(peer, claim(name))
+        asked = [threads(refused, backend, name, 2) for _ in range(50)]
+        queued(backend, name, 50)
+        waiting(postgres, 1)
+        # The peer's session, the one that tried, and the one that waits.
+        assert len(sessions(postgres)) == 3
+        assert all(each.result() for each in asked)
+
+    def test_beyond_the_cap_a_process_polls(self, postgres, make, name, threads):
+        backend, peer = make(MAX_WAITERS=1), make()
+        held = [take(peer, claim(f"{name}:{number}")) for number in range(2)]
+        first = threads(waits, backend, held[0].name)
+        waiting(postgres, 1)
+        second = threads(waits, backend, held[1].name)
+        peer.release(held[1])
+        assert second.result()
+        waiting(postgres, 1)
+        peer.release(held[0])
+        assert first.result()
+
+    def test_a_wait_that_times_out_leaves_nothing(self, postgres, backend, peer, name):
+        taken = take(peer, claim(name))
+        began = time.monotonic()
+        assert refused(backend, name, 0.3)
+        assert 0.3 <= time.monotonic() - began < 2
+        peer.release(taken)
+        assert not peer.holders([name])
+        assert len(backend._local._idle) == 1
+
+    @pytest.mark.parametrize(("ttl", "renewed"), [(120, False), (0.6, True)])
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_a_lease_begins_before_a_short_wait_and_after_a_long_one(
+        self, postgres, backend, peer, name, threads, ttl, renewed, fenced
+    ):
+        taken, before = take(peer, claim(name)), clock()
+        asked = threads(waits, backend, name, ttl=ttl, fenced=fenced)
+        waiting(postgres, 1)
+        time.sleep(0.2)
+        released = clock()
+        peer.release(taken)
+        mine = asked.result()
+        since = mine.handle.granted.since
+        assert released <= since if renewed else before <= since < released
+        assert backend.verify(mine)
+        assert backend.renew([mine]) == [Renewal.KEPT]
+        assert backend.release(mine)
+
+    def test_a_grant_that_was_overtaken_before_its_answer_is_none(
+        self, postgres, backend, peer, name, threads, monkeypatch
+    ):
+        monkeypatch.setattr(backend_module, "SHORT_WAIT", 0)
+        renew_on = backend._renew_on
+
+        def slowly(*args):
+            row_of(name).update(owner="another")
+            return renew_on(*args)
+
+        monkeypatch.setattr(backend, "_renew_on", slowly)
+        taken = take(peer, claim(name))
+        asked = threads(waits, backend, name)
+        waiting(postgres, 1)
+        peer.release(taken)
+        with pytest.raises(BackendUnavailable, match="newer grant"):
+            asked.result()
+        wait_until(lambda: not backend.holders([name]), "the release")
+        assert row_of(name).get().owner == "another"
+
+    def test_a_waiter_that_is_interrupted_leaves_the_queue(self, postgres, peer, name):
+        taken = take(peer, claim(name))
+        code = f"""
+            import signal
+            def stop(*args): raise KeyboardInterrupt
+            signal.signal(signal.SIGALRM, stop)
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            try:
+                waits(backend, {name!r})
+            except KeyboardInterrupt:
+                say("out")
+            sys.stdin.read()
+        """
+        with child(code) as process:
+            assert said(process) == "out"
+            waiting(postgres, 0)
+            peer.release(taken)
+            assert take(peer, claim(name)).token == 2
+
+    def test_an_error_while_queued_leaves_the_queue(self, postgres, backend, peer, name):
+        taken, seen = take(peer, claim(name)), []
+
+        def refuse(held):
+            seen.append(held)
+            if len(seen) == 2:
+                raise LookupError
+
+        with pytest.raises(LookupError):
+            backend.acquire(claim(name), Wait(20, refuse))
+        assert not sessions(postgres, "wait_event = 'advisory'")
+        peer.release(taken)
+        assert take(peer, claim(name)).token == 2
+
+
+class TestLosses:
+    def test_the_end_of_a_session_loses_its_locks_at_the_next_renewal(
+        self, postgres, backend, peer, name, threads
+    ):
+        lost = []
+        backend.lost = lost.extend
+        held = [take(backend, claim(f"{name}:{number}")) for number in range(3)]
+        taken = take(peer, claim(name))
+        asked = threads(waits, backend, name)
+        waiting(postgres, 1)
+        peer.release(taken)
+        waited = asked.result()
+        terminate(postgres, held[0])
+        assert backend.renew([*held, waited]) == [Renewal.LOST] * 3 + [Renewal.KEPT]
+        assert sorted(lost) == sorted(each.owner for each in held)
+        assert not backend.verify(held[0])
+        assert not backend.release(held[0])
+        terminate(postgres, waited)
+        assert not backend.verify(waited)
+
+    def test_a_session_that_ended_while_idle_is_replaced_at_the_next_lock(
+        self, postgres, backend, name
+    ):
+        lost = []
+        backend.lost = lost.extend
+        first = take(backend, claim(name))
+        terminate(postgres, first)
+        wait_until(lambda: not sessions(postgres), "the end of the session")
+        assert take(backend, claim(f"{name}:other"))
+        assert lost == [first.owner]
+        assert take(backend, claim(name)).token == 2
+
+    def test_a_restart_loses_all_and_the_next_grant_has_the_next_token(
+        self, make_postgres, make_alias, make, name
+    ):
+        server = make_postgres()
+        backend = make(make_alias(server.django()), TIMEOUT=2)
+        taken = take(backend, claim(name))
+        server.kill()
+        assert backend.renew([taken]) == [Renewal.LOST]
+        with pytest.raises(BackendUnavailable):
+            backend.acquire(claim(name), Wait())
+        server.start()
+        assert take(backend, claim(name)).token == 2
+
+    def test_a_server_that_hangs_is_reported_in_time(self, make_postgres, make_alias, make, name):
+        server = make_postgres()
+        backend = make(make_alias(server.django()), TIMEOUT=1)
+        taken = take(backend, claim(name))
+        server.pause()
+        began = time.monotonic()
+        with pytest.raises(BackendUnavailable, match="no answer within 1 s"):
+            backend.acquire(claim(f"{name}:other"), Wait())
+        assert backend.renew([taken]) == [Renewal.UNKNOWN]
+        with pytest.raises(BackendUnavailable):
+            backend.acquire(claim(f"{name}:third"), Wait(0.1))
+        assert time.monotonic() - began < 8
+        server.resume()
+        wait_until(lambda: backend.renew([taken]) == [Renewal.KEPT], "an answer")
+        assert set(backend.holders([name, f"{name}:other", f"{name}:third"])) == {name}
+        rows = HeldLock.objects.using(backend._route).values_list("name", flat=True)
+        assert list(rows) == [name]
+
+    def test_a_full_lock_table_leaves_nothing_held(self, make_postgres, make_alias, make, name):
+        server = make_postgres(
+            max_connections="10",
+            max_locks_per_transaction="10",
+            max_wal_senders="0",
+            max_worker_processes="1",
+        )
+        backend = make(make_alias(server.django()), MAX_LOCKS=100_000)
+        assert [problem.id for problem in backend.check()] == ["W001"]
+        held = []
+
+        def fill():
+            while True:
+                held.append(take(backend, claim(f"{name}:{len(held)}", fenced=False)))
+
+        with pytest.raises(BackendUnavailable, match="max_locks_per_transaction"):
+            fill()
+        assert backend._local.count == len(held)
+        assert backend.release(held.pop())
+        assert backend.release(held.pop())
+        count = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"
+        assert backend._local.ask(lambda: backend._local.session().one(count, {})) == (len(held),)
+
+
+@pytest.mark.slow
+class TestPausedHolders:
+    """The server ends a session that is idle for the longest ttl of its locks."""
+
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_the_locks_of_a_paused_process_are_freed(self, backend, name, fenced):
+        code = f"""
+            take(backend, claim({name!r}, ttl=1.0, fenced={fenced}))
+            other = take(backend, claim({name + ":other"!r}, ttl=3.0))
+            say("held")
+            sys.stdin.read()
+            say(backend.renew([other])[0].name)
+        """
+        with child(code) as process:
+            assert said(process) == "held"
+            os.kill(process.pid, signal.SIGSTOP)
+            try:
+                # The session is kept for the lock with the longer ttl.
+                assert refused(backend, name, 1.5)
+                assert waits(backend, name)
+            finally:
+                os.kill(process.pid, signal.SIGCONT)
+            process.stdin.close()
+            assert said(process) == "LOST"
+
+    def test_a_waiter_that_is_paused_in_the_queue_delays_others_for_its_ttl(
+        self, postgres, backend, peer, name
+    ):
+        taken = take(peer, claim(name))
+        with child(f"waits(backend, {name!r}, ttl=1.0)") as process:
+            waiting(postgres, 1)
+            os.kill(process.pid, signal.SIGSTOP)
+            peer.release(taken)
+            assert waits(backend, name).token == 3
+
+    def test_a_renewed_lock_is_kept(self, backend, peer, name):
+        taken, end = take(backend, claim(name, ttl=0.6)), time.monotonic() + 2
+        while time.monotonic() < end:
+            assert backend.renew([taken]) == [Renewal.KEPT]
+            time.sleep(0.2)
+        assert refused(peer, name)
+
+
+@pytest.mark.slow
+class TestProcesses:
+    def test_a_child_after_fork_owns_nothing_and_ends_nothing(self, backend, name):
+        code = f"""
+            taken = take(backend, claim({name!r}))
+            pid = os.fork()
+            if not pid:
+                free = not refused(backend, {name!r})
+                other = take(backend, claim({name + ":child"!r}))
+                bad = free or backend.verify(taken) or backend.release(taken)
+                backend.release(other)
+                backend.close()
+                import gc
+                gc.collect()
+                os._exit(bad)
+            status = os.waitpid(pid, 0)[1]
+            say(f"{{status}} {{backend.verify(taken)}} {{backend.renew([taken])[0].name}}")
+            sys.stdin.read()
+        """
+        with child(code) as process:
+            assert said(process) == "0 True KEPT"
+            assert refused(backend, name)
+
+    def test_a_process_that_is_killed_frees_its_locks(self, backend, name):
+        with child(f"take(backend, claim({name!r})); say('held'); sys.stdin.read()") as process:
+            assert said(process) == "held"
+            process.kill()
+            assert waits(backend, name, 5).token == 2
+
+    def test_a_killed_process_is_evicted_although_its_child_has_the_session(self, backend, name):
+        code = f"""
+            taken = take(backend, claim({name!r}))
+            take(backend, claim({name + ":other"!r}))
+            pid = os.fork() or time.sleep(60) or os._exit(0)
+            say(f"{{pid}} {{taken.owner}}")
+            sys.stdin.read()
+        """
+        with child(code) as process:
+            grandchild, owner = said(process).split()
+            # It lives.
+            assert not backend.release(Grant(name, owner))
+            process.kill()
+            process.wait()
+            try:
+                time.sleep(0.1)
+                assert refused(backend, name)
+                assert backend.release(Grant(name, owner))
+                successor = take(backend, claim(name))
+                assert successor.token == 2
+                # The dead process had one session.
+                assert take(backend, claim(f"{name}:other")).token == 2
+                assert not backend.release(Grant(name, owner))
+                assert backend.verify(successor)
+            finally:
+                os.kill(int(grandchild), signal.SIGKILL)
+
+    def test_the_row_of_a_holder_whose_session_ended_is_cleared(
+        self, postgres, backend, peer, name
+    ):
+        taken = take(peer, claim(name))
+        terminate(postgres, taken)
+        wait_until(lambda: not backend.holders([name]), "the end of the session")
+        assert backend.release(Grant(name, taken.owner))
+        assert not row_of(name).exists()
+
+    def test_greenlets_share_the_session_and_a_killed_one_leaves_no_lock(
+        self, postgres, backend, name
+    ):
+        code = f"""
+            import gevent, random
+            def work(number):
+                for turn in range(10):
+                    taken = take(backend, claim(f"{name}:{{number}}"))
+                    assert backend.renew([taken])[0].name == "KEPT"
+                    gevent.sleep(0)
+                    assert backend.release(taken)
+            gevent.joinall([gevent.spawn(work, n) for n in range(20)], raise_error=True)
+            kept = take(backend, claim({name!r}))
+            ticks = []
+            def tick():
+                while True:
+                    gevent.sleep(0.01)
+                    ticks.append(1)
+            gevent.spawn(tick)
+            waiter = gevent.spawn(waits, another(), {name!r})
+            while len(ticks) < 25: gevent.sleep(0.01)
+            assert not waiter.ready()
+            waiter.kill()
+            for turn in range(300):
+                sent = claim({name + ":killed"!r})
+                killed = gevent.spawn(backend.acquire, sent, Wait(5))
+                gevent.sleep(random.choice([0, 0, 0.0002, 0.001]))
+                killed.kill()
+                backend.release(Grant(sent.name, sent.owner))
+            while backend._local.count > 1: gevent.sleep(0.01)
+            assert backend.verify(kept)
+            backend.release(take(backend, claim({name + ":killed"!r})))
+            say("done")
+            sys.stdin.read()
+        """
+        with child(code, gevent=True) as process:
+            assert said(process) == "done"
+            waiting(postgres, 0)
+
+    def test_interrupted_threads_lose_no_other_lock(self, postgres, peer, name):
+        taken = take(peer, claim(f"{name}:waited"))
+        with child(f"say(interrupt_threads(backend, {name!r})); sys.stdin.read()") as process:
+            assert said(process) == "[<Renewal.KEPT: 'the service renewed it'>] True False"
+            waiting(postgres, 0)
+            names = [f"{name}:{number}" for number in range(3)]
+            wait_until(lambda: not peer.holders(names), "the releases")
+            assert peer.verify(taken)
+            assert refused(peer, f"{name}:kept")
+
+
+class TestJobs:
+    def test_work_whose_caller_has_left_is_skipped(self):
+        done = []
+        job = Job(lambda: done.append("work"), lambda value: done.append("undo"))
+        with pytest.raises(NoAnswer):
+            ask(job, 0.0, lambda job: None)
+        job.run()
+        assert done == []
+
+    def test_work_without_an_undo_is_done_all_the_same(self):
+        done = []
+        job = Job(lambda: done.append("work"))
+        with pytest.raises(NoAnswer):
+            ask(job, 0.0, lambda job: None)
+        job.run()
+        assert done == ["work"]
+
+    def test_work_whose_caller_leaves_meanwhile_is_undone(self):
+        done = []
+
+        def work():
+            job.leave()
+            done.append("work")
+
+        job = Job(work, lambda value: done.append("undo"))
+        job.run()
+        assert done == ["work", "undo"]
+
+    def test_work_that_was_done_for_an_interrupted_caller_is_undone(self):
+        done = []
+        job = Job(lambda: done.append("work"), lambda value: done.append("undo"))
+
+        def interrupt(job):
+            job.run()
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            ask(job, 1.0, interrupt)
+        assert done == ["work", "undo"]
+
+    @pytest.mark.parametrize("bell", [Bell, GreenBell])
+    def test_a_deadline_that_passed_during_a_pause(self, bell):
+        job = Job(lambda: "answer")
+        job._bell = bell()
+        assert ask(job, -3.5, lambda job: job.run()) == "answer"
+        job = Job(lambda: "answer")
+        job._bell = bell()
+        with pytest.raises(NoAnswer):
+            ask(job, -3.5, lambda job: None)
+
+
+@pytest.mark.usefixtures("database")
+class TestSessions:
+    @pytest.mark.parametrize(
+        ("setting", "value"),
+        [
+            ("idle_session_timeout", "0"),
+            ("idle_in_transaction_session_timeout", "0"),
+            ("statement_timeout", "0"),
+            ("lock_timeout", "250ms"),
+            ("synchronous_commit", "on"),
+            ("default_transaction_isolation", "read committed"),
+        ],
+    )
+    def test_settings_of_a_database_are_overridden(self, setting, value):
+        found = connections[ALIAS].settings_dict["NAME"]
+        unlike = {"0": "'1h'", "250ms": "'1h'", "on": "off"}.get(value, "'repeatable read'")
+        with connections[ALIAS].cursor() as cursor:
+            cursor.execute(f'ALTER DATABASE "{found}" SET {setting} = {unlike}')
+        try:
+            with contextlib.closing(open_session(ALIAS, 5.0, waits=False)) as session:
+                assert session.one(f"SHOW {setting}", {}, prepare=False) == (value,)
+        finally:
+            with connections[ALIAS].cursor() as cursor:
+                cursor.execute(f'ALTER DATABASE "{found}" RESET {setting}')
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_a_dead_peer_is_given_up(self, waits):
+        names = ("tcp_user_timeout", "tcp_keepalives_idle", "tcp_keepalives_count")
+        shown = ", ".join(f"current_setting('{each}')" for each in names)
+        with contextlib.closing(open_session(ALIAS, 5.0, waits=waits)) as session:
+            address, *limits = session.one(f"SELECT inet_client_addr(), {shown}", {}, prepare=False)
+        if address is None:
+            pytest.skip("a socket of the system has no cable")
+        assert all(int(each.removesuffix("ms").removesuffix("s")) > 0 for each in limits)
+
+    def test_a_closed_backend_keeps_its_locks(self, backend, peer, name):
+        taken = take(backend, claim(name))
+        session = taken.handle.session
+        backend.close()
+        assert backend.verify(taken)
+        assert refused(peer, name)
+        assert backend.release(taken)
+        backend.close()
+        assert session.closed
+
+    def test_djangos_pool_is_not_used(self, name):
+        code = f"""
+            taken = take(backend, claim({name!r}))
+            say(type(taken.handle.session.wrapper.settings_dict["OPTIONS"].get("pool")).__name__)
+        """
+        with child(code, pool=True) as process:
+            assert said(process) == "NoneType"
+
+
+class TestChecks:
+    def test_a_transaction_pooler_is_refused(self, postgres, make_pgbouncer, make, name):
+        bouncer = make_pgbouncer(postgres, pool_mode="transaction")
+        with route_to(bouncer) as route:
+            backend = make(DATABASE=route)
+            assert [problem.id for problem in backend.check()] == ["E011"]
+            with pytest.raises(BackendUnavailable, match="pooler"):
+                backend.acquire(claim(name), Wait())
+
+    def test_a_pooler_that_changes_the_session_is_no_grant(self, backend, name):
+        taken = take(backend, claim(f"{name}:first"))
+        taken.handle.session.pid += 1
+        with pytest.raises(BackendUnavailable, match="PoolsTransactions"):
+            backend.acquire(claim(name), Wait())
+        assert taken.handle.session.closed
+
+    def test_a_session_pooler_is_accepted(self, postgres, make_pgbouncer, make, name):
+        bouncer = make_pgbouncer(postgres, pool_mode="session", pool_size=10)
+        with route_to(bouncer) as route:
+            backend = make(DATABASE=route)
+            assert not list(backend.check())
+            assert backend.release(take(backend, claim(name)))
+
+    def test_a_route_to_another_database_is_a_problem(self, postgres, make):
+        with route_to(postgres, "postgres") as route:
+            (problem,) = make(DATABASE=route).check()
+        assert problem.id == "E008"
+
+    def test_an_unreachable_server_is_a_problem(self, postgres, make):
+        with route_to(postgres) as route:
+            connections.settings[route]["PORT"] = "1"
+            (problem,) = make(DATABASE=route, TIMEOUT=1).check()
+        assert problem.id == "E013"
+
+    @pytest.mark.parametrize(
+        ("settings", "problem"),
+        [
+            ({"fence_database": "default"}, "E010"),
+            ({"location": "redis://"}, "E007"),
+            ({"options": {"MAX_LOCK": 1}}, "E008"),
+            ({"options": {"MAX_LOCKS": 0}}, "E008"),
+            ({"options": {"MAX_WAITERS": "many"}}, "E008"),
+            ({"options": {"DATABASE": "nowhere"}}, "E008"),
+            ({"options": {"DATABASE": "default"}}, "E010"),
+            ({"options": {"TIMEOUT": -1}}, "E003"),
+            ({}, None),
+        ],
+    )
+    def test_settings_are_checked(self, database, settings, problem):
+        config = replace(configured(), **settings)
+        found = [each.id for each in PostgresBackend.problems(config)]
+        assert found == ([problem] if problem else [])
+
+    def test_without_psycopg_3_the_extra_is_named(self):
+        code = (
+            "import sys; sys.modules['psycopg'] = None\n"
+            "from django.conf import settings\n"
+            "database = {'ENGINE': 'django.db.backends.sqlite3', 'NAME': ':memory:'}\n"
+            "settings.configure(DATABASES={'default': database})\n"
+            "from django_fencedlock.conf import alias_problems\n"
+            f"backend = {PATH!r}\n"
+            "(problem,) = alias_problems('default', {'BACKEND': backend})\n"
+            "print(problem.id, problem)"
+        )
+        shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert shown.stdout.startswith("E005"), shown
+        assert "django-fencedlock[postgres]" in shown.stdout
+
+
+@contextlib.contextmanager
+def route_to(server, database=None):
+    """Make a second route to the tests' database; yield its alias."""
+    alias = f"route{next(_numbers)}"
+    entry = server.django(database or connections[ALIAS].settings_dict["NAME"])
+    configured = connections.configure_settings({"default": {}, alias: entry})
+    connections.settings[alias] = configured[alias]
+    yield alias
+    connections[alias].close()
+    del connections[alias]
+    del connections.settings[alias]
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def interrupt_threads(backend, name, times=200):
+    """
+    Interrupt threads that acquire, wait and release, while another lock is held.
+
+    In a process of its own: CPython may raise the exception in a thread that the target starts.
+    """
+    kept = take(backend, claim(f"{name}:kept"))
+    interrupts, stop, inside, renewals = [], threading.Event(), set(), set()
+
+    def attempt():
+        sent = claim(f"{name}:{random.randrange(3)}")
+        inside.add(threading.get_ident())
+        try:
+            backend.acquire(sent, Wait(0.01))
+            backend.acquire(claim(f"{name}:waited"), Wait(random.choice([0, 0.02])))
+        finally:
+            backend.release(Grant(sent.name, sent.owner))
+
+    def release_rest():
+        for hold in list(backend._local._by_owner.values()):
+            if hold is not kept.handle:
+                backend.release(Grant(hold.claim.name, hold.claim.owner))
+
+    def work():
+        while not stop.is_set():
+            try:
+                while not stop.is_set():
+                    attempt()
+            except Interrupt:
+                interrupts.append(1)
+            except BackendUnavailable:
+                pass
+            release_rest()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for each in threads:
+        each.start()
+    while len(interrupts) < times:
+        time.sleep(random.random() * 0.005)
+        renewals.update(backend.renew([kept]))
+        target = random.choice(threads).ident
+        # One at a time, and only where it is caught.
+        if target in inside:
+            inside.discard(target)
+            send = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            send(ctypes.c_ulong(target), ctypes.py_object(Interrupt))
+    stop.set()
+    for each in threads:
+        each.join(20)
+    release_rest()
+    return f"{[*renewals]} {backend.verify(kept)} {backend._local._mutex.locked()}"
+
+
+_PRELUDE = """
+import os, sys, time
+if {gevent}:
+    from gevent import monkey; monkey.patch_all()
+import django
+from django.conf import settings
+settings.configure(DATABASES={{"sessions": {database!r}, "default": {database!r}}}, USE_TZ=True,
+                   INSTALLED_APPS=["django_fencedlock"])
+django.setup()
+from {tests} import *
+def say(words): print(words, flush=True)
+def another():
+    peer = PostgresBackend(configured())
+    peer._local = SessionLocks("sessions", 5.0)
+    return peer
+backend = PostgresBackend(configured())
+"""
+
+
+@contextlib.contextmanager
+def child(code, *, gevent=False, pool=False):
+    """Run `code` in another process, with a backend on the same database."""
+    settings = connections[ALIAS].settings_dict
+    keys = ("ENGINE", "NAME", "USER", "PASSWORD", "HOST", "PORT")
+    database = {key: settings[key] for key in keys}
+    if pool:
+        database["OPTIONS"] = {"pool": True}
+    prelude = _PRELUDE.format(gevent=gevent, database=database, tests=__name__)
+    process = subprocess.Popen(
+        [sys.executable, "-c", prelude + dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def said(process):
+    return process.stdout.readline().strip()
