@@ -544,7 +544,7 @@ def test_a_guarded_save_is_one_short_statement():
     (sent,) = captured
     assert sent["sql"] == (
         'UPDATE "tests_invoice" SET "note" = \'\', "fence" = 1 WHERE '
-        '("tests_invoice"."fence" IN (0, 1) AND (SELECT true FROM django_fencedlock_fence WHERE '
-        f"name = '{lease.name}' AND token = 1 AND owner = '{lease.owner_id}') "
+        '(("tests_invoice"."fence" IN (0, 1) AND (SELECT true FROM django_fencedlock_fence WHERE '
+        f"name = '{lease.name}' AND token = 1 AND owner = '{lease.owner_id}')) "
         f'AND "tests_invoice"."id" = {invoice.pk})'
     )

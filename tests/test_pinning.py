@@ -198,7 +198,7 @@ class TestWhatIsInside:
             raise ZeroDivisionError
         assert not Account.objects.using(database).exists()
 
-    def test_the_fence_is_looked_at_once_and_not_by_each_save(self, database):
+    def test_the_fence_is_looked_at_once(self, database):
         invoice = Invoice.objects.using(database).create()
         connection = connections[database]
         with invoice.fencing.lock() as lease:
@@ -230,7 +230,7 @@ class TestWhatIsInside:
         ):
             invoice.save()
 
-    def test_under_another_lease_each_save_is_checked_by_itself(self, database):
+    def test_a_save_under_another_lease_is_checked(self, database):
         invoice = Invoice.objects.using(database).create()
         own = invoice.fencing.lock().acquire()
         with lock("x") as lease:

@@ -20,17 +20,16 @@ def in_one_transaction(lease, line):
         pytest.fail("the block was entered")
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda lease, line: line.save(),
-        lambda lease, line: line.delete(),
-        lambda lease, line: LedgerLine.objects.using(lease.database).update(amount=7),
-        lambda lease, line: LedgerLine(account=line.account).save(using=lease.database),
-        in_one_transaction,
-    ],
-    ids=["save", "delete", "update", "insert", "lease.atomic"],
-)
+WRITES = {
+    "save": lambda lease, line: line.save(),
+    "delete": lambda lease, line: line.delete(),
+    "update": lambda lease, line: LedgerLine.objects.using(lease.database).update(amount=7),
+    "insert": lambda lease, line: LedgerLine(account=line.account).save(using=lease.database),
+    "atomic": in_one_transaction,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_the_former_owner_of_a_token_is_refused(database, write):
     account = Account.objects.using(database).create()
     with LedgerLine.fencing.lock(account=account) as lease:

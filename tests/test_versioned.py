@@ -54,7 +54,7 @@ def test_every_write_raises_the_version_in_one_statement(document, how):
 
 
 @pytest.mark.parametrize("how", [*WRITES, "delete"])
-def test_what_somebody_else_has_written_is_not_overwritten(document, how):
+def test_what_another_process_has_written_is_not_overwritten(document, how):
     Document.objects.get().save()
     write = WRITES.get(how) or (lambda row: row.delete())
     for _ in range(2):  # what failed once fails again
@@ -69,7 +69,7 @@ def test_what_somebody_else_has_written_is_not_overwritten(document, how):
 
 
 @pytest.mark.parametrize("how", [*WRITES, "delete"])
-def test_what_somebody_else_has_deleted_is_not_inserted_again(document, how):
+def test_what_another_process_has_deleted_is_not_inserted_again(document, how):
     models.QuerySet(Document).delete()
     write = WRITES.get(how) or (lambda row: row.delete())
     with refused(VersionConflict, Document, match="gone"):

@@ -55,7 +55,7 @@ class Guard:
         self.instance: Any = instance
         self.before = instance.__dict__.get(self.column, _ABSENT)
 
-    def condition(self) -> Q:
+    def condition(self) -> Q | Expression:
         """Return the condition of the row's UPDATE or DELETE."""
         raise NotImplementedError
 

@@ -134,6 +134,11 @@ def is_text(field: Any) -> bool:
     return isinstance(target_of(field), kinds)
 
 
+def exactly(connection: BaseDatabaseWrapper, sql: str) -> str:
+    """Return the SQL of a text that equals no other text."""
+    return _EXACT[connection.vendor].replace("{}", sql)
+
+
 class Exactly(Func):
     """A text that equals no other text."""
 
@@ -143,7 +148,7 @@ class Exactly(Func):
     def as_sql(
         self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, *args: Any, **extra: Any
     ) -> Any:
-        extra["template"] = _EXACT[connection.vendor].replace("{}", "%(expressions)s")
+        extra["template"] = exactly(connection, "%(expressions)s")
         return super().as_sql(compiler, connection, *args, **extra)
 
 

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 from django.db import connections, models
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import Case, F, Q, Value, When
+from django.db.models import BooleanField, Case, Expression, F, Q, Value, When
 
 from .. import logs, signals
 from ..core.identity import Holder
 from ..exceptions import LockRequired, StaleFence, StaleObject, VersionConflict, WrongDatabase
 from ..lease import Lease, current_lease, held_names
 from ..storage.fenced_atomic import grant_of, is_pinned
-from ..storage.fences import Pin, WriteGrant, overtaken
+from ..storage.fences import Pin, WriteGrant, overtaken, pin_sql
 from .base import Doing, Guard, SaveHooks
 from .fencing import FencingOf
-from .fields import REJECTED, same_text
+from .fields import REJECTED, exactly, same_text
 
 logger = logging.getLogger(__name__)
 
@@ -288,9 +288,8 @@ class FenceGuard(Guard):
     def inserted(self) -> Any:
         return inserted_fence(self.write)
 
-    def condition(self) -> Q:
-        fences = None if self.fences is None else Q(fence__in=self.fences)
-        return _condition(self.write._replace(fences=fences))
+    def condition(self) -> Expression:
+        return _RowCondition(self)
 
     def is_met(self, using: str) -> bool:
         """Whether a row that was read in this transaction needs no statement to be checked."""
@@ -328,6 +327,41 @@ class FenceGuard(Guard):
                 "it again under the lock"
             )
             raise write.error(why, pk=pk, row_fence=fence, kind=StaleObject)
+
+
+class _RowCondition(Expression):
+    """The condition of one row: a single expression, as a `Q` for each part takes 60 us more."""
+
+    output_field = BooleanField()
+    conditional = True
+
+    def __init__(self, guard: FenceGuard) -> None:
+        super().__init__()
+        self.guard = guard
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> tuple[str, tuple[Any, ...]]:
+        guard, write, quote = self.guard, self.guard.write, connection.ops.quote_name
+        table = quote(write.fencing.table._meta.db_table)
+        fence = f"{table}.{quote(write.fencing.fence_column)}"
+        given: list[Any] = [write.token] if guard.fences is None else [*guard.fences]
+        places = ", ".join(["%s"] * len(given))
+        parts = [f"{fence} <= %s" if guard.fences is None else f"{fence} IN ({places})"]
+        for field in write.fencing.compared:
+            # Another holder may have moved the row to another lock meanwhile.
+            column, value = f"{table}.{quote(str(field.column))}", "%s"
+            if field.attname in write.fencing.texts:
+                column, value = exactly(connection, column), exactly(connection, value)
+            parts.append(f"{column} = {value}")
+            given.append(field.get_db_prep_value(write.columns[field.attname], connection))
+        if (grant := write.pin(connection)) is not None:
+            select, more = pin_sql(connection, grant)
+            parts.append(f"({select})")
+            given += more
+        return f"({' AND '.join(parts)})", tuple(given)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return (self.__class__, id(self.guard))
 
 
 def as_read(
