@@ -82,7 +82,7 @@ def _task_problems() -> list[Problem]:
     # Without such a task, the decorator isn't imported either.
     if f"{__package__}.celery" not in sys.modules:
         return []
-    from .celery import task_checks
+    from .celery import checks as task_checks
 
     return list(task_checks.problems(celery_apps))
 

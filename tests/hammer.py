@@ -14,8 +14,8 @@ import time
 from collections import Counter
 from unittest import mock
 
-from django_fencedlock.celery import aborting, strikes
-from django_fencedlock.celery.strikes import Abort
+from django_fencedlock.celery import interrupts
+from django_fencedlock.celery.interrupts import Abort
 from django_fencedlock.core import runtime
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.runtime import clock
@@ -32,13 +32,13 @@ def a_lease(name="x"):
 
 def is_within_run():
     """Whether this thread or greenlet is within a run, by what the runs have noted."""
-    return strikes._place() in strikes._innermost
+    return interrupts._thread_id() in interrupts._innermost
 
 
 def enter(leases, body):
     """Run `body` within runs that have these leases, the outermost first."""
     lease, *inner = leases
-    return aborting.run(lease, (lambda: enter(inner, body)) if inner else body)
+    return interrupts.run_interruptible(lease, (lambda: enter(inner, body)) if inner else body)
 
 
 class Hammer:
@@ -121,7 +121,7 @@ def late_strikes():
 
     def strike_by_signal(cell):
         wait()
-        signal.pthread_kill(cell._place[0], cell._number)
+        signal.pthread_kill(cell.thread, cell._number)
 
     def late(function):
         def call(subject, *args):
@@ -132,8 +132,8 @@ def late_strikes():
 
     with contextlib.ExitStack() as stack:
         patch = mock.patch.object
-        stack.enter_context(patch(strikes._BySignal, "strike", strike_by_signal))
-        stack.enter_context(patch(strikes, "_raise_in", late(strikes._raise_in)))
+        stack.enter_context(patch(interrupts.BySignal, "interrupt", strike_by_signal))
+        stack.enter_context(patch(interrupts, "_raise_in", late(interrupts._raise_in)))
         yield
 
 
@@ -198,7 +198,7 @@ class Sweep:
     Stricter than Python itself, which interrupts between some instructions only.
     """
 
-    FILES = (aborting.__file__, strikes.__file__)
+    FILES = (interrupts.__file__,)
 
     def __init__(self, nested=False, outer=True, foreign=False):
         self.nested = nested
@@ -220,7 +220,12 @@ class Sweep:
         tracer = _Tracer(self.FILES, place, None if self.foreign else lambda: lose(loser))
         cells = []
         try:
-            with mock.patch.object(aborting, "new_cell", noting(strikes.new_cell, cells)), tracer:
+            with (
+                mock.patch.object(
+                    interrupts, "new_interruptible", noting(interrupts.new_interruptible, cells)
+                ),
+                tracer,
+            ):
                 outcome = enter(leases, self.body)
         except TimeLimit:
             outcome = "time limit"
@@ -235,7 +240,7 @@ class Sweep:
             outcome = "still armed"
         if not self.hits_nobody(leases):
             outcome = "late"
-        strikes._innermost.pop(strikes._place(), None)
+        interrupts._innermost.pop(interrupts._thread_id(), None)
         self.outcomes[outcome] += 1
         return tracer.struck
 
@@ -248,7 +253,7 @@ class Sweep:
                 thread.join()
             for _ in range(100):
                 pass
-            aborting.run(a_lease("next"), self.body)
+            interrupts.run_interruptible(a_lease("next"), self.body)
         except Abort:
             return False
         return True
@@ -281,6 +286,10 @@ def lose(lease):
     lease.mark_lost("struck")
 
 
+#: Where the part of `interrupts` about connections and time limits begins.
+_END = interrupts.open_blocks.__code__.co_firstlineno
+
+
 class _Tracer:
     def __init__(self, files, place, strike):
         self.files = files
@@ -297,7 +306,8 @@ class _Tracer:
         sys.settrace(None)
 
     def trace(self, frame, event, arg):
-        if frame.f_code.co_filename not in self.files or self.struck:
+        code = frame.f_code
+        if code.co_filename not in self.files or code.co_firstlineno >= _END or self.struck:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":

@@ -21,12 +21,11 @@ from celery.app.task import Context
 from django.db import connection, transaction
 
 from django_fencedlock import conf
-from django_fencedlock.celery import coalescing, single_instance
-from django_fencedlock.celery.coalescing import Coalescing
-from django_fencedlock.celery.parcels import NUMBER, SERVE, unpack
-from django_fencedlock.celery.redelivery import Redelivery
-from django_fencedlock.celery.rescue import Rescue
-from django_fencedlock.celery.tasks import single_of
+from django_fencedlock.celery import coalesce, single_instance
+from django_fencedlock.celery.coalesce import Coalescing, unpack
+from django_fencedlock.celery.duplicates import NUMBER, SERVE
+from django_fencedlock.celery.names import single_of
+from django_fencedlock.celery.worker import Maintenance
 from django_fencedlock.models import HeldLock, PendingRun
 from django_fencedlock.storage.message_records import Message
 
@@ -58,21 +57,21 @@ class Actor:
     nonce: str = ""
     step: str = "before"
     #: Attributes of its Coalescing.
-    turn: Any = None
+    claimed: Any = None
     is_counted: bool | None = None
     is_last_try: bool | None = None
     #: Triggers that it covers once it has ended.
     covers: frozenset[str] = frozenset()
 
     def key(self) -> Any:
-        turn = self.turn and self.turn.number
+        claimed = self.claimed and self.claimed.number
         return (
             self.label,
             self.version,
             self.serves > 0,
             self.retried,
             self.step,
-            turn,
+            claimed,
             self.is_counted,
             self.is_last_try,
             self.covers,
@@ -144,7 +143,7 @@ class Explorer:
             ),
             kills=kills,
         )
-        self._rescue = Rescue(app)
+        self._maintenance = Maintenance(app)
 
     def explore(self) -> None:
         self._go(self._start)
@@ -189,7 +188,7 @@ class Explorer:
         world, actor = getattr(self, f"_{before}")(world, actor, run, steps)
         actor = replace(
             actor,
-            turn=steps._turn,
+            claimed=steps._claimed,
             is_counted=steps._is_counted,
             is_last_try=steps._is_last_try,
         )
@@ -207,7 +206,7 @@ class Explorer:
         message = None
         if actor.nonce and not actor.serves:
             message = Message(actor.nonce, NAME, actor.owner, "id", 1000.0)
-        run = SimpleNamespace(
+        run: Any = SimpleNamespace(
             task=rebuild,
             name=NAME,
             title=rebuild.name,
@@ -215,6 +214,7 @@ class Explorer:
             service=SimpleNamespace(config=conf.config()),
             owner=SimpleNamespace(id=actor.owner),
             lease=None,
+            ttl=5,
             args=(actor.version,),
             kwargs={},
             is_called_directly=False,
@@ -227,10 +227,12 @@ class Explorer:
                 called_directly=False,
             ),
         )
-        redelivery = SimpleNamespace(message=message, judge=lambda begun: Redelivery.judge)
-        steps = Coalescing(run, redelivery)
+        delivery: Any = None
+        if message is not None:
+            delivery = SimpleNamespace(message=message, judge=lambda begun: None)
+        steps = Coalescing(run, delivery)
         if actor.is_counted is not None:
-            steps._turn = actor.turn
+            steps._claimed = actor.claimed
             steps._is_counted, steps._is_last_try = actor.is_counted, actor.is_last_try
         return run, steps
 
@@ -257,25 +259,26 @@ class Explorer:
 
     def _lost(self, world: World, actor: Actor, run: Any, steps: Coalescing) -> Any:
         wanted = _wanted()
-        why = steps.lost()
+        why = steps.refused()
         if _wanted() > wanted:
             world = _counted(world, actor)
         return world, _over(actor) if why else replace(actor, step="acquire")
 
     def _won(self, world: World, actor: Actor, run: Any, steps: Coalescing) -> Any:
         wanted = _wanted()
-        why = steps.won()
+        why, latest = steps.begin()
         if _wanted() > wanted:
             world = _counted(world, actor)
         if why is not None:
             return world, replace(actor, step=self._from("release"))
-        if run.args[0] != world.latest:
-            raise Broken(f"ran with {run.args[0]} and not {world.latest}: {world.trace}")
+        version = latest[0][0] if latest else actor.version
+        if version != world.latest:
+            raise Broken(f"ran with {version} and not {world.latest}: {world.trace}")
         if any(other.step == "ended" for other in world.actors):
             raise Broken(f"two bodies at once: {world.trace}")
         surplus = 0 if world.fresh else 1
         world = replace(world, fresh=False, surplus=world.surplus + surplus)
-        return world, replace(self._next(actor, "won"), covers=world.owed, version=run.args[0])
+        return world, replace(self._next(actor, "won"), covers=world.owed, version=version)
 
     def _ended(self, world: World, actor: Actor, run: Any, steps: Coalescing) -> Any:
         if self.retry and actor.label == "t1" and not actor.retries:
@@ -284,7 +287,7 @@ class Explorer:
                 owner=_owner(),
                 nonce="n1r" if self.late else "",
                 retries=1,
-                retried=actor.turn.number,
+                retried=actor.claimed.number,
                 version=actor.version,
             )
             world = replace(world, queue=(*world.queue, again))
@@ -298,11 +301,11 @@ class Explorer:
 
     def _released(self, world: World, actor: Actor, run: Any, steps: Coalescing) -> Any:
         sent: list[Any] = []
-        original, coalescing.serve = coalescing.serve, lambda app, duty: sent.append(duty)
+        original, coalesce.serve = coalesce.serve, lambda app, duty: sent.append(duty)
         try:
             steps.released()
         finally:
-            coalescing.serve = original
+            coalesce.serve = original
         served = tuple(_served(duty) for duty in sent)
         return replace(world, queue=(*world.queue, *served)), self._next(actor, "released")
 
@@ -378,14 +381,12 @@ class Explorer:
     def _rescued(self, world: World) -> World:
         PendingRun.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
         sent: list[Any] = []
-        # The module has a name of its own for it.
-        from django_fencedlock.celery import rescue
-
-        original, rescue.serve = rescue.serve, lambda app, duty, **options: not sent.append(duty)
+        original = coalesce.serve
+        coalesce.serve = lambda app, duty, **options: not sent.append(duty)
         try:
-            self._rescue.look()
+            self._maintenance.look()
         finally:
-            rescue.serve = original
+            coalesce.serve = original
         served = tuple(_served(duty) for duty in sent)
         return replace(world, queue=(*world.queue, *served), trace=(*world.trace, "RESCUE"))
 
@@ -450,6 +451,6 @@ def _counted(world: World, actor: Actor) -> World:
 
 
 def _served(duty: Any) -> Actor:
-    args, _ = unpack(rebuild, duty.parcel)
-    json.loads(duty.parcel.options)
+    args, _ = unpack(rebuild, duty.message)
+    json.loads(duty.message.options)
     return Actor(f"s{duty.number}", _owner(), args[0], serves=duty.number)

@@ -19,7 +19,7 @@ from django.test import TestCase
 
 from django_fencedlock import LeaseLost, conf, lock, signals
 from django_fencedlock.backends.base import Request
-from django_fencedlock.celery import aborting, strikes
+from django_fencedlock.celery import interrupts
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import SettingsError
@@ -38,14 +38,14 @@ LONG = 20.0
 def handler_of_ours():
     yield
     # A strike may still be on its way, and would end the process without a handler.
-    signal.signal(conf.abort_signal(), strikes.on_signal)
+    signal.signal(conf.abort_signal(), interrupts.on_signal)
 
 
 @pytest.fixture(params=["main thread", "other thread"])
 def place(request):
     """Runs a function where the runs are, and returns or raises what it does."""
     if request.param == "main thread":
-        assert isinstance(strikes.new_cell(), strikes._BySignal)
+        assert isinstance(interrupts.new_interruptible(), interrupts.BySignal)
         return lambda function: function()
     return in_thread
 
@@ -112,7 +112,7 @@ def test_a_body_is_interrupted_when_its_lock_is_lost(place, body):
     lease = a_lease()
     started = time.monotonic()
     with lost_soon(lease), pytest.raises(LeaseLost, match="taken away") as caught:
-        place(lambda: aborting.run(lease, body))
+        place(lambda: interrupts.run_interruptible(lease, body))
     assert time.monotonic() - started < LONG / 2
     assert caught.value.owner == lease.owner_id
     # Tells where it hit.
@@ -122,14 +122,14 @@ def test_a_body_is_interrupted_when_its_lock_is_lost(place, body):
 def test_a_signal_ends_a_call_of_the_system():
     lease = a_lease()
     with lost_soon(lease), pytest.raises(LeaseLost):
-        aborting.run(lease, lambda: time.sleep(LONG))
+        interrupts.run_interruptible(lease, lambda: time.sleep(LONG))
 
 
 def test_what_a_body_returns_or_raises_is_its_own(place):
     def work():
-        assert aborting.run(a_lease(), lambda: 42) == 42
+        assert interrupts.run_interruptible(a_lease(), lambda: 42) == 42
         with pytest.raises(ZeroDivisionError):
-            aborting.run(a_lease(), lambda: 1 // 0)
+            interrupts.run_interruptible(a_lease(), lambda: 1 // 0)
         assert not hammer.is_within_run()
 
     place(work)
@@ -146,7 +146,7 @@ def test_a_body_that_cleans_up_has_the_time(place):
             cleaned.append(True)
 
     with lost_soon(lease), pytest.raises(LeaseLost):
-        place(lambda: aborting.run(lease, body))
+        place(lambda: interrupts.run_interruptible(lease, body))
     assert cleaned == [True]
 
 
@@ -154,13 +154,13 @@ def test_a_lock_that_was_lost_before_runs_no_body(place):
     lease = a_lease()
     lease.mark_lost("taken away")
     with pytest.raises(LeaseLost, match="taken away"):
-        place(lambda: aborting.run(lease, pytest.fail))
+        place(lambda: interrupts.run_interruptible(lease, pytest.fail))
 
 
 def test_a_loss_after_the_end_hits_nobody(place):
     def work():
         lease = a_lease()
-        aborting.run(lease, lambda: None)
+        interrupts.run_interruptible(lease, lambda: None)
         assert lease._callbacks == []
         in_thread(lambda: lease.mark_lost("taken away"))
         return Hammer(1).idle(0.01)
@@ -178,7 +178,7 @@ def test_a_body_that_swallows_everything_ends_by_itself(place):
         return "ended"
 
     with lost_soon(lease):
-        assert place(lambda: aborting.run(lease, body)) == "ended"
+        assert place(lambda: interrupts.run_interruptible(lease, body)) == "ended"
     assert lease.lost
 
 
@@ -188,13 +188,13 @@ def test_a_strike_that_comes_twice_is_one(place):
     def body():
         with contextlib.suppress(BaseException):
             loop()
-        in_thread(strikes._innermost[strikes._place()].strike)
+        in_thread(interrupts._innermost[interrupts._thread_id()].interrupt)
         for _ in range(1000):
             pass
         return "ended"
 
     with lost_soon(lease):
-        assert place(lambda: aborting.run(lease, body)) == "ended"
+        assert place(lambda: interrupts.run_interruptible(lease, body)) == "ended"
 
 
 # Runs within runs
@@ -219,13 +219,13 @@ def test_the_loss_of_the_outer_lock_ends_its_body_after_an_inner_one(place):
     outer, begun = a_lease("outer"), threading.Event()
 
     def body():
-        aborting.run(a_lease("inner"), lambda: None)
+        interrupts.run_interruptible(a_lease("inner"), lambda: None)
         begun.set()
         loop()
 
     started = time.monotonic()
     with lost_soon(outer, begun=begun), pytest.raises(LeaseLost):
-        place(lambda: aborting.run(outer, body))
+        place(lambda: interrupts.run_interruptible(outer, body))
     assert time.monotonic() - started < LONG / 2
 
 
@@ -234,11 +234,11 @@ def test_the_outer_body_goes_on_after_the_loss_of_an_inner_lock(place):
 
     def body():
         with pytest.raises(LeaseLost) as caught:
-            aborting.run(inner, loop)
+            interrupts.run_interruptible(inner, loop)
         return caught.value.owner
 
     with lost_soon(inner):
-        assert place(lambda: aborting.run(outer, body)) == inner.owner_id
+        assert place(lambda: interrupts.run_interruptible(outer, body)) == inner.owner_id
 
 
 def test_the_loss_of_both_ends_both(place):
@@ -249,7 +249,7 @@ def test_the_loss_of_both_ends_both(place):
 
     def body():
         with contextlib.suppress(LeaseLost):
-            aborting.run(inner, lose_both)
+            interrupts.run_interruptible(inner, lose_both)
         went_on.append(True)
 
     def lose_both():
@@ -258,10 +258,10 @@ def test_the_loss_of_both_ends_both(place):
             loop()
         finally:
             # Noted only: whatever was thrown for it was swallowed.
-            strikes._innermost[strikes._place()]._outer.is_lost = True
+            interrupts._innermost[interrupts._thread_id()]._outer.is_lost = True
 
     with lost_soon(inner, begun=begun), pytest.raises(LeaseLost) as caught:
-        place(lambda: aborting.run(outer, body))
+        place(lambda: interrupts.run_interruptible(outer, body))
     assert caught.value.owner == outer.owner_id
     assert went_on == []
 
@@ -270,10 +270,10 @@ def test_a_thread_of_the_body_is_not_struck_in_its_place():
     lease, inner = a_lease(), a_lease("inner")
 
     def body():
-        return in_thread(lambda: aborting.run(inner, lambda: time.sleep(0.3)))
+        return in_thread(lambda: interrupts.run_interruptible(inner, lambda: time.sleep(0.3)))
 
     with lost_soon(lease), pytest.raises(LeaseLost) as caught:
-        aborting.run(lease, body)
+        interrupts.run_interruptible(lease, body)
     assert caught.value.owner == lease.owner_id
     assert not inner.lost
 
@@ -325,10 +325,10 @@ def test_the_hammer_hits():
     """An abort that isn't meant for one run hits others."""
 
     def armed_only(cell):
-        return cell.armed and not cell.struck
+        return cell.armed and not cell.interrupted
 
     with pytest.MonkeyPatch.context() as patch, busy_switching(), late_strikes():
-        patch.setattr(strikes.Cell, "may_be_struck", armed_only)
+        patch.setattr(interrupts.Interruptible, "is_due", armed_only)
         one = Hammer(2000)
         while one.left and not one.outcomes["escaped"]:
             one.work_through()
@@ -344,7 +344,7 @@ def test_a_handler_of_somebody_else_is_left_alone():
 
     signal.signal(conf.abort_signal(), mine)
     with pytest.raises(SettingsError, match="Set FENCEDLOCK_ABORT_SIGNAL"):
-        aborting.run(a_lease(), pytest.fail)
+        interrupts.run_interruptible(a_lease(), pytest.fail)
     assert signal.getsignal(conf.abort_signal()) is mine
 
 
@@ -356,7 +356,7 @@ def test_a_strike_is_not_for_whoever_has_the_signal_by_then():
         in_thread(lambda: lease.mark_lost("taken away"))
         return "ended"
 
-    assert aborting.run(lease, body) == "ended"
+    assert interrupts.run_interruptible(lease, body) == "ended"
     assert heard == []
 
 
@@ -365,7 +365,7 @@ def test_another_signal_may_be_named(settings):
     lease = a_lease()
     try:
         with lost_soon(lease), pytest.raises(LeaseLost):
-            aborting.run(lease, loop)
+            interrupts.run_interruptible(lease, loop)
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
@@ -375,11 +375,11 @@ def test_a_signal_with_another_use_is_refused(settings, found):
     settings.FENCEDLOCK_ABORT_SIGNAL = found
     assert [problem.id for problem in conf.problems()] == ["E015"]
     with pytest.raises(SettingsError, match="FENCEDLOCK_ABORT_SIGNAL is"):
-        aborting.run(a_lease(), pytest.fail)
+        interrupts.run_interruptible(a_lease(), pytest.fail)
 
 
 def test_a_signal_that_nobody_is_meant_to_get_does_nothing():
-    aborting.run(a_lease(), lambda: os.kill(os.getpid(), conf.abort_signal()))
+    interrupts.run_interruptible(a_lease(), lambda: os.kill(os.getpid(), conf.abort_signal()))
     os.kill(os.getpid(), conf.abort_signal())
 
 
@@ -394,7 +394,7 @@ def test_a_body_learns_of_a_loss_that_it_noticed_itself(place):
     def work():
         with lock("x", ttl=60) as lease, pytest.raises(LeaseLost, match="no longer knows"):
             mine.append(lease)
-            aborting.run(lease, lambda: (lose_lease(lease), loop()))
+            interrupts.run_interruptible(lease, lambda: (lose_lease(lease), loop()))
 
     def receive(lease, **facts):
         told.append(lease)
@@ -409,7 +409,7 @@ def test_a_body_learns_of_a_loss_that_it_noticed_itself(place):
 def test_max_hold_ends_a_body_that_hangs():
     lease = service("default").acquire(Request("x", new_owner(), 0.5), max_hold=0.1)
     with pytest.raises(LeaseLost, match=r"held for longer than max_hold=0\.1 s"):
-        aborting.run(lease, lambda: time.sleep(LONG))
+        interrupts.run_interruptible(lease, lambda: time.sleep(LONG))
     assert lease.release() is False
     with lock("x", blocking_timeout=5):
         pass
@@ -424,7 +424,7 @@ def test_a_lock_of_the_body_whose_block_was_struck_is_given_back(place):
         lease = a_lease()
         with lock("outside") as outside:
             with lost_soon(lease, begun=begun), pytest.raises(LeaseLost):
-                aborting.run(lease, body)
+                interrupts.run_interruptible(lease, body)
             assert outside.verify()
         assert lock("inside").holder() is None
 
@@ -476,7 +476,7 @@ def strike_at(body):
     lease = a_lease()
     started = time.monotonic()
     with lost_soon(lease, after=0.2), pytest.raises(LeaseLost):
-        aborting.run(lease, body)
+        interrupts.run_interruptible(lease, body)
     connections["postgres"].close_if_unusable_or_obsolete()
     return time.monotonic() - started
 
@@ -515,7 +515,9 @@ def test_the_next_task_has_a_connection_that_works(postgres_kept_open, postgres,
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-@pytest.mark.parametrize("run", [aborting.call, partial(aborting.run, a_lease())])
+@pytest.mark.parametrize(
+    "run", [interrupts.run_body, partial(interrupts.run_interruptible, a_lease())]
+)
 @pytest.mark.parametrize("body", [brief_query, brief_query_in_transaction])
 def test_a_time_limit_leaves_a_connection_that_works(postgres_kept_open, run, body):
     def handler(number, frame):
@@ -537,7 +539,7 @@ def test_a_time_limit_leaves_a_connection_that_works(postgres_kept_open, run, bo
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 def test_the_connection_is_struck_indeed(postgres_kept_open, monkeypatch):
-    monkeypatch.setattr(aborting, "close_struck", lambda blocks: None)
+    monkeypatch.setattr(interrupts, "close_broken", lambda blocks: None)
     strike_at(query)
     with pytest.raises(Exception, match="already in progress"):
         query("SELECT 42")
@@ -549,7 +551,7 @@ def test_a_connection_that_is_quiet_stays_open(postgres_kept_open):
     raw = postgres_kept_open.connection
     lease = a_lease()
     with lost_soon(lease), pytest.raises(LeaseLost):
-        aborting.run(lease, loop)
+        interrupts.run_interruptible(lease, loop)
     assert postgres_kept_open.connection is raw
 
 
@@ -560,7 +562,7 @@ def test_the_callers_transaction_is_the_callers(postgres_kept_open):
         query("SELECT 1")
         lease = a_lease()
         with lost_soon(lease), pytest.raises(LeaseLost):
-            aborting.run(lease, loop)
+            interrupts.run_interruptible(lease, loop)
         assert query("SELECT 42") == (42,)
 
     with pytest.raises(Error), transaction.atomic(using="postgres"):
@@ -580,7 +582,7 @@ def test_a_block_that_was_struck_on_its_way_in_or_out_is_left(postgres_kept_open
         loop()
 
     with lost_soon(lease), pytest.raises(LeaseLost):
-        aborting.run(lease, body)
+        interrupts.run_interruptible(lease, body)
     assert not postgres_kept_open.in_atomic_block
     assert query("SELECT 42") == (42,)
     assert postgres_kept_open.get_autocommit()
@@ -595,7 +597,7 @@ def test_sqlite_is_left_without_a_transaction():
         loop()
 
     with lost_soon(lease), pytest.raises(LeaseLost):
-        aborting.run(lease, body)
+        interrupts.run_interruptible(lease, body)
     assert not connection.in_atomic_block
     assert connection.connection is None or not connection.connection.in_transaction
 
@@ -611,7 +613,7 @@ def test_an_error_that_a_struck_connection_raised_instead_is_a_loss(place):
             raise ProgrammingError("can't change 'autocommit' now")
 
     with lost_soon(lease), pytest.raises(LeaseLost):
-        place(lambda: aborting.run(lease, body))
+        place(lambda: interrupts.run_interruptible(lease, body))
 
 
 def test_a_bodys_own_database_error_is_no_loss(place):
@@ -622,7 +624,7 @@ def test_a_bodys_own_database_error_is_no_loss(place):
         raise ProgrammingError("no such column")
 
     with pytest.raises(ProgrammingError):
-        place(lambda: aborting.run(lease, body))
+        place(lambda: interrupts.run_interruptible(lease, body))
 
 
 class TestInATestCase(TestCase):
@@ -634,7 +636,7 @@ class TestInATestCase(TestCase):
                 loop()
 
         with lost_soon(lease), pytest.raises(LeaseLost):
-            aborting.run(lease, body)
+            interrupts.run_interruptible(lease, body)
         with connection.cursor() as cursor:
             cursor.execute("SELECT 42")
             assert cursor.fetchone() == (42,)
@@ -651,7 +653,7 @@ class TestInATestCaseOnPostgres(TestCase):
     def strike_at(self, body):
         lease = a_lease()
         with lost_soon(lease), pytest.raises(LeaseLost):
-            aborting.run(lease, body)
+            interrupts.run_interruptible(lease, body)
 
     def test_a_statement_that_is_struck_is_let_end(self):
         self.strike_at(lambda: query("SELECT pg_sleep(0.5)"))
@@ -683,5 +685,5 @@ class TestInATestCaseOnPostgres(TestCase):
                 query("SELECT pg_sleep(0.05)")
 
         with pytest.raises(LeaseLost), lock("x") as lease:
-            aborting.run(lease, partial(lose_and_go_on, lease))
+            interrupts.run_interruptible(lease, partial(lose_and_go_on, lease))
         assert query("SHOW application_name") == ("as it was",)

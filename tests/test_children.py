@@ -1,7 +1,6 @@
 """A worker's main process sees which children have ended, and releases their locks."""
 
 import contextlib
-import logging
 import os
 import subprocess
 import sys
@@ -14,9 +13,8 @@ from django.core.management import call_command
 
 from django_fencedlock import lock
 from django_fencedlock.backends.base import Request
-from django_fencedlock.celery import children, forks, worker
-from django_fencedlock.celery.children import VARIABLE, ChildWatch, LeftLocks
-from django_fencedlock.core import runtime
+from django_fencedlock.celery import worker
+from django_fencedlock.celery.worker import VARIABLE, ChildWatch, ForkGate, LeftLocks, Rounds
 from django_fencedlock.core.identity import Process, new_owner, this_process
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
@@ -24,14 +22,14 @@ from django_fencedlock.storage import connections
 from django_fencedlock.storage.dialect import LOCK_WAIT
 from tests.servers.process import wait_until
 
-pytestmark = pytest.mark.skipif(not children.can_be_watched(), reason="this system has no pidfd")
+pytestmark = pytest.mark.skipif(not worker.can_watch(), reason="this system has no pidfd")
 
 # It announces itself as a spawned child does, and waits for its end.
 CHILD = """
 import sys
-from django_fencedlock.celery import children
-children.announce()
-print(children.this_process(), flush=True)
+from django_fencedlock.celery import worker
+worker.announce()
+print(worker.this_process(), flush=True)
 sys.stdin.read()
 """
 
@@ -44,10 +42,10 @@ def ended():
 @pytest.fixture
 def watch(ended, monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.setattr(children, "_pipe", None)
+    monkeypatch.setattr(worker, "_pipe", None)
     made = ChildWatch(ended.append)
     yield made
-    for end in (made._announcements, children._pipe):
+    for end in (made._announcements, worker._pipe):
         os.close(end)
 
 
@@ -109,20 +107,20 @@ class TestChildWatch:
 
     def test_a_child_whose_pid_another_process_has_by_now(self, watch, ended):
         former = replace(this_process(), started=this_process().started - 1)
-        os.write(children._pipe, f"{former}\n".encode())
+        os.write(worker._pipe, f"{former}\n".encode())
         watch.look(timeout=1)
         assert ended == [former]
 
     def test_announcements_may_come_in_pieces(self, watch, ended):
         lines = "".join(f"{Process('b', 'n', 2**22 + number, 1)}\n" for number in range(50))
         for start in range(0, len(lines), 7):
-            os.write(children._pipe, lines[start : start + 7].encode())
+            os.write(worker._pipe, lines[start : start + 7].encode())
             watch.look(timeout=1)
         assert [child.pid - 2**22 for child in ended] == list(range(50))
 
     @pytest.mark.slow
     def test_an_error_ends_no_watch(self, watch, ended, monkeypatch, caplog):
-        monkeypatch.setattr(children, "AFTER_ERROR", 0.01)
+        monkeypatch.setattr(worker, "AFTER_ERROR", 0.01)
 
         def fail_once(child):
             watch._ended = ended.append
@@ -140,7 +138,7 @@ class TestChildWatch:
             assert ended == [second.identity]
         finally:
             # The thread is left with a pipe of its own, which nobody closes under it.
-            watch._announcements, children._pipe = os.pipe()
+            watch._announcements, worker._pipe = os.pipe()
 
     @pytest.mark.slow
     def test_no_file_stays_open(self, watch, ended):
@@ -157,16 +155,16 @@ class TestChildWatch:
 class TestAnnouncing:
     def test_without_a_worker_it_is_a_warning(self, monkeypatch, caplog):
         monkeypatch.setenv(VARIABLE, "1:900")
-        monkeypatch.setattr(children, "_pipe", None)
-        children.announce()
+        monkeypatch.setattr(worker, "_pipe", None)
+        worker.announce()
         assert "couldn't announce itself" in caplog.text
 
     def test_a_worker_that_a_task_started_is_not_its_child(self, monkeypatch):
         monkeypatch.setenv(VARIABLE, "1:2")
-        monkeypatch.setattr(children, "_pipe", None)
-        assert children.is_watched()
-        children.forget_watch()
-        assert not children.is_watched()
+        monkeypatch.setattr(worker, "_pipe", None)
+        assert worker.is_watched()
+        worker.forget_watch()
+        assert not worker.is_watched()
 
 
 class Service:
@@ -188,24 +186,24 @@ class Service:
 
 
 def test_the_last_look_comes_after_any_request_that_a_child_has_sent():
-    assert children.LOOK_AFTER[0] == 0
+    assert worker.LOOK_AFTER[0] == 0
     # It may wait in the server for a row, and take it then.
-    assert children.LOOK_AFTER[-1] > 2 * LOCK_WAIT / 1000
+    assert worker.LOOK_AFTER[-1] > 2 * LOCK_WAIT / 1000
 
 
 class TestLeftLocks:
     @pytest.fixture(autouse=True)
     def quick(self, monkeypatch, settings):
         settings.FENCEDLOCK = {"default": {}}
-        monkeypatch.setattr(children, "LOOK_AFTER", (0.0, 0.05))
-        monkeypatch.setattr(children, "RETRY_AFTER", 0.01)
+        monkeypatch.setattr(worker, "LOOK_AFTER", (0.0, 0.05))
+        monkeypatch.setattr(worker, "RETRY_AFTER", 0.01)
 
     @pytest.fixture
     def second_look_after(self, monkeypatch):
         """By the real clock, both looks might be due before the thread runs, and become one."""
 
         def after(condition):
-            monkeypatch.setattr(children, "clock", lambda: 1.0 if condition() else 0.0)
+            monkeypatch.setattr(worker, "clock", lambda: 1.0 if condition() else 0.0)
 
         return after
 
@@ -214,7 +212,7 @@ class TestLeftLocks:
         started = []
 
         def release(service):
-            monkeypatch.setattr(children, "release_locks_of", service)
+            monkeypatch.setattr(worker, "release_locks_of", service)
             made = LeftLocks()
             started.append(made)
             made.release(this_process())
@@ -222,7 +220,7 @@ class TestLeftLocks:
 
         yield release
         # A thread that goes on would call the service of the next test.
-        monkeypatch.setattr(children, "release_locks_of", lambda ended, alias: None)
+        monkeypatch.setattr(worker, "release_locks_of", lambda ended, alias: None)
         for made in started:
             for alias in list(made._aliases.values()):
                 wait_until(lambda alias=alias: not alias._runs, "the end of its thread", 30)
@@ -232,7 +230,7 @@ class TestLeftLocks:
         second_look_after(lambda: service.released)
         release(service)
         wait_until(lambda: len(service.released) == 2, "two looks", 30)
-        assert service.released == [("default", [this_process()])] * 2
+        assert service.released == [("default", {this_process()})] * 2
 
     def test_every_alias_is_asked(self, release, settings, second_look_after):
         settings.FENCEDLOCK = {"default": {}, "other": {}}
@@ -288,7 +286,7 @@ class TestLeftLocks:
         wait_until(lambda: not alias._runs, "its end", 30)
         other = replace(this_process(), pid=1)
         made.release(other)
-        wait_until(lambda: ("default", [other]) in service.released, "the second look", 30)
+        wait_until(lambda: ("default", {other}) in service.released, "the second look", 30)
         wait_until(lambda: not alias._runs, "its end", 30)
 
 
@@ -301,7 +299,7 @@ class TestReleasing:
     def test_what_the_registry_says_is_released(self):
         self.hold("x")
         self.hold("y")
-        children.release_locks_of([replace(this_process(), pid=1), this_process()], "default")
+        worker.release_locks_of([replace(this_process(), pid=1), this_process()], "default")
         assert lock("x").holder() is None
         assert lock("y").holder() is None
 
@@ -310,20 +308,20 @@ class TestReleasing:
     )
     def test_and_of_that_very_process_alone(self, other):
         self.hold("x")
-        children.release_locks_of([replace(this_process(), **other)], "default")
+        worker.release_locks_of([replace(this_process(), **other)], "default")
         assert lock("x").holder() is not None
 
     def test_no_other_alias_is_touched(self, settings):
         self.hold("x")
         settings.FENCEDLOCK = {"default": {}, "other": {}}
-        children.release_locks_of([this_process()], "other")
+        worker.release_locks_of([this_process()], "other")
         assert lock("x").holder() is not None
 
     def test_no_connection_stays_open(self, monkeypatch, settings):
         monkeypatch.setattr(connections, "under_test", lambda: False)
         settings.FENCEDLOCK = {"default": {"OPTIONS": {"TIMEOUT": 1}}}
         self.hold("x")
-        children.release_locks_of([this_process()], "default")
+        worker.release_locks_of([this_process()], "default")
         assert not any(each._idle for each in connections._pools.values())
 
     @pytest.mark.slow
@@ -339,27 +337,27 @@ class TestReleasing:
 
 class TestForks:
     def test_a_fork_waits_for_a_talk_that_is_short(self, monkeypatch):
-        monkeypatch.setattr(forks, "PATIENCE", 5.0)
-        gate = forks._Gate()
+        monkeypatch.setattr(worker, "FORK_TIMEOUT", 5.0)
+        gate = ForkGate()
         gate.enter()
         timer = threading.Timer(0.05, gate.leave)
         timer.start()
         started = time.monotonic()
         gate.before_fork()
-        assert 0.04 < time.monotonic() - started < forks.PATIENCE
+        assert 0.04 < time.monotonic() - started < worker.FORK_TIMEOUT
         gate.after_in_parent()
 
     def test_but_not_for_a_long_one(self):
-        gate = forks._Gate()
+        gate = ForkGate()
         gate.enter()
         started = time.monotonic()
         gate.before_fork()
-        assert forks.PATIENCE <= time.monotonic() - started < forks.PATIENCE + 5
+        assert worker.FORK_TIMEOUT <= time.monotonic() - started < worker.FORK_TIMEOUT + 5
         gate.after_in_parent()
         gate.leave()
 
     def test_a_talk_waits_for_the_fork(self):
-        gate = forks._Gate()
+        gate = ForkGate()
         gate.before_fork()
         talking = threading.Thread(target=gate.enter)
         talking.start()
@@ -370,7 +368,7 @@ class TestForks:
         assert not talking.is_alive()
 
     def test_the_child_waits_for_nobody(self):
-        gate = forks._Gate()
+        gate = ForkGate()
         gate.enter()
         gate.before_fork()
         gate.after_in_child()
@@ -380,53 +378,41 @@ class TestForks:
         assert time.monotonic() - started < 0.1
 
 
+class Looks:
+    """Takes the place of `Maintenance`."""
+
+    def __init__(self, look=lambda: None):
+        self.calls = 0
+        self._look = look
+
+    def look(self):
+        self.calls += 1
+        self._look()
+
+    def period(self):
+        return 0.01
+
+
 class TestRounds:
-    @pytest.fixture(autouse=True)
-    def regular(self, monkeypatch):
-        monkeypatch.setattr(worker, "_regular", [])
-
-    def run(self, forks=True):
-        rounds = worker.Rounds(forks=forks)
-        rounds.start()
-        return rounds
-
-    def test_each_has_its_own_pace(self):
-        calls = []
-        worker.every(lambda: 0.01, lambda: calls.append("often"))
-        worker.every(lambda: 60, lambda: calls.append("once"))
-        rounds = self.run()
-        wait_until(lambda: calls.count("often") > 3, "some rounds", 5)
-        rounds.stop()
-        assert calls.count("once") == 1
-
-    def test_an_error_is_logged_and_the_rounds_go_on(self, monkeypatch, caplog):
-        monkeypatch.setattr(worker, "AFTER_FAILURE", 0.01)
-        calls = []
-
-        def fail():
-            calls.append(1)
-            raise RuntimeError("oh")
-
-        worker.every(lambda: 0.01, fail)
-        with caplog.at_level(logging.ERROR):
-            rounds = self.run()
-            wait_until(lambda: len(calls) > 1, "two rounds", 5)
-            rounds.stop()
-        assert "oh" in caplog.text
-
-    def test_they_end(self):
-        calls = []
-        worker.every(lambda: 0.01, lambda: calls.append(1))
-        rounds = worker.Rounds(forks=True)
+    def test_they_go_on_until_they_are_stopped(self):
+        looks = Looks()
+        rounds = Rounds(looks, forks=True)
         thread = threading.Thread(target=rounds._run)
         thread.start()
-        wait_until(lambda: calls, "a round", 5)
+        wait_until(lambda: looks.calls > 3, "some rounds", 5)
         rounds.stop()
         thread.join(5)
         assert not thread.is_alive()
 
-    def test_without_any_there_is_no_thread(self, monkeypatch):
-        started = []
-        monkeypatch.setattr(runtime, "start", started.append)
-        self.run()
-        assert started == []
+    def test_an_error_is_logged_and_the_rounds_go_on(self, monkeypatch, caplog):
+        monkeypatch.setattr(worker, "AFTER_FAILURE", 0.01)
+
+        def fail():
+            raise RuntimeError("oh")
+
+        looks = Looks(fail)
+        rounds = Rounds(looks, forks=True)
+        rounds.start()
+        wait_until(lambda: looks.calls > 1, "two rounds", 5)
+        rounds.stop()
+        assert "oh" in caplog.text

@@ -17,12 +17,10 @@ from django.db.models import F
 from kombu.serialization import register
 
 from django_fencedlock import lock, signals
-from django_fencedlock.celery import SkippedRun, single_instance
-from django_fencedlock.celery import rescue as rescuing
-from django_fencedlock.celery.coalescing import MOST_TRIES, Coalescing
-from django_fencedlock.celery.messages import DELIVERY
-from django_fencedlock.celery.parcels import NUMBER, SERVE
-from django_fencedlock.celery.rescue import MOST_RESCUES, Rescue
+from django_fencedlock.celery import SkippedRun, single_instance, worker
+from django_fencedlock.celery.coalesce import MOST_RESCUES, MOST_TRIES, Coalescing
+from django_fencedlock.celery.duplicates import DELIVERY, NUMBER, SERVE
+from django_fencedlock.celery.worker import Maintenance
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, MessageRecord, PendingRun
@@ -169,52 +167,55 @@ class TestWhatTheOrderIsGoodFor:
             Explorer(2, order=order).explore()
 
     def test_counting_after_the_second_try(self, monkeypatch):
-        lost = Coalescing.lost
+        refused = Coalescing.refused
 
         def late(self):
             if not hasattr(self, "tried") and not self._is_last_try:
                 self._is_last_try = True
                 return None
             self._is_last_try = False
-            lost(self)
+            refused(self)
             return "coalesced"
 
-        monkeypatch.setattr(Coalescing, "lost", late)
+        monkeypatch.setattr(Coalescing, "refused", late)
         with pytest.raises(Broken, match="wait for a rescue"):
             Explorer(2).explore()
 
     def test_striking_off_what_was_only_begun(self, monkeypatch):
-        won = Coalescing.won
+        begin = Coalescing.begin
 
         def hasty(self):
-            why = won(self)
+            found = begin(self)
             self.ended("success")
-            return why
+            return found
 
-        monkeypatch.setattr(Coalescing, "won", hasty)
+        monkeypatch.setattr(Coalescing, "begin", hasty)
         with pytest.raises(Broken, match="are lost"):
             Explorer(2, kills=1).explore()
 
     def test_striking_off_what_a_message_that_serves_could_not_get(self, monkeypatch):
-        lost = Coalescing.lost
+        refused = Coalescing.refused
 
         def careless(self):
-            if self._run.request.headers.get("fencedlock_serve"):
+            if self._call.request.headers.get("fencedlock_serve"):
                 PendingRun.objects.update(done=F("wanted"))
-            return lost(self)
+            return refused(self)
 
-        monkeypatch.setattr(Coalescing, "lost", careless)
+        monkeypatch.setattr(Coalescing, "refused", careless)
         with pytest.raises(Broken, match="are lost"):
             Explorer(2, kills=1, late=True).explore()
 
     @pytest.mark.slow
     def test_running_with_its_own_arguments_after_it_was_counted(self, monkeypatch):
-        monkeypatch.setattr("django_fencedlock.celery.coalescing.put_on", lambda run, given: None)
+        begin = Coalescing.begin
+        monkeypatch.setattr(Coalescing, "begin", lambda self: (begin(self)[0], None))
         with pytest.raises(Broken, match="ran with"):
             Explorer(3, most=5000).explore()
 
     def test_counting_a_message_again_at_its_second_delivery(self, monkeypatch):
-        monkeypatch.setattr(Coalescing, "_message", None)
+        count = PendingRuns.count
+        without = lambda self, *args: count(self, *args[:3], None, *args[4:])  # noqa: E731
+        monkeypatch.setattr(PendingRuns, "count", without)
         with pytest.raises(Broken, match="counted twice"):
             Explorer(2, kills=1, late=True).explore()
 
@@ -254,7 +255,7 @@ class TestTasks:
         with sending() as sent:
             deliver(late, 1)
             # Its duty tells whether there is something to do, whoever has the lock.
-            monkeypatch.setattr(rescuing.MessageRecords, "newest", broken)
+            monkeypatch.setattr(MessageRecords, "newest", broken)
             with lock(NAME):
                 meanwhile(lambda: reason(deliver_sent(sent[0], redelivered=True), "coalesced"))
                 within.pop()()
@@ -318,7 +319,7 @@ class TestTasks:
             app.conf.accept_content = ["json"]
 
     def test_pickles_are_not_stored(self):
-        with pytest.raises(TypeError, match="no pickles"):
+        with pytest.raises(TypeError, match="never as a pickle"):
             pickled(1)
         assert lock(NAME).holder() is None
 
@@ -348,7 +349,7 @@ class TestTasks:
                 meanwhile(coalesced(rebuild, 1, retries=2))
                 within.pop()()
             overdue()
-            Rescue(app).look()
+            Maintenance(app).look()
         assert sent[0].headers["retries"] == 2
 
     @pytest.mark.parametrize("how", [ValueError("no"), SystemExit(1), Reject(requeue=True)])
@@ -369,23 +370,23 @@ class TestTasks:
         if not sent:
             overdue()
             with sending() as sent:
-                Rescue(app).look()
+                Maintenance(app).look()
         assert [each.args[0] for each in sent] == [2]
         assert deliver_sent(sent[0]).result == 2
 
     def test_the_duty_is_kept_when_the_message_cannot_be_sent(self, monkeypatch, caplog):
         meanwhile(coalesced(rebuild, 2))
-        monkeypatch.setattr("django_fencedlock.celery.coalescing.send", unreachable)
+        monkeypatch.setattr("django_fencedlock.celery.coalesce.send", unreachable)
         assert deliver(rebuild, 1).result == 1
         assert "have to wait" in caplog.text
         monkeypatch.undo()
         overdue()
         with sending() as sent:
-            assert Rescue(app).look() == 1
+            assert Maintenance(app).look() == 1
         assert deliver_sent(sent[0]).result == 2
 
     def test_the_end_is_no_failure_when_it_cannot_be_recorded(self, monkeypatch, caplog):
-        monkeypatch.setattr(PendingRuns, "settle", broken)
+        monkeypatch.setattr(PendingRuns, "end", broken)
         assert deliver(rebuild, 1).result == 1
         assert "wasn't recorded" in caplog.text
 
@@ -449,7 +450,7 @@ class TestRetries:
             within.pop()()
         overdue()
         with sending() as sent:
-            Rescue(app).look()
+            Maintenance(app).look()
         assert deliver_sent(sent[0]).result == 2
         assert ran == [1, 2]
 
@@ -481,7 +482,7 @@ class TestMessagesAgain:
             deliver(late, 1, **told)
         overdue()
         with sending() as sent:
-            Rescue(app).look()
+            Maintenance(app).look()
         assert deliver_sent(sent[0]).result == 1
         reason(deliver(late, 1, **told, redelivered=True), "served")
         assert ran == [1, 1]
@@ -551,7 +552,7 @@ class TestMessagesAgain:
             within.pop()()
         overdue()
         with sending() as sent:
-            Rescue(app).look()
+            Maintenance(app).look()
         assert deliver_sent(sent[0]).result == 2
         assert ran == [1, 2]
 
@@ -604,7 +605,7 @@ class TestRescue:
 
     def look(self, rescue=None):
         with sending() as sent:
-            served = (rescue or Rescue(app)).look()
+            served = (rescue or Maintenance(app)).look()
         assert served == len(sent)
         return sent
 
@@ -622,9 +623,9 @@ class TestRescue:
             meanwhile(coalesced(rebuild, 1))
             within.pop()()
         overdue()
-        monkeypatch.setattr(PendingRuns, "claim", lambda *args: False)
+        monkeypatch.setattr(PendingRuns, "reserve", lambda *args: False)
         with sending() as sent:
-            assert Rescue(app).look() == 0
+            assert Maintenance(app).look() == 0
         assert sent == []
 
     def test_a_task_of_an_unknown_alias_is_in_nobodys_way(self):
@@ -634,7 +635,7 @@ class TestRescue:
         try:
             overdue()
             assert len(self.look()) == 1
-            assert Rescue(app).period() > 0
+            assert Maintenance(app).period() > 0
         finally:
             del app.tasks[lost.name]
 
@@ -657,7 +658,7 @@ class TestRescue:
         found = []
         with sending() as sent:
             threads = [
-                threading.Thread(target=lambda: (found.append(Rescue(app).look()), close()))
+                threading.Thread(target=lambda: (found.append(Maintenance(app).look()), close()))
                 for _ in range(4)
             ]
             for thread in threads:
@@ -702,7 +703,7 @@ class TestRescue:
         assert caplog.text.count("24 messages were sent and no run began") == 1
 
     def test_a_broker_that_is_down_does_not_raise(self, monkeypatch, caplog):
-        monkeypatch.setattr("django_fencedlock.celery.coalescing.send", unreachable)
+        monkeypatch.setattr("django_fencedlock.celery.coalesce.send", unreachable)
         overdue()
         assert self.look() == []
         assert "wait for the broker" in caplog.text
@@ -712,7 +713,7 @@ class TestRescue:
             raise BackendUnavailable("down", alias="default")
 
         monkeypatch.setattr(PendingRuns, "overdue", down)
-        rescue = Rescue(app)
+        rescue = Maintenance(app)
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
                 assert rescue.look() == 0
@@ -720,37 +721,35 @@ class TestRescue:
 
     def test_deletes_what_is_old_now_and_then(self, monkeypatch):
         now = [0.0]
-        rescue = Rescue(app, clock=lambda: now[0])
+        rescue = Maintenance(app, clock=lambda: now[0])
         deleted = []
-        monkeypatch.setattr(
-            rescuing.MessageRecords, "sweep", lambda *args: deleted.append(args) or 0
-        )
+        monkeypatch.setattr(MessageRecords, "sweep", lambda *args: deleted.append(args) or 0)
         for now[0] in (0.0, 1.0, 59.0, 61.0, 62.0, 122.0):
             rescue.look()
         assert len(deleted) == 3
 
     def test_deletes_the_oldest_records_when_there_are_too_many(self, monkeypatch, caplog):
-        monkeypatch.setattr(rescuing, "MOST_DELIVERIES", 3)
+        monkeypatch.setattr(worker, "MOST_RECORDS", 3)
         for value in range(5):
             deliver(late, value, id=str(value))
-        Rescue(app).look()
+        Maintenance(app).look()
         assert {row.task_id for row in MessageRecord.objects.all()} == {"2", "3", "4"}
         assert "are deleted early" in caplog.text
 
     @pytest.mark.parametrize("is_old", [True, False])
     def test_comes_again_soon_if_there_is_more_to_delete(self, monkeypatch, is_old):
         """However many messages there are each second."""
-        monkeypatch.setattr(rescuing, "BATCH", 2)
+        monkeypatch.setattr(worker, "BATCH", 2)
         monkeypatch.setattr("django_fencedlock.storage.message_records.BATCH", 2)
-        monkeypatch.setattr(rescuing, "BATCHES", 1)
-        monkeypatch.setattr(rescuing, "MOST_DELIVERIES", 100 if is_old else 1)
+        monkeypatch.setattr(worker, "BATCHES", 1)
+        monkeypatch.setattr(worker, "MOST_RECORDS", 100 if is_old else 1)
         for value in range(8):
             deliver(late, value, id=str(value))
         if is_old:
             MessageRecord.objects.update(kept_until=datetime.now(UTC) - timedelta(seconds=1))
         now = [0.0]
-        rescue, left = Rescue(app, clock=lambda: now[0]), []
-        while not left or rescue.period() == rescuing.OFTEN:
+        rescue, left = Maintenance(app, clock=lambda: now[0]), []
+        while not left or rescue.period() == worker.OFTEN:
             rescue.look()
             left.append(MessageRecord.objects.count())
             now[0] += rescue.period()
@@ -758,11 +757,11 @@ class TestRescue:
         assert rescue.period() == 15
 
     def test_looks_as_often_as_the_shortest_ttl_wants(self, settings):
-        assert Rescue(app).period() == 15
+        assert Maintenance(app).period() == 15
         settings.FENCEDLOCK = {"default": {"TTL": 8}}
-        assert Rescue(app).period() == 4
+        assert Maintenance(app).period() == 4
         settings.FENCEDLOCK = {"default": {"TTL": 0.5}}
-        assert Rescue(app).period() == 1
+        assert Maintenance(app).period() == 1
 
 
 def broken(*args, **kwargs):

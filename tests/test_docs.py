@@ -25,8 +25,7 @@ import django_fencedlock
 from django_fencedlock import conf, exceptions, signals
 from django_fencedlock import test as aids
 from django_fencedlock.celery import SkippedRun, lock_name, single_instance
-from django_fencedlock.celery.policy import TERMS, Policy
-from django_fencedlock.celery.skipped import REASONS
+from django_fencedlock.celery.policy import TERMS, Policy, Skip
 from django_fencedlock.exceptions import LockNotAcquired
 from django_fencedlock.lease import Lease
 from django_fencedlock.locks import Lock
@@ -380,8 +379,8 @@ def _parameters(thing: Any) -> dict[str, Any]:
 
 def test_every_reason_of_a_skip_is_told() -> None:
     table = _table(ROOT / "docs/celery.md", "| `reason` | why the task didn't run |")
-    assert [ast.literal_eval(row[0]) for row in table] == list(REASONS)
-    for reason in REASONS:
+    assert [ast.literal_eval(row[0]) for row in table] == [each.value for each in Skip]
+    for reason in Skip:
         assert f'"{reason}"' in str(SkippedRun.__doc__)
 
 

@@ -13,8 +13,7 @@ from kombu.exceptions import OperationalError
 from django_fencedlock import lock, signals
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.celery import SkippedRun, single_instance
-from django_fencedlock.celery.messages import DELIVERY, FOLLOWS, POSTPONED
-from django_fencedlock.celery.publisher import LONGEST_PAUSE
+from django_fencedlock.celery.duplicates import DELIVERY, FOLLOWS, LONGEST_PAUSE, POSTPONED
 from django_fencedlock.core.identity import Holder
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import MessageRecord

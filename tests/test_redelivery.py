@@ -16,17 +16,14 @@ from django.db import connections
 
 from django_fencedlock import conf, current_lease, lock
 from django_fencedlock.backends.base import Request
-from django_fencedlock.celery import SkippedRun, messages, redelivery, single_instance
-from django_fencedlock.celery.messages import DELIVERY
-from django_fencedlock.celery.parcels import NUMBER
-from django_fencedlock.celery.redelivery import kept, nonce
+from django_fencedlock.celery import SkippedRun, duplicates, single_instance
+from django_fencedlock.celery.duplicates import DELIVERY, NUMBER, kept, nonce
 from django_fencedlock.core.identity import LocalHolder, new_owner
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired
 from django_fencedlock.models import HeldLock, MessageRecord
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.dialect import HELD
-from django_fencedlock.storage.message_records import DELIVERY as DELIVERY_TABLE
 from django_fencedlock.storage.message_records import SETTLED, Message, MessageRecords
 from django_fencedlock.test import hold_lock, lose_lease
 from tests.deliveries import app, deliver, deliver_sent, sending
@@ -124,7 +121,7 @@ class TestCost:
             deliver(task, 1, **message())
         assert ran == [1, 1]
         # What is told in the background may fall into that time.
-        tables = f"{HELD}|{DELIVERY_TABLE}"
+        tables = f"{HELD}|django_fencedlock_messagerecord"
         counted = {sql: times for sql, times in seen.items() if re.search(tables, sql)}
         return sorted(sql.split()[0] for sql, times in counted.items() for _ in range(times))
 
@@ -149,7 +146,7 @@ class TestAfterItsEnd:
         self, task, end, monkeypatch
     ):
         """Its worker may be about to store the result; nobody's worker waits for that."""
-        monkeypatch.setattr(redelivery, "UNDECIDED", 20.0)
+        monkeypatch.setattr(duplicates, "UNDECIDED", 20.0)
         told = message()
         ends["how"] = end
         deliver(task, 1, **told)
@@ -157,7 +154,7 @@ class TestAfterItsEnd:
         began = time.monotonic()
         with sending() as sent:
             assert deliver(task, 1, **told, redelivered=True).state == "IGNORED"
-        assert time.monotonic() - began < redelivery.UNDECIDED / 2
+        assert time.monotonic() - began < duplicates.UNDECIDED / 2
         (copy,) = sent
         assert copy.headers[DELIVERY] == told["headers"][DELIVERY]
         assert copy.headers["eta"] is not None
@@ -452,7 +449,7 @@ class TestWhileItRuns:
             assert deliver(late, 1, **told).result == 1
 
     def test_but_not_for_long(self, running, monkeypatch):
-        monkeypatch.setattr(redelivery, "UNDECIDED", 0.1)
+        monkeypatch.setattr(duplicates, "UNDECIDED", 0.1)
         told = message()
         running(message(), task_id=told["id"])
         assert SkippedRun.of(deliver(late, 1, **told).result).reason == "held"
@@ -460,7 +457,7 @@ class TestWhileItRuns:
     def test_if_the_copy_cannot_be_sent_the_message_stays(self, running, monkeypatch):
         told = message()
         running(told)
-        monkeypatch.setattr(messages, "publish_copy", broken)
+        monkeypatch.setattr(duplicates, "publish_copy", broken)
         assert deliver(late, 1, **told).state == "REJECTED"
 
     def test_a_plain_lock_of_that_name_is_an_ordinary_conflict(self):
@@ -602,13 +599,13 @@ class TestWithoutAnAnswer:
 
     def test_a_run_that_ended_is_a_success_all_the_same(self, table_away, monkeypatch, caplog):
         ends["how"] = None
-        finish = redelivery.MessageRecords.finish
+        finish = MessageRecords.finish
 
         def late_drop(self, *args):
             table_away()
             return finish(self, *args)
 
-        monkeypatch.setattr(redelivery.MessageRecords, "finish", late_drop)
+        monkeypatch.setattr(MessageRecords, "finish", late_drop)
         assert deliver(late, 1, **message()).result == 1
         assert "wasn't recorded" in caplog.text
 

@@ -10,10 +10,9 @@ from celery import current_app
 from kombu.exceptions import ContentDisallowed
 
 from django_fencedlock import lock
-from django_fencedlock.celery import lock_name, single_instance, task_checks
-from django_fencedlock.celery.coalescing import serve
-from django_fencedlock.celery.messages import CONFLICTS, DELIVERY
-from django_fencedlock.celery.parcels import SERVE
+from django_fencedlock.celery import checks, lock_name, single_instance
+from django_fencedlock.celery.coalesce import SERVE, serve
+from django_fencedlock.celery.duplicates import CONFLICTS, DELIVERY
 from django_fencedlock.celery.policy import policy
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, HeldLock, MessageRecord, PendingRun
@@ -111,7 +110,7 @@ class TestSensitive:
     def test_a_slip_is_told_where_the_task_is_decorated(self):
         with pytest.raises(TypeError, match=r"sensitive='crad'.*pay\(\) has no such parameter"):
             single_instance(sensitive="crad")(pay)
-        with pytest.raises(TypeError, match="it names a row"):
+        with pytest.raises(TypeError, match="parameter names a row"):
             single_instance(Invoice, pk="card", sensitive="card")(pay)
 
 
@@ -139,7 +138,7 @@ class TestStoredMessages:
             self.serve()
         assert sent == []
         done = deliver(coalescing, "third", headers={SERVE: 1})
-        assert "none is ever loaded" in str(done.result)
+        assert "pickles are never loaded" in str(done.result)
         assert ran == []
 
     def test_what_is_sent_is_the_task_and_nothing_is_linked_to_it(self):
@@ -214,6 +213,6 @@ def test_pauses_grow_and_do_not_overflow(tries):
 
 def test_pickles_under_coalesce_are_an_error_of_the_checks():
     pickled = task_of(keep, "p", name="p", terms={"on_conflict": "coalesce"}, serializer="pickle")
-    found = {each.id for each in task_checks.problems([app]) if pickled.name in str(each)}
+    found = {each.id for each in checks.problems([app]) if pickled.name in str(each)}
     del app.tasks[pickled.name]
     assert "E031" in found

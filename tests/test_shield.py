@@ -10,7 +10,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from django_fencedlock import current_lease
 from django_fencedlock.celery import single_instance
-from django_fencedlock.celery.shield import Shield
+from django_fencedlock.celery.interrupts import DeferredTimeLimit
 from django_fencedlock.core.manager import service
 from django_fencedlock.test import assert_not_locked, hold_lock
 
@@ -137,7 +137,7 @@ def _kill_main_thread_after(seconds):
 
 
 def test_the_shield_puts_a_limit_off_until_its_end():
-    with pytest.raises(SoftTimeLimitExceeded), Shield() as shield:
+    with pytest.raises(SoftTimeLimitExceeded), DeferredTimeLimit() as shield:
         strike()
         runs.append(1)
     assert runs == [1]
@@ -147,16 +147,16 @@ def test_the_shield_puts_a_limit_off_until_its_end():
 
 
 def test_a_lifted_shield_lets_it_strike():
-    with Shield() as shield:
-        with pytest.raises(SoftTimeLimitExceeded), shield.lifted():
+    with DeferredTimeLimit() as shield:
+        with pytest.raises(SoftTimeLimitExceeded), shield.allowed():
             strike()
         assert signal.getsignal(SIG_SOFT_TIMEOUT) is not soft_timeout_sighandler
 
 
 def test_what_struck_before_strikes_where_the_shield_is_lifted():
-    with Shield() as shield:
+    with DeferredTimeLimit() as shield:
         strike()
-        with pytest.raises(SoftTimeLimitExceeded), shield.lifted():
+        with pytest.raises(SoftTimeLimitExceeded), shield.allowed():
             runs.append(1)
     assert runs == []
 
@@ -164,7 +164,7 @@ def test_what_struck_before_strikes_where_the_shield_is_lifted():
 def test_handlers_of_others_are_left_alone():
     mine = signal.signal(SIG_SOFT_TIMEOUT, lambda *given: runs.append(1))
     assert mine is soft_timeout_sighandler
-    with Shield():
+    with DeferredTimeLimit():
         strike()
         assert runs == [1]
 
@@ -173,7 +173,7 @@ def test_other_threads_have_no_handlers():
     with_shield = []
 
     def run():
-        with Shield():
+        with DeferredTimeLimit():
             with_shield.append(signal.getsignal(SIG_SOFT_TIMEOUT))
 
     thread = threading.Thread(target=run)

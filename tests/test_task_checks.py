@@ -13,7 +13,8 @@ from django.core.checks import INFO
 from django.core.checks.registry import registry
 
 from django_fencedlock import checks, conf
-from django_fencedlock.celery import single_instance, task_checks
+from django_fencedlock.celery import checks as task_checks
+from django_fencedlock.celery import single_instance
 from django_fencedlock.checks import check_tasks
 
 _numbers = count(1)

@@ -1,21 +1,25 @@
-"""What a task does when it doesn't get its lock, or loses it."""
+"""The arguments of `single_instance`, and the result of a task that didn't run."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from .. import conf
+from ..core.identity import Holder
 
 OnConflict = Literal["skip", "retry", "wait", "raise", "coalesce"]
 OnLost = Literal["raise", "abort", "ignore"]
 OnBackendError = Literal["raise", "run"]
 OnRedelivery = Literal["defer", "run"]
 
-#: The pauses between tries double up to so many times the first.
+#: The pauses between tries double, up to this multiple of the first.
 LONGEST_PAUSE = 12
 #: About half an hour of tries, with the first pause of 5 s.
 MAX_CONFLICT_RETRIES = 60
+
+_MARK = "fencedlock_skipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +41,12 @@ class Policy:
 
     def __post_init__(self) -> None:
         for argument, allowed in _CHOICES.items():
-            _one_of(argument, getattr(self, argument), allowed)
+            _require_one_of(argument, getattr(self, argument), allowed)
         retries = self.max_conflict_retries
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
             raise ValueError(
-                f"max_conflict_retries is {retries!r}; it has to be a whole number, zero or more: "
-                "a task that tried for ever would never fail where somebody sees it."
+                f"max_conflict_retries is {retries!r}; it must be a whole number, zero or more. "
+                "A task that tries without end never fails visibly."
             )
         if self.blocking_timeout is not None and self.on_conflict != "wait":
             raise ValueError(
@@ -51,18 +55,18 @@ class Policy:
             )
         if self.on_conflict == "coalesce" and not self.fenced:
             raise ValueError(
-                'on_conflict="coalesce" keeps its triggers in the database, beside the fences; it '
-                "can't be had with fenced=False."
+                'on_conflict="coalesce" stores its triggers in the database, beside the fences, so '
+                "it doesn't work with fenced=False."
             )
         if self.on_backend_error == "run" and self.fenced:
             raise ValueError(
-                'on_backend_error="run" lets the task run without its lock, so it can only be had '
-                "with fenced=False: a fenced write needs a token."
+                'on_backend_error="run" runs the task without its lock, so it needs fenced=False: '
+                "a fenced write needs a token."
             )
 
     def pause(self, tries: int) -> float:
-        """The longest pause before the next try, when there were `tries` in vain."""
-        # A float has no room for twice two to the power of 1023.
+        """Return the longest pause before the next try, after `tries` refusals."""
+        # 2.0 ** 1024 raises OverflowError.
         return self.retry_countdown * min(2.0 ** min(tries, LONGEST_PAUSE), LONGEST_PAUSE)
 
 
@@ -73,8 +77,7 @@ _CHOICES = {
     "redelivery": get_args(OnRedelivery),
 }
 
-
-#: What `single_instance` takes beside a name; whatever else it is given is for a model's lock.
+#: What `single_instance` takes beside a name; its other arguments are for a model's lock.
 TERMS = frozenset(each.name for each in fields(Policy))
 
 
@@ -91,8 +94,80 @@ def policy(**terms: Any) -> Policy:
     return Policy(**terms)
 
 
-def _one_of(argument: str, given: object, allowed: tuple[str, ...]) -> None:
+def _require_one_of(argument: str, given: object, allowed: tuple[str, ...]) -> None:
     if given not in allowed:
         raise ValueError(
-            f"{argument} is {given!r}; it has to be one of {', '.join(map(repr, allowed))}."
+            f"{argument} is {given!r}; it must be one of {', '.join(map(repr, allowed))}."
         )
+
+
+class Skip(enum.StrEnum):
+    """Why a task didn't run: see `SkippedRun`."""
+
+    HELD = "held"
+    COALESCED = "coalesced"
+    SERVED = "served"
+    FINISHED = "finished"
+    GIVEN_UP = "given up"
+
+
+class SkippedRun(dict[str, Any]):
+    """
+    The result of a task that didn't run, since another run of it did.
+
+    A result backend returns it as a plain dict; `SkippedRun.of()` converts that.
+
+    Attributes:
+        reason: ``"held"`` (another holder has the lock), ``"coalesced"`` (a run after the present
+            one does the work), ``"served"`` (that run has ended, or is on its way), ``"finished"``
+            (an earlier delivery of the message did the work) or ``"given up"`` (the message was
+            delivered repeatedly, and each of its runs was killed).
+        lock: The name of the lock.
+        holder: A description of the holder; None if it is unknown.
+        token: The holder's token, if it has one.
+        since: When the holder acquired the lock, in ISO format, if that is known.
+    """
+
+    @classmethod
+    def made(cls, lock: str, reason: Skip, holder: Holder | None = None) -> SkippedRun:
+        """Make the result of a task that found `holder`."""
+        since = holder.acquired_at if holder is not None else None
+        return cls(
+            {
+                _MARK: True,
+                "lock": lock,
+                "reason": reason.value,
+                "holder": None if holder is None else str(holder),
+                "token": None if holder is None else holder.token,
+                "since": None if since is None else since.isoformat(),
+            }
+        )
+
+    @classmethod
+    def of(cls, result: object) -> SkippedRun | None:
+        """Return the skipped run of a task's result; None if the task ran."""
+        return cls(result) if isinstance(result, dict) and result.get(_MARK) is True else None
+
+    @property
+    def lock(self) -> str:
+        return str(self["lock"])
+
+    @property
+    def reason(self) -> str:
+        return str(self["reason"])
+
+    @property
+    def holder(self) -> str | None:
+        return self["holder"]  # type: ignore[no-any-return]
+
+    @property
+    def token(self) -> int | None:
+        return self["token"]  # type: ignore[no-any-return]
+
+    @property
+    def since(self) -> str | None:
+        return self["since"]  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        by = f", held by {self.holder}" if self.holder else ""
+        return f"<SkippedRun {self.lock!r}: {self.reason}{by}>"

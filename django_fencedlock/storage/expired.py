@@ -1,13 +1,15 @@
 """
-The SQL that deletes rows of the registry whose locks expired long ago.
+Delete rows of the registry whose locks expired long ago.
 
-A process that is killed deletes no row. One whose name is never locked again would stay for good.
+A process that is killed deletes no row. One whose name is never locked again would stay for ever.
 """
 
 from __future__ import annotations
 
-from .dialect import BATCH, HELD, NameAndOwner, batches
-from .records import Records, Statements
+from django.db import connections, transaction
+
+from .dialect import BATCH
+from .records import Records, ServerTime
 
 #: Seconds for which an expired row is kept, so that the admin can show it.
 KEPT = 3600.0
@@ -20,22 +22,17 @@ class ExpiredRows(Records):
     """The rows of one fence database, of every alias."""
 
     def sweep(self, batches: int) -> int:
-        """Delete those that expired `KEPT` seconds ago; returns how many."""
-        return self.in_batches("sweeping of held locks", batches, _sweep)
+        """Delete those that expired `KEPT` seconds ago; return how many."""
 
+        def work() -> int:
+            rows = self.rows("HeldLock")
+            old = rows.filter(expires_at__lte=ServerTime(-KEPT))
+            if connections[self.using].vendor == "postgresql":
+                old = old.extra(where=[_NO_SESSION])
+            with transaction.atomic(using=self.using):
+                # Locked: a row may be renewed between the two statements.
+                names = [name for (name,) in old.select_for_update().values_list("pk")[:BATCH]]
+                rows.filter(pk__in=names).delete()
+            return len(names)
 
-def _sweep(statements: Statements) -> int:
-    over = f"expires_at <= {statements.later('kept')}"
-    if statements.returns_rows:
-        over += f" AND {_NO_SESSION}"
-    with statements.cursor(atomic=False) as cursor:
-        given = statements.times(kept=-KEPT)
-        cursor.execute(f"SELECT name, owner FROM {HELD} WHERE {over} LIMIT {BATCH}", given)
-        found = [NameAndOwner(name, owner) for name, owner in cursor.fetchall()]
-        for names, owners, rows in batches(found):
-            # With the condition once more: a row may have been renewed since.
-            cursor.execute(
-                f"DELETE FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners}) AND {over}",
-                {**rows, **given},
-            )
-        return len(found)
+        return self.in_batches("sweeping of held locks", batches, work)

@@ -1,88 +1,87 @@
 """
-The SQL of `PendingRun`: what of coalesced triggers is still to be run.
+`PendingRun`: the run that coalesced triggers still need.
 
-Lock and row may be in two services, so the order carries the proof. A loser counts its trigger,
-and then tries the lock again; a holder gives the lock back, and then looks for triggers. Either
-the loser finds the lock free, or the holder finds the trigger; and where one of them dies, the row
-tells it to the living, for nothing is struck off before a run that covers it has ended.
+Lock and row may be in two services, so the order matters. A trigger that is refused counts itself,
+then tries the lock again; a holder releases the lock, then looks for triggers. Either the trigger
+finds the lock free, or the holder finds the trigger. If one of them dies, a worker finds the row:
+nothing is done before a run that covers it has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from django.db import IntegrityError, transaction
+from django.db.models import Case, Exists, F, OuterRef, When
 
 from . import message_records
-from .dialect import BATCH, HELD, listed
-from .message_records import Begun
-from .records import Records, Statements, update
+from .dialect import BATCH
+from .message_records import Begun, MessageRecords
+from .records import Records, ServerTime
 
-DUTY = "django_fencedlock_pendingrun"
+T = TypeVar("T")
 
-#: Seconds for which a row without a duty is kept.
+#: Seconds for which a row without a pending run is kept.
 KEPT = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a duty belongs to: a task, and a lock."""
+    """What a pending run belongs to: a task, and a lock."""
 
     name: str
     task_name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """The message of a trigger, packed for the table. All of it is plain ASCII."""
+class StoredMessage:
+    """The message of a trigger, for the table. All of it is plain ASCII."""
 
     content_type: str
     content_encoding: str
     body: str
     options: str
-    #: Empty if it can't be told.
+    #: Empty if it is unknown.
     queue: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What a run took on: all triggers up to a number."""
+class Claimed:
+    """What a run claimed: all triggers up to a number."""
 
     number: int
     tries: int
     #: The newest trigger's; None if that is the run's own.
-    parcel: Parcel | None = None
+    message: StoredMessage | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Former:
-    """A run that took on a trigger, and ended without the work being done."""
+class EarlierRun:
+    """A run that claimed a trigger, and ended without the work being done."""
 
-    #: The number that it took on, if it is known; else its owner id.
+    #: The number that it claimed, if it is known; else its owner id.
     number: int = 0
     owner: str = ""
 
-    @property
-    def is_newest(self) -> str:
-        """The condition that no trigger was counted since that run took on."""
+    def claimed_newest(self, row: Any) -> bool:
+        """Return whether no trigger was counted since."""
         if self.number:
-            return f"{_OLD}wanted <= %(former_number)s"
-        return f"{_OLD}owner = %(former_owner)s AND {_OLD}wanted = {_OLD}started"
-
-    def given(self) -> dict[str, Any]:
-        return {"former_number": self.number, "former_owner": self.owner}
+            return bool(row.wanted <= self.number)
+        return bool(row.owner == self.owner and row.wanted == row.started)
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """A duty that nobody is known to see to."""
+class Pending:
+    """A pending run that no holder is known to look after."""
 
     id: int
     place: Place
     number: int
     tries: int
     rescues: int
-    parcel: Parcel
+    message: StoredMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,318 +96,233 @@ class Numbers:
         return self.wanted > self.done
 
 
-_PARCEL = tuple(each.name for each in fields(Parcel))
-_PARCELS = ", ".join(_PARCEL)
-_PLACE = "name = %(name)s AND task_name = %(task_name)s"
-_READ = f"FROM {DUTY} WHERE {_PLACE} AND owner = %(owner)s"
-#: What was tried is that of the number that was begun last.
-_TRIES = "CASE WHEN started = wanted THEN tries ELSE 0 END"
-_OPEN = f"id, name, task_name, wanted, {_TRIES}, rescues, {_PARCELS}"
-#: A name in an assignment is the row's old value on every database only if it is said whose.
-_OLD = f"{DUTY}."
-_FREE = f"""NOT EXISTS (
-    SELECT 1 FROM {HELD} h WHERE h.name = {DUTY}.name AND h.expires_at > {{now}})"""
+_MESSAGE = tuple(each.name for each in fields(StoredMessage))
 
 
 class PendingRuns(Records):
-    """The duties that have to do with one alias."""
+    """The pending runs of one alias."""
 
     def count(
         self,
         place: Place,
-        parcel: Parcel,
+        message: StoredMessage,
         grace: float,
         delivery: message_records.Message | None = None,
-        unless_newer: Former | None = None,
+        unless_newer: EarlierRun | None = None,
     ) -> Begun | None:
         """
         Count a trigger that didn't get the lock; its arguments are the latest now.
 
         Args:
-            unless_newer: Of a trigger that was counted before: the run of it. It isn't counted
-                again if newer ones came since, whose arguments would be lost.
+            unless_newer: The run of a trigger that was counted before. It isn't counted again if
+                newer ones came since, whose arguments would be lost.
 
         Returns:
             What is known of its message. One that was counted at an earlier delivery isn't again.
         """
 
-        def work(statements: Statements) -> Begun | None:
-            with statements.cursor(atomic=delivery is not None, often=True) as cursor:
-                begun = None
-                if delivery is not None:
-                    begun = message_records.begin(statements, cursor, delivery)
-                if begun is None or begun.is_first:
-                    given = self._given(statements, place, parcel, grace=grace, owner="")
-                    sql = self._upsert(statements, {"started": "0", "tries": "0"}, {}, unless_newer)
-                    former = {} if unless_newer is None else unless_newer.given()
-                    cursor.execute(sql, {**given, **former})
-                return begun
+        def work() -> Begun | None:
+            begun = None if delivery is None else MessageRecords(self.config).insert(delivery)
+            if begun is None or begun.is_first:
+                row = self._locked(place) or self._insert(place, message)
+                if not row.wanted or unless_newer is None or unless_newer.claimed_newest(row):
+                    self._update(row, **self._counted(row, message, grace))
+            return begun
 
-        return self.run("count of a trigger", place.name, work)
+        return self._in_transaction("count of a trigger", place, work)
 
     def begin(
         self,
         place: Place,
         owner: str,
-        parcel: Parcel,
+        message: StoredMessage,
         grace: float,
         delivery: message_records.Message | None = None,
-    ) -> tuple[Begun | None, Turn | None]:
+    ) -> tuple[Begun | None, Claimed | None]:
         """
-        Count a trigger that got the lock, and take on all there is, with its arguments.
+        Count a trigger that got the lock, and claim all that is pending, with its arguments.
 
-        One that was counted at an earlier delivery takes on what there is, if anything.
+        One that was counted at an earlier delivery claims what is pending, if anything is.
         """
 
-        def work(statements: Statements) -> tuple[Begun | None, Turn | None]:
-            with statements.cursor(atomic=delivery is not None, often=True) as cursor:
-                begun = None
-                if delivery is not None:
-                    begun = message_records.begin(statements, cursor, delivery)
-                    if begun.outcome:
-                        return begun, None
-                    # Counted before, unless that was under another policy of the task.
-                    if not begun.is_first and _numbers(cursor, place) is not None:
-                        return begun, self._take_on(statements, cursor, place, owner, grace)
-                return begun, self._begin(statements, cursor, place, owner, parcel, grace)
+        def work() -> tuple[Begun | None, Claimed | None]:
+            begun = None if delivery is None else MessageRecords(self.config).insert(delivery)
+            if begun is not None and begun.outcome:
+                return begun, None
+            row = self._locked(place)
+            # Counted before, unless that was under another policy of the task.
+            if begun is not None and not begun.is_first and row is not None:
+                return begun, self._claim(row, owner, grace)
+            row = row or self._insert(place, message)
+            number = row.wanted + 1
+            values = self._counted(row, message, grace)
+            self._update(row, **values, started=number, tries=1, owner=owner)
+            return begun, Claimed(number, 1)
 
-        return self.run("beginning of a run", place.name, work)
+        return self._in_transaction("beginning of a run", place, work)
 
-    def take_on(self, place: Place, owner: str, grace: float) -> Turn | None:
-        """Take on all there is, with the latest arguments; None if there is no duty."""
+    def claim(self, place: Place, owner: str, grace: float) -> Claimed | None:
+        """Claim all that is pending, with the latest arguments; None if nothing is."""
 
-        def work(statements: Statements) -> Turn | None:
-            with statements.cursor(atomic=False, often=True) as cursor:
-                return self._take_on(statements, cursor, place, owner, grace)
+        def work() -> Claimed | None:
+            row = self._locked(place)
+            return None if row is None else self._claim(row, owner, grace)
 
-        return self.run("beginning of a run", place.name, work)
+        return self._in_transaction("beginning of a run", place, work)
 
-    def settle(self, place: Place, owner: str, number: int, grace: float) -> bool:
-        """Note that a run ended. False if another took on later: then that one covers it."""
+    def end(self, place: Place, owner: str, number: int, grace: float) -> bool:
+        """Record that a run ended. False if another claimed later: then that one covers it."""
 
-        def work(statements: Statements) -> bool:
-            with statements.cursor(atomic=False, often=True) as cursor:
-                sets = {
-                    "due_at": f"CASE WHEN wanted > %(number)s THEN {statements.later('grace')} "
-                    f"ELSE {statements.later('kept')} END",
-                    "done": "%(number)s",
-                    "updated_at": statements.now,
-                }
-                given = self._where(place, owner=owner, number=number)
-                mine = f"{_PLACE} AND owner = %(owner)s AND done < %(number)s"
-                times = statements.times(grace=grace, kept=KEPT)
-                cursor.execute(update(DUTY, sets, mine), {**given, **times})
-                return bool(cursor.rowcount)
+        def work() -> bool:
+            mine = self._at(place).filter(owner=owner, done__lt=number)
+            due_at = Case(When(wanted__gt=number, then=ServerTime(grace)), default=ServerTime(KEPT))
+            return bool(mine.update(due_at=due_at, done=number, updated_at=ServerTime()))
 
-        return self.run("end of a run", place.name, work)
+        return self.query("end of a run", place.name, work)
 
-    def waiting(self, name: str) -> list[Open]:
+    def waiting(self, name: str) -> list[Pending]:
         """
-        The duties under a lock that no run has begun, of every task that shares it.
+        Return what is pending under a lock and was begun by no run, of all tasks that share it.
 
-        To be asked after the lock was given back. What was begun is the business of that run or,
-        if it died, of `overdue()`.
+        Call it after the lock was released. A pending run that was begun is that run's, or, if it
+        died, one of `overdue()`.
         """
-        return self._found("look for duties", name, "name = %(name)s AND wanted > started", {})
+        rows = self.rows("PendingRun").filter(name=name, wanted__gt=F("started"))
+        return self.query("look for pending runs", name, lambda: list(map(_pending, rows)))
 
     def numbers(self, place: Place) -> Numbers | None:
-        """The numbers of a duty; None if there never was one, or long ago."""
+        """Return the numbers of a row; None if there is none, or none any more."""
 
-        def work(statements: Statements) -> Numbers | None:
-            with statements.reading() as cursor:
-                return _numbers(cursor, place)
+        def work() -> Numbers | None:
+            found = self._at(place).values_list("wanted", "done")
+            return next((Numbers(*row) for row in found), None)
 
-        return self.run("look for duties", place.name, work)
+        return self.query("look for pending runs", place.name, work)
 
-    def overdue(self, task_names: Sequence[str], queues: Sequence[str], most: int) -> list[Open]:
+    def overdue(self, task_names: Sequence[str], queues: Sequence[str], most: int) -> list[Pending]:
         """
-        PendingRuns of these tasks that are due, and whose lock nobody has by the registry.
+        Return what is due of these tasks, and whose lock has no holder in the registry.
 
-        Those of other queues than these are left out.
+        Only those of these queues, and of unknown queues.
         """
-        tasks, given = listed("t", task_names)
-        known, more = listed("q", ("", *queues))
-        return self._found(
-            "look for duties",
-            None,
-            f"due_at <= {{now}} AND wanted > done AND task_name IN ({tasks}) "
-            f"AND queue IN ({known}) AND {_FREE} ORDER BY due_at LIMIT {int(most)}",
-            {**given, **more},
-        )
 
-    def claim(self, duty: Open, pause: float) -> bool:
-        """Have one of the living look after a duty, and nobody else for `pause` seconds."""
-        sets = {"due_at": "{later}", "rescues": "rescues + 1"}
-        return self._change(duty, sets, "due_at <= {now}", pause)
+        def work() -> list[Pending]:
+            live = self.rows("HeldLock").filter(name=OuterRef("name"), expires_at__gt=ServerTime())
+            due = self.rows("PendingRun").filter(
+                ~Exists(live),
+                due_at__lte=ServerTime(),
+                wanted__gt=F("done"),
+                task_name__in=task_names,
+                queue__in=("", *queues),
+            )
+            return list(map(_pending, due.order_by("due_at")[:most]))
 
-    def give_up(self, duty: Open) -> bool:
-        """Look after a duty no more, until a new trigger comes; whether this call did that."""
-        return self._change(duty, {"due_at": "NULL"}, "due_at IS NOT NULL")
+        return self.query("look for pending runs", None, work)
 
-    def give_up_turn(self, place: Place, number: int) -> bool:
-        """See `give_up()`; for a run that took on a number that too many others had."""
+    def reserve(self, pending: Pending, pause: float) -> bool:
+        """Keep other workers from a pending run for `pause` seconds; False if it isn't due."""
 
-        def work(statements: Statements) -> bool:
-            with statements.cursor(atomic=False) as cursor:
-                condition = f"{_PLACE} AND wanted = %(number)s AND due_at IS NOT NULL"
-                sql = update(DUTY, {"due_at": "NULL"}, condition)
-                cursor.execute(sql, self._where(place, number=number))
-                return bool(cursor.rowcount)
+        def work() -> bool:
+            due = self._open(pending).filter(due_at__lte=ServerTime())
+            return bool(due.update(due_at=ServerTime(pause), rescues=F("rescues") + 1))
 
-        return self.run("end of a run", place.name, work)
+        return self.query("look for pending runs", pending.place.name, work)
+
+    def give_up(self, pending: Pending) -> bool:
+        """Stop looking after a pending run until a new trigger comes; whether this call did it."""
+
+        rows, name = self._open(pending).filter(due_at__isnull=False), pending.place.name
+        return self.query("look for pending runs", name, lambda: bool(rows.update(due_at=None)))
+
+    def give_up_claimed(self, place: Place, number: int) -> bool:
+        """Do what `give_up()` does, for a run that claimed a number that too many others had."""
+        rows = self._at(place).filter(wanted=number, due_at__isnull=False)
+        return self.query("end of a run", place.name, lambda: bool(rows.update(due_at=None)))
 
     def forget(self, batches: int) -> int:
-        """Delete rows that had no duty for long; returns how many."""
-        return self.in_batches("sweeping of duties", batches, _forget)
+        """Delete rows that had no pending run for long; return how many."""
 
-    def _begin(
-        self,
-        statements: Statements,
-        cursor: Any,
-        place: Place,
-        owner: str,
-        parcel: Parcel,
-        grace: float,
-    ) -> Turn:
-        given = self._given(statements, place, parcel, grace=grace, owner=owner)
-        sets = {"tries": "1", "started": f"{_OLD}wanted + 1", "owner": "%(owner)s"}
-        sql = self._upsert(statements, {"started": "1", "tries": "1"}, sets)
-        found = statements.written(cursor, sql, given, "started, tries", _READ)
-        if found is None:
-            # Somebody has taken on since, so this lease is past, and so is its turn.
-            return Turn(0, 1)
-        return Turn(*found)
+        def work() -> int:
+            rows = self.rows("PendingRun")
+            old = rows.filter(wanted=F("done"), due_at__lte=ServerTime()).order_by("due_at")
+            with transaction.atomic(using=self.using):
+                # Locked, so that no trigger is counted between the two statements.
+                ids = [pk for (pk,) in old.select_for_update().values_list("pk")[:BATCH]]
+                rows.filter(pk__in=ids).delete()
+            return len(ids)
 
-    def _take_on(
-        self, statements: Statements, cursor: Any, place: Place, owner: str, grace: float
-    ) -> Turn | None:
-        sets = {
-            # The same run may come twice, if an answer was lost.
-            "tries": "CASE WHEN started < wanted THEN 1 WHEN owner = %(owner)s THEN tries "
-            "ELSE tries + 1 END",
-            "rescues": "0",
-            "due_at": f"COALESCE(due_at, {statements.later('grace')})",
-            # After what is reckoned from it.
-            "started": "wanted",
-            "owner": "%(owner)s",
-            "updated_at": statements.now,
-        }
-        given = {**self._where(place, owner=owner), **statements.times(grace=grace)}
-        sql = update(DUTY, sets, f"{_PLACE} AND wanted > done")
-        # The number and the arguments of one moment: a trigger may come between two statements.
-        found = statements.written(cursor, sql, given, f"wanted, tries, {_PARCELS}", _READ)
-        if found is None:
-            return None
-        number, tries, *parcel = found
-        return Turn(number, tries, Parcel(*parcel))
+        return self.in_batches("sweeping of pending runs", batches, work)
 
-    def _upsert(
-        self,
-        statements: Statements,
-        new: dict[str, str],
-        old: dict[str, str],
-        unless_newer: Former | None = None,
-    ) -> str:
-        """Count a trigger, whose arguments are the latest from now on."""
-        later = statements.later("grace")
-        had = f"{_OLD}wanted > {_OLD}done AND {_OLD}due_at IS NOT NULL"
-        columns = {name: f"%({name})s" for name in ("alias", *_PARCEL)}
-        values = {
-            "name": "%(name)s",
-            "task_name": "%(task_name)s",
-            "owner": "%(owner)s",
-            "wanted": "1",
-            "done": "0",
-            "rescues": "0",
-            "due_at": later,
-            "updated_at": statements.now,
-            **columns,
-            **new,
-        }
-        sets = {
-            **old,
-            "rescues": f"CASE WHEN {had} THEN {_OLD}rescues ELSE 0 END",
-            "due_at": f"CASE WHEN {had} THEN {_OLD}due_at ELSE {later} END",
-            "updated_at": statements.now,
-            **columns,
-            # After what is reckoned from it.
-            "wanted": f"{_OLD}wanted + 1",
-        }
-        if unless_newer is not None:
-            newest = unless_newer.is_newest
-            sets = {
-                column: f"CASE WHEN {newest} THEN {value} ELSE {_OLD}{column} END"
-                for column, value in sets.items()
-            }
-        return statements.upsert(DUTY, values, ["name", "task_name"], sets)
+    def _in_transaction(self, doing: str, place: Place, work: Callable[[], T]) -> T:
+        def atomically() -> T:
+            with transaction.atomic(using=self.using):
+                return work()
 
-    def _given(
-        self, statements: Statements, place: Place, parcel: Parcel, *, grace: float, owner: str
-    ) -> dict[str, Any]:
+        return self.query(doing, place.name, atomically)
+
+    def _at(self, place: Place) -> Any:
+        return self.rows("PendingRun").filter(name=place.name, task_name=place.task_name)
+
+    def _open(self, pending: Pending) -> Any:
+        return self.rows("PendingRun").filter(pk=pending.id, wanted__gt=F("done"))
+
+    def _locked(self, place: Place) -> Any:
+        return next(iter(self._at(place).select_for_update()), None)
+
+    def _insert(self, place: Place, message: StoredMessage) -> Any:
+        """Return a new row without triggers, or the one that another transaction inserted."""
+        rows = self.rows("PendingRun")
+        row = rows.model(
+            name=place.name,
+            task_name=place.task_name,
+            alias=self.config.alias,
+            **dict.fromkeys(("wanted", "started", "done", "tries", "rescues"), 0),
+            **asdict(message),
+            updated_at=ServerTime(),
+        )
+        try:
+            with transaction.atomic(using=self.using):
+                # Unlike save(), this sends no signals.
+                rows.bulk_create([row])
+        except IntegrityError:
+            return self._locked(place)
+        return row
+
+    def _update(self, row: Any, **values: Any) -> None:
+        self.rows("PendingRun").filter(name=row.name, task_name=row.task_name).update(**values)
+
+    def _counted(self, row: Any, message: StoredMessage, grace: float) -> dict[str, Any]:
+        """Return the values of a row with one more trigger, whose arguments are the latest."""
+        is_looked_after = row.wanted > row.done and row.due_at is not None
+        values = {} if is_looked_after else {"rescues": 0, "due_at": ServerTime(grace)}
         return {
-            **self._where(place, owner=owner),
+            **values,
+            **asdict(message),
             "alias": self.config.alias,
-            **dict(zip(_PARCEL, astuple(parcel), strict=True)),
-            **statements.times(grace=grace),
+            "wanted": row.wanted + 1,
+            "updated_at": ServerTime(),
         }
 
-    def _where(self, place: Place, **more: Any) -> dict[str, Any]:
-        return {"name": place.name, "task_name": place.task_name, **more}
-
-    def _found(
-        self, doing: str, name: str | None, condition: str, given: dict[str, Any]
-    ) -> list[Open]:
-        def work(statements: Statements) -> list[Open]:
-            with statements.reading() as cursor:
-                where = condition.format(now=statements.now)
-                cursor.execute(
-                    f"SELECT {_OPEN} FROM {DUTY} WHERE {where}",
-                    {"name": name, **given, **statements.times()},
-                )
-                return [_open(row) for row in cursor.fetchall()]
-
-        return self.run(doing, name, work)
-
-    def _change(self, duty: Open, sets: dict[str, str], condition: str, pause: float = 0.0) -> bool:
-        def work(statements: Statements) -> bool:
-            with statements.cursor(atomic=False) as cursor:
-                words = {"now": statements.now, "later": statements.later("pause")}
-                sql = update(DUTY, sets, f"id = %(id)s AND wanted > done AND {condition}")
-                cursor.execute(
-                    sql.format(**words), {"id": duty.id, **statements.times(pause=pause)}
-                )
-                return bool(cursor.rowcount)
-
-        return self.run("sweeping of duties", duty.place.name, work)
+    def _claim(self, row: Any, owner: str, grace: float) -> Claimed | None:
+        if row.wanted <= row.done:
+            return None
+        if row.started < row.wanted:
+            tries = 1
+        else:
+            # The same run may come twice, if an answer was lost.
+            tries = row.tries if row.owner == owner else row.tries + 1
+        values: dict[str, Any] = {} if row.due_at is not None else {"due_at": ServerTime(grace)}
+        values |= {"tries": tries, "rescues": 0, "started": row.wanted, "owner": owner}
+        self._update(row, **values, updated_at=ServerTime())
+        return Claimed(row.wanted, tries, _message(row))
 
 
-def _open(row: tuple[Any, ...]) -> Open:
-    number, name, task_name, wanted, tries, rescues, *parcel = row
-    return Open(number, Place(name, task_name), wanted, tries, rescues, Parcel(*parcel))
+def _message(row: Any) -> StoredMessage:
+    return StoredMessage(*(getattr(row, name) for name in _MESSAGE))
 
 
-def _numbers(cursor: Any, place: Place) -> Numbers | None:
-    cursor.execute(
-        f"SELECT wanted, done FROM {DUTY} WHERE {_PLACE}",
-        {"name": place.name, "task_name": place.task_name},
-    )
-    found = cursor.fetchone()
-    return None if found is None else Numbers(*found)
-
-
-def _forget(statements: Statements) -> int:
-    with statements.cursor(atomic=False) as cursor:
-        over = f"wanted = done AND due_at <= {statements.now}"
-        cursor.execute(
-            f"SELECT id FROM {DUTY} WHERE {over} ORDER BY due_at LIMIT {BATCH}", statements.times()
-        )
-        found = [number for (number,) in cursor.fetchall()]
-        if not found:
-            return 0
-        inside, given = listed("i", found)
-        # Once more: a trigger may have come since.
-        cursor.execute(
-            f"DELETE FROM {DUTY} WHERE id IN ({inside}) AND {over}",
-            {**given, **statements.times()},
-        )
-        return len(found)
+def _pending(row: Any) -> Pending:
+    place = Place(row.name, row.task_name)
+    # What was tried is the number that was begun last.
+    tries = row.tries if row.started == row.wanted else 0
+    return Pending(row.pk, place, row.wanted, tries, row.rescues, _message(row))

@@ -1,22 +1,22 @@
-"""How statements on the other tables are written, for each dialect, and run beside the caller."""
+"""Queries on the other tables, beside the caller's transaction."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from django.apps import apps
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import DateTimeField, Expression, Model, QuerySet
 
 from ..conf import AliasConfig
-from ..core.transactions import in_transaction, test_connection
 from ..exceptions import BackendUnavailable
-from .connections import pool, preparing_cursor
+from .connections import SQLITE_BUSY_TIMEOUT, in_transaction, pool, test_connection
 from .dialect import BATCH, utc_text
 from .errors import describe_error
 from .sqlite import machine_time
@@ -24,14 +24,28 @@ from .vendors import ledger_for
 
 T = TypeVar("T")
 
-#: Seconds to wait for SQLite's file where waiting long would be in vain.
-BRIEFLY = 0.25
 #: How often a transaction is tried that lost a deadlock, or waited for a row for too long.
 TRIES = 4
 
 
+class ServerTime(Expression):
+    """The server's time, `plus` seconds. Rows expire by it."""
+
+    def __init__(self, plus: float = 0.0) -> None:
+        super().__init__(output_field=DateTimeField())
+        self.plus = plus
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
+        if connection.vendor == "postgresql":
+            return "(clock_timestamp() + %s * interval '1 second')", [float(self.plus)]
+        if connection.vendor == "mysql":
+            return "(UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND)", [round(self.plus * 1_000_000)]
+        # SQLite has no clock of its own. This is read after BEGIN IMMEDIATE, which may wait.
+        return "%s", [utc_text(machine_time() + timedelta(seconds=self.plus))]
+
+
 class Statements:
-    """Writes statements in the dialect of one connection, and runs them there."""
+    """Runs statements in the dialect of one connection."""
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection = connection
@@ -39,32 +53,26 @@ class Statements:
         self.returns_rows = connection.vendor == "postgresql"
 
     @contextlib.contextmanager
-    def cursor(self, *, atomic: bool, often: bool = False) -> Iterator[Any]:
+    def cursor(self, *, atomic: bool) -> Iterator[Any]:
         """
-        A cursor; in a transaction of our own if what it does belongs together.
+        Return a cursor; in a transaction of its own if its statements belong together.
 
-        SQLite always has one: a lock on its file for each statement would cost more. A statement
-        that comes `often` has to have the same text each time.
+        SQLite always has one: to lock its file for each statement would cost more.
         """
         if atomic or self.connection.vendor == "sqlite":
             with self.ledger.transaction(self.connection) as cursor:
                 yield cursor
         else:
-            make = self.reading if often else self.connection.cursor
-            with make() as cursor:
+            with self.connection.cursor() as cursor:
                 yield cursor
-
-    def reading(self) -> AbstractContextManager[Any]:
-        """A cursor for a question that comes often, with the same text each time."""
-        return preparing_cursor(self.connection)
 
     @property
     def now(self) -> str:
-        """The server's time as an expression; wants the parameters of `times()`."""
+        """The server's time as an expression, which needs the parameters of `times()`."""
         return self.ledger.clock
 
     def later(self, key: str) -> str:
-        """The server's time and so many seconds, which `times()` is given by this key."""
+        """Return the server's time plus the seconds that `times()` gets by this key."""
         vendor = self.connection.vendor
         if vendor == "postgresql":
             return f"clock_timestamp() + %({key})s * interval '1 second'"
@@ -73,7 +81,7 @@ class Statements:
         return f"%({key})s"
 
     def times(self, **later: float) -> dict[str, Any]:
-        """The parameters of `now` and `later()`. To be asked after a transaction has begun."""
+        """Return the parameters of `now` and `later()`. Call it after a transaction has begun."""
         vendor = self.connection.vendor
         if vendor == "postgresql":
             return dict(later)
@@ -83,55 +91,9 @@ class Statements:
         moments = {key: utc_text(now + timedelta(seconds=wait)) for key, wait in later.items()}
         return {"now": utc_text(now), **moments}
 
-    def upsert(
-        self, table: str, values: Mapping[str, str], key: Sequence[str], sets: Mapping[str, str]
-    ) -> str:
-        """
-        An INSERT that changes the row by `sets` if there is one with the same `key`.
-
-        MySQL makes the assignments one by one, in their order, and the later ones see what the
-        earlier ones did. So a column that others are reckoned from has to come after them.
-        """
-        mysql = self.connection.vendor == "mysql"
-        conflict = (
-            "ON DUPLICATE KEY UPDATE" if mysql else f"ON CONFLICT ({', '.join(key)}) DO UPDATE SET"
-        )
-        return (
-            f"INSERT INTO {table} ({', '.join(values)}) VALUES ({', '.join(values.values())}) "
-            f"{conflict} {_assignments(sets)}"
-        )
-
-    def written(
-        self, cursor: Any, change: str, given: Mapping[str, Any], columns: str, read: str
-    ) -> tuple[Any, ...] | None:
-        """
-        Make a change, and bring `columns` of the changed row back.
-
-        Args:
-            read: The FROM and WHERE that find it afterwards, where the change itself can't.
-        """
-        if self.returns_rows:
-            cursor.execute(f"{change} RETURNING {columns}", given)
-        else:
-            cursor.execute(change, given)
-            if not cursor.rowcount:
-                return None
-            cursor.execute(f"SELECT {columns} {read}", given)
-        found: tuple[Any, ...] | None = cursor.fetchone()
-        return found
-
-
-def update(table: str, sets: Mapping[str, str], condition: str) -> str:
-    """An UPDATE. The order of `sets` counts as in `Statements.upsert()`."""
-    return f"UPDATE {table} SET {_assignments(sets)} WHERE {condition}"
-
-
-def _assignments(sets: Mapping[str, str]) -> str:
-    return ", ".join(f"{column} = {value}" for column, value in sets.items())
-
 
 class Records:
-    """A table in the fence database of an alias, used on private sessions."""
+    """A table in the fence database of an alias, used through private connections."""
 
     def __init__(self, config: AliasConfig) -> None:
         self.config = config
@@ -140,33 +102,45 @@ class Records:
         #: Seconds to wait for SQLite's file.
         self._patience = self._timeout
 
-    def run(self, doing: str, name: str | None, work: Callable[[Statements], T]) -> T:
-        """
-        Have `work` done, apart from any transaction of the caller's.
+    def rows(self, model: str) -> QuerySet[Any]:
+        """Return the rows of a model, for use within `query()`."""
+        found: type[Model] = apps.get_model("django_fencedlock", model)
+        return found._base_manager.using(self.using)
 
-        It may be done twice: an answer that was lost doesn't tell whether it took effect.
+    def query(self, doing: str, name: str | None, work: Callable[[], T]) -> T:
         """
+        Call `work`, whose queries through Django's ORM use a private connection.
+
+        It may be called twice: a lost answer doesn't show whether the query took effect.
+        """
+        return self._repeat(doing, name, lambda: pool(self.using, self._timeout).run_orm(work))
+
+    def run(self, doing: str, name: str | None, work: Callable[[Statements], T]) -> T:
+        """Call `work` with the statements of a private connection; see `query()`."""
+        return self._repeat(doing, name, lambda: self._once(work))
+
+    def in_batches(self, doing: str, batches: int, work: Callable[[], int]) -> int:
+        """Call `work`, which deletes up to `BATCH` rows, while there are; return how many."""
+        deleted = 0
+        for _ in range(batches):
+            part = self.query(doing, None, work)
+            deleted += part
+            if part < BATCH:
+                break
+        return deleted
+
+    def _repeat(self, doing: str, name: str | None, once: Callable[[], T]) -> T:
         for left in reversed(range(TRIES)):
             try:
-                return self._once(work)
+                return once()
             except Error as exc:
                 if not left or not self._is_worth_another_try(exc):
                     raise self._unavailable(doing, name, exc) from exc
                 time.sleep(random.uniform(0.005, 0.05))
         raise AssertionError  # pragma: no cover
 
-    def in_batches(self, doing: str, batches: int, work: Callable[[Statements], int]) -> int:
-        """Have `work` delete rows, `BATCH` of them each time, while there are; returns how many."""
-        deleted = 0
-        for _ in range(batches):
-            part = self.run(doing, None, work)
-            deleted += part
-            if part < BATCH:
-                break
-        return deleted
-
     def _once(self, work: Callable[[Statements], T]) -> T:
-        patience = BRIEFLY if in_transaction(self.using) else self._patience
+        patience = SQLITE_BUSY_TIMEOUT if in_transaction(self.using) else self._patience
         return pool(self.using, self._timeout).run(
             lambda private: work(Statements(private)), busy_timeout=patience
         )

@@ -13,10 +13,10 @@ from .. import conf
 from ..conf import Problem
 from ..core import runtime
 from ..exceptions import SettingsError
-from . import strikes
-from .parcels import PICKLES, serializer_of
+from . import interrupts
+from .coalesce import PICKLES, serializer_of
+from .names import single_of
 from .policy import Policy
-from .tasks import single_of
 
 #: Brokers that deliver a message again which isn't acknowledged in time, and after how long.
 VISIBILITY_TIMEOUTS = {
@@ -252,7 +252,7 @@ def _taken_signal(case: _Case) -> Iterator[Problem]:
     except SettingsError:
         return
     found = signal.getsignal(number)
-    if found not in (signal.SIG_DFL, strikes.on_signal):
+    if found not in (signal.SIG_DFL, interrupts.on_signal):
         yield Problem(
             "W038",
             f'on_lost="abort" interrupts a body by signal {int(number)}, which has the handler '

@@ -1,4 +1,4 @@
-"""The decorator: which function it may wrap, and what Celery sees of it."""
+"""`single_instance`: which functions it wraps, and what Celery sees of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from celery.local import Proxy
 
 from .. import conf
 from ..lease import Duration
-from .performing import perform
+from .names import Single, mark, single_of
 from .policy import (
     MAX_CONFLICT_RETRIES,
     TERMS,
@@ -23,8 +23,7 @@ from .policy import (
     Policy,
     policy,
 )
-from .runs import Run, is_converted
-from .tasks import Single, mark, single_of
+from .run import Run, is_converted
 
 if TYPE_CHECKING:
     from django.db.models import Model
@@ -35,7 +34,7 @@ Name = str | type["Model"] | Callable[[Any, dict[str, Any]], str] | None
 
 def lock_name(task: Any, *args: Any, **kwargs: Any) -> str:
     """
-    The name of the lock that a call of `task` with these arguments takes.
+    Return the name of the lock that a call of `task` with these arguments acquires.
 
     ``with lock(lock_name(charge, 42)):`` keeps the task from running meanwhile.
     """
@@ -70,7 +69,7 @@ def single_instance(
 ) -> Callable[[F], F]: ...
 def single_instance(name: Any = None, **terms: Any) -> Any:
     """
-    Have a Celery task run once at a time for each lock name; stands below ``@shared_task``.
+    Run a Celery task once at a time for each lock name; stands below ``@shared_task``.
 
     Args:
         name: A template over the task's parameters, ``"invoice:{invoice_id}"``; a fenced model,
@@ -79,23 +78,23 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
         backend: The alias in ``FENCEDLOCK``; for a model, the one that its fencing names.
         ttl: How long the lock lasts unless it is renewed, which happens by itself.
         fenced: False for a lock that only saves work: no token, and no record in the database.
-        on_conflict: What a run does that doesn't get the lock. ``"skip"`` succeeds with a
-            `SkippedRun`; ``"retry"`` comes again later; ``"wait"`` blocks the worker; ``"raise"``
+        on_conflict: What a run does if another holder has the lock. ``"skip"`` succeeds with a
+            `SkippedRun`; ``"retry"`` tries again later; ``"wait"`` blocks the worker; ``"raise"``
             fails with `LockNotAcquired`; ``"coalesce"`` leaves the work to one further run, which
             begins when the present one has ended, with the latest arguments.
         blocking_timeout: How long ``"wait"`` waits; without one, the setting BLOCKING_TIMEOUT.
-        retry_countdown: ``"retry"`` comes again after a random part of so many seconds, which
+        retry_countdown: ``"retry"`` tries again after a random part of this many seconds, which
             double from try to try, up to twelvefold.
         max_conflict_retries: How often it does, before it raises `LockNotAcquired`. The task's own
-            ``max_retries`` is another matter.
-        on_lost: ``"raise"`` tells the body by `LeaseLost` at its next check or fenced write;
-            ``"abort"`` interrupts it; ``"ignore"`` lets it be.
-        max_hold: The lock isn't renewed any more once it was held so long.
-        redelivery: ``"defer"`` keeps two deliveries of one message from overlapping, and one that
-            was finished from running again; ``"run"`` takes each for a message of its own.
+            ``max_retries`` doesn't count these tries.
+        on_lost: ``"raise"`` raises `LeaseLost` at the body's next check or fenced write;
+            ``"abort"`` interrupts the body; ``"ignore"`` does nothing.
+        max_hold: The lock is no longer renewed once it was held this long.
+        redelivery: ``"defer"`` keeps two deliveries of one message from overlapping, and a
+            finished one from running again; ``"run"`` handles each as a message of its own.
         on_backend_error: ``"raise"``, or, with ``fenced=False`` alone, ``"run"`` without a lock.
-        sensitive: The parameters whose arguments nobody is to read: the lock's name has digests
-            of them, and what Celery tells of a message has ``***``.
+        sensitive: The parameters whose arguments must not be shown: the lock's name has digests
+            of them, and what Celery shows of a message has ``***``.
         **arguments: For a model: which parameter names which column of its lock.
     """
     if _is_bare(name, terms):
@@ -108,9 +107,9 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
 
 
 def _is_bare(given: object, terms: Mapping[str, object]) -> bool:
-    """Whether `given` is what is to be decorated, and not a callable that names locks."""
+    """Return whether `given` is the decorated function, not a callable that names locks."""
     if _is_task(given):
-        raise _wrong_order(given)
+        raise _wrong_order()
     if terms or not inspect.isfunction(given) or given.__name__ == "<lambda>":
         return False
     return tuple(inspect.signature(given).parameters) != ("task", "arguments")
@@ -119,46 +118,47 @@ def _is_bare(given: object, terms: Mapping[str, object]) -> bool:
 def _decorate(
     function: Callable[..., Any], checked: Policy, name: object, arguments: Mapping[str, object]
 ) -> Callable[..., Any]:
-    _forbid(function)
+    _require_wrappable(function)
     single = Single(function, checked, name, arguments)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_converted(single):
             return function(*args, **kwargs)
-        return perform(Run(single, args, kwargs))
+        return Run(single, args, kwargs).perform()
 
-    # Celery checks arguments by it at .delay(), and doesn't look through __wrapped__.
+    # Celery checks the arguments of .delay() by it, and doesn't follow __wrapped__.
     run.__signature__ = single.signature  # type: ignore[attr-defined]
     mark(run, single)
     return run
 
 
-def _forbid(function: Callable[..., Any]) -> None:
+def _require_wrappable(function: Callable[..., Any]) -> None:
     if _is_task(function):
-        raise _wrong_order(function)
+        raise _wrong_order()
     if not callable(function):
-        raise TypeError(f"@single_instance stands over a function, not {function!r}.")
+        raise TypeError(f"@single_instance decorates a function, not {function!r}.")
     if inspect.iscoroutinefunction(function):
         raise TypeError(
             f"@single_instance can't wrap the coroutine function {function.__qualname__}(): Celery "
-            "runs none. Take the lock inside, by `async with lock(...)`."
+            "runs none. Acquire the lock inside, by `async with lock(...)`."
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
             f"@single_instance can't wrap the generator {function.__qualname__}(): its body would "
-            "run after the lock was given back."
+            "run after the lock was released."
         )
 
 
 def _is_task(given: object) -> bool:
-    # By type(): isinstance() would make Celery create the task that a proxy stands for.
+    # By type(): isinstance() would make Celery create the task of a proxy.
     return issubclass(type(given), Proxy | Task)
 
 
-def _wrong_order(task: object) -> TypeError:
+def _wrong_order() -> TypeError:
     return TypeError(
-        "@single_instance was put above the task; it has to stand below, next to the function:\n"
+        "@single_instance stands above the task decorator; it must stand below, next to the "
+        "function:\n"
         "    @shared_task\n"
         "    @single_instance(...)\n"
         "    def my_task(...):"

@@ -1,0 +1,400 @@
+"""
+While one run is active, any number of triggers become one further run, with the latest arguments.
+
+A trigger that finds the lock held counts itself in the table of pending runs, and tries once more.
+A run that releases the lock looks for triggers that were counted meanwhile, and publishes a message
+that serves them. `storage.pending_runs` says why no trigger is lost.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from celery.app.task import Context
+from kombu.exceptions import ContentDisallowed
+from kombu.serialization import dumps, loads, prepare_accept_content
+
+from .. import logs
+from ..conf import AliasConfig
+from ..core.names import MAX_LENGTH
+from ..core.transactions import open_connections, when_all_ended
+from ..exceptions import BackendUnavailable, FencedLockError
+from ..storage.pending_runs import Claimed, EarlierRun, Pending, PendingRuns, Place, StoredMessage
+from .duplicates import NUMBER, REPRS, SERVE, Call, Delivery, number, route
+from .names import single_of
+from .policy import Policy, Skip
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .names import AnyTask
+
+logger = logging.getLogger(__name__)
+
+#: A pending run is given up after this many runs that began and didn't end.
+MOST_TRIES = 10
+#: Seconds for which workers leave a new pending run to the holder that will release the lock.
+GRACE = 2.0
+#: The shortest time, in seconds, that a message has to come through its queue.
+IN_QUEUE = 5.0
+#: Pending runs that a worker serves in one look.
+MOST_SERVED = 100
+#: The pause after each message for a pending run doubles, up to this: the queue may be long.
+LONGEST_PAUSE = 3600.0
+#: A pending run is given up after this many messages of which no run began.
+MOST_RESCUES = 24
+
+Arguments = tuple[list[Any], dict[str, Any]]
+
+#: By name and by content type.
+PICKLES = frozenset({"pickle", "application/x-python-serialize"})
+_OURS = "fencedlock_"
+#: Headers that a message has from Celery itself.
+_CELERYS = frozenset({*vars(Context), *REPRS, "lang", "task", "compression"})
+#: The options of a trigger's message that are stored.
+_OPTIONS = frozenset(
+    {
+        *("exchange", "headers", "priority", "queue", "retries", "routing_key", "shadow"),
+        *("soft_time_limit", "time_limit", *REPRS),
+    }
+)
+#: Marks a body that isn't plain ASCII. A table's character set may lack most other characters.
+_BASE64 = "base64,"
+
+
+class Coalescing:
+    """What a run under ``on_conflict="coalesce"`` does before, with and after its lock."""
+
+    def __init__(self, call: Call, delivery: Delivery | None) -> None:
+        self._call = call
+        self._delivery = delivery
+        self._pending = PendingRuns(call.service.config)
+        self._place = Place(call.name, call.title)
+        self._claimed: Claimed | None = None
+        #: The run's own trigger is counted already, so it only does what is pending.
+        self._is_counted = number(call.request, SERVE) > 0
+        self._is_last_try = self._is_counted
+        self._retried = _retried(call.request)
+
+    def before(self) -> Skip | None:
+        """Return why the run doesn't need the lock at all; None if it does."""
+        if self._is_counted:
+            numbers = self._pending.numbers(self._place)
+            return None if numbers is not None and numbers.is_open else Skip.SERVED
+        if self._retried is None:
+            return None
+        numbers = self._pending.numbers(self._place)
+        if numbers is None or numbers.wanted <= self._retried.number:
+            return None
+        # Triggers came after the run that this one retries, so their arguments are the latest.
+        self._is_counted = self._is_last_try = True
+        return None if numbers.is_open else Skip.SERVED
+
+    def refused(self) -> Skip | None:
+        """Leave the work to the next run; None to try the lock once more."""
+        if self._is_last_try:
+            return Skip.COALESCED
+        # First count, then try: the holder may have looked before this trigger was counted.
+        if skip := self._count():
+            return skip
+        self._is_last_try = True
+        return None
+
+    def begin(self) -> tuple[Skip | None, Arguments | None]:
+        """
+        Claim all that is pending, with the latest arguments. Call it with the lock.
+
+        Returns:
+            Why there is nothing to run; and the arguments, unless they are the run's own.
+        """
+        skip, claimed = self._claim()
+        if claimed is None:
+            return skip, None
+        if claimed.tries > MOST_TRIES:
+            if self._pending.give_up_claimed(self._place, claimed.number):
+                report_given_up(self._place, claimed.tries - 1)
+            return Skip.GIVEN_UP, None
+        self._claimed = claimed
+        self._remember(claimed)
+        if claimed.message is None:
+            return None, None
+        latest = unpack(self._call.task, claimed.message)
+        # A run's own arguments stay as they are: code above the function may have converted them.
+        return None, None if latest == arguments(self._call) else latest
+
+    def ended(self, outcome: str) -> None:
+        """Record that the run has done what it claimed. Call it before the lock is released."""
+        if self._claimed is None or not outcome:
+            return
+        call = self._call
+        try:
+            number = self._claimed.number
+            self._pending.end(self._place, call.owner.id, number, in_queue(call.ttl))
+        except BackendUnavailable as exc:
+            logger.warning(
+                "The end of a run wasn't recorded, so another will follow: %s",
+                exc,
+                extra=call.facts(reason=str(exc)),
+            )
+
+    def released(self) -> None:
+        """
+        Publish messages for the triggers that were counted meanwhile. Call it without the lock.
+
+        A trigger that is counted from now on finds the lock free.
+        """
+        lease = self._call.lease
+        if lease is not None and lease.put_off:
+            when_all_ended(open_connections(), self._serve)
+        else:
+            self._serve()
+
+    def _count(self) -> Skip | None:
+        """Count the run's own trigger; that of a retry only if no newer one was counted."""
+        message = pack(self._call)
+        delivery = None if self._delivery is None else self._delivery.message
+        begun = self._pending.count(self._place, message, GRACE, delivery, self._retried)
+        if self._delivery is not None and begun is not None and begun.outcome:
+            if skip := self._delivery.judge(begun):
+                return skip
+            self._count_failed(message)
+        self._is_counted = True
+        return None
+
+    def _count_failed(self, message: StoredMessage) -> None:
+        """Count again the trigger of a run that failed without storing its result."""
+        assert self._delivery is not None
+        failed = EarlierRun(owner=self._delivery.newest_owner())
+        self._pending.count(self._place, message, GRACE, unless_newer=failed)
+
+    def _claim(self) -> tuple[Skip, Claimed | None]:
+        owner = self._call.owner.id
+        if self._retried and not self._is_counted and (skip := self._count()):
+            return skip, None
+        if self._is_counted:
+            return Skip.SERVED, self._pending.claim(self._place, owner, GRACE)
+        message = pack(self._call)
+        delivery = None if self._delivery is None else self._delivery.message
+        begun, claimed = self._pending.begin(self._place, owner, message, GRACE, delivery)
+        if self._delivery is None or begun is None:
+            return Skip.SERVED, claimed
+        found = self._delivery.judge(begun)
+        if begun.outcome and found is None:
+            self._count_failed(message)
+            claimed = self._pending.claim(self._place, owner, GRACE)
+        return found or Skip.SERVED, claimed
+
+    def _remember(self, claimed: Claimed) -> None:
+        """Store in the request which triggers the run covers, for a retry of it."""
+        request = self._call.request
+        if request is not None and not self._call.is_called_directly:
+            headers = {**(request.headers or {}), NUMBER: claimed.number}
+            headers.pop(SERVE, None)
+            request.headers = headers
+
+    def _serve(self) -> None:
+        try:
+            for pending in self._pending.waiting(self._call.name):
+                serve(self._call.task.app, pending)
+        except Exception as exc:
+            # This task has ended, whatever happens to the next one.
+            logger.warning(
+                "Triggers under lock %r have to wait: %s",
+                self._call.name,
+                exc,
+                extra=self._call.facts(reason=str(exc)),
+            )
+
+
+def _retried(request: Any) -> EarlierRun | None:
+    """Return the run that a request retries, if that claimed triggers."""
+    claimed = number(request, NUMBER) if request is not None and request.retries else 0
+    # A sender may write any number; the column has a limit.
+    return EarlierRun(number=min(claimed, 2**63 - 1)) if claimed > 0 else None
+
+
+# Messages for pending runs
+
+
+def serve(app: Celery, pending: Pending, **options: Any) -> bool:
+    """Publish a message for a pending run, if its task is one of this app."""
+    task: Any = app.tasks.get(pending.place.task_name)
+    if task is None or not coalesces(task):
+        return False
+    send(task, pending, **options)
+    return True
+
+
+def coalesces(task: Any) -> bool:
+    single = single_of(task)
+    return single is not None and single.policy.on_conflict == "coalesce"
+
+
+def in_queue(ttl: float) -> float:
+    """Return for how many seconds a message may be on its way before another is sent."""
+    return max(ttl, IN_QUEUE)
+
+
+def serve_overdue(app: Celery, config: AliasConfig, policies: dict[str, Policy]) -> int:
+    """
+    Publish messages for pending runs whose holder died; return how many.
+
+    Args:
+        policies: Of the tasks whose pending runs are in this database, by name.
+    """
+    runs = PendingRuns(config)
+    # Only of the queues of this worker: another one's tasks may even have another broker.
+    found = runs.overdue(list(policies), list(app.amqp.queues.consume_from), MOST_SERVED)
+    if not found:
+        return 0
+    served = 0
+    # A connection of its own, which is closed: a child that is forked later would inherit it.
+    with app.connection_for_write() as connection:
+        for pending in found:
+            try:
+                ttl = policies[pending.place.task_name].ttl or config.ttl
+                if _reserve(runs, pending, ttl):
+                    # No caller has the id of this message; a result would only be waited for.
+                    served += serve(
+                        app, pending, connection=connection, retry=False, ignore_result=True
+                    )
+            except FencedLockError:
+                raise
+            except Exception as exc:
+                # The rest would fail as well, each after a while.
+                logger.warning("Left-over triggers wait for the broker: %s", exc)
+                break
+    return served
+
+
+def _reserve(runs: PendingRuns, pending: Pending, ttl: float) -> bool:
+    """Keep other workers from serving a pending run for a while; give it up after many tries."""
+    if pending.tries >= MOST_TRIES or pending.rescues >= MOST_RESCUES:
+        if runs.give_up(pending):
+            report_given_up(pending.place, pending.tries, pending.rescues)
+        return False
+    # Reserved first: if this process dies now, another worker looks again after the pause.
+    pause = min(LONGEST_PAUSE, in_queue(ttl) * 2.0**pending.rescues)
+    return runs.reserve(pending, pause)
+
+
+def report_given_up(place: Place, tries: int, rescues: int = 0) -> None:
+    """Log once that workers no longer look after a pending run."""
+    extra = logs.facts(name=place.name, task=place.task_name)
+    if tries >= MOST_TRIES:
+        logger.error(
+            "Gave up task %s under lock %r: %d runs began and none ended, so its worker seems to "
+            "be killed each time. Look for what kills it (memory, time limits), and call the task "
+            "again.",
+            place.task_name,
+            place.name,
+            tries,
+            extra=extra,
+        )
+    else:
+        logger.error(
+            "Gave up task %s under lock %r: %d messages were sent and no run began. See whether "
+            "workers take from its queue, and whether its lock has another name now; then call it "
+            "again.",
+            place.task_name,
+            place.name,
+            rescues,
+            extra=extra,
+        )
+
+
+def send(task: AnyTask, pending: Pending, **more: Any) -> None:
+    """Publish the message of a pending run: the task alone, without chain, chord and group."""
+    args, kwargs = unpack(task, pending.message)
+    # Only what pack() stores, whoever wrote the row: a header may name another task.
+    given = json.loads(pending.message.options)
+    options = {name: value for name, value in given.items() if name in _OPTIONS}
+    headers = {**_headers(options.pop("headers", {})), SERVE: pending.number}
+    task.apply_async(tuple(args), kwargs, headers=headers, **options, **more)
+
+
+def pack(call: Call) -> StoredMessage:
+    """Return a call's arguments, and where its message came from, for the database."""
+    serializer = serializer_of(call.task)
+    if serializer in PICKLES:
+        raise TypeError(
+            f'on_conflict="coalesce" stores the arguments of {call.title} in the database, and '
+            "never as a pickle: anyone who can write there could run any code. Give the task "
+            'another serializer, such as "json".'
+        )
+    try:
+        content_type, encoding, body = dumps(arguments(call), serializer=serializer)
+    except Exception as exc:
+        raise TypeError(
+            f'on_conflict="coalesce" stores the arguments of {call.title} in the database, and '
+            f"{serializer!r} can't serialise them: {exc}. Pass plain values, such as primary keys."
+        ) from exc
+    if not (isinstance(body, str) and body.isascii()):
+        raw = body.encode() if isinstance(body, str) else bytes(body)
+        encoding, body = _BASE64 + encoding, base64.b64encode(raw).decode()
+    options = _options(call.request)
+    queue = options.get("queue", "")
+    queue = queue if len(queue) <= MAX_LENGTH else ""
+    return StoredMessage(content_type, encoding, body, json.dumps(options), queue)
+
+
+def unpack(task: AnyTask, message: StoredMessage) -> Arguments:
+    """Return the stored arguments."""
+    if message.content_type in PICKLES:
+        raise ContentDisallowed(f"A pickle is stored for {task.name}; pickles are never loaded.")
+    encoding, body = message.content_encoding, message.body
+    raw: Any = body
+    if encoding.startswith(_BASE64):
+        encoding, raw = encoding.removeprefix(_BASE64), base64.b64decode(body)
+    accept = prepare_accept_content(task.app.conf.accept_content)
+    args, kwargs = loads(raw, message.content_type, encoding, accept=accept)
+    return list(args), dict(kwargs)
+
+
+def serializer_of(task: Any) -> str:
+    """Return the serializer of a task's messages."""
+    return str(task.serializer or task.app.conf.task_serializer)
+
+
+def arguments(call: Call) -> Arguments:
+    """Return the arguments of a call, as they are in a message."""
+    if call.is_called_directly:
+        return list(call.args[call.bound :]), dict(call.kwargs)
+    return list(call.request.args or ()), dict(call.request.kwargs or {})
+
+
+def _options(request: Any) -> dict[str, Any]:
+    """Return the options of a trigger's message that the next one has as well."""
+    if request is None or request.called_directly:
+        return {}
+    hard, soft = request.timelimit or (None, None)
+    options = {
+        **route(request.delivery_info or {}),
+        "headers": _headers(request.headers or {}),
+        "time_limit": hard,
+        "soft_time_limit": soft,
+        "shadow": request.shadow,
+        # Otherwise a task that always fails would be retried without end.
+        "retries": request.retries,
+        **{each: getattr(request, each, None) for each in REPRS},
+    }
+    return {name: value for name, value in options.items() if value}
+
+
+def _headers(headers: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in headers.items()
+        if not name.startswith((_OURS, "x-")) and name not in _CELERYS and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,441 @@
+"""
+Messages of tasks, and the ones that are delivered more than once.
+
+A broker delivers a message again if it wasn't acknowledged in time, or if the worker died. The
+database has a record of each message: whether a delivery of it began, and how it ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from celery import Signature, _state, current_app
+from celery.exceptions import Ignore, Reject
+from celery.signals import before_task_publish
+from celery.states import READY_STATES
+
+from .. import logs
+from ..core.identity import Holder, new_owner, shorten_task_id
+from ..core.manager import Service, service
+from ..exceptions import BackendUnavailable
+from ..lease import Lease
+from ..storage.message_records import Begun, Message, MessageRecords
+from .names import Single, single_of
+from .policy import Skip
+
+if TYPE_CHECKING:
+    from .names import AnyTask
+
+logger = logging.getLogger(__name__)
+
+# Headers of ours.
+#: Identifies a message: all its deliveries share it. Retries share a task's id, and users may
+#: choose it.
+DELIVERY = "fencedlock_delivery"
+CONFLICTS = "fencedlock_conflicts"
+#: The owner id of the run that published the message as its own continuation: a retry, a
+#: replacement, a step of a workflow. Until that run has ended, its lock is no conflict.
+FOLLOWS = "fencedlock_follows"
+#: How often the message was postponed because that run still held the lock.
+POSTPONED = "fencedlock_postponed"
+#: On a message that a pending run needs, and on a retry of such a run; each with its number.
+SERVE, NUMBER = "fencedlock_serve", "fencedlock_number"
+
+#: The attribute of Celery's request that has the owner id of its run.
+RUN = "fencedlock_run"
+#: What Celery shows of a message's arguments, in logs and events.
+REPRS = ("argsrepr", "kwargsrepr")
+
+#: Seconds for which a record is kept at least.
+KEPT = 86400.0
+#: The default of kombu's transports; a broker without this limit has no longer one.
+VISIBILITY_TIMEOUT = 3600.0
+#: The shortest pause, in seconds, before a deferred message comes again.
+SHORTEST = 5.0
+#: Seconds for another delivery, which has the lock already, to record that.
+UNDECIDED = 1.0
+#: Seconds until a postponed message comes again: at first, and at most. They double each time.
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+
+
+class Call:
+    """One call of a task: its arguments, its lock's name, and the message that caused it."""
+
+    def __init__(
+        self, single: Single, task: Any, request: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.single = single
+        self.policy = single.policy
+        self.task = task
+        #: Celery's request. Other threads can't look it up.
+        self.request = request
+        self.title = single.title(task)
+        self.args = args
+        self.kwargs = kwargs
+        self.name = single.name(task, args[self.bound :], kwargs)
+        self.service: Service = service(self.policy.backend)
+        # Before the lock is asked for: a time limit may come between the grant and its return.
+        self.owner = new_owner(self.task_and_id)
+        self.lease: Lease | None = None
+
+    @property
+    def bound(self) -> int:
+        """The number of arguments that are the task itself."""
+        return int(bool(self.args) and self.args[0] is self.task)
+
+    @property
+    def task_and_id(self) -> tuple[str, str]:
+        return self.title, (self.request.id if self.request is not None else None) or ""
+
+    @property
+    def is_called_directly(self) -> bool:
+        """Whether neither a message nor ``apply()`` caused the call."""
+        return self.request is None or bool(self.request.called_directly)
+
+    @property
+    def ttl(self) -> float:
+        return self.policy.ttl or self.service.config.ttl
+
+    def facts(self, reason: str | None = None) -> dict[str, Any]:
+        """Return the ``extra`` of a log record about this call."""
+        return logs.facts(
+            name=self.name,
+            alias=self.policy.backend,
+            token=self.lease.token if self.lease and self.lease.fenced else None,
+            owner=self.owner.id,
+            task=self.title,
+            reason=reason,
+        )
+
+
+class HolderGone(Exception):
+    """The holder of the lock has just gone: try again."""
+
+
+class Delivery:
+    """A delivery of a message that may be delivered again, and the record of the message."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._records = MessageRecords(call.service.config)
+        self._began = False
+        self.message = Message(
+            nonce=nonce(call.request, call.title),
+            name=call.name,
+            owner=call.owner.id,
+            task_id=call.request.id or "",
+            kept=kept(call.task.app),
+        )
+
+    def before_waiting(self, seen: Sequence[Holder]) -> None:
+        """
+        Don't wait in the queue for another delivery of the same message.
+
+        This one would get the lock before a worker has stored the other one's result.
+        """
+        found = self._newest()
+        if found is None or found[1].outcome:
+            return
+        holder = seen[0] if seen else self._call.service.holder(self._call.name)
+        if holder is not None and holder.owner == found[0]:
+            self._come_later("runs")
+
+    def conflict(self, holder: Holder) -> Skip | None:
+        """
+        Look whether another delivery of the same message has the lock; None if not.
+
+        If it has, publish a copy that comes later, and raise `Ignore`: the first delivery does
+        the work, and if it dies, the copy does.
+
+        Raises:
+            HolderGone: It isn't known whether it was, and the holder has gone meanwhile.
+        """
+        deadline = time.monotonic() + UNDECIDED
+        while True:
+            found = self._newest()
+            if found is not None:
+                owner, begun = found
+                if begun.outcome:
+                    return self.judge(begun)
+                if owner == holder.owner or self._may_be_the_same(holder):
+                    self._come_later("runs")
+                return None
+            if not self._may_be_the_same(holder) or time.monotonic() >= deadline:
+                return None
+            # It has the lock but no record yet; or it is the run that this one retries.
+            time.sleep(random.uniform(0.02, 0.1))
+            now = self._call.service.holder(self._call.name)
+            if now is None or now.owner != holder.owner:
+                raise HolderGone
+
+    def begin(self) -> Skip | None:
+        """Record that the run begins. Call it with the lock."""
+        try:
+            begun = self._records.begin(self.message)
+        except BackendUnavailable as exc:
+            self._go_on_without_record(exc)
+            return None
+        return self.judge(begun)
+
+    def judge(self, begun: Begun) -> Skip | None:
+        """Return why a message with the record `begun` isn't run; None if it is."""
+        self._began = not begun.outcome
+        if self._began:
+            return None
+        logger.info(
+            "Lock %r: a message of %s was delivered again after its end (%s)",
+            self._call.name,
+            self._call.title,
+            begun.outcome,
+            extra=self._call.facts(),
+        )
+        if self._is_result_stored(begun.outcome):
+            raise Ignore(f"an earlier delivery of the message ended: {begun.outcome}")
+        if not begun.is_past:
+            # A worker stores the result after the lock was released: it may be about to.
+            self._come_later("has just ended")
+        # Its worker died before it stored the result. A failure may be tried again.
+        return None if begun.outcome == "failure" else Skip.FINISHED
+
+    def ended(self, outcome: str) -> None:
+        """Record the outcome. Call it before the lock is released."""
+        if not outcome or not self._began:
+            return
+        try:
+            self._records.finish(self.message, outcome)
+        except BackendUnavailable as exc:
+            # The work is done. At worst, a further delivery repeats it.
+            logger.warning(
+                "The end of a message wasn't recorded: %s", exc, extra=self._call.facts(str(exc))
+            )
+
+    def newest_owner(self) -> str:
+        """Return the owner id of the run of the message's newest delivery."""
+        found = self._newest()
+        return "" if found is None else found[0]
+
+    def _newest(self) -> tuple[str, Begun] | None:
+        try:
+            return self._records.newest(self.message.nonce, self.message.name)
+        except BackendUnavailable as exc:
+            self._go_on_without_record(exc)
+            return None
+
+    def _go_on_without_record(self, error: BackendUnavailable) -> None:
+        call = self._call
+        if call.policy.on_backend_error != "run":
+            raise error
+        why = str(error)
+        text = "%s runs without a record of its message: %s"
+        logger.error(text, call.title, why, extra=call.facts(why))
+
+    def _may_be_the_same(self, holder: Holder) -> bool:
+        return f"[{shorten_task_id(str(self._call.request.id))}]" in holder.description
+
+    def _come_later(self, why: str) -> NoReturn:
+        countdown = random.uniform(SHORTEST, max(2 * SHORTEST, self._call.ttl / 3))
+        postpone(self._call, countdown, {}, f"an earlier delivery of the message {why}")
+
+    def _is_result_stored(self, outcome: str) -> bool:
+        """Return whether the earlier delivery did all that a worker does after the body."""
+        task, request = self._call.task, self._call.request
+        if outcome in ("retry", "ignored"):
+            return True
+        ignored = request.ignore_result or task.ignore_result
+        if ignored or not getattr(task.backend, "persistent", False):
+            # Unknown. Nearly always it did; a second result would send the next task of a chain
+            # twice.
+            return True
+        try:
+            return task.AsyncResult(request.id).state in READY_STATES
+        except Exception as exc:
+            logger.warning("Asking the result backend for %s failed: %s", request.id, exc)
+            return True
+
+
+def delivery_of(call: Call) -> Delivery | None:
+    """Return the delivery that a call is; None if its message can't come again."""
+    request = call.request
+    if call.policy.redelivery != "defer" or call.is_called_directly or request.is_eager:
+        return None
+    if number(request, SERVE):
+        # The pending run itself shows whether there is something to do.
+        return None
+    # A message that is acknowledged before its body begins doesn't come again. One with an ETA
+    # may, while it waits in a worker; then two of them are due at the same moment.
+    info = request.delivery_info or {}
+    may_come_again = call.task.acks_late or info.get("redelivered") or request.eta
+    return Delivery(call) if may_come_again else None
+
+
+def nonce(request: Any, task_name: str) -> str:
+    """Return what all deliveries of a message share, and no other message has."""
+    found = (request.headers or {}).get(DELIVERY)
+    if isinstance(found, str) and 0 < len(found) <= 36 and found.isascii() and found.isprintable():
+        return found
+    # Published by a process without this package.
+    text = f"{found or ''}\0{task_name}\0{request.id}\0{request.retries}"
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
+
+
+def kept(app: Any) -> float:
+    """Return for how many seconds a record is kept: twice the visibility timeout, or longer."""
+    given = (app.conf.broker_transport_options or {}).get("visibility_timeout")
+    timeout = given if isinstance(given, int | float) else VISIBILITY_TIMEOUT
+    return max(KEPT, 2.0 * timeout)
+
+
+def postpone_until_publisher_ends(call: Call, seen: Sequence[Holder]) -> None:
+    """
+    Postpone the message if the run that published it still holds the lock.
+
+    A body publishes its retry, its replacement and the steps of a workflow while it holds its
+    lock, and an idle worker may get them at once. ``on_conflict`` would skip that work.
+
+    Raises:
+        Ignore: A copy of the message was published, which comes a moment later.
+    """
+    if call.is_called_directly or call.request.is_eager:
+        return
+    publisher = (call.request.headers or {}).get(FOLLOWS)
+    if not publisher:
+        return
+    holder = seen[0] if seen else _holder(call)
+    # Without a known holder, it may have been the publisher. A publisher that has released the
+    # lock never holds it again, so another holder is an ordinary conflict.
+    if holder is not None and holder.owner not in ("", publisher):
+        return
+    times = max(0, number(call.request, POSTPONED))
+    pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(times, 16))
+    why = f"the run that published the message still holds lock {call.name!r}"
+    postpone(call, pause * random.uniform(0.5, 1.0), {POSTPONED: times + 1}, why)
+
+
+def _holder(call: Call) -> Holder | None:
+    try:
+        return call.service.holder(call.name)
+    except BackendUnavailable:
+        return None
+
+
+# Publishing a message again
+
+
+class _Copied(str):
+    """The value of DELIVERY of a copy: every other message gets a new one when published."""
+
+    __slots__ = ()
+
+
+class Again(Signature[Any]):
+    """The next message of a task that didn't get its lock."""
+
+    def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        # In eager mode Celery counts every Retry against max_retries; a conflict is none.
+        options["retries"] = self.options.get("retries", 0)
+        return super().apply(args, kwargs, **options)
+
+
+def again(call: Call, countdown: float, headers: dict[str, Any]) -> Again:
+    """Make the task's next message: in the same chain, chord and group, with as many retries."""
+    task, request = call.task, call.request
+    # Celery 5.5 drops this option.
+    more: dict[str, Any] = {"ignore_result": True} if request.ignore_result else {}
+    # Celery doesn't copy these, which may hide an argument.
+    more |= {each: text for each in REPRS if (text := getattr(request, each, None))}
+    # Celery copies the queue only if the message came through the default exchange.
+    more |= {each: value for each, value in route(request.delivery_info or {}).items() if value}
+    made: Any = task.signature_from_request(
+        request,
+        countdown=countdown,
+        retries=request.retries,
+        headers={**(request.headers or {}), **headers},
+        **more,
+    )
+    return Again(made, app=task.app)
+
+
+def publish_copy(call: Call, copy: Signature[Any]) -> None:
+    """Publish a copy of a call's message, with the same identity."""
+    copy.options["headers"][DELIVERY] = _Copied(nonce(call.request, call.title))
+    copy.apply_async()
+
+
+def postpone(call: Call, countdown: float, headers: dict[str, Any], why: str) -> NoReturn:
+    """Publish a copy of a call's message, which comes later, and end this delivery."""
+    try:
+        publish_copy(call, again(call, countdown, headers))
+    except Exception as exc:
+        if call.task.acks_late:
+            raise Reject(exc, requeue=True) from exc
+        # The broker has no copy any more: only a failure of the task shows it.
+        raise
+    raise Ignore(f"{why}; comes again in {countdown:.1f} s")
+
+
+def route(info: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that send a message where one with this delivery_info came from."""
+    options: dict[str, Any] = {"priority": info.get("priority")}
+    exchange, key = info.get("exchange"), info.get("routing_key")
+    if exchange:
+        return {**options, "exchange": exchange, "routing_key": key}
+    # The default exchange sends it to the queue that the key names.
+    return {**options, "queue": key}
+
+
+def number(request: Any, header: str) -> int:
+    """Return the number in a header of ours; zero if the message has none."""
+    found = (request.headers or {}).get(header, 0)
+    return found if isinstance(found, int) else 0
+
+
+def _identify(sender: str = "", headers: Any = None, body: Any = None, **kwargs: Any) -> None:
+    """Give each message of our tasks an identity, as it is published."""
+    task = _single_task(sender) if headers is not None else None
+    single = None if task is None else single_of(task)
+    if task is None or single is None:
+        return
+    given = headers.get(DELIVERY)
+    if isinstance(given, _Copied):
+        headers[DELIVERY] = str(given)
+    else:
+        # A retry has the headers of the message before.
+        headers[DELIVERY] = uuid.uuid4().hex
+        for each in (FOLLOWS, POSTPONED):
+            headers.pop(each, None)
+        if publisher := _followed_run(sender, headers, body):
+            headers[FOLLOWS] = publisher
+    single.redact_message(task, headers, body)
+
+
+def _followed_run(name: str, headers: Any, body: Any) -> str:
+    """Return the owner id of the run that a message continues; empty if there is none."""
+    task: Any = _state.get_current_worker_task()
+    owner = "" if task is None else getattr(task.request, RUN, "")
+    if not owner:
+        return ""
+    facts = {**headers, **(body if isinstance(body, dict) else body[2])}
+    # A retry and a replacement have the task's own id.
+    is_step = any(facts.get(each) for each in ("chain", "chord", "group", "taskset"))
+    return owner if name != task.name or facts.get("id") == task.request.id or is_step else ""
+
+
+def _single_task(name: str) -> AnyTask | None:
+    """Return the task of that name, of any app: the signal doesn't say which app publishes."""
+    found: Any = current_app.tasks.get(name) or next(_tasks_of_other_apps(name), None)
+    return found  # type: ignore[no-any-return]
+
+
+def _tasks_of_other_apps(name: str) -> Iterator[Any]:
+    state: Any = _state
+    # `app.tasks` would make each app create all its tasks.
+    return (app._tasks[name] for app in state._get_active_apps() if name in app._tasks)
+
+
+before_task_publish.connect(_identify, dispatch_uid="django_fencedlock.celery.duplicates")

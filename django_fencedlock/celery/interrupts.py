@@ -1,0 +1,458 @@
+"""
+Interrupt a body whose lock is lost, and clean up after a body that was interrupted.
+
+`on_lost="abort"` raises an exception in a running body, from another thread. That thread can't see
+where the body is. So each run has an `Interruptible`, which says whether its body is running, and
+the exception is meant for that run alone: when it arrives, the thread may be in another run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+from billiard import pool
+from celery.exceptions import SoftTimeLimitExceeded
+from django.db import Error, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from .. import conf
+from ..backends.base import Cancel
+from ..core import runtime
+from ..core.manager import give_back_left_over
+from ..core.runtime import clock
+from ..core.transactions import is_of_test
+from ..exceptions import SettingsError
+from ..lease import Lease
+
+T = TypeVar("T")
+
+#: Seconds for code that noticed the loss in the body itself to finish.
+SOON = 0.01
+#: Values of libpq's transaction status.
+IDLE, ACTIVE, IN_TRANSACTION = 0, 1, (2, 3)
+#: Seconds for the server to cancel a statement, and for a test's statement to end by itself.
+CANCEL_TIMEOUT = 2.0
+#: The signal of a soft time limit; other pools than prefork, and Windows, have none.
+_SOFT_LIMIT: Any = getattr(pool, "SIG_SOFT_TIMEOUT", None)
+
+
+class Abort(BaseException):
+    """
+    Raised in a body whose lock was lost. It never leaves the run, which raises `LeaseLost`.
+
+    It is no ``Exception``, since bodies swallow those.
+    """
+
+
+def run_interruptible(lease: Lease, body: Callable[[], T]) -> T:
+    """
+    Run `body`, and interrupt it when `lease` is lost: then `LeaseLost` is raised.
+
+    This is best effort. A call of C, a bare ``except:`` or a callback of a driver may delay or
+    swallow the interrupt. Fenced writes under the lost lock are rejected in any case.
+    """
+    target = new_interruptible()
+    began, blocks = clock(), open_blocks()
+    try:
+        target.open()
+        lease.interrupt_by(target.lost)
+        # The next block outwards catches an interrupt between two of these lines. The first block
+        # disarms; so does the last, since a time limit may have kept the first from it.
+        try:
+            try:
+                target.arm()
+                return _run(body, began, blocks)
+            finally:
+                target.disarm()
+        except Abort as abort:
+            if target.is_lost:
+                lease.explain()
+                raise lease.loss() from abort
+            # It was meant for a run whose body called this one.
+            raise
+        except Error as exc:
+            if target.interrupted and _came_of(exc, (Abort,)):
+                lease.explain()
+                raise lease.loss() from exc
+            raise
+    finally:
+        target.close()
+        lease.interrupt_no_more_by(target.lost)
+        if target.interrupted:
+            clean_up(began, blocks)
+        target.pass_on()
+
+
+def run_body(body: Callable[[], T]) -> T:
+    """Run a body that only a time limit or the worker's end may interrupt."""
+    return _run(body, clock(), open_blocks())
+
+
+def _run(body: Callable[[], T], began: float, blocks: Mapping[str, int]) -> T:
+    try:
+        return body()
+    except BaseException as exc:
+        if not isinstance(exc, Exception) or _came_of(exc, (Abort, SoftTimeLimitExceeded)):
+            clean_up(began, blocks)
+        raise
+
+
+def clean_up(began: float, blocks: Mapping[str, int]) -> None:
+    """
+    Close connections that an interrupt broke, and release locks that it left.
+
+    Args:
+        began: The local clock before the body.
+        blocks: What `open_blocks()` returned before the body.
+    """
+    close_broken(blocks)
+    give_back_left_over(began)
+
+
+def _came_of(exc: BaseException | None, kinds: tuple[type[BaseException], ...]) -> bool:
+    """Return whether this is it, or replaced it: a broken connection can't even roll back."""
+    while exc is not None and not isinstance(exc, kinds):
+        exc = exc.__context__
+    return exc is not None
+
+
+class Interruptible:
+    """
+    One run that may be interrupted, once, while it is armed.
+
+    It is made in the thread of the run; any thread calls `lost()`.
+    """
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.is_lost = False
+        self.interrupted = False
+        self.thread = _thread_id()
+        #: The run whose body called this one.
+        self._outer = _innermost.get(self.thread)
+
+    def open(self) -> None:
+        """Be the innermost run of this thread."""
+        _innermost[self.thread] = self
+
+    def close(self) -> None:
+        self.disarm()
+        if self._outer is None:
+            _innermost.pop(self.thread, None)
+        else:
+            _innermost[self.thread] = self._outer
+
+    def arm(self) -> None:
+        """Allow the interrupt from now on."""
+        self.armed = True
+        if self.is_lost:
+            raise Abort
+
+    def disarm(self) -> None:
+        self.armed = False
+
+    def lost(self, lease: Lease) -> None:
+        """Note the loss and interrupt the body, without waiting. From any thread."""
+        self.is_lost = True
+        # Not armed, it looks for a loss itself when it is.
+        if self.armed and self.thread == _thread_id():
+            # The body itself noticed the loss, and is still reporting it.
+            runtime.start(self._interrupt_soon)
+        elif self.armed:
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """Raise `Abort` in the body, if it is still armed. From another thread than the body's."""
+        raise NotImplementedError
+
+    def is_due(self) -> bool:
+        return self.armed and self.is_lost and not self.interrupted
+
+    def innermost_due(self) -> Interruptible | None:
+        """Return the innermost of this run and its callers that is to be interrupted."""
+        target: Interruptible | None = self
+        while target is not None and not target.is_due():
+            target = target._outer
+        return target
+
+    def pass_on(self) -> None:
+        """Raise `Abort` again if a run that called this one lost its lock."""
+        outer = self._outer
+        while outer is not None:
+            if outer.armed and outer.is_lost:
+                outer.interrupted = True
+                raise Abort
+            outer = outer._outer
+
+    def _interrupt_soon(self) -> None:
+        runtime.original("time", "sleep")(SOON)
+        self.interrupt()
+
+
+_innermost: dict[int, Interruptible] = {}
+_thread_id = threading.get_ident
+
+
+def new_interruptible() -> Interruptible:
+    """Return what interrupts a run of this thread."""
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "pthread_kill"):
+        return BySignal()
+    return ByException()
+
+
+class BySignal(Interruptible):
+    """
+    Interrupts the main thread, of prefork and solo pools among others.
+
+    A signal ends most system calls; nothing else does. Its handler runs in the body's thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = _install_handler()
+
+    def interrupt(self) -> None:
+        # Without its handler the signal would end the process.
+        if signal.getsignal(self._number) is on_signal:
+            signal.pthread_kill(self.thread, self._number)
+
+
+def _install_handler() -> int:
+    number = conf.abort_signal()
+    found = signal.getsignal(number)
+    if found is signal.SIG_DFL:
+        signal.signal(number, on_signal)
+    elif found is not on_signal:
+        raise SettingsError(
+            f'on_lost="abort" interrupts a body by signal {number}, which already has the handler '
+            f"{found!r} in this process. Set FENCEDLOCK_ABORT_SIGNAL to an unused signal."
+        )
+    return number
+
+
+def on_signal(number: int, frame: FrameType | None) -> None:
+    """Handle the abort signal: raise `Abort` if it is meant for a run of this thread."""
+    # It may come late: Python handles two signals at once one after the other.
+    innermost = _innermost.get(_thread_id())
+    target = innermost and innermost.innermost_due()
+    if target is not None:
+        target.interrupted = True
+        cancel_statements()
+        raise Abort
+
+
+class ByException(Interruptible):
+    """
+    Interrupts another thread, by an exception that Python raises between two instructions.
+
+    It stays pending during a system call or a call of C. It must arrive before the code after the
+    body runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Re-entrant: code inside of it may be interrupted.
+        self._mutex = runtime.original("_thread", "RLock")()
+
+    def arm(self) -> None:
+        with self._mutex:
+            self.armed = True
+        super().arm()
+
+    def disarm(self) -> None:
+        with self._mutex:
+            self.armed = False
+        if self.interrupted:
+            # The exception arrives here at the latest: Python looks for it at each iteration. To
+            # take it back (by NULL) makes Python 3.11 hang under a tracer.
+            for _ in range(3):
+                pass
+
+    def interrupt(self) -> None:
+        # Don't wait: this thread renews leases. `arm()` looks for a loss after it has unlocked,
+        # and with `disarm()` the body is over.
+        if not self._mutex.acquire(blocking=False):
+            return
+        try:
+            if self.is_due():
+                self.interrupted = True
+                _raise_in(self.thread, Abort)
+        finally:
+            self._mutex.release()
+
+
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+
+# Connections that an interrupt left in the middle of a statement
+
+
+def open_blocks() -> dict[str, int]:
+    """Return the number of open ``atomic()`` blocks of each database that has one."""
+    return {
+        connection.alias: len(connection.atomic_blocks)
+        for connection in connections.all(initialized_only=True)
+        if connection.in_atomic_block
+    }
+
+
+def close_broken(before: Mapping[str, int]) -> None:
+    """
+    Close the connections of this thread that aren't in the state that a body leaves normally.
+
+    Django doesn't notice: the next task would get a connection that is "already in progress" of
+    another command, or a transaction that is never committed.
+
+    Args:
+        before: What `open_blocks()` returned before the body.
+    """
+    for connection in connections.all(initialized_only=True):
+        if connection.connection is not None:
+            if not before.get(connection.alias) and connection.in_atomic_block:
+                # Interrupted between the entry into a block, or its exit, and the note of it.
+                connection.in_atomic_block = False
+                connection.needs_rollback = False
+                connection.savepoint_ids = []
+                connection.atomic_blocks = []
+                _close(connection)
+            if not _is_quiet(connection):
+                _close(connection)
+
+
+def cancel_statements() -> None:
+    """
+    Cancel the statements that connections of this thread wait for.
+
+    Call it before an interrupt. ``atomic()`` closes a connection that it can't roll back, and the
+    server would continue the statement, with all its locks.
+    """
+    for connection in connections.all(initialized_only=True):
+        raw: Any = connection.connection
+        with contextlib.suppress(Exception):
+            if connection.vendor != "postgresql" or raw.info.transaction_status != ACTIVE:
+                continue
+            # Closing its connection would lose the transaction of a test, with all its rows.
+            if not (is_of_test(connection) and _wait_for_end(raw)):
+                _cancel(raw)
+                if is_of_test(connection):
+                    _wait_for_end(raw)
+
+
+def _wait_for_end(raw: Any) -> bool:
+    """Wait for the end of a statement; return whether it ended in time."""
+    # With psycopg2 the handler runs only after the statement.
+    session = raw.pgconn
+    ready = select.poll()
+    ready.register(session.socket, select.POLLIN)
+    until = time.monotonic() + CANCEL_TIMEOUT
+    while (left := until - time.monotonic()) > 0:
+        if not session.is_busy():
+            if session.get_result() is None:
+                return True
+        elif ready.poll(left * 1000):
+            session.consume_input()
+    return False
+
+
+def _cancel(raw: Any) -> None:
+    # psycopg2 has no cancel_safe().
+    raw.cancel_safe(timeout=CANCEL_TIMEOUT) if hasattr(raw, "cancel_safe") else raw.cancel()
+
+
+def _is_quiet(connection: BaseDatabaseWrapper) -> bool:
+    raw: Any = connection.connection
+    if raw is None:
+        return True
+    if connection.vendor == "postgresql":
+        status = raw.info.transaction_status
+        return status == IDLE or (connection.in_atomic_block and status in IN_TRANSACTION)
+    if connection.vendor == "sqlite":
+        return connection.in_atomic_block or not raw.in_transaction
+    # The other drivers have no such state.
+    return False
+
+
+def _close(connection: BaseDatabaseWrapper) -> None:
+    raw: Any = connection.connection
+    with contextlib.suppress(Exception):
+        if connection.vendor == "postgresql":
+            _cancel(raw)
+        elif connection.vendor == "sqlite":
+            # Django doesn't close a database in memory.
+            raw.rollback()
+    try:
+        connection.close()
+    except Exception:
+        if not connection.in_atomic_block:
+            connection.connection = None
+
+
+# Soft time limits
+
+
+class DeferredTimeLimit:
+    """
+    Context manager that defers Celery's soft time limit to the end of the block.
+
+    The limit is a signal whose handler raises wherever the main thread is, for instance between a
+    grant and the note of it. The body runs in `allowed()`, where the limit isn't deferred.
+    """
+
+    def __init__(self) -> None:
+        #: A limit that is deferred ends a wait for the lock.
+        self.cancel = Cancel()
+        self._deferred: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> DeferredTimeLimit:
+        self._defer()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._allow()
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Let the limit interrupt this block."""
+        self._allow()
+        try:
+            yield
+        finally:
+            self._defer()
+
+    def _defer(self) -> None:
+        # Only Celery's own handler is replaced, which the prefork pool alone installs.
+        if (
+            _SOFT_LIMIT is not None
+            and signal.getsignal(_SOFT_LIMIT) is pool.soft_timeout_sighandler
+            and threading.current_thread() is threading.main_thread()
+        ):
+            signal.signal(_SOFT_LIMIT, self._note)
+
+    def _allow(self) -> None:
+        # The installed handler is the only state: an abort, which isn't deferred, may come between
+        # any two lines, and a flag could be wrong then.
+        if _SOFT_LIMIT is None or signal.getsignal(_SOFT_LIMIT) != self._note:
+            return
+        signal.signal(_SOFT_LIMIT, pool.soft_timeout_sighandler)
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            pool.soft_timeout_sighandler(*deferred)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._deferred = number, frame
+        # In another thread: this one may be inside of the wait that is to be cancelled.
+        runtime.start(self.cancel.cancel)

@@ -1,0 +1,406 @@
+"""Lock names of tasks, and the `Single` that a decorated function has."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from celery import Task, current_app, current_task
+from celery.utils.saferepr import saferepr
+from django.db.models import Model
+from django.utils.crypto import salted_hmac
+
+from .. import conf
+from ..core import names
+from ..storage.text import HIDDEN
+from .policy import TERMS, Policy
+
+if TYPE_CHECKING:
+    AnyTask = Task[Any, Any]
+
+#: The attribute of a wrapped function that leads to its `Single`.
+_MARK = "_fencedlock_single"
+#: Hexadecimal digits of a digest in a name.
+_DIGEST = 32
+_SALT = "django_fencedlock.sensitive"
+#: Zeros that a decimal may have at its end or after its point before it is written with an E.
+_READABLE = 20
+
+
+class Single:
+    """A task's function under `single_instance`: its policy, and the names of its locks."""
+
+    def __init__(
+        self, function: Callable[..., Any], policy: Policy, name: object, parameters: Any
+    ) -> None:
+        self.function = function
+        self.policy = policy
+        self._parameters = names.Parameters(function)
+        self.signature = self._parameters.signature
+        for each in policy.sensitive:
+            if each not in self.signature.parameters:
+                raise TypeError(
+                    f"@single_instance(sensitive={each!r}): {function.__qualname__}() has no such "
+                    f"parameter; it has {', '.join(self.signature.parameters) or 'none'}."
+                )
+        if hidden := {*map(str, parameters.values())} & {*policy.sensitive}:
+            raise TypeError(
+                f"@single_instance(sensitive={min(hidden)!r}): the parameter names a row, and the "
+                "row's lock has the same name for every caller. Leave it out."
+            )
+        self._naming = naming(name, parameters, function)
+
+    def title(self, task: AnyTask | None) -> str:
+        """Return the task's name, or the function's."""
+        function = self.function
+        return task.name if task is not None else f"{function.__module__}.{function.__qualname__}"
+
+    def name(self, task: AnyTask | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Return the name of the lock of a call; `args` don't have the task itself."""
+        bound_to_task = task is not None and is_bound(task)
+        arguments = self._parameters.bind((task, *args) if bound_to_task else args, kwargs)
+        if bound_to_task:
+            del arguments[next(iter(self.signature.parameters))]
+        if self.policy.sensitive:
+            arguments = redact(arguments, self.policy.sensitive)
+        return self._naming.name(task, self.title(task), arguments)
+
+    def pattern(self, task: AnyTask | None) -> str:
+        """Return what the names of its locks have in common, for metrics."""
+        return self._naming.pattern(self.title(task))
+
+    def redact_message(self, task: AnyTask, headers: dict[str, Any], body: Any) -> None:
+        """Replace sensitive arguments in what Celery logs and sends in events."""
+        if self.policy.sensitive:
+            known = list(self.signature.parameters.values())[int(is_bound(task)) :]
+            redact_message(headers, body, known, self.policy.sensitive)
+
+    def task_of(self, args: tuple[Any, ...]) -> tuple[AnyTask | None, tuple[Any, ...]]:
+        """Return the task whose function runs here, and the arguments without the task itself."""
+        if args and isinstance(args[0], Task) and single_of(args[0]) is self:
+            return args[0], args[1:]
+        # A plain call of the function, in the body of another task.
+        running: Any = current_task._get_current_object()  # type: ignore[attr-defined]
+        if running is not None and single_of(running) is self:
+            return running, args
+        tasks: list[AnyTask] = list(current_app.tasks.values())
+        return next((task for task in tasks if single_of(task) is self), None), args
+
+
+def mark(function: Callable[..., Any], single: Single) -> None:
+    """Store the `Single` of a decorated function."""
+    setattr(function, _MARK, single)
+
+
+def single_of(task: Any) -> Single | None:
+    """Return the `Single` of a task; None if it isn't under `single_instance`."""
+    found: Single | None = getattr(getattr(task, "run", None), _MARK, None)
+    return found
+
+
+def is_bound(task: Any) -> bool:
+    """Return whether the task's function gets the task as its first argument."""
+    # autoretry_for replaces the method by a function.
+    return inspect.ismethod(getattr(task, "_orig_run", task.run))
+
+
+# The four ways to name a lock
+
+
+class ByCall:
+    """``app.tasks.charge(invoice_id=1, currency="EUR")``: a name for each different call."""
+
+    def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
+        shown = ", ".join(f"{key}={canonical(value)}" for key, value in arguments.items())
+        name = f"{title}({shown})"
+        if len(name) > names.MAX_LENGTH:
+            digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST]
+            name = f"{name[: names.MAX_LENGTH - _DIGEST - 2]}…#{digest}"
+        return names.validate(name)
+
+    def pattern(self, title: str) -> str:
+        return title
+
+
+class ByTemplate:
+    """``invoice:{invoice_id}``, over the parameters."""
+
+    def __init__(self, text: str, function: Callable[..., Any]) -> None:
+        self._template = names.Template(text, function)
+        self._parameters = inspect.signature(function).parameters
+
+    def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
+        try:
+            return self._template.fill(arguments)
+        except KeyError as exc:
+            if exc.args[0] in arguments or exc.args[0] not in self._parameters:
+                raise
+            raise TypeError(
+                f"Lock name {self._template.text!r} has {{{exc.args[0]}}}, which is the task "
+                "itself. To name a lock by the task, give a callable (task, arguments) -> name."
+            ) from None
+
+    def pattern(self, title: str) -> str:
+        return self._template.text
+
+
+class ByCallable:
+    """The name that ``callable(task, arguments)`` returns."""
+
+    def __init__(self, function: Callable[[Any, dict[str, Any]], str]) -> None:
+        self._function = function
+
+    def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
+        return names.validate(self._function(task, dict(arguments)))
+
+    def pattern(self, title: str) -> str:
+        return title
+
+
+class ByModel:
+    """The lock of a fenced model's row, which parameters of the task identify."""
+
+    def __init__(
+        self, model: type[Model], parameters: Mapping[str, object], function: Callable[..., Any]
+    ) -> None:
+        self._model: Any = model
+        self._parameters = parameters
+        known = inspect.signature(function).parameters
+        for key, parameter in parameters.items():
+            if parameter not in known:
+                raise TypeError(
+                    f"@single_instance({model.__name__}, {key}={parameter!r}): "
+                    f"{function.__qualname__}() has no parameter {parameter!r}; it has "
+                    f"{', '.join(known) or 'none'}."
+                )
+        columns = self._model.fencing.columns  # type: ignore[attr-defined]
+        if columns is None:
+            raise TypeError(
+                f"@single_instance({model.__name__}): its lock is named by a callable, which "
+                "needs a row. Give a callable (task, arguments) -> name instead of the model."
+            )
+        if self._columns() != set(columns):
+            raise TypeError(
+                f"@single_instance({model.__name__}) needs to know which parameters of "
+                f"{function.__qualname__}() name the row: write "
+                f"@single_instance({model.__name__}, {_example(columns, known)})."
+            )
+
+    def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
+        values = {key: arguments[str(given)] for key, given in self._parameters.items()}
+        return str(self._model.fencing.lock(**values).name)
+
+    def pattern(self, title: str) -> str:
+        return str(self._model.fencing.pattern)
+
+    def _columns(self) -> set[str]:
+        """Return the columns that the parameters give."""
+        pk = [field.attname for field in self._model.fencing.pk]
+        fields = self._model._meta.concrete_fields
+        by_name = {"pk": pk, **{field.name: [field.attname] for field in fields}}
+        return {column for key in self._parameters for column in by_name.get(key, [key])}
+
+
+Naming = ByCall | ByTemplate | ByCallable | ByModel
+
+
+def naming(given: object, parameters: Mapping[str, object], function: Callable[..., Any]) -> Naming:
+    """Return how a decorator names its locks."""
+    if isinstance(given, type) and issubclass(given, Model):
+        if not hasattr(given, "fencing"):
+            raise TypeError(
+                f"@single_instance({given.__name__}): {given.__name__} is no FencedModel, so it "
+                'has no lock. Give a template, such as "invoice:{invoice_id}".'
+            )
+        for key in parameters:
+            fields = given._meta.concrete_fields
+            if key != "pk" and not any(key in (field.name, field.attname) for field in fields):
+                raise _unknown(given.__name__, key)
+        return ByModel(given, parameters, function)
+    for key in parameters:
+        raise _unknown("", key)
+    if given is None:
+        return ByCall()
+    if isinstance(given, str):
+        return ByTemplate(given, function)
+    if callable(given):
+        return ByCallable(given)
+    raise TypeError(
+        f"@single_instance({given!r}): the name must be a template, a callable "
+        "(task, arguments) -> name, or a fenced model."
+    )
+
+
+def _example(columns: Iterable[str], parameters: Iterable[str]) -> str:
+    """Return each column with the parameter that probably gives it."""
+    likely = {
+        column: next((each for each in parameters if each.endswith(column)), "...")
+        for column in columns
+    }
+    return ", ".join(f'{column}="{parameter}"' for column, parameter in likely.items())
+
+
+def _unknown(given: str, key: str) -> TypeError:
+    return TypeError(
+        f"@single_instance({given}) has no argument {key!r}. {conf.unknown(key, TERMS)} (The name "
+        "of a parameter can be given with a fenced model: @single_instance(Invoice, pk=...).)"
+    )
+
+
+# The text of a value in a name
+
+
+def canonical(value: Any) -> str:
+    """
+    Return a readable text of `value`, which no other value has.
+
+    Values that a serialiser makes equal have the same text: a worker gets a list for a tuple, the
+    value for an enum's member, and text for a number that was a dict's key.
+    """
+    if isinstance(value, Enum):
+        return canonical(value.value)
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, int | float):
+        return repr(float(value) if isinstance(value, float) else int(value))
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(canonical, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_key(key)}: {canonical(value[key])}' for key in value))}}}"
+    if isinstance(value, Set):
+        return f"set({', '.join(sorted(map(canonical, value)))})"
+    if isinstance(value, Model):
+        return _row(value)
+    if hasattr(type(value), "model_dump"):  # pydantic, which Celery converts to and from a dict
+        return canonical(value.model_dump())
+    return _scalar(value)
+
+
+def _quoted(text: str) -> str:
+    readable = json.dumps(text, ensure_ascii=False)
+    try:
+        readable.encode()
+    except UnicodeEncodeError:
+        return json.dumps(text)
+    return readable
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, Enum):
+        return _key(key.value)
+    # As in JSON, whose keys are texts.
+    if key is None or isinstance(key, bool | int | float):
+        return _quoted(json.dumps(key))
+    return canonical(key)
+
+
+def _row(row: Model) -> str:
+    if row.pk is None or row._state.adding:
+        raise TypeError(
+            f"A lock name can't be made of {row!r}: it isn't saved, so it has no lasting primary "
+            "key. Save it first, or name a plain value of it."
+        )
+    return f"{row._meta.concrete_model._meta.label_lower}:{canonical(row.pk)}"  # type: ignore[union-attr]
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, UUID):
+        return f"UUID({value})"
+    if isinstance(value, Decimal):
+        return f"Decimal({_number(value)})"
+    if isinstance(value, datetime):
+        # One moment has one name in every time zone.
+        moment = value if value.tzinfo is None else value.astimezone(UTC)
+        return f"datetime({moment.isoformat()})"
+    if isinstance(value, date | time):
+        return f"{type(value).__name__}({value.isoformat()})"
+    if isinstance(value, timedelta):
+        # total_seconds() is a float, which long durations share with their neighbours.
+        whole, rest = divmod(abs(value) // timedelta.resolution, 10**6)
+        return f"timedelta({'-' if value < timedelta(0) else ''}{whole}.{rest:06d})"
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"bytes({base64.b64encode(bytes(value)).decode()})"
+    raise TypeError(
+        f"A lock name can't be made of {value!r}: the text of a {type(value).__name__} isn't the "
+        "same everywhere. Name the lock by a template over plain arguments, or by a callable "
+        "(task, arguments) -> name."
+    )
+
+
+def _number(value: Decimal) -> str:
+    if not value.is_finite():
+        return str(value)
+    # normalize() would round to the context's precision.
+    sign, digits, exponent = value.as_tuple()
+    text = "".join(map(str, digits)).lstrip("0")
+    while text.endswith("0"):
+        text, exponent = text[:-1], exponent + 1  # type: ignore[operator]
+    if not text:
+        return "0"
+    number = f"{'-' if sign else ''}{text}E{exponent}"
+    return f"{Decimal(number):f}" if abs(exponent) <= _READABLE else number  # type: ignore[arg-type]
+
+
+# Sensitive arguments
+
+
+def redact(arguments: Mapping[str, Any], sensitive: Collection[str]) -> dict[str, Any]:
+    """Return the arguments of a call with digests of those that are sensitive."""
+    return {
+        key: _digest(key, value) if key in sensitive else value for key, value in arguments.items()
+    }
+
+
+def _digest(key: str, value: Any) -> str:
+    try:
+        text = canonical(value)
+    except TypeError:
+        text = ""
+    if not text:
+        # Outside the except block: the first error shows the value.
+        raise TypeError(
+            f"A lock name can't be made of {key!r}, a {type(value).__name__}: its text "
+            "isn't the same everywhere. Pass a plain value."
+        )
+    # With the project's secret key: a plain digest of a card's number can be found by trial.
+    return f"#{salted_hmac(_SALT, text, algorithm='sha256').hexdigest()[:_DIGEST]}"
+
+
+def redact_message(
+    headers: dict[str, Any],
+    body: Any,
+    parameters: Sequence[inspect.Parameter],
+    sensitive: Collection[str],
+) -> None:
+    """Replace sensitive arguments in the headers that Celery logs and sends in events."""
+    if not (isinstance(body, tuple) and len(body) == 3):
+        return
+    args, kwargs, _ = body
+    places = [each.name for each in parameters if each.kind in _POSITIONAL]
+    rest = {each.kind: each.name for each in parameters}
+    places += [rest.get(inspect.Parameter.VAR_POSITIONAL, "")] * len(args)
+    others = rest.get(inspect.Parameter.VAR_KEYWORD, "")
+    known = {each.name for each in parameters}
+
+    def shown(name: str, value: Any) -> Any:
+        return HIDDEN if name in sensitive else value
+
+    headers["argsrepr"] = saferepr(
+        tuple(shown(name, value) for name, value in zip(places, args, strict=False))
+    )
+    headers["kwargsrepr"] = saferepr(
+        {key: shown(key if key in known else others, value) for key, value in kwargs.items()}
+    )
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

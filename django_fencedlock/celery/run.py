@@ -1,0 +1,382 @@
+"""One run of a task: acquire its lock, run the body, release the lock."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from celery.app.task import Context
+from celery.exceptions import Ignore, Reject, Retry
+
+from .. import logs, signals
+from ..backends.base import Request
+from ..core import runtime
+from ..core.identity import Holder, current_holder, running_task
+from ..core.runtime import clock
+from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
+from ..lease import Lease, enter, leave
+from . import duplicates, interrupts
+from .coalesce import Arguments, Coalescing
+from .duplicates import CONFLICTS, RUN, Call, HolderGone
+from .names import Single
+from .policy import Skip, SkippedRun
+
+logger = logging.getLogger(__name__)
+
+#: The runs of this context, the innermost last.
+_running: ContextVar[tuple[Run, ...]] = ContextVar("fencedlock_runs", default=())
+#: The run whose new arguments pass through the code above its function.
+_converting: ContextVar[Run | None] = ContextVar("fencedlock_converting", default=None)
+
+
+class Run(Call):
+    """
+    One run of a task. Each delivery, each retry and each call has an owner and a token of its own.
+
+    The steps are methods, in their order: look whether there is work, acquire the lock, begin, run
+    the body, note how it ended, release the lock, look whether there is more work. A step that
+    finds nothing to run returns a `Skip`.
+    """
+
+    def __init__(self, single: Single, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        task, _ = single.task_of(args)
+        super().__init__(single, task, None if task is None else _request_of(task), args, kwargs)
+        self._who = current_holder()
+        self._time_limit = interrupts.DeferredTimeLimit()
+        self._delivery = duplicates.delivery_of(self)
+        self._coalescing: Coalescing | None = None
+        if self.policy.on_conflict == "coalesce" and task and self.service.backend.excludes:
+            self._coalescing = Coalescing(self, self._delivery)
+        #: Arguments from the message of another trigger, instead of the run's own.
+        self._latest: Arguments | None = None
+        #: Whether the run is ending normally, so that it can look for more work.
+        self._ends_normally = False
+
+    def perform(self) -> Any:
+        """Run the task, or do what ``on_conflict`` says; return its result."""
+        with self._time_limit:
+            mark = running_task.set(self.task_and_id)
+            try:
+                return self._perform()
+            finally:
+                self._release_left_over()
+                running_task.reset(mark)
+
+    def _perform(self) -> Any:
+        try:
+            skip = self._look() or self._acquire()
+        except AliasConflict:
+            # Two lock services for one name: an error of the settings, not a conflict of runs.
+            raise
+        except LockNotAcquired as refusal:
+            return self._answer(refusal)
+        except BackendUnavailable as exc:
+            if self.policy.on_backend_error != "run":
+                raise
+            return self._run_without_lock(str(exc))
+        if skip is not None:
+            return SkippedRun.made(self.name, skip)
+        assert self.lease is not None
+        return self._hold(self.lease)
+
+    def _look(self) -> Skip | None:
+        """Look whether there is work, before the lock is asked for."""
+        return None if self._coalescing is None else self._coalescing.before()
+
+    def _acquire(self) -> Skip | None:
+        """
+        Acquire the lock.
+
+        Raises:
+            LockNotAcquired: Another holder has it.
+            Ignore: The message comes again later.
+        """
+        while True:
+            try:
+                self._try_to_acquire()
+                return None
+            except AliasConflict:
+                raise
+            except LockNotAcquired as refusal:
+                try:
+                    if skip := self._look_after_refusal(refusal):
+                        return skip
+                except HolderGone:
+                    pass
+
+    def _look_after_refusal(self, refusal: LockNotAcquired) -> Skip | None:
+        """Return why there is nothing to run; None to try again at once."""
+        skip: Skip | None = None
+        if self._delivery is not None and refusal.holder is not None:
+            skip = self._delivery.conflict(refusal.holder)
+        if skip is not None:
+            return skip
+        if self._coalescing is None:
+            raise refusal
+        return self._coalescing.refused()
+
+    def _hold(self, lease: Lease) -> Any:
+        try:
+            skip = self._begin()
+            result = SkippedRun.made(self.name, skip) if skip else self._run_body(lease)
+        finally:
+            self._release(lease)
+            # Triggers that were counted meanwhile rely on it, unless this process is being killed.
+            if self._coalescing is not None and self._ends_normally:
+                self._coalescing.released()
+        self._raise_loss(lease)
+        return result
+
+    def _begin(self) -> Skip | None:
+        """Record that the run begins, now that it has the lock."""
+        skip: Skip | None = None
+        try:
+            if self._coalescing is not None:
+                skip, self._latest = self._coalescing.begin()
+            elif self._delivery is not None:
+                skip = self._delivery.begin()
+        except Exception:
+            self._ends_normally = True
+            raise
+        self._ends_normally = skip is not None
+        return skip
+
+    def _run_body(self, lease: Lease) -> Any:
+        error: BaseException | None = None
+        try:
+            with self._entered():
+                enter(lease)
+                try:
+                    result = self._interruptible(lease)
+                finally:
+                    leave(lease)
+            self._raise_loss(lease)
+            return result
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            self._end(outcome(error, self.task, self.request))
+
+    def _end(self, outcome: str) -> None:
+        """Record how the body ended, before the lock is released."""
+        self._ends_normally = bool(outcome)
+        # In this order: if the process dies in between, the message finds nothing to do.
+        if self._coalescing is not None:
+            self._coalescing.ended(outcome)
+        if self._delivery is not None:
+            self._delivery.ended(outcome)
+
+    # The lock
+
+    def _try_to_acquire(self) -> None:
+        self._refuse_own_lock()
+        started = clock()
+        request = Request(
+            self.name,
+            self.owner,
+            self.ttl,
+            self.policy.fenced,
+            self._patience(),
+            self._time_limit.cancel,
+            on_refusal=self._on_refusal,
+            # A plain call may run in any process; a message is for a worker.
+            of_another_process=not self.is_called_directly,
+        )
+        pattern = self.single.pattern(self.task)
+        max_hold = self.policy.max_hold
+        lease = self.service.acquire(request, self._who, pattern=pattern, max_hold=max_hold)
+        if lease is None:
+            waited = clock() - started
+            raise self.service.refusal(self.name, waited, request.fenced, request.seen)
+        self.lease = lease
+        if self.request is not None:
+            # A message that the task publishes from now on may have to wait for this lock.
+            setattr(self.request, RUN, self.owner.id)
+
+    def _on_refusal(self, seen: Sequence[Holder]) -> None:
+        """Look at the holder, if it is known, when the first try was refused."""
+        duplicates.postpone_until_publisher_ends(self, seen)
+        if self.policy.on_conflict == "wait" and self._delivery is not None:
+            self._delivery.before_waiting(seen)
+
+    def _patience(self) -> float:
+        if self.policy.on_conflict != "wait":
+            return 0.0
+        timeout = self.policy.blocking_timeout
+        return self.service.config.blocking_timeout if timeout is None else timeout
+
+    def _refuse_own_lock(self) -> None:
+        """Refuse to wait for a lock that the calling code holds, except in a plain call."""
+        held = self.service.lease_of(self.name, self._who)
+        if held is None or (self.is_called_directly and not self._is_nested()):
+            return
+        if not self.service.backend.excludes:
+            return
+        raise LockNotAcquired(
+            f"Lock {self.name!r} is held by the code that called {self.title}, which can't "
+            "continue before this call returns. Call it after the lock was released.",
+            name=self.name,
+            alias=self.policy.backend,
+            holder=self.service.holder(self.name),
+        )
+
+    def _is_nested(self) -> bool:
+        """Return whether a run of this lock, in this thread or greenlet, called this one."""
+        return any(
+            outer.name == self.name and outer.service is self.service and outer._who is self._who
+            for outer in _running.get()
+        )
+
+    def _release(self, lease: Lease) -> None:
+        try:
+            self.service.release(lease, self._who)
+        except BackendUnavailable as exc:
+            # The work is done, and the lock expires.
+            logs.left_to_run_out(logger, lease.name, exc, self.facts())
+
+    def _release_left_over(self) -> None:
+        """Release the lock if a time limit, which may come anywhere, prevented that."""
+        lease = self.lease or self.service.lease_of(self.name, self._who)
+        if lease is not None and lease.owner_id == self.owner.id and lease.is_open():
+            self._release(lease)
+
+    def _raise_loss(self, lease: Lease) -> None:
+        """Fail if the lock was lost: the result would say that the task ran alone."""
+        if lease.lost and self.policy.on_lost != "ignore":
+            lease.explain()
+            raise lease.loss()
+
+    # The body
+
+    def _interruptible(self, lease: Lease) -> Any:
+        # A greenlet can't be interrupted by a signal or an asynchronous exception.
+        if self.policy.on_lost == "abort" and not runtime.is_patched("_thread"):
+            return interrupts.run_interruptible(lease, self._call)
+        return interrupts.run_body(self._call)
+
+    def _run_without_lock(self, reason: str) -> Any:
+        title, name, extra = self.title, self.name, self.facts(reason)
+        logger.error("%s runs without its lock %r: %s", title, name, reason, extra=extra)
+        signals.send(
+            signals.lock_bypassed,
+            type(self.service.backend),
+            name=self.name,
+            alias=self.policy.backend,
+            pattern=self.single.pattern(self.task),
+            task=self.title,
+            reason=reason,
+        )
+        with self._entered():
+            return interrupts.run_body(self._call)
+
+    def _call(self) -> Any:
+        with self._time_limit.allowed():
+            if self._latest is None:
+                return self.single.function(*self.args, **self.kwargs)
+            args, kwargs = self._latest
+            mark = _converting.set(self)
+            try:
+                # Through the code between Celery and the function, such as that of
+                # ``pydantic=True``; but not through autoretry_for, which called this run.
+                above = getattr(self.task, "_orig_run", self.task.run)
+                return above(*args, **kwargs)
+            finally:
+                _converting.reset(mark)
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Be the run whose body this is."""
+        mark = _running.set((*_running.get(), self))
+        try:
+            yield
+        finally:
+            _running.reset(mark)
+
+    # Conflicts
+
+    def _answer(self, refusal: LockNotAcquired) -> Any:
+        """Do what ``on_conflict`` says."""
+        if self.policy.on_conflict == "skip":
+            return SkippedRun.made(str(refusal.name), Skip.HELD, refusal.holder)
+        if self.policy.on_conflict == "retry" and not self.is_called_directly:
+            self._retry_later(refusal)
+        raise refusal
+
+    def _retry_later(self, refusal: LockNotAcquired) -> None:
+        """Publish the task's next try and raise Celery's `Retry`; return after too many tries."""
+        tries = duplicates.number(self.request, CONFLICTS)
+        if tries >= self.policy.max_conflict_retries or self._is_nested():
+            return
+        countdown = random.uniform(0, self.policy.pause(tries))
+        following = duplicates.again(self, countdown, {CONFLICTS: tries + 1})
+        if not self.request.is_eager:
+            try:
+                # The same message: another delivery of it may be queued, or come.
+                duplicates.publish_copy(self, following)
+            except Exception as exc:
+                # As Celery does: the broker moves the message to the dead letters.
+                raise Reject(exc, requeue=False) from exc
+        raise Retry(
+            str(refusal),
+            exc=refusal,
+            when=countdown,  # type: ignore[arg-type]
+            is_eager=self.request.is_eager,
+            sig=following,
+        )
+
+
+def is_converted(single: Single) -> bool:
+    """Return whether a run of the task makes this call, with arguments ready for its function."""
+    run = _converting.get()
+    if run is None or run.single is not single:
+        return False
+    # A further call, within the body, is a run of its own.
+    _converting.set(None)
+    return True
+
+
+def outcome(error: BaseException | None, task: Any, request: Any) -> str:
+    """
+    Return how a body ended that raised `error`, or returned.
+
+    Empty if it didn't end: its process is being killed, or its message goes back to the queue.
+    """
+    if error is None:
+        return "success"
+    if isinstance(error, Retry):
+        return "retry"
+    if isinstance(error, Ignore):
+        return "ignored"
+    if isinstance(error, Reject):
+        return "" if getattr(error, "requeue", False) else "failure"
+    if not isinstance(error, Exception):
+        return ""
+    return "retry" if _is_retried(error, task, request) else "failure"
+
+
+def _is_retried(error: Exception, task: Any, request: Any) -> bool:
+    """Return whether Celery's autoretry_for, which runs outside of the body, retries it."""
+    if not hasattr(task, "_orig_run") or request is None or request.called_directly:
+        return False
+    if isinstance(error, tuple(getattr(task, "dont_autoretry_for", ()))):
+        return False
+    most = getattr(task, "retry_kwargs", {}).get("max_retries", task.max_retries)
+    most = getattr(task, "override_max_retries", most)
+    return isinstance(error, tuple(getattr(task, "autoretry_for", ()))) and (
+        most is None or request.retries < most
+    )
+
+
+def _request_of(task: Any) -> Any:
+    """Return Celery's request of this call; only its id if no message caused the call."""
+    request = task.request
+    # In the body of a message, Celery gives a call of the same task the message's request, or a
+    # copy: with its headers, its chain and its retries.
+    if any(outer.task is task and outer.request.id == request.id for outer in _running.get()):
+        return Context(id=request.id)
+    return request
