@@ -22,7 +22,7 @@ APP = "django_fencedlock"
 @register(Tags.compatibility)
 def check_settings(**kwargs: Any) -> list[CheckMessage]:
     """Check the settings."""
-    return _messages(_settings_problems())
+    return messages(_settings_problems())
 
 
 @register(Tags.database)
@@ -30,7 +30,7 @@ def check_services(databases: Sequence[str] | None = None, **kwargs: Any) -> lis
     """Check the lock services, with ``check --database ALIAS``."""
     if not databases or any(problem.is_error for problem in conf.problems()):
         return []
-    return _messages(_live_problems(databases))
+    return messages(_live_problems(databases))
 
 
 @register(Tags.models)
@@ -40,19 +40,19 @@ def check_models(
     """Check the fenced models."""
     configs = apps.get_app_configs() if app_configs is None else app_configs
     models = [model for config in configs for model in config.get_models()]
-    return _messages(checks.model_problems(models))
+    return messages(checks.model_problems(models))
 
 
 @register(Tags.database)
 def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
     """Check the tables of fenced models, with ``check --database ALIAS``."""
-    return _messages(checks.table_problems(databases or ()))
+    return messages(checks.table_problems(databases or ()))
 
 
 @register(Tags.compatibility)
 def check_tasks(**kwargs: Any) -> list[CheckMessage]:
     """Check the Celery tasks with `single_instance`."""
-    return _messages(_task_problems())
+    return messages(_task_problems())
 
 
 def problems() -> list[Problem]:
@@ -160,10 +160,11 @@ def _setting(name: str, default: Any) -> Any:
 _MESSAGES = {Level.ERROR: Error, Level.WARNING: Warning, Level.NOTE: Info}
 
 
-def _messages(problems: Iterable[Problem]) -> list[CheckMessage]:
+def messages(problems: Iterable[Problem], obj: Any = None) -> list[CheckMessage]:
+    """Return the problems as Django's system checks report them."""
     return [
         _MESSAGES[problem.level](
-            problem.message, hint=problem.hint or None, id=f"{APP}.{problem.id}"
+            problem.message, hint=problem.hint or None, obj=obj, id=f"{APP}.{problem.id}"
         )
         for problem in problems
     ]

@@ -12,13 +12,14 @@ from django.contrib import admin, messages
 from django.contrib.admin.checks import ModelAdminChecks
 from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import unquote
-from django.core import checks
+from django.core.checks import CheckMessage
 from django.core.exceptions import ValidationError
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils import formats, timezone
 from django.utils.translation import gettext as _
 
+from ..checks import messages as messages_of
 from ..exceptions import FencedLockError, LockNotAcquired
 from ..problems import Problem
 from .base import outside_transactions, translated
@@ -30,8 +31,8 @@ SEEN = "_fencedlock_seen"
 class FencedModelAdminChecks(ModelAdminChecks):
     """Rejects options that can't work with one lock per row."""
 
-    def check(self, admin_obj: Any, **kwargs: Any) -> list[checks.CheckMessage]:
-        found: list[checks.CheckMessage] = super().check(admin_obj, **kwargs)
+    def check(self, admin_obj: Any, **kwargs: Any) -> list[CheckMessage]:
+        found: list[CheckMessage] = super().check(admin_obj, **kwargs)
         if admin_obj.list_editable:
             problem = Problem(
                 "E040",
@@ -39,10 +40,7 @@ class FencedModelAdminChecks(ModelAdminChecks):
                 "has its own lock.",
                 "Remove list_editable. Users can change each row on its own page.",
             )
-            check_id = f"django_fencedlock.{problem.id}"
-            found.append(
-                checks.Error(problem.message, hint=problem.hint, obj=type(admin_obj), id=check_id)
-            )
+            found += messages_of([problem], type(admin_obj))
         return found
 
 
