@@ -1,20 +1,16 @@
-"""Releasing locks by force in the admin: who may, what it asks, what it does and tells."""
+"""Forced release in the admin: the confirmation page, the release, and its messages."""
 
 import html
 import json
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlencode
 
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.contrib.messages import get_messages
-from django.db import connections, transaction
-from django.db.models import F
-from django.test import Client, override_settings
-from django.urls import reverse
-from django.utils import translation
+from django.db import connections
+from django.test import override_settings
 
 from django_fencedlock import LeaseLost, lock
 from django_fencedlock.admin import release
@@ -22,6 +18,7 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.ops.force_release import force_release
 from tests.servers import shared
+from tests.test_command import another_transaction_that_writes
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -72,59 +69,54 @@ def confirm(client, asked):
     return client.post(RELEASE, {"lock": marks(asked), "step": "release"})
 
 
-class TestPermission:
-    def test_without_it_nothing_is_shown(self, viewer):
-        with lock("invoice:42"):
-            for path in (LIST, reverse("admin:django_fencedlock_heldlock_change", args=["x"])):
-                assert "elease" not in viewer.get(path).content.decode().replace("Released", "")
-            page = viewer.get(f"{LIST}invoice_3A42/change/").content.decode()
-            assert "Release by force" not in page
-            assert "action-select" not in viewer.get(LIST).content.decode()
+def test_only_users_with_the_permission_see_the_action_and_the_button(viewer):
+    """`test_admin_access` has who may do what."""
+    with lock("invoice:42") as lease:
+        page = viewer.get(f"{LIST}invoice_3A42/change/").content.decode()
+        assert "Release by force" not in page
+        assert "action-select" not in viewer.get(LIST).content.decode()
+        choose(viewer, "invoice:42")
+        lease.renew()
+    assert not LogEntry.objects.exists()
 
-    def test_without_it_nothing_is_reached(self, viewer):
-        with lock("invoice:42") as lease:
-            mark = form_value("invoice:42", lease.owner_id)
-            assert viewer.get(RELEASE, {"name": "invoice:42"}).status_code == 403
-            answer = viewer.post(RELEASE, {"lock": mark, "step": "release"})
-            assert answer.status_code == 403
-            choose(viewer, "invoice:42")
-            lease.renew()
-        assert not LogEntry.objects.exists()
 
-    def test_without_viewing_it_is_no_use(self, client):
-        log_in(client, "release_heldlock")
-        with lock("invoice:42"):
-            assert client.get(RELEASE, {"name": "invoice:42"}).status_code == 403
-            assert choose(client, "invoice:42").status_code == 403
+def test_the_action_and_the_button(anna):
+    with lock("invoice:42"):
+        assert 'value="release_by_force"' in anna.get(LIST).content.decode()
+        page = anna.get(f"{LIST}invoice_3A42/change/").content.decode()
+    assert f'href="{RELEASE}?name=invoice%3A42"' in page
+    # The page has no other action.
+    assert 'name="_save"' not in page
+    assert "deletelink" not in page
 
-    def test_nobody_else(self, client):
-        answer = client.get(RELEASE, {"name": "invoice:42"})
-        assert answer.status_code == 302
-        assert "login" in answer.url
 
-    def test_with_it_the_action_and_the_button_are_there(self, anna):
-        with lock("invoice:42"):
-            assert 'value="release_by_force"' in anna.get(LIST).content.decode()
-            page = anna.get(f"{LIST}invoice_3A42/change/").content.decode()
-        assert f'href="{RELEASE}?name=invoice%3A42"' in page
-        # Nothing else may be done with it.
-        assert 'name="_save"' not in page
-        assert "deletelink" not in page
+@pytest.mark.parametrize("method", ["get", "head", "options", "put", "delete", "patch"])
+def test_only_a_posted_form_releases_a_lock(anna, method):
+    with lock("invoice:42") as lease:
+        form = {"lock": form_value("invoice:42", lease.owner_id), "step": "release", "post": "yes"}
+        query = urlencode({"name": "invoice:42", **form})
+        assert getattr(anna, method)(f"{RELEASE}?{query}").status_code in (200, 405)
+        lease.renew()
 
-    def test_a_forged_form_does_nothing(self):
-        client = log_in(Client(enforce_csrf_checks=True), "view_heldlock", "release_heldlock")
-        with lock("invoice:42") as lease:
-            mark = form_value("invoice:42", lease.owner_id)
-            answer = client.post(RELEASE, {"lock": mark, "step": "release"})
-            assert answer.status_code == 403
-            lease.renew()
 
-    def test_looking_releases_nothing(self, anna):
-        with lock("invoice:42") as lease:
-            mark = form_value("invoice:42", lease.owner_id)
-            answer = anna.get(RELEASE, {"name": "invoice:42", "lock": mark, "step": "release"})
-            assert answer.status_code == 200
-            lease.renew()
+def test_no_other_site_can_show_the_confirmation_in_a_frame(anna):
+    with lock("invoice:42"):
+        answer = anna.get(RELEASE, {"name": "invoice:42"})
+    assert answer.headers["X-Frame-Options"] == "DENY"
+
+
+@pytest.mark.parametrize("key", ["next", "_to", "_popup", "_changelist_filters", "database"])
+def test_no_parameter_leads_to_another_site(anna, key):
+    away = {key: "//evil.example/"}
+    with lock("invoice:42"):
+        for answer in (
+            anna.get(LIST, away),
+            anna.get(f"{LIST}invoice_3A42/change/", away),
+            anna.get(RELEASE, {**away, "name": "unknown"}),
+            anna.post(f"{RELEASE}?{key}=//evil.example/", {**away, "step": "release"}),
+        ):
+            assert not answer.headers.get("Location", "/").startswith(("//", "http"))
+            assert 'href="//evil' not in answer.content.decode()
 
 
 class TestReleasing:
@@ -165,14 +157,14 @@ class TestReleasing:
                 ("error", "At most 1 locks can be released at once. Nothing was released.")
             ]
 
-    def test_a_form_that_names_more_than_that_is_cut_off(self, anna, monkeypatch):
+    def test_further_locks_of_a_form_are_ignored(self, anna, monkeypatch):
         monkeypatch.setattr(release, "MAX_LOCKS", 2)
         leases = [lock(name).acquire() for name in "abc"]
         data = [form_value(each.name, each.owner_id) for each in leases]
         anna.post(RELEASE, {"lock": data, "step": "release"})
         assert [lease.verify() for lease in leases] == [False, False, True]
 
-    def test_a_page_that_takes_too_long_is_answered(self, anna, monkeypatch):
+    def test_locks_after_the_time_limit_are_not_tried(self, anna, monkeypatch):
         leases = [lock(name).acquire() for name in "ab"]
         asked = choose(anna, "a", "b")
         monkeypatch.setattr(release, "TIME_LIMIT", -1.0)
@@ -183,7 +175,7 @@ class TestReleasing:
         ]
         assert all(lease.verify() for lease in leases)
 
-    def test_one_that_changed_hands_since_is_left_alone(self, anna):
+    def test_a_lock_that_another_holder_acquired_since_is_not_released(self, anna):
         former = lock("invoice:42").acquire()
         asked = anna.get(RELEASE, {"name": "invoice:42"})
         former.release()
@@ -195,7 +187,7 @@ class TestReleasing:
             lease.renew()
         assert not LogEntry.objects.exists()
 
-    def test_one_that_was_given_back_since(self, anna):
+    def test_a_lock_that_was_released_since(self, anna):
         former = lock("invoice:42").acquire()
         asked = anna.get(RELEASE, {"name": "invoice:42"})
         former.release()
@@ -206,10 +198,10 @@ class TestReleasing:
         assert (answer.status_code, answer.url) == (302, LIST)
 
     @pytest.mark.slow
-    def test_a_failure_is_named_and_keeps_nothing_else_from_being_done(self, anna):
+    def test_a_failure_is_reported_and_does_not_stop_the_others(self, anna):
         free, pinned = lock("a").acquire(), lock("b").acquire()
         asked = choose(anna, "a", "b")
-        with someone_writing():
+        with another_transaction_that_writes():
             answer = confirm(anna, asked)
         levels = {text.split("”")[0]: level for level, text in told(answer)}
         assert levels == {"Lock “a": "error", "Lock “b": "error"}
@@ -228,12 +220,12 @@ class TestReleasing:
         assert level == "success"
         assert "are not rejected" in text
 
-    def test_within_a_transaction_for_each_request(self, anna):
-        """The fence couldn't be lifted beside it: SQLite has one writer."""
+    def test_the_pages_ignore_atomic_requests(self, anna, monkeypatch):
+        """The fence couldn't be raised beside the request's transaction: SQLite has one writer."""
         lease = lock("invoice:42").acquire()
-        with each_request_in_transaction():
-            asked = anna.get(RELEASE, {"name": "invoice:42"})
-            assert [level for level, _ in told(confirm(anna, asked))] == ["success"]
+        monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
+        asked = anna.get(RELEASE, {"name": "invoice:42"})
+        assert [level for level, _ in told(confirm(anna, asked))] == ["success"]
         assert not lease.verify()
 
     @pytest.mark.parametrize(
@@ -245,10 +237,10 @@ class TestReleasing:
             {"step": "release", "lock": '["invoice:42", "default", {"id": 1}]'},
         ],
     )
-    def test_a_form_that_is_none_of_ours(self, anna, data):
+    def test_an_invalid_form(self, anna, data):
         assert anna.post(RELEASE, data).status_code == 400
 
-    def test_an_alias_that_there_is_not(self, anna):
+    def test_an_unknown_alias(self, anna):
         lease = lock("invoice:42").acquire()
         HeldLock.objects.update(alias="nope")
         mark = form_value("invoice:42", lease.owner_id, "nope")
@@ -272,11 +264,6 @@ class TestReleasing:
             asked = anna.get(RELEASE, {"name": '<b>"x"</b>'})
         assert '<b>"x"' not in asked.content.decode()
         assert json.loads(marks(asked)[0])[0] == '<b>"x"</b>'
-
-    def test_its_texts_can_be_translated(self, anna):
-        with lock("invoice:42"), translation.override("de"):
-            page = anna.get(RELEASE, {"name": "invoice:42"}, headers={"accept-language": "de"})
-        assert page.status_code == 200
 
 
 def test_a_service_that_is_gone(anna, make_redis):
@@ -326,7 +313,7 @@ class TestSessions:
         assert f"SELECT pg_terminate_backend({pid})" in page
         lease.release()
 
-    def test_who_did_it_before_is_shown(self, anna):
+    def test_a_former_forced_release_is_shown(self, anna):
         lock("x").acquire()
         force_release("x", by="web-admin")
         asked = anna.get(RELEASE, {"name": "x"})
@@ -338,41 +325,3 @@ class ToPostgres:
 
     def db_for_read(self, model, **hints):
         return "postgres" if model in (HeldLock, Fence) else None
-
-
-def someone_writing():
-    """Somebody's transaction that has SQLite's file."""
-    return _Writer()
-
-
-class _Writer:
-    def __enter__(self):
-        entered, self._leave = threading.Event(), threading.Event()
-
-        def write():
-            with transaction.atomic():
-                Fence.objects.update(owner=F("owner"))
-                entered.set()
-                self._leave.wait(60)
-            connections.close_all()
-
-        self._thread = ThreadPoolExecutor(1)
-        self._writing = self._thread.submit(write)
-        assert entered.wait(60)
-
-    def __exit__(self, *exc):
-        self._leave.set()
-        self._writing.result()
-        self._thread.shutdown()
-
-
-def each_request_in_transaction():
-    return _Atomic()
-
-
-class _Atomic:
-    def __enter__(self):
-        connections["default"].settings_dict["ATOMIC_REQUESTS"] = True
-
-    def __exit__(self, *exc):
-        connections["default"].settings_dict["ATOMIC_REQUESTS"] = False

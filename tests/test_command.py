@@ -1,5 +1,6 @@
 """``manage.py fencedlock``, for people and for scripts."""
 
+import contextlib
 import io
 import json
 import os
@@ -197,8 +198,30 @@ class TestShow:
         assert run("show", "")[1:] == ("A lock name can't be empty.", 2)
 
 
+@contextlib.contextmanager
+def another_transaction_that_writes():
+    """Keep SQLite's write lock in another thread."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with transaction.atomic():
+            Fence.objects.update(owner=F("owner"))
+            entered.set()
+            leave.wait(60)
+        connections.close_all()
+
+    with ThreadPoolExecutor(1) as another:
+        holding = another.submit(hold)
+        assert entered.wait(60)
+        try:
+            yield
+        finally:
+            leave.set()
+            holding.result()
+
+
 class Terminal(io.StringIO):
-    """Somebody at a terminal, who answers one line after the other."""
+    """A terminal with prepared answers."""
 
     def isatty(self):
         return True
@@ -297,23 +320,8 @@ class TestRelease:
     @pytest.mark.slow
     def test_an_open_transaction(self):
         with lock("x") as lease:
-            entered, leave = threading.Event(), threading.Event()
-
-            def hold():
-                with transaction.atomic():
-                    Fence.objects.update(owner=F("owner"))
-                    entered.set()
-                    leave.wait(60)
-                connections.close_all()
-
-            with ThreadPoolExecutor(1) as another:
-                doing = another.submit(hold)
-                assert entered.wait(60)
-                try:
-                    _, err, code = run("release", "x", "--yes")
-                finally:
-                    leave.set()
-                    doing.result()
+            with another_transaction_that_writes():
+                _, err, code = run("release", "x", "--yes")
             assert code == 2
             assert "ReleaseBlocked: " in err
             assert "its fence can't be lifted" in err
