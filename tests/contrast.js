@@ -1,4 +1,4 @@
-// Returns the texts of the page whose contrast with what is behind them is below 4.5 : 1.
+// Returns the texts whose contrast with their background is below 4.5 : 1, in the whole page or in arguments[0].
 const parse = (colour) => {
   const [r, g, b, a = 1] = colour.match(/[\d.]+/g).map(Number);
   return { r, g, b, a };
@@ -41,7 +41,7 @@ const drawn = (text) => {
   return fill === "none" ? behind(text.ownerSVGElement) : over(parse(fill), behind(text.ownerSVGElement));
 };
 const found = [];
-const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+const walker = document.createTreeWalker(document.querySelector(arguments[0] ?? "body"), NodeFilter.SHOW_TEXT);
 while (walker.nextNode()) {
   const node = walker.currentNode;
   const element = node.parentElement;

@@ -1,15 +1,15 @@
 """The pages of locks in a real browser: what refreshes, what stays, and how it looks."""
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
-from django.contrib.admin import action
 from django.contrib.auth.models import User
 from django.db import connections
 from django.utils import timezone
+from selenium.webdriver.common.keys import Keys
 
 from django_fencedlock import lock
-from django_fencedlock.admin import HeldLockAdmin
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -17,55 +17,21 @@ pytestmark = pytest.mark.django_db(transaction=True)
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
 STATUS = "#fencedlock-refresh span"
 
-#: What has less contrast than text should have, of all that the page says in this element.
-FAINT = """
-const light = (colour) => {
-    const [r, g, b] = colour.map((part) => {
-        part /= 255;
-        return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
-    });
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-};
-const parse = (text) => text.match(/[\\d.]+/g).map(Number);
-const ground = (element) => {
-    for (let each = element; each; each = each.parentElement) {
-        const [r, g, b, a = 1] = parse(getComputedStyle(each).backgroundColor);
-        if (a === 1) return [r, g, b];
-    }
-    return [255, 255, 255];
-};
-const found = [];
-const root = document.querySelector(arguments[0]);
-const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
-while (walker.nextNode()) {
-    const element = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !element.checkVisibility()) continue;
-    const colour = parse(getComputedStyle(element).color).slice(0, 3);
-    const pair = [light(colour), light(ground(element))];
-    const ratio = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
-    if (ratio < 4.5) found.push(`${walker.currentNode.data.trim()} ${ratio.toFixed(2)}`);
-}
-return found;
-"""
-
-
-@action(description="Do nothing")
-def nothing(admin, request, queryset):
-    pass
+#: Returns the texts of the page with too little contrast.
+FAINT = (Path(__file__).parent / "contrast.js").read_text()
 
 
 @pytest.fixture
-def page(browser, live_server, client, monkeypatch):
-    """The browser, logged in; `open(path)` goes to a page of ours. There is an action."""
-    monkeypatch.setattr(HeldLockAdmin, "actions", [nothing])
+def page(browser, live_server, client):
+    """The browser, logged in; `open(path)` goes to a page of the package."""
     client.force_login(User.objects.create_superuser("boss", password="x"))
     browser.log_in(client, live_server.url)
-
-    def open_page(path="heldlock/"):
-        browser.get(f"{live_server.url}/admin/django_fencedlock/{path}")
-
-    browser.open = open_page
-    return browser
+    browser.open = lambda path="heldlock/": browser.get(
+        f"{live_server.url}/admin/django_fencedlock/{path}"
+    )
+    yield browser
+    # Otherwise it may ask for the next refresh while the database is emptied.
+    browser.get("about:blank")
 
 
 def hold(count, start=0):
@@ -273,7 +239,7 @@ def test_a_service_that_cannot_be_asked(page, settings, make_redis):
     page.wait(lambda page: "is unavailable" in page.one("#fencedlock-notices").text, "the notice")
     assert page.one(".fencedlock-state").text == "unknown"
     assert names(page) == ["invoice:42"]
-    assert page.run(FAINT, "#fencedlock-notices") == []
+    assert page.run(FAINT, "#content") == []
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -346,7 +312,7 @@ def looks(page):
             yield f"{width} {'dark' if dark else 'light'}"
 
 
-def is_fine(page, look):
+def is_fine(page, look=""):
     assert not page.scrolls_sideways(), look
     inner = "return [...document.querySelectorAll('.results')].some((each) => "
     assert not page.run(f"{inner}each.scrollWidth > each.clientWidth)"), look
@@ -368,3 +334,105 @@ def event(name, kind="rejected", times=1, note=NEWEST):
         note=note,
         times=times,
     )
+
+
+# Forced release
+
+LONG = "invoice:" + "4711-" * 12
+
+
+def tab_to(page, selector):
+    """Press the tabulator until it is there, as somebody without a mouse does."""
+    for _ in range(60):
+        page.driver.switch_to.active_element.send_keys(Keys.TAB)
+        if page.run("return document.activeElement.matches(arguments[0])", selector):
+            return page.driver.switch_to.active_element
+    raise AssertionError(f"The tabulator doesn't lead to {selector}.")
+
+
+def choose_action(page):
+    page.one('select[name="action"] option[value="release_by_force"]').click()
+    page.one('button[name="index"]').click()
+    page.wait(lambda page: page.all(".fencedlock-locks"), "no question")
+
+
+def message(page):
+    return page.wait(lambda page: page.all("ul.messagelist li"), "no message")[0]
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
+def test_a_forced_release_by_mouse_from_the_list(page, width, dark):
+    lease, other = lock(LONG).acquire(), lock("nightly").acquire()
+    page.show(width=width, dark=dark)
+    page.open()
+    is_fine(page)
+    page.one(f'.action-select[value="{LONG}"]').click()
+    choose_action(page)
+    assert LONG in page.one(".fencedlock-locks").text
+    assert "nightly" not in page.one("#content").text
+    is_fine(page)
+    page.one('button[value="release"]').click()
+    assert "was released by force" in message(page).text
+    assert not page.scrolls_sideways()
+    assert not lease.verify()
+    assert other.verify()
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, True), (400, False)])
+def test_a_forced_release_by_keys_from_the_locks_page(page, width, dark):
+    lease = lock("nightly", fenced=False).acquire()
+    page.show(width=width, dark=dark)
+    page.open("heldlock/nightly/change/")
+    tab_to(page, "a.fencedlock-release").send_keys(Keys.ENTER)
+    page.wait(lambda page: page.all(".fencedlock-locks"), "no question")
+    assert "isn’t fenced" in page.one(".fencedlock-locks").text  # noqa: RUF001
+    is_fine(page)
+    # The safe way out comes last, and nothing is chosen beforehand.
+    button = tab_to(page, 'button[value="release"]')
+    assert page.run("return getComputedStyle(document.activeElement).outlineStyle") != "none"
+    tab_to(page, "a.cancel-link").send_keys(Keys.ENTER)
+    page.wait(lambda page: page.all("#result_list"), "not taken back")
+    assert lease.verify()
+    page.driver.back()
+    page.wait(lambda page: page.all(".fencedlock-locks"), "no question")
+    button = tab_to(page, 'button[value="release"]')
+    button.send_keys(Keys.ENTER)
+    assert "was released by force" in message(page).text
+    assert not lease.verify()
+
+
+def test_a_forced_release_without_javascript(page):
+    lease = lock("nightly").acquire()
+    page.script(False)
+    page.open()
+    page.one('.action-select[value="nightly"]').click()
+    choose_action(page)
+    page.one('button[value="release"]').click()
+    assert "was released by force" in message(page).text
+    assert not lease.verify()
+
+
+def test_the_selection_outlives_a_refresh(page):
+    one, two = lock("a").acquire(), lock("b").acquire()
+    page.open()
+    for name in ("a", "b"):
+        page.one(f'.action-select[value="{name}"]').click()
+    two.release()
+    lock("c").acquire()
+    pause = page.one("#fencedlock-refresh button")
+    pause.click()
+    pause.click()
+    page.wait(lambda page: page.all('.action-select[value="c"]'), "not refreshed")
+    assert page.one('.action-select[value="a"]').is_selected()
+    assert not page.all('.action-select[value="b"]')
+    assert "1 of 2 selected" in page.one(".actions").text
+    # The new one counts as well, and is toggled with the others.
+    page.one('.action-select[value="c"]').click()
+    assert "2 of 2 selected" in page.one(".actions").text
+    page.one("#action-toggle").click()
+    assert "0 of 2 selected" in page.one(".actions").text
+    page.one("#action-toggle").click()
+    choose_action(page)
+    assert [each.text for each in page.all(".fencedlock-locks h2")] == ["a", "c"]
+    assert page.complaints() == []
+    assert one.verify()
