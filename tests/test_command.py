@@ -1,4 +1,4 @@
-"""``manage.py fencedlock``, for people and for scripts."""
+"""``manage.py fencedlock``, with text and JSON output."""
 
 import contextlib
 import io
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def run(*arguments, **options):
-    """What the command prints, what it complains of, and its exit code."""
+    """Return what the command writes to stdout and stderr, and its exit code."""
     out, err = io.StringIO(), io.StringIO()
     try:
         call_command("fencedlock", *arguments, stdout=out, stderr=err, **options)
@@ -50,9 +50,46 @@ def run(*arguments, **options):
     return out.getvalue(), err.getvalue(), code
 
 
+def on_redis(server):
+    return {"BACKEND": REDIS, "LOCATION": server.url, "KEY_PREFIX": uuid4().hex}
+
+
 def run_json(*arguments):
     out, _, code = run(*arguments, "--format", "json")
     return json.loads(out), code
+
+
+@pytest.fixture
+def dead_redis(settings, make_redis):
+    """Kill the Redis of the default alias, while it has lock "x"."""
+    server = make_redis()
+    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
+    lock("x").acquire()
+    server.kill()
+    yield
+    service("default").drop_all()
+
+
+@pytest.mark.usefixtures("dead_redis")
+@pytest.mark.parametrize(
+    ("arguments", "shown", "error"),
+    [
+        (["list"], "unknown", "Alias 'default' is unavailable"),
+        (["show", "x"], "alias 'default'", ""),
+        (
+            ["release", "x", "--yes"],
+            "",
+            "Could not determine whether lock 'x' is held through alias 'default'",
+        ),
+    ],
+)
+def test_an_unavailable_service_is_reported(arguments, shown, error):
+    out, err, code = run(*arguments)
+    assert code == 2
+    assert shown in out
+    assert error in err
+    # It must not be reported as free.
+    assert "not held" not in out
 
 
 def test_without_an_action_the_usage_names_them():
@@ -65,9 +102,10 @@ class TestList:
         assert run("list") == ("No locks.\n", "", 0)
         assert run_json("list") == ({"locks": [], "unanswered": {}}, 0)
 
-    def test_for_people(self):
+    def test_for_people_and_scripts(self):
         with lock("invoice:1") as lease, lock("nightly-close", fenced=False):
             out, _, code = run("list")
+            found, json_code = run_json("list")
         head, one, two = out.splitlines()
         assert code == 0
         assert head.split("  ")[0] == "NAME"
@@ -77,12 +115,8 @@ class TestList:
         ]
         assert "unfenced" in two
         assert "\x1b" not in out
-
-    def test_for_scripts(self):
-        with lock("invoice:1") as lease:
-            found, code = run_json("list")
-        (one,) = found["locks"]
-        assert code == 0
+        one = found["locks"][0]
+        assert json_code == 0
         assert (one["name"], one["state"], one["token"]) == ("invoice:1", "held", lease.token)
         assert one["owner"] == lease.owner_id
         assert datetime.fromisoformat(one["expires_at"]).utcoffset() == timedelta(0)
@@ -101,17 +135,6 @@ class TestList:
             2,
         )
 
-    def test_a_service_that_does_not_answer(self, settings, make_redis):
-        server = make_redis()
-        settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
-        lock("x").acquire()
-        server.kill()
-        out, err, code = run("list")
-        assert code == 2
-        assert "unknown" in out
-        assert "Alias 'default' is unavailable" in err
-        service("default").drop_all()
-
     def test_a_database_that_does_not_answer(self, settings, make_postgres, make_alias):
         server = make_postgres()
         database = make_alias(server.django())
@@ -128,7 +151,7 @@ class TestList:
             found, code = run_json("show", "far")
             assert (code, list(found["away"])) == (2, [database])
             assert "never granted" not in run("show", "far")[0]
-        # Not that there are no locks.
+        # It must not report that there are no locks.
         out, _, code = run("list", "--alias", "far")
         assert (out, code) == ("", 2)
 
@@ -173,8 +196,7 @@ class TestShow:
         assert datetime.fromisoformat(found["history"][0]["at"]) == now
 
     def test_how_many_wait(self, settings, redis_server):
-        redis = {"BACKEND": REDIS, "LOCATION": redis_server.url, "KEY_PREFIX": uuid4().hex}
-        settings.FENCEDLOCK = {"default": redis}
+        settings.FENCEDLOCK = {"default": on_redis(redis_server)}
         with ThreadPoolExecutor(1) as waiter:
             with lock("invoice:1"):
                 assert "waiting" not in run("show", "invoice:1")[0]
@@ -185,16 +207,7 @@ class TestShow:
                 assert run_json("show", "invoice:1")[0]["entries"][0]["waiting"] == 1
             assert got.result(30)
 
-    def test_a_service_that_does_not_answer(self, settings, make_redis):
-        """The lock must not be reported as free."""
-        server = make_redis()
-        settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
-        server.kill()
-        out, _, code = run("show", "invoice:1")
-        assert code == 2
-        assert "not held" not in out
-
-    def test_a_name_that_cannot_be(self):
+    def test_an_invalid_name(self):
         assert run("show", "")[1:] == ("A lock name can't be empty.", 2)
 
 
@@ -267,13 +280,11 @@ class TestRelease:
         found, code = run_json("release", "invoice:1", "--yes")
         assert (found["outcome"], found["done"], code) == ("not held", False, 1)
 
-    def test_a_lock_that_has_changed_hands(self):
+    def test_only_the_holder_that_was_named_or_shown_loses_it(self):
         with lock("invoice:1"):
             out, _, code = run("release", "invoice:1", "--owner", "0" * 32, "--yes")
             assert code == 1
             assert "has changed hands" in out
-
-    def test_one_that_changes_hands_while_it_is_asked(self):
         former = lock("invoice:1").acquire()
 
         class Slow(Terminal):
@@ -287,7 +298,7 @@ class TestRelease:
         out, _, code = run("release", "invoice:1", stdin=Slow())
         assert code == 1
         assert "has changed hands" in out
-        assert Fence.objects.get().token == 2
+        assert Fence.objects.get().token == 3
 
     def test_an_unfenced_lock(self):
         lease = lock("cache", fenced=False).acquire()
@@ -297,8 +308,7 @@ class TestRelease:
         assert not lease.verify()
 
     def test_several_aliases(self, settings, redis_server):
-        redis = {"BACKEND": REDIS, "LOCATION": redis_server.url, "KEY_PREFIX": uuid4().hex}
-        settings.FENCEDLOCK = {"default": {}, "jobs": redis}
+        settings.FENCEDLOCK = {"default": {}, "jobs": on_redis(redis_server)}
         with lock("x") as kept:
             lease = lock("x", backend="jobs", fenced=False).acquire()
             _, err, code = run("release", "x", "--yes")
@@ -307,15 +317,6 @@ class TestRelease:
             assert run("release", "x", "--yes", "--alias", "jobs")[2] == 0
             assert not lease.verify()
             assert kept.verify()
-
-    def test_a_service_that_does_not_answer(self, settings, make_redis):
-        server = make_redis()
-        settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
-        server.kill()
-        out, err, code = run("release", "x", "--yes")
-        assert (out, code) == ("", 2)
-        assert "is unavailable" in err
-        assert "Could not determine whether lock 'x' is held through alias 'default'" in err
 
     @pytest.mark.slow
     def test_an_open_transaction(self):
@@ -340,19 +341,16 @@ class TestRelease:
         assert out.count(f"SELECT pg_terminate_backend({pid})") == 2
         with pytest.raises(LeaseLost, match="released by force"):
             lease.renew()
-
-    @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-    def test_a_lock_that_only_the_end_of_its_session_frees(self, settings):
-        settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
-        with lock("x", fenced=False) as lease:
-            found, code = run_json("release", "x", "--yes")
+        # Without a registry row, only the end of its session frees a lock.
+        with lock("y", fenced=False) as lease:
+            found, code = run_json("release", "y", "--yes")
             assert (found["outcome"], code) == ("needs the end of its session", 1)
             assert f"pg_terminate_backend({found['holder']['session_pid']})" in found["message"]
             assert lease.verify()
 
 
 class TablesInDefault:
-    """A router: the doctor looks into every database that may have fenced tables."""
+    """A router for the doctor, which examines every database that may have fenced tables."""
 
     def allow_migrate(self, db, app_label, **hints):
         return db == "default"
@@ -379,7 +377,7 @@ class TestDoctor:
         settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
         out, _, code = run("doctor")
         assert (code, out.splitlines()[-1]) == (2, "There are errors.")
-        # Told once, and waited for once.
+        # Reported once, after one timeout.
         assert out.count("Connection refused") == 1
 
     def test_for_scripts_and_one_alias(self, settings):
@@ -392,7 +390,7 @@ class TestDoctor:
         ]
         assert found["reports"][2]["problems"][0]["message"].startswith("Round trip")
 
-    def test_broken_settings_are_examined_all_the_same(self, settings):
+    def test_invalid_settings_are_reported(self, settings):
         settings.FENCEDLOCK = {"default": {"TTL": -1}}
         out, _, code = run("doctor")
         assert code == 2
@@ -402,7 +400,7 @@ class TestDoctor:
 
 
 class TestResync:
-    def test_dry_then_wet(self):
+    def test_a_dry_run_and_a_real_one(self):
         row = written(Invoice)
         restored()
         out, _, code = run("resync", "tests.Invoice", "--dry-run", "-v", "2")
@@ -417,7 +415,7 @@ class TestResync:
         assert code == 0
         assert {each["model"] for each in found["models"]} > {"tests.Invoice", "tests.Meter"}
 
-    def test_a_fence_that_stays_as_it_was(self, monkeypatch):
+    def test_a_fence_that_is_not_raised(self, monkeypatch):
         row = written(Invoice)
         restored()
         monkeypatch.setattr(resync, "_raise", lambda sessions, low: iter(low))
@@ -425,7 +423,7 @@ class TestResync:
         assert code == 2
         assert f"The fence of '{row.fencing.name()}' was not raised" in err
 
-    def test_what_is_no_fenced_model(self):
+    def test_models_that_are_not_fenced(self):
         _, why, code = run("resync", "tests.Account")
         assert why.startswith("tests.Account isn't a fenced model. Name models that ")
         assert code == 2
@@ -458,7 +456,7 @@ class TestTerminal:
         )
         os.close(theirs)
         text = b""
-        # The end of a terminal nobody writes to any more is an error.
+        # Reading after the end of the output is an error.
         try:
             while part := os.read(ours, 65536):
                 text += part
@@ -470,7 +468,7 @@ class TestTerminal:
         return text.decode()
 
     @pytest.mark.slow
-    def test_colours_go_to_terminals_alone_and_can_be_turned_off(self, child_environment, settings):
+    def test_only_terminals_get_colours(self, child_environment, settings):
         environment = {
             key: value for key, value in child_environment().items() if key != "NO_COLOR"
         }
@@ -483,7 +481,7 @@ class TestTerminal:
 
 
 @pytest.mark.slow
-def test_the_page_tells_every_action_state_and_level():
+def test_the_page_has_every_action_state_and_level():
     page = ROOT / "docs/commands.md"
     out = subprocess.run(
         [sys.executable, "-m", "example_project", "manage", "fencedlock", "--help"],
