@@ -1076,8 +1076,11 @@ def test_a_factory_that_can_not_be_called_is_e008(path):
     assert repr(path) in text
 
 
-def test_a_bad_duration_is_e003():
+def test_unknown_options_and_bad_durations_are_named():
     assert [number for number, _ in found(url="redis://x", TIMEOUT="soon")] == ["E003"]
+    [(number, text)] = found(url="redis://x", CASHE="default")
+    assert number == "E008"
+    assert "Did you mean 'CACHE'?" in text
 
 
 def test_a_missing_driver_is_named_with_its_extra():

@@ -63,7 +63,7 @@ class RedisBackend(Backend):
         self._connections: dict[int, Connections] = {}
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
-        with self._requests("acquire", claim.name):
+        with self._requests("acquiring", claim.name):
             answer = self._claim(claim, "0" if wait.left else "")
             if isinstance(answer, Granted):
                 return answer
@@ -160,7 +160,7 @@ class RedisBackend(Backend):
 
     def verify(self, grant: Grant) -> bool:
         keys, head, counter = self._handle(grant)
-        with self._requests("verify", grant.name):
+        with self._requests("verification", grant.name):
             held, drawn = map(_text, self._here.execute("MGET", keys.lock, keys.counter))
         # An expired lease is the owner's if no other came since, as in RENEW.
         return held.startswith(head) if held else bool(counter) and drawn in ("", counter)
@@ -172,7 +172,7 @@ class RedisBackend(Backend):
             for keys in every
             for command in (("GET", keys.lock), ("PTTL", keys.lock), ("ZCARD", keys.queue))
         ]
-        with self._requests("look up"):
+        with self._requests("look"):
             answers = self._here.batch(commands)
             for answer in answers:
                 if isinstance(answer, Exception):
@@ -181,11 +181,12 @@ class RedisBackend(Backend):
         return {name: _read_lock(value, *more) for name, value, *more in rows if value is not None}
 
     def suggest(self, name: str, floor: int) -> None:
-        with self._requests("suggest a token for", name):
+        with self._requests("suggestion of a token", name):
             self._here.run(SUGGEST, [self._keys(name).counter], floor)
 
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:
+        yield from super().problems(config)
         yield from clients.problems(config)
 
     def check(self) -> Iterator[Problem]:
@@ -229,13 +230,7 @@ class RedisBackend(Backend):
         try:
             yield
         except RedisError as exc:
-            what = f"lock {name!r}" if name is not None else "its locks"
-            raise BackendUnavailable(
-                f"Lock service {self.config.alias!r} ({self.label}) failed to {doing} {what}: "
-                f"{type(exc).__name__}: {shorten_error(exc)}",
-                name=name,
-                alias=self.config.alias,
-            ) from exc
+            raise self.unavailable(doing, exc, name) from exc
 
 
 def _read_lock(value: bytes | str | None, expires: int, waiting: int | None = None) -> Held:
