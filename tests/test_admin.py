@@ -111,10 +111,15 @@ def test_the_state_is_the_services_word(page: Callable[..., str], redis_server: 
         assert lease is not None
         assert states(page()) == {"invoice:42": "held"}
         # The row is cleared a second later.
-        service("default").backend._store.release(lease)  # type: ignore[attr-defined]
+        redis_server.execute("DEL", key(redis, "invoice:42"))
         assert states(page()) == {"invoice:42": "free"}
         with hold_lock_unrecorded("invoice:42"):
             assert states(page()) == {"invoice:42": "lost"}
+
+
+def key(settings: dict[str, str], name: str) -> str:
+    """Return the key of a lock on Redis."""
+    return f"{{{settings['KEY_PREFIX']}:{name}}}:lock"
 
 
 @contextlib.contextmanager
@@ -234,13 +239,12 @@ def many_held(request: pytest.FixtureRequest, redis_server: Redis) -> Iterator[i
     # Long enough for ten thousand to be made, on any machine.
     with override_settings(FENCEDLOCK={"default": redis}), lock("lock 0", ttl=600):
         row = HeldLock.objects.get()
-        store = service("default").backend._store  # type: ignore[attr-defined]
         rows = []
-        with store.client.pipeline(transaction=False) as pipeline:
+        with redis_server.client() as client, client.pipeline(transaction=False) as pipeline:
             for number in range(1, request.param):
                 owner = f"{number:032x}"
                 rows.append(HeldLock(**{**values(row), "name": f"lock {number}", "owner": owner}))
-                pipeline.set(store._keys(f"lock {number}").lock, f"{owner}:1:", px=600_000)
+                pipeline.set(key(redis, f"lock {number}"), f"{owner}:1:", px=600_000)
             pipeline.execute()
         HeldLock.objects.bulk_create(rows, batch_size=1000)
         yield request.param
