@@ -242,11 +242,9 @@ class PostgresBackend(Backend):
             raise
         finally:
             # Also in a killed greenlet.
-            if answered:
-                job.close()
-            else:
-                job.leave()
+            if not answered:
                 self._interrupt(job, used)
+            job.close()
 
     def _await(self, job: Job[Any], claim: Claim, wait: Wait, limit: float) -> bool:
         """Return whether the job was done before the wait was cancelled."""
@@ -269,10 +267,12 @@ class PostgresBackend(Backend):
         """Cancel a wait, and stay until the server's queue is left."""
         self._interrupt(job, used)
         until = clock() + LEAVES_WITHIN
-        while not job.wait(until - clock()) and clock() < until:
+        while job.begun and not job.wait(until - clock()) and clock() < until:
             pass
 
     def _interrupt(self, job: Job[Any], used: list[Session]) -> None:
+        """Cancel a wait, without waiting for the server's answer."""
+
         def interrupt() -> None:
             until = clock() + self._timeout
             # Repeated: the statement may not have reached the server yet.
@@ -282,6 +282,7 @@ class PostgresBackend(Backend):
                     session.cancel() if clock() < until else session.cut()
                 _sleep(0.02)
 
+        job.leave()
         if job.begun and not job.done:
             with contextlib.suppress(RuntimeError):
                 runtime.start(interrupt)

@@ -99,9 +99,9 @@ class Job(Generic[T]):
         with self._mutex:
             self.done = True
             left = self._left
-        self.wake()
         if left:
             self._undo_work()
+        self.wake()
 
     def wake(self) -> None:
         """Wake the caller, from any thread."""
@@ -128,7 +128,6 @@ class Job(Generic[T]):
         with self._mutex:
             undo = self.done and not self._left
             self._left = True
-        self.close()
         if undo:
             self._undo_work()
 
@@ -155,4 +154,6 @@ def ask(job: Job[T], timeout: float, send: Callable[[Job[Any]], object]) -> T:
             raise NoAnswer
         return job.result()
     finally:
-        job.close() if answered else job.leave()
+        if not answered:
+            job.leave()
+        job.close()
