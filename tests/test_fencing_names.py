@@ -53,35 +53,27 @@ def name(model, **arguments):
 # Names
 
 
-def test_a_model_that_says_nothing_is_named_by_its_key():
-    assert name(Invoice, pk=42) == name(Invoice, id="42") == "tests.invoice:42"
-    assert Invoice(pk=42).fencing.lock().name == "tests.invoice:42"
-    assert Invoice(pk="42").fencing.lock().name == "tests.invoice:42"
-
-
-def test_children_and_proxies_have_their_parents_name():
-    assert name(Truck, pk=1) == name(Trailer, pk=1) == name(Van, pk=1) == "tests.vehicle:1"
-    assert Trailer(pk=1).fencing.lock().name == "tests.vehicle:1"
-
-
-def test_a_template_over_a_relation():
-    account = Account(pk=7)
-    assert (
-        name(LedgerLine, account=account)
-        == name(LedgerLine, account=7)
-        == name(LedgerLine, account_id="7")
-        == LedgerLine(account=account).fencing.lock().name
-        == LedgerLine(account_id=7).fencing.lock().name
-        == "account:7"
-    )
-
-
-def test_a_composite_key():
-    assert name(Seat, pk=("A", 1)) == name(Seat, row="A", number="1") == "tests.seat:A,1"
-    with pytest.raises(TypeError, match="the primary key has 2 columns"):
-        name(Seat, pk=1)
-    with pytest.raises(TypeError, match=r"named by row, number; lock\(\) was given row"):
-        name(Seat, row="A")
+@pytest.mark.parametrize(
+    ("expected", "locks"),
+    [
+        ("tests.invoice:42", [Invoice.fencing.lock(pk=42), Invoice.fencing.lock(id="42")]),
+        ("tests.invoice:42", [Invoice(pk=pk).fencing.lock() for pk in (42, "42")]),
+        ("tests.vehicle:1", [model.fencing.lock(pk=1) for model in (Truck, Trailer, Van)]),
+        ("tests.vehicle:1", [Trailer(pk=1).fencing.lock()]),
+        ("account:7", [LedgerLine.fencing.lock(account=each) for each in (Account(pk=7), 7)]),
+        ("account:7", [LedgerLine.fencing.lock(account_id="7")]),
+        ("account:7", [LedgerLine(account=Account(pk=7)).fencing.lock()]),
+        ("account:7", [LedgerLine(account_id=7).fencing.lock()]),
+        (
+            "tests.seat:A,1",
+            [Seat.fencing.lock(pk=("A", 1)), Seat(row="A", number=1).fencing.lock()],
+        ),
+        ("tests.seat:A,1", [Seat.fencing.lock(row="A", number="1")]),
+        ("called:1", [Called(amount=3).fencing.lock()]),
+    ],
+)
+def test_a_lock_is_named_by_its_row(expected, locks):
+    assert [each.name for each in locks] == [expected] * len(locks)
 
 
 @isolate_apps("tests")
@@ -198,12 +190,6 @@ def test_a_key_that_is_made_when_the_row_is_added_names_its_lock():
     assert name(Entry, pk="a") == "tests.entry:a"
 
 
-def test_a_callable_needs_a_row():
-    assert Called(amount=3).fencing.lock().name == "called:1"
-    with pytest.raises(TypeError, match="named by a callable, which needs a row"):
-        Called.fencing.lock(pk=1)
-
-
 def test_the_terms_are_those_of_a_lock(settings):
     taken = Invoice.fencing.lock(pk=1, ttl=7, blocking_timeout=3)
     assert (taken.ttl, taken.blocking_timeout, taken.backend) == (7, 3, "default")
@@ -215,6 +201,9 @@ def test_the_terms_are_those_of_a_lock(settings):
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
+        (lambda: name(Seat, pk=1), TypeError, "the primary key has 2 columns"),
+        (lambda: name(Seat, row="A"), TypeError, r"named by row, number; lock\(\) was given row"),
+        (lambda: name(Called, pk=1), TypeError, "named by a callable, which needs a row"),
         (lambda: name(Invoice), TypeError, r"given nothing\. Write Invoice.fencing.lock.pk="),
         (lambda: name(Invoice, pk=1, note="x"), TypeError, "lock.. was given pk, note"),
         (lambda: name(Invoice, nonsense=1), TypeError, "lock.. was given nonsense"),
@@ -352,8 +341,9 @@ def test_a_model_may_have_a_manager_of_its_own():
     assert Filtered._base_manager.get() == small
 
 
+@pytest.mark.django_db(databases=["default", "postgres", "mariadb"])
 def test_the_checks_have_nothing_to_say():
-    # Of models: what Celery tasks another test's import registered is no matter of theirs.
+    # Of models, since other tests register Celery tasks. Django asks for the servers' versions.
     found = checks.run_checks(apps.get_app_configs(), tags=[checks.Tags.models])
     assert [message for message in found if message.is_serious()] == []
 
@@ -521,19 +511,6 @@ def test_migrations_make_the_columns_and_constraints(alias):
 
 
 @pytest.mark.django_db
-def test_in_a_transaction_of_its_lease_a_save_does_not_look_at_the_fence_again():
-    invoice = Invoice.objects.create()
-    sql = CaptureQueriesContext(connections["default"])
-    with invoice.fencing.lock() as lease, lease.atomic(), sql as captured:
-        invoice.save()
-        Invoice.objects.update(amount=1)
-        Invoice.objects.bulk_update([invoice], ["amount"])
-    sent = " ".join(query["sql"] for query in captured)
-    assert "UPDATE" in sent
-    assert "django_fencedlock_fence" not in sent
-
-
-@pytest.mark.django_db
 def test_a_guarded_save_is_one_short_statement():
     """Django's own, one column more, and the conditions."""
     invoice = Invoice.objects.create()
@@ -542,7 +519,8 @@ def test_a_guarded_save_is_one_short_statement():
         with CaptureQueriesContext(connections["default"]) as captured:
             invoice.save(update_fields=["note"])
     (sent,) = captured
-    assert sent["sql"] == (
+    # From Django 6.1 on, SQLite compares the condition with 1.
+    assert sent["sql"].replace(")) = 1 AND", ")) AND") == (
         'UPDATE "tests_invoice" SET "note" = \'\', "fence" = 1 WHERE '
         '(("tests_invoice"."fence" IN (0, 1) AND (SELECT true FROM django_fencedlock_fence WHERE '
         f"name = '{lease.name}' AND token = 1 AND owner = '{lease.owner_id}')) "

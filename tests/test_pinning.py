@@ -1,4 +1,4 @@
-"""`lease.atomic()`, how long it keeps a takeover waiting, and what the one who waits is told."""
+"""`lease.atomic()`, how long the next grant waits for it, and what the waiter's error says."""
 
 import contextlib
 import contextvars
@@ -34,9 +34,10 @@ from django_fencedlock.storage.vendors import Entry, ledger_for
 
 from .models import Account, Invoice, LedgerLine
 from .servers import shared
-from .servers.process import free_port
+from .servers.process import free_port, wait_until
 
 DATABASES = ["default", "postgres", "mariadb"]
+SERVERS = ["postgres", "mariadb"]
 LONG = 20
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=DATABASES)
@@ -44,9 +45,9 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=DATABASES)
 
 @pytest.fixture
 def on(settings):
-    def use(database, backend="database.DatabaseBackend"):
+    def use(database, backend="database.DatabaseBackend", **terms):
         path = f"django_fencedlock.backends.{backend}"
-        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": database, "BACKEND": path}}
+        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": database, "BACKEND": path, **terms}}
         return database
 
     return use
@@ -57,29 +58,24 @@ def database(request, on):
     return on(request.param)
 
 
+@pytest.fixture(params=SERVERS)
+def server(request, on):
+    return on(request.param)
+
+
 @pytest.fixture
 def on_postgres(on):
     on("postgres")
 
 
 @pytest.fixture
-def on_redis(settings, redis_server):
+def on_redis(on, redis_server):
     redis_server.empty()
-
-    def use(database):
-        settings.FENCEDLOCK = {
-            "default": {
-                "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
-                "LOCATION": redis_server.url,
-                "FENCE_DATABASE": database,
-            }
-        }
-
-    return use
+    return lambda database: on(database, "redis.RedisBackend", LOCATION=redis_server.url)
 
 
 def lose_by_redis(lease):
-    """Have Redis forget all, as after a failover, and nobody notice it yet."""
+    """Make Redis lose all data, as after a failover, before the keeper notices."""
     service("default").keeper.forget(lease)
     shared.redis().empty()
 
@@ -90,10 +86,25 @@ def keys_of_redis():
 
 
 def abandon(lease):
-    """Have nobody renew the lease, as if its process hung, and its time be over."""
+    """Stop the renewals of a lease, as if its process hung, and let it expire."""
     service("default").keeper.forget(lease)
     held = HeldLock.objects.using(lease.database).filter(name=lease.name)
     held.update(expires_at=timezone.now() - timedelta(hours=1))
+
+
+@pytest.fixture
+def abandoned():
+    """Return a function that acquires a lock and abandons the lease."""
+    leases = []
+
+    def make(name="x", **terms):
+        leases.append(lock(name, **terms).acquire())
+        abandon(leases[0])
+        return leases[0]
+
+    yield make
+    for lease in leases:
+        lease.release()
 
 
 def overtake(lease):
@@ -105,7 +116,7 @@ def overtake(lease):
 
 
 class Elsewhere(threading.Thread):
-    """Runs something in a thread of its own, with connections of its own."""
+    """Runs a function in a thread with connections of its own."""
 
     def __init__(self, work):
         super().__init__(daemon=True)
@@ -130,7 +141,7 @@ class Elsewhere(threading.Thread):
 
 
 def take(name, timeout=0.0):
-    """Take a lock as somebody else does: the lease's token, or the error."""
+    """Acquire a lock in another thread: the lease's token, or the error."""
 
     def enter():
         with lock(name, blocking_timeout=timeout) as lease:
@@ -156,16 +167,26 @@ def execute(database, sql, *given):
         return cursor.fetchone() if cursor.description else None
 
 
+def accounts(database):
+    return Account.objects.using(database)
+
+
+def never_entered(lease, error, match=None, **terms):
+    """Expect that lease.atomic() raises `error` before its block begins."""
+    with pytest.raises(error, match=match) as caught, lease.atomic(**terms):
+        pytest.fail("the block was entered")
+    return caught.value
+
+
 class TestWhatIsInside:
     def test_everything_is_committed_together(self, database):
-        account = Account.objects.using(database).create()
+        account = accounts(database).create()
         group = Group.objects.using(database).create(name="g")
-        permission = Permission.objects.using(database).first()
         with lock("x") as lease, lease.atomic():
             account.balance = 1
             account.save()
             execute(database, "UPDATE tests_account SET name = 'raw' WHERE id = %s", account.pk)
-            group.permissions.add(permission)
+            group.permissions.add(Permission.objects.using(database).first())
         account.refresh_from_db()
         assert (account.balance, account.name) == (1, "raw")
         assert group.permissions.count() == 1
@@ -176,58 +197,42 @@ class TestWhatIsInside:
     def test_a_former_holder_gets_nothing_done(self, database):
         lease = lock("x").acquire()
         overtake(lease)
-        with (
-            pytest.raises(StaleFence, match=r"newest token is 2, granted to .*pid") as caught,
-            lease.atomic(),
-        ):
-            pytest.fail("the block was entered")
-        assert caught.value.token == 1
-        assert caught.value.holder.token == 2
+        error = never_entered(lease, StaleFence, r"newest token is 2, granted to .*pid")
+        assert (error.token, error.holder.token) == (1, 2)
         assert not connections[database].in_atomic_block
+        Fence.objects.using(database).all().delete()
+        never_entered(lease, StaleFence, "its fence is gone")
         lease.release()
-
-    def test_a_name_whose_fence_is_gone_is_stale(self, database):
-        with lock("x") as lease:
-            Fence.objects.using(database).all().delete()
-            with pytest.raises(StaleFence, match="its fence is gone"), lease.atomic():
-                pytest.fail("the block was entered")
 
     def test_an_error_rolls_all_of_it_back(self, database):
         with lock("x") as lease, pytest.raises(ZeroDivisionError), lease.atomic():
-            Account.objects.using(database).create()
+            accounts(database).create()
             raise ZeroDivisionError
-        assert not Account.objects.using(database).exists()
+        assert not accounts(database).exists()
 
     def test_the_fence_is_looked_at_once(self, database):
         invoice = Invoice.objects.using(database).create()
         connection = connections[database]
         with invoice.fencing.lock() as lease:
-            with (
-                CaptureQueriesContext(
-                    connection,
-                ) as seen,
-                lease.atomic(),
-            ):
+            with CaptureQueriesContext(connection) as seen, lease.atomic():
                 invoice.save()
                 invoice.save()
                 Invoice.objects.using(database).filter(pk=invoice.pk).update(note="n")
+                Invoice.objects.using(database).bulk_update([invoice], ["note"])
             statements = [query["sql"] for query in seen]
             about_fences = [sql for sql in statements if "django_fencedlock_fence" in sql]
             assert len(about_fences) == 1
             assert re.match("SELECT .+ FROM django_fencedlock_fence WHERE name", about_fences[0])
-            assert len([sql for sql in statements if sql.startswith("UPDATE")]) == 3
-            # Outside of it each looks for itself again.
+            assert len([sql for sql in statements if sql.startswith("UPDATE")]) == 4
+            # Outside of it each write checks the fence itself.
             with CaptureQueriesContext(connection) as seen:
                 invoice.save()
             assert "django_fencedlock_fence" in seen.captured_queries[-1]["sql"]
 
-    def test_a_fenced_row_wants_its_own_lease_all_the_same(self, database):
+    def test_a_fenced_row_needs_its_own_lease_all_the_same(self, database):
         invoice = Invoice.objects.using(database).create()
-        with (
-            lock("x") as lease,
-            pytest.raises(LockRequired, match=rf"invoice:{invoice.pk}.*'x'"),
-            lease.atomic(),
-        ):
+        why = rf"invoice:{invoice.pk}.*'x'"
+        with lock("x") as lease, pytest.raises(LockRequired, match=why), lease.atomic():
             invoice.save()
 
     def test_a_save_under_another_lease_is_checked(self, database):
@@ -240,168 +245,123 @@ class TestWhatIsInside:
             assert "django_fencedlock_fence" in saved
             overtake(own)
             with pytest.raises(StaleFence), lease.atomic():
-                Account.objects.using(database).create()
+                accounts(database).create()
                 invoice.save()
-            assert not Account.objects.using(database).exists()
+            assert not accounts(database).exists()
             own.release()
 
     def test_a_context_that_outlives_the_block_has_nothing_pinned(self, database):
-        """As a task has, that was started within the block."""
+        """A task that was started within the block has such a context."""
+        connection = connections[database]
         with lock("x") as lease:
             with lease.atomic():
-                assert is_pinned(connections[database], grant_of(lease))
+                assert is_pinned(connection, grant_of(lease))
                 context = contextvars.copy_context()
-            assert not context.run(is_pinned, connections[database], grant_of(lease))
+            assert not context.run(is_pinned, connection, grant_of(lease))
             with transaction.atomic(using=database):
-                assert not context.run(is_pinned, connections[database], grant_of(lease))
+                assert not context.run(is_pinned, connection, grant_of(lease))
 
-    def test_another_thread_has_nothing_pinned(self, on_postgres):
-        with lock("x") as lease, lease.atomic():
+    def test_another_thread_or_connection_has_nothing_pinned(self, on_postgres):
+        with lock("x") as lease, contextlib.suppress(Error), lease.atomic():
             context = contextvars.copy_context()
             grant = grant_of(lease)
             there = Elsewhere(lambda: context.run(is_pinned, connections["postgres"], grant))
             assert not there.outcome()
-
-    def test_a_connection_closed_inside_has_nothing_pinned(self, on_postgres):
-        with lock("x") as lease, contextlib.suppress(Error), lease.atomic():
             connections["postgres"].close()
             connections["postgres"].connect()
-            assert not is_pinned(connections["postgres"], grant_of(lease))
+            assert not is_pinned(connections["postgres"], grant)
 
     def test_it_works_from_a_coroutine(self, database):
         def work(lease):
             with lease.atomic():
-                return Account.objects.using(database).create().pk
+                return accounts(database).create().pk
 
         async def main():
             async with lock("x") as lease:
                 return await sync_to_async(work)(lease)
 
         made = async_to_sync(main)()
-        assert Account.objects.using(database).get().pk == made
+        assert accounts(database).get().pk == made
 
 
 class TestWhereItIsAllowed:
     def test_not_inside_a_transaction(self, database):
-        with (
-            lock("x") as lease,
-            transaction.atomic(using=database),
-            pytest.raises(InsideTransaction, match="Open it first"),
-            lease.atomic(),
-        ):
-            pytest.fail("the block was entered")
-
-    def test_not_inside_a_transaction_that_is_open_without_atomic(self, database):
-        with (
-            lock("x") as lease,
-            autocommit_off(database),
-            pytest.raises(InsideTransaction, match="Open it first"),
-            lease.atomic(),
-        ):
-            pytest.fail("the block was entered")
-
-    def test_not_inside_a_savepoint_of_another_one(self, database):
-        with (
-            lock("x") as x,
-            lock("y") as y,
-            x.atomic(),
-            transaction.atomic(using=database),
-            pytest.raises(InsideTransaction),
-            y.atomic(),
-        ):
-            pytest.fail("the block was entered")
-
-    def test_not_inside_a_transaction_that_pins_by_single_saves_alone(self, database):
+        with lock("x") as lease:
+            with transaction.atomic(using=database):
+                never_entered(lease, InsideTransaction, "Open it first")
+            with autocommit_off(database):
+                never_entered(lease, InsideTransaction, "Open it first")
         invoice = Invoice.objects.using(database).create()
         with invoice.fencing.lock() as lease, transaction.atomic(using=database):
-            invoice.save()
-            with pytest.raises(InsideTransaction), lease.atomic():
-                pytest.fail("the block was entered")
+            invoice.save()  # It locks the fence.
+            never_entered(lease, InsideTransaction)
+
+    def test_not_inside_a_savepoint_of_another_one(self, database):
+        with lock("x") as x, lock("y") as y, x.atomic(), transaction.atomic(using=database):
+            never_entered(y, InsideTransaction)
 
     def test_directly_inside_another_one(self, database):
         with lock("x") as x, lock("y") as y, x.atomic():
             with y.atomic(), x.atomic():
-                Account.objects.using(database).create()
+                accounts(database).create()
                 assert is_pinned(connections[database], grant_of(x))
                 assert is_pinned(connections[database], grant_of(y))
-            # Still locked, for the inner block was no transaction of its own.
+            # It is still locked: the inner block was no transaction of its own.
             if database != "default":
                 assert pinned_by(y) is not None
-        assert Account.objects.using(database).count() == 1
+        assert accounts(database).count() == 1
 
     def test_what_fails_inside_another_one_fails_both(self, database):
-        with lock("x") as x, lock("y") as y:
-            with x.atomic(), pytest.raises(ZeroDivisionError), y.atomic():
-                Account.objects.using(database).create()
-                raise ZeroDivisionError
-            assert not Account.objects.using(database).exists()
-
-    def test_a_stale_lease_inside_another_one_spoils_both(self, database):
         with lock("x") as x:
             y = lock("y").acquire()
+            with x.atomic(), pytest.raises(ZeroDivisionError), y.atomic():
+                accounts(database).create()
+                raise ZeroDivisionError
+            assert not accounts(database).exists()
             overtake(y)
             with x.atomic():
-                Account.objects.using(database).create()
-                with pytest.raises(StaleFence), y.atomic():
-                    pytest.fail("the block was entered")
-            assert not Account.objects.using(database).exists()
+                accounts(database).create()
+                never_entered(y, StaleFence)
+            assert not accounts(database).exists()
             y.release()
 
     def test_not_on_another_database(self, on_postgres):
-        with (
-            lock("x") as lease,
-            pytest.raises(WrongDatabase, match="'postgres', and only"),
-            lease.atomic(using="default"),
-        ):
-            pytest.fail("the block was entered")
+        with lock("x") as lease:
+            never_entered(lease, WrongDatabase, "'postgres', and only", using="default")
 
-    def test_an_unfenced_lease_has_no_fence_to_lock(self, database):
-        with lock("x", fenced=False) as lease, pytest.raises(Unfenced), lease.atomic():
-            pytest.fail("the block was entered")
-
-    def test_not_under_a_lease_that_was_given_back(self, database):
+    def test_not_without_a_live_fenced_lease(self, database):
+        with lock("x", fenced=False) as lease:
+            never_entered(lease, Unfenced)
         with lock("x") as lease:
             pass
-        with pytest.raises(LeaseLost, match="it was released"), lease.atomic():
-            pytest.fail("the block was entered")
-
-    def test_not_under_a_lease_that_was_lost(self, database):
+        never_entered(lease, LeaseLost, "it was released")
         lease = lock("x").acquire()
         service("default").lose(lease, "as a test")
-        with pytest.raises(LeaseLost, match="as a test"), lease.atomic():
-            pytest.fail("the block was entered")
+        never_entered(lease, LeaseLost, "as a test")
         lease.release()
 
-    def test_under_a_lease_that_ran_out_while_nobody_came(self, database):
-        """A pause costs nothing unless somebody else took the lock."""
+    def test_under_a_lease_that_expired_while_the_lock_was_free(self, database):
+        """A pause costs nothing unless another holder acquired the lock."""
         with lock("x", ttl=0.5) as lease:
             service("default").keeper.forget(lease)
             while not lease.expired:
                 time.sleep(0.01)
             with lease.atomic():
-                Account.objects.using(database).create()
-        assert Account.objects.using(database).exists()
+                accounts(database).create()
+        assert accounts(database).exists()
 
 
 @pytest.mark.django_db(databases=DATABASES)
-class TestInsideATestCase:
-    def test_it_works_and_nests(self, database):
-        with lock("x") as x, lock("y") as y:
-            with x.atomic(), y.atomic():
-                Account.objects.using(database).create()
-            with pytest.raises(ZeroDivisionError), x.atomic():
-                Account.objects.using(database).create()
-                raise ZeroDivisionError
-            assert Account.objects.using(database).count() == 1
-
-    def test_not_inside_a_transaction_of_the_code_under_test(self, database):
-        with (
-            lock("x") as lease,
-            transaction.atomic(using=database),
-            pytest.raises(InsideTransaction),
-            lease.atomic(),
-        ):
-            pytest.fail("the block was entered")
+def test_inside_a_testcase_it_works_and_nests(database):
+    with lock("x") as x, lock("y") as y:
+        with x.atomic(), y.atomic():
+            accounts(database).create()
+        with pytest.raises(ZeroDivisionError), x.atomic():
+            accounts(database).create()
+            raise ZeroDivisionError
+        assert accounts(database).count() == 1
+        with transaction.atomic(using=database):  # one of the code under test
+            never_entered(x, InsideTransaction)
 
 
 class TestARollbackByTheDatabase:
@@ -409,14 +369,14 @@ class TestARollbackByTheDatabase:
 
     def test_mariadb_rolls_back_at_a_deadlock(self, on):
         on("mariadb")
-        one, two = (Account.objects.using("mariadb").create() for _ in range(2))
+        one, two = (accounts("mariadb").create() for _ in range(2))
         add = "UPDATE tests_account SET balance = balance + %s WHERE id = %s"
         locked, wanted = threading.Event(), threading.Event()
 
         def other():
             with transaction.atomic(using="mariadb"):
                 # InnoDB ends the one that has written less.
-                Account.objects.using("mariadb").bulk_create(Account() for _ in range(50))
+                accounts("mariadb").bulk_create(Account() for _ in range(50))
                 execute("mariadb", add, 10, two.pk)
                 locked.set()
                 wanted.wait(LONG)
@@ -432,10 +392,8 @@ class TestARollbackByTheDatabase:
             with pytest.raises(TransactionManagementError):
                 execute("mariadb", add, 1, one.pk)
         thread.outcome()
-        assert all(
-            Account.objects.using("mariadb").get(pk=account.pk).balance == 10
-            for account in (one, two)
-        )
+        balances = accounts("mariadb").filter(pk__in=[one.pk, two.pk])
+        assert [account.balance for account in balances] == [10, 10]
 
     def test_sqlite_does_on_request(self, on):
         on("default")
@@ -451,102 +409,79 @@ class TestARollbackByTheDatabase:
     def test_an_error_of_one_statement_leaves_the_rest(self, on):
         on("mariadb")
         with lock("x") as lease, lease.atomic():
-            Account.objects.using("mariadb").create()
+            accounts("mariadb").create()
             with pytest.raises(Error):
                 execute("mariadb", "SELECT nothing FROM nowhere")
-        assert Account.objects.using("mariadb").exists()
+        assert accounts("mariadb").exists()
 
 
-class TestOnSQLite:
-    @pytest.fixture(params=[None, "DEFERRED", "EXCLUSIVE"])
-    def mode(self, request, on):
-        on("default")
-        connection = connections["default"]
-        connection.ensure_connection()
-        before = connection.transaction_mode
-        connection.transaction_mode = request.param
-        yield request.param
-        connection.transaction_mode = before
-
-    def test_the_file_is_taken_at_the_beginning(self, mode):
-        """Else somebody's write, even our own renewal, would make the first write fail."""
-        account = Account.objects.create()
-        with lock("x") as lease, contextlib.closing(private("default", 5)) as other:
-            ledger_for(other).patience(other, 0)
-            with lease.atomic():
-                with pytest.raises(OperationalError, match="is locked"), other.cursor() as cursor:
-                    cursor.execute("UPDATE tests_account SET balance = 1")
-                account.save()
-        assert connections["default"].transaction_mode == mode
-
-    def test_the_stricter_mode_stays(self, mode):
-        with (
-            lock("x") as lease,
-            CaptureQueriesContext(connections["default"]) as seen,
-            lease.atomic(),
-        ):
-            pass
-        begin = "BEGIN EXCLUSIVE" if mode == "EXCLUSIVE" else "BEGIN IMMEDIATE"
-        assert begin in [query["sql"] for query in seen]
+@pytest.mark.parametrize("mode", [None, "DEFERRED", "EXCLUSIVE"])
+def test_sqlite_locks_the_file_at_the_beginning(on, monkeypatch, mode):
+    """Otherwise a write of another session, such as a renewal, makes the first write fail."""
+    on("default")
+    connection = connections["default"]
+    connection.ensure_connection()
+    monkeypatch.setattr(connection, "transaction_mode", mode)
+    account = Account.objects.create()
+    with lock("x") as lease, contextlib.closing(private("default", 5)) as other:
+        ledger_for(other).patience(other, 0)
+        with CaptureQueriesContext(connection) as seen, lease.atomic():
+            with pytest.raises(OperationalError, match="is locked"), other.cursor() as cursor:
+                cursor.execute("UPDATE tests_account SET balance = 1")
+            account.save()
+    assert connection.transaction_mode == mode
+    begin = "BEGIN EXCLUSIVE" if mode == "EXCLUSIVE" else "BEGIN IMMEDIATE"
+    assert begin in [query["sql"] for query in seen]
 
 
 SHOW = "SHOW idle_in_transaction_session_timeout"
 
 
-class TestATakeoverWaits:
-    @pytest.fixture(params=["postgres", "mariadb"])
-    def server(self, request, on):
-        return on(request.param)
-
-    def test_until_the_transaction_has_ended(self, server):
-        lease = lock("x").acquire()
-        abandon(lease)
+class TestTheNextGrantWaits:
+    def test_until_the_transaction_has_ended(self, server, abandoned):
+        lease = abandoned()
         with lease.atomic():
-            Account.objects.using(server).create()
+            accounts(server).create()
             waiting = take("x", timeout=LONG)
-            wait_until(lambda: pinned_by(lease) is not None)
+            wait_until(lambda: pinned_by(lease) is not None, "the transaction is found")
             assert waiting.is_alive()
         assert waiting.outcome() == 2
-        assert Account.objects.using(server).exists()
-        lease.release()
+        assert accounts(server).exists()
 
     @pytest.mark.parametrize("block", ["atomic", "save", "update", "insert"])
-    def test_not_longer_than_the_ttl_for_a_silent_one(self, on_postgres, block):
-        """Whatever locks the fence bounds it; the one who wakes up gets an error."""
-        account = Account.objects.using("postgres").create()
-        lease = lock(f"account:{account.pk}", ttl=0.4).acquire()
-        line = LedgerLine.objects.using("postgres").create(account=account)
-        abandon(lease)
+    def test_not_longer_than_the_ttl_for_a_silent_one(self, on_postgres, abandoned, block):
+        """All that locks the fence bounds the wait. The former holder gets an error later."""
+        account = accounts("postgres").create()
+        lines = LedgerLine.objects.using("postgres")
+        with lock(f"account:{account.pk}"):
+            line = lines.create(account=account)
+        lease = abandoned(f"account:{account.pk}", ttl=0.4)
         outer = lease.atomic() if block == "atomic" else transaction.atomic(using="postgres")
         with pytest.raises(Error, match="idle-in-transaction"), outer:
-            started = time.monotonic()
             if block == "save":
                 line.save()
             elif block == "update":
-                LedgerLine.objects.using("postgres").filter(account=account).update(amount=9)
+                lines.filter(account=account).update(amount=9)
             elif block == "insert":
                 LedgerLine(account=account, amount=9).save(using="postgres")
             else:
-                Account.objects.using("postgres").update(balance=9)
+                accounts("postgres").update(balance=9)
             started = time.monotonic()
-            assert take(lease.name, timeout=LONG).outcome() == 2
+            assert take(lease.name, timeout=LONG).outcome() == 3
             assert 0.3 < time.monotonic() - started < 5
             execute("postgres", "SELECT 1")
         connections["postgres"].close()
-        assert not LedgerLine.objects.using("postgres").filter(amount=9).exists()
-        assert not Account.objects.using("postgres").filter(balance=9).exists()
-        lease.release()
+        assert not lines.filter(amount=9).exists()
+        assert not accounts("postgres").filter(balance=9).exists()
 
-    def test_one_who_wakes_up_to_commit_gets_the_servers_error(self, on_postgres):
-        """And not `OutcomeUnknown`: nothing was committed."""
-        lease = lock("x", ttl=0.1).acquire()
-        abandon(lease)
+    def test_one_that_wakes_up_to_commit_gets_the_servers_error(self, on_postgres, abandoned):
+        """Not `OutcomeUnknown`: nothing was committed."""
+        lease = abandoned(ttl=0.1)
         with pytest.raises(Error, match="idle-in-transaction"), lease.atomic():
-            Account.objects.using("postgres").create()
+            accounts("postgres").create()
             assert take("x", timeout=LONG).outcome() == 2
         connections["postgres"].close()
-        assert not Account.objects.using("postgres").exists()
-        lease.release()
+        assert not accounts("postgres").exists()
 
     @pytest.mark.parametrize(
         ("own", "inside"),
@@ -564,8 +499,7 @@ class TestATakeoverWaits:
     def test_the_smallest_of_several_ttls_counts(self, on_postgres):
         with lock("x", ttl=5) as x, lock("y", ttl=60) as y, x.atomic(), y.atomic():
             assert execute("postgres", SHOW) == ("5s",)
-
-    def test_a_ttl_that_is_longer_than_the_server_can_count(self, on_postgres):
+        # The server can count no further.
         with lock("x", ttl=timedelta(days=60)) as lease, lease.atomic():
             assert execute("postgres", SHOW) == ("2147483647ms",)
 
@@ -581,23 +515,16 @@ class TestATakeoverWaits:
         assert execute("postgres", SHOW) == ("0",)
 
 
-def wait_until(condition):
-    until = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def pinned_by(lease):
     with contextlib.closing(private(lease.database, 5)) as session:
         return ledger_for(session).pinned_by(session, lease.name)
 
 
-class TestWhatTheWaitingOneIsTold:
+class TestWhatTheWaitersErrorSays:
     """An open transaction of a former holder has no lock that the service knows of."""
 
     def refused(self, lease, timeout=0.3):
-        """The error of somebody who waits for the lock while the lease's transaction is open."""
+        """Return the error of a waiter while the lease's transaction is open."""
         waiting = take(lease.name, timeout)
         waiting.join(LONG)
         assert isinstance(waiting.error, LockNotAcquired)
@@ -618,22 +545,20 @@ class TestWhatTheWaitingOneIsTold:
             execute("postgres", "SELECT 1 FROM django_fencedlock_fence FOR SHARE")
             words = self.refused(first)
             pid = self.session("postgres")
-        told = f"server session {pid} of 'night shift', idle in transaction, begun "
-        assert re.search(rf"{re.escape(told)}\d+\.\d s ago\.", words)
+        found = f"server session {pid} of 'night shift', idle in transaction, begun "
+        assert re.search(rf"{re.escape(found)}\d+\.\d s ago\.", words)
         assert "has to wait for its end" in words
         connections["postgres"].close()
 
-    def test_the_last_holder_as_well(self, on_postgres):
-        lease = lock("x").acquire()
-        abandon(lease)
+    def test_the_last_holder_as_well(self, on_postgres, abandoned):
+        lease = abandoned()
         with lease.atomic():
             words = self.refused(lease)
         assert f"its last holder was {lease.holder}" in words
-        lease.release()
 
-    @pytest.mark.parametrize("server", ["postgres", "mariadb"])
+    @pytest.mark.parametrize("server", SERVERS)
     def test_the_transaction_if_redis_has_the_locks(self, on_redis, server):
-        """The lock itself is free there: it has forgotten the holder, or given up on him."""
+        """The lock itself is free there: Redis lost it, or it expired."""
         on_redis(server)
         lease = lock("x").acquire()
         lose_by_redis(lease)
@@ -644,28 +569,27 @@ class TestWhatTheWaitingOneIsTold:
         assert "free, but a transaction under a former grant is still open" in words
         assert (f"server session {session}" in words) is (server == "postgres")
         assert f"its last holder was {lease.holder}" in words
-        # Whoever waited in vain has given the lock back.
+        # The waiter has released the lock that Redis granted.
         assert lock("x", blocking_timeout=0).acquire().release()
 
-    def test_one_who_waits_at_redis_gets_the_lock_when_the_transaction_ends(self, on_redis):
+    def test_a_waiter_at_redis_gets_the_lock_when_the_transaction_ends(self, on_redis):
         on_redis("postgres")
         lease = lock("x").acquire()
         lose_by_redis(lease)
         with lease.atomic():
             waiting = take("x", LONG)
-            wait_until(keys_of_redis)
+            wait_until(keys_of_redis, "a key of the waiter")
         assert waiting.outcome() > lease.token
 
-    def test_the_holder_as_ever_if_redis_knows_him(self, on_redis):
+    def test_the_holder_if_redis_knows_it(self, on_redis):
         on_redis("postgres")
         with lock("x") as lease, lease.atomic():
             words = self.refused(lease)
         assert f"held by {lease.holder}" in words
         assert "former grant" not in words
 
-    def test_of_several_transactions_none_is_named(self, on_postgres):
-        lease = lock("x").acquire()
-        abandon(lease)
+    def test_of_several_transactions_none_is_named(self, on_postgres, abandoned):
+        lease = abandoned()
         with contextlib.closing(private("postgres", 5)) as other, lease.atomic():
             with other.cursor() as cursor:
                 cursor.execute("BEGIN")
@@ -673,51 +597,35 @@ class TestWhatTheWaitingOneIsTold:
             words = self.refused(lease)
         assert "the next grant has to wait for its end" in words
         assert "server session" not in words
-        lease.release()
 
-    def test_mariadb_names_no_session(self, on):
+    def test_mariadb_names_no_session(self, on, abandoned):
         on("mariadb")
-        lease = lock("x").acquire()
-        abandon(lease)
+        lease = abandoned()
         with lease.atomic():
             words = self.refused(lease)
             assert pinned_by(lease) == "an open transaction"
         assert "the next grant has to wait for its end" in words
         assert "server session" not in words
         assert pinned_by(lease) is None
-        lease.release()
 
-    @pytest.mark.parametrize("server", ["postgres", "mariadb"])
-    def test_it_is_found_out_long_before_the_time_limit(self, on, server):
-        on(server)
-        lease = lock("x").acquire()
-        abandon(lease)
-        with lease.atomic(), contextlib.closing(private(server, LONG)) as session:
+    def test_the_transaction_is_found_long_before_the_time_limit(self, server, abandoned):
+        with abandoned().atomic(), contextlib.closing(private(server, LONG)) as session:
             started = time.monotonic()
             assert ledger_for(session).pinned_by(session, "x")
             assert time.monotonic() - started < LONG / 3
-        lease.release()
 
-    @pytest.mark.parametrize("server", ["postgres", "mariadb"])
-    def test_another_one_who_waits_is_not_taken_for_the_holder(self, on, server):
-        """On MariaDB one has the row of the lock already while the fence is waited for."""
-        on(server)
-        lease = lock("x").acquire()
-        abandon(lease)
+    def test_another_waiter_is_not_taken_for_the_holder(self, server, abandoned):
+        """On MariaDB one has the row of the lock already while it waits for the fence."""
         entry = Entry("x", "default", "database", new_owner(), ttl=30, fenced=False)
-        with lease.atomic(), contextlib.closing(private(server, 5)) as session:
+        with abandoned().atomic(), contextlib.closing(private(server, 5)) as session:
             assert ledger_for(session).claim(session, entry)[0]
             words = str(service("default").refusal("x", 1.0))
         assert "has to wait for its end" in words
         assert "last holder" not in words
-        lease.release()
 
     def test_nothing_of_the_kind_if_the_fence_is_free(self, database):
-        """The holder has just gone."""
         lock("x").acquire().release()
         assert "can't be told" in str(service("default").refusal("x", 1.0))
-
-    def test_a_holder_who_is_alive_is_told_as_ever(self, database):
         with lock("x") as lease:
             assert f"held by {lease.holder}" in str(service("default").refusal("x", 1.0))
 
@@ -745,23 +653,23 @@ class TestACommitWithoutAnAnswer:
             lock("x") as lease,
             lease.atomic(),
         ):
-            tried.append(Account.objects.using(alias).create())
+            tried.append(accounts(alias).create())
             proxy.cut_after(**cut)
         assert isinstance(caught.value.__cause__, Error)
         assert caught.value.token == 1
         assert len(tried) == 1
         connections[alias].close()
-        wait_until(lambda: Account.objects.using(alias).exists() == committed)
+        wait_until(lambda: accounts(alias).exists() == committed, "the outcome")
         assert not connections[alias].in_atomic_block
 
     def test_an_error_before_it_is_the_errors_own(self, proxied):
         alias, proxy = proxied
         with pytest.raises(Error), lock("x") as lease, lease.atomic():
-            Account.objects.using(alias).create()
+            accounts(alias).create()
             # For good: Django fails to connect anew, and raises that instead.
             proxy.retarget(proxy.host, free_port())
             proxy.cut()
-            Account.objects.using(alias).create()
+            accounts(alias).create()
         connections[alias].close()
 
     def test_nor_is_one_known_that_django_takes_for_no_database_error(self, on, monkeypatch):
@@ -779,9 +687,9 @@ class TestACommitWithoutAnAnswer:
     def test_an_error_that_is_the_answer_is_known(self, on_postgres):
         """Foreign keys are looked at by COMMIT, which then rolls back."""
         with lock("x") as lease, pytest.raises(IntegrityError), lease.atomic():
-            Account.objects.using("postgres").create()
+            accounts("postgres").create()
             execute("postgres", "INSERT INTO tests_ledgerline (account_id, amount) VALUES (-1, 1)")
-        assert not Account.objects.using("postgres").exists()
+        assert not accounts("postgres").exists()
 
     def test_an_error_after_it_is_known_too(self, database):
         def fail():
@@ -792,9 +700,9 @@ class TestACommitWithoutAnAnswer:
             pytest.raises(OperationalError, match="of a hook"),
             lease.atomic(),
         ):
-            Account.objects.using(database).create()
+            accounts(database).create()
             transaction.on_commit(fail, using=database)
-        assert Account.objects.using(database).exists()
+        assert accounts(database).exists()
 
 
 class TestHighWater:

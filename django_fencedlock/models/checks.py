@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -85,8 +86,7 @@ def _second_lock_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
     if not isinstance(of_table, Fencing) or table._meta.concrete_model is model:
         return
     default = f"{table._meta.label_lower}:{{pk}}"
-    templates = {each.template or default for each in (spec, of_table)}
-    if len(templates) > 1 or spec.mode != of_table.mode:
+    if (spec.template or default) != (of_table.template or default) or spec.mode != of_table.mode:
         label, owner = model._meta.label, table._meta.label
         yield Problem(
             "E026",
@@ -161,7 +161,7 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
         if manager.name == "objects" and not manager.auto_created
     ]
     if not managers or managers[0][0] is not GuardedModel:
-        return  # The model's own, or that of a class that knows of both.
+        return  # It is the model's own, or that of a class that combines both.
     for owner, manager in managers[1:]:
         kind = type(manager).__name__
         if type(manager) is not models.Manager:
@@ -370,15 +370,11 @@ def _naming_fields(model: Model, declared: Sequence[str]) -> tuple[str, ...]:
 def declared_triggers(connection: BaseDatabaseWrapper) -> dict[Model, tuple[str, ...]]:
     """Find the models that applied migrations give a trigger, and its `named_by`."""
     loader = MigrationLoader(connection)
-    declared: Declared = {}
-    applied = {
-        node: None
-        for leaf in loader.graph.leaf_nodes()
-        for node in loader.graph.forwards_plan(leaf)
-        if node in loader.applied_migrations
-    }
-    for node in applied:
-        _follow(node[0], loader.graph.nodes[node].operations, declared)
+    graph, declared = loader.graph, Declared()
+    plans = (graph.forwards_plan(leaf) for leaf in graph.leaf_nodes())
+    for node in dict.fromkeys(itertools.chain.from_iterable(plans)):
+        if node in loader.applied_migrations:
+            _follow(node[0], graph.nodes[node].operations, declared)
     return {
         apps.all_models[app][name]: named_by
         for (app, name), named_by in declared.items()
@@ -388,21 +384,19 @@ def declared_triggers(connection: BaseDatabaseWrapper) -> dict[Model, tuple[str,
 
 def _follow(app: str, steps: Iterable[Any], declared: Declared) -> None:
     """Track the models with a trigger while they are renamed and deleted."""
-    for operation in steps:
-        match operation:
+    for step in steps:
+        match step:
             case operations.FenceTrigger():
-                declared[app, operation.model_name.lower()] = operation.named_by
+                declared[app, step.model_name.lower()] = step.named_by
             case operations.RemoveFenceTrigger():
-                declared.pop((app, operation.model_name.lower()), None)
+                declared.pop((app, step.model_name.lower()), None)
             case DeleteModel():
-                declared.pop((app, operation.name_lower), None)
+                declared.pop((app, step.name_lower), None)
             case RenameModel():
-                if (app, operation.old_name_lower) in declared:
-                    named_by = declared.pop((app, operation.old_name_lower))
-                    declared[app, operation.new_name_lower] = named_by
+                if (named_by := declared.pop((app, step.old_name_lower), None)) is not None:
+                    declared[app, step.new_name_lower] = named_by
             case SeparateDatabaseAndState():
-                _follow(app, operation.database_operations, declared)
-                _follow(app, operation.state_operations, declared)
+                _follow(app, [*step.database_operations, *step.state_operations], declared)
 
 
 def _state_of_trigger(
@@ -414,8 +408,7 @@ def _state_of_trigger(
     wanted = operations.Trigger.of(model, named_by).among(columns or ())
     if not wanted:
         return ""
-    found = _row(connection, _TRIGGER, [quoted, operations.NAME])
-    if not found:
+    if not (found := _row(connection, _TRIGGER, [quoted, operations.NAME])):
         return "isn't there"
     enabled, comment, body = found
     if not enabled:

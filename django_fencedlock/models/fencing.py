@@ -72,8 +72,7 @@ class Fencing:
         return self._without_lock or conf.without_lock()
 
     def __get__(self, instance: Model | None, owner: type[Model]) -> FencingOf:
-        found = self._of_models.get(owner)
-        if found is None:
+        if (found := self._of_models.get(owner)) is None:
             found = self._of_models[owner] = FencingOf(self, owner)
         return found if instance is None else found.of_row(instance)
 
@@ -123,8 +122,11 @@ class FencingOf:
         self.fence_column = fence.column
         #: The model whose table has the fence column: under inheritance, a parent.
         self.table: Any = fence.model._meta.concrete_model
+        default = f"{self.table._meta.label_lower}:{{pk}}"
+        #: The template of the names; empty if a callable makes them.
+        self.pattern = "" if callable(spec.template) else spec.template or default
         self.pk: tuple[models.Field[Any, Any], ...] = tuple(self.table._meta.pk_fields)
-        self.parts = [] if by_callable else _parts(model, self.table, spec.template)
+        self.parts = [] if by_callable else _parts(model, self.table, self.pattern)
         named = {part.field.attname: part.field for part in self.parts if part.field is not None}
         #: The attributes that the name is made of; None if only a callable knows.
         self.columns = None if by_callable else tuple(named)
@@ -151,14 +153,6 @@ class FencingOf:
         found = object.__new__(FencingOf)
         found.__dict__.update(self.__dict__, _instance=instance)
         return found
-
-    @property
-    def pattern(self) -> str:
-        """The template of the names; empty if a callable makes them."""
-        template = self.spec.template
-        if template is None:
-            return f"{self.table._meta.label_lower}:{{pk}}"
-        return template if isinstance(template, str) else ""
 
     @property
     def is_of_own_pk(self) -> bool:
@@ -215,23 +209,21 @@ class FencingOf:
         if self.columns is None:
             return False
         meta: Any = self.model._meta
-        if unique_fields is not None:
-            keys = [unique_fields]
-        else:
+        keys: list[Any] = [unique_fields]
+        if unique_fields is None:
             # MySQL goes by any unique key of the table, also one over an expression.
             if any(getattr(each, "expressions", ()) for each in meta.constraints):
                 return False
             keys = [[field.name] for field in meta.concrete_fields if field.unique]
             keys += [constraint.fields for constraint in meta.total_unique_constraints]
             keys += [*meta.unique_together, ["pk"]]
+
+        def columns(name: str) -> list[str]:
+            fields = meta.pk_fields if name == "pk" else [meta.get_field(name)]
+            return [field.attname for field in fields]
+
         return all(
-            set(self.columns)
-            <= {
-                field.attname
-                for name in key
-                for field in (meta.pk_fields if name == "pk" else [meta.get_field(name)])
-            }
-            for key in keys
+            set(self.columns) <= {each for name in key for each in columns(name)} for key in keys
         )
 
     def naming_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,15 +248,12 @@ class FencingOf:
         elif not arguments:
             name = self.name()
         else:
-            raise TypeError(
-                f"fencing.lock() of a row names itself; remove {', '.join(sorted(arguments))}, "
-                f"or write {label}.fencing.lock(...)."
-            )
+            given = ", ".join(sorted(arguments))
+            instead = f"remove {given}, or write {label}.fencing.lock(...)."
+            raise TypeError(f"fencing.lock() of a row names itself; {instead}")
         if name is None:
-            raise ValueError(
-                f"This {label} has no lock yet: {', '.join(self.columns or ()) or 'its name'} is "
-                "empty. Save it first."
-            )
+            empty = ", ".join(self.columns or ()) or "its name"
+            raise ValueError(f"This {label} has no lock yet: {empty} is empty. Save it first.")
         found = lock(name, **options)
         found.pattern = self.pattern
         return found
@@ -272,19 +261,15 @@ class FencingOf:
     def _name_from(self, arguments: Mapping[str, Any]) -> str | None:
         label, columns = self.model.__name__, self.columns
         if columns is None:
-            raise TypeError(
-                f"The lock of {label} is named by a callable, which needs a row: "
-                f"write {self.usage()}."
-            )
+            why = f"is named by a callable, which needs a row: write {self.usage()}"
+            raise TypeError(f"The lock of {label} {why}.")
         values: dict[str, Any] = {}
         for key, value in arguments.items():
             if key == "pk":
                 whole = value if isinstance(value, tuple | list) else (value,)
                 if len(whole) != len(self.pk):
-                    raise TypeError(
-                        f"{label}.fencing.lock(pk={value!r}): the primary key has "
-                        f"{len(self.pk)} columns."
-                    )
+                    why = f"the primary key has {len(self.pk)} columns"
+                    raise TypeError(f"{label}.fencing.lock(pk={value!r}): {why}.")
                 for field, part in zip(self.pk, whole, strict=True):
                     values[field.attname] = value_in(field, part)
             else:
@@ -322,12 +307,10 @@ def value_in(field: models.Field[Any, Any] | None, value: Any) -> Any:
     return value.pk
 
 
-def _parts(model: type[Model], table: Any, template: Any) -> list[Part]:
+def _parts(model: type[Model], table: Any, template: str) -> list[Part]:
     """Return the parts of a template, each with the character that ends its value."""
     label, pk = f"Fencing({template!r}) of {model._meta.label}", table._meta.pk_fields
     parts: list[Part] = []
-    if template is None:
-        template = f"{table._meta.label_lower}:{{pk}}"
     for text, name, form, _ in Formatter().parse(template):
         field = None if name is None else _field(model, name)
         if name == "pk":
@@ -339,18 +322,17 @@ def _parts(model: type[Model], table: Any, template: Any) -> list[Part]:
             parts.append(Part(text, field, form or ""))
     for part in parts:
         if part.field is not None and part.field not in pk and (why := _made_late(part.field)):
-            raise ImproperlyConfigured(
-                f"{label} names {{{part.field.name}}}, {why}. Its lock has to be known before "
-                "that: name it by columns that the code sets."
-            )
+            named = f"{label} names {{{part.field.name}}}, {why}"
+            remedy = "Its lock has to be known before that: name it by columns that the code sets."
+            raise ImproperlyConfigured(f"{named}. {remedy}")
     for place, (part, after) in enumerate(itertools.pairwise(parts)):
         if part.field is not None and after.field is not None:
             end = next((each for each in after.text if not each.isalnum()), "")
             if not end:
+                both = f"{{{part.field.attname}}} and {{{after.field.attname}}}"
                 raise ImproperlyConfigured(
-                    f"{label} has nothing between {{{part.field.attname}}} and "
-                    f"{{{after.field.attname}}} to separate them. Put a character there, such as "
-                    "':'."
+                    f"{label} has nothing between {both} to separate them. Put a character there, "
+                    "such as ':'."
                 )
             parts[place] = part._replace(end=end)
     return parts

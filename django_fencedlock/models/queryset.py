@@ -187,7 +187,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         return model.fencing  # type: ignore[no-any-return]
 
     def _is_covered(self) -> bool:
-        """Whether any write can need a lease; if not, it is left to Django."""
+        """Whether any write can need a lease. If not, it is left to Django."""
         return self._is_fenced and self._fencing.may_need_lease(self._lease)
 
     def _database(self) -> str:
@@ -303,12 +303,13 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         self, objs: Sequence[Any], writes: Sequence[Write], unique_fields: Sequence[str] | None
     ) -> None:
         """Raise if new rows may take the place of rows that they can't be compared with."""
-        upsert = f"bulk_create(update_conflicts=True) of {self.model._meta.label}"
+
+        def impossible(why: str) -> ImproperlyConfigured:
+            label = self.model._meta.label
+            return ImproperlyConfigured(f"bulk_create(update_conflicts=True) of {label} {why}.")
+
         if self._is_versioned:
-            raise ImproperlyConfigured(
-                f"{upsert} can't compare the versions of the rows that it overwrites, so it is "
-                "rejected."
-            )
+            raise impossible("can't compare the versions of the rows that it overwrites")
         if not self._is_covered():
             return
         fencing = self._fencing
@@ -319,25 +320,21 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         if not leases_of(writes):
             return
         if not fencing.spec.serialised:
-            raise ImproperlyConfigured(
-                f"{upsert} can't compare tokens of the rows that it overwrites, so mode "
-                "'high_water' rejects it."
-            )
+            raise impossible("can't compare tokens of the rows, so mode 'high_water' rejects it")
         connection = connections[self._database()]
         for field in fencing.compared:
             if is_text(field) and may_confuse(connection, field):
                 table = field.model._meta.db_table
                 if confused := confused_texts(connection, table, str(field.column)):
-                    raise ImproperlyConfigured(
-                        f"{upsert}: the database takes {confused} in {field.name!r}, so it might "
-                        "overwrite rows of another lock. Give the field a db_collation that "
-                        "compares every character."
+                    raise impossible(
+                        f"might overwrite rows of another lock, as the database takes {confused} "
+                        f"in {field.name!r}: give it a db_collation that compares every character"
                     )
         if not fencing.has_one_lock(unique_fields):
-            raise ImproperlyConfigured(
-                f"{upsert} might overwrite rows of another lock: "
-                f"{', '.join(fencing.columns or ('what names it',))} has to be among the unique "
-                "fields that it goes by."
+            columns = ", ".join(fencing.columns or ("what names it",))
+            raise impossible(
+                f"might overwrite rows of another lock: {columns} has to be among the unique "
+                "fields that it goes by"
             )
 
     @contextlib.contextmanager
@@ -345,12 +342,12 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         """Set the objects' own columns as their rows have them, or as they were on failure."""
         own = ["version"] * self._is_versioned + ["fence"] * self._is_fenced
         before = [{column: obj.__dict__.get(column, 0) for column in own} for obj in objs]
-        values: list[dict[str, int]] = [dict.fromkeys(own, 0) for _ in objs]
+        values = [dict.fromkeys(own, 0) for _ in objs]
         for each, write in zip(values, writes, strict=False):
             each["fence"] = 0 if write.grant is None else write.token
+        for obj, stamps in zip(objs, values, strict=True):
+            obj.__dict__.update(stamps)
         try:
-            for obj, stamps in zip(objs, values, strict=True):
-                obj.__dict__.update(stamps)
             yield
         except BaseException:
             values = before
@@ -395,10 +392,8 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         leased = leases_of(writes)
         if not leased:
             return version_conflict(self.model, None, None, why)
-        for write in leased:
-            if superseded := write.superseded():
-                return superseded
-        return leased[0].error(why)
+        found = (superseded for write in leased if (superseded := write.superseded()))
+        return next(found, None) or leased[0].error(why)
 
     @contextlib.contextmanager
     def _handing_over(self) -> Iterator[None]:

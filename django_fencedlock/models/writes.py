@@ -97,12 +97,8 @@ class Write(NamedTuple):
 
     def moved(self, pk: Any, row_fence: int | None = None) -> StaleFence:
         """Return the error for an object whose lock is another one than its row's."""
-        return self.error(
-            "the row belongs to another lock than the one that its name gives now; to move it, "
-            "update() it under the leases of both",
-            pk=pk,
-            row_fence=row_fence,
-        )
+        why = "the row belongs to another lock than the one that its name gives now; to move it, "
+        return self.error(f"{why}update() it under the leases of both", pk=pk, row_fence=row_fence)
 
     def superseded(self, pk: Any = None) -> StaleFence | None:
         """Return the error if a newer grant exists; None if this is still the newest."""
@@ -148,12 +144,8 @@ def version_conflict(
     """Return the error for an object whose row was written since it was loaded."""
     label = model._meta.label
     row = label if pk is None else f"{label} pk={pk!r}"
-    return VersionConflict(
-        f"{row} was written by another process or object: {why}. Load it again.",
-        model=label,
-        pk=pk,
-        version=version,
-    )
+    text = f"{row} was written by another process or object: {why}. Load it again."
+    return VersionConflict(text, model=label, pk=pk, version=version)
 
 
 def find_lease(
@@ -181,9 +173,7 @@ def find_lease(
     return None
 
 
-def lock_required(
-    fencing: FencingOf, doing: str, why: str, name: str | None = None
-) -> LockRequired:
+def lock_required(fencing: FencingOf, doing: str, why: str, name: Any = None) -> LockRequired:
     """Return the error for a write that no lease covers."""
     empty = ", ".join(fencing.columns or ()) or "its name"
     nameless = f"of its lock, but {empty} is empty or an expression"
@@ -251,12 +241,8 @@ def accepted_fences(write: Write, row: Any) -> tuple[int, ...] | None:
     loaded = row.__dict__.get("fence")
     read_under = getattr(row._state, "fence_read_under", ())
     if read_under is None or not isinstance(loaded, int):
-        raise write.error(
-            "its fence wasn't loaded with it, so its age is unknown; read the whole row under the "
-            "lock",
-            pk=row.pk,
-            kind=StaleObject,
-        )
+        why = "its fence wasn't loaded with it, so its age is unknown; "
+        raise write.error(f"{why}read the whole row under the lock", pk=row.pk, kind=StaleObject)
     assert write.grant is not None
     # Not above the token: such a row is a newer holder's, or the fences were lost.
     accepted = {loaded} if loaded <= write.token else set()
