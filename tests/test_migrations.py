@@ -58,6 +58,16 @@ def test_down_removes_the_tables_and_up_makes_the_same_again(migrated: str) -> N
 
 
 @pytest.mark.django_db(databases=["default", "postgres"])
+def test_no_table_has_an_index_for_searches_by_prefix() -> None:
+    with connections["postgres"].cursor() as cursor:
+        cursor.execute(
+            "SELECT indexname FROM pg_indexes WHERE indexdef LIKE '%pattern_ops%'"
+            " AND starts_with(tablename, 'django_fencedlock_')"
+        )
+        assert cursor.fetchall() == []
+
+
+@pytest.mark.django_db(databases=["default", "postgres"])
 def test_a_grant_writes_no_unused_index() -> None:
     connection = connections["postgres"]
     with connection.cursor() as cursor:

@@ -155,7 +155,7 @@ class ForcedRelease(models.Model):
     The keeper of a session lock releases the lock when it finds this row.
     """
 
-    owner = models.CharField(_("former owner"), max_length=32, primary_key=True)
+    owner = ExactCharField(_("former owner"), max_length=32, primary_key=True)
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
     released_by = models.CharField(_("released by"), max_length=200)
     released_at = UTCDateTimeField(_("released"), db_index=True)

@@ -7,7 +7,7 @@ CREATE TABLE `django_fencedlock_fence` (`name` varchar(200) COLLATE `utf8mb4_nop
 --
 -- Create model ForcedRelease
 --
-CREATE TABLE `django_fencedlock_forcedrelease` (`owner` varchar(32) NOT NULL PRIMARY KEY, `name` varchar(200) COLLATE `utf8mb4_nopad_bin` NOT NULL, `released_by` varchar(200) NOT NULL, `released_at` datetime(6) NOT NULL);
+CREATE TABLE `django_fencedlock_forcedrelease` (`owner` varchar(32) COLLATE `utf8mb4_nopad_bin` NOT NULL PRIMARY KEY, `name` varchar(200) COLLATE `utf8mb4_nopad_bin` NOT NULL, `released_by` varchar(200) NOT NULL, `released_at` datetime(6) NOT NULL);
 --
 -- Create model HeldLock
 --
