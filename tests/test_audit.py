@@ -1,4 +1,4 @@
-"""`assert_all_writes_fenced()`: it sees the writes that no lease covers, and lets the others be."""
+"""`assert_all_writes_fenced()` finds exactly the writes that no lease covers."""
 
 import contextlib
 
@@ -46,8 +46,15 @@ def execute(alias, statement, *given):
         cursor.execute(statement, given)
 
 
+def upsert(alias, pk):
+    conflicts = {"update_conflicts": True, "update_fields": ["amount"]}
+    if connections[alias].vendor != "mysql":
+        conflicts["unique_fields"] = ["id"]
+    Invoice.objects.using(alias).bulk_create([Invoice(pk=pk, amount=3)], **conflicts)
+
+
 class TestFenced:
-    def test_every_way_of_the_model_under_its_lease(self, alias, invoice):
+    def test_writes_through_the_model_under_its_lease(self, alias, invoice):
         rows = Invoice.objects.using(alias)
         with assert_all_writes_fenced(), Invoice.fencing.lock(pk=invoice.pk):
             invoice.save()
@@ -58,10 +65,9 @@ class TestFenced:
             rows.bulk_update([row], ["amount"])
             rows.get(pk=invoice.pk).save()
             rows.filter(pk=invoice.pk).delete()
-
-    def test_one_row_that_is_deleted(self, alias, invoice):
-        with assert_all_writes_fenced(), Invoice.fencing.lock(pk=invoice.pk):
-            invoice.delete()
+        other = rows.create()
+        with assert_all_writes_fenced(), other.fencing.lock():
+            other.delete()
 
     def test_new_rows_that_need_no_lease(self, alias):
         with assert_all_writes_fenced():
@@ -70,12 +76,8 @@ class TestFenced:
             Invoice.objects.using(alias).bulk_create([Invoice()], ignore_conflicts=True)
 
     def test_an_upsert_under_the_lease(self, alias, invoice):
-        conflicts = {"update_conflicts": True, "update_fields": ["amount"]}
-        if connections[alias].vendor != "mysql":
-            conflicts["unique_fields"] = ["id"]
-        row = Invoice(pk=invoice.pk, amount=3)
         with assert_all_writes_fenced(), Invoice.fencing.lock(pk=invoice.pk):
-            Invoice.objects.using(alias).bulk_create([row], **conflicts)
+            upsert(alias, invoice.pk)
         invoice.refresh_from_db()
         assert invoice.amount == 3
 
@@ -88,7 +90,7 @@ class TestFenced:
             execute(alias, "UPDATE tests_invoice SET amount = 1")
             models.QuerySet(Invoice, using=alias).update(amount=2)
 
-    def test_tables_that_are_not_fenced_and_reading(self, alias, invoice):
+    def test_reads_and_tables_that_are_not_fenced(self, alias, invoice):
         with assert_all_writes_fenced():
             Account.objects.using(alias).update(balance=1)
             with transaction.atomic(using=alias):
@@ -115,8 +117,10 @@ class TestUnfenced:
             models.QuerySet(Invoice, using=alias).bulk_create([Invoice()])
             models.QuerySet(Invoice, using=alias)._raw_delete(alias)
 
-    def test_what_is_merely_allowed(self, alias, invoice, settings):
+    def test_writes_that_without_lock_allows(self, alias, invoice, settings):
         settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
+        with caught("1 writes", "without a lease"):
+            upsert(alias, invoice.pk)
         with caught("4 writes", "tests_invoice, without a lease", "DELETE FROM"):
             invoice.save()
             Invoice.objects.using(alias).update(amount=1)
@@ -124,25 +128,17 @@ class TestUnfenced:
             Invoice.objects.using(alias).create().delete()
 
     @ON_POSTGRES_ALONE
-    def test_a_common_table_expression(self, alias, invoice):
+    @pytest.mark.parametrize(
+        "statement",
+        [
+            "WITH x AS (UPDATE tests_invoice SET amount = 1 RETURNING id) SELECT * FROM x",
+            sql.SQL("DELETE FROM {}").format(sql.Identifier("tests_invoice")),
+        ],
+        ids=["common table expression", "composed"],
+    )
+    def test_statements_of_postgres(self, alias, invoice, statement):
         with caught("tests_invoice"):
-            execute(
-                alias,
-                "WITH x AS (UPDATE tests_invoice SET amount = 1 RETURNING id) SELECT * FROM x",
-            )
-
-    @ON_POSTGRES_ALONE
-    def test_a_composed_statement(self, alias, invoice):
-        with caught("tests_invoice"):
-            execute(alias, sql.SQL("DELETE FROM {}").format(sql.Identifier("tests_invoice")))
-
-    def test_an_upsert_that_is_merely_allowed(self, alias, invoice, settings):
-        settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
-        conflicts = {"update_conflicts": True, "update_fields": ["amount"]}
-        if connections[alias].vendor != "mysql":
-            conflicts["unique_fields"] = ["id"]
-        with caught("without a lease"):
-            Invoice.objects.using(alias).bulk_create([Invoice(pk=invoice.pk)], **conflicts)
+            execute(alias, statement)
 
     def test_many_at_once(self, alias, invoice):
         with caught("tests_invoice"), connections[alias].cursor() as cursor:
@@ -153,7 +149,7 @@ class TestUnfenced:
             execute(alias, "UPDATE tests_invoice SET amount = 1")
             raise ZeroDivisionError
 
-    def test_nothing_is_watched_afterwards(self, alias, invoice):
+    def test_statements_after_the_block_are_not_seen(self, alias, invoice):
         with assert_all_writes_fenced() as found:
             pass
         execute(alias, "UPDATE tests_invoice SET amount = 1")

@@ -1,5 +1,4 @@
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -58,6 +57,14 @@ def opened(browser: Client, row: Any) -> dict[str, str]:
     return {**dict(inputs), "_save": "Save"}
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "ATOMIC_REQUESTS"])
+def atomic_requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """On SQLite, a grant must be recorded before the request's transaction begins."""
+    monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", request.param)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("atomic_requests")
 def test_a_change_is_made_under_the_rows_lock(browser: Client, invoice: Invoice) -> None:
     answer = browser.post(url(invoice), {**opened(browser, invoice), "amount": 5, "note": "x"})
     assert answer.status_code == 302
@@ -65,7 +72,9 @@ def test_a_change_is_made_under_the_rows_lock(browser: Client, invoice: Invoice)
     assert (invoice.amount, invoice.fence) == (5, 1)
 
 
-def test_a_held_row_is_told_of_and_nothing_typed_is_lost(browser: Client, invoice: Invoice) -> None:
+def test_a_held_row_is_reported_and_the_typed_values_stay(
+    browser: Client, invoice: Invoice
+) -> None:
     form = {**opened(browser, invoice), "amount": 5, "note": "typed"}
     with hold_lock(f"tests.invoice:{invoice.pk}"):
         answer = browser.post(url(invoice), form)
@@ -87,7 +96,7 @@ def test_a_form_that_was_opened_before_a_change(browser: Client, invoice: Invoic
         html = browser.post(url(invoice), form).content.decode()
         assert "was changed since you opened this form" in html
         assert 'value="typed"' in html
-        # To send it again doesn't help.
+        # Sending it again doesn't help.
         assert f'name="_fencedlock_seen" value="{form["_fencedlock_seen"]}"' in html
     invoice.refresh_from_db()
     assert invoice.amount == 2
@@ -106,11 +115,11 @@ def test_a_form_that_was_opened_on_an_older_version(browser: Client) -> None:
     assert "was changed since" in browser.post(url(contract), form).content.decode()
 
 
+@pytest.mark.usefixtures("atomic_requests")
 def test_a_new_row_under_a_lock_that_is_not_its_own(browser: Client) -> None:
     account = Account.objects.create()
-    form = {"account": account.pk, "amount": 3, "_save": "Save"}
-    for field in LedgerLine._meta.fields:
-        form.setdefault(field.name, 1)
+    form = {field.name: 1 for field in LedgerLine._meta.fields}
+    form |= {"account": account.pk, "amount": 3}
     with hold_lock(f"account:{account.pk}"):
         answer = browser.post("/admin/tests/ledgerline/add/", form)
         assert answer.status_code == 200
@@ -131,6 +140,7 @@ def test_a_row_is_not_moved_to_another_lock(browser: Client) -> None:
     assert (line.account, line.amount) == (one, 0)
 
 
+@pytest.mark.usefixtures("atomic_requests")
 def test_a_row_is_deleted_under_its_lock(browser: Client, invoice: Invoice) -> None:
     with hold_lock(f"tests.invoice:{invoice.pk}"):
         answer = browser.post(url(invoice, "delete"), {"post": "yes"}, follow=True)
@@ -158,9 +168,15 @@ def test_what_else_would_be_deleted_needs_permission_too(
     assert not Fence.objects.exists()
 
 
-def test_many_rows_are_deleted_under_their_locks(browser: Client) -> None:
+def test_many_rows_are_deleted_under_their_locks(browser: Client, atomic_requests: bool) -> None:
     rows = [Invoice.objects.create() for _ in range(3)]
     form = {"action": "delete_selected", "_selected_action": [row.pk for row in rows]}
+    if atomic_requests:
+        # Other actions rely on the request's transaction, so the list keeps it.
+        answer = browser.post("/admin/tests/invoice/", {**form, "post": "yes"}, follow=True)
+        assert "inside a transaction that has the file" in answer.content.decode()
+        assert Invoice.objects.count() == 3
+        return
     with hold_lock(f"tests.invoice:{rows[1].pk}"):
         answer = browser.post("/admin/tests/invoice/", {**form, "post": "yes"}, follow=True)
         html = answer.content.decode()
@@ -171,8 +187,8 @@ def test_many_rows_are_deleted_under_their_locks(browser: Client) -> None:
     assert not Invoice.objects.exists()
 
 
-def test_locks_of_many_rows_are_taken_in_one_order(browser: Client) -> None:
-    """Else two who want the same could each hold what the other waits for."""
+def test_locks_of_many_rows_are_acquired_in_one_order(browser: Client) -> None:
+    """Otherwise two users who select the same rows could each acquire a part of the locks."""
     rows = sorted((Invoice.objects.create() for _ in range(3)), key=lambda row: row.fencing.name())
     page = InvoiceAdmin(Invoice, site)
     request = RequestFactory().get("/")
@@ -184,45 +200,7 @@ def test_locks_of_many_rows_are_taken_in_one_order(browser: Client) -> None:
     assert Fence.objects.filter(name__in=others).count() == 2
 
 
-@pytest.fixture
-def atomic_requests() -> Iterator[None]:
-    settings = connections["default"].settings_dict
-    settings["ATOMIC_REQUESTS"] = True
-    yield
-    settings["ATOMIC_REQUESTS"] = False
-
-
-@pytest.mark.usefixtures("atomic_requests")
-class TestWithinATransactionForEachRequest:
-    """On SQLite, where a grant has to be written before anybody's transaction begins."""
-
-    def test_rows_are_changed(self, browser: Client, invoice: Invoice) -> None:
-        answer = browser.post(url(invoice), {**opened(browser, invoice), "amount": 5, "note": "x"})
-        assert answer.status_code == 302
-        invoice.refresh_from_db()
-        assert (invoice.amount, invoice.fence) == (5, 1)
-
-    def test_rows_are_added(self, browser: Client) -> None:
-        account = Account.objects.create()
-        form = {field.name: 1 for field in LedgerLine._meta.fields}
-        form |= {"account": account.pk, "amount": 3}
-        assert browser.post("/admin/tests/ledgerline/add/", form).status_code == 302
-        assert LedgerLine.objects.get().account_id == account.pk
-
-    def test_rows_are_deleted(self, browser: Client, invoice: Invoice) -> None:
-        assert browser.post(url(invoice, "delete"), {"post": "yes"}).status_code == 302
-        assert not Invoice.objects.exists()
-
-    def test_an_action_on_many_is_refused_in_words(self, browser: Client, invoice: Invoice) -> None:
-        """Actions of others rely on that transaction, so the list keeps it."""
-        form = {"action": "delete_selected", "_selected_action": [invoice.pk], "post": "yes"}
-        html = browser.post("/admin/tests/invoice/", form, follow=True).content.decode()
-        assert "Nothing was saved" in html
-        assert "inside a transaction that has the file" in html
-        assert Invoice.objects.exists()
-
-
-def test_a_lock_service_that_is_gone(browser: Client, invoice: Invoice) -> None:
+def test_an_unavailable_lock_service(browser: Client, invoice: Invoice) -> None:
     form = {**opened(browser, invoice), "amount": 5, "note": ""}
     redis = {
         "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
@@ -235,7 +213,7 @@ def test_a_lock_service_that_is_gone(browser: Client, invoice: Invoice) -> None:
     assert "Nothing was saved" in answer.content.decode()
 
 
-def test_what_cannot_be_done_is_checked() -> None:
+def test_list_editable_is_reported_by_the_checks() -> None:
     class Editable(FencedModelAdmin):
         list_display = ("pk", "amount")
         list_editable = ("amount",)

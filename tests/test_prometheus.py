@@ -39,7 +39,7 @@ def read(registry, name, **labels):
     return registry.get_sample_value(name, {"alias": "default", **labels})
 
 
-def test_a_lock_that_is_taken_and_released(registry):
+def test_acquired_locks_and_conflicts(registry):
     with lock("invoice:42"), lock("invoice:42"):
         assert read(registry, "fencedlock_hold_seconds_count", pattern="invoice:*") is None
     with lock("invoice:43"):
@@ -50,9 +50,6 @@ def test_a_lock_that_is_taken_and_released(registry):
     assert read(registry, "fencedlock_wait_seconds_count", **waits) == 2
     assert 0 < read(registry, "fencedlock_wait_seconds_sum", **waits) < 10
     assert read(registry, "fencedlock_conflicts_total", pattern="invoice:*") is None
-
-
-def test_a_conflict(registry):
     with hold_lock("invoice:42", let_wait=True):
         with pytest.raises(LockNotAcquired), lock("invoice:42", blocking_timeout=0.2):
             pass
@@ -82,11 +79,11 @@ def test_a_loss_ends_the_holding(registry):
     with pytest.raises(LeaseLost), lock("invoice:42") as lease:
         lose_lease(lease)
     assert read(registry, "fencedlock_losses_total", pattern="invoice:*") == 1
-    # Two have had it, the one who lost it and the one who came.
+    # Both holders count.
     assert read(registry, "fencedlock_hold_seconds_count", pattern="invoice:*") == 2
 
 
-def test_refused_writes_and_transactions(registry):
+def test_rejected_writes_and_transactions(registry):
     line = LedgerLine(account_id=7)
     with pytest.raises(LeaseLost), LedgerLine.fencing.lock(account_id=7) as lease:
         lose_lease(lease)
@@ -97,7 +94,7 @@ def test_refused_writes_and_transactions(registry):
     refused = {"pattern": "account:{account_id}"}
     assert read(registry, "fencedlock_rejected_writes_total", **refused) == 1
     with lock("close") as lease:
-        # Somebody whom this process hasn't heard of yet.
+        # A grant that this process hasn't noticed yet.
         Fence.objects.filter(name="close").update(token=99, owner="else")
         with pytest.raises(StaleFence), lease.atomic():
             pass
@@ -150,29 +147,17 @@ def test_renewals_by_hand_and_by_the_keeper(registry, monkeypatch):
         assert read(registry, "fencedlock_renewals_total", outcome="failed", **renewals) == 1
 
 
-def test_patterns_are_bounded_and_may_be_named_by_a_function():
-    registry = CollectorRegistry()
+def test_patterns_are_limited_and_a_function_may_return_them(registry):
+    # A second call replaces the metrics of the first.
     install(registry=registry, pattern=lambda name, template: name.upper(), most_patterns=1)
-    try:
-        for name in "abc":
-            with lock(name):
-                pass
-    finally:
-        uninstall()
-    assert read(registry, "fencedlock_acquisitions_total", pattern="A") is None  # uninstalled
-    registry = CollectorRegistry()
-    install(registry=registry, pattern=lambda name, template: name.upper(), most_patterns=1)
-    try:
-        for name in "abc":
-            with lock(name):
-                pass
-        assert read(registry, "fencedlock_acquisitions_total", pattern="A") == 1
-        assert read(registry, "fencedlock_acquisitions_total", pattern="other") == 2
-    finally:
-        uninstall()
+    for name in "abc":
+        with lock(name):
+            pass
+    assert read(registry, "fencedlock_acquisitions_total", pattern="A") == 1
+    assert read(registry, "fencedlock_acquisitions_total", pattern="other") == 2
 
 
-def test_whatever_a_pattern_is_it_stays_one_label(registry):
+def test_hostile_patterns_stay_one_label(registry):
     names = ['a"} x\nevil x', "b\\", 'c"', "{d}", "e\r\n# TYPE x gauge", "\u2028", "{alias}", "é🔒"]
     for name in names:
         with lock(name):
@@ -190,21 +175,14 @@ def test_whatever_a_pattern_is_it_stays_one_label(registry):
 @pytest.mark.parametrize(
     "hard", ["a" * 200, "a1" * 100, "1" * 199 + "g", "abcdef0-" * 25, "a-" * 100]
 )
-def test_no_name_keeps_the_pattern_busy(hard):
+def test_no_name_slows_the_pattern_down(hard):
     began = time.process_time()
     for _ in range(1000):
         pattern_of(hard)
     assert time.process_time() - began < 1
 
 
-def test_installing_twice_counts_once(registry):
-    install(registry=registry)
-    with lock("x"):
-        pass
-    assert read(registry, "fencedlock_acquisitions_total", pattern="x") == 1
-
-
-def test_nobody_listens_unless_it_is_installed():
+def test_receivers_are_connected_only_while_installed():
     uninstall()  # The docs' own code may have run before.
     heard = [signals.lock_acquired, signals.lock_released, signals.leases_renewed]
     before = [len(signal.receivers) for signal in heard]
@@ -232,7 +210,7 @@ def test_the_app_installs_them_in_the_default_registry(settings):
 
 
 @pytest.mark.slow
-def test_a_missing_client_is_said_with_the_remedy():
+def test_the_error_for_a_missing_client_names_the_remedy():
     script = """
 import sys
 sys.modules["prometheus_client"] = None
@@ -301,19 +279,15 @@ def test_the_alert_rules_ask_for_what_is_exported(registry):
         ("konto:ärger٣", "konto:ärger٣"),
     ],
 )
-def test_what_tells_one_row_from_another_becomes_a_star(name, pattern):
+def test_the_parts_that_differ_by_row_become_a_star(name, pattern):
     assert pattern_of(name) == pattern
 
 
-def test_a_template_goes_before_the_rule_and_a_function_before_both():
+def test_a_function_decides_before_the_template_and_the_template_before_the_rule():
     assert Patterns().of("stock:A-1", "stock:{sku}") == "stock:{sku}"
     patterns = Patterns(lambda name, template: template.upper() or None)
     assert patterns.of("stock:A-1", "stock:{sku}") == "STOCK:{SKU}"
     assert patterns.of("stock:1") == "stock:*"
-
-
-def test_there_are_never_more_patterns_than_allowed():
     patterns = Patterns(most=2)
-    found = {patterns.of(f"{letter}:1") for letter in "abcdefg"}
-    assert found == {"a:*", "b:*", OTHER}
+    assert {patterns.of(f"{letter}:1") for letter in "abcdefg"} == {"a:*", "b:*", OTHER}
     assert patterns.of("a:2") == "a:*"
