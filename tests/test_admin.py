@@ -24,6 +24,7 @@ from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.test import lose_lease
 from tests.servers import Redis
 from tests.servers.process import wait_until
+from tests.test_command import run, run_json
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -335,14 +336,19 @@ def test_how_many_wait(page: Callable[..., str], redis_server: Redis) -> None:
     redis = {"BACKEND": REDIS, "LOCATION": redis_server.url, "KEY_PREFIX": uuid4().hex}
     with override_settings(FENCEDLOCK={"default": redis}), ThreadPoolExecutor(1) as waiter:
         with lock("invoice:42"):
+            assert "waiting" not in run("show", "invoice:42")[0]
             got = waiter.submit(lock("invoice:42", blocking_timeout=30)(lambda: True))
             backend = service("default").backend
             wait_until(lambda: backend.waiting(["invoice:42"]) == {"invoice:42": 1}, "the waiter")
             html = page()
             one = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
+            shown, _, _ = run("show", "invoice:42")
+            entries = run_json("show", "invoice:42")[0]["entries"]
         assert got.result(30)
     assert cell(html, "waiting") == "waiting 1"
     assert re.search(r"field-waiting.*?waiting</span> 1", one, re.DOTALL)
+    assert re.search("^waiting +1$", shown, re.MULTILINE)
+    assert entries[0]["waiting"] == 1
 
 
 def test_events(client: Client) -> None:

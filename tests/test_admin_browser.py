@@ -124,6 +124,8 @@ class TestRefresh:
         page.one("#action-toggle").click()
         assert page.one(".action-counter").text == "3 of 3 selected"
         assert page.run("return document.querySelectorAll('tr.selected').length") == 3
+        choose_action(page)
+        assert {each.text for each in page.all(".fencedlock-locks h2")} == {*rest, *late}
 
     def test_focus_and_marked_text_stay(self, page):
         hold(3)
@@ -225,6 +227,11 @@ def test_without_javascript(page):
     assert names(page) == ["n:2"]
     page.one("#result_list .field-lock_name a").click()
     assert "The lease has expired" in page.one("#content").text
+    page.open()
+    page.one('.action-select[value="n:2"]').click()
+    choose_action(page)
+    page.one('button[value="release"]').click()
+    assert "was released by force" in message(page).text
 
 
 def test_a_service_that_cannot_be_asked(page, settings, make_redis):
@@ -276,22 +283,14 @@ def test_how_the_other_pages_look(page):
         page.open()
         page.one("#result_list .field-lock_name a").click()
         assert "released by force" in page.one("#content").text
+        assert page.run(BROKEN) == [], look
         is_fine(page, look)
         page.open("lockevent/")
         assert len(page.all("#result_list tbody tr")) == 4
         is_fine(page, look)
 
 
-def test_what_happened_is_not_broken_within_its_word(page):
-    (name,) = hold(1, start=1)
-    event(name, "granted", note="")
-    page.open()
-    page.one("#result_list .field-lock_name a").click()
-    assert "granted" in page.one(".fencedlock-more td:nth-child(2)").text.replace("\n", "")
-    assert page.run(BROKEN) == []
-
-
-#: What happened, by a first word that goes on in the next line.
+#: Returns the events whose first word is broken into two lines.
 BROKEN = """
 const first = (cell) => {
     const range = document.createRange();
@@ -399,40 +398,3 @@ def test_a_forced_release_by_keys_from_the_locks_page(page, width, dark):
     button.send_keys(Keys.ENTER)
     assert "was released by force" in message(page).text
     assert not lease.verify()
-
-
-def test_a_forced_release_without_javascript(page):
-    lease = lock("nightly").acquire()
-    page.script(False)
-    page.open()
-    page.one('.action-select[value="nightly"]').click()
-    choose_action(page)
-    page.one('button[value="release"]').click()
-    assert "was released by force" in message(page).text
-    assert not lease.verify()
-
-
-def test_the_selection_outlives_a_refresh(page):
-    one, two = lock("a").acquire(), lock("b").acquire()
-    page.open()
-    for name in ("a", "b"):
-        page.one(f'.action-select[value="{name}"]').click()
-    two.release()
-    lock("c").acquire()
-    pause = page.one("#fencedlock-refresh button")
-    pause.click()
-    pause.click()
-    page.wait(lambda page: page.all('.action-select[value="c"]'), "not refreshed")
-    assert page.one('.action-select[value="a"]').is_selected()
-    assert not page.all('.action-select[value="b"]')
-    assert "1 of 2 selected" in page.one(".actions").text
-    # The new one counts as well, and is toggled with the others.
-    page.one('.action-select[value="c"]').click()
-    assert "2 of 2 selected" in page.one(".actions").text
-    page.one("#action-toggle").click()
-    assert "0 of 2 selected" in page.one(".actions").text
-    page.one("#action-toggle").click()
-    choose_action(page)
-    assert [each.text for each in page.all(".fencedlock-locks h2")] == ["a", "c"]
-    assert page.complaints() == []
-    assert one.verify()

@@ -198,16 +198,16 @@ class TestUnfenced:
 )
 def test_the_tables_that_a_statement_writes_to(statement, expected):
     told = {}
-    for write in writes_in(statement):
-        told.setdefault(write.verb, []).append(write.table)
+    for verb, table in writes_in(statement):
+        told.setdefault(verb, []).append(table)
     tables = {verb: [t for t in told[verb] if t in "tux"] for verb in told}
     assert " ".join(" ".join([verb, *found]) for verb, found in tables.items()) == expected
 
 
 def test_strings_of_mysql_have_backslashes_and_those_of_others_have_not():
     escaped, plain = r"SELECT 'it\'s'; UPDATE t SET a = 1", r"SELECT '\'; UPDATE t SET a = 1"
-    assert [write.table for write in writes_in(escaped, "mysql")] == ["t"]
-    assert [write.table for write in writes_in(plain, "postgresql")] == ["t"]
+    assert list(writes_in(escaped, "mysql")) == [("UPDATE", "t")]
+    assert list(writes_in(plain, "postgresql")) == [("UPDATE", "t")]
 
 
 @pytest.mark.django_db

@@ -109,32 +109,33 @@ class _Watch:
         answer = execute(sql, params, many, context)
         # A statement that raised wrote nothing.
         text = _text(sql, connection)
-        for write in writes_in(text, connection.vendor):
-            if write.table in self._columns:
-                why = self._why_unfenced(write, connection, context["cursor"].rowcount)
+        for verb, table in writes_in(text, connection.vendor):
+            if table in self._columns:
+                why = self._why_unfenced(verb, table, text, context["cursor"])
                 if why:
-                    self._found.append(UnfencedWrite(write.table, text, why))
+                    self._found.append(UnfencedWrite(table, text, why))
         return answer
 
-    def _why_unfenced(self, write: WrittenTable, connection: BaseDatabaseWrapper, rows: int) -> str:
-        if any(isinstance(block, PinnedBlock) for block in connection.atomic_blocks):
+    def _why_unfenced(self, verb: str, table: str, sql: str, cursor: Any) -> str:
+        if any(isinstance(block, PinnedBlock) for block in cursor.db.atomic_blocks):
             return ""
         path = _path.get()
         if path is None:
             return "bypasses the fenced model"
-        column = self._columns[write.table]
-        if write.verb not in _VERBS:
-            return f"by {write.verb}"
-        if column is None or (write.verb == "INSERT" and not write.overwrites):
+        # From here on, the statement is one that Django's compiler made.
+        column = self._columns[table]
+        if column is None or (verb == "INSERT" and " UPDATE " not in sql):
             return ""
-        if write.verb == "DELETE" and (column in write.words or write.table in path.claimed):
+        fence = cursor.db.ops.quote_name(column)
+        if verb == "DELETE" and (fence in sql or table in path.claimed):
             return ""
-        if write.verb != "DELETE" and column in write.assigned:
-            path.claimed.add(write.table)
+        # Conditions name the column with its table.
+        if verb != "DELETE" and re.search(rf"(?<!\.){re.escape(fence)} = ", sql):
+            path.claimed.add(table)
             return ""
         # Without a row, the model has no lock name to check. SQLite's rowcount is 0 until the
         # returned rows have been read.
-        return "without a lease" if rows or "returning" in write.words else ""
+        return "without a lease" if cursor.rowcount or " RETURNING " in sql else ""
 
 
 def _fenced_tables() -> dict[str, str | None]:
@@ -144,7 +145,7 @@ def _fenced_tables() -> dict[str, str | None]:
         if issubclass(model, FencedModel):
             fence = model._meta.get_field("fence")
             own = fence in model._meta.local_fields
-            column = str(fence.column).casefold() if own else None
+            column = str(fence.column) if own else None
             # db_table may include a schema: '"schema"."table"'.
             table = model._meta.db_table.rpartition('"."')[2]
             found.setdefault(_plain(table.strip('"')), column)
@@ -172,30 +173,16 @@ _FILLERS = {
 _NO_VERB = {"FOR", "KEY", "DO", "ON", "THEN", "AFTER", "BEFORE", "OF"}
 #: Words that end the list of tables.
 _ENDS = {"SET", "WHERE", "USING", "RETURNING", "RESTART", "CASCADE", ")"}
-#: Verbs at any place, and verbs only at the beginning of a statement.
-_VERBS, _FIRST_VERBS = (
-    {"INSERT", "UPDATE", "DELETE"},
-    {"MERGE", "REPLACE", "TRUNCATE", "COPY", "LOAD"},
-)
+#: Verbs at any place of a statement.
+_VERBS = {"INSERT", "UPDATE", "DELETE"}
+#: Verbs only at the beginning of a statement.
+_FIRST_VERBS = {"MERGE", "REPLACE", "TRUNCATE", "COPY", "LOAD"}
 #: Statements that define something: verbs in them aren't executed.
 _DEFINING = {"CREATE", "ALTER", "DROP", "COMMENT", "GRANT", "REVOKE"}
 
 
-class WrittenTable(NamedTuple):
-    """One table that a statement writes to."""
-
-    verb: str
-    table: str
-    #: All words of the statement, in lower case.
-    words: frozenset[str]
-    #: The columns that it assigns: ``fence = ...``.
-    assigned: frozenset[str]
-    #: An INSERT that may become an UPDATE.
-    overwrites: bool
-
-
-def writes_in(sql: str, vendor: str = "") -> Iterator[WrittenTable]:
-    """Yield the tables that SQL writes to. In doubt, a table counts as written."""
+def writes_in(sql: str, vendor: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the verb and the table of each write. In doubt, a table counts as written."""
     noise = _NOISE_OF_MYSQL if vendor == "mysql" else _NOISE
     for statement in _statements(_TOKEN.findall(noise.sub(" '' ", sql))):
         upper = [token.upper() for token in statement]
@@ -203,14 +190,10 @@ def writes_in(sql: str, vendor: str = "") -> Iterator[WrittenTable]:
             if {"$", "BEGIN"} & set(upper):
                 return  # The rest is the body of a function or trigger.
             continue
-        words = frozenset(map(_plain, statement))
-        # ON CONFLICT DO UPDATE, ON DUPLICATE KEY UPDATE, INSERT OR REPLACE
-        overwrites = not {"UPDATE", "REPLACE"}.isdisjoint(upper)
         for place, verb in enumerate(upper):
             if _is_verb(upper, place):
-                rest = statement[place + 1 :]
-                for table in dict.fromkeys(_targets(verb, rest)):
-                    yield WrittenTable(verb, table, words, _assigned(rest), overwrites)
+                for table in dict.fromkeys(_targets(verb, statement[place + 1 :])):
+                    yield verb, table
 
 
 def _statements(tokens: list[str]) -> Iterator[list[str]]:
@@ -250,18 +233,6 @@ def _targets(verb: str, rest: list[str]) -> Iterator[str]:
         yield _plain(token)
         if not several:
             return
-
-
-def _assigned(rest: list[str]) -> frozenset[str]:
-    """Return the columns before an equals sign, outside of brackets and before WHERE."""
-    depth, found = 0, set()
-    for token, after in zip(rest, [*rest[1:], ""], strict=True):
-        depth += (token == "(") - (token == ")")
-        if depth < 0 or (depth == 0 and token.upper() == "WHERE"):
-            break
-        if depth == 0 and after == "=":
-            found.add(_plain(token))
-    return frozenset(found)
 
 
 def _is_name(token: str) -> bool:
