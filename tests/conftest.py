@@ -15,6 +15,7 @@ from django_fencedlock.core.manager import drop_leases_of_test
 from django_fencedlock.lease import current_lease, leave
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.background_writer import BackgroundWriter, writer
+from tests.backends import BACKENDS
 from tests.browser import Browser
 from tests.servers import (
     Clock,
@@ -129,6 +130,20 @@ def using(
     sessions.close_all()
 
 
+@pytest.fixture(params=BACKENDS)
+def backend(
+    request: pytest.FixtureRequest, settings: Any, redis_server: Redis, postgres: Postgres
+) -> str:
+    """Return the name of each backend in turn, which has the locks. Redis is empty."""
+    terms: dict[str, Any] = dict(BACKENDS[request.param])
+    if request.param == "redis":
+        redis_server.empty()
+        terms["LOCATION"] = redis_server.url
+    settings.FENCEDLOCK = {"default": terms}
+    name: str = request.param
+    return name
+
+
 @pytest.fixture
 def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[BackgroundWriter]:
     """Return the background writer, which writes when the test calls `flush()`."""
@@ -159,40 +174,18 @@ def django_db_keepdb() -> bool:
     return not (shared.url("postgres") or shared.url("mariadb"))
 
 
-@pytest.fixture(scope="session")
-def postgres() -> Postgres:
-    """Return the PostgreSQL that the tests share."""
-    return shared.postgres()
+def _shared(get: Callable[[], Any]) -> Any:
+    """Return a fixture: a server that the tests share."""
+    return pytest.fixture(scope="session")(lambda: _optional(get))
 
 
-@pytest.fixture(scope="session")
-def redis_server() -> Redis:
-    """Return the Redis that the tests share."""
-    return shared.redis()
-
-
-@pytest.fixture(scope="session")
-def valkey_server() -> Redis:
-    """Return the Valkey that the tests share."""
-    return shared.valkey()
-
-
-@pytest.fixture(scope="session")
-def mariadb() -> MariaDB:
-    """Return the MariaDB that the tests share."""
-    return _optional(shared.mariadb)
-
-
-@pytest.fixture(scope="session")
-def pgbouncer() -> PgBouncer:
-    """Return a PgBouncer that pools transactions of the shared PostgreSQL."""
-    return _optional(shared.pgbouncer)
-
-
-@pytest.fixture(scope="session")
-def rabbitmq() -> RabbitMQ:
-    """Return the RabbitMQ that the tests share."""
-    return _optional(shared.rabbitmq)
+postgres = _shared(shared.postgres)
+redis_server = _shared(shared.redis)
+valkey_server = _shared(shared.valkey)
+mariadb = _shared(shared.mariadb)
+#: It pools transactions of the shared PostgreSQL.
+pgbouncer = _shared(shared.pgbouncer)
+rabbitmq = _shared(shared.rabbitmq)
 
 
 @pytest.fixture(scope="session")
@@ -209,46 +202,23 @@ def browser(shared_browser: Browser) -> Browser:
     return shared_browser
 
 
-@pytest.fixture
-def make_postgres(closing: Callable[[Server], Any]) -> Callable[..., Postgres]:
-    """Start a PostgreSQL of the test's own, which it may kill."""
-    return lambda **options: closing(Postgres.launch(finding.postgres(), **options))
+def _own(launch: Callable[..., Server], find: Callable[[], Any]) -> Any:
+    """Return a fixture: a function that starts a server of the test's own, which it may kill."""
+
+    @pytest.fixture
+    def make(closing: Callable[[Server], Any]) -> Callable[..., Any]:
+        return lambda *arguments, **options: closing(launch(_optional(find), *arguments, **options))
+
+    return make
 
 
-@pytest.fixture
-def make_redis(closing: Callable[[Server], Any]) -> Callable[..., Redis]:
-    """Start a Redis of the test's own, which it may kill."""
-    return lambda *arguments, **options: closing(
-        Redis.launch(finding.redis(), *arguments, **options)
-    )
-
-
-@pytest.fixture
-def make_valkey(closing: Callable[[Server], Any]) -> Callable[..., Redis]:
-    """Start a Valkey of the test's own, which it may kill."""
-    return lambda *arguments, **options: closing(
-        Redis.launch(finding.valkey(), *arguments, **options)
-    )
-
-
-@pytest.fixture
-def make_mariadb(closing: Callable[[Server], Any]) -> Callable[..., MariaDB]:
-    """Start a MariaDB of the test's own, which it may kill."""
-    return lambda *arguments: closing(MariaDB.launch(_optional(finding.mariadb), *arguments))
-
-
-@pytest.fixture
-def make_pgbouncer(closing: Callable[[Server], Any]) -> Callable[..., PgBouncer]:
-    """Start a PgBouncer of the test's own in front of a PostgreSQL."""
-    return lambda postgres, **options: closing(
-        PgBouncer.launch(_optional(finding.pgbouncer), postgres, **options)
-    )
-
-
-@pytest.fixture
-def make_rabbitmq(closing: Callable[[Server], Any]) -> Callable[[], RabbitMQ]:
-    """Start a RabbitMQ of the test's own, which it may kill."""
-    return lambda: closing(RabbitMQ.launch(_optional(finding.rabbitmq)))
+make_postgres = _own(Postgres.launch, finding.postgres)
+make_redis = _own(Redis.launch, finding.redis)
+make_valkey = _own(Redis.launch, finding.valkey)
+make_mariadb = _own(MariaDB.launch, finding.mariadb)
+#: In front of a PostgreSQL.
+make_pgbouncer = _own(PgBouncer.launch, finding.pgbouncer)
+make_rabbitmq = _own(RabbitMQ.launch, finding.rabbitmq)
 
 
 @pytest.fixture
@@ -332,11 +302,17 @@ def closing() -> Iterator[Callable[[Any], Any]]:
         yield lambda thing: stack.enter_context(contextlib.closing(thing))
 
 
+#: What is found nowhere fails, as each of them has a wheel.
+_REQUIRED = {"PostgreSQL", "Redis", "Valkey"}
+
+
 def _optional(get: Callable[[], Any]) -> Any:
-    """Get a program that has no wheel, or skip the test."""
+    """Get a program, or skip the test if it has no wheel."""
     try:
         return get()
     except ServerMissing as exc:
+        if exc.name in _REQUIRED:
+            raise
         if os.environ.get("FENCEDLOCK_TEST_REQUIRE"):
             pytest.fail(f"{exc} (FENCEDLOCK_TEST_REQUIRE is set.)", pytrace=False)
         pytest.skip(str(exc))

@@ -8,21 +8,12 @@ import pytest
 
 from django_fencedlock import lock
 from django_fencedlock.core.aio import WAITERS
-from tests.test_registry import BACKENDS
+from tests.backends import REDIS
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 
 #: Seconds after which a test has hung.
 PATIENCE = 40.0
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request, settings, redis_server, postgres):
-    terms = dict(BACKENDS[request.param])
-    if request.param == "redis":
-        redis_server.empty()
-        terms["LOCATION"] = redis_server.url
-    settings.FENCEDLOCK = {"default": terms}
 
 
 def within_patience(main):
@@ -133,7 +124,7 @@ def test_a_frozen_lock_service_holds_up_no_other(settings, make_redis, make_prox
     server = make_redis()
     proxy = make_proxy(server.host, server.port)
     frozen = {
-        **BACKENDS["redis"],
+        "BACKEND": REDIS,
         "LOCATION": f"redis://{proxy.host}:{proxy.port}/0",
         "OPTIONS": {"TIMEOUT": PATIENCE},
     }

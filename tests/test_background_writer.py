@@ -72,15 +72,6 @@ def test_a_job_is_queued_once_until_all_is_written(writer):
     assert len(done) == 3
 
 
-def test_without_a_thread_every_put_tries_to_start_one(writer, monkeypatch):
-    started = []
-    monkeypatch.setattr(writer._worker, "start", lambda: started.append(1))
-    for _ in range(3):
-        writer.put(Job(lambda: None))
-    assert len(started) == 3
-    assert writer._worker.waiting == 1
-
-
 def test_an_error_of_a_job_leaves_the_others(writer, caplog):
     done = []
     for work in (lambda: 1 / 0, lambda: done.append(1)):

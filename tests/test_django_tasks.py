@@ -81,11 +81,6 @@ class TestImmediately:
         assert task.enqueue(7).return_value == held.token + 1
 
     @pytest.mark.parametrize("task", [build, abuild])
-    def test_called_and_not_enqueued(self, task):
-        assert task.call(7) == 1
-        assert task.func.__wrapped__.__name__ == task.name
-
-    @pytest.mark.parametrize("task", [build, abuild])
     def test_enqueued_by_a_coroutine(self, task):
         @async_to_sync
         async def run():
@@ -105,17 +100,6 @@ class TestImmediately:
     def test_fenced_writes(self):
         assert saves.enqueue(7).status == tasks.TaskResultStatus.SUCCESSFUL
         assert Fence.objects.get(name="report:7").token == 1
-
-    def test_enqueued_with_others_locks_held(self):
-        with lock("report:7") as lease:
-            # The same thread: with this backend, the task is a part of the block.
-            assert build.enqueue(7).return_value == lease.token
-
-
-@pytest.mark.django_db
-def test_in_a_transaction_the_lock_lasts_until_its_end():
-    with transaction.atomic():
-        assert build.enqueue(7).return_value == 1
 
 
 def test_the_dummy_backend_runs_nothing_and_locks_nothing(settings):

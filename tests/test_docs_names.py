@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from importlib import import_module
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -14,45 +13,6 @@ from django_fencedlock.models.fencing import MODES
 from tests.test_docs import PAGES, ROOT, _check_ids
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
-
-#: Where, what is told, with a group for the number; and the constant that it is.
-NUMBERS = [
-    ("admin", r"newest (\d+) of a lock are kept", "conf.HISTORY"),
-    ("admin", r"the newest ([\d,]+) in all", "storage.history.MAX_ROWS"),
-    ("admin", r"give or take (\d+)", "storage.history.SLACK"),
-    ("admin", r"(\d+) rows at most", "storage.history.BATCH"),
-    ("admin", r"state asks about (\d+) locks", "admin.locks.STATE_FILTER_LIMIT"),
-    ("admin", r"At most (\d+) locks at once", "admin.release.MAX_LOCKS"),
-    ("admin", r"tried within (\d+) seconds", "admin.release.TIME_LIMIT"),
-    ("backends", r"`MAX_WAITERS` \((\d+)\)", "backends.postgres_taking.MAX_WAITERS"),
-    ("backends", r"`MAX_LOCKS` \((\d+)\)", "backends.postgres_taking.MAX_LOCKS"),
-    ("backends", r"begins again each (\d+) s", "backends.postgres_waiting.SLICE"),
-    ("backends", r"option `TIMEOUT` \((\d+) s\); after", "conf.TIMEOUT"),
-    ("choosing", r"more than (\d+) locks held", "backends.postgres_taking.MAX_LOCKS"),
-    ("commands", r"covers up to ([\d,]+) locks", "ops.registry.BATCH"),
-    ("commands", r"has (\d+) s \(`--timeout`\)", "ops.doctor.LIMIT"),
-    ("commands", r"it expires after (\d+) s", "ops.doctor.TTL"),
-    ("glossary", r"Up to (\d+) characters", "core.names.MAX_LENGTH"),
-    ("metrics", r"counts up to (\d+) patterns", "contrib.prometheus.MAX_PATTERNS"),
-    ("pgbouncer", r"`MAX_WAITERS` \((\d+)\)", "backends.postgres_taking.MAX_WAITERS"),
-    ("production", r"doctor --timeout (\d+)", "ops.doctor.LIMIT"),
-    ("restore", r"batches of (\d+) by", "ops.resync.BATCH"),
-    ("restore", r"it waits for (\d+) s, then reports", "storage.fences.RESYNC_PATIENCE"),
-    ("settings", r"of a lock: (\d+) unless", "conf.HISTORY"),
-    ("settings", r"another number, up to (\d+)", "conf.MOST_HISTORY"),
-    ("transactions", r"keeps up to (\w+) idle ones", "storage.connections.MAX_IDLE"),
-    ("transactions", r"uses up to (\w+) at once", "storage.connections.MAX_CONNECTIONS"),
-]
-WORDS = {"two": 2, "ten": 10}
-
-
-@pytest.mark.parametrize(("page", "told", "constant"), NUMBERS)
-def test_numbers_are_those_of_the_code(page: str, told: str, constant: str) -> None:
-    text = " ".join(TEXTS[f"docs/{page}.md"].split())
-    (number,) = re.findall(told, text)
-    module, _, name = constant.rpartition(".")
-    found = getattr(import_module(f"django_fencedlock.{module}"), name)
-    assert WORDS.get(number) or int(number.replace(",", "")) == found
 
 
 #: Django's own, which some page names.

@@ -7,7 +7,6 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 from celery import Celery, chain, chord, group
-from celery.exceptions import Ignore
 from celery.signals import task_prerun
 from django.db import transaction
 from django.test import TestCase, TransactionTestCase
@@ -208,10 +207,6 @@ class TestTheAid:
 
 
 class TestLocksOff:
-    def test_nothing_is_asked(self, task, disable_locking):
-        charge = task()
-        assert [charge.delay(42).get() for _ in range(2)] == [1, 2]
-
     def test_who_holds_a_lock_is_in_nobodys_way(self, task, disable_locking, hold_lock):
         hold_lock("invoice:42")
         assert task().delay(42).get() == 2
@@ -233,16 +228,6 @@ class TestLocksOff:
     def test_under_every_policy(self, task, disable_locking, on_conflict, redelivery):
         charge = task(on_conflict=on_conflict, redelivery=redelivery)
         assert [charge.delay(42).get() for _ in range(2)] == [1, 2]
-
-    @pytest.mark.parametrize("error", [ZeroDivisionError, Ignore])
-    def test_after_an_error(self, disable_locking, celery_app, eager_tasks, error):
-        @celery_app.task(shared=False)
-        @single_instance
-        def fails():
-            raise error
-
-        assert not fails.delay().successful()
-        assert not fails.delay().successful()
 
     @pytest.mark.django_db
     def test_they_are_on_again_afterwards(self, task):

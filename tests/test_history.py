@@ -18,7 +18,6 @@ from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.storage import background_writer
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage import history as events
-from django_fencedlock.storage.background_writer import writer
 from django_fencedlock.storage.history import MAX_QUEUED, Event, EventRow, history
 from django_fencedlock.test import lose_lease
 from django_fencedlock.test.contract import acts
@@ -295,15 +294,6 @@ class TestTrouble:
     def test_an_alias_that_the_settings_lost(self, writing):
         history.add(Event("lost", "x", "gone", None, "", ""))
         assert not writing._jobs
-
-
-class TestOff:
-    def test_nothing_is_written_in_a_test(self):
-        lose_lease(lock("x").acquire())
-        with lock("y") as lease:
-            held_for(lease, 5)
-            assert not writer._jobs
-        assert not writer._worker._runs
 
 
 PROGRAM = """

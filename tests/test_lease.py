@@ -202,15 +202,3 @@ class TestCurrentLease:
             assert [len(each) for each in held] < [10]
 
         contextvars.Context().run(body)
-
-    def test_many_leases_are_seldom_looked_at(self, make, monkeypatch):
-        looks = []
-        is_open = Lease.is_open
-        monkeypatch.setattr(Lease, "is_open", lambda lease: looks.append(1) or is_open(lease))
-
-        def body():
-            for number in range(1000):
-                enter(make(name=f"many:{number}"))
-            assert len(looks) < 2000
-
-        contextvars.Context().run(body)

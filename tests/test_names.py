@@ -70,13 +70,6 @@ def test_values_whose_text_is_not_the_same_everywhere_are_refused(value):
         Template("{it}", lambda it: ...).render((value,), {})
 
 
-def test_a_template_that_names_no_parameter_is_refused_at_decoration():
-    def build(user, kind): ...
-
-    with pytest.raises(TypeError, match=r"\{usr\}.*build\(\).*user, kind"):
-        Template("report:{usr}", build)
-
-
 def test_wrong_arguments_fail_as_the_functions_own_call_would():
     def charge(it): ...
 

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import pytest
 import redis
 
-from django_fencedlock import current_lease, lock
-
 PAGE = Path(__file__).parent.parent / "docs/outside_the_database.md"
 
 
@@ -38,11 +36,6 @@ class TestFile:
         assert not page.publish(path, b"old", 9)
         assert page.newest(path) == b"new"
 
-    def test_a_holder_may_write_again(self, page, path):
-        assert page.publish(path, b"one", 3)
-        assert page.publish(path, b"two", 3)
-        assert page.newest(path) == b"two"
-
     def test_older_files_are_removed_and_none_is_left_half_written(self, page, path, monkeypatch):
         page.publish(path, b"first", 1)
         page.publish(path, b"second", 2)
@@ -68,11 +61,6 @@ class TestFile:
         writer.join()
         assert set(sizes) == {1000}
         assert page.newest(path) == b"9" * 1000
-
-    @pytest.mark.django_db
-    def test_under_a_lock(self, page, path):
-        with lock("report"):
-            assert page.publish(path, b"x", current_lease("report").token)
 
 
 class TestRedis:

@@ -1,26 +1,17 @@
 """Who holds a lock: which code may acquire it again."""
 
 import asyncio
-import contextlib
 import contextvars
 import inspect
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import asgiref
 import greenlet
-import pytest
 from asgiref.sync import SyncToAsync, async_to_sync, sync_to_async
 
 from django_fencedlock.core.identity import current_holder
-
-CALLS = {
-    "sync_to_async": sync_to_async,
-    "any thread": lambda function: sync_to_async(function, thread_sensitive=False),
-    "to_thread": lambda function: partial(asyncio.to_thread, function),
-}
 
 
 def test_a_thread_that_got_the_number_of_one_that_ended_is_another():
@@ -68,54 +59,6 @@ def test_a_thread_ends_although_its_context_lives():
         assert not holder.has_ended()
     assert context.run(current_holder) is not holder
     assert holder.has_ended()
-
-
-def test_a_task_is_one_holder_until_it_has_ended():
-    async def look():
-        assert current_holder() is current_holder()
-        await asyncio.sleep(0)
-        return current_holder()
-
-    async def main():
-        task = asyncio.create_task(look())
-        holder = await task
-        assert holder is not current_holder()
-        assert holder.has_ended()
-        assert not current_holder().has_ended()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("calls", CALLS)
-def test_each_call_in_a_thread_is_a_holder(calls):
-    def look():
-        assert current_holder() is current_holder()
-        assert not current_holder().has_ended()
-        return current_holder()
-
-    async def main():
-        found = [await CALLS[calls](look)() for _ in range(3)]
-        assert len({current_holder(), *found}) == 4
-
-    asyncio.run(main())
-    assert len({current_holder(), asyncio.run(CALLS[calls](look)())}) == 2
-
-
-def test_a_call_has_ended_when_it_returns_or_raises():
-    seen = []
-
-    def look(error=None):
-        seen.append(current_holder())
-        if error is not None:
-            raise error
-
-    async def main():
-        for error in (None, ZeroDivisionError()):
-            with pytest.raises(ZeroDivisionError) if error else contextlib.nullcontext():
-                await sync_to_async(look)(error)
-            assert seen[-1].has_ended()
-
-    asyncio.run(main())
 
 
 def test_calls_within_a_call_leave_it_as_it_was():

@@ -20,27 +20,9 @@ from django_fencedlock.ops import registry as portraits
 from django_fencedlock.ops.registry import State, listing, portrait
 from django_fencedlock.storage.connections import time_limited
 from django_fencedlock.test.processes import wait_until
+from tests.backends import REDIS
 
-BACKENDS = {
-    "database": {},
-    "postgres": {
-        "BACKEND": "django_fencedlock.backends.postgres.PostgresBackend",
-        "FENCE_DATABASE": "postgres",
-    },
-    "redis": {"BACKEND": "django_fencedlock.backends.redis.RedisBackend"},
-}
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request, settings, redis_server, postgres):
-    """One backend of the settings, whose registry is where the name says."""
-    terms = dict(BACKENDS[request.param])
-    if request.param == "redis":
-        redis_server.empty()
-        terms["LOCATION"] = redis_server.url
-    settings.FENCEDLOCK = {"default": terms}
-    return request.param
 
 
 def rows(backend):
@@ -115,7 +97,7 @@ def test_a_service_that_does_not_answer_is_said(settings, make_redis):
     settings.FENCEDLOCK = {
         "default": {},
         "jobs": {
-            "BACKEND": BACKENDS["redis"]["BACKEND"],
+            "BACKEND": REDIS,
             "LOCATION": server.url,
             "OPTIONS": {"TIMEOUT": 1},
         },

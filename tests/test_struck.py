@@ -19,7 +19,6 @@ from django_fencedlock.core.acquiring import TakesLeases
 from django_fencedlock.core.identity import current_holder
 from django_fencedlock.core.manager import Service, service
 from django_fencedlock.storage import connections as sessions
-from tests.test_registry import BACKENDS
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,13 +80,9 @@ class Strike:
         return self.trace
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request, settings, redis_server, postgres):
-    terms = dict(BACKENDS[request.param])
-    if request.param == "redis":
-        redis_server.empty()
-        terms["LOCATION"] = redis_server.url
-    settings.FENCEDLOCK = {"default": terms}
+@pytest.fixture
+def backend(backend):
+    """Return the backend, which has its connections."""
     with lock("first"):
         pass
     return service("default").backend

@@ -13,20 +13,17 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.ops.registry import State, listing
 from django_fencedlock.storage.unfenced import rows as unfenced_rows
-from tests.test_registry import BACKENDS
 
-pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+pytestmark = [
+    pytest.mark.django_db(transaction=True, databases=["default", "postgres"]),
+    pytest.mark.parametrize("backend", ["redis", "postgres"], indirect=True),
+]
 
 
-@pytest.fixture(params=["redis", "postgres"])
-def rows(request, settings, redis_server, postgres):
-    terms = dict(BACKENDS[request.param])
-    if request.param == "redis":
-        redis_server.empty()
-        terms["LOCATION"] = redis_server.url
-    settings.FENCEDLOCK = {"default": terms}
+@pytest.fixture
+def rows(backend):
     unfenced_rows.after_fork()
-    return HeldLock.objects.using("postgres" if request.param == "postgres" else "default")
+    return HeldLock.objects.using("postgres" if backend == "postgres" else "default")
 
 
 def renew_all():

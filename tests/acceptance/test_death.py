@@ -8,25 +8,15 @@ import pytest
 from django_fencedlock import lock
 from tests.servers.process import wait_until
 from tests.workers.journal import now
-from tests.workers.looks import is_free, wait_until_free, was_skipped
+from tests.workers.looks import is_free, was_skipped
 from tests.workers.tasks import task
 
-FENCED = ["default", "rows", "sessions", "redis"]
-ALIASES = [*FENCED, "unfenced"]
+ALIASES = ["default", "rows", "sessions", "redis", "unfenced"]
 
 
 def kill(span):
     os.kill(span.pid, signal.SIGKILL)
     return now()
-
-
-@pytest.mark.parametrize("alias", FENCED)
-def test_a_fenced_lock_of_a_killed_child_is_free_within_a_second(worker, journal, key, alias):
-    """Its lease had half a minute to live, and nobody contends for the lock."""
-    task("skip", alias).delay(key, seconds=60)
-    (span,) = journal.wait_for_begun(key)
-    killed = kill(span)
-    assert wait_until_free(key, alias) - killed < 1
 
 
 def test_an_unfenced_lock_of_a_killed_child_is_free_for_who_wants_it_on_the_host(
@@ -40,17 +30,6 @@ def test_an_unfenced_lock_of_a_killed_child_is_free_for_who_wants_it_on_the_host
     assert not is_free(key, "unfenced")
     with lock(key, backend="redis", fenced=False, blocking_timeout=5):
         pass
-
-
-def test_a_killed_child_frees_no_lock_of_another(worker, journal, key):
-    other = task("skip").delay(f"{key}-other", 42, gate=True)
-    task("skip").delay(key, seconds=60)
-    (living,), (killed,) = journal.wait_for_begun(f"{key}-other"), journal.wait_for_begun(key)
-    kill(killed)
-    wait_until_free(key)
-    assert was_skipped(task("skip").delay(f"{key}-other")).token == living.token
-    journal.open_gate(f"{key}-other")
-    assert other.get(timeout=10) == 42
 
 
 @pytest.mark.parametrize("alias", ["default", "redis"])
@@ -95,17 +74,6 @@ def test_a_lost_run_is_delivered_again_and_runs(worker, journal, key, kind, alia
     spans = journal.assert_no_overlap(key, {span.run: killed})
     assert len(spans) == 2
     assert spans[1].token > spans[0].token
-
-
-def test_children_that_come_later_are_watched_too(make_worker, journal, key):
-    worker = make_worker("--max-tasks-per-child=1", concurrency=1)
-    (first,) = worker.children()
-    assert task("skip").delay(f"{key}-first", 1).get(timeout=10) == 1
-    task("skip").delay(key, seconds=60)
-    (span,) = journal.wait_for_begun(key)
-    assert span.pid not in (first, worker.pid)
-    killed = kill(span)
-    assert wait_until_free(key) - killed < 1
 
 
 @pytest.mark.parametrize("alias", ALIASES)
