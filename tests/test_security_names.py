@@ -36,13 +36,7 @@ DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.django_db(
-        transaction=True,
-        databases=["default", "postgres", *(["mariadb"] if shared.available("mariadb") else [])],
-    ),
-]
+pytestmark = pytest.mark.slow
 
 SERVICES = {
     "sqlite": {"BACKEND": DATABASE},
@@ -50,23 +44,22 @@ SERVICES = {
     "mariadb": {"BACKEND": DATABASE, "FENCE_DATABASE": "mariadb"},
     "sessions": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"},
     "redis": {"BACKEND": REDIS, "FENCE_DATABASE": "postgres"},
-    "valkey": {"BACKEND": REDIS},
 }
 
 
-def on(*databases):
-    return pytest.mark.django_db(transaction=True, databases=databases)
+def on(*names):
+    """Parametrise a test with some of the services, which the fixture `alias` configures."""
+
+    def param(name):
+        databases = {"default", SERVICES[name].get("FENCE_DATABASE", "default")}
+        return pytest.param(
+            name, marks=pytest.mark.django_db(transaction=True, databases=sorted(databases))
+        )
+
+    return pytest.mark.parametrize("service_name", [param(name) for name in names])
 
 
-every_service = pytest.mark.parametrize(
-    "service_name",
-    [
-        pytest.param("sqlite", marks=on("default")),
-        *(pytest.param(each, marks=on("default", "postgres")) for each in ("rows", "sessions")),
-        pytest.param("mariadb", marks=on("default", "mariadb")),
-        *(pytest.param(each, marks=on("default", "postgres")) for each in ("redis", "valkey")),
-    ],
-)
+every_service = on(*SERVICES)
 
 
 @pytest.fixture
@@ -76,7 +69,7 @@ def alias(service_name, settings, monkeypatch):
     monkeypatch.setattr(connections, "under_test", lambda: False)
     given = dict(SERVICES[service_name])
     if given["BACKEND"] == REDIS:
-        given["LOCATION"] = getattr(shared, service_name)().url
+        given["LOCATION"] = shared.redis().url
     settings.FENCEDLOCK = {"default": given}
     yield given.get("FENCE_DATABASE", "default")
     service("default").drop_all()
@@ -170,8 +163,7 @@ def some_names(draw):
 @given(names=some_names())
 @example(names=["A", "a", "a ", "ä", "a\u0308"])
 @example(names=["{x}", "x", "x}", "{x", "{x}:lock", "x}:lock"])
-def test_each_name_has_a_lock_of_its_own(service_name, alias, names):
-    del service_name
+def test_each_name_has_a_lock_of_its_own(alias, names):
     with contextlib.ExitStack() as stack:
         leases = {name: stack.enter_context(lock(name, blocking_timeout=0)) for name in names}
         refused = elsewhere(
@@ -189,9 +181,8 @@ def test_each_name_has_a_lock_of_its_own(service_name, alias, names):
     assert all(lock(name).holder() is None for name in names)
 
 
-@every_service
-def test_whatever_is_held_is_shown_as_it_is(service_name, alias, boss):
-    del service_name
+@on("sqlite", "rows", "mariadb", "redis")
+def test_whatever_is_held_is_shown_as_it_is(alias, boss):
     names = sorted(set(ODD))
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -207,9 +198,8 @@ def test_whatever_is_held_is_shown_as_it_is(service_name, alias, boss):
         assert is_quiet(command("list"))
 
 
-@every_service
-def test_each_page_of_a_lock_is_there(service_name, alias, boss):
-    del service_name
+@on("sqlite", "redis")
+def test_each_page_of_a_lock_is_there(alias, boss):
     query = {"database": alias}
     for name in ODD[::4]:
         with lock(name) as lease:
@@ -263,10 +253,8 @@ def told_by(request, monkeypatch):
 
 
 @every_service
-def test_whatever_a_holder_tells_he_gets_the_lock_and_forges_nothing(
-    service_name, alias, told_by, caplog
-):
-    del service_name, alias
+@pytest.mark.usefixtures("alias")
+def test_whatever_a_holder_tells_he_gets_the_lock_and_forges_nothing(told_by, caplog):
     caplog.set_level(logging.DEBUG, "django_fencedlock")
     for ugly in UGLY:
         lease = told_by(ugly, lock("x").acquire)
@@ -284,16 +272,8 @@ def test_whatever_a_holder_tells_he_gets_the_lock_and_forges_nothing(
     assert all(is_quiet(each) and "\n" not in each for each in caplog.messages)
 
 
-@pytest.mark.parametrize(
-    "service_name",
-    [
-        pytest.param("sqlite", marks=on("default")),
-        pytest.param("rows", marks=on("default", "postgres")),
-        pytest.param("mariadb", marks=on("default", "mariadb")),
-    ],
-)
-def test_so_he_does_when_he_takes_over(service_name, alias, told_by):
-    del service_name
+@on("sqlite", "rows", "mariadb")
+def test_so_he_does_when_he_takes_over(alias, told_by):
     for ugly in UGLY:
         # Referenced, or it would be released as abandoned.
         former = elsewhere(lambda: lock("x").acquire())
@@ -314,11 +294,8 @@ def refusal(name):
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 201, "x" * 10_000, ""])
-@pytest.mark.parametrize(
-    "service_name", ["sqlite", pytest.param("rows", marks=on("default", "postgres"))]
-)
-def test_what_can_be_no_name_is_refused_everywhere(service_name, alias, boss, name):
-    del service_name
+@on("sqlite", "rows")
+def test_what_can_be_no_name_is_refused_everywhere(alias, boss, name):
     for ask in (lock, lambda name: force_release(name, by="me")):
         with pytest.raises(ValueError, match="name"):
             ask(name)
