@@ -20,7 +20,7 @@ from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.ops import resync
 from tests.models import Invoice
 from tests.servers.process import wait_until
-from tests.test_resync import Everything
+from tests.test_resync import ON_ALL, Everything
 
 TTL = 0.5
 RESTORE = (Path(__file__).parent.parent.parent / "docs/restore.md").read_text()
@@ -47,13 +47,6 @@ def test_a_clock_set_back_keeps_a_dead_holders_lock(redis_gone_back):
     assert lock("x").acquire(blocking_timeout=TTL) is None
 
 
-def test_it_is_freed_by_hand_and_the_next_token_is_higher(redis_gone_back):
-    held = lock("x").holder()
-    assert service("default").backend.evict("x", held.owner)
-    with lock("x", blocking_timeout=5) as lease:
-        assert lease.token == 2
-
-
 def test_freeing_by_hand_takes_nothing_from_who_came_since(redis_gone_back):
     held = lock("x").holder()
     backend = service("default").backend
@@ -75,15 +68,6 @@ def test_a_live_holder_who_was_freed_by_mistake_has_it_back(settings, make_redis
 
 # docs/restore.md; `resync` itself has tests of its own, on every database
 
-ON_ALL = pytest.mark.parametrize(
-    "database",
-    [
-        pytest.param(
-            each, marks=pytest.mark.django_db(transaction=True, databases=["default", each])
-        )
-        for each in ("default", "postgres", "mariadb")
-    ],
-)
 TABLES = [model._meta.db_table for model in (Fence, HeldLock, Invoice)]
 
 
@@ -229,20 +213,3 @@ def test_released_by_force_it_is_free_and_tokens_go_on_from_the_fence(old_file):
     assert after.verify()
     with pytest.raises(StaleFence), now.atomic():
         pass
-
-
-def test_without_a_shadow_tokens_go_on_from_the_fence(settings, make_redis):
-    server = make_redis("--dbfilename", "kept.rdb")
-    backend = "django_fencedlock.backends.redis.RedisBackend"
-    settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": server.url}}
-    with lock("x"):
-        pass
-    server.execute("SAVE")
-    for _ in range(3):
-        with lock("x") as newest:
-            pass
-    server.kill()
-    server.start()
-    with lock("x", blocking_timeout=0) as lease:
-        assert lease.token == newest.token + 1
-        assert lease.verify()
