@@ -14,7 +14,7 @@ from django.core.management import call_command
 from django_fencedlock import lock
 from django_fencedlock.backends.base import Request
 from django_fencedlock.celery import worker
-from django_fencedlock.celery.worker import VARIABLE, ChildWatch, ForkGate, LeftLocks, Rounds
+from django_fencedlock.celery.worker import VARIABLE, ChildWatch, ForkGate, LeftLocks, Maintenance
 from django_fencedlock.core.identity import Process, new_owner, this_process
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
@@ -162,9 +162,9 @@ class TestAnnouncing:
     def test_a_worker_that_a_task_started_is_not_its_child(self, monkeypatch):
         monkeypatch.setenv(VARIABLE, "1:2")
         monkeypatch.setattr(worker, "_pipe", None)
-        assert worker.is_watched()
         worker.forget_watch()
-        assert not worker.is_watched()
+        assert VARIABLE not in os.environ
+        assert worker._pipe is None
 
 
 class Service:
@@ -222,8 +222,7 @@ class TestLeftLocks:
         # A thread that goes on would call the service of the next test.
         monkeypatch.setattr(worker, "release_locks_of", lambda ended, alias: None)
         for made in started:
-            for alias in list(made._aliases.values()):
-                wait_until(lambda alias=alias: not alias._runs, "the end of its thread", 30)
+            wait_until(lambda made=made: not made.looks, "the end of its threads", 30)
 
     def test_they_are_released_and_once_more_a_little_later(self, release, second_look_after):
         service = Service()
@@ -253,7 +252,7 @@ class TestLeftLocks:
         service = Service()
         service.away = True
         made = release(service)
-        wait_until(lambda: not made._aliases["default"]._runs, "it to give up", 30)
+        wait_until(lambda: not made.looks, "it to give up", 30)
         assert service.released == []
 
     def test_one_service_delays_no_other(self, release, settings):
@@ -282,12 +281,11 @@ class TestLeftLocks:
     def test_the_thread_ends_and_begins_again(self, release):
         service = Service()
         made = release(service)
-        alias = made._aliases["default"]
-        wait_until(lambda: not alias._runs, "its end", 30)
+        wait_until(lambda: not made.looks, "its end", 30)
         other = replace(this_process(), pid=1)
         made.release(other)
         wait_until(lambda: ("default", {other}) in service.released, "the second look", 30)
-        wait_until(lambda: not alias._runs, "its end", 30)
+        wait_until(lambda: not made.looks, "its end", 30)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -331,88 +329,95 @@ class TestReleasing:
         call_command("migrate", "django_fencedlock", "zero", database=alias, verbosity=0)
         left = LeftLocks()
         left.release(this_process())
-        wait_until(lambda: not left._aliases["default"]._runs, "the looks", 30)
+        wait_until(lambda: not left.looks, "the looks", 30)
         assert caplog.text == ""
 
 
 class TestForks:
-    def test_a_fork_waits_for_a_talk_that_is_short(self, monkeypatch):
+    @contextlib.contextmanager
+    def talking(self, gate, until):
+        """Talk to a server in another thread."""
+        began = threading.Event()
+
+        def talk():
+            with gate.closed():
+                began.set()
+                until.wait(30)
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        try:
+            yield began
+        finally:
+            until.set()
+            thread.join()
+
+    def test_a_fork_waits_for_a_short_talk(self, monkeypatch):
         monkeypatch.setattr(worker, "FORK_TIMEOUT", 5.0)
-        gate = ForkGate()
-        gate.enter()
-        timer = threading.Timer(0.05, gate.leave)
-        timer.start()
-        started = time.monotonic()
-        gate.before_fork()
-        assert 0.04 < time.monotonic() - started < worker.FORK_TIMEOUT
-        gate.after_in_parent()
+        gate, until = ForkGate(), threading.Event()
+        with self.talking(gate, until) as began:
+            began.wait(30)
+            threading.Timer(0.05, until.set).start()
+            started = time.monotonic()
+            gate.before_fork()
+            assert 0.04 < time.monotonic() - started < worker.FORK_TIMEOUT
+            gate.after_fork_in_parent()
 
     def test_but_not_for_a_long_one(self):
         gate = ForkGate()
-        gate.enter()
-        started = time.monotonic()
-        gate.before_fork()
-        assert worker.FORK_TIMEOUT <= time.monotonic() - started < worker.FORK_TIMEOUT + 5
-        gate.after_in_parent()
-        gate.leave()
+        with self.talking(gate, threading.Event()) as began:
+            began.wait(30)
+            started = time.monotonic()
+            gate.before_fork()
+            assert worker.FORK_TIMEOUT <= time.monotonic() - started < worker.FORK_TIMEOUT + 5
+            gate.after_fork_in_parent()
 
     def test_a_talk_waits_for_the_fork(self):
         gate = ForkGate()
         gate.before_fork()
-        talking = threading.Thread(target=gate.enter)
-        talking.start()
-        talking.join(0.05)
-        assert talking.is_alive()
-        gate.after_in_parent()
-        talking.join(5)
-        assert not talking.is_alive()
+        with self.talking(gate, threading.Event()) as began:
+            assert not began.wait(0.05)
+            gate.after_fork_in_parent()
+            assert began.wait(5)
 
-    def test_the_child_waits_for_nobody(self):
+    def test_a_child_doesnt_wait(self):
         gate = ForkGate()
-        gate.enter()
-        gate.before_fork()
-        gate.after_in_child()
-        started = time.monotonic()
-        gate.before_fork()
-        gate.after_in_parent()
-        assert time.monotonic() - started < 0.1
+        with self.talking(gate, threading.Event()) as began:
+            began.wait(30)
+            gate.before_fork()
+            gate.after_fork()
+            started = time.monotonic()
+            gate.before_fork()
+            gate.after_fork_in_parent()
+            assert time.monotonic() - started < 0.1
 
 
-class Looks:
-    """Takes the place of `Maintenance`."""
+class TestMaintenance:
+    @pytest.fixture
+    def looks(self, monkeypatch):
+        looks = []
+        monkeypatch.setattr(Maintenance, "look", lambda self: looks.append(1))
+        monkeypatch.setattr(Maintenance, "period", lambda self: 0.01)
+        return looks
 
-    def __init__(self, look=lambda: None):
-        self.calls = 0
-        self._look = look
-
-    def look(self):
-        self.calls += 1
-        self._look()
-
-    def period(self):
-        return 0.01
-
-
-class TestRounds:
-    def test_they_go_on_until_they_are_stopped(self):
-        looks = Looks()
-        rounds = Rounds(looks, forks=True)
-        thread = threading.Thread(target=rounds._run)
+    def test_it_looks_until_it_is_stopped(self, looks):
+        maintenance = Maintenance(None)
+        thread = threading.Thread(target=maintenance._run)
         thread.start()
-        wait_until(lambda: looks.calls > 3, "some rounds", 5)
-        rounds.stop()
+        wait_until(lambda: len(looks) > 3, "some looks", 5)
+        maintenance.stop()
         thread.join(5)
         assert not thread.is_alive()
 
-    def test_an_error_is_logged_and_the_rounds_go_on(self, monkeypatch, caplog):
-        monkeypatch.setattr(worker, "AFTER_FAILURE", 0.01)
-
-        def fail():
+    def test_an_error_is_logged_and_it_looks_again(self, looks, monkeypatch, caplog):
+        def fail(self):
+            looks.append(1)
             raise RuntimeError("oh")
 
-        looks = Looks(fail)
-        rounds = Rounds(looks, forks=True)
-        rounds.start()
-        wait_until(lambda: looks.calls > 1, "two rounds", 5)
-        rounds.stop()
+        monkeypatch.setattr(worker, "AFTER_FAILURE", 0.01)
+        monkeypatch.setattr(Maintenance, "look", fail)
+        maintenance = Maintenance(None)
+        maintenance.start()
+        wait_until(lambda: len(looks) > 1, "two looks", 5)
+        maintenance.stop()
         assert "oh" in caplog.text

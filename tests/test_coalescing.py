@@ -740,7 +740,7 @@ class TestRescue:
     def test_comes_again_soon_if_there_is_more_to_delete(self, monkeypatch, is_old):
         """However many messages there are each second."""
         monkeypatch.setattr(worker, "BATCH", 2)
-        monkeypatch.setattr("django_fencedlock.storage.message_records.BATCH", 2)
+        monkeypatch.setattr("django_fencedlock.storage.records.BATCH", 2)
         monkeypatch.setattr(worker, "BATCHES", 1)
         monkeypatch.setattr(worker, "MOST_RECORDS", 100 if is_old else 1)
         for value in range(8):

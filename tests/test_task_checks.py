@@ -232,8 +232,8 @@ def test_aborts_that_gevent_does_not_know(pool):
     assert found({"on_lost": "abort"}, worker_pool="threads") == {}
 
 
-def test_skips_that_nobody_sees_are_told_but_are_no_warning():
-    assert "nobody asks" in found(task={"ignore_result": True})["I030"]
+def test_unseen_skips_are_reported_as_information():
+    assert "if no code needs it" in found(task={"ignore_result": True})["I030"]
     assert "I030" in found(task_ignore_result=True)
     assert found({"on_conflict": "retry"}, {"ignore_result": True}) == {}
 
@@ -257,7 +257,7 @@ def test_many_tasks_with_one_fault_are_one_message():
         add(app, single_instance(body), f"shop.t{number}")
     (problem,) = task_checks.problems([app])
     assert problem.message.startswith(
-        "Tasks shop.t0, shop.t1, shop.t2, shop.t3, shop.t4 and 2 more: a run"
+        "Tasks shop.t0, shop.t1, shop.t2, shop.t3, shop.t4 and 2 more: only"
     )
 
 

@@ -1,9 +1,10 @@
-"""What is wrong with the tasks under `single_instance`, seen in their policies and in Celery's."""
+"""System checks of tasks under `single_instance`: their arguments, and Celery's settings."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,39 +19,46 @@ from .coalesce import PICKLES, serializer_of
 from .names import single_of
 from .policy import Policy
 
-#: Brokers that deliver a message again which isn't acknowledged in time, and after how long.
+#: Seconds after which brokers deliver again what isn't acknowledged.
 VISIBILITY_TIMEOUTS = {
     **dict.fromkeys(("redis", "rediss", "sentinel"), 3600.0),
     **dict.fromkeys(("pgmq", "slmq", "sqs"), 1800.0),
 }
-#: Pools that let a task run on beyond these limits.
+#: The time limits that pools ignore.
 IGNORED_LIMITS = {
     "gevent": ("soft_time_limit",),
     "solo": ("soft_time_limit", "time_limit"),
     "thread": ("soft_time_limit", "time_limit"),
 }
-#: Requests in vain that a ttl should outlast: the keeper sends the first after a third of it.
+#: Failed requests that a ttl should outlast: the keeper sends the first after a third of it.
 REQUESTS = 3
+#: Tasks that one message names.
+SHOWN = 5
 
 
 def problems(apps: Iterable[Celery]) -> Iterator[Problem]:
-    """What is wrong with the tasks of these apps that are under `single_instance`."""
+    """Return the problems of the tasks of these apps."""
     found: dict[Problem, list[str]] = {}
     for app in apps:
-        for case in _cases(app):
-            for look in _LOOKS:
-                for problem in look(case):
+        for task in app.tasks.values():
+            if (single := single_of(task)) is None:
+                continue
+            case = _Case(app, task, single.policy)
+            for check in (_arguments, _redeliveries, _limits, _waits, _aborts):
+                for problem in check(case):
                     names = found.setdefault(problem, [])
                     # A shared task is a task of every app.
-                    if case.task.name not in names:
-                        names.append(case.task.name)
+                    if task.name not in names:
+                        names.append(task.name)
     for problem, names in found.items():
-        yield replace(problem, message=f"{_told(names)}: {problem.message}")
+        tasks = f"Task{'s' if len(names) > 1 else ''} {', '.join(sorted(names)[:SHOWN])}"
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        yield replace(problem, message=f"{tasks}{more}: {problem.message}")
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A task, and what is known of where it runs."""
+    """A task, its app and its policy."""
 
     app: Any
     task: Any
@@ -58,7 +66,7 @@ class _Case:
 
     @property
     def alias(self) -> conf.AliasConfig | None:
-        """The settings of its alias; None if they can't be followed, of which others tell."""
+        """The settings of its alias; None if they are wrong, which other checks report."""
         try:
             return conf.config(self.policy.backend)
         except SettingsError:
@@ -68,173 +76,103 @@ class _Case:
     def ttl(self) -> float | None:
         return self.policy.ttl or (self.alias.ttl if self.alias else None)
 
-    @property
-    def patience(self) -> float | None:
-        """How long the task waits for its lock."""
-        if self.policy.on_conflict != "wait" or self.alias is None:
-            return None
-        timeout = self.policy.blocking_timeout
-        return self.alias.blocking_timeout if timeout is None else timeout
-
     def setting(self, name: str) -> Any:
-        """What the task says, or else its app."""
+        """Return the task's own value, or else its app's."""
         own = getattr(self.task, name, None)
         return getattr(self.app.conf, f"task_{name}") if own is None else own
 
     @property
     def limits(self) -> dict[str, float]:
-        """The time limits that it has."""
+        """The time limits of the task."""
         given = {name: self.setting(name) for name in ("soft_time_limit", "time_limit")}
         return {name: float(limit) for name, limit in given.items() if limit}
 
     @property
     def pool(self) -> str:
-        """The worker's pool by the settings; the command line of a worker may name another."""
+        """The worker's pool in the settings; the command line of a worker may name another."""
         name = str(self.app.conf.worker_pool or "").partition(":")[0].rpartition(".")[2]
         return "thread" if name == "threads" else name
 
     @property
     def visibility_timeout(self) -> float | None:
-        """After how long the broker delivers again what isn't acknowledged; None if it doesn't."""
-        transport, options = _broker(self.app)
-        default = VISIBILITY_TIMEOUTS.get(transport)
-        given = options.get("visibility_timeout")
+        """Seconds until the broker delivers again what isn't acknowledged; None if it doesn't."""
+        try:
+            connection = self.app.connection_for_read()
+        except Exception:
+            # A URL that Celery can't read either.
+            return None
+        default = VISIBILITY_TIMEOUTS.get(str(connection.transport_cls or "").lower())
+        given = (connection.transport_options or {}).get("visibility_timeout")
         return default if default is None or not given else float(given)
 
 
-def _broker(app: Celery) -> tuple[str, dict[str, Any]]:
-    try:
-        connection = app.connection_for_read()
-    except Exception:
-        # A URL that Celery can't read either.
-        return "", {}
-    return str(connection.transport_cls or "").lower(), dict(connection.transport_options or {})
-
-
-def _alias(case: _Case) -> Iterator[Problem]:
-    if conf.lacks(case.policy.backend):
+def _arguments(case: _Case) -> Iterator[Problem]:
+    policy = case.policy
+    if conf.lacks(policy.backend):
         yield Problem(
             "E030",
-            f"backend={case.policy.backend!r} is no alias in FENCEDLOCK.",
-            conf.unknown(case.policy.backend, conf.aliases()),
+            f"backend={policy.backend!r} is no alias in FENCEDLOCK.",
+            conf.unknown(policy.backend, conf.aliases()),
         )
-
-
-def _pickles(case: _Case) -> Iterator[Problem]:
-    if case.policy.on_conflict == "coalesce" and serializer_of(case.task) in PICKLES:
+    if policy.on_conflict == "coalesce" and serializer_of(case.task) in PICKLES:
         yield Problem(
             "E031",
-            'on_conflict="coalesce" keeps arguments in the database, and no pickles: whoever can '
-            "write there could run anything.",
+            'on_conflict="coalesce" stores arguments in the database, never as a pickle: anyone '
+            "who can write there could run any code.",
             'Give the task another serializer, such as "json".',
         )
-
-
-def _redelivered_while_it_runs(case: _Case) -> Iterator[Problem]:
-    # What is acknowledged before it runs isn't delivered again.
-    visible = case.visibility_timeout
-    if visible is None or not case.setting("acks_late"):
-        return
-    runs, ttl = case.limits.get("time_limit") or case.limits.get("soft_time_limit"), case.ttl
-    for what, length in (("time limit", runs), ("ttl", ttl)):
-        if length is not None and length > visible:
-            yield Problem(
-                "W030",
-                f"acks_late with a {what} of {length:g} s, and a broker that delivers again what "
-                f"isn't acknowledged within {visible:g} s.",
-                f"Set broker_transport_options['visibility_timeout'] to more than {length:g}, or "
-                f"shorten the {what}.",
-            )
-
-
-def _redelivered_while_it_waits(case: _Case) -> Iterator[Problem]:
-    visible, policy = case.visibility_timeout, case.policy
-    if visible is None or policy.on_conflict != "retry" or not policy.max_conflict_retries:
-        return
-    pause = policy.pause(policy.max_conflict_retries - 1)
-    if pause > visible:
-        yield Problem(
-            "W031",
-            f"pauses of up to {pause:g} s between conflicts, and a broker that delivers again what "
-            f"isn't acknowledged within {visible:g} s: a worker that waits for the time of a "
-            "message has not acknowledged it.",
-            "Lower retry_countdown (pauses grow to twelve times of it), or raise "
-            "broker_transport_options['visibility_timeout'].",
-        )
-
-
-def _limits_of_no_effect(case: _Case) -> Iterator[Problem]:
-    if case.policy.max_hold is not None:
-        return
-    for name in IGNORED_LIMITS.get(case.pool, ()):
-        if name in case.limits:
-            yield Problem(
-                "W032",
-                f"{name} of {case.limits[name]:g} s, which the pool {case.app.conf.worker_pool!r} "
-                "ignores: a run that hangs keeps its lock.",
-                "Give max_hold, after which the lock isn't renewed any more, or use another pool.",
-            )
-
-
-def _short_ttl(case: _Case) -> Iterator[Problem]:
-    if case.alias is None or case.ttl is None:
-        return
-    if "TIMEOUT" not in conf.backend_class(case.alias.backend).option_names:
-        return
-    timeout = case.alias.timeout
-    if case.ttl < REQUESTS * timeout:
-        yield Problem(
-            "W033",
-            f"ttl of {case.ttl:g} s, and a lock service that may take {timeout:g} s to answer: one "
-            "renewal that hangs, and there is no time for another.",
-            f"Make the ttl at least {REQUESTS * timeout:g} s, or lower "
-            f"{case.alias.where('OPTIONS')}['TIMEOUT'].",
-        )
-
-
-def _long_wait(case: _Case) -> Iterator[Problem]:
-    obeyed = [
-        limit
-        for name, limit in case.limits.items()
-        if name not in IGNORED_LIMITS.get(case.pool, ())
-    ]
-    if obeyed and case.patience is not None and case.patience >= min(obeyed):
-        yield Problem(
-            "W034",
-            f"waits up to {case.patience:g} s for its lock, and has a time limit of "
-            f"{min(obeyed):g} s: who waited has no time left to run.",
-            'Shorten blocking_timeout, or use on_conflict="retry", which keeps no worker busy.',
-        )
-
-
-def _short_hold(case: _Case) -> Iterator[Problem]:
-    if case.policy.max_hold is not None and case.ttl and case.policy.max_hold < case.ttl:
+    if policy.max_hold is not None and case.ttl and policy.max_hold < case.ttl:
         yield Problem(
             "W035",
-            f"max_hold of {case.policy.max_hold:g} s, and a ttl of {case.ttl:g} s, for which the "
+            f"max_hold of {policy.max_hold:g} s, and a ttl of {case.ttl:g} s, for which the "
             "lock is granted in any case.",
             "Make the ttl the shorter one.",
         )
+    if policy.on_conflict == "skip" and case.setting("ignore_result"):
+        yield Problem(
+            "I030",
+            "only the result shows that a run was skipped, and results are ignored.",
+            "Ignore this if no code needs it. Otherwise keep the result, or connect the signal "
+            "lock_not_acquired.",
+        )
 
 
-def _lost_with_its_worker(case: _Case) -> Iterator[Problem]:
+def _redeliveries(case: _Case) -> Iterator[Problem]:
+    policy, visible = case.policy, case.visibility_timeout
+    # A message that is acknowledged before it runs isn't delivered again.
+    late = case.setting("acks_late")
+    if visible is not None and late:
+        runs = case.limits.get("time_limit") or case.limits.get("soft_time_limit")
+        for what, length in (("time limit", runs), ("ttl", case.ttl)):
+            if length is not None and length > visible:
+                yield Problem(
+                    "W030",
+                    f"acks_late with a {what} of {length:g} s, and a broker that delivers again "
+                    f"what isn't acknowledged within {visible:g} s.",
+                    f"Set broker_transport_options['visibility_timeout'] to more than {length:g}, "
+                    f"or shorten the {what}.",
+                )
+    if visible is not None and policy.on_conflict == "retry" and policy.max_conflict_retries:
+        pause = policy.pause(policy.max_conflict_retries - 1)
+        if pause > visible:
+            yield Problem(
+                "W031",
+                f"pauses of up to {pause:g} s between conflicts, and a broker that delivers again "
+                f"what isn't acknowledged within {visible:g} s: a worker that waits for the time "
+                "of a message has not acknowledged it.",
+                "Lower retry_countdown (pauses grow to twelve times of it), or raise "
+                "broker_transport_options['visibility_timeout'].",
+            )
     # The app's setting may be meant for those of its tasks that acknowledge late.
-    if (
-        case.task.reject_on_worker_lost
-        and not case.app.conf.task_reject_on_worker_lost
-        and not case.setting("acks_late")
-    ):
+    rejects = case.task.reject_on_worker_lost and not case.app.conf.task_reject_on_worker_lost
+    if rejects and not late:
         yield Problem(
             "W036",
             "reject_on_worker_lost without acks_late has no effect: the message of a run that was "
             "killed is gone, and so is its work.",
             "Give acks_late=True as well.",
         )
-
-
-def _skipped_for_the_dead(case: _Case) -> Iterator[Problem]:
-    policy = case.policy
-    if policy.redelivery == "run" and policy.on_conflict == "skip" and case.setting("acks_late"):
+    if policy.redelivery == "run" and policy.on_conflict == "skip" and late:
         yield Problem(
             "W037",
             'redelivery="run" and on_conflict="skip" with acks_late: when a worker dies, its '
@@ -244,26 +182,56 @@ def _skipped_for_the_dead(case: _Case) -> Iterator[Problem]:
         )
 
 
-def _taken_signal(case: _Case) -> Iterator[Problem]:
-    if case.policy.on_lost != "abort":
+def _limits(case: _Case) -> Iterator[Problem]:
+    for name in IGNORED_LIMITS.get(case.pool, ()):
+        if name in case.limits and case.policy.max_hold is None:
+            yield Problem(
+                "W032",
+                f"{name} of {case.limits[name]:g} s, which the pool {case.app.conf.worker_pool!r} "
+                "ignores: a run that hangs keeps its lock.",
+                "Give max_hold, after which the lock isn't renewed any more, or use another pool.",
+            )
+
+
+def _waits(case: _Case) -> Iterator[Problem]:
+    alias, policy, ttl = case.alias, case.policy, case.ttl
+    if alias is None or ttl is None:
         return
-    try:
-        number = conf.abort_signal()
-    except SettingsError:
-        return
-    found = signal.getsignal(number)
-    if found not in (signal.SIG_DFL, interrupts.on_signal):
+    has_timeout = "TIMEOUT" in conf.backend_class(alias.backend).option_names
+    if has_timeout and ttl < REQUESTS * alias.timeout:
         yield Problem(
-            "W038",
-            f'on_lost="abort" interrupts a body by signal {int(number)}, which has the handler '
-            f"{found!r} in this process.",
-            "Set FENCEDLOCK_ABORT_SIGNAL to a signal that nobody uses.",
+            "W033",
+            f"ttl of {ttl:g} s, and a lock service that may take {alias.timeout:g} s to answer: "
+            "after one renewal that hangs, there is no time for another.",
+            f"Make the ttl at least {REQUESTS * alias.timeout:g} s, or lower "
+            f"{alias.where('OPTIONS')}['TIMEOUT'].",
+        )
+    ignored = IGNORED_LIMITS.get(case.pool, ())
+    obeyed = [limit for name, limit in case.limits.items() if name not in ignored]
+    given = policy.blocking_timeout
+    waits = alias.blocking_timeout if given is None else given
+    if policy.on_conflict == "wait" and obeyed and waits >= min(obeyed):
+        yield Problem(
+            "W034",
+            f"waits up to {waits:g} s for its lock, and has a time limit of {min(obeyed):g} s: "
+            "after a long wait, the body has no time left.",
+            'Shorten blocking_timeout, or use on_conflict="retry", which keeps no worker busy.',
         )
 
 
-def _no_abort_under_gevent(case: _Case) -> Iterator[Problem]:
+def _aborts(case: _Case) -> Iterator[Problem]:
     if case.policy.on_lost != "abort":
         return
+    with contextlib.suppress(SettingsError):
+        number = conf.abort_signal()
+        found = signal.getsignal(number)
+        if found not in (signal.SIG_DFL, interrupts.on_signal):
+            yield Problem(
+                "W038",
+                f'on_lost="abort" interrupts a body by signal {int(number)}, which has the handler '
+                f"{found!r} in this process.",
+                "Set FENCEDLOCK_ABORT_SIGNAL to an unused signal.",
+            )
     if case.pool == "gevent" or runtime.is_patched("_thread"):
         yield Problem(
             "W039",
@@ -271,47 +239,3 @@ def _no_abort_under_gevent(case: _Case) -> Iterator[Problem]:
             'Use another pool, or on_lost="raise" with lease.check() between the steps of the '
             "body.",
         )
-
-
-def _unseen_skips(case: _Case) -> Iterator[Problem]:
-    if case.policy.on_conflict == "skip" and case.setting("ignore_result"):
-        yield Problem(
-            "I030",
-            "a run that is skipped tells so by its result alone, and results are ignored.",
-            "Nothing is wrong if nobody asks. Else keep the result, or listen to the signal "
-            "lock_not_acquired.",
-        )
-
-
-_LOOKS: tuple[Callable[[_Case], Iterator[Problem]], ...] = (
-    _alias,
-    _pickles,
-    _redelivered_while_it_runs,
-    _redelivered_while_it_waits,
-    _limits_of_no_effect,
-    _short_ttl,
-    _long_wait,
-    _short_hold,
-    _lost_with_its_worker,
-    _skipped_for_the_dead,
-    _taken_signal,
-    _no_abort_under_gevent,
-    _unseen_skips,
-)
-
-
-def _cases(app: Celery) -> Iterator[_Case]:
-    for task in app.tasks.values():
-        single = single_of(task)
-        if single is not None:
-            yield _Case(app, task, single.policy)
-
-
-def _told(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"Task{'s' if len(names) > 1 else ''} {shown}{more}"
-
-
-#: Tasks that one message names.
-_SHOWN = 5

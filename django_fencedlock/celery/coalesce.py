@@ -362,7 +362,7 @@ def serializer_of(task: Any) -> str:
 def arguments(call: Call) -> Arguments:
     """Return the arguments of a call, as they are in a message."""
     if call.is_called_directly:
-        return list(call.args[call.bound :]), dict(call.kwargs)
+        return list(call.args), dict(call.kwargs)
     return list(call.request.args or ()), dict(call.request.kwargs or {})
 
 

@@ -13,21 +13,20 @@ import random
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from celery import Signature, _state, current_app
 from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish
 from celery.states import READY_STATES
 
-from .. import logs
-from ..core.identity import Holder, new_owner, shorten_task_id
-from ..core.manager import Service, service
+from ..core.identity import Holder, Owner, shorten_task_id
+from ..core.manager import Service
 from ..exceptions import BackendUnavailable
 from ..lease import Lease
 from ..storage.message_records import Begun, Message, MessageRecords
-from .names import Single, single_of
-from .policy import Skip
+from .names import single_of
+from .policy import Policy, Skip
 
 if TYPE_CHECKING:
     from .names import AnyTask
@@ -64,54 +63,28 @@ UNDECIDED = 1.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 
 
-class Call:
-    """One call of a task: its arguments, its lock's name, and the message that caused it."""
+class Call(Protocol):
+    """What this module and `coalesce` use of a `Run`."""
 
-    def __init__(
-        self, single: Single, task: Any, request: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.single = single
-        self.policy = single.policy
-        self.task = task
-        #: Celery's request. Other threads can't look it up.
-        self.request = request
-        self.title = single.title(task)
-        self.args = args
-        self.kwargs = kwargs
-        self.name = single.name(task, args[self.bound :], kwargs)
-        self.service: Service = service(self.policy.backend)
-        # Before the lock is asked for: a time limit may come between the grant and its return.
-        self.owner = new_owner(self.task_and_id)
-        self.lease: Lease | None = None
-
-    @property
-    def bound(self) -> int:
-        """The number of arguments that are the task itself."""
-        return int(bool(self.args) and self.args[0] is self.task)
-
-    @property
-    def task_and_id(self) -> tuple[str, str]:
-        return self.title, (self.request.id if self.request is not None else None) or ""
-
-    @property
-    def is_called_directly(self) -> bool:
-        """Whether neither a message nor ``apply()`` caused the call."""
-        return self.request is None or bool(self.request.called_directly)
-
-    @property
-    def ttl(self) -> float:
-        return self.policy.ttl or self.service.config.ttl
+    task: Any
+    #: Celery's request. Other threads can't look it up.
+    request: Any
+    policy: Policy
+    service: Service
+    owner: Owner
+    lease: Lease | None
+    #: The task's name, and the lock's.
+    title: str
+    name: str
+    ttl: float
+    #: The arguments, without the task itself.
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    #: Whether neither a message nor ``apply()`` caused the call.
+    is_called_directly: bool
 
     def facts(self, reason: str | None = None) -> dict[str, Any]:
         """Return the ``extra`` of a log record about this call."""
-        return logs.facts(
-            name=self.name,
-            alias=self.policy.backend,
-            token=self.lease.token if self.lease and self.lease.fenced else None,
-            owner=self.owner.id,
-            task=self.title,
-            reason=reason,
-        )
 
 
 class HolderGone(Exception):
@@ -231,9 +204,8 @@ class Delivery:
         call = self._call
         if call.policy.on_backend_error != "run":
             raise error
-        why = str(error)
-        text = "%s runs without a record of its message: %s"
-        logger.error(text, call.title, why, extra=call.facts(why))
+        extra = call.facts(str(error))
+        logger.error("%s runs without a record of its message: %s", call.title, error, extra=extra)
 
     def _may_be_the_same(self, holder: Holder) -> bool:
         return f"[{shorten_task_id(str(self._call.request.id))}]" in holder.description

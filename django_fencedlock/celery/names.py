@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 from celery import Task, current_app, current_task
@@ -33,6 +33,16 @@ _DIGEST = 32
 _SALT = "django_fencedlock.sensitive"
 #: Zeros that a decimal may have at its end or after its point before it is written with an E.
 _READABLE = 20
+
+
+class LockName(NamedTuple):
+    """The name of the lock of a call."""
+
+    name: str
+    #: The task's name, or the function's.
+    title: str
+    #: What the names of its locks have in common, for metrics.
+    pattern: str
 
 
 class Single:
@@ -58,24 +68,20 @@ class Single:
             )
         self._naming = naming(name, parameters, function)
 
-    def title(self, task: AnyTask | None) -> str:
-        """Return the task's name, or the function's."""
-        function = self.function
-        return task.name if task is not None else f"{function.__module__}.{function.__qualname__}"
-
-    def name(self, task: AnyTask | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    def name(
+        self, task: AnyTask | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> LockName:
         """Return the name of the lock of a call; `args` don't have the task itself."""
+        function = self.function
+        title = task.name if task is not None else f"{function.__module__}.{function.__qualname__}"
         bound_to_task = task is not None and is_bound(task)
         arguments = self._parameters.bind((task, *args) if bound_to_task else args, kwargs)
         if bound_to_task:
             del arguments[next(iter(self.signature.parameters))]
         if self.policy.sensitive:
             arguments = redact(arguments, self.policy.sensitive)
-        return self._naming.name(task, self.title(task), arguments)
-
-    def pattern(self, task: AnyTask | None) -> str:
-        """Return what the names of its locks have in common, for metrics."""
-        return self._naming.pattern(self.title(task))
+        name = self._naming.name(task, title, arguments)
+        return LockName(name, title, self._naming.pattern or title)
 
     def redact_message(self, task: AnyTask, headers: dict[str, Any], body: Any) -> None:
         """Replace sensitive arguments in what Celery logs and sends in events."""
@@ -118,6 +124,8 @@ def is_bound(task: Any) -> bool:
 class ByCall:
     """``app.tasks.charge(invoice_id=1, currency="EUR")``: a name for each different call."""
 
+    pattern = ""
+
     def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
         shown = ", ".join(f"{key}={canonical(value)}" for key, value in arguments.items())
         name = f"{title}({shown})"
@@ -126,14 +134,12 @@ class ByCall:
             name = f"{name[: names.MAX_LENGTH - _DIGEST - 2]}…#{digest}"
         return names.validate(name)
 
-    def pattern(self, title: str) -> str:
-        return title
-
 
 class ByTemplate:
     """``invoice:{invoice_id}``, over the parameters."""
 
     def __init__(self, text: str, function: Callable[..., Any]) -> None:
+        self.pattern = text
         self._template = names.Template(text, function)
         self._parameters = inspect.signature(function).parameters
 
@@ -144,25 +150,21 @@ class ByTemplate:
             if exc.args[0] in arguments or exc.args[0] not in self._parameters:
                 raise
             raise TypeError(
-                f"Lock name {self._template.text!r} has {{{exc.args[0]}}}, which is the task "
+                f"Lock name {self.pattern!r} has {{{exc.args[0]}}}, which is the task "
                 "itself. To name a lock by the task, give a callable (task, arguments) -> name."
             ) from None
-
-    def pattern(self, title: str) -> str:
-        return self._template.text
 
 
 class ByCallable:
     """The name that ``callable(task, arguments)`` returns."""
+
+    pattern = ""
 
     def __init__(self, function: Callable[[Any, dict[str, Any]], str]) -> None:
         self._function = function
 
     def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
         return names.validate(self._function(task, dict(arguments)))
-
-    def pattern(self, title: str) -> str:
-        return title
 
 
 class ByModel:
@@ -198,7 +200,8 @@ class ByModel:
         values = {key: arguments[str(given)] for key, given in self._parameters.items()}
         return str(self._model.fencing.lock(**values).name)
 
-    def pattern(self, title: str) -> str:
+    @property
+    def pattern(self) -> str:
         return str(self._model.fencing.pattern)
 
     def _columns(self) -> set[str]:

@@ -15,13 +15,14 @@ from celery.exceptions import Ignore, Reject, Retry
 from .. import logs, signals
 from ..backends.base import Request
 from ..core import runtime
-from ..core.identity import Holder, current_holder, running_task
+from ..core.identity import Holder, current_holder, new_owner, running_task
+from ..core.manager import Service, service
 from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
 from ..lease import Lease, enter, leave
 from . import duplicates, interrupts
 from .coalesce import Arguments, Coalescing
-from .duplicates import CONFLICTS, RUN, Call, HolderGone
+from .duplicates import CONFLICTS, RUN, HolderGone
 from .names import Single
 from .policy import Skip, SkippedRun
 
@@ -33,7 +34,7 @@ _running: ContextVar[tuple[Run, ...]] = ContextVar("fencedlock_runs", default=()
 _converting: ContextVar[Run | None] = ContextVar("fencedlock_converting", default=None)
 
 
-class Run(Call):
+class Run:
     """
     One run of a task. Each delivery, each retry and each call has an owner and a token of its own.
 
@@ -43,23 +44,49 @@ class Run(Call):
     """
 
     def __init__(self, single: Single, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        task, _ = single.task_of(args)
-        super().__init__(single, task, None if task is None else _request_of(task), args, kwargs)
+        self.single = single
+        self.policy = single.policy
+        self.task: Any
+        self.task, self.args = single.task_of(args)
+        self.kwargs = kwargs
+        self.name, self.title, self._pattern = single.name(self.task, self.args, kwargs)
+        #: All that the function gets, which may begin with the task.
+        self._all_args = args
+        self.request: Any = None if self.task is None else _request_of(self.task)
+        self.is_called_directly = self.request is None or bool(self.request.called_directly)
+        task_id = None if self.request is None else self.request.id
+        self._task_and_id = self.title, task_id or ""
+        # Made before the lock is asked for: a time limit may come between grant and return.
+        self.owner = new_owner(self._task_and_id)
         self._who = current_holder()
+        self.service: Service = service(self.policy.backend)
+        self.ttl = self.policy.ttl or self.service.config.ttl
+        self.lease: Lease | None = None
         self._time_limit = interrupts.DeferredTimeLimit()
         self._delivery = duplicates.delivery_of(self)
         self._coalescing: Coalescing | None = None
-        if self.policy.on_conflict == "coalesce" and task and self.service.backend.excludes:
+        if self.policy.on_conflict == "coalesce" and self.task and self.service.backend.excludes:
             self._coalescing = Coalescing(self, self._delivery)
         #: Arguments from the message of another trigger, instead of the run's own.
         self._latest: Arguments | None = None
         #: Whether the run is ending normally, so that it can look for more work.
         self._ends_normally = False
 
+    def facts(self, reason: str | None = None) -> dict[str, Any]:
+        """Return the ``extra`` of a log record about this run."""
+        return logs.facts(
+            name=self.name,
+            alias=self.policy.backend,
+            token=self.lease.token if self.lease and self.lease.fenced else None,
+            owner=self.owner.id,
+            task=self.title,
+            reason=reason,
+        )
+
     def perform(self) -> Any:
         """Run the task, or do what ``on_conflict`` says; return its result."""
         with self._time_limit:
-            mark = running_task.set(self.task_and_id)
+            mark = running_task.set(self._task_and_id)
             try:
                 return self._perform()
             finally:
@@ -187,9 +214,9 @@ class Run(Call):
             # A plain call may run in any process; a message is for a worker.
             of_another_process=not self.is_called_directly,
         )
-        pattern = self.single.pattern(self.task)
-        max_hold = self.policy.max_hold
-        lease = self.service.acquire(request, self._who, pattern=pattern, max_hold=max_hold)
+        lease = self.service.acquire(
+            request, self._who, pattern=self._pattern, max_hold=self.policy.max_hold
+        )
         if lease is None:
             waited = clock() - started
             raise self.service.refusal(self.name, waited, request.fenced, request.seen)
@@ -267,7 +294,7 @@ class Run(Call):
             type(self.service.backend),
             name=self.name,
             alias=self.policy.backend,
-            pattern=self.single.pattern(self.task),
+            pattern=self._pattern,
             task=self.title,
             reason=reason,
         )
@@ -277,7 +304,7 @@ class Run(Call):
     def _call(self) -> Any:
         with self._time_limit.allowed():
             if self._latest is None:
-                return self.single.function(*self.args, **self.kwargs)
+                return self.single.function(*self._all_args, **self.kwargs)
             args, kwargs = self._latest
             mark = _converting.set(self)
             try:

@@ -17,7 +17,8 @@ import math
 import os
 import select
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from celery import bootsteps, signals
@@ -75,9 +76,6 @@ MOST_RECORDS = 1_000_000
 AFTER_FAILURE = 5.0
 
 
-# Forks wait for threads
-
-
 class ForkGate:
     """
     Keeps forks and the threads of the main process apart.
@@ -88,24 +86,22 @@ class ForkGate:
     """
 
     def __init__(self) -> None:
-        self.after_in_child()
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        self._mutex = runtime.allocate_lock()
+        self._inside = 0
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         """Let no process be forked in this block, if it is short."""
-        self.enter()
+        with self._mutex:
+            self._inside += 1
         try:
             yield
         finally:
-            self.leave()
-
-    def enter(self) -> None:
-        with self._mutex:
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._mutex:
-            self._inside -= 1
+            with self._mutex:
+                self._inside -= 1
 
     def before_fork(self) -> None:
         until = clock() + FORK_TIMEOUT
@@ -115,31 +111,17 @@ class ForkGate:
             runtime.original("time", "sleep")(0.001)
             self._mutex.acquire()
 
-    def after_in_parent(self) -> None:
+    def after_fork_in_parent(self) -> None:
         self._mutex.release()
 
-    def after_in_child(self) -> None:
-        self._mutex = runtime.allocate_lock()
-        self._inside = 0
 
-
-_gate = ForkGate()
-os.register_at_fork(
-    before=_gate.before_fork,
-    after_in_parent=_gate.after_in_parent,
-    after_in_child=_gate.after_in_child,
-)
+_gate = runtime.forks.register(ForkGate())
 
 
 # In a child
 
 #: Where to announce oneself: the main process makes it, and forked children inherit it.
 _pipe: int | None = None
-
-
-def is_watched() -> bool:
-    """Return whether a main process watches this one."""
-    return VARIABLE in os.environ
 
 
 def forget_watch() -> None:
@@ -150,12 +132,15 @@ def forget_watch() -> None:
 
 
 def announce() -> None:
-    """Announce this process to the main process. A short line isn't mixed with others."""
+    """Announce this process to the main process, if that watches it."""
+    if VARIABLE not in os.environ:
+        return
     try:
         if (pipe := _pipe) is None:
             # A spawned process opens the pipe of its main process.
             pid, _, file = os.environ[VARIABLE].partition(":")
             pipe = os.open(f"/proc/{pid}/fd/{file}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # A short line isn't mixed with others.
         os.write(pipe, f"{this_process()}\n".encode())
     except OSError as exc:
         logger.warning(
@@ -237,13 +222,13 @@ class ChildWatch:
         except ProcessLookupError:
             self._ended(child)
             return
+        # Another process may have the pid by now.
         if opened.is_gone(child.started):
-            # Another process may have the pid by now.
             opened.close()
             self._ended(child)
-            return
-        self._children[opened.fileno()] = child, opened
-        self._poll.register(opened, select.POLLIN)
+        else:
+            self._children[opened.fileno()] = child, opened
+            self._poll.register(opened, select.POLLIN)
 
 
 class LeftLocks:
@@ -255,51 +240,40 @@ class LeftLocks:
     """
 
     def __init__(self) -> None:
-        self._aliases: dict[str, _Alias] = {}
+        self._changed = threading.Condition()
+        #: The planned looks of each active thread: when, at which child, and when to give up.
+        self.looks: dict[str, list[tuple[float, Process, float]]] = {}
 
     def release(self, child: Process) -> None:
         """Release the locks of a child that has ended."""
         for alias in conf.aliases():
-            self._aliases.setdefault(alias, _Alias(alias)).add(child)
+            now = clock()
+            until = now + conf.config(alias).ttl
+            with self._changed:
+                if alias not in self.looks:
+                    self.looks[alias] = []
+                    runtime.start(partial(self._run, alias))
+                self.looks[alias] += [(now + seconds, child, until) for seconds in LOOK_AFTER]
+                self._changed.notify_all()
 
-
-class _Alias:
-    def __init__(self, alias: str) -> None:
-        self._alias = alias
-        self._changed = threading.Condition()
-        #: Planned looks: when, at which child, and when to give up.
-        self._looks: list[tuple[float, Process, float]] = []
-        self._runs = False
-
-    def add(self, child: Process) -> None:
-        now = clock()
-        until = now + conf.config(self._alias).ttl
-        with self._changed:
-            self._looks += [(now + seconds, child, until) for seconds in LOOK_AFTER]
-            self._changed.notify()
-            if not self._runs:
-                runtime.start(self._run)
-                self._runs = True
-
-    def _run(self) -> None:
-        threading.current_thread().name = f"fencedlock-children-{self._alias}"
-        while due := self._wait():
-            if not _try_to_release({child for _, child, _ in due}, self._alias):
+    def _run(self, alias: str) -> None:
+        threading.current_thread().name = f"fencedlock-children-{alias}"
+        while due := self._wait(alias):
+            if not _try_to_release({child for _, child, _ in due}, alias):
                 at = clock() + RETRY_AFTER
                 with self._changed:
-                    self._looks += [(at, child, until) for _, child, until in due if at < until]
+                    self.looks[alias] += [(at, *look[1:]) for look in due if at < look[2]]
 
-    def _wait(self) -> list[tuple[float, Process, float]]:
+    def _wait(self, alias: str) -> list[tuple[float, Process, float]]:
         """Wait until looks are due, and take them; an empty list if none is planned."""
         with self._changed:
-            while self._looks:
+            while looks := self.looks[alias]:
                 now = clock()
-                due = [look for look in self._looks if look[0] <= now]
-                if due:
-                    self._looks = [look for look in self._looks if look[0] > now]
+                if due := [look for look in looks if look[0] <= now]:
+                    self.looks[alias] = [look for look in looks if look[0] > now]
                     return due
-                self._changed.wait(min(at for at, _, _ in self._looks) - now)
-            self._runs = False
+                self._changed.wait(min(at for at, _, _ in looks) - now)
+            del self.looks[alias]
             return []
 
 
@@ -307,18 +281,17 @@ def _try_to_release(children: Collection[Process], alias: str) -> bool:
     """Return whether there is nothing more to do now."""
     try:
         release_locks_of(children, alias)
-    except (BackendUnavailable, Error, SettingsError) as exc:
+    except Exception as exc:
         # A project that uses unfenced locks alone needs no tables.
-        if not is_table_missing(exc):
-            logger.warning(
-                "The locks that ended children held through alias %r couldn't be released: %s",
-                alias,
-                exc,
-                extra=logs.facts(alias=alias, reason=str(exc)),
-            )
-            return False
-    except Exception:
-        logger.exception("Releasing the locks of ended children failed")
+        if is_table_missing(exc):
+            return True
+        logger.warning(
+            "The locks that ended children held through alias %r couldn't be released: %s",
+            alias,
+            exc,
+            extra=logs.facts(alias=alias, reason=str(exc)),
+            exc_info=not isinstance(exc, BackendUnavailable | Error | SettingsError),
+        )
         return False
     return True
 
@@ -330,171 +303,74 @@ def release_locks_of(children: Collection[Process], alias: str) -> None:
     Connections are opened for it and closed again: a child that is forked later would inherit them.
     """
     config = conf.config(alias)
+    private = connections.pool(config.fence_database, TIMEOUT)
 
-    def look(private: BaseDatabaseWrapper) -> list[tuple[Process, list[tuple[str, str]]]]:
-        ledger = ledger_for(private)
-        return [(child, ledger.left_by(private, alias, child)) for child in children]
+    def look(connection: BaseDatabaseWrapper) -> list[tuple[Process, list[tuple[str, str]]]]:
+        ledger = ledger_for(connection)
+        return [(child, ledger.left_by(connection, alias, child)) for child in children]
 
     with _gate.closed():
         try:
-            for child, held in connections.pool(config.fence_database, TIMEOUT).run(look):
-                if not held:
-                    continue
-                backend = conf.backend_class(config.backend)(config)
-                try:
-                    released = [name for name, owner in held if _evict(backend, child, name, owner)]
-                    _write_history(config, child, released)
-                finally:
-                    with contextlib.suppress(BackendUnavailable, Error):
-                        backend.close()
+            for child, held in private.run(look):
+                if held:
+                    _release(config, child, held)
         finally:
             connections.close_all()
 
 
-def _evict(backend: Backend, child: Process, name: str, owner: str) -> bool:
-    if not backend.evict(name, owner):
-        return False
-    logger.warning(
-        "Released lock %r (alias %r): the process that held it has ended",
-        name,
-        backend.config.alias,
-        extra=logs.facts(name=name, alias=backend.config.alias, owner=owner),
-    )
-    backend.tell_evicted(name, owner, child)
-    return True
-
-
-def _write_history(config: conf.AliasConfig, child: Process, names: Sequence[str]) -> None:
-    # Not by the background writer: it would have connections open at the next fork.
-    rows = [EventRow(history.death(name, config.alias, child.pid)) for name in names]
-    if not rows or not conf.history() or connections.under_test():
-        return
-    database = config.fence_database
+def _release(config: conf.AliasConfig, child: Process, held: list[tuple[str, str]]) -> None:
+    backend: Backend = conf.backend_class(config.backend)(config)
+    alias, rows = config.alias, []
     try:
-        connections.pool(database, TIMEOUT).run_orm(
-            lambda: history.write(database, rows), SQLITE_BUSY_TIMEOUT
-        )
-    except Error as exc:
-        logger.info("The history of alias %r wasn't written: %s", config.alias, exc)
+        for name, owner in held:
+            if backend.evict(name, owner):
+                logger.warning(
+                    "Released lock %r (alias %r): the process that held it has ended",
+                    name,
+                    alias,
+                    extra=logs.facts(name=name, alias=alias, owner=owner),
+                )
+                backend.tell_evicted(name, owner, child)
+                rows.append(EventRow(history.death(name, alias, child.pid)))
+    finally:
+        with contextlib.suppress(BackendUnavailable, Error):
+            backend.close()
+    # The background writer is off: it would have connections open at the next fork.
+    if rows and conf.history() and not connections.under_test():
+        database = config.fence_database
+        write = partial(history.write, database, rows)
+        try:
+            connections.pool(database, TIMEOUT).run_orm(write, SQLITE_BUSY_TIMEOUT)
+        except Error as exc:
+            logger.info("The history of alias %r wasn't written: %s", alias, exc)
 
 
 # In the main process: pending runs and old rows
 
 
 class Maintenance:
-    """Serves pending runs of an app's tasks whose holder died, and deletes old rows."""
+    """
+    Serves pending runs of an app's tasks whose holder died, and deletes old rows.
 
-    def __init__(self, app: Any, clock: Callable[[], float] = clock) -> None:
+    Its thread closes connections after each look: a child that is forked later would inherit them.
+
+    Args:
+        forks: Whether the worker has children. Without, its tasks use the same private connections.
+    """
+
+    def __init__(
+        self, app: Any, *, forks: bool = False, clock: Callable[[], float] = clock
+    ) -> None:
         self._app = app
+        self._forks = forks
         self._clock = clock
+        self._end = runtime.SimpleQueue[None]()
         self._delete_at = self._count_at = -math.inf
         #: The fence databases with more old rows than one look deletes.
         self._behind: set[str] = set()
         #: By fence database: records that are kept until then are deleted now.
         self._surplus: dict[str, Any] = {}
         self._failing: set[str] = set()
-
-    def period(self) -> float:
-        """Return the seconds from one look to the next."""
-        if self._behind:
-            return OFTEN
-        ttls = [
-            policy.ttl or conf.config(policy.backend).ttl
-            for policy in self._policies().values()
-            if policy.on_conflict == "coalesce"
-        ]
-        return min(SELDOM, max(OFTEN, min(ttls) / 2)) if ttls else DELETE_EACH
-
-    def look(self) -> int:
-        """Serve pending runs, and delete old rows if it is time; return how many were served."""
-        served = 0
-        deletes, counts = self._clock() >= self._delete_at, self._clock() >= self._count_at
-        for alias, policies in self._databases().items():
-            config = conf.config(alias)
-            pending = {n: each for n, each in policies.items() if each.on_conflict == "coalesce"}
-            try:
-                if pending:
-                    served += serve_overdue(self._app, config, pending)
-                if deletes:
-                    self._delete(config, bool(pending), counts)
-                self._failing.discard(alias)
-            except FencedLockError as exc:
-                if alias not in self._failing:
-                    logger.warning("Pending runs and old rows can't be looked after: %s", exc)
-                self._failing.add(alias)
-        if deletes:
-            _delete_expired_rows()
-            self._delete_at = self._clock() + (OFTEN if self._behind else DELETE_EACH)
-            if counts:
-                self._count_at = self._clock() + COUNT_EACH
-        return served
-
-    def _delete(self, config: conf.AliasConfig, pending: bool, counts: bool) -> None:
-        most, database = BATCHES * BATCH, config.fence_database
-        self._behind.discard(database)
-        records = MessageRecords(config)
-        left = records.sweep(BATCHES) >= most
-        if pending:
-            left |= PendingRuns(config).forget(BATCHES) >= most
-        if counts and (until := records.limit(MOST_RECORDS)) is not None:
-            self._surplus[database] = until
-            text = "More than %d messages of tasks are on record; the oldest are deleted early."
-            logger.warning(text, MOST_RECORDS)
-        if database in self._surplus:
-            if records.sweep(BATCHES, until=self._surplus[database]) >= most:
-                left = True
-            else:
-                del self._surplus[database]
-        if left:
-            self._behind.add(database)
-
-    def _databases(self) -> dict[str, dict[str, Policy]]:
-        """Return the policies by task, by one alias of each fence database."""
-        aliases: dict[str, str] = {}
-        found: dict[str, dict[str, Policy]] = {}
-        for name, policy in self._policies().items():
-            alias = aliases.setdefault(conf.config(policy.backend).fence_database, policy.backend)
-            found.setdefault(alias, {})[name] = policy
-        return found
-
-    def _policies(self) -> dict[str, Policy]:
-        """Return the policies of the tasks that leave rows, by task."""
-        # A task whose alias is unknown fails by itself, and delays no other.
-        aliases, tasks = conf.aliases(), dict(self._app.tasks)
-        found = {name: single.policy for name, task in tasks.items() if (single := single_of(task))}
-        return {
-            name: policy
-            for name, policy in found.items()
-            if policy.backend in aliases
-            and (policy.on_conflict == "coalesce" or policy.redelivery == "defer")
-        }
-
-
-def _delete_expired_rows() -> None:
-    """Delete what dead processes left in the registry, of every alias."""
-    configs = []
-    for alias in conf.aliases():
-        with contextlib.suppress(FencedLockError):
-            configs.append(conf.config(alias))
-    for config in {each.fence_database: each for each in configs}.values():
-        try:
-            ExpiredRows(config).sweep(BATCHES)
-        except FencedLockError as exc:
-            # Unfenced locks alone need no tables.
-            logger.debug("Expired rows of the registry stay: %s", exc)
-
-
-class Rounds:
-    """
-    The thread of the main process that calls a `Maintenance`, whatever the pool.
-
-    Connections are closed after each look: a child that is forked later would inherit them.
-    """
-
-    def __init__(self, maintenance: Maintenance, *, forks: bool) -> None:
-        self._maintenance = maintenance
-        self._forks = forks
-        self._end = runtime.SimpleQueue[None]()
 
     def start(self) -> None:
         runtime.start(self._run)
@@ -503,27 +379,103 @@ class Rounds:
         self._end.put(None)
 
     def _run(self) -> None:
-        threading.current_thread().name = "fencedlock-rounds"
+        threading.current_thread().name = "fencedlock-maintenance"
         while True:
-            pause = self._look()
+            with _gate.closed():
+                try:
+                    self.look()
+                    pause = self.period()
+                except Exception:
+                    logger.exception("The worker's look for pending runs and old rows failed")
+                    pause = AFTER_FAILURE
+                django_connections.close_all()
+                if self._forks:
+                    connections.close_all()
             with contextlib.suppress(runtime.Empty):
                 self._end.get(timeout=pause)
                 return
 
-    def _look(self) -> float:
-        """Return the seconds until the next look."""
-        with _gate.closed():
+    def period(self) -> float:
+        """Return the seconds from one look to the next."""
+        if self._behind:
+            return OFTEN
+        ttls = [
+            policy.ttl or config.ttl
+            for config, policies in self._databases()
+            for policy in policies.values()
+            if policy.on_conflict == "coalesce"
+        ]
+        return min(SELDOM, max(OFTEN, min(ttls) / 2)) if ttls else DELETE_EACH
+
+    def look(self) -> int:
+        """Serve pending runs, and delete old rows if it is time; return how many were served."""
+        served = 0
+        deletes, counts = self._clock() >= self._delete_at, self._clock() >= self._count_at
+        for config, policies in self._databases():
+            pending = {n: each for n, each in policies.items() if each.on_conflict == "coalesce"}
             try:
-                self._maintenance.look()
-                return self._maintenance.period()
-            except Exception:
-                logger.exception("The worker's look for pending runs and old rows failed")
-                return AFTER_FAILURE
-            finally:
-                django_connections.close_all()
-                if self._forks:
-                    # Without children, the tasks use these too.
-                    connections.close_all()
+                if pending:
+                    served += serve_overdue(self._app, config, pending)
+                if deletes:
+                    self._delete(config, bool(pending), counts)
+                self._failing.discard(config.fence_database)
+            except FencedLockError as exc:
+                if config.fence_database not in self._failing:
+                    logger.warning("Pending runs and old rows can't be looked after: %s", exc)
+                self._failing.add(config.fence_database)
+        if deletes:
+            self._delete_expired_rows()
+            self._delete_at = self._clock() + (OFTEN if self._behind else DELETE_EACH)
+            if counts:
+                self._count_at = self._clock() + COUNT_EACH
+        return served
+
+    def _delete(self, config: conf.AliasConfig, pending: bool, counts: bool) -> None:
+        most, database, records = BATCHES * BATCH, config.fence_database, MessageRecords(config)
+        until = self._surplus.pop(database, None)
+        if counts and (over := records.limit(MOST_RECORDS)) is not None:
+            text = "More than %d messages of tasks are on record; the oldest are deleted early."
+            logger.warning(text, MOST_RECORDS)
+            until = over
+        left = records.sweep(BATCHES) >= most
+        if pending:
+            left |= PendingRuns(config).forget(BATCHES) >= most
+        if until is not None and records.sweep(BATCHES, until) >= most:
+            self._surplus[database], left = until, True
+        (self._behind.add if left else self._behind.discard)(database)
+
+    def _delete_expired_rows(self) -> None:
+        """Delete what dead processes left in the registry, of every alias."""
+        for config in {each.fence_database: each for each in _configs().values()}.values():
+            try:
+                ExpiredRows(config).sweep(BATCHES)
+            except FencedLockError as exc:
+                # Unfenced locks alone need no tables.
+                logger.debug("Expired rows of the registry stay: %s", exc)
+
+    def _databases(self) -> Iterable[tuple[conf.AliasConfig, dict[str, Policy]]]:
+        """Return the policies of the tasks that leave rows, for each fence database."""
+        found: dict[str, tuple[conf.AliasConfig, dict[str, Policy]]] = {}
+        # A task whose alias is unknown fails by itself, and delays no other.
+        configs = _configs()
+        for name, task in dict(self._app.tasks).items():
+            single = single_of(task)
+            config = None if single is None else configs.get(single.policy.backend)
+            if single is None or config is None:
+                continue
+            if single.policy.on_conflict == "coalesce" or single.policy.redelivery == "defer":
+                _, policies = found.setdefault(config.fence_database, (config, {}))
+                policies[name] = single.policy
+        return found.values()
+
+
+def _configs() -> dict[str, conf.AliasConfig]:
+    """Return the settings of each alias whose settings are right."""
+    found = {}
+    for alias in conf.aliases():
+        with contextlib.suppress(FencedLockError):
+            found[alias] = conf.config(alias)
+    return found
 
 
 class Housekeeping(bootsteps.StartStopStep):
@@ -539,30 +491,25 @@ class Housekeeping(bootsteps.StartStopStep):
         )
         if forks:
             writer.disable()
-        self._watch = _child_watch() if forks else None
-        self._rounds = Rounds(Maintenance(worker.app), forks=forks)
+            if not can_watch():
+                logger.info(
+                    "This system has no pidfd_open() (Linux 5.3), which shows the end of another "
+                    "process: the locks of children that are killed are held until they expire"
+                )
+        self._watch = ChildWatch(LeftLocks().release) if forks and can_watch() else None
+        self._maintenance = Maintenance(worker.app, forks=forks)
 
     def start(self, worker: Any) -> None:
         if self._watch:
             self._watch.start()
-        self._rounds.start()
+        self._maintenance.start()
 
     def stop(self, worker: Any) -> None:
         # The watch continues: the pool stops later, and its children may be killed until then.
-        self._rounds.stop()
+        self._maintenance.stop()
 
     def terminate(self, worker: Any) -> None:
         self.stop(worker)
-
-
-def _child_watch() -> ChildWatch | None:
-    if can_watch():
-        return ChildWatch(LeftLocks().release)
-    logger.info(
-        "This system has no pidfd_open() (Linux 5.3), which shows the end of another process: the "
-        "locks of children that are killed are held until they expire"
-    )
-    return None
 
 
 @signals.celeryd_init.connect(weak=False, dispatch_uid="django_fencedlock.worker")
@@ -574,8 +521,7 @@ def _install(instance: Any, **kwargs: object) -> None:
 @signals.worker_process_init.connect(weak=False, dispatch_uid="django_fencedlock.worker_process")
 def _announce(**kwargs: object) -> None:
     # The solo pool sends this signal too, in the main process, which no process watches.
-    if is_watched():
-        announce()
+    announce()
 
 
 @signals.worker_process_shutdown.connect(weak=False, dispatch_uid="django_fencedlock.worker_tidy")

@@ -6,9 +6,8 @@ A process that is killed deletes no row. One whose name is never locked again wo
 
 from __future__ import annotations
 
-from django.db import connections, transaction
+from django.db import connections
 
-from .dialect import BATCH
 from .records import Records, ServerTime
 
 #: Seconds for which an expired row is kept, so that the admin can show it.
@@ -24,15 +23,7 @@ class ExpiredRows(Records):
     def sweep(self, batches: int) -> int:
         """Delete those that expired `KEPT` seconds ago; return how many."""
 
-        def work() -> int:
-            rows = self.rows("HeldLock")
-            old = rows.filter(expires_at__lte=ServerTime(-KEPT))
-            if connections[self.using].vendor == "postgresql":
-                old = old.extra(where=[_NO_SESSION])
-            with transaction.atomic(using=self.using):
-                # Locked: a row may be renewed between the two statements.
-                names = [name for (name,) in old.select_for_update().values_list("pk")[:BATCH]]
-                rows.filter(pk__in=names).delete()
-            return len(names)
-
-        return self.in_batches("sweeping of held locks", batches, work)
+        old = self.rows("HeldLock").filter(expires_at__lte=ServerTime(-KEPT))
+        if connections[self.using].vendor == "postgresql":
+            old = old.extra(where=[_NO_SESSION])
+        return self.delete("sweeping of held locks", old, batches)

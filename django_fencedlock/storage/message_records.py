@@ -13,7 +13,6 @@ from typing import Any
 from django.db import IntegrityError, transaction
 from django.db.models import BooleanField, Exists, ExpressionWrapper, F, OuterRef, Q
 
-from .dialect import BATCH
 from .records import Records, ServerTime
 from .text import in_ascii
 
@@ -80,9 +79,7 @@ class MessageRecords(Records):
                 # Not again for the same run, which may come twice if an answer was lost.
                 unfinished = rows.filter(nonce=message.nonce, outcome="")
                 unfinished.exclude(owner=message.owner).update(
-                    tries=F("tries") + 1,
-                    owner=message.owner,
-                    kept_until=ServerTime(message.kept),
+                    tries=F("tries") + 1, owner=message.owner, kept_until=ServerTime(message.kept)
                 )
                 # A sweep may have deleted the row meanwhile.
                 if found := self._newest(message.nonce):
@@ -112,20 +109,13 @@ class MessageRecords(Records):
             until: Delete those that are kept until then at the longest, rather than until now.
         """
 
-        def work() -> int:
-            live = self.rows("HeldLock").filter(
-                name=OuterRef("name"), owner=OuterRef("owner"), expires_at__gt=ServerTime()
-            )
-            rows = self.rows("MessageRecord")
-            old = rows.filter(~Exists(live), kept_until__lte=until or ServerTime())
-            with transaction.atomic(using=self.using):
-                # Locked, so that no delivery begins between the two statements.
-                found = old.select_for_update().order_by("kept_until").values_list("nonce")
-                nonces = [nonce for (nonce,) in found[:BATCH]]
-                rows.filter(nonce__in=nonces).delete()
-            return len(nonces)
-
-        return self.in_batches("sweeping of deliveries", batches, work)
+        live = self.rows("HeldLock").filter(
+            name=OuterRef("name"), owner=OuterRef("owner"), expires_at__gt=ServerTime()
+        )
+        old = self.rows("MessageRecord").filter(
+            ~Exists(live), kept_until__lte=until or ServerTime()
+        )
+        return self.delete("sweeping of deliveries", old.order_by("kept_until"), batches)
 
     def limit(self, most: int) -> Any:
         """Return the `until` with which `sweep()` leaves the newest `most`; None if not needed."""

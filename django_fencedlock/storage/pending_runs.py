@@ -17,7 +17,6 @@ from django.db import IntegrityError, transaction
 from django.db.models import Case, Exists, F, OuterRef, When
 
 from . import message_records
-from .dialect import BATCH
 from .message_records import Begun, MessageRecords
 from .records import Records, ServerTime
 
@@ -181,12 +180,7 @@ class PendingRuns(Records):
         return self.query("end of a run", place.name, work)
 
     def waiting(self, name: str) -> list[Pending]:
-        """
-        Return what is pending under a lock and was begun by no run, of all tasks that share it.
-
-        Call it after the lock was released. A pending run that was begun is that run's, or, if it
-        died, one of `overdue()`.
-        """
+        """Return what is pending under a lock that was released, and that no run has begun."""
         rows = self.rows("PendingRun").filter(name=name, wanted__gt=F("started"))
         return self.query("look for pending runs", name, lambda: list(map(_pending, rows)))
 
@@ -200,11 +194,7 @@ class PendingRuns(Records):
         return self.query("look for pending runs", place.name, work)
 
     def overdue(self, task_names: Sequence[str], queues: Sequence[str], most: int) -> list[Pending]:
-        """
-        Return what is due of these tasks, and whose lock has no holder in the registry.
-
-        Only those of these queues, and of unknown queues.
-        """
+        """Return what is due, of these tasks and queues, and has no holder in the registry."""
 
         def work() -> list[Pending]:
             live = self.rows("HeldLock").filter(name=OuterRef("name"), expires_at__gt=ServerTime())
@@ -220,7 +210,7 @@ class PendingRuns(Records):
         return self.query("look for pending runs", None, work)
 
     def reserve(self, pending: Pending, pause: float) -> bool:
-        """Keep other workers from a pending run for `pause` seconds; False if it isn't due."""
+        """Keep other workers from a pending run for a while; False if it isn't due."""
 
         def work() -> bool:
             due = self._open(pending).filter(due_at__lte=ServerTime())
@@ -242,16 +232,8 @@ class PendingRuns(Records):
     def forget(self, batches: int) -> int:
         """Delete rows that had no pending run for long; return how many."""
 
-        def work() -> int:
-            rows = self.rows("PendingRun")
-            old = rows.filter(wanted=F("done"), due_at__lte=ServerTime()).order_by("due_at")
-            with transaction.atomic(using=self.using):
-                # Locked, so that no trigger is counted between the two statements.
-                ids = [pk for (pk,) in old.select_for_update().values_list("pk")[:BATCH]]
-                rows.filter(pk__in=ids).delete()
-            return len(ids)
-
-        return self.in_batches("sweeping of pending runs", batches, work)
+        rows = self.rows("PendingRun").filter(wanted=F("done"), due_at__lte=ServerTime())
+        return self.delete("sweeping of pending runs", rows.order_by("due_at"), batches)
 
     def _in_transaction(self, doing: str, place: Place, work: Callable[[], T]) -> T:
         def atomically() -> T:

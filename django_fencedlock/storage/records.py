@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 from django.apps import apps
-from django.db import Error, connections
+from django.db import Error, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import DateTimeField, Expression, Model, QuerySet
 
@@ -41,7 +41,7 @@ class ServerTime(Expression):
         if connection.vendor == "mysql":
             return "(UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND)", [round(self.plus * 1_000_000)]
         # SQLite has no clock of its own. This is read after BEGIN IMMEDIATE, which may wait.
-        return "%s", [utc_text(machine_time() + timedelta(seconds=self.plus))]
+        return "%s", [utc_text(datetime.now(UTC) + timedelta(seconds=self.plus))]
 
 
 class Statements:
@@ -50,21 +50,10 @@ class Statements:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection = connection
         self.ledger = ledger_for(connection)
-        self.returns_rows = connection.vendor == "postgresql"
 
-    @contextlib.contextmanager
-    def cursor(self, *, atomic: bool) -> Iterator[Any]:
-        """
-        Return a cursor; in a transaction of its own if its statements belong together.
-
-        SQLite always has one: to lock its file for each statement would cost more.
-        """
-        if atomic or self.connection.vendor == "sqlite":
-            with self.ledger.transaction(self.connection) as cursor:
-                yield cursor
-        else:
-            with self.connection.cursor() as cursor:
-                yield cursor
+    def cursor(self, *, atomic: bool) -> AbstractContextManager[Any]:
+        """Return a cursor in a transaction of its own."""
+        return self.ledger.transaction(self.connection)
 
     @property
     def now(self) -> str:
@@ -117,10 +106,25 @@ class Records:
 
     def run(self, doing: str, name: str | None, work: Callable[[Statements], T]) -> T:
         """Call `work` with the statements of a private connection; see `query()`."""
-        return self._repeat(doing, name, lambda: self._once(work))
+        patience = SQLITE_BUSY_TIMEOUT if in_transaction(self.using) else self._patience
 
-    def in_batches(self, doing: str, batches: int, work: Callable[[], int]) -> int:
-        """Call `work`, which deletes up to `BATCH` rows, while there are; return how many."""
+        def once() -> T:
+            private = pool(self.using, self._timeout)
+            return private.run(lambda found: work(Statements(found)), busy_timeout=patience)
+
+        return self._repeat(doing, name, once)
+
+    def delete(self, doing: str, old: QuerySet[Any], batches: int) -> int:
+        """Delete these rows, at most so many batches of them; return how many."""
+
+        def work() -> int:
+            with transaction.atomic(using=self.using):
+                # Locked, so that none is changed between the two statements.
+                found = old.select_for_update().values_list("pk", flat=True)
+                keys = list(found[:BATCH])
+                self.rows(old.model.__name__).filter(pk__in=keys).delete()
+            return len(keys)
+
         deleted = 0
         for _ in range(batches):
             part = self.query(doing, None, work)
@@ -134,31 +138,16 @@ class Records:
             try:
                 return once()
             except Error as exc:
-                if not left or not self._is_worth_another_try(exc):
-                    raise self._unavailable(doing, name, exc) from exc
+                connection = connections[self.using]
+                # SQLite has waited already; in a test, the transaction has failed.
+                is_final = connection.vendor == "sqlite" or test_connection(self.using)
+                if not left or is_final or not ledger_for(connection).is_row_locked(exc):
+                    about = "" if name is None else f" of lock {name!r}"
+                    raise BackendUnavailable(
+                        f"Fence database {self.using!r} failed at the {doing}{about}: "
+                        f"{type(exc).__name__}: {describe_error(exc, self.using)}",
+                        name=name,
+                        alias=self.config.alias,
+                    ) from exc
                 time.sleep(random.uniform(0.005, 0.05))
         raise AssertionError  # pragma: no cover
-
-    def _once(self, work: Callable[[Statements], T]) -> T:
-        patience = SQLITE_BUSY_TIMEOUT if in_transaction(self.using) else self._patience
-        return pool(self.using, self._timeout).run(
-            lambda private: work(Statements(private)), busy_timeout=patience
-        )
-
-    def _is_worth_another_try(self, error: Error) -> bool:
-        connection = connections[self.using]
-        # SQLite has waited already.
-        return (
-            connection.vendor != "sqlite"
-            and test_connection(self.using) is None
-            and ledger_for(connection).is_row_locked(error)
-        )
-
-    def _unavailable(self, doing: str, name: str | None, exc: Error) -> BackendUnavailable:
-        about = "" if name is None else f" of lock {name!r}"
-        return BackendUnavailable(
-            f"Fence database {self.using!r} failed at the {doing}{about}: "
-            f"{type(exc).__name__}: {describe_error(exc, self.using)}",
-            name=name,
-            alias=self.config.alias,
-        )
