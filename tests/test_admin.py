@@ -77,8 +77,11 @@ def cell(html: str, field: str) -> str:
 
 
 def test_a_held_lock(page: Callable[..., str], in_task: None) -> None:
+    url = reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"])
+    page(url, status=302)
     with lock("invoice:42") as lease:
-        html = page()
+        html, one = page(), page(url)
+        row = HeldLock.objects.get()
     assert states(html) == {"invoice:42": "held"}
     assert "billing.charge" in html
     assert "0714a454" in html
@@ -86,6 +89,10 @@ def test_a_held_lock(page: Callable[..., str], in_task: None) -> None:
     assert cell(html, "service") == "lock service default database"
     assert cell(html, "rejected") == "writes rejected \N{EN DASH}"
     assert cell(html, "waiting") == "waiting \N{EN DASH}"
+    assert "The lock service confirms this holder." in one
+    for at in (row.acquired_at, row.renewed_at, row.expires_at):
+        assert f"{timezone.localtime(at):%Y-%m-%d %H:%M:%S}" in one
+    assert 'name="_save"' not in one
 
 
 @pytest.mark.parametrize(
@@ -104,8 +111,8 @@ def test_the_state_by_the_last_renewal(
     assert "unfenced" in html
 
 
-def test_the_state_is_the_services_word(page: Callable[..., str], redis_server: Redis) -> None:
-    """Not what the registry remembers."""
+def test_the_service_decides_the_state(page: Callable[..., str], redis_server: Redis) -> None:
+    """Not the registry."""
     redis = {"BACKEND": REDIS, "LOCATION": redis_server.url, "KEY_PREFIX": uuid4().hex}
     with override_settings(FENCEDLOCK={"default": redis}):
         lease = lock("invoice:42").acquire()
@@ -133,7 +140,7 @@ def hold_lock_unrecorded(name: str) -> Iterator[None]:
     service("default").release(lease, who)
 
 
-def test_a_server_that_is_gone(page: Callable[..., str], make_redis: Callable[..., Redis]) -> None:
+def test_an_unavailable_service(page: Callable[..., str], make_redis: Callable[..., Redis]) -> None:
     server = make_redis()
     redis = {"BACKEND": REDIS, "LOCATION": server.url, "OPTIONS": {"TIMEOUT": 0.5}}
     with override_settings(FENCEDLOCK={"default": redis}):
@@ -146,7 +153,7 @@ def test_a_server_that_is_gone(page: Callable[..., str], make_redis: Callable[..
         one = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
     assert states(html) == {"invoice:42": "unknown"}
     assert "is unavailable. Its locks are shown" in html
-    # Not that none is held; and one wait is enough.
+    # It must not say that none is held, and waits for one timeout.
     assert {state: list(states(html)) for state, html in filtered.items()} == {
         "held": [],
         "unknown": ["invoice:42"],
@@ -156,7 +163,7 @@ def test_a_server_that_is_gone(page: Callable[..., str], make_redis: Callable[..
     assert "failed at the look" in one
 
 
-def test_a_service_that_is_gone(page: Callable[..., str]) -> None:
+def test_an_alias_that_is_gone(page: Callable[..., str]) -> None:
     with lock("invoice:42"):
         HeldLock.objects.update(alias="gone")
         html = page()
@@ -164,7 +171,7 @@ def test_a_service_that_is_gone(page: Callable[..., str]) -> None:
     assert "gone" in html[html.index("fencedlock-notices") :]
 
 
-def test_each_filter_and_all_that_is_searched(page: Callable[..., str], in_task: None) -> None:
+def test_each_filter_and_search_field(page: Callable[..., str], in_task: None) -> None:
     with lock("aa"), lock("bb"):
         HeldLock.objects.filter(name="bb").update(
             alias="jobs", backend="redis", task_name="", task_id="9a51", host="web-3"
@@ -191,9 +198,7 @@ def test_each_filter_and_all_that_is_searched(page: Callable[..., str], in_task:
         *[("service", "alias"), ("held_for", "-acquired_at"), ("lease_left", "expires_at")],
     ],
 )
-def test_each_column_that_a_row_knows_sorts(
-    page: Callable[..., str], column: str, field: str
-) -> None:
+def test_each_column_of_the_table_sorts(page: Callable[..., str], column: str, field: str) -> None:
     with lock("c") as one, lock("a"), lock("b"):
         now = timezone.now()
         for number, name in enumerate(["b", "c", "a"]):
@@ -205,24 +210,10 @@ def test_each_column_that_a_row_knows_sorts(
             )
         assert one.verify()
         expected = list(HeldLock.objects.order_by(field).values_list("name", flat=True))
-        # For want of actions, no column of checkmarks comes first.
+        # Without actions, there is no column of checkboxes.
         place = HeldLockAdmin.list_display.index(column)
         assert list(states(page(o=str(place)))) == expected
         assert list(states(page(o=f"-{place}"))) == expected[::-1]
-
-
-def test_one_lock(page: Callable[..., str], in_task: None) -> None:
-    with lock("invoice:42"):
-        html = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
-        row = HeldLock.objects.get()
-    assert "The lock service confirms this holder." in html
-    for at in (row.acquired_at, row.renewed_at, row.expires_at):
-        assert f"{timezone.localtime(at):%Y-%m-%d %H:%M:%S}" in html
-    assert 'name="_save"' not in html
-
-
-def test_a_lock_that_is_gone(page: Callable[..., str]) -> None:
-    page(reverse("admin:django_fencedlock_heldlock_change", args=["gone"]), status=302)
 
 
 def test_fences(client: Client) -> None:
@@ -256,10 +247,10 @@ def values(row: HeldLock) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_queries_and_questions_are_constant(
+def test_the_numbers_of_queries_and_requests_are_constant(
     client: Client, django_assert_num_queries: Any, many_held: int
 ) -> None:
-    """However many locks there are: two for the login, and those of the page."""
+    """Two queries for the login, and those of the page."""
     client.force_login(User.objects.create_superuser("root"))
     # Four for the filters, the count, the page, the time, refused writes.
     with django_assert_num_queries(10), asked() as questions:
@@ -312,14 +303,14 @@ def asked() -> Iterator[list[str]]:
         yield questions
 
 
-def test_a_state_is_sought_among_what_the_rest_has_left(page: Callable[..., str]) -> None:
+def test_the_state_filter_applies_after_all_others(page: Callable[..., str]) -> None:
     with mock.patch("django_fencedlock.admin.locks.STATE_FILTER_LIMIT", 1), lock("aa"), lock("b"):
         assert states(page(state="held", q="b")) == {"b": "held"}
         assert "Only the state of the first 1 locks" not in page(state="held", q="b")
         assert "Only the state of the first 1 locks" in page(state="held")
 
 
-def test_what_happened(page: Callable[..., str]) -> None:
+def test_events_of_a_lock(page: Callable[..., str]) -> None:
     event = {"name": "invoice:42", "alias": "default", "happened_at": timezone.now()}
     LockEvent.objects.create(**event, kind="rejected", holder="web-1", times=3, note="pk=7")
     LockEvent.objects.create(**event, kind="rejected", holder="web-1", times=1)
@@ -364,7 +355,7 @@ def test_events(client: Client) -> None:
         assert client.get(EVENTS + path).status_code == 403
 
 
-def test_hostile_names_are_text(page: Callable[..., str]) -> None:
+def test_hostile_names_are_escaped(page: Callable[..., str]) -> None:
     with lock("<script>alert(1)</script>"):
         assert "<script>alert(1)" not in page()
 

@@ -1,4 +1,4 @@
-"""The pages of locks in a real browser: what refreshes, what stays, and how it looks."""
+"""The pages of locks in a real browser."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +35,7 @@ def page(browser, live_server, client):
 
 
 def hold(count, start=0):
-    """Rows of so many locks, of every length and state that a page has to put up with."""
+    """Create rows of locks, with names and states of all kinds."""
     with lock("a row to copy"):
         row = HeldLock.objects.get(name="a row to copy")
     now = timezone.now()
@@ -70,12 +70,12 @@ def names(page):
 
 
 def refresh(page):
-    """What the page does when its reader comes back to it; also each five seconds."""
+    """Refresh now, as when the page becomes visible again."""
     page.run("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def count_questions(page):
-    """Have the page count what it asks of the server from now on, before it waits for an answer."""
+    """Count the page's requests from now on, when they are sent."""
     page.run(
         "window.asked = 0; const ask = window.fetch;"
         "window.fetch = (...terms) => { window.asked += 1; return ask(...terms); };"
@@ -87,7 +87,7 @@ def wait_for_names(page, expected):
 
 
 class TestRefresh:
-    def test_all_that_the_reader_does_stays(self, page):
+    def test_a_refresh_keeps_selection_scroll_position_and_typed_text(self, page):
         held = hold(60)
         page.open("heldlock/?o=-1.2")
         shown = names(page)
@@ -110,7 +110,7 @@ class TestRefresh:
         page.driver.switch_to.active_element.send_keys("ped")
         assert page.one("#searchbar").get_attribute("value") == "half-typed"
 
-    def test_what_came_late_can_be_selected_and_what_went_is_not(self, page):
+    def test_new_locks_can_be_selected_and_released_ones_are_deselected(self, page):
         hold(3)
         page.open()
         page.all("input.action-select")[0].click()
@@ -127,7 +127,7 @@ class TestRefresh:
         choose_action(page)
         assert {each.text for each in page.all(".fencedlock-locks h2")} == {*rest, *late}
 
-    def test_focus_and_marked_text_stay(self, page):
+    def test_a_refresh_keeps_focus_and_waits_for_marked_text(self, page):
         hold(3)
         page.open()
         link = page.all("#result_list .field-lock_name a")[1]
@@ -146,7 +146,7 @@ class TestRefresh:
         refresh(page)
         wait_for_names(page, [])
 
-    def test_from_none_to_some_and_back(self, page):
+    def test_from_an_empty_list_to_locks_and_back(self, page):
         page.open()
         page.one("#searchbar").send_keys("typed")
         held = hold(2)
@@ -161,7 +161,7 @@ class TestRefresh:
         assert page.one("#searchbar").get_attribute("value") == "typed"
         assert page.complaints() == []
 
-    def test_by_itself_and_without_chatter(self, page):
+    def test_it_refreshes_by_itself_and_silently(self, page):
         page.open()
         page.run(
             "new MutationObserver((all) => { window.told = (window.told || 0) + all.length; })"
@@ -173,7 +173,7 @@ class TestRefresh:
         assert page.run("return window.told || 0") == 0
         assert page.one("#fencedlock-notices").get_attribute("role") == "status"
 
-    def test_a_server_that_refuses_is_told_once_and_then_forgotten(self, page):
+    def test_an_unreachable_server_is_reported_until_it_answers(self, page):
         page.open()
         page.offline(True)
         refresh(page)
@@ -182,7 +182,7 @@ class TestRefresh:
         refresh(page)
         page.wait(lambda page: page.one(STATUS).text == "Refreshes every 5 seconds.", "the end")
 
-    def test_a_server_that_hangs_is_told_of(self, page):
+    def test_a_hanging_server_is_reported(self, page):
         page.open()
         page.run(
             "const wait = setTimeout; window.setTimeout = (what, time) => wait(what, time / 50);"
@@ -234,7 +234,7 @@ def test_without_javascript(page):
     assert "was released by force" in message(page).text
 
 
-def test_a_service_that_cannot_be_asked(page, settings, make_redis):
+def test_an_unavailable_service(page, settings, make_redis):
     server = make_redis()
     redis = {"BACKEND": REDIS, "LOCATION": server.url, "OPTIONS": {"TIMEOUT": 0.5}}
     settings.FENCEDLOCK = {"default": redis}
@@ -250,7 +250,7 @@ def test_a_service_that_cannot_be_asked(page, settings, make_redis):
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-def test_a_database_that_does_not_answer(page, settings, monkeypatch):
+def test_an_unavailable_database(page, settings, monkeypatch):
     settings.FENCEDLOCK = {"default": {}, "far": {"FENCE_DATABASE": "postgres"}}
     monkeypatch.setitem(connections["postgres"].settings_dict, "PORT", "1")
     for look in looks(page):
@@ -341,7 +341,7 @@ LONG = "invoice:" + "4711-" * 12
 
 
 def tab_to(page, selector):
-    """Press the tabulator until it is there, as somebody without a mouse does."""
+    """Press the tabulator key until the element has the focus."""
     for _ in range(60):
         page.driver.switch_to.active_element.send_keys(Keys.TAB)
         if page.run("return document.activeElement.matches(arguments[0])", selector):

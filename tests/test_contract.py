@@ -1,4 +1,4 @@
-"""The contract over every backend and server that there is."""
+"""The contract on every backend and server."""
 
 import contextlib
 import os
@@ -120,7 +120,7 @@ class TestValkey(OnRedis):
     server = staticmethod(shared.valkey)
 
 
-# Services that are away
+# Unavailable services
 
 
 class Private(OutageContract):
@@ -212,7 +212,7 @@ class TestOutageOfDatabaseOnSQLite(Private):
 
     @contextlib.contextmanager
     def paused(self):
-        # Somebody sits on the file.
+        # Another connection locks the file.
         with contextlib.closing(sqlite3.connect(self.server, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
             yield

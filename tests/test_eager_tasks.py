@@ -23,9 +23,7 @@ pytest_plugins = ["django_fencedlock.test.fixtures"]
 
 @pytest.fixture
 def task(celery_app, eager_tasks):
-    """
-    Return a function that makes a task of a policy; it returns its token, and counts its runs.
-    """
+    """Return a function that makes a task, which returns its token and notes its runs."""
 
     def make(**policy):
         options = policy.pop("options", {})
@@ -52,7 +50,7 @@ def db_(request):
 
 @pytest.mark.usefixtures("db_")
 class TestPolicies:
-    def test_the_lock_is_taken_and_given_back(self, task):
+    def test_the_lock_is_acquired_and_released(self, task):
         charge = task()
         assert [charge.delay(42).get() for _ in range(3)] == [1, 2, 3]
         assert_not_locked("invoice:42")
@@ -68,25 +66,22 @@ class TestPolicies:
         assert charge.delay(43).get() == 1
         assert charge.runs == [43]
 
-    def test_raise(self, task, hold_lock):
-        charge = task(on_conflict="raise")
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            {"on_conflict": "raise"},
+            {"on_conflict": "wait", "blocking_timeout": 100},
+            {"on_conflict": "retry", "retry_countdown": 1000},
+        ],
+        ids=lambda policy: policy["on_conflict"],
+    )
+    def test_policies_that_fail_do_so_at_once(self, task, hold_lock, policy):
+        charge = task(**policy)
         hold_lock("invoice:42")
         result = charge.delay(42)
         assert result.failed()
         with pytest.raises(LockNotAcquired, match="'invoice:42' is held by"):
             result.get()
-
-    def test_wait_is_refused_at_once(self, task, hold_lock):
-        charge = task(on_conflict="wait", blocking_timeout=100)
-        hold_lock("invoice:42")
-        with pytest.raises(LockNotAcquired):
-            charge.delay(42).get()
-
-    def test_retry_comes_at_once_until_there_were_enough(self, task, hold_lock):
-        charge = task(on_conflict="retry", retry_countdown=1000)
-        hold_lock("invoice:42")
-        with pytest.raises(LockNotAcquired):
-            charge.delay(42).get()
         assert charge.runs == []
 
     def test_retry_gets_the_lock_when_it_is_free(self, task):
@@ -106,7 +101,7 @@ class TestPolicies:
         assert len(tries) == 3
         assert charge.runs == [42]
 
-    def test_the_own_retries_of_a_task_take_the_lock_anew(self, celery_app, eager_tasks):
+    def test_retries_of_a_task_acquire_the_lock_again(self, celery_app, eager_tasks):
         tokens = []
 
         @celery_app.task(bind=True, max_retries=2, shared=False)
@@ -179,7 +174,7 @@ class TestInTestCases:
 
 @pytest.mark.django_db
 class TestTheAid:
-    def test_it_takes_what_it_set_back(self, celery_app):
+    def test_it_restores_the_settings(self, celery_app):
         celery_app.conf.task_eager_propagates = True
         with pytest.raises(ZeroDivisionError), eager_tasks():
             assert celery_app.conf.task_always_eager
@@ -188,7 +183,7 @@ class TestTheAid:
         assert not celery_app.conf.task_always_eager
         assert celery_app.conf.task_eager_propagates
 
-    def test_before_the_settings_of_the_app_were_ever_read(self):
+    def test_an_app_whose_settings_were_not_read_yet(self):
         app = Celery("fresh", set_as_current=False)
         with eager_tasks(app):
             assert app.conf.task_always_eager
@@ -207,11 +202,11 @@ class TestTheAid:
 
 
 class TestLocksOff:
-    def test_who_holds_a_lock_is_in_nobodys_way(self, task, disable_locking, hold_lock):
+    def test_a_held_lock_excludes_no_task(self, task, disable_locking, hold_lock):
         hold_lock("invoice:42")
         assert task().delay(42).get() == 2
 
-    def test_nor_is_the_task_that_called(self, task, disable_locking, celery_app):
+    def test_a_calling_task_excludes_no_task(self, task, disable_locking, celery_app):
         charge = task()
 
         @celery_app.task(shared=False)
@@ -230,7 +225,7 @@ class TestLocksOff:
         assert [charge.delay(42).get() for _ in range(2)] == [1, 2]
 
     @pytest.mark.django_db
-    def test_they_are_on_again_afterwards(self, task):
+    def test_locks_work_again_afterwards(self, task):
         charge = task()
         with disable_locking(), hold_lock("invoice:42"):
             assert charge.delay(42).get() == 2
@@ -239,7 +234,7 @@ class TestLocksOff:
 
 
 @pytest.mark.django_db
-def test_a_service_that_is_down(task, settings):
+def test_an_unavailable_service(task, settings):
     settings.FENCEDLOCK = {
         "default": {
             "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
@@ -251,12 +246,12 @@ def test_a_service_that_is_down(task, settings):
 
 
 @pytest.mark.slow
-def test_the_aids_import_no_celery_unless_asked():
+def test_the_helpers_import_celery_only_if_they_need_it():
     script = """
         import sys
         import django_fencedlock.test.fixtures, django_fencedlock.test
         assert "celery" not in sys.modules
-        django_fencedlock.test.eager_tasks
+        django_fencedlock.test.eager_tasks().__enter__()
         assert "celery" in sys.modules
     """
     code = textwrap.dedent(script)

@@ -1,4 +1,4 @@
-"""Locks within users' tests, and the aids of ``django_fencedlock.test``."""
+"""Locks in tests, and the helpers of ``django_fencedlock.test``."""
 
 import os
 import subprocess
@@ -209,7 +209,7 @@ class LeftBehind:
 
 
 class SwitchedOff:
-    """What is fenced can be written with locks off as under a lease that nobody contends."""
+    """With disabled locks, fenced rows can be written."""
 
     using = "default"
 
@@ -385,25 +385,25 @@ def _charge(pk):
 class InsideAtomicInATestCase(TestCase):
     """On SQLite, where production has another connection write the grant, and can't."""
 
-    def test_an_unfenced_lock_is_refused_too(self):
+    def test_an_unfenced_lock_is_refused(self):
         with transaction.atomic(), pytest.raises(InsideTransaction):
             lock("invoice:42", fenced=False).acquire()
 
-    def test_so_is_a_plain_call_of_a_task(self):
+    def test_a_plain_call_of_a_task_is_refused(self):
         with transaction.atomic(), pytest.raises(InsideTransaction):
             _charge(42)
 
-    def test_a_task_that_a_worker_would_run_is_not(self):
+    def test_a_task_that_a_worker_would_run_is_allowed(self):
         with eager_tasks(_app), transaction.atomic():
             assert _charge.delay(42).get() == 1
 
-    def test_nor_is_what_stands_for_another_process(self):
+    def test_helpers_that_act_as_another_process_are_allowed(self):
         lease = lock("invoice:42").acquire()
         with transaction.atomic(), hold_lock("invoice:43"):
             lose_lease(lease)
         assert lease.lost
 
-    def test_nor_is_what_runs_after_the_commit(self):
+    def test_a_lock_after_the_commit_is_allowed(self):
         got = []
         with self.captureOnCommitCallbacks(execute=True), transaction.atomic():
             transaction.on_commit(lambda: got.append(lock("invoice:42").acquire()))
@@ -437,7 +437,7 @@ def test_waiters_may_wait_for_hold_lock():
         assert time.monotonic() - started > 0.2
 
 
-# A project of somebody else's
+# Another project
 
 SETTINGS = """
     SECRET_KEY = "only for tests"

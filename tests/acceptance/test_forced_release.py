@@ -1,4 +1,4 @@
-"""A run's lock is taken away by force: what becomes of the run, of its triggers and its message."""
+"""Forced release of a run's lock: the run, its triggers and its message."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def database(alias):
     return "default" if alias == "default" else "postgres"
 
 
-def test_the_body_is_interrupted_and_told_by_whom(worker, journal, key):
+def test_the_body_is_interrupted_and_its_error_names_the_author(worker, journal, key):
     result = task("abort").delay(key, gate=True)
     journal.wait_for_begun(key)
     force(key)
@@ -64,9 +64,7 @@ def test_triggers_are_run_though_the_former_run_hangs(worker, journal, key, alia
 
 
 @pytest.mark.parametrize("alias", ["rows", "redis"])
-def test_a_trigger_after_it_runs_at_once_and_isn_t_struck_off_by_the_former_run(
-    worker, journal, key, alias
-):
+def test_a_trigger_after_it_runs_at_once_whatever_the_former_run_does(worker, journal, key, alias):
     first = task("coalesce", alias).delay(key, "first", gate=True)
     journal.wait_for_begun(key)
     force(key, alias)
