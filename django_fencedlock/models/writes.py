@@ -333,6 +333,8 @@ class _RowCondition(Expression):
         places = ", ".join(["%s"] * len(given))
         parts = [f"{fence} <= %s" if guard.fences is None else f"{fence} IN ({places})"]
         for field in write.fencing.compared:
+            if field.attname not in write.columns:
+                continue  # A new row, which may replace an old one of its key.
             # Another holder may have moved the row to another lock meanwhile.
             column, value = f"{table}.{quote(str(field.column))}", "%s"
             if field.attname in write.fencing.texts:
