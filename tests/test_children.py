@@ -278,15 +278,6 @@ class TestLeftLocks:
         wait_until(lambda: len(service.released) >= 2, "the second look", 30)
         assert set(others) <= set(service.released[1][1])
 
-    def test_the_thread_ends_and_begins_again(self, release):
-        service = Service()
-        made = release(service)
-        wait_until(lambda: not made.looks, "its end", 30)
-        other = replace(this_process(), pid=1)
-        made.release(other)
-        wait_until(lambda: ("default", {other}) in service.released, "the second look", 30)
-        wait_until(lambda: not made.looks, "its end", 30)
-
 
 @pytest.mark.django_db(transaction=True)
 class TestReleasing:

@@ -274,9 +274,7 @@ class TestTasks:
         assert ran == [1, 3]
 
     def test_they_are_converted_as_those_of_a_message(self):
-        """
-        What stands between Celery and the function sees them, too, as with ``pydantic=True``.
-        """
+        """What stands between Celery and the function sees them, too, as with ``pydantic=True``."""
         meanwhile(coalesced(converted, 2))
         with sending() as sent:
             assert deliver(converted, 1).result == "1!"

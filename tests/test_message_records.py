@@ -50,16 +50,6 @@ def test_a_message_that_nobody_began_is_the_first(deliveries, rows):
     assert (row.kept_until - row.began_at).total_seconds() == pytest.approx(DAY, abs=0.01)
 
 
-def test_a_message_whose_delivery_died_is_taken_over(deliveries):
-    first = message()
-    deliveries.begin(first)
-    second = another(first)
-    begun = deliveries.begin(second)
-    assert begun == Begun(2, "")
-    assert not begun.is_first
-    assert deliveries.newest(first.nonce, first.name) == (second.owner, Begun(2, ""))
-
-
 def test_a_request_that_is_repeated_is_still_the_first(deliveries):
     first = message()
     deliveries.begin(first)
@@ -109,10 +99,6 @@ def test_of_deliveries_that_begin_at_once_no_two_are_the_first(deliveries, rows)
         begun = at_once([lambda first=first: deliveries.begin(another(first))] * 6)
         assert sum(each.is_first for each in begun) <= 1
         assert rows.get(nonce=first.nonce).tries == 6
-
-
-def test_nobody_is_the_owner_of_an_unknown_message(deliveries):
-    assert deliveries.newest("unknown", "x") is None
 
 
 def test_nonces_differ_by_case_and_blanks(deliveries):
@@ -188,21 +174,6 @@ class TestSweeping:
         fill(deliveries, rows, 3 * BATCH)
         at_once([lambda: deliveries.sweep(5)] * 3)
         assert rows.count() == 0
-
-
-class TestOften:
-    """More often than it takes until a server is told to keep a statement's plan."""
-
-    def test_each_act_does_what_it_did_the_first_time(self, deliveries):
-        for _ in range(10):
-            first = message()
-            second = another(first)
-            assert deliveries.begin(first) == Begun(1, "")
-            assert deliveries.begin(second) == Begun(2, "")
-            assert not deliveries.finish(first, "success")
-            assert deliveries.finish(second, "failure")
-            assert deliveries.begin(another(first)) == Begun(2, "failure")
-            assert deliveries.newest(first.nonce, first.name)[0] == second.owner
 
 
 @pytest.mark.parametrize("using", ["postgres", "mariadb"], indirect=True)

@@ -106,12 +106,6 @@ class TestTriggers:
         assert (row.wanted, row.started, row.done, row.owner) == (1, 1, 0, me)
         assert (row.due_at - row.updated_at).total_seconds() == pytest.approx(GRACE, abs=0.01)
 
-    def test_a_run_takes_on_what_was_counted_before(self, duties):
-        duties.count(PLACE, stored("a"), GRACE)
-        duties.count(PLACE, stored("b"), GRACE)
-        assert begin(duties, owner(), "c") == Claimed(3, 1)
-        assert duties.waiting("invoice:1") == []
-
     def test_what_is_counted_during_a_run_waits_for_its_end(self, duties):
         me = owner()
         claimed = begin(duties, me)
@@ -131,11 +125,6 @@ class TestTriggers:
         assert duties.numbers(PLACE) == Numbers(3, 3)
         assert duties.claim(PLACE, owner(), GRACE) is None
 
-    def test_there_is_nothing_to_take_on_of_what_nobody_wished(self, duties):
-        assert duties.claim(PLACE, owner(), GRACE) is None
-        assert duties.numbers(PLACE) is None
-        assert duties.waiting("invoice:1") == []
-
     def test_a_run_that_others_took_over_strikes_nothing_off(self, duties):
         first, second = owner(), owner()
         claimed = begin(duties, first)
@@ -143,11 +132,6 @@ class TestTriggers:
         assert not duties.end(PLACE, first, claimed.number, GRACE)
         assert duties.numbers(PLACE) == Numbers(2, 0)
         assert duties.end(PLACE, second, later.number, GRACE)
-
-    def test_a_run_that_only_began_is_not_done(self, duties):
-        duties.count(PLACE, stored(), GRACE)
-        duties.claim(PLACE, owner(), GRACE)
-        assert duties.numbers(PLACE).is_open
 
     def test_tries_are_counted_for_each_number(self, duties):
         duties.count(PLACE, stored(), GRACE)
@@ -160,16 +144,6 @@ class TestTriggers:
         me = owner()
         assert [duties.claim(PLACE, me, GRACE).tries for _ in range(2)] == [1, 1]
 
-    def test_tasks_that_share_a_lock_keep_their_own_triggers(self, duties):
-        other = Place("invoice:1", "app.refund")
-        me = owner()
-        claimed = begin(duties, me)
-        duties.count(other, stored("x"), GRACE)
-        duties.end(PLACE, me, claimed.number, GRACE)
-        (open_,) = duties.waiting("invoice:1")
-        assert open_.place == other
-        assert duties.claim(PLACE, owner(), GRACE) is None
-
     def test_names_differ_by_case(self, duties):
         duties.count(PLACE, stored(), GRACE)
         assert duties.numbers(Place("INVOICE:1", "app.charge")) is None
@@ -179,11 +153,6 @@ class TestTriggers:
         body = "['%(name)s', \"{}\", '%%', '\\u0000', {now}]" * 1000
         duties.count(PLACE, stored(body), GRACE)
         assert duties.claim(PLACE, owner(), GRACE).message.body == body
-
-    def test_none_is_lost_when_many_count_at_once(self, duties):
-        begin(duties, owner())
-        at_once([lambda: duties.count(PLACE, stored(), GRACE)] * 8)
-        assert duties.numbers(PLACE).wanted == 9
 
     def test_none_is_lost_when_many_count_a_new_one_at_once(self, duties):
         for number in range(5):
@@ -226,33 +195,6 @@ class TestMessages:
         assert duties.numbers(PLACE).wanted == 3
         assert duties.waiting("invoice:1")[0].message.body == "c"
 
-    def test_a_second_delivery_runs_with_the_latest_arguments(self, duties):
-        died = message()
-        assert duties.begin(PLACE, died.owner, stored("a"), GRACE, died)[1] == Claimed(1, 1)
-        duties.count(PLACE, stored("b"), GRACE)
-        again = replace(died, owner=owner())
-        begun, claimed = duties.begin(PLACE, again.owner, stored("a"), GRACE, again)
-        assert begun.tries == 2
-        assert claimed == Claimed(2, 1, stored("b"))
-
-    def test_a_second_delivery_of_what_was_served_has_nothing_to_do(self, duties):
-        died, rescuer = message(), owner()
-        duties.begin(PLACE, died.owner, stored("a"), GRACE, died)
-        duties.end(PLACE, rescuer, duties.claim(PLACE, rescuer, GRACE).number, GRACE)
-        again = replace(died, owner=owner())
-        assert duties.begin(PLACE, again.owner, stored("a"), GRACE, again)[1] is None
-
-    def test_a_finished_message_takes_on_nothing(self, duties, using):
-        first = message()
-        duties.begin(PLACE, first.owner, stored("a"), GRACE, first)
-        MessageRecords(conf.config()).finish(first, "success")
-        duties.count(PLACE, stored("b"), GRACE)
-        again = replace(first, owner=owner())
-        begun, claimed = duties.begin(PLACE, again.owner, stored("a"), GRACE, again)
-        assert (begun.outcome, claimed) == ("success", None)
-        assert duties.count(PLACE, stored("a"), GRACE, again).outcome == "success"
-        assert duties.numbers(PLACE).wanted == 2
-
     def test_what_was_begun_under_another_policy_counts_now(self, duties):
         died = message()
         MessageRecords(conf.config()).begin(died)
@@ -294,11 +236,6 @@ class TestLookingAfter:
         assert (open_.place, open_.number, open_.tries, open_.rescues) == (PLACE, 1, 0, 0)
         assert open_.message == stored("a")
 
-    def test_finds_what_a_dead_run_had_begun(self, duties):
-        duties.count(PLACE, stored("a"), -1)
-        duties.claim(PLACE, owner(), -1)
-        assert len(duties.overdue(self.NAMES, [], 10)) == 1
-
     def test_leaves_alone_what_is_not_due(self, duties):
         duties.count(PLACE, stored("a"), GRACE)
         assert duties.overdue(self.NAMES, [], 10) == []
@@ -308,21 +245,6 @@ class TestLookingAfter:
         with lock("invoice:1"):
             assert duties.overdue(self.NAMES, [], 10) == []
         assert len(duties.overdue(self.NAMES, [], 10)) == 1
-
-    def test_leaves_alone_tasks_that_it_was_not_asked_for(self, duties):
-        duties.count(PLACE, stored("a"), -1)
-        assert duties.overdue(["app.other"], [], 10) == []
-
-    def test_leaves_alone_what_is_for_another_queue(self, duties):
-        duties.count(PLACE, replace(stored("a"), queue="slow"), -1)
-        assert duties.overdue(self.NAMES, ["celery"], 10) == []
-        assert len(duties.overdue(self.NAMES, ["celery", "slow"], 10)) == 1
-
-    def test_leaves_alone_what_is_done(self, duties):
-        me = owner()
-        claimed = begin(duties, me)
-        duties.end(PLACE, me, claimed.number, -1)
-        assert duties.overdue(self.NAMES, [], 10) == []
 
     def test_finds_no_more_than_asked_for(self, duties):
         for number in range(5):
@@ -417,24 +339,6 @@ class TestForgetting:
         duties.count(PLACE, stored(), GRACE)
         assert not duties.end(PLACE, paused, claimed.number, GRACE)
         assert duties.numbers(PLACE) == Numbers(1, 0)
-
-
-class TestOften:
-    """More often than it takes until a server is told to keep a statement's plan."""
-
-    def test_each_act_does_what_it_did_the_first_time(self, duties):
-        for number in range(1, 31, 3):
-            me = owner()
-            assert begin(duties, me) == Claimed(number, 1)
-            duties.count(PLACE, stored("b"), GRACE)
-            assert [each.number for each in duties.waiting(PLACE.name)] == [number + 1]
-            assert duties.claim(PLACE, me, GRACE) == Claimed(number + 1, 1, stored("b"))
-            assert duties.end(PLACE, me, number + 1, GRACE)
-            duties.count(PLACE, stored("c"), GRACE)
-            assert duties.numbers(PLACE) == Numbers(wanted=number + 2, done=number + 1)
-            assert duties.overdue(["app.charge"], ["celery"], 10) == []
-            assert duties.claim(PLACE, me, GRACE).number == number + 2
-            assert duties.end(PLACE, me, number + 2, GRACE)
 
 
 @pytest.mark.parametrize("using", ["postgres", "mariadb"], indirect=True)

@@ -52,9 +52,7 @@ autoretry = make("autoretry", autoretry_for=(ValueError,), default_retry_delay=0
 
 @app.task(name="publisher.plain", shared=False)
 def plain(value):
-    """
-    Do nothing, under no lock.
-    """
+    """Do nothing, under no lock."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +67,7 @@ def here():
 
 @pytest.fixture
 def conflicts():
-    """
-    The conflicts that are counted.
-    """
+    """The conflicts that are counted."""
     seen = []
 
     def note(sender, name, **kwargs):

@@ -73,9 +73,7 @@ patient = make("patient", autoretry_for=(ValueError,))
 
 @app.task(name="redelivery.plain", shared=False)
 def plain():
-    """
-    Do nothing, under no lock.
-    """
+    """Do nothing, under no lock."""
 
 
 @pytest.fixture(autouse=True)
@@ -500,9 +498,7 @@ class TestCallsWithin:
         assert deliver(nesting_coalesce, 1, headers={NUMBER: 1}, retries=1).result == 2
 
     def test_are_no_delivery_where_the_run_has_no_lock(self, calls, monkeypatch):
-        """
-        Its lock service was down, and is no more.
-        """
+        """Its lock service was down, and is no more."""
         backend = service("default").backend
 
         def fail_once(*args):

@@ -136,31 +136,6 @@ def _kill_main_thread_after(seconds):
     signal.pthread_kill(threading.main_thread().ident, SIG_SOFT_TIMEOUT)
 
 
-def test_the_shield_puts_a_limit_off_until_its_end():
-    with pytest.raises(SoftTimeLimitExceeded), DeferredTimeLimit() as shield:
-        strike()
-        runs.append(1)
-    assert runs == [1]
-    deadline = time.monotonic() + 10
-    while not shield.cancel:
-        assert time.monotonic() < deadline
-
-
-def test_a_lifted_shield_lets_it_strike():
-    with DeferredTimeLimit() as shield:
-        with pytest.raises(SoftTimeLimitExceeded), shield.allowed():
-            strike()
-        assert signal.getsignal(SIG_SOFT_TIMEOUT) is not soft_timeout_sighandler
-
-
-def test_what_struck_before_strikes_where_the_shield_is_lifted():
-    with DeferredTimeLimit() as shield:
-        strike()
-        with pytest.raises(SoftTimeLimitExceeded), shield.allowed():
-            runs.append(1)
-    assert runs == []
-
-
 def test_handlers_of_others_are_left_alone():
     mine = signal.signal(SIG_SOFT_TIMEOUT, lambda *given: runs.append(1))
     assert mine is soft_timeout_sighandler

@@ -35,9 +35,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @shared_task(name="tests.shared")
 def shared():
-    """
-    Do nothing: a task of every app.
-    """
+    """Do nothing: a task of every app."""
 
 
 DOWN = {
@@ -53,9 +51,7 @@ def app(celery_app):
 
 @pytest.fixture
 def task(app):
-    """
-    Return a function that makes a task of a policy, which returns its token.
-    """
+    """Return a function that makes a task of a policy, which returns its token."""
 
     def make(*naming, options=None, **policy):
         def charge(pk=42):
@@ -110,9 +106,7 @@ class TestTheDecorator:
     def test_keeps_what_a_function_is(self):
         @single_instance
         def charge(pk: int, currency: str = "EUR") -> int:
-            """
-            Charge.
-            """
+            """Charge."""
 
         assert charge.__name__ == "charge"
         assert "Charge." in charge.__doc__
@@ -389,9 +383,7 @@ class TestErrors:
         ],
     )
     def test_what_strikes_beside_the_body_leaves_no_lock(self, monkeypatch, within, method, before):
-        """
-        The end of the worker, or an abort of the caller: neither is put off.
-        """
+        """The end of the worker, or an abort of the caller: neither is put off."""
         struck = functools.partial(strike, getattr(within, method), before, [])
         monkeypatch.setattr(within, method, lambda *args, **kwargs: struck(*args, **kwargs))
         with pytest.raises(SystemExit):
@@ -441,9 +433,7 @@ class TestErrors:
 
 
 def strike(method, before, struck, self, *args, **kwargs):
-    """
-    Have the process told to exit as a method is called, once, or as it returns.
-    """
+    """Have the process told to exit as a method is called, once, or as it returns."""
     if before and not struck:
         struck.append(True)
         raise SystemExit
@@ -455,9 +445,7 @@ def strike(method, before, struck, self, *args, **kwargs):
 
 
 def threaded(function):
-    """
-    Call a function in a thread of its own, which is another holder.
-    """
+    """Call a function in a thread of its own, which is another holder."""
     caught = []
 
     def run():
@@ -715,9 +703,7 @@ class TestTransactions:
 
 @pytest.mark.django_db(databases=["default", "postgres"], transaction=True)
 class TestCost:
-    """
-    A run pays for its lock what a `with` block does.
-    """
+    """A run pays for its lock what a `with` block does."""
 
     @pytest.fixture(autouse=True)
     def on_postgres(self, settings):

@@ -21,9 +21,7 @@ _numbers = count(1)
 
 
 def body(pk=1):
-    """
-    Do nothing: the function of every task here.
-    """
+    """Do nothing: the function of every task here."""
 
 
 def app_with(**config):
@@ -41,9 +39,7 @@ def add(app, function, name="shop.charge", **options):
 
 
 def found(policy=None, task=None, **config):
-    """
-    Return what is wrong with one task: ids, with words.
-    """
+    """Return what is wrong with one task: ids, with words."""
     app = app_with(**config)
     add(app, single_instance("x:{pk}", **(policy or {}))(body), **(task or {}))
     return {problem.id: str(problem) for problem in task_checks.problems([app])}
@@ -301,9 +297,7 @@ TASKS = """
 
 @pytest.mark.slow
 class TestInAProject:
-    """
-    As in the documentation of Celery: nothing imports the tasks but autodiscovery.
-    """
+    """As in the documentation of Celery: nothing imports the tasks but autodiscovery."""
 
     @pytest.fixture
     def project(self, tmp_path):

@@ -49,17 +49,13 @@ Pair = namedtuple("Pair", "a b")
 
 
 def through_json(*args, **kwargs):
-    """
-    Return arguments as a worker gets them.
-    """
+    """Return arguments as a worker gets them."""
     content_type, encoding, data = dumps((args, kwargs), "json")
     return loads(data, content_type, encoding)
 
 
 def fenced(model, **values):
-    """
-    Return an instance that counts as saved.
-    """
+    """Return an instance that counts as saved."""
     row = model(**values)
     row._state.adding = False
     return row
@@ -181,9 +177,7 @@ MORE = st.recursive(
 
 
 def typed(value):
-    """
-    Return what tells values apart as names are meant to, in another way than names do.
-    """
+    """Return what tells values apart as names are meant to, in another way than names do."""
     if isinstance(value, list):
         return ("list", tuple(map(typed, value)))
     if isinstance(value, dict):
@@ -229,18 +223,14 @@ class TestProperties:
 
 
 def lock_name_of(function, *args, **kwargs):
-    """
-    Return the name of a call of a function that is no task yet.
-    """
+    """Return the name of a call of a function that is no task yet."""
     single = function._fencedlock_single
-    return single.name(None, args, kwargs)
+    return single.name(None, args, kwargs).name
 
 
 @pytest.fixture
 def made(celery_app):
-    """
-    Return a function that makes a task of a function.
-    """
+    """Return a function that makes a task of a function."""
 
     def make(function, *naming, policy=None, **options):
         # Celery compiles it into a definition.

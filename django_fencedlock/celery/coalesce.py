@@ -283,27 +283,19 @@ def _reserve(runs: PendingRuns, pending: Pending, ttl: float) -> bool:
 
 def report_given_up(place: Place, tries: int, rescues: int = 0) -> None:
     """Log once that workers no longer look after a pending run."""
-    extra = logs.facts(name=place.name, task=place.task_name)
     if tries >= MOST_TRIES:
-        logger.error(
-            "Gave up task %s under lock %r: %d runs began and none ended, so its worker seems to "
-            "be killed each time. Look for what kills it (memory, time limits), and call the task "
-            "again.",
-            place.task_name,
-            place.name,
-            tries,
-            extra=extra,
+        why = (
+            f"{tries} runs began and none ended, so its worker seems to be killed each time. Look "
+            "for what kills it (memory, time limits)"
         )
     else:
-        logger.error(
-            "Gave up task %s under lock %r: %d messages were sent and no run began. See whether "
-            "workers take from its queue, and whether its lock has another name now; then call it "
-            "again.",
-            place.task_name,
-            place.name,
-            rescues,
-            extra=extra,
+        why = (
+            f"{rescues} messages were sent and no run began. See whether workers take from its "
+            "queue, and whether its lock has another name now"
         )
+    text = "Gave up task %s under lock %r: %s; then call the task again."
+    extra = logs.facts(name=place.name, task=place.task_name)
+    logger.error(text, place.task_name, place.name, why, extra=extra)
 
 
 def send(task: AnyTask, pending: Pending, **more: Any) -> None:

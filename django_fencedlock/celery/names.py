@@ -66,7 +66,7 @@ class Single:
                 f"@single_instance(sensitive={min(hidden)!r}): the parameter names a row, and the "
                 "row's lock has the same name for every caller. Leave it out."
             )
-        self._naming = naming(name, parameters, function)
+        self._name, self._pattern = naming(name, parameters, function)
 
     def name(
         self, task: AnyTask | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -80,8 +80,7 @@ class Single:
             del arguments[next(iter(self.signature.parameters))]
         if self.policy.sensitive:
             arguments = redact(arguments, self.policy.sensitive)
-        name = self._naming.name(task, title, arguments)
-        return LockName(name, title, self._naming.pattern or title)
+        return LockName(self._name(task, title, arguments), title, self._pattern() or title)
 
     def redact_message(self, task: AnyTask, headers: dict[str, Any], body: Any) -> None:
         """Replace sensitive arguments in what Celery logs and sends in events."""
@@ -120,126 +119,94 @@ def is_bound(task: Any) -> bool:
 
 # The four ways to name a lock
 
-
-class ByCall:
-    """``app.tasks.charge(invoice_id=1, currency="EUR")``: a name for each different call."""
-
-    pattern = ""
-
-    def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
-        shown = ", ".join(f"{key}={canonical(value)}" for key, value in arguments.items())
-        name = f"{title}({shown})"
-        if len(name) > names.MAX_LENGTH:
-            digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST]
-            name = f"{name[: names.MAX_LENGTH - _DIGEST - 2]}…#{digest}"
-        return names.validate(name)
+#: Makes the name of a task (None if its function was called by itself), its title, and the
+#: arguments with their defaults, by parameter.
+Naming = Callable[["AnyTask | None", str, Mapping[str, Any]], str]
 
 
-class ByTemplate:
-    """``invoice:{invoice_id}``, over the parameters."""
-
-    def __init__(self, text: str, function: Callable[..., Any]) -> None:
-        self.pattern = text
-        self._template = names.Template(text, function)
-        self._parameters = inspect.signature(function).parameters
-
-    def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
-        try:
-            return self._template.fill(arguments)
-        except KeyError as exc:
-            if exc.args[0] in arguments or exc.args[0] not in self._parameters:
-                raise
-            raise TypeError(
-                f"Lock name {self.pattern!r} has {{{exc.args[0]}}}, which is the task "
-                "itself. To name a lock by the task, give a callable (task, arguments) -> name."
-            ) from None
-
-
-class ByCallable:
-    """The name that ``callable(task, arguments)`` returns."""
-
-    pattern = ""
-
-    def __init__(self, function: Callable[[Any, dict[str, Any]], str]) -> None:
-        self._function = function
-
-    def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
-        return names.validate(self._function(task, dict(arguments)))
-
-
-class ByModel:
-    """The lock of a fenced model's row, which parameters of the task identify."""
-
-    def __init__(
-        self, model: type[Model], parameters: Mapping[str, object], function: Callable[..., Any]
-    ) -> None:
-        self._model: Any = model
-        self._parameters = parameters
-        known = inspect.signature(function).parameters
-        for key, parameter in parameters.items():
-            if parameter not in known:
-                raise TypeError(
-                    f"@single_instance({model.__name__}, {key}={parameter!r}): "
-                    f"{function.__qualname__}() has no parameter {parameter!r}; it has "
-                    f"{', '.join(known) or 'none'}."
-                )
-        columns = self._model.fencing.columns  # type: ignore[attr-defined]
-        if columns is None:
-            raise TypeError(
-                f"@single_instance({model.__name__}): its lock is named by a callable, which "
-                "needs a row. Give a callable (task, arguments) -> name instead of the model."
-            )
-        if self._columns() != set(columns):
-            raise TypeError(
-                f"@single_instance({model.__name__}) needs to know which parameters of "
-                f"{function.__qualname__}() name the row: write "
-                f"@single_instance({model.__name__}, {_example(columns, known)})."
-            )
-
-    def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
-        values = {key: arguments[str(given)] for key, given in self._parameters.items()}
-        return str(self._model.fencing.lock(**values).name)
-
-    @property
-    def pattern(self) -> str:
-        return str(self._model.fencing.pattern)
-
-    def _columns(self) -> set[str]:
-        """Return the columns that the parameters give."""
-        pk = [field.attname for field in self._model.fencing.pk]
-        fields = self._model._meta.concrete_fields
-        by_name = {"pk": pk, **{field.name: [field.attname] for field in fields}}
-        return {column for key in self._parameters for column in by_name.get(key, [key])}
-
-
-Naming = ByCall | ByTemplate | ByCallable | ByModel
-
-
-def naming(given: object, parameters: Mapping[str, object], function: Callable[..., Any]) -> Naming:
-    """Return how a decorator names its locks."""
+def naming(
+    given: object, parameters: Mapping[str, object], function: Callable[..., Any]
+) -> tuple[Naming, Callable[[], str]]:
+    """Return what names a lock, and what returns the names' pattern, empty for the title."""
     if isinstance(given, type) and issubclass(given, Model):
-        if not hasattr(given, "fencing"):
-            raise TypeError(
-                f"@single_instance({given.__name__}): {given.__name__} is no FencedModel, so it "
-                'has no lock. Give a template, such as "invoice:{invoice_id}".'
-            )
-        for key in parameters:
-            fields = given._meta.concrete_fields
-            if key != "pk" and not any(key in (field.name, field.attname) for field in fields):
-                raise _unknown(given.__name__, key)
-        return ByModel(given, parameters, function)
+        return _by_model(given, parameters, function)
     for key in parameters:
         raise _unknown("", key)
     if given is None:
-        return ByCall()
+        return _name_by_call, str
     if isinstance(given, str):
-        return ByTemplate(given, function)
+        return _by_template(given, function), lambda: given
     if callable(given):
-        return ByCallable(given)
+        return lambda task, _, arguments: names.validate(given(task, dict(arguments))), str
     raise TypeError(
         f"@single_instance({given!r}): the name must be a template, a callable "
         "(task, arguments) -> name, or a fenced model."
     )
+
+
+def _name_by_call(task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
+    shown = ", ".join(f"{key}={canonical(value)}" for key, value in arguments.items())
+    name = f"{title}({shown})"
+    if len(name) > names.MAX_LENGTH:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST]
+        name = f"{name[: names.MAX_LENGTH - _DIGEST - 2]}…#{digest}"
+    return names.validate(name)
+
+
+def _by_template(text: str, function: Callable[..., Any]) -> Naming:
+    template = names.Template(text, function)
+    parameters = inspect.signature(function).parameters
+
+    def name(task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
+        try:
+            return template.fill(arguments)
+        except KeyError as exc:
+            if exc.args[0] in arguments or exc.args[0] not in parameters:
+                raise
+            raise TypeError(
+                f"Lock name {text!r} has {{{exc.args[0]}}}, which is the task itself. To name a "
+                "lock by the task, give a callable (task, arguments) -> name."
+            ) from None
+
+    return name
+
+
+def _by_model(
+    model: Any, parameters: Mapping[str, object], function: Callable[..., Any]
+) -> tuple[Naming, Callable[[], str]]:
+    start, known = f"@single_instance({model.__name__}", inspect.signature(function).parameters
+    if not hasattr(model, "fencing"):
+        raise TypeError(
+            f"{start}): {model.__name__} is no FencedModel, so it has no lock. Give a template, "
+            'such as "invoice:{invoice_id}".'
+        )
+    fields, fencing = model._meta.concrete_fields, model.fencing
+    columns = {"pk": [field.attname for field in fencing.pk]}
+    columns |= {field.name: [field.attname] for field in fields}
+    for key, parameter in parameters.items():
+        if key not in columns and not any(key == field.attname for field in fields):
+            raise _unknown(model.__name__, key)
+        if parameter not in known:
+            raise TypeError(
+                f"{start}, {key}={parameter!r}): {function.__qualname__}() has no parameter "
+                f"{parameter!r}; it has {', '.join(known) or 'none'}."
+            )
+    if fencing.columns is None:
+        raise TypeError(
+            f"{start}): its lock is named by a callable, which needs a row. Give a callable "
+            "(task, arguments) -> name instead of the model."
+        )
+    if {column for key in parameters for column in columns.get(key, [key])} != {*fencing.columns}:
+        raise TypeError(
+            f"{start}) needs to know which parameters of {function.__qualname__}() name the row: "
+            f"write {start}, {_example(fencing.columns, known)})."
+        )
+
+    def name(task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
+        values = {key: arguments[str(given)] for key, given in parameters.items()}
+        return str(fencing.lock(**values).name)
+
+    return name, lambda: str(fencing.pattern)
 
 
 def _example(columns: Iterable[str], parameters: Iterable[str]) -> str:
