@@ -1,13 +1,14 @@
 /*
- * Leases on Redis whose grants the fence database records: backends/redis.py, redis_recording.py,
- * redis_scripts.py, and RECORD in fences/postgresql.py.
+ * Leases on Redis whose grants the fence database records: backends/redis/scripts.py,
+ * core/grants.py, and Ledger.record() in storage/.
  *
- * Each script is one step. Weak variants: DRAWN_BEFORE and DRAWN_AFTER, as tutorials have it, with
- * the token drawn before or after SET NX and checked by the row alone; NOT_RECORDED, where the
- * token is Redis's own; RECORDS_EQUAL, with <= for <; ANY_OWNER, with a bare DEL and PEXPIRE; those
- * of a forced release, and two where it frees the key and no more: COUNTER_AS_IT_WAS, and
- * BLIND_TO_COUNTER, which doesn't see that he whose key has run out drew a token above the fence;
- * and COUNTS_FENCED, where an unfenced grant leaves the counter as it is.
+ * Each script and each statement is one step. Weak variants: DRAWN_BEFORE and DRAWN_AFTER, as
+ * tutorials have it, with the token drawn before or after SET NX and checked by the row alone;
+ * NOT_RECORDED, where the token is Redis's own; RECORDS_EQUAL, with <= for <; ANY_OWNER, with a bare
+ * DEL and PEXPIRE; RECORDS_BLINDLY, where the next number is recorded over whatever the fence has by
+ * then; VERIFIES_FIRST, where the fence is read after the service was asked; those of a forced
+ * release, and COUNTER_AS_IT_WAS, where it frees the key and no more; and COUNTS_FENCED, where an
+ * unfenced grant leaves the counter as it is.
  */
 #ifndef OWNERS
 #define OWNERS 3
@@ -38,7 +39,11 @@
 #endif
 
 #define no_losses (losses == LOSSES)
-#define HAS_LOCK(o) (key_owner == o && key_token == token_of[o])
+#define HAS_LOCK(o) (key_owner == o && key_token == drawn_of[o])
+/* The owner of a counter after a release, a suggestion, or an unfenced grant. */
+#define NONE 9
+/* No other owner came since o drew t, as far as Redis knows. */
+#define NONE_CAME(o, t) ((seq == t && seq_owner == o) || (seq == 0 && seq_owner == 0))
 
 #include "common.pml"
 
@@ -48,8 +53,12 @@ byte losses = LOSSES;
 byte unfenced = UNFENCED;
 #endif
 
-/* KEYS[1], "owner:token:words", with a ttl; KEYS[2], "last token:owner who drew it". */
+/* The keys "lock" and "counter"; without a counter, both of its bytes are 0. */
 byte key_owner, key_token, seq, seq_owner;
+/* By owner: the token that Redis proposed, and the fence that was read before it was recorded. */
+byte drawn_of[OWNERS + 1], read_token[OWNERS + 1], read_owner[OWNERS + 1];
+/* By owner: which grant its recording was. */
+byte recorded_as[OWNERS + 1];
 /* What a replica has of them. */
 byte old_owner, old_token, old_seq, old_seq_owner;
 /* Whose row the registry has; a newer grant overwrites it. */
@@ -90,9 +99,9 @@ inline renew(o, t) {
     :: key_owner != 0 && key_owner == o && key_token == t -> kept = true
     :: key_owner != 0 && !(key_owner == o && key_token == t)
 #endif
-    :: key_owner == 0 && seq <= t ->
+    :: key_owner == 0 && NONE_CAME(o, t) ->
        seq = t; seq_owner = o; key_owner = o; key_token = t; running = o; kept = true
-    :: key_owner == 0 && seq > t
+    :: key_owner == 0 && !NONE_CAME(o, t)
     fi;
     if
     :: kept -> renewed(o)
@@ -100,8 +109,8 @@ inline renew(o, t) {
     fi
 }
 
-/* RELEASE, with or without a token */
-inline free(o) {
+/* RELEASE: frees the key if it is o's, and keeps o from renewing what has expired. */
+inline free(o, above) {
     if
 #ifdef ANY_OWNER
     :: key_owner != 0 ->
@@ -112,12 +121,25 @@ inline free(o) {
        if
        :: running == o -> running = 0
        :: else
-       fi
+       fi;
+       leave_counter(o, above)
+    :: key_owner == 0 -> leave_counter(o, above)
     :: else
     fi
 }
 
-/* RECORD: ... DO UPDATE SET token = new, owner = me WHERE f.token < EXCLUDED.token */
+inline leave_counter(o, above) {
+#ifndef COUNTER_AS_IT_WAS
+    if
+    :: seq_owner == o || (seq == 0 && seq_owner == 0) || seq < above ->
+       seq = (seq < above -> above : seq); seq_owner = NONE
+    :: else
+    fi;
+#endif
+    skip
+}
+
+/* Ledger.record(): ... token = new, owner = me WHERE token < new, or WHERE (token, owner) = read */
 #define RECORDED 1
 #define REFUSED 2
 #define PINNED 3
@@ -126,32 +148,30 @@ inline free(o) {
 #else
 #define IS_NEWER(t) (fence_token < t)
 #endif
-inline record(o, t) {
+#ifdef RECORDS_BLINDLY
+#define AS_READ(o) true
+#else
+#define AS_READ(o) (fence_token == read_token[o] && fence_owner == read_owner[o])
+#endif
+inline record(o, t, may) {
     if
     :: pins > 0 -> outcome = PINNED
-    :: pins == 0 && IS_NEWER(t) ->
+    :: pins == 0 && may ->
        fence_token = t; fence_owner = o; row_of = o; recorded(o); mine = serial;
-       outcome = RECORDED
+       recorded_as[o] = serial; outcome = RECORDED
     :: else -> outcome = REFUSED
     fi
 }
 
-/* REPAIR, with what the database knew: it may know more by now. */
-inline repair(o) {
-    if
-    :: key_owner != o -> got = 0
-    :: else ->
-       if
-       :: seq > newest -> draw(o)
-       :: else -> seq = newest + 1; seq_owner = o
-       fi;
-       got = seq; key_token = seq;
-       given++; last_given = given; turn = given
-    fi
+inline verify(o) {
+    atomic {
+        kept = (key_owner == o && key_token == drawn) || (key_owner == 0 && NONE_CAME(o, drawn));
+        printf("owner %d verifies its lock: %d\n", o, kept)
+    }
 }
 
 proctype Client() {
-    byte me, got, turn, mine, floor, other, seen, loaded, newest, outcome, tries;
+    byte me, got, turn, mine, floor, other, seen, loaded, drawn, outcome, tries;
     bool kept;
 
     do
@@ -190,46 +210,71 @@ proctype Client() {
        :: got != 0
 #endif
        fi;
+       drawn = got;
 #ifndef UNRECORDED
-       /* RedisBackend._granted(): at most REPAIRS times */
+       /* Grants._record() */
        tries = 0;
        do
-       :: tries < 2 ->
+       :: tries < 3 ->
           tries++;
-          atomic { record(me, got); printf("owner %d records %d: %d\n", me, got, outcome) };
+          atomic {
+              if
+              :: tries == 1 -> record(me, got, IS_NEWER(got))
+              :: else -> record(me, got, AS_READ(me))
+              fi;
+              printf("owner %d records %d: %d\n", me, got, outcome)
+          };
           if
           :: outcome == RECORDED -> break
           :: outcome == PINNED -> got = 0; break
           :: outcome == REFUSED ->
-             newest = fence_token;
-             atomic { repair(me); printf("owner %d repairs: %d\n", me, got) };
+#ifdef VERIFIES_FIRST
+             verify(me);
+#endif
+             d_step { read_token[me] = fence_token; read_owner[me] = fence_owner };
              if
-             :: got == 0 -> break
+             :: read_owner[me] == me && read_token[me] == got -> mine = recorded_as[me]; break
              :: else
+             fi;
+#ifndef VERIFIES_FIRST
+             verify(me);
+#endif
+             if
+             :: kept -> kept = false; got = read_token[me] + 1
+             :: else -> got = 0; break
              fi
           fi
        :: else -> got = 0; break
        od;
        if
-       :: got == 0 -> atomic { free(me) }; goto next
+       :: got == 0 -> atomic { free(me, drawn) }; goto next
+       :: got > drawn ->
+          /* SUGGEST */
+          atomic {
+              if
+              :: seq < got -> seq = got; seq_owner = NONE
+              :: else
+              fi
+          }
        :: else
        fi;
-       /* Service._ask_for_lease(): once more before the caller's code runs. */
+       /* Grants._recorded(): once more before the caller's code runs. */
        if
        :: true
        :: true ->
-          atomic { renew(me, got); printf("owner %d was late, and renews: %d\n", me, kept) };
+          atomic { renew(me, drawn); printf("owner %d was late, and renews: %d\n", me, kept) };
           if
-          :: !kept || row_of != me -> atomic { free(me) }; goto next
+          :: !kept || fence_token != got || fence_owner != me ->
+             atomic { free(me, got) }; goto next
           :: else
           fi
        fi;
 #endif
-       d_step { hand_out(me, got) };
+       d_step { drawn_of[me] = drawn; hand_out(me, got) };
        write(me);
        /* Service._finish() */
        if
-       :: true -> atomic { given_back[me] = true; free(me); printf("owner %d releases\n", me) }
+       :: true -> atomic { given_back[me] = true; free(me, got); printf("owner %d releases\n", me) }
        :: late > 0 -> given_back[me] = true; printf("owner %d releases, unheard\n", me)
        :: crashes > 0 ->
           atomic { crashes--; gone[me] = true; printf("owner %d dies\n", me) };
@@ -237,58 +282,62 @@ proctype Client() {
        fi;
 next:
        got = 0; turn = 0; mine = 0; seen = 0; loaded = 0; kept = 0; floor = 0; me = 0;
-       newest = 0; outcome = 0; tries = 0
+       drawn = 0; outcome = 0; tries = 0
     :: begun == OWNERS -> break
     od
 }
 
-/* TAKE_AWAY: the counter goes above what he could renew, and the key is freed. */
-inline take_away(o, t) {
+/* RELEASE by the owner's id, of a lock that another holder may have by now. */
+inline take_away(o) {
     atomic {
         if
-#ifdef BLIND_TO_COUNTER
-        :: key_owner != 0 && (key_owner != o || key_token > t) ->
-#else
-        :: (key_owner != 0 && (key_owner != o || key_token > t)) ||
-           (seq_owner == o && seq > t) ->
-#endif
-           printf("the key isn't owner %d's any more\n", o)
+        :: key_owner != 0 && key_owner != o -> printf("the key isn't owner %d's any more\n", o)
         :: else ->
-#ifndef COUNTER_AS_IT_WAS
-           if
-           :: seq < t -> seq = t; seq_owner = 0
-           :: else
-           fi;
-#endif
 #ifndef NOT_FREED
-           free(o);
+           free(o, 0);
 #endif
            take(o)
         fi
     }
 }
 
+/* Revoking.revoke(): raises the fence if it is o's, or still as it was read or raised last. */
+inline raise(o) {
+    atomic {
+        pins == 0;
+        if
+        :: fence_owner == o || fence_token < told ||
+           (fence_token == read_token[0] && fence_owner == read_owner[0]) ->
+           if
+           :: fence_owner == o -> forced_out = serial
+           :: else
+           fi;
+           fence_token = (fence_token < told -> told : fence_token) + 1;
+           fence_owner = 0; at_lift = serial; lifted = fence_token;
+           read_token[0] = fence_token; read_owner[0] = 0;
+           printf("the fence is raised to %d, above owner %d\n", lifted, o)
+        :: else -> lifted = fence_token; at_lift = serial
+        fi
+    }
+}
+
+/* ops/force_release.py: raise, release, raise again. */
 inline force() {
 #ifdef FREE_BEFORE
-    take_away(victim, told + 1);
+    take_away(victim);
 #endif
 #ifdef FREE_WITHOUT_LIFT
     lifted = told; at_lift = serial;
 #else
-    lift(victim, told);
+    raise(victim);
 #endif
 #ifndef FREE_BEFORE
-    take_away(victim, lifted);
+    take_away(victim);
 #endif
-    /* He may have been recording his grant meanwhile: once more. */
-    if
-    :: !is_out[victim] && (key_owner == victim || (key_owner == 0 && row_of == victim)) ->
-       told = key_token;
-       lift(victim, told);
-       take_away(victim, lifted)
-    :: else
-    fi;
-    victim = 0; told = 0; lifted = 0
+#ifndef FREE_WITHOUT_LIFT
+    raise(victim);
+#endif
+    victim = 0; told = 0; lifted = 0; read_token[0] = 0; read_owner[0] = 0
 }
 
 proctype World() {
@@ -307,25 +356,27 @@ end:
 #ifndef UNRECORDED
            :: true -> late--; acquire(who); printf("late: owner %d acquires: %d\n", who, got)
            /* The statement waited in the server, and its client has gone. */
-           :: key_owner == who -> late--; record(who, key_token);
+           :: key_owner == who -> late--; record(who, key_token, IS_NEWER(key_token));
               printf("late: owner %d records: %d\n", who, outcome)
+           :: read_token[who] != 0 -> late--; record(who, read_token[who] + 1, AS_READ(who));
+              printf("late: owner %d records the next number: %d\n", who, outcome)
 #endif
-           :: token_of[who] != 0 -> late--; renew(who, token_of[who]);
+           :: token_of[who] != 0 -> late--; renew(who, drawn_of[who]);
               printf("late: owner %d renews: %d\n", who, kept)
-           :: given_back[who] -> late--; free(who); printf("late: owner %d releases\n", who)
+           :: given_back[who] -> late--; free(who, token_of[who]); printf("late: owner %d releases\n", who)
            :: else
            fi;
            who = 0; got = 0; turn = 0; mine = 0; outcome = 0; kept = 0
        }
     :: atomic {
-           /* RedisBackend.renew_rows(): an old owner who has his key back gives it up. */
+           /* Keeper.compare(): an old owner that has its key back gives it up. */
            key_owner != 0 && token_of[key_owner] != 0 && row_of != key_owner &&
            fence_owner != key_owner -> printf("owner %d gives the key up\n", key_owner);
            key_owner = 0; key_token = 0; running = 0
        }
     :: atomic {
            key_owner != 0 && gone[key_owner] -> printf("evicts owner %d\n", key_owner);
-           who = key_owner; free(who); who = 0
+           who = key_owner; free(who, 0); who = 0
        }
 #ifdef UNFENCED
     :: atomic {
@@ -334,7 +385,7 @@ end:
            printf("an unfenced holder comes and goes\n");
            if
 #ifndef COUNTS_FENCED
-           :: seq > 0 -> seq++; seq_owner = 0
+           :: seq > 0 -> seq++; seq_owner = NONE
 #endif
            :: else
            fi;
@@ -362,9 +413,19 @@ end:
            key_owner = 0; key_token = 0; seq = 0; seq_owner = 0; running = 0
        }
     :: atomic {
-           forces > 0 && key_owner != 0 -> forces--; victim = key_owner; told = key_token
+           forces > 0 -> forces--; read_token[0] = fence_token; read_owner[0] = fence_owner
        };
-       force()
+       /* The fence was read before the service is asked. */
+       atomic {
+           if
+           :: key_owner != 0 -> victim = key_owner; told = key_token
+           :: else
+           fi
+       };
+       if
+       :: victim != 0 -> force()
+       :: else -> read_token[0] = 0; read_owner[0] = 0
+       fi
     od
 }
 
