@@ -7,7 +7,6 @@ import pytest
 from django.db import connections, transaction
 
 from django_fencedlock import current_lease, lock
-from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import StaleFence
 from django_fencedlock.models import Fence
 from django_fencedlock.ops import resync
@@ -234,23 +233,6 @@ def test_children_are_covered_by_their_parents():
     row = written(Trailer)
     restored()
     assert lift(Vehicle).low == {row.fencing.name(): 5}
-
-
-def test_redis_continues_from_the_raised_fence(settings, redis_server):
-    redis_server.empty()
-    settings.FENCEDLOCK = {
-        "default": {
-            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
-            "LOCATION": redis_server.url,
-        }
-    }
-    row = written(Invoice)
-    restored()
-    redis_server.empty()
-    lift(Invoice)
-    with row.fencing.lock() as lease:
-        assert lease.token == 7
-    service("default").drop_all()
 
 
 def test_labels_of_models():

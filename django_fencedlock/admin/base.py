@@ -64,13 +64,13 @@ def translated(error: exceptions.FencedLockError) -> str:
 
 def outside_transactions(view: Any) -> Any:
     """
-    Exclude a view from ATOMIC_REQUESTS in every database.
+    Mark a view so that ATOMIC_REQUESTS excludes it in every database, and return it.
 
     In the request's transaction, SQLite would block the fence's own, a lock would last until
     the request's end, and a later error would undo a release that was already reported.
     """
     for using in connections:
-        view = transaction.non_atomic_requests(using)(view)
+        transaction.non_atomic_requests(using)(view)
     return view
 
 

@@ -62,7 +62,7 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         urls = super().get_urls()
         for each in urls:
             if each.name in names:
-                each.callback = outside_transactions(each.callback)
+                outside_transactions(each.callback)
         return urls
 
     # Changing
