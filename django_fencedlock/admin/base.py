@@ -46,7 +46,7 @@ _REASONS = {
     exceptions.LeaseLost: _("The lock was lost."),
     exceptions.LockRequired: _("This change needs the lock of another row as well."),
     exceptions.StaleFence: _("Another holder has acquired the lock, or changed the row."),
-    exceptions.VersionConflict: _("The row was changed by someone else."),
+    exceptions.VersionConflict: _("Another user or process changed the row."),
     exceptions.WrongDatabase: _("The row isn't in the database that has its fence."),
     exceptions.OutcomeUnknown: _("It is unknown whether it was saved. Check it."),
     exceptions.SettingsError: _("The lock settings are invalid."),

@@ -301,7 +301,7 @@ def report_given_up(place: Place, tries: int, rescues: int = 0) -> None:
 def send(task: AnyTask, pending: Pending, **more: Any) -> None:
     """Publish the message of a pending run: the task alone, without chain, chord and group."""
     args, kwargs = unpack(task, pending.message)
-    # Only what pack() stores, whoever wrote the row: a header may name another task.
+    # Only what pack() stores: in a row from elsewhere, a header may name another task.
     given = json.loads(pending.message.options)
     options = {name: value for name, value in given.items() if name in _OPTIONS}
     headers = {**_headers(options.pop("headers", {})), SERVE: pending.number}

@@ -84,8 +84,8 @@ class PinnedBlock(Atomic):
         try:
             super().__exit__(kind, error, trace)
         except Error as exc:
-            # Whoever answers a COMMIT with an error has rolled back. It is the answer that is
-            # missing if the session is gone.
+            # A server that answers COMMIT with an error has rolled back. If the session is gone,
+            # the answer is missing.
             if kind is None and _is_gone(self._connection, session) and not _idled(exc):
                 raise self._outcome_unknown(exc) from exc
             raise
@@ -102,8 +102,8 @@ class PinnedBlock(Atomic):
 
 
 def _pinned_blocks(connection: BaseDatabaseWrapper) -> list[PinnedBlock]:
-    # Kept on the connection, which belongs to one thread, and forgets its blocks when it connects
-    # anew. A context variable would outlive both in a task that inherits it.
+    # Kept on the connection, which belongs to one thread, and forgets its blocks when it
+    # reconnects. A context variable would outlive both in a task that inherits it.
     return [block for block in connection.atomic_blocks if isinstance(block, PinnedBlock)]
 
 
@@ -142,10 +142,10 @@ def _refuse_inside(lease: Lease, connection: BaseDatabaseWrapper) -> None:
 @contextlib.contextmanager
 def _writing_from_the_start(connection: BaseDatabaseWrapper) -> Iterator[None]:
     """
-    Have SQLite take the file at BEGIN.
+    Make SQLite lock the file at BEGIN.
 
-    A deferred transaction would read the fence first, and fail at its first write if anybody
-    wrote to the file in between, were it but our own renewal.
+    A deferred transaction would read the fence first, and fail at its first write if another
+    connection wrote to the file in between, even for a renewal of this lease.
     """
     mode = getattr(connection, "transaction_mode", None)
     if connection.vendor != "sqlite" or mode == "EXCLUSIVE":
@@ -201,7 +201,7 @@ def _stale(lease: Lease, found: Overtaken | None) -> StaleFence:
 
 
 def _is_gone(connection: BaseDatabaseWrapper, session: Any) -> bool:
-    # Django may have connected anew by now.
+    # Django may have reconnected by now.
     return connection.connection is not session or not connection.is_usable()
 
 
