@@ -84,6 +84,6 @@ def clock_problem(ahead: float, prefix: str = "") -> Problem:
         return ok(what)
     return warning(
         f"{what} ({'ahead' if ahead > 0 else 'behind'})",
-        "Locks work all the same, since each lease uses one clock. Times in logs and lists can't "
+        "Locks still work, since each lease uses one clock. Times in logs and lists can't "
         "be compared. Synchronise both clocks with NTP.",
     )

@@ -128,7 +128,7 @@ class SaveHooks:
         update_fields: Any = None,
     ) -> Any:
         parent: Any = super()
-        # An object that was loaded, and whose key was taken away, is a copy.
+        # An object that was loaded, and whose key was removed, is a copy.
         is_copy = force_insert or self._get_pk_val(cls._meta) is None
         # With these, Django inserts no row.
         must_exist = force_update or update_fields

@@ -33,7 +33,7 @@ FORK_TIMEOUT = 0.2
 
 
 class Job(Protocol):
-    """A bounded amount of data that is to be written to one database."""
+    """A bounded amount of data for one database."""
 
     database: str
 
@@ -69,7 +69,7 @@ class BackgroundWriter:
         self._disabled = True
 
     def is_off(self) -> bool:
-        """Return whether nothing is to be queued. In tests, nothing is."""
+        """Return whether nothing may be queued: after `disable()`, and in tests."""
         return self._disabled or under_test()
 
     def put(self, job: Job) -> bool:

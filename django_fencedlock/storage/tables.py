@@ -225,7 +225,7 @@ class PendingRun(models.Model):
     content_encoding = models.CharField(max_length=30)
     body = models.TextField(_("arguments"))
     options = models.TextField(help_text=_("The message's other options, as JSON."))
-    # Empty if unknown. Only the workers of this queue look after the row: the others can't run
+    # Empty if unknown. Only the workers of this queue check the row: the others can't run
     # the task, and may have another broker.
     queue = ExactCharField(_("queue"), max_length=MAX_LENGTH)
     tries = models.IntegerField(_("tries"), help_text=_("Runs that began and didn't end."))
