@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,10 @@ def _link(path: str) -> str:
 running_task: ContextVar[tuple[str, str]] = ContextVar("fencedlock_task", default=("", ""))
 
 
+#: json.dumps() makes an encoder for each call with options.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """One acquisition: a unique id, and where its holder runs."""
@@ -197,7 +201,8 @@ class Owner:
     @property
     def identity(self) -> str:
         """Where the holder runs, as text that a lock service stores; `read()` parses it."""
-        return json.dumps(astuple(self)[1:], ensure_ascii=False, separators=(",", ":"))
+        place = self.host, self.boot_id, self.pid_namespace, self.pid, self.pid_started
+        return _encode((*place, self.thread, self.task_name, self.task_id))
 
     @classmethod
     def read(cls, owner: str, identity: str) -> Owner:
