@@ -1,4 +1,4 @@
-"""Admin pages of locks, fences and history, and `FencedModelAdmin` for your own models."""
+"""Admin pages of locks, fences and events, and `FencedModelAdmin`."""
 
 from .fenced import FencedModelAdmin
 from .locks import FenceAdmin, HeldLockAdmin, LockEventAdmin

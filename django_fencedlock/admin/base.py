@@ -1,4 +1,4 @@
-"""What the admin's pages share: the chosen database, columns, errors and transactions."""
+"""Shared by the admin's pages: database, columns, errors, transactions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _REASONS = {
 
 
 def translated(error: exceptions.FencedLockError) -> str:
-    """Return the user's translation of an error, followed by the error's own English text."""
+    """Return a translation of an error, and its own English text."""
     for kind in type(error).__mro__:
         if kind in _REASONS:
             facts = {"reason": _REASONS[kind], "details": error}
@@ -64,7 +64,7 @@ def translated(error: exceptions.FencedLockError) -> str:
 
 def outside_transactions(view: Any) -> Any:
     """
-    Mark a view so that ATOMIC_REQUESTS excludes it in every database, and return it.
+    Exclude a view from ATOMIC_REQUESTS in every database; return it.
 
     In the request's transaction, SQLite would block the fence's own, a lock would last until
     the request's end, and a later error would undo a release that was already reported.
@@ -75,7 +75,7 @@ def outside_transactions(view: Any) -> Any:
 
 
 def column(title: Any, ordering: str | None = None) -> Callable[[Value], Value]:
-    """Declare a column. Narrow screens show its title in each cell, instead of the table's head."""
+    """Declare a column; narrow screens show its title in each cell."""
 
     def decorate(value_of: Value) -> Value:
         @admin.display(description=title, ordering=ordering)
@@ -205,7 +205,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def answer(
         self, view: Callable[..., HttpResponse], request: HttpRequest, *args: Any, **kwargs: Any
     ) -> HttpResponse:
-        """Return the view's answer, or an error page in time if its database is unavailable."""
+        """Return the view's answer, or a page for an unavailable database."""
         if any("\0" in each for _key, values in request.GET.lists() for each in values):
             raise BadRequest("PostgreSQL can't compare texts that have a NUL character.")
         using = self.database(request)

@@ -46,7 +46,7 @@ class FencedModelAdminChecks(ModelAdminChecks):
 
 class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """
-    Acquire the row's lock for each change, outside of the view's transaction.
+    Acquire the row's lock for each change, before the transaction.
 
     If another holder has the lock, or the row was changed since the form was opened, nothing is
     saved. The form then shows the reason and keeps what the user typed.
@@ -131,7 +131,7 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return HttpResponseRedirect(request.get_full_path())
 
     def _rows_to_delete(self, request: HttpRequest, object_id: str) -> list[Any]:
-        """Return the row whose lock the request needs, if Django's view will delete it."""
+        """Return the row whose lock the request needs, if it will be deleted."""
         row = self._posted_row(request, object_id) if request.POST else None
         if row is None or not self.has_delete_permission(request, row):
             return []
@@ -169,7 +169,7 @@ def _rejected(form: Any, why: str) -> Any:
 
 
 def _acquire(stack: ExitStack, rows: Iterable[Any]) -> str | None:
-    """Acquire the rows' locks until `stack` is closed, or return why that failed."""
+    """Acquire the rows' locks until `stack` closes; else return why not."""
     # Sorted: two users who select the same rows must not each acquire a part of the locks.
     for _name, row in sorted({row.fencing.name(): row for row in rows}.items()):
         try:

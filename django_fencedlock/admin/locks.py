@@ -52,7 +52,7 @@ STATE_FILTER_LIMIT = 1000
 
 
 class StateFilter(admin.SimpleListFilter):
-    """Filters by the state at the lock service. `HeldLockList` applies it after all others."""
+    """Filters by the state; `HeldLockList` applies it after all others."""
 
     title = _("state")
     parameter_name = "state"
@@ -65,7 +65,7 @@ class StateFilter(admin.SimpleListFilter):
 
 
 class HeldLockList(ChangeList):
-    """Held locks with their states. Each lock service is asked once for the whole page."""
+    """Held locks with their states: one request to each lock service."""
 
     #: The services that are unavailable, by alias.
     unanswered: dict[str, str]
@@ -96,7 +96,7 @@ class HeldLockList(ChangeList):
 
 
 def _candidates(queryset: QuerySet[HeldLock], wanted: State) -> QuerySet[HeldLock]:
-    """Narrow the rows down to those that can be in a state, the likeliest first."""
+    """Return the rows that can be in a state, the likeliest first."""
     if wanted not in (State.EXPIRED, State.EXPIRING, State.FREE):
         return queryset
     connection = connections[queryset.db]
@@ -159,7 +159,7 @@ class HeldLockAdmin(ReleasingAdmin):
         return rows
 
     def events_url(self, request: HttpRequest, row: HeldLock) -> str:
-        """Return the page of the lock's rejected writes; empty if the user may not view it."""
+        """Return the page of the lock's rejected writes, if it may be viewed."""
         site = self.admin_site
         if not site.is_registered(LockEvent):
             return ""
@@ -275,7 +275,7 @@ class LockEventList(ChangeList):
 
 
 def _knows_time_zone(using: str) -> bool:
-    """Return whether dates work there; MySQL and MariaDB come without time zones."""
+    """Return whether dates work; MySQL and MariaDB may have no time zones."""
     connection = connections[using]
     if connection.vendor == "postgresql" or not settings.USE_TZ:
         return True

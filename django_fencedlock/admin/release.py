@@ -1,4 +1,4 @@
-"""Forced release in the admin: the confirmation page, the release, and what it reports."""
+"""Forced release in the admin: confirmation, release and messages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Test helpers for code that uses locks, and the contract for your own backends.
+Helpers for tests of code that uses locks, and the contract.
 
 With pytest: ``pytest_plugins = ["django_fencedlock.test.fixtures"]``. The contract is in
 `django_fencedlock.test.contract`.

@@ -31,7 +31,7 @@ from ..storage.vendors import ledger_for
 
 class hold_lock:  # noqa: N801
     """
-    Hold lock `name` as another holder, so that the tested code can't acquire it.
+    Hold lock `name` as another holder than the tested code.
 
     Use it with ``with``, or ``async with`` in coroutines.
 
@@ -128,7 +128,7 @@ def assert_not_locked(name: str, *, backend: str = conf.DEFAULT_ALIAS) -> None:
 @contextlib.contextmanager
 def eager_tasks(app: Any = None) -> Iterator[None]:
     """
-    Run tasks in ``.delay()``, with their locks and policies, and without a broker.
+    Run tasks in ``.delay()``, with their locks, without a broker.
 
     ``.delay()`` never raises the task's error; ``.get()`` of its result does. Retries, also those
     of a conflict, run at once.
@@ -276,7 +276,7 @@ class NoService(Backend):
 
 
 def _record(request: Request, using: str) -> int | None:
-    """Raise the fence by one and return the token; None if the test can't write fences."""
+    """Raise the fence and return the token; None if that isn't possible."""
     connection = request.connection or connections[using]
     if connection is not request.connection and not _is_made_for_tests(connection):
         return None

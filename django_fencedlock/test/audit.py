@@ -139,7 +139,7 @@ class _Watch:
 
 
 def _fenced_tables() -> dict[str, str | None]:
-    """Return the tables of fenced models, with their fence columns; None if a parent has it."""
+    """Return fenced tables and their fence columns; None if a parent has it."""
     found: dict[str, str | None] = {}
     for model in apps.get_models():
         if issubclass(model, FencedModel):
@@ -182,7 +182,7 @@ _DEFINING = {"CREATE", "ALTER", "DROP", "COMMENT", "GRANT", "REVOKE"}
 
 
 def writes_in(sql: str, vendor: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the verb and the table of each write. In doubt, a table counts as written."""
+    """Yield the verb and the table of each write, also of doubtful ones."""
     noise = _NOISE_OF_MYSQL if vendor == "mysql" else _NOISE
     for statement in _statements(_TOKEN.findall(noise.sub(" '' ", sql))):
         upper = [token.upper() for token in statement]
@@ -240,7 +240,7 @@ def _is_name(token: str) -> bool:
 
 
 def _plain(token: str) -> str:
-    """Return a name without its quotes, in lower case as unquoted names are compared."""
+    """Return a name without its quotes, in lower case."""
     if token[0] in '"`':
         token = token[1:-1].replace(token[0] * 2, token[0])
     elif token[0] == "[":

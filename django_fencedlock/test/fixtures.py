@@ -1,4 +1,4 @@
-"""Pytest fixtures of the helpers: ``pytest_plugins = ["django_fencedlock.test.fixtures"]``."""
+"""Pytest fixtures; name this module in ``pytest_plugins``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def eager_tasks() -> Iterator[None]:
 
 @pytest.fixture
 def hold_lock() -> Iterator[Callable[..., Lease]]:
-    """Return a function that holds a lock as another holder until the end of the test."""
+    """Return a function that holds a lock until the end of the test."""
     with contextlib.ExitStack() as stack:
         yield lambda name, **terms: stack.enter_context(aids.hold_lock(name, **terms))

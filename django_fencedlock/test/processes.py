@@ -63,7 +63,7 @@ def another_thread() -> Iterator[AnotherThread]:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The settings that a process needs to use the same databases and lock services."""
+    """The settings for the same databases and lock services."""
 
     settings_module: str
     databases: Mapping[str, Mapping[str, Any]]

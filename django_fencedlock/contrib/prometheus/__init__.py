@@ -55,12 +55,12 @@ _IDS = re.compile(
 
 
 def pattern_of(name: str) -> str:
-    """Return the pattern of a name without a template: ``invoice:*`` for ``invoice:42``."""
+    """Return the default pattern of a name: ``invoice:*`` for ``invoice:42``."""
     return _IDS.sub("*", name)
 
 
 class Patterns:
-    """Returns the patterns of names, and never more than `most` different ones."""
+    """Returns the patterns of names: at most `most` different ones."""
 
     def __init__(self, rule: Rule | None = None, most: int = MAX_PATTERNS) -> None:
         self._rule = rule
@@ -194,7 +194,7 @@ def install(
     most_patterns: int = MAX_PATTERNS,
 ) -> None:
     """
-    Count from now on. A further call replaces the metrics of the previous one.
+    Count from now on. A further call replaces the former metrics.
 
     Args:
         registry: The registry of the metrics.

@@ -1,4 +1,4 @@
-"""``manage.py fencedlock``: list, show and release locks, examine services, repair fences."""
+"""``manage.py fencedlock``: locks, their services and fences."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def _known(aliases: list[str] | None) -> list[str]:
 
 
 def find_holder(name: str, aliases: Sequence[str]) -> tuple[HeldBy | None, dict[str, str]]:
-    """Return the holder, and the aliases that are unavailable. Raise if there are several."""
+    """Return the only holder, and the aliases that are unavailable."""
     found: list[HeldBy] = []
     unanswered: dict[str, str] = {}
     for alias in aliases:

@@ -1,5 +1,5 @@
 """
-The tests that every lock backend passes. Run them on a backend of your own.
+The tests that every lock backend passes, also one of your own.
 
 Subclass the parts for your backend's capabilities, and name its alias::
 

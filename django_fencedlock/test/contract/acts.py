@@ -28,7 +28,7 @@ def try_to_take(alias: str, name: str) -> bool:
 
 
 def hammer(alias: str, name: str, threads: int, seconds: float) -> tuple[int, int]:
-    """Try to acquire the lock repeatedly, without waiting; return the tries and the grants."""
+    """Try repeatedly to acquire the lock; return the tries and grants."""
     until = time.monotonic() + seconds
 
     def hammer_once() -> list[bool]:

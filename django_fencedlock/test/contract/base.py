@@ -90,7 +90,7 @@ class Contract:
 
     def interrupt_holder(self, lease: Lease) -> None:
         """
-        Let the next acquire get the lock of this process; its lease has a ttl of half a second.
+        Let the next acquire get a lock of this process with a short ttl.
 
         If locks live as long as a session, override it to end that session.
         """
@@ -168,7 +168,7 @@ def release(lease: Lease) -> None:
 
 @contextlib.contextmanager
 def left_open(using: str) -> Iterator[BaseDatabaseWrapper]:
-    """Yield a separate connection in a transaction, which keeps its locks until the end."""
+    """Yield a separate connection in an open transaction."""
     connection = private(using, TIMEOUT)
     try:
         with connection.cursor() as cursor:
@@ -248,6 +248,6 @@ def keepers(alias: str) -> int:
 
 
 def open_files() -> int:
-    """Return how many files and sockets this process has open; 0 without /proc."""
+    """Return the number of open files and sockets; 0 without /proc."""
     here = Path("/proc/self/fd")
     return len(list(here.iterdir())) if here.exists() else 0

@@ -29,7 +29,7 @@ class ForcedReleaseContract(Contract):
         return force_release(name, by="the boss", backend=self.alias, **terms)
 
     def notice(self, lease: Lease) -> None:
-        """Renew, so that the holder notices. This frees a lock that a session holds."""
+        """Renew, so that the holder notices; this frees a session's lock."""
         with pytest.raises(LeaseLost, match="released by force, by the boss, at 2"):
             lease.renew()
 

@@ -58,7 +58,7 @@ IN_THREADS: dict[str, Callable[..., Callable[..., Coroutine[Any, Any, Any]]]] = 
 
 
 class HoldingContract(Contract):
-    """One holder: what may acquire again, read and release, and how long its lease lasts."""
+    """One holder: who may acquire again, read and release its lease."""
 
     # Holders
 

@@ -219,7 +219,7 @@ class LossContract(Contract):
 
 
 class ExpiryContract(Contract):
-    """For backends with ``supports_ttl``: leases expire, and may be renewed afterwards."""
+    """For backends with ``supports_ttl``: leases expire."""
 
     def test_another_holder_acquires_the_lock_only_after_the_lease_expired(
         self, name: str, thread: AnotherThread

@@ -27,7 +27,7 @@ class OutageContract(Contract):
     answer_within = 15.0
 
     def paused(self) -> contextlib.AbstractContextManager[object]:
-        """Make the service hang inside the block: connections stay open, but it never answers."""
+        """Make the service hang inside the block: it never answers."""
         raise NotImplementedError
 
     def gone(self) -> contextlib.AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from .base import Contract, ended_by
 
 
 class TransactionContract(Contract):
-    """A transaction of the caller never shortens a lock, and delays only its release."""
+    """A caller's transaction never shortens a lock; it delays the release."""
 
     @pytest.mark.parametrize("ends_by", ["commit", "rollback"])
     def test_a_release_inside_a_transaction_happens_at_its_end(
@@ -88,7 +88,7 @@ class TransactionContract(Contract):
             assert not self.is_free_for(thread, name)
 
     def _is_free_now(self, thread: AnotherThread, lease: Lease) -> bool:
-        """Return whether another holder could acquire the lock during the transaction."""
+        """Return whether another holder could acquire the lock now."""
         if self.one_writer:
             # A try would wait for SQLite's busy timeout.
             return not lease.verify()

@@ -30,7 +30,7 @@ class WaitingContract(Contract):
     dead_waiter_bound = 10.0
 
     def waiters(self, name: str) -> int | None:
-        """Return the length of the queue, if the service knows it. This makes the tests faster."""
+        """Return the length of the queue, if known: the tests run faster."""
         return None
 
     def wait_for_waiters(self, name: str, count: int) -> None:
