@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.conf import settings
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.db import connections
@@ -12,7 +11,6 @@ from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.timezone import get_current_timezone_name
 from django.utils.translation import gettext as _now
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
@@ -265,39 +263,15 @@ class FenceAdmin(ReadOnlyAdmin):
     fields = ("lock_name", "token", "owner")
 
 
-class LockEventList(ChangeList):
-    """Lock events, by date where the database knows the time zone."""
-
-    def get_results(self, request: HttpRequest) -> None:
-        super().get_results(request)
-        if self.date_hierarchy and not _knows_time_zone(self.root_queryset.db):
-            self.date_hierarchy = None
-
-
-def _knows_time_zone(using: str) -> bool:
-    """Return whether dates work; MySQL and MariaDB may have no time zones."""
-    connection = connections[using]
-    if connection.vendor == "postgresql" or not settings.USE_TZ:
-        return True
-    if connection.timezone_name != "UTC":
-        # Django takes the times for local ones of the database's TIME_ZONE.
-        return False
-    return get_current_timezone_name() == "UTC" or connection.features.has_zoneinfo_database
-
-
 @admin.register(LockEvent)
 class LockEventAdmin(ReadOnlyAdmin):
     """The recent history of all locks."""
 
     list_display = ("when", "lock_name", "what", "token_number", "holder", "note")
-    list_filter = (DatabaseFilter, "kind", ("alias", ExistingValuesFilter))
+    list_filter = (DatabaseFilter, "kind", ("alias", ExistingValuesFilter), "happened_at")
     search_fields = ("name", "holder", "note")
     search_help_text = _("Searches names, holders and notes.")
-    date_hierarchy = "happened_at"
     ordering = ("-happened_at", "-id")
-
-    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
-        return LockEventList
 
     when = time_column(_("when"), "happened_at")
 
