@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from django.conf import settings
@@ -56,7 +56,7 @@ class AliasConfig:
         """Return the place in the settings, for messages."""
         return _where(self.alias, key)
 
-    @property
+    @cached_property
     def timeout(self) -> float:
         """Seconds for one request, in backends that have the option."""
         return seconds(self.options.get("TIMEOUT", TIMEOUT), f"{self.where('OPTIONS')}['TIMEOUT']")

@@ -301,12 +301,12 @@ class Explorer:
 
     def _released(self, world: World, actor: Actor, run: Any, steps: Coalescing) -> Any:
         sent: list[Any] = []
-        original, coalesce.serve = coalesce.serve, lambda app, duty: sent.append(duty)
+        original, coalesce.serve = coalesce.serve, lambda app, pending: sent.append(pending)
         try:
             steps.released()
         finally:
             coalesce.serve = original
-        served = tuple(_served(duty) for duty in sent)
+        served = tuple(_served(pending) for pending in sent)
         return replace(world, queue=(*world.queue, *served)), self._next(actor, "released")
 
     def _next(self, actor: Actor, step: str) -> Actor:
@@ -382,12 +382,12 @@ class Explorer:
         PendingRun.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
         sent: list[Any] = []
         original = coalesce.serve
-        coalesce.serve = lambda app, duty, **options: not sent.append(duty)
+        coalesce.serve = lambda app, pending, **options: not sent.append(pending)
         try:
             self._maintenance.look()
         finally:
             coalesce.serve = original
-        served = tuple(_served(duty) for duty in sent)
+        served = tuple(_served(pending) for pending in sent)
         return replace(world, queue=(*world.queue, *served), trace=(*world.trace, "RESCUE"))
 
     def _key(self, world: World) -> Any:
@@ -396,7 +396,7 @@ class Explorer:
             cursor.execute(
                 "SELECT wanted, started, done, body, tries, owner FROM django_fencedlock_pendingrun"
             )
-            duties = [(*row, labels.get(owner)) for *row, owner in cursor.fetchall()]
+            pending_runs = [(*row, labels.get(owner)) for *row, owner in cursor.fetchall()]
             cursor.execute("SELECT owner FROM django_fencedlock_heldlock")
             held = [labels.get(owner) for (owner,) in cursor.fetchall()]
             cursor.execute(
@@ -414,7 +414,7 @@ class Explorer:
             world.fresh,
             world.surplus,
             world.killed,
-            repr((duties, held, nonces)),
+            repr((pending_runs, held, nonces)),
         )
 
 
@@ -450,7 +450,7 @@ def _counted(world: World, actor: Actor) -> World:
     )
 
 
-def _served(duty: Any) -> Actor:
-    args, _ = unpack(rebuild, duty.message)
-    json.loads(duty.message.options)
-    return Actor(f"s{duty.number}", _owner(), args[0], serves=duty.number)
+def _served(pending: Any) -> Actor:
+    args, _ = unpack(rebuild, pending.message)
+    json.loads(pending.message.options)
+    return Actor(f"s{pending.number}", _owner(), args[0], serves=pending.number)

@@ -114,7 +114,7 @@ def reason(done, expected):
 
 
 def overdue():
-    """Let the time pass in which the living leave a duty alone."""
+    """Let the time pass in which the living leave a pending run alone."""
     PendingRun.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
 
 
@@ -254,7 +254,7 @@ class TestTasks:
         meanwhile(coalesced(late, 2))
         with sending() as sent:
             deliver(late, 1)
-            # Its duty tells whether there is something to do, whoever has the lock.
+            # Its pending run tells whether there is something to do, whoever has the lock.
             monkeypatch.setattr(MessageRecords, "newest", broken)
             with lock(NAME):
                 meanwhile(lambda: reason(deliver_sent(sent[0], redelivered=True), "coalesced"))
@@ -372,7 +372,7 @@ class TestTasks:
         assert [each.args[0] for each in sent] == [2]
         assert deliver_sent(sent[0]).result == 2
 
-    def test_the_duty_is_kept_when_the_message_cannot_be_sent(self, monkeypatch, caplog):
+    def test_the_pending_run_is_kept_when_the_message_cannot_be_sent(self, monkeypatch, caplog):
         meanwhile(coalesced(rebuild, 2))
         monkeypatch.setattr("django_fencedlock.celery.coalesce.send", unreachable)
         assert deliver(rebuild, 1).result == 1
@@ -596,7 +596,7 @@ class TestMessagesAgain:
 class TestRescue:
     @pytest.fixture(autouse=True)
     def left_over(self):
-        """Leave a duty behind that nobody sees to."""
+        """Leave a pending run behind that nobody sees to."""
         with lock(NAME):
             meanwhile(coalesced(rebuild, 7))
             within.pop()()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "post
 
 
 @pytest.fixture
-def duties(using):
+def runs(using):
     return PendingRuns(conf.config())
 
 
@@ -49,118 +49,118 @@ def message(**changes):
     return replace(made, **changes)
 
 
-def begin(duties, who, body="a"):
-    return duties.begin(PLACE, who, stored(body), GRACE)[1]
+def begin(runs, who, body="a"):
+    return runs.begin(PLACE, who, stored(body), GRACE)[1]
 
 
-class TestFormerTriggers:
+class TestEarlierTriggers:
     """A retry, or a message that failed and is delivered again, has arguments of before."""
 
     @pytest.fixture
-    def former(self, duties):
+    def former(self, runs):
         """Returns a function that has a run take on and end."""
 
         def run(body="old"):
             me = owner()
-            claimed = begin(duties, me, body)
-            duties.end(PLACE, me, claimed.number, GRACE)
+            claimed = begin(runs, me, body)
+            runs.end(PLACE, me, claimed.number, GRACE)
             return [EarlierRun(number=claimed.number), EarlierRun(owner=me)]
 
         return run
 
     @pytest.mark.parametrize("known_by", [0, 1], ids=["number", "owner"])
-    def test_the_newest_is_counted_again(self, duties, former, known_by):
+    def test_the_newest_is_counted_again(self, runs, former, known_by):
         run = former()[known_by]
-        duties.count(PLACE, stored("again"), GRACE, unless_newer=run)
-        assert duties.numbers(PLACE) == Numbers(wanted=2, done=1)
-        assert duties.claim(PLACE, owner(), GRACE).message == stored("again")
+        runs.count(PLACE, stored("again"), GRACE, unless_newer=run)
+        assert runs.numbers(PLACE) == Numbers(wanted=2, done=1)
+        assert runs.claim(PLACE, owner(), GRACE).message == stored("again")
 
     @pytest.mark.parametrize("known_by", [0, 1], ids=["number", "owner"])
     @pytest.mark.parametrize("newer", ["counted", "begun", "ended"])
-    def test_an_older_one_changes_nothing(self, duties, rows, former, known_by, newer):
+    def test_an_older_one_changes_nothing(self, runs, rows, former, known_by, newer):
         run = former()[known_by]
         if newer == "counted":
-            duties.count(PLACE, stored("new"), GRACE)
+            runs.count(PLACE, stored("new"), GRACE)
         elif newer == "begun":
-            begin(duties, owner(), "new")
+            begin(runs, owner(), "new")
         else:
             former("new")
         before = rows.values().get()
-        duties.count(PLACE, stored("old"), GRACE, unless_newer=run)
+        runs.count(PLACE, stored("old"), GRACE, unless_newer=run)
         assert rows.values().get() == before
         assert before["body"] == "new"
 
-    def test_one_whose_row_was_deleted_is_counted(self, duties, rows, former):
+    def test_one_whose_row_was_deleted_is_counted(self, runs, rows, former):
         run, _ = former()
         rows.all().delete()
-        duties.count(PLACE, stored("old"), GRACE, unless_newer=run)
-        assert duties.numbers(PLACE) == Numbers(wanted=1, done=0)
+        runs.count(PLACE, stored("old"), GRACE, unless_newer=run)
+        assert runs.numbers(PLACE) == Numbers(wanted=1, done=0)
 
 
 class TestTriggers:
-    def test_a_run_takes_on_its_own_trigger(self, duties, rows):
+    def test_a_run_takes_on_its_own_trigger(self, runs, rows):
         me = owner()
-        assert begin(duties, me) == Claimed(1, 1)
+        assert begin(runs, me) == Claimed(1, 1)
         row = rows.get()
         assert (row.name, row.task_name, row.alias) == ("invoice:1", "app.charge", "default")
         assert (row.wanted, row.started, row.done, row.owner) == (1, 1, 0, me)
         assert (row.due_at - row.updated_at).total_seconds() == pytest.approx(GRACE, abs=0.01)
 
-    def test_what_is_counted_during_a_run_waits_for_its_end(self, duties):
+    def test_what_is_counted_during_a_run_waits_for_its_end(self, runs):
         me = owner()
-        claimed = begin(duties, me)
+        claimed = begin(runs, me)
         for body in "bcd":
-            assert duties.count(PLACE, stored(body), GRACE) is None
-        assert duties.end(PLACE, me, claimed.number, GRACE)
-        assert duties.numbers(PLACE) == Numbers(wanted=4, done=1)
-        (open_,) = duties.waiting("invoice:1")
+            assert runs.count(PLACE, stored(body), GRACE) is None
+        assert runs.end(PLACE, me, claimed.number, GRACE)
+        assert runs.numbers(PLACE) == Numbers(wanted=4, done=1)
+        (open_,) = runs.waiting("invoice:1")
         assert (open_.place, open_.number, open_.message.body) == (PLACE, 4, "d")
 
-    def test_one_run_claims_all_with_the_latest_arguments(self, duties):
+    def test_one_run_claims_all_with_the_latest_arguments(self, runs):
         for body in "abc":
-            duties.count(PLACE, stored(body), GRACE)
+            runs.count(PLACE, stored(body), GRACE)
         me = owner()
-        assert duties.claim(PLACE, me, GRACE) == Claimed(3, 1, stored("c"))
-        assert duties.end(PLACE, me, 3, GRACE)
-        assert duties.numbers(PLACE) == Numbers(3, 3)
-        assert duties.claim(PLACE, owner(), GRACE) is None
+        assert runs.claim(PLACE, me, GRACE) == Claimed(3, 1, stored("c"))
+        assert runs.end(PLACE, me, 3, GRACE)
+        assert runs.numbers(PLACE) == Numbers(3, 3)
+        assert runs.claim(PLACE, owner(), GRACE) is None
 
-    def test_a_run_that_others_took_over_strikes_nothing_off(self, duties):
+    def test_a_run_that_others_took_over_strikes_nothing_off(self, runs):
         first, second = owner(), owner()
-        claimed = begin(duties, first)
-        later = begin(duties, second)
-        assert not duties.end(PLACE, first, claimed.number, GRACE)
-        assert duties.numbers(PLACE) == Numbers(2, 0)
-        assert duties.end(PLACE, second, later.number, GRACE)
+        claimed = begin(runs, first)
+        later = begin(runs, second)
+        assert not runs.end(PLACE, first, claimed.number, GRACE)
+        assert runs.numbers(PLACE) == Numbers(2, 0)
+        assert runs.end(PLACE, second, later.number, GRACE)
 
-    def test_tries_are_counted_for_each_number(self, duties):
-        duties.count(PLACE, stored(), GRACE)
-        assert [duties.claim(PLACE, owner(), GRACE).tries for _ in range(3)] == [1, 2, 3]
-        duties.count(PLACE, stored(), GRACE)
-        assert [duties.claim(PLACE, owner(), GRACE).tries for _ in range(2)] == [1, 2]
+    def test_tries_are_counted_for_each_number(self, runs):
+        runs.count(PLACE, stored(), GRACE)
+        assert [runs.claim(PLACE, owner(), GRACE).tries for _ in range(3)] == [1, 2, 3]
+        runs.count(PLACE, stored(), GRACE)
+        assert [runs.claim(PLACE, owner(), GRACE).tries for _ in range(2)] == [1, 2]
 
-    def test_a_request_that_is_repeated_is_no_try_of_its_own(self, duties):
-        duties.count(PLACE, stored(), GRACE)
+    def test_a_request_that_is_repeated_is_no_try_of_its_own(self, runs):
+        runs.count(PLACE, stored(), GRACE)
         me = owner()
-        assert [duties.claim(PLACE, me, GRACE).tries for _ in range(2)] == [1, 1]
+        assert [runs.claim(PLACE, me, GRACE).tries for _ in range(2)] == [1, 1]
 
-    def test_names_differ_by_case(self, duties):
-        duties.count(PLACE, stored(), GRACE)
-        assert duties.numbers(Place("INVOICE:1", "app.charge")) is None
-        assert duties.numbers(Place("invoice:1", "app.Charge")) is None
+    def test_names_differ_by_case(self, runs):
+        runs.count(PLACE, stored(), GRACE)
+        assert runs.numbers(Place("INVOICE:1", "app.charge")) is None
+        assert runs.numbers(Place("invoice:1", "app.Charge")) is None
 
-    def test_any_text_comes_back_as_it_was(self, duties):
+    def test_any_text_comes_back_as_it_was(self, runs):
         body = "['%(name)s', \"{}\", '%%', '\\u0000', {now}]" * 1000
-        duties.count(PLACE, stored(body), GRACE)
-        assert duties.claim(PLACE, owner(), GRACE).message.body == body
+        runs.count(PLACE, stored(body), GRACE)
+        assert runs.claim(PLACE, owner(), GRACE).message.body == body
 
-    def test_none_is_lost_when_many_count_a_new_one_at_once(self, duties):
+    def test_none_is_lost_when_many_count_a_new_one_at_once(self, runs):
         for number in range(5):
             place = Place(f"n{number}", "app.charge")
-            at_once([lambda place=place: duties.count(place, stored(), GRACE)] * 8)
-            assert duties.numbers(place).wanted == 8
+            at_once([lambda place=place: runs.count(place, stored(), GRACE)] * 8)
+            assert runs.numbers(place).wanted == 8
 
-    def test_number_and_arguments_are_of_one_moment(self, duties):
+    def test_number_and_arguments_are_of_one_moment(self, runs):
         """The body is the number, so a claim tells if it has another's."""
         counted, claims = iter(range(1, 61)), []
         one_counts = threading.Lock()
@@ -168,15 +168,15 @@ class TestTriggers:
         def count():
             for _ in range(15):
                 with one_counts:
-                    duties.count(PLACE, stored(str(next(counted))), GRACE)
+                    runs.count(PLACE, stored(str(next(counted))), GRACE)
 
         def take():
             for _ in range(30):
-                claims.append(duties.claim(PLACE, owner(), GRACE))
+                claims.append(runs.claim(PLACE, owner(), GRACE))
 
         at_once([count, take, count, take, count, count])
         # Those that were at work may have gone before the first of the others.
-        claims.append(duties.claim(PLACE, owner(), GRACE))
+        claims.append(runs.claim(PLACE, owner(), GRACE))
         seen = [claimed for claimed in claims if claimed is not None]
         assert seen
         assert all(str(claimed.number) == claimed.message.body for claimed in seen)
@@ -185,126 +185,126 @@ class TestTriggers:
 class TestMessages:
     """Triggers whose message may be delivered again."""
 
-    def test_the_first_delivery_counts_and_the_second_does_not(self, duties):
-        duties.begin(PLACE, owner(), stored("a"), GRACE)
+    def test_the_first_delivery_counts_and_the_second_does_not(self, runs):
+        runs.begin(PLACE, owner(), stored("a"), GRACE)
         lost = message()
-        assert duties.count(PLACE, stored("b"), GRACE, lost).is_first
-        duties.count(PLACE, stored("c"), GRACE, message())
-        again = duties.count(PLACE, stored("b"), GRACE, replace(lost, owner=owner()))
+        assert runs.count(PLACE, stored("b"), GRACE, lost).is_first
+        runs.count(PLACE, stored("c"), GRACE, message())
+        again = runs.count(PLACE, stored("b"), GRACE, replace(lost, owner=owner()))
         assert not again.is_first
-        assert duties.numbers(PLACE).wanted == 3
-        assert duties.waiting("invoice:1")[0].message.body == "c"
+        assert runs.numbers(PLACE).wanted == 3
+        assert runs.waiting("invoice:1")[0].message.body == "c"
 
-    def test_what_was_begun_under_another_policy_counts_now(self, duties):
+    def test_what_was_begun_under_another_policy_counts_now(self, runs):
         died = message()
         MessageRecords(conf.config()).begin(died)
         again = replace(died, owner=owner())
-        assert duties.begin(PLACE, again.owner, stored("a"), GRACE, again)[1] == Claimed(1, 1)
+        assert runs.begin(PLACE, again.owner, stored("a"), GRACE, again)[1] == Claimed(1, 1)
 
-    def test_message_and_trigger_are_recorded_together_or_not_at_all(self, duties, using, rows):
+    def test_message_and_trigger_are_recorded_together_or_not_at_all(self, runs, using, rows):
         first = message(name="x" * 201)  # too long for its column
         place = Place(PLACE.name, "y" * 201)
         if using == "default":
             pytest.skip("SQLite knows no lengths")
         with pytest.raises(Exception, match="failed at the count of a trigger"):
-            duties.count(place, stored("a"), GRACE, message())
+            runs.count(place, stored("a"), GRACE, message())
         with pytest.raises(Exception, match="failed at the count of a trigger"):
-            duties.count(PLACE, stored("a"), GRACE, first)
+            runs.count(PLACE, stored("a"), GRACE, first)
         assert rows.count() == MessageRecord.objects.using(using).count() == 0
 
-    def test_of_deliveries_at_once_one_counts(self, duties):
-        duties.begin(PLACE, owner(), stored("a"), GRACE)
+    def test_of_deliveries_at_once_one_counts(self, runs):
+        runs.begin(PLACE, owner(), stored("a"), GRACE)
         for number in range(2, 8):
             first = message()
             at_once(
                 [
-                    lambda first=first: duties.count(
+                    lambda first=first: runs.count(
                         PLACE, stored("a"), GRACE, replace(first, owner=owner())
                     )
                 ]
                 * 4
             )
-            assert duties.numbers(PLACE).wanted == number
+            assert runs.numbers(PLACE).wanted == number
 
 
 class TestLookingAfter:
     NAMES = ("app.charge", "app.other")
 
-    def test_finds_what_is_due_and_free(self, duties):
-        duties.count(PLACE, stored("a"), -1)
-        (open_,) = duties.overdue(self.NAMES, [], 10)
+    def test_finds_what_is_due_and_free(self, runs):
+        runs.count(PLACE, stored("a"), -1)
+        (open_,) = runs.overdue(self.NAMES, [], 10)
         assert (open_.place, open_.number, open_.tries, open_.rescues) == (PLACE, 1, 0, 0)
         assert open_.message == stored("a")
 
-    def test_leaves_alone_what_is_not_due(self, duties):
-        duties.count(PLACE, stored("a"), GRACE)
-        assert duties.overdue(self.NAMES, [], 10) == []
+    def test_leaves_alone_what_is_not_due(self, runs):
+        runs.count(PLACE, stored("a"), GRACE)
+        assert runs.overdue(self.NAMES, [], 10) == []
 
-    def test_leaves_alone_what_somebody_holds(self, duties):
-        duties.count(PLACE, stored("a"), -1)
+    def test_leaves_alone_what_somebody_holds(self, runs):
+        runs.count(PLACE, stored("a"), -1)
         with lock("invoice:1"):
-            assert duties.overdue(self.NAMES, [], 10) == []
-        assert len(duties.overdue(self.NAMES, [], 10)) == 1
+            assert runs.overdue(self.NAMES, [], 10) == []
+        assert len(runs.overdue(self.NAMES, [], 10)) == 1
 
-    def test_finds_no_more_than_asked_for(self, duties):
+    def test_finds_no_more_than_asked_for(self, runs):
         for number in range(5):
-            duties.count(Place(f"n{number}", "app.charge"), stored("a"), number - 100)
-        assert [each.place.name for each in duties.overdue(self.NAMES, [], 2)] == ["n0", "n1"]
+            runs.count(Place(f"n{number}", "app.charge"), stored("a"), number - 100)
+        assert [each.place.name for each in runs.overdue(self.NAMES, [], 2)] == ["n0", "n1"]
 
-    def test_of_several_at_once_one_claims_it(self, duties):
+    def test_of_several_at_once_one_claims_it(self, runs):
         for number in range(5):
             place = Place(f"n{number}", "app.charge")
-            duties.count(place, stored("a"), -1)
-            (open_,) = [each for each in duties.overdue(self.NAMES, [], 10) if each.place == place]
-            claimed = at_once([lambda open_=open_: duties.reserve(open_, GRACE)] * 4)
+            runs.count(place, stored("a"), -1)
+            (open_,) = [each for each in runs.overdue(self.NAMES, [], 10) if each.place == place]
+            claimed = at_once([lambda open_=open_: runs.reserve(open_, GRACE)] * 4)
             assert sum(claimed) == 1
-        assert duties.overdue(self.NAMES, [], 10) == []
+        assert runs.overdue(self.NAMES, [], 10) == []
 
-    def test_what_was_done_meanwhile_cannot_be_claimed(self, duties):
-        duties.count(PLACE, stored("a"), -1)
-        (open_,) = duties.overdue(self.NAMES, [], 10)
+    def test_what_was_done_meanwhile_cannot_be_claimed(self, runs):
+        runs.count(PLACE, stored("a"), -1)
+        (open_,) = runs.overdue(self.NAMES, [], 10)
         me = owner()
-        duties.end(PLACE, me, duties.claim(PLACE, me, -1).number, -1)
-        assert not duties.reserve(open_, GRACE)
-        assert not duties.give_up(open_)
+        runs.end(PLACE, me, runs.claim(PLACE, me, -1).number, -1)
+        assert not runs.reserve(open_, GRACE)
+        assert not runs.give_up(open_)
 
-    def test_rescues_are_counted_until_a_run_begins(self, duties):
-        duties.count(PLACE, stored("a"), -1)
+    def test_rescues_are_counted_until_a_run_begins(self, runs):
+        runs.count(PLACE, stored("a"), -1)
         for rescues in range(3):
-            (open_,) = duties.overdue(self.NAMES, [], 10)
+            (open_,) = runs.overdue(self.NAMES, [], 10)
             assert open_.rescues == rescues
-            assert duties.reserve(open_, -1)
-        duties.claim(PLACE, owner(), -1)
-        assert duties.overdue(self.NAMES, [], 10)[0].rescues == 0
+            assert runs.reserve(open_, -1)
+        runs.claim(PLACE, owner(), -1)
+        assert runs.overdue(self.NAMES, [], 10)[0].rescues == 0
 
-    def test_what_was_given_up_is_left_alone_until_a_new_trigger(self, duties):
-        duties.count(PLACE, stored("a"), -1)
-        duties.reserve(duties.overdue(self.NAMES, [], 10)[0], -1)
-        (open_,) = duties.overdue(self.NAMES, [], 10)
-        assert sum(at_once([lambda: duties.give_up(open_)] * 4)) == 1
-        assert duties.overdue(self.NAMES, [], 10) == []
-        duties.count(PLACE, stored("b"), -1)
-        assert duties.overdue(self.NAMES, [], 10)[0].rescues == 0
+    def test_what_was_given_up_is_left_alone_until_a_new_trigger(self, runs):
+        runs.count(PLACE, stored("a"), -1)
+        runs.reserve(runs.overdue(self.NAMES, [], 10)[0], -1)
+        (open_,) = runs.overdue(self.NAMES, [], 10)
+        assert sum(at_once([lambda: runs.give_up(open_)] * 4)) == 1
+        assert runs.overdue(self.NAMES, [], 10) == []
+        runs.count(PLACE, stored("b"), -1)
+        assert runs.overdue(self.NAMES, [], 10)[0].rescues == 0
 
-    def test_a_new_trigger_puts_nothing_off(self, duties):
-        duties.count(PLACE, stored("a"), -1)
-        duties.count(PLACE, stored("b"), GRACE)
-        assert len(duties.overdue(self.NAMES, [], 10)) == 1
+    def test_a_new_trigger_puts_nothing_off(self, runs):
+        runs.count(PLACE, stored("a"), -1)
+        runs.count(PLACE, stored("b"), GRACE)
+        assert len(runs.overdue(self.NAMES, [], 10)) == 1
 
-    def test_a_trigger_after_the_last_was_done_has_a_grace_of_its_own(self, duties, rows):
+    def test_a_trigger_after_the_last_was_done_has_a_grace_of_its_own(self, runs, rows):
         me = owner()
-        duties.end(PLACE, me, begin(duties, me).number, GRACE)
+        runs.end(PLACE, me, begin(runs, me).number, GRACE)
         row = rows.get()
         assert (row.due_at - row.updated_at).total_seconds() == pytest.approx(86400, abs=1)
-        duties.count(PLACE, stored("b"), -1)
-        assert len(duties.overdue(self.NAMES, [], 10)) == 1
+        runs.count(PLACE, stored("b"), -1)
+        assert len(runs.overdue(self.NAMES, [], 10)) == 1
 
-    def test_what_its_holder_sees_to_at_the_end_has_a_grace(self, duties):
+    def test_what_its_holder_sees_to_at_the_end_has_a_grace(self, runs):
         me = owner()
-        claimed = duties.begin(PLACE, me, stored("a"), -1)[1]
-        duties.count(PLACE, stored("b"), -1)
-        duties.end(PLACE, me, claimed.number, GRACE)
-        assert duties.overdue(self.NAMES, [], 10) == []
+        claimed = runs.begin(PLACE, me, stored("a"), -1)[1]
+        runs.count(PLACE, stored("b"), -1)
+        runs.end(PLACE, me, claimed.number, GRACE)
+        assert runs.overdue(self.NAMES, [], 10) == []
 
 
 class TestForgetting:
@@ -312,49 +312,49 @@ class TestForgetting:
     def kept_no_time(self, monkeypatch):
         monkeypatch.setattr("django_fencedlock.storage.pending_runs.KEPT", -1.0)
 
-    def test_what_has_no_duty_is_deleted(self, duties, rows):
+    def test_what_is_done_is_deleted(self, runs, rows):
         me = owner()
-        duties.end(PLACE, me, begin(duties, me).number, GRACE)
-        duties.count(Place("other", "app.charge"), stored(), -1)
-        assert duties.forget(5) == 1
+        runs.end(PLACE, me, begin(runs, me).number, GRACE)
+        runs.count(Place("other", "app.charge"), stored(), -1)
+        assert runs.forget(5) == 1
         assert rows.get().name == "other"
 
-    def test_a_bounded_number_goes_at_a_time(self, duties, rows):
+    def test_a_bounded_number_goes_at_a_time(self, runs, rows):
         me = owner()
-        duties.end(PLACE, me, begin(duties, me).number, GRACE)
+        runs.end(PLACE, me, begin(runs, me).number, GRACE)
         row = rows.get()
         for number in range(BATCH + 10):
             row.pk, row.name = None, f"n{number}"
             row.save(using=rows.db, force_insert=True)
-        assert duties.forget(1) == BATCH
-        assert duties.forget(9) == 11
+        assert runs.forget(1) == BATCH
+        assert runs.forget(9) == 11
 
-    def test_a_run_from_before_strikes_off_nothing_of_a_new_row(self, duties):
+    def test_a_run_from_before_strikes_off_nothing_of_a_new_row(self, runs):
         """Numbers begin again, so a paused run's high number must not count."""
         paused, other = owner(), owner()
         for _ in range(5):
-            claimed = begin(duties, paused)
-        duties.end(PLACE, other, begin(duties, other).number, GRACE)
-        duties.forget(5)
-        duties.count(PLACE, stored(), GRACE)
-        assert not duties.end(PLACE, paused, claimed.number, GRACE)
-        assert duties.numbers(PLACE) == Numbers(1, 0)
+            claimed = begin(runs, paused)
+        runs.end(PLACE, other, begin(runs, other).number, GRACE)
+        runs.forget(5)
+        runs.count(PLACE, stored(), GRACE)
+        assert not runs.end(PLACE, paused, claimed.number, GRACE)
+        assert runs.numbers(PLACE) == Numbers(1, 0)
 
 
 @pytest.mark.parametrize("using", ["postgres", "mariadb"], indirect=True)
-def test_the_number_of_statements(using, duties, request):
+def test_the_number_of_statements(using, runs, request):
     server = request.getfixturevalue(using)
     me, first = owner(), message()
     # The first trigger of a name inserts its row, in a savepoint.
-    begin(duties, me)
+    begin(runs, me)
     acts = {
-        "begin": lambda: begin(duties, me),
-        "count": lambda: duties.count(PLACE, stored("b"), GRACE),
-        "claim": lambda: duties.claim(PLACE, me, GRACE),
-        "end": lambda: duties.end(PLACE, me, 3, GRACE),
-        "waiting": lambda: duties.waiting("invoice:1"),
-        "overdue": lambda: duties.overdue(["app.charge"], ["celery"], 10),
-        "begin with a message": lambda: duties.begin(PLACE, first.owner, stored("c"), GRACE, first),
+        "begin": lambda: begin(runs, me),
+        "count": lambda: runs.count(PLACE, stored("b"), GRACE),
+        "claim": lambda: runs.claim(PLACE, me, GRACE),
+        "end": lambda: runs.end(PLACE, me, 3, GRACE),
+        "waiting": lambda: runs.waiting("invoice:1"),
+        "overdue": lambda: runs.overdue(["app.charge"], ["celery"], 10),
+        "begin with a message": lambda: runs.begin(PLACE, first.owner, stored("c"), GRACE, first),
     }
     found = {}
     for act, call in acts.items():

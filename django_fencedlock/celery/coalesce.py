@@ -134,11 +134,8 @@ class Coalescing:
             number = self._claimed.number
             self._pending.end(self._place, call.owner.id, number, in_queue(call.ttl))
         except BackendUnavailable as exc:
-            logger.warning(
-                "The end of a run wasn't recorded, so another will follow: %s",
-                exc,
-                extra=call.facts(reason=str(exc)),
-            )
+            text = "The end of a run wasn't recorded, so another will follow: %s"
+            logger.warning(text, exc, extra=call.facts(str(exc)))
 
     def released(self) -> None:
         """
@@ -201,12 +198,8 @@ class Coalescing:
                 serve(self._call.task.app, pending)
         except Exception as exc:
             # This task has ended, whatever happens to the next one.
-            logger.warning(
-                "Triggers under lock %r have to wait: %s",
-                self._call.name,
-                exc,
-                extra=self._call.facts(reason=str(exc)),
-            )
+            text, extra = "Triggers under lock %r have to wait: %s", self._call.facts(str(exc))
+            logger.warning(text, self._call.name, exc, extra=extra)
 
 
 def _retried(request: Any) -> EarlierRun | None:

@@ -12,8 +12,8 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from celery import Signature, _state, current_app
 from celery.exceptions import Ignore, Reject
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .names import AnyTask
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Headers of ours.
 #: Identifies a message: all its deliveries share it. Retries share a task's id, and users may
@@ -149,25 +151,16 @@ class Delivery:
 
     def begin(self) -> Skip | None:
         """Record that the run begins. Call it with the lock."""
-        try:
-            begun = self._records.begin(self.message)
-        except BackendUnavailable as exc:
-            self._go_on_without_record(exc)
-            return None
-        return self.judge(begun)
+        begun = self._ask(self._records.begin, self.message)
+        return None if begun is None else self.judge(begun)
 
     def judge(self, begun: Begun) -> Skip | None:
         """Return why a message with the record `begun` isn't run; None if it is."""
         self._began = not begun.outcome
         if self._began:
             return None
-        logger.info(
-            "Lock %r: a message of %s was delivered again after its end (%s)",
-            self._call.name,
-            self._call.title,
-            begun.outcome,
-            extra=self._call.facts(),
-        )
+        call, text = self._call, "Lock %r: a message of %s was delivered again after its end (%s)"
+        logger.info(text, call.name, call.title, begun.outcome, extra=call.facts())
         if self._is_result_stored(begun.outcome):
             raise Ignore(f"an earlier delivery of the message ended: {begun.outcome}")
         if not begun.is_past:
@@ -194,18 +187,19 @@ class Delivery:
         return "" if found is None else found[0]
 
     def _newest(self) -> tuple[str, Begun] | None:
-        try:
-            return self._records.newest(self.message.nonce, self.message.name)
-        except BackendUnavailable as exc:
-            self._go_on_without_record(exc)
-            return None
+        return self._ask(self._records.newest, self.message.nonce, self.message.name)
 
-    def _go_on_without_record(self, error: BackendUnavailable) -> None:
+    def _ask(self, question: Callable[..., T | None], *args: Any) -> T | None:
+        """Ask the database; without an answer, go on if the policy allows that."""
         call = self._call
-        if call.policy.on_backend_error != "run":
-            raise error
-        extra = call.facts(str(error))
-        logger.error("%s runs without a record of its message: %s", call.title, error, extra=extra)
+        try:
+            return question(*args)
+        except BackendUnavailable as exc:
+            if call.policy.on_backend_error != "run":
+                raise
+            text, extra = "%s runs without a record of its message: %s", call.facts(str(exc))
+            logger.error(text, call.title, exc, extra=extra)
+            return None
 
     def _may_be_the_same(self, holder: Holder) -> bool:
         return f"[{shorten_task_id(str(self._call.request.id))}]" in holder.description
@@ -265,13 +259,10 @@ def kept(app: Any) -> float:
 
 def postpone_until_publisher_ends(call: Call, seen: Sequence[Holder]) -> None:
     """
-    Postpone the message if the run that published it still holds the lock.
+    Postpone the message (raise `Ignore`) if the run that published it still holds the lock.
 
     A body publishes its retry, its replacement and the steps of a workflow while it holds its
     lock, and an idle worker may get them at once. ``on_conflict`` would skip that work.
-
-    Raises:
-        Ignore: A copy of the message was published, which comes a moment later.
     """
     if call.is_called_directly or call.request.is_eager:
         return

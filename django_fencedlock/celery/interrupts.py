@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 from billiard import pool
@@ -106,13 +106,7 @@ def _run(body: Callable[[], T], began: float, blocks: Mapping[str, int]) -> T:
 
 
 def clean_up(began: float, blocks: Mapping[str, int]) -> None:
-    """
-    Close connections that an interrupt broke, and release locks that it left.
-
-    Args:
-        began: The local clock before the body.
-        blocks: What `open_blocks()` returned before the body.
-    """
+    """Close connections that an interrupt broke, and release locks acquired since `began`."""
     close_broken(blocks)
     give_back_left_over(began)
 
@@ -162,7 +156,7 @@ class Interruptible:
     def lost(self, lease: Lease) -> None:
         """Note the loss and interrupt the body, without waiting. From any thread."""
         self.is_lost = True
-        # Not armed, it looks for a loss itself when it is.
+        # If it isn't armed, arm() sees the loss.
         if self.armed and self.thread == _thread_id():
             # The body itself noticed the loss, and is still reporting it.
             runtime.start(self._interrupt_soon)
@@ -176,21 +170,19 @@ class Interruptible:
     def is_due(self) -> bool:
         return self.armed and self.is_lost and not self.interrupted
 
-    def innermost_due(self) -> Interruptible | None:
-        """Return the innermost of this run and its callers that is to be interrupted."""
-        target: Interruptible | None = self
-        while target is not None and not target.is_due():
-            target = target._outer
-        return target
+    def with_callers(self) -> Iterator[Interruptible]:
+        """Return this run and those whose bodies called it, the innermost first."""
+        run: Interruptible | None = self
+        while run is not None:
+            yield run
+            run = run._outer
 
     def pass_on(self) -> None:
         """Raise `Abort` again if a run that called this one lost its lock."""
-        outer = self._outer
-        while outer is not None:
-            if outer.armed and outer.is_lost:
+        for outer in self.with_callers():
+            if outer is not self and outer.armed and outer.is_lost:
                 outer.interrupted = True
                 raise Abort
-            outer = outer._outer
 
     def _interrupt_soon(self) -> None:
         runtime.original("time", "sleep")(SOON)
@@ -241,12 +233,13 @@ def _install_handler() -> int:
 def on_signal(number: int, frame: FrameType | None) -> None:
     """Handle the abort signal: raise `Abort` if it is meant for a run of this thread."""
     # It may come late: Python handles two signals at once one after the other.
-    innermost = _innermost.get(_thread_id())
-    target = innermost and innermost.innermost_due()
-    if target is not None:
-        target.interrupted = True
-        cancel_statements()
-        raise Abort
+    if (innermost := _innermost.get(_thread_id())) is None:
+        return
+    for run in innermost.with_callers():
+        if run.is_due():
+            run.interrupted = True
+            cancel_statements()
+            raise Abort
 
 
 class ByException(Interruptible):
@@ -307,13 +300,10 @@ def open_blocks() -> dict[str, int]:
 
 def close_broken(before: Mapping[str, int]) -> None:
     """
-    Close the connections of this thread that aren't in the state that a body leaves normally.
+    Close the connections of this thread that a body didn't leave as it found them.
 
     Django doesn't notice: the next task would get a connection that is "already in progress" of
     another command, or a transaction that is never committed.
-
-    Args:
-        before: What `open_blocks()` returned before the body.
     """
     for connection in connections.all(initialized_only=True):
         if connection.connection is not None:
@@ -416,12 +406,7 @@ class DeferredTimeLimit:
         self._defer()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._allow()
 
     @contextlib.contextmanager
