@@ -66,7 +66,7 @@ def _report(
     report: Report,
 ) -> None:
     from django_fencedlock import lock, signals
-    from django_fencedlock.backends.base import Renewal
+    from django_fencedlock.backends.interface import Renewal
 
     heard: list[Renewal] = []
 

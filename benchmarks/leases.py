@@ -235,13 +235,14 @@ def _keep_for(ttl: float, leases: list[Any]) -> None:
 
 def _beat() -> None:
     """Renew all leases once more, now."""
+    from django_fencedlock.core.grants import grant_of
     from django_fencedlock.core.manager import service
 
     assert _held
-    backend = service(_held[0].alias).backend
+    kept_by = service(_held[0].alias)
     held = [lease for lease in _held if not lease.lost]
-    backend.renew(held)
-    backend.renew_rows(held)
+    kept_by.backend.renew([grant_of(lease) for lease in held])
+    kept_by.keeper.compare(held)
 
 
 def _python_redis_lock(names: list[str], given: Given) -> Any:

@@ -90,7 +90,7 @@ def _redis_fenced(
 
 
 def advisory(postgres: Postgres) -> Once:
-    from django_fencedlock.backends import postgres_statements as sql
+    from django_fencedlock.backends.postgres import statements as sql
 
     cursor = _cursor(postgres)
     _keys: dict[str, int] = {}

@@ -90,7 +90,7 @@ def _task_problems() -> list[Problem]:
 def _live_problems(databases: Sequence[str]) -> Iterator[Problem]:
     for alias in conf.aliases():
         if conf.config(alias).fence_database in databases:
-            yield from service(alias).backend.live_problems()
+            yield from service(alias).backend.check()
 
 
 def _celery_apps() -> list[Any]:

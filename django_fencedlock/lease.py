@@ -16,11 +16,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from . import logs
+from .core.identity import Owner
 from .core.runtime import clock
 from .exceptions import LeaseLost, Unfenced
 
 if TYPE_CHECKING:
-    from .core.identity import LocalHolder, Owner
+    from .core.identity import LocalHolder
 
 logger = logging.getLogger(__name__)
 
@@ -63,18 +64,22 @@ class Lease:
         *,
         name: str,
         alias: str,
-        owner: Owner,
+        owner: str,
         token: int | None,
         ttl: float,
         since: float,
         control: Control,
+        identity: str = "",
         database: str = "default",
         handle: Any = None,
         clock: Callable[[], float] = clock,
     ) -> None:
         self.name = name
         self.alias = alias
-        self.holder = owner
+        #: The unique id of this acquisition.
+        self.owner_id = owner
+        #: Where its holder runs, as the lock service knows it.
+        self.identity = identity
         self.ttl = ttl
         #: What the code wrote of the name, if that is a template; metrics go by it.
         self.pattern = ""
@@ -82,13 +87,11 @@ class Lease:
         self.database = database
         #: For the backend alone: where the lock lives.
         self.handle = handle
-        #: For the backend alone: what it asks for each renewal with, if that never changes.
-        self.asked_with: Any = None
-        #: The caller's own connection to the fence database, on SQLite the one that may have it.
-        self.home: Any = None
+        #: What the backend is asked about.
+        self.grant: Any = None
         #: How many times it was entered and not yet left.
         self.entries = 1
-        #: The request that entered it again last.
+        #: The claim that entered it again last.
         self.entered_by: object = None
         #: Its release waits for the end of the caller's transaction.
         self.put_off = False
@@ -112,9 +115,9 @@ class Lease:
         self._interrupts: list[Callable[[Lease], object]] = []
 
     @property
-    def owner_id(self) -> str:
-        """The unique id of this acquisition."""
-        return self.holder.id
+    def holder(self) -> Owner:
+        """The holder: where it runs, as text for people."""
+        return Owner.read(self.owner_id, self.identity)
 
     @property
     def who(self) -> LocalHolder | None:

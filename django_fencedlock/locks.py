@@ -17,10 +17,10 @@ from typing import Any, Never, TypeVar, cast
 from django.core.exceptions import SynchronousOnlyOperation
 
 from . import conf
-from .backends.base import Cancel, Request
+from .backends.interface import Claim, Wait
 from .core import aio, names, runtime
-from .core.acquiring import FIRST_PAUSE, LONGEST_PAUSE
-from .core.identity import Holder, current_holder, new_owner
+from .core.grants import FIRST_PAUSE, LONGEST_PAUSE, new_claim
+from .core.identity import Holder, current_holder
 from .core.manager import Service, give_back_left_over, service
 from .core.runtime import clock
 from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
@@ -67,7 +67,7 @@ class Lock:
         #: The template that the name was made of, if it was made of one.
         self.pattern = ""
         self._ttl = None if ttl is None else conf.seconds(ttl, "ttl")
-        self._blocking_timeout = _wait(blocking_timeout)
+        self._blocking_timeout = _seconds(blocking_timeout)
         # The leases of the blocks that are open now: one object may serve several threads.
         self._entered: list[Lease] = []
 
@@ -93,21 +93,22 @@ class Lock:
             The lease, or None if another holder had the lock until the time was over.
         """
         _forbid_in_event_loop(self.name, f"await lock({self.name!r}).aacquire()")
-        return self._take(self._request(blocking, blocking_timeout))
+        return self._take(self._claim(), Wait(self._timeout(blocking, blocking_timeout)))
 
     async def aacquire(
         self, blocking: bool = True, *, blocking_timeout: Duration | None = None
     ) -> Lease | None:
         """See acquire(). Release it with ``await lease.arelease()``."""
-        request, who = self._request(blocking, blocking_timeout), current_holder()
-        lease = self._service.enter_again(request, who)
+        wait = Wait(self._timeout(blocking, blocking_timeout))
+        claim, who = self._claim(), current_holder()
+        lease = self._service.enter_again(claim, who)
         if lease is None:
-            handover = _Handover(self._service, request.cancel)
+            handover = _Handover(self._service, wait)
             acquire = functools.partial(
-                self._service.acquire, request, who, pattern=self.pattern, since=clock()
+                self._service.acquire, claim, who=who, pattern=self.pattern, since=clock()
             )
             try:
-                lease = await self._atake(request, handover, acquire)
+                lease = await self._atake(wait, handover, acquire)
             except BaseException:
                 handover.abandon()
                 raise
@@ -126,18 +127,19 @@ class Lock:
     def __enter__(self) -> Lease:
         _forbid_in_event_loop(self.name, f"async with lock({self.name!r})")
         started = clock()
-        request = self._request(True, None)
+        claim, wait = self._claim(), Wait(self.blocking_timeout)
         try:
-            lease = self._take(request)
+            lease = self._take(claim, wait)
             if lease is None:
-                raise self._service.refusal(self.name, clock() - started)
+                waited = clock() - started
+                raise self._service.refusal(self.name, waited, self.fenced, wait.held)
             self._entered.append(lease)
             return lease
         except FencedLockError:
             raise
         except BaseException:
             # As in _take(): a block that was never entered is never left.
-            self._give_back_struck(request, started)
+            self._drop_interrupted(claim, started)
             raise
 
     def __exit__(
@@ -228,22 +230,21 @@ class Lock:
         found.pattern = self.name
         return found
 
-    def _request(self, blocking: bool, blocking_timeout: Duration | None) -> Request:
-        timeout = self._timeout(blocking, blocking_timeout)
-        return Request(self.name, new_owner(), self.ttl, self.fenced, timeout)
+    def _claim(self) -> Claim:
+        return new_claim(self.name, self.ttl, self.fenced)
 
     def _timeout(self, blocking: bool, blocking_timeout: Duration | None) -> float:
         if not blocking:
             if blocking_timeout is not None:
                 raise ValueError("blocking=False and a blocking_timeout exclude each other.")
             return 0.0
-        wait = _wait(blocking_timeout)
-        return self.blocking_timeout if wait is None else wait
+        found = _seconds(blocking_timeout)
+        return self.blocking_timeout if found is None else found
 
-    def _take(self, request: Request) -> Lease | None:
+    def _take(self, claim: Claim, wait: Wait) -> Lease | None:
         began = clock()
         try:
-            lease = self._service.acquire(request, pattern=self.pattern)
+            lease = self._service.acquire(claim, wait, pattern=self.pattern)
             if lease is not None:
                 enter(lease)
             return lease
@@ -251,28 +252,26 @@ class Lock:
             raise
         except BaseException:
             # Ctrl-C, or a signal's handler: the caller doesn't get the lease.
-            self._give_back_struck(request, began)
+            self._drop_interrupted(claim, began)
             raise
 
-    def _give_back_struck(self, request: Request, since: float) -> None:
-        self._service.leave_again(request)
+    def _drop_interrupted(self, claim: Claim, since: float) -> None:
+        self._service.leave_again(claim)
         give_back_left_over(since)
 
     async def _atake(
-        self, request: Request, handover: _Handover, acquire: Callable[..., Lease | None]
+        self, wait: Wait, handover: _Handover, acquire: Callable[..., Lease | None]
     ) -> Lease | None:
         """Ask in threads: the first waiter of a lock waits in one, or tries if there is none."""
         service, began, pause = self._service, clock(), FIRST_PAUSE
-        deadline = began + request.timeout
-        if request.timeout <= 0 or await service.is_lent():
-            return await service.in_thread(handover.take, acquire, kind=aio.TRY)
-        async with aio.turn((self.backend, self.name), request.timeout):
-            while (left := deadline - clock()) > 0:
-                request.timeout = left
-                waiting = aio.wait_in_thread(functools.partial(handover.take, acquire))
+        acquire_waiting = functools.partial(handover.take, functools.partial(acquire, wait=wait))
+        if wait.left <= 0 or await service.is_lent():
+            return await service.in_thread(acquire_waiting, kind=aio.TRY)
+        async with aio.turn((self.backend, self.name), wait.left):
+            while (left := wait.left) > 0:
+                waiting = aio.wait_in_thread(acquire_waiting)
                 if waiting is not None:
                     return await aio.answer(waiting)
-                request.timeout = 0.0
                 once = functools.partial(acquire, tells=False)
                 if lease := await service.in_thread(handover.take, once, kind=aio.TRY):
                     return lease
@@ -336,7 +335,7 @@ def lock(
     )
 
 
-def _wait(blocking_timeout: Duration | None) -> float | None:
+def _seconds(blocking_timeout: Duration | None) -> float | None:
     if blocking_timeout is None:
         return None
     return conf.seconds(blocking_timeout, "blocking_timeout", zero=True, endless=True)
@@ -371,9 +370,9 @@ class _Handover:
     by the event loop, which may end with the cancellation.
     """
 
-    def __init__(self, service: Service, cancel: Cancel) -> None:
+    def __init__(self, service: Service, wait: Wait) -> None:
         self._service = service
-        self._cancel = cancel
+        self._wait = wait
         self._lock = threading.Lock()
         self._abandoned = False
         self._lease: Lease | None = None
@@ -394,7 +393,7 @@ class _Handover:
         with self._lock:
             self._abandoned = True
             lease = self._lease
-        self._cancel.cancel()
+        self._wait.cancel()
         if lease is not None:
             alias = self._service.config.alias
             aio.submit(aio.RELEASE, alias, _give_back, self._service, lease)

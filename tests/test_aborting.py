@@ -18,9 +18,8 @@ from django.db import Error, ProgrammingError, connection, connections, transact
 from django.test import TestCase
 
 from django_fencedlock import LeaseLost, conf, lock, signals
-from django_fencedlock.backends.base import Request
 from django_fencedlock.celery import interrupts
-from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import SettingsError
 from django_fencedlock.test import lose_lease
@@ -407,7 +406,7 @@ def test_a_body_learns_of_a_loss_that_it_noticed_itself(place):
 
 @pytest.mark.django_db(transaction=True)
 def test_max_hold_ends_a_body_that_hangs():
-    lease = service("default").acquire(Request("x", new_owner(), 0.5), max_hold=0.1)
+    lease = service("default").acquire(new_claim("x", 0.5), max_hold=0.1)
     with pytest.raises(LeaseLost, match=r"held for longer than max_hold=0\.1 s"):
         interrupts.run_interruptible(lease, lambda: time.sleep(LONG))
     assert lease.release() is False

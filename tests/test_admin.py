@@ -17,8 +17,8 @@ from django.utils import timezone
 
 from django_fencedlock import lock
 from django_fencedlock.admin import HeldLockAdmin
-from django_fencedlock.backends.base import Request
-from django_fencedlock.core.identity import LocalHolder, new_owner, running_task
+from django_fencedlock.core.grants import new_claim
+from django_fencedlock.core.identity import LocalHolder, running_task
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.test import lose_lease
@@ -134,7 +134,7 @@ def key(settings: dict[str, str], name: str) -> str:
 def hold_lock_unrecorded(name: str) -> Iterator[None]:
     """Take a lock of Redis whose grant the registry doesn't get."""
     who = LocalHolder()
-    lease = service("default").acquire(Request(name, new_owner(), 30, fenced=False), who)
+    lease = service("default").acquire(new_claim(name, 30, fenced=False), who=who)
     assert lease is not None
     yield
     service("default").release(lease, who)
@@ -292,7 +292,7 @@ def asked() -> Iterator[list[str]]:
     backend = service("default").backend
     questions: list[str] = []
     with contextlib.ExitStack() as stack:
-        for name in ("holders", "waiting", "holder", "is_free", "verify"):
+        for name in ("acquire", "holders", "verify"):
             method = getattr(backend, name)
 
             def ask(*args: Any, name: str = name, method: Any = method) -> Any:
@@ -330,7 +330,9 @@ def test_how_many_wait(page: Callable[..., str], redis_server: Redis) -> None:
             assert "waiting" not in run("show", "invoice:42")[0]
             got = waiter.submit(lock("invoice:42", blocking_timeout=30)(lambda: True))
             backend = service("default").backend
-            wait_until(lambda: backend.waiting(["invoice:42"]) == {"invoice:42": 1}, "the waiter")
+            wait_until(
+                lambda: backend.holders(["invoice:42"])["invoice:42"].waiting == 1, "the waiter"
+            )
             html = page()
             one = page(reverse("admin:django_fencedlock_heldlock_change", args=["invoice:42"]))
             shown, _, _ = run("show", "invoice:42")

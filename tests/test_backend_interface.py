@@ -15,6 +15,7 @@ from collections.abc import Callable
 import pytest
 
 from django_fencedlock import conf
+from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.runtime import clock
@@ -378,3 +379,12 @@ class TestStub(BackendInterface):
     def make(self, monkeypatch):
         monkeypatch.setattr(StubBackend, "service", StubService())
         return lambda: StubBackend(conf.config("default"))
+
+
+@pytest.mark.django_db(transaction=True)
+class TestDatabase(BackendInterface):
+    """The tables of `DatabaseBackend`; `test_database_backend.py` has each server's own."""
+
+    @pytest.fixture
+    def make(self):
+        return lambda: DatabaseBackend(conf.config("default"))

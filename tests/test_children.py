@@ -12,10 +12,11 @@ import pytest
 from django.core.management import call_command
 
 from django_fencedlock import lock
-from django_fencedlock.backends.base import Request
+from django_fencedlock.backends.interface import Wait
 from django_fencedlock.celery import worker
 from django_fencedlock.celery.worker import VARIABLE, ChildWatch, ForkGate, LeftLocks, Maintenance
-from django_fencedlock.core.identity import Process, new_owner, this_process
+from django_fencedlock.core.grants import new_claim
+from django_fencedlock.core.identity import Process, this_process
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.storage import connections
@@ -283,7 +284,7 @@ class TestLeftLocks:
 class TestReleasing:
     def hold(self, name):
         """Hold a lock that no lease of this process has."""
-        assert service("default").backend.acquire(Request(name=name, owner=new_owner(), ttl=30))
+        service("default").backend.acquire(new_claim(name, 30), Wait())
 
     def test_what_the_registry_says_is_released(self):
         self.hold("x")

@@ -26,6 +26,7 @@ from django_fencedlock.ops import doctor, resync
 from django_fencedlock.ops.registry import State
 from django_fencedlock.problems import Level
 from tests.models import Invoice
+from tests.sessions import as_in_another_process
 from tests.test_docs import ROOT, _table
 from tests.test_resync import restored, written
 
@@ -234,7 +235,7 @@ class TestRelease:
         assert f"is held by {lease.holder}." in out
         assert "The fence is raised first" in out
         assert "Release it by force? [y/N]\n" in out
-        assert out.endswith("His writes are refused: the fence is at 2.\n")
+        assert out.endswith("The holder's writes are rejected: the fence is at 2.\n")
         assert Fence.objects.get().token == 2
         assert not HeldLock.objects.exists()
         with pytest.raises(LeaseLost, match=f"by {current_user()}"):
@@ -311,7 +312,7 @@ class TestRelease:
                 _, err, code = run("release", "x", "--yes")
             assert code == 2
             assert "ReleaseBlocked: " in err
-            assert "its fence can't be lifted" in err
+            assert "its fence can't be raised" in err
             assert lease.verify()
 
     @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -321,9 +322,10 @@ class TestRelease:
         pid = HeldLock.objects.using("postgres").get(name="x").session_pid
         assert f", server session {pid}\n" in run("show", "x")[0]
         assert run_json("show", "x")[0]["services"][0]["holder"]["session_pid"] == pid
-        out, _, code = run("release", "x", stdin=Terminal("y\n"))
+        with as_in_another_process():
+            out, _, code = run("release", "x", stdin=Terminal("y\n"))
         assert code == 0
-        assert "gives it back when it next renews it" in out
+        assert "releases it at its next renewal" in out
         assert out.count(f"SELECT pg_terminate_backend({pid})") == 2
         with pytest.raises(LeaseLost, match="released by force"):
             lease.renew()

@@ -134,7 +134,7 @@ def test_every_backend_takes_a_time_out_as_a_timedelta(settings, given):
     settings.FENCEDLOCK = {"default": {**given, "OPTIONS": {"TIMEOUT": timedelta(seconds=2)}}}
     config = conf.config()
     backend = conf.backend_class(config.backend)(config)
-    assert config.timeout == backend._timeout == 2
+    assert config.timeout == backend.config.timeout == 2
 
 
 def test_an_unreachable_database_is_an_error_of_the_database_checks_alone(settings, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from django.db import connections
 from django.test import override_settings
 
-from django_fencedlock.backends import postgres_waiting
+from django_fencedlock.backends.postgres import holding
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.test.contract import (
     DataLossContract,
@@ -48,7 +48,7 @@ class Configured:
         with pytest.MonkeyPatch.context() as patch:
             # As outside of tests: private connections stay open.
             patch.setattr(sessions, "under_test", lambda: False)
-            patch.setattr(postgres_waiting, "under_test", lambda: False)
+            patch.setattr(holding, "under_test", lambda: False)
             # Else each process of the tests would make a directory for servers of its own.
             patch.setenv("FENCEDLOCK_TEST_SQLITE", os.devnull)
             with override_settings(FENCEDLOCK={"default": cls.fencedlock()}):
@@ -94,7 +94,7 @@ class TestPostgres(Configured, LockContract, WaitingContract):
             " WHERE l.locktype = 'advisory' AND NOT l.granted AND d.datname = %s",
             name,
         )
-        lines = [line for room in postgres_waiting._rooms.values() for line in room._lines.values()]
+        lines = self.service.backend._local._queues.values()
         return waiting + sum(len(line) - 1 for line in lines if line)
 
 
@@ -104,7 +104,7 @@ class OnRedis(Configured, LockContract, ExpiryContract, WaitingContract, DataLos
         return {"BACKEND": REDIS, "LOCATION": cls.server().url, "FENCE_DATABASE": "postgres"}
 
     def waiters(self, name):
-        return self.server().execute("ZCARD", self.service.backend._store._keys(name).queue)
+        return self.server().execute("ZCARD", self.service.backend._keys(name).queue)
 
     def lose_data(self):
         self.server().execute("FLUSHALL")

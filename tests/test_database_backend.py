@@ -11,8 +11,9 @@ from django.db import connections, transaction
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, LockNotAcquired, lock
-from django_fencedlock.backends import base
-from django_fencedlock.backends.base import Renewal, Request
+from django_fencedlock.backends.interface import Renewal, Wait
+from django_fencedlock.core import grants
+from django_fencedlock.core.grants import grant_of, new_claim
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
@@ -61,15 +62,15 @@ class TestOnPostgres:
     def test_a_refusal_is_two_statements_and_sees_the_dead(self, on, postgres, monkeypatch):
         backend = on("postgres").backend
         holder = new_owner()
-        assert backend.acquire(Request(name="x", owner=holder, ttl=30))
+        backend.acquire(new_claim("x", 30, owner=holder), Wait())
         looks = []
-        monkeypatch.setattr(base, "is_process_gone", looks.append)
+        monkeypatch.setattr(grants, "is_process_gone", looks.append)
         with postgres.statements() as seen:
             assert lock("x").acquire(blocking=False) is None
         assert sum(seen.values()) == ours(seen) == 2
         process = holder.process
         assert looks == [process]
-        monkeypatch.setattr(base, "is_process_gone", lambda process: True)
+        monkeypatch.setattr(grants, "is_process_gone", lambda process: True)
         assert lock("x").acquire(blocking=False).token == 2
 
     def test_acquire_and_release_are_one_statement_each(self, on, postgres):
@@ -86,7 +87,7 @@ class TestOnPostgres:
         backend = on("postgres").backend
         leases = [lock(f"n{place}").acquire() for place in range(1000)]
         with postgres.statements() as seen:
-            assert backend.renew(leases) == [Renewal.KEPT] * 1000
+            assert backend.renew([grant_of(lease) for lease in leases]) == [Renewal.KEPT] * 1000
         assert sum(seen.values()) == 1
         for lease in leases:
             lease.release()
@@ -100,8 +101,11 @@ class TestOnPostgres:
                 .select_for_update(of=("self",))
                 .filter(name="locked")
             )
-            assert backend.renew([free, locked]) == [Renewal.KEPT, Renewal.UNKNOWN]
-        assert backend.renew([free, locked]) == [Renewal.KEPT, Renewal.KEPT]
+            assert backend.renew([grant_of(free), grant_of(locked)]) == [
+                Renewal.KEPT,
+                Renewal.UNKNOWN,
+            ]
+        assert backend.renew([grant_of(free), grant_of(locked)]) == [Renewal.KEPT, Renewal.KEPT]
 
 
 @pytest.mark.django_db(transaction=True, databases=["mariadb"])
@@ -118,7 +122,7 @@ class TestOnMariaDB:
 
     def test_a_refusal_is_three_statements(self, on, mariadb):
         backend = on("mariadb").backend
-        assert backend.acquire(Request(name="x", owner=new_owner(), ttl=30))
+        backend.acquire(new_claim("x", 30), Wait())
         with mariadb.statements() as seen:
             assert lock("x").acquire(blocking=False) is None
         assert sum(seen.values()) == 3
@@ -145,7 +149,7 @@ class TestOnMariaDB:
         backend = on("mariadb").backend
         leases = [lock(f"n{place}").acquire() for place in range(1000)]
         with mariadb.statements() as seen:
-            assert backend.renew(leases) == [Renewal.KEPT] * 1000
+            assert backend.renew([grant_of(lease) for lease in leases]) == [Renewal.KEPT] * 1000
         assert sum(seen.values()) == 8  # BEGIN, three chunks of SELECT and UPDATE, COMMIT
         for lease in leases:
             lease.release()
@@ -182,7 +186,7 @@ class TestOnSQLite:
             time.sleep(2)
             assert not lease.lost
             lease.check()
-        assert held.backend.renew([lease]) == [Renewal.KEPT]
+        assert held.backend.renew([grant_of(lease)]) == [Renewal.KEPT]
         assert lease.release()
 
     @pytest.mark.parametrize("timeout", [0, 0.3, 1.2])
@@ -264,16 +268,15 @@ class TestOnSQLite:
         ]
 
     def test_a_refusal_only_reads(self, seen):
-        holder = new_owner()
-        assert service("default").backend.acquire(Request(name="x", owner=holder, ttl=30))
+        service("default").backend.acquire(new_claim("x", 30), Wait())
         seen.clear()
         assert lock("x").acquire(blocking=False) is None
-        assert set(seen) == {"SELECT", "PRAGMA"}
+        assert set(seen) == {"SELECT"}
 
     def test_a_release_waits_for_the_file_as_long_as_any_request(self, on):
         held = on("default")
         lease = lock("x").acquire()
-        assert held.backend.renew([lease]) == [Renewal.KEPT]
+        assert held.backend.renew([grant_of(lease)]) == [Renewal.KEPT]
         with held_file(seconds=0.7):
             assert lease.release()
 

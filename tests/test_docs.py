@@ -262,9 +262,7 @@ def test_options_in_the_settings_tables(name: str) -> None:
     table = dict(row[:2] for row in _rows(section.split("|---|---|---|\n")[1]))
     assert set(table) == backend.option_names
 
-    # Constants are beside what goes by them.
-    module = backend.__module__ + {"postgres": "_taking"}.get(name, "")
-    constants = {**vars(conf), **vars(importlib.import_module(module))}
+    constants = {**vars(conf), **vars(importlib.import_module(backend.__module__))}
     numbers = {key: float(value) for key, value in table.items() if value.isdigit()}
     assert numbers == {key: constants[key] for key in numbers}
     assert "TIMEOUT" in numbers

@@ -10,8 +10,9 @@ from django.core.management import call_command
 from django.db import connections
 
 from django_fencedlock import checks, conf, problems
-from django_fencedlock.backends.base import Grant
 from django_fencedlock.backends.database import DatabaseBackend
+from django_fencedlock.backends.interface import Granted, Held
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.models import checks as table_checks
 from django_fencedlock.ops import doctor
@@ -98,7 +99,7 @@ def test_the_two_owners_share_no_session(settings, postgres, backend):
     try:
         lease = tried._acquire_first()
         with postgres.statements() as statements:
-            assert tried._second.acquire(tried._request()) is None
+            assert tried._acquire(tried._second, tried._claim()) is None
         assert any("django_fencedlock_fence" in each for each in statements)
         assert lease.token
     finally:
@@ -417,9 +418,9 @@ class Only:
 class Slow(DatabaseBackend):
     delay = 0.0
 
-    def is_free(self, name):
+    def holders(self, names):
         time.sleep(self.delay)
-        return super().is_free(name)
+        return super().holders(names)
 
 
 class ForAnybody(DatabaseBackend):
@@ -427,14 +428,14 @@ class ForAnybody(DatabaseBackend):
 
     tokens = 0
 
-    def acquire(self, request):
+    def acquire(self, claim, wait):
         ForAnybody.tokens += 1
-        return Grant(ForAnybody.tokens, time.monotonic())
+        return Granted(ForAnybody.tokens, clock())
 
 
 class OneToken(DatabaseBackend):
     """Gives the same token to all."""
 
-    def acquire(self, request):
-        grant = super().acquire(request)
-        return grant and Grant(1, grant.since)
+    def acquire(self, claim, wait):
+        answer = super().acquire(claim, wait)
+        return answer if isinstance(answer, Held) else Granted(1, answer.since)

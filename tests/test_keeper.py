@@ -11,11 +11,12 @@ import weakref
 import pytest
 
 from django_fencedlock import signals
-from django_fencedlock.backends.base import Renewal
+from django_fencedlock.backends.interface import Grant, Renewal
 from django_fencedlock.core import keeper as keeper_module
 from django_fencedlock.core import runtime
+from django_fencedlock.core.grants import grant_of
 from django_fencedlock.core.identity import new_owner
-from django_fencedlock.core.keeper import TIDY_AFTER, Keeper
+from django_fencedlock.core.keeper import CLEAR_AFTER, DOUBTED, Keeper
 from django_fencedlock.core.runtime import clock as real_clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.lease import Lease
@@ -39,30 +40,36 @@ class Service:
     def __init__(self) -> None:
         self.answer = Renewal.KEPT
         self.batches: list[int] = []
-        self.records_grants = False
-        self.overtaken: list[Lease] = []
-        self.rows: list[list[Lease]] = []
-        self.tidied = 0
-        self.lost_hook = None
+        self.lost = None
         self.supports_ttl = True
-        self.released: list[Lease] = []
+        self.released: list[Grant] = []
 
-    def renew(self, leases):
-        self.batches.append(len(leases))
+    def renew(self, grants):
+        self.batches.append(len(grants))
         if isinstance(self.answer, Exception):
             raise self.answer
-        return [self.answer] * len(leases)
+        return [self.answer] * len(grants)
 
-    def renew_rows(self, leases):
-        self.rows.append(leases)
-        return self.overtaken
-
-    def release(self, lease):
-        self.released.append(lease)
+    def release(self, grant):
+        self.released.append(grant)
         return True
 
-    def tidy(self) -> None:
-        self.tidied += 1
+
+class Registry:
+    """Notes which rows are renewed and deleted."""
+
+    def __init__(self) -> None:
+        self.overtaken: list[Lease] = []
+        self.rows: list[list[str]] = []
+        self.cleared: list[list[str]] = []
+
+    def renew(self, grants):
+        self.rows.append([grant.owner for grant in grants])
+        owners = {lease.owner_id for lease in self.overtaken}
+        return [grant for grant in grants if grant.owner in owners]
+
+    def clear(self, grants):
+        self.cleared.append([grant.owner for grant in grants])
 
 
 @pytest.fixture
@@ -76,18 +83,23 @@ def service():
 
 
 @pytest.fixture
+def registry():
+    return Registry()
+
+
+@pytest.fixture
 def losses():
     return []
 
 
 @pytest.fixture
-def keeper(service, clock, losses, monkeypatch):
+def keeper(service, registry, clock, losses, monkeypatch):
     def call(function, *args, **kwargs):
         function(*args, **kwargs)
 
     monkeypatch.setattr(keeper_module, "notify", call)
     monkeypatch.setattr(runtime.Worker, "put", lambda self, job: job())
-    keeper = Keeper(service, noting(losses), clock=clock)
+    keeper = Keeper(service, noting(losses), clock, registry)
     keeper._runs = True  # the test ticks in the thread's place
     return keeper
 
@@ -106,7 +118,7 @@ def lease(clock):
         made = Lease(
             name=name,
             alias="default",
-            owner=new_owner(),
+            owner=new_owner().id,
             token=1,
             ttl=ttl,
             since=clock(),
@@ -288,21 +300,64 @@ def test_a_dead_session_loses_its_owners_at_once_and_no_others(keeper, service, 
     dead, alive = lease(name="dead"), lease(name="alive")
     keeper.keep(dead)
     keeper.keep(alive)
-    service.lost_hook([dead.owner_id])
+    service.lost([dead.owner_id])
     assert [found for found, _ in losses] == [dead]
 
 
-def test_releases_are_tidied_up_once_soon_after(keeper, service, clock, lease):
-    for _ in range(3):
-        kept = lease()
-        keeper.keep(kept)
-        keeper.drop(kept)
+def test_the_rows_of_released_leases_are_deleted_together_soon_after(
+    keeper, registry, clock, lease
+):
+    released = [lease(name=name) for name in "abc"]
+    for each in released:
+        keeper.keep(each)
+        keeper.drop(each)
+        keeper.clear_row(grant_of(each))
     keeper.tick()
-    assert service.tidied == 0
-    clock.now += TIDY_AFTER
+    assert registry.cleared == []
+    clock.now += CLEAR_AFTER
     keeper.tick()
     keeper.tick()
-    assert service.tidied == 1
+    assert registry.cleared == [[each.owner_id for each in released]]
+
+
+def test_a_doubt_is_released_again_and_again_for_a_minute(keeper, service, clock):
+    doubted = Grant("x", "an owner")
+    keeper.doubt(doubted)
+    times = []
+    while (wait := keeper.tick()) is not None:
+        if len(service.released) > len(times):
+            times.append(round(clock.now - 1000))
+        clock.now += wait
+    times.append(round(clock.now - 1000))
+    assert set(service.released) == {doubted}
+    assert times[:4] == [1, 2, 4, 8]
+    assert DOUBTED <= times[-1] < 2 * DOUBTED
+    # A backend whose session outlives its locks keeps the session meanwhile.
+    assert service.batches == [0] * len(times)
+
+
+def test_a_doubt_about_an_owner_that_was_granted_the_lock_is_over(keeper, service, clock):
+    keeper.doubt(Grant("x", "an owner"))
+    keeper.trust("an owner")
+    clock.now += DOUBTED
+    assert keeper.tick() is None
+    assert service.released == []
+
+
+def test_a_service_that_is_away_is_asked_about_one_doubt_at_a_time(
+    keeper, service, clock, monkeypatch
+):
+    def fail(grant):
+        service.released.append(grant)
+        raise BackendUnavailable("no answer", name=grant.name, alias="default")
+
+    monkeypatch.setattr(service, "release", fail)
+    for owner in "abc":
+        keeper.doubt(Grant("x", owner))
+    clock.now += 1
+    keeper.tick()
+    assert len(service.released) == 1
+    monkeypatch.undo()
 
 
 def test_a_renewal_by_the_holder_puts_the_keepers_off(keeper, service, clock, lease):
@@ -406,7 +461,7 @@ def test_what_was_held_for_too_long_is_not_renewed_though_its_end_is_near(
     keeper.keep(endless)
     clock.now += 10
     keeper.tick()
-    assert asked == [[endless]]
+    assert asked == [[grant_of(endless)]]
     # Nor is it lost before its ttl is over.
     assert losses == []
 
@@ -461,7 +516,7 @@ def test_a_session_that_died_after_max_hold_tells_why(keeper, service, clock, le
     kept = lease(ttl=30, max_hold=5)
     keeper.keep(kept)
     clock.now += 31
-    service.lost_hook([kept.owner_id])
+    service.lost([kept.owner_id])
     assert "max_hold=5 s" in losses[0][1]
 
 
@@ -475,13 +530,13 @@ def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(
     monkeypatch, service, losses, lease
 ):
     monkeypatch.setattr("django_fencedlock.core.keeper.LINGER", 0.05)
-    monkeypatch.setattr("django_fencedlock.core.keeper.TIDY_AFTER", 0.0)
+    monkeypatch.setattr("django_fencedlock.core.keeper.CLEAR_AFTER", 0.0)
     keeper = Keeper(service, losses.extend)
     for round_ in range(2):
         kept = Lease(
             name="x",
             alias="default",
-            owner=new_owner(),
+            owner=new_owner().id,
             token=1,
             ttl=0.06,
             since=real_clock(),
@@ -495,16 +550,16 @@ def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(
 
 
 @pytest.fixture
-def threaded(service, losses):
+def threaded(service, registry, losses):
     """A keeper with its thread, by the real clock."""
-    keeper = Keeper(service, losses.extend)
+    keeper = Keeper(service, losses.extend, fences=registry)
     kept = []
 
     def keep(ttl):
         lease = Lease(
             name=f"n{len(kept)}",
             alias="default",
-            owner=new_owner(),
+            owner=new_owner().id,
             token=1,
             ttl=ttl,
             since=real_clock(),
@@ -548,14 +603,15 @@ def test_a_slow_handler_of_logs_delays_no_renewal(threaded, service, busy, monke
     renewed_again(service)
 
 
-@pytest.mark.parametrize("work", ["renew_rows", "tidy"])
+@pytest.mark.parametrize("work", ["renew", "clear"])
 def test_a_slow_registry_delays_no_renewal_and_has_one_job_at_most(
-    threaded, service, busy, work, monkeypatch
+    threaded, service, registry, busy, work, monkeypatch
 ):
-    monkeypatch.setattr(keeper_module, "TIDY_AFTER", 0.0)
-    setattr(service, work, busy)
+    monkeypatch.setattr(keeper_module, "CLEAR_AFTER", 0.0)
+    monkeypatch.setattr(registry, work, busy)
     threaded.keep_for(0.3)
     threaded.drop(threaded.kept[0])
+    threaded.clear_row(grant_of(threaded.kept[0]))
     threaded.keep_for(0.3)
     assert busy.began.wait(60)
     renewed_again(service)
@@ -580,7 +636,9 @@ def test_renewals_are_reported_until_the_notifier_is_far_behind(
     assert heard == [[kept]]
 
 
-def test_rows_are_renewed_of_what_is_fenced_kept_and_not_released(keeper, service, clock, lease):
+def test_rows_are_renewed_of_what_is_fenced_kept_and_not_released(
+    keeper, service, registry, clock, lease
+):
     fenced, unfenced = lease(), lease(name="unfenced")
     unfenced._token = None
     for each in (fenced, unfenced):
@@ -594,7 +652,7 @@ def test_rows_are_renewed_of_what_is_fenced_kept_and_not_released(keeper, servic
     service.renew = lambda leases: keeper.forget(fenced) or [Renewal.KEPT] * len(leases)
     clock.now += 10
     keeper.tick()
-    assert service.rows == [[fenced]]
+    assert registry.rows == [[fenced.owner_id]]
 
 
 def test_a_database_that_hangs_keeps_no_lease_from_being_collected(
@@ -614,43 +672,50 @@ def test_a_database_that_hangs_keeps_no_lease_from_being_collected(
     assert reference() is None
 
 
-def test_a_service_that_records_grants_itself_has_no_rows_renewed(keeper, service, clock, lease):
-    service.records_grants = True
+def test_a_service_that_records_grants_itself_has_no_rows_renewed(service, clock, lease):
+    keeper = Keeper(service, print, clock)
+    keeper._runs = True
     kept = lease()
     keeper.keep(kept)
     clock.now += 10
     keeper.tick()
     keeper.drop(kept)
-    clock.now += TIDY_AFTER
+    keeper.clear_row(grant_of(kept))
+    clock.now += CLEAR_AFTER
     assert keeper.tick() is None
-    assert (service.rows, service.tidied) == ([], 0)
+    assert not keeper._renewed
+    assert not keeper._ended
 
 
-def test_a_lease_that_a_newer_grant_came_after_is_lost(keeper, service, clock, lease, losses):
+def test_a_lease_that_a_newer_grant_came_after_is_released_and_lost(
+    keeper, service, registry, clock, lease, losses
+):
     overtaken, kept = lease(), lease(name="y")
     for each in (overtaken, kept):
         keeper.keep(each)
-    service.overtaken = [overtaken]
+    registry.overtaken = [overtaken]
     clock.now += 10
     keeper.tick()
     assert overtaken.lost
     assert [found for found, _ in losses] == [overtaken]
+    assert service.released == [grant_of(overtaken)]
     assert not kept.lost
 
 
-def test_what_could_not_be_renewed_in_the_registry_is_tidied_up_all_the_same(
-    keeper, service, clock, lease
+def test_rows_are_deleted_though_others_could_not_be_renewed(
+    keeper, registry, clock, lease, monkeypatch
 ):
-    def fail(leases):
+    def fail(grants):
         raise RuntimeError("driver")
 
-    service.renew_rows = fail
-    keeper._renewed = {lease(): None}
+    monkeypatch.setattr(registry, "renew", fail)
+    kept, released = lease(), lease(name="y")
+    keeper._renewed = {kept: None}
     keeper._due = dict.fromkeys(keeper._renewed, 1e9)
-    keeper._tidies = True
+    keeper.clear_row(grant_of(released))
     with pytest.raises(RuntimeError):
         keeper._tend_registry()
-    assert service.tidied == 1
+    assert registry.cleared == [[released.owner_id]]
 
 
 def test_a_loss_that_no_thread_can_report_is_reported_later(

@@ -25,10 +25,10 @@ LAYERS: dict[int, list[str]] = {
     ],
     1: [
         *(
-            "backends.base",
             "backends.interface",
             "conf",
             "core.aio",
+            "core.events",
             "core.transactions",
             "signals",
         ),
@@ -47,9 +47,9 @@ LAYERS: dict[int, list[str]] = {
         ),
         *("storage.records", "storage.sqlite", "storage.tables", "storage.vendors"),
     ],
-    2: ["backends.database", "backends.postgres*", "backends.redis*"],
+    2: ["backends.database", "backends.postgres", "backends.redis"],
     3: [
-        *("core.acquiring", "core.keeper", "core.manager"),
+        *("core.grants", "core.keeper", "core.manager"),
         *("storage.history", "storage.unfenced"),
     ],
     4: ["locks"],
@@ -104,11 +104,11 @@ def test_no_imports_in_a_circle() -> None:
 
 def test_the_rule_can_fail() -> None:
     assert not _may_import("lease", "locks")
-    assert not _may_import("backends.database", "backends.redis_scripts")
+    assert not _may_import("backends.database", "backends.redis.scripts")
     assert not _may_import("core.manager", "checks")
     assert not _may_import("admin", "management")
     assert not _may_import("locks", "")
-    assert _may_import("backends.redis", "backends.redis_scripts")
+    assert _may_import("backends.redis.backend", "backends.redis.scripts")
     assert _may_import("core.manager", "core.keeper")
 
 

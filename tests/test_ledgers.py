@@ -10,9 +10,8 @@ from datetime import UTC, timedelta
 import pytest
 from django.db import Error, connections, transaction
 
+from django_fencedlock.backends.interface import Grant
 from django_fencedlock.core.identity import new_owner
-from django_fencedlock.core.runtime import clock
-from django_fencedlock.lease import Lease
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage import postgresql
 from django_fencedlock.storage.connections import private
@@ -65,15 +64,7 @@ def look(connection):
 
 
 def lease_of(entry):
-    return Lease(
-        name=entry.name,
-        alias=entry.alias,
-        owner=entry.owner,
-        token=1,
-        ttl=entry.ttl,
-        since=clock(),
-        control=None,
-    )
+    return Grant(entry.name, entry.owner.id, entry.ttl)
 
 
 def expire(connection):
@@ -283,7 +274,7 @@ def test_any_name_is_renewed_and_cleared_among_others(connection, entry, name):
     for each in entries:
         assert claim(connection, each)[0]
     leases = [lease_of(each) for each in entries]
-    assert ledger_for(connection).renew(connection, leases) == {each.owner_id for each in leases}
+    assert ledger_for(connection).renew(connection, leases) == {each.owner for each in leases}
     assert ledger_for(connection).clear(connection, leases) == 2
 
 

@@ -54,7 +54,7 @@ def test_a_conflict_is_info(records):
     with hold_lock("x"), pytest.raises(LockNotAcquired), lock("x", blocking_timeout=0):
         pass
     (record,) = records
-    assert (record.name, record.levelname) == ("django_fencedlock.core.manager", "INFO")
+    assert (record.name, record.levelname) == ("django_fencedlock.core.events", "INFO")
     assert record.getMessage().startswith("Lock 'x' (alias 'default') wasn't acquired in 0.0 s")
     assert set(facts(record)) == {"name", "alias", "waited"}
 
@@ -63,7 +63,7 @@ def test_a_lost_lease_is_a_warning(records):
     with pytest.raises(LeaseLost), lock("x") as lease:
         lose_lease(lease)
     (record,) = records
-    assert (record.name, record.levelname) == ("django_fencedlock.core.manager", "WARNING")
+    assert (record.name, record.levelname) == ("django_fencedlock.core.events", "WARNING")
     known = facts(record)
     assert known.pop("held_for") >= 0
     assert "no longer knows" in known.pop("reason")
@@ -106,8 +106,8 @@ def test_a_refused_write_is_an_error(records):
 
 
 def test_a_lock_that_could_not_be_given_back_is_a_warning(records, monkeypatch):
-    def fail(lease):
-        raise BackendUnavailable("gone fishing", name=lease.name, alias=lease.alias)
+    def fail(grant):
+        raise BackendUnavailable("gone fishing", name=grant.name, alias="default")
 
     with lock("x") as lease:
         monkeypatch.setattr(service("default").backend, "release", fail)

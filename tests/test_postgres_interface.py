@@ -20,11 +20,11 @@ from django.core.management import call_command
 from django.db import close_old_connections, connections
 
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
-from django_fencedlock.backends.postgres_new import PostgresBackend, holding
-from django_fencedlock.backends.postgres_new import backend as backend_module
-from django_fencedlock.backends.postgres_new.holding import SessionLocks
-from django_fencedlock.backends.postgres_new.jobs import Bell, GreenBell, Job, NoAnswer, ask
-from django_fencedlock.backends.postgres_new.sessions import open_session
+from django_fencedlock.backends.postgres import PostgresBackend, holding
+from django_fencedlock.backends.postgres import backend as backend_module
+from django_fencedlock.backends.postgres.holding import SessionLocks
+from django_fencedlock.backends.postgres.jobs import Bell, GreenBell, Job, NoAnswer, ask
+from django_fencedlock.backends.postgres.sessions import open_session
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
@@ -32,7 +32,7 @@ from django_fencedlock.models import Fence, HeldLock
 from tests.servers.process import wait_until
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 
-PATH = "django_fencedlock.backends.postgres_new.PostgresBackend"
+PATH = "django_fencedlock.backends.postgres.PostgresBackend"
 ALIAS = "sessions"
 _numbers = itertools.count()
 

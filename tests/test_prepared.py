@@ -7,16 +7,15 @@ from datetime import UTC, datetime
 import pytest
 from django.db import DataError, connections
 
+from django_fencedlock.backends.interface import Grant
 from django_fencedlock.core.identity import new_owner
-from django_fencedlock.core.runtime import clock
-from django_fencedlock.lease import Lease
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.connections import (
     PREPARE_THRESHOLD,
     ConnectionPool,
     preparing_cursor,
 )
-from django_fencedlock.storage.vendors import Entry, NameAndOwner, ledger_for
+from django_fencedlock.storage.vendors import Entry, ledger_for
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 
@@ -61,7 +60,7 @@ def claim(connection):
     wish = entry()
     taken, token = ledger.claim(connection, wish)
     assert taken
-    assert ledger.clear(connection, [NameAndOwner("x", wish.owner.id)]) == 1
+    assert ledger.clear(connection, [Grant("x", wish.owner.id)]) == 1
     return token
 
 
@@ -85,7 +84,7 @@ class TestAKeptConnection:
             ledger = ledger_for(connection)
             token = (ledger.newest(connection, "x") or (0, ""))[0] + 1
             wish = entry()
-            held = NameAndOwner("x", wish.owner.id)
+            held = Grant("x", wish.owner.id)
             assert ledger.record(connection, wish, token)
             assert not ledger.record(connection, wish, token)
             assert ledger.newest(connection, "x") == (token, wish.owner.id)
@@ -93,8 +92,8 @@ class TestAKeptConnection:
             assert not ledger.enter(connection, other)
             assert ledger.claim(connection, other) == (False, None)
             assert ledger.look(connection, "x").owner == wish.owner.id
-            assert ledger.clear(connection, [NameAndOwner("x", other.owner.id)]) == 0
-            assert ledger.clear(connection, [held, NameAndOwner("y", other.owner.id)]) == 1
+            assert ledger.clear(connection, [Grant("x", other.owner.id)]) == 0
+            assert ledger.clear(connection, [held, Grant("y", other.owner.id)]) == 1
             assert ledger.claim(connection, entry(fenced=False)) == (True, None)
             assert ledger.look(connection, "x").live
             with connection.cursor() as cursor:
@@ -176,7 +175,7 @@ class TestATableThatIsChanged:
         token = (ledger.newest(connection, "x") or (0, ""))[0] + 1
         wish = entry()
         assert ledger.record(connection, wish, token)
-        ledger.clear(connection, [NameAndOwner("x", wish.owner.id)])
+        ledger.clear(connection, [Grant("x", wish.owner.id)])
         return token
 
     def test_grants_go_on(self, pool, change):
@@ -261,7 +260,7 @@ def test_a_renewal_of_many_is_one_statement_and_planned_for_as_many(pool, postgr
         wish = replace(entry(), name=str(number))
         pool.run(lambda connection, wish=wish: ledger_for(connection).claim(connection, wish))
         leases.append(lease_of(wish))
-    ours = {lease.owner_id for lease in leases}
+    ours = {lease.owner for lease in leases}
     with postgres.statements() as statements:
         for _ in range(OFTEN):
             assert pool.run(lambda c: ledger_for(c).renew(c, leases)) == ours
@@ -270,19 +269,11 @@ def test_a_renewal_of_many_is_one_statement_and_planned_for_as_many(pool, postgr
     assert not any("SKIP LOCKED" in each for each in names)
     stranger = lease_of(replace(entry(), name="0"))
     kept = pool.run(lambda c: ledger_for(c).renew(c, [stranger, *leases[1:]]))
-    assert kept == ours - {leases[0].owner_id}
+    assert kept == ours - {leases[0].owner}
 
 
 def lease_of(wish):
-    return Lease(
-        name=wish.name,
-        alias=wish.alias,
-        owner=wish.owner,
-        token=1,
-        ttl=wish.ttl,
-        since=clock(),
-        control=None,
-    )
+    return Grant(wish.name, wish.owner.id, wish.ttl)
 
 
 def prepared_names(connection):

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from django_fencedlock import LeaseLost, LockNotAcquired, force_release, lock, signals
-from django_fencedlock.backends.base import Renewal
+from django_fencedlock.backends.interface import Renewal
 from django_fencedlock.celery import single_instance
 from django_fencedlock.contrib.prometheus import OTHER, Patterns, install, pattern_of, uninstall
 from django_fencedlock.core import runtime

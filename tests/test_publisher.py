@@ -12,9 +12,9 @@ from kombu.exceptions import OperationalError
 
 from django_fencedlock import lock, signals
 from django_fencedlock.backends.database import DatabaseBackend
+from django_fencedlock.backends.interface import Held
 from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.celery.duplicates import DELIVERY, FOLLOWS, LONGEST_PAUSE, POSTPONED
-from django_fencedlock.core.identity import Holder
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import MessageRecord
 from django_fencedlock.test.processes import another_thread
@@ -237,19 +237,20 @@ class TestRetry:
         assert conflicts == [NAME]
 
     @pytest.mark.parametrize(
-        "holder", [None, Holder("", "somebody", "default"), BackendUnavailable("down")]
+        "holder", [None, Held("", "another application"), BackendUnavailable("down")]
     )
     def test_comes_again_if_nobody_can_tell_who_holds_the_lock(self, monkeypatch, holder):
         """The publisher may have held it when the lock was refused, and released it since."""
 
-        def tell(self, name):
+        def tell(self, names):
             if isinstance(holder, Exception):
                 raise holder
-            return holder
+            return {} if holder is None else {NAME: holder}
 
-        def forget(self, request):
+        def forget(self, claim, wait):
             monkeypatch.undo()
-            monkeypatch.setattr(DatabaseBackend, "holder", tell)
+            monkeypatch.setattr(DatabaseBackend, "holders", tell)
+            return Held()
 
         within.append(retry)
         with sending() as sent:

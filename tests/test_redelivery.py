@@ -7,6 +7,7 @@ import time
 import uuid
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from celery import current_app
@@ -15,9 +16,10 @@ from celery.signals import before_task_publish
 from django.db import connections
 
 from django_fencedlock import conf, current_lease, lock
-from django_fencedlock.backends.base import Request
 from django_fencedlock.celery import SkippedRun, duplicates, single_instance
 from django_fencedlock.celery.duplicates import DELIVERY, NUMBER, kept, nonce
+from django_fencedlock.core import grants
+from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import LocalHolder, new_owner
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired
@@ -259,7 +261,7 @@ class TestWhileItRuns:
 
         def begin(told, *, recorded=True, task_id=None):
             owner = replace(new_owner(), task_name="t", task_id=task_id or told["id"])
-            lease = service("default").acquire(Request(NAME, owner, 30), LocalHolder())
+            lease = service("default").acquire(new_claim(NAME, 30, owner=owner), who=LocalHolder())
             leases.append(lease)
             if recorded:
                 record(told, owner.id)
@@ -355,7 +357,7 @@ class TestWhileItRuns:
     def test_who_would_wait_for_it_comes_later_at_once(self, running, monkeypatch):
         told = message()
         running(told)
-        monkeypatch.setattr(service("default"), "_poll", broken)
+        monkeypatch.setattr(grants, "time", SimpleNamespace(sleep=broken))
         with sending() as sent:
             assert deliver(late_wait, 1, **told).state == "IGNORED"
         assert len(sent) == 1

@@ -17,8 +17,8 @@ from django.core.exceptions import ImproperlyConfigured
 from redis.crc import key_slot
 
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
-from django_fencedlock.backends.redis_service import RedisBackend, client, health
-from django_fencedlock.backends.redis_service.scripts import (
+from django_fencedlock.backends.redis import RedisBackend, client, health
+from django_fencedlock.backends.redis.scripts import (
     BEAT,
     CLAIM,
     RECHECK,
@@ -1088,7 +1088,7 @@ def test_a_missing_driver_is_named_with_its_extra():
         import sys
         sys.modules["redis"] = None
         try:
-            import django_fencedlock.backends.redis_service
+            import django_fencedlock.backends.redis
         except Exception as exc:
             print(type(exc).__name__, exc)
     """

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
-from django_fencedlock.backends.redis_service import RedisBackend
-from django_fencedlock.backends.redis_service.scripts import Keys
+from django_fencedlock.backends.redis import RedisBackend
+from django_fencedlock.backends.redis.scripts import Keys
 from django_fencedlock.core import runtime
 from django_fencedlock.exceptions import BackendUnavailable
 from tests import test_redis_topologies as topologies

@@ -14,9 +14,10 @@ from redis.crc import key_slot
 from redis.retry import Retry
 
 from django_fencedlock import lock
-from django_fencedlock.backends.base import Renewal
-from django_fencedlock.backends.redis_store import Keys
+from django_fencedlock.backends.interface import Renewal
+from django_fencedlock.backends.redis.scripts import Keys
 from django_fencedlock.core import runtime
+from django_fencedlock.core.grants import grant_of
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from tests.servers import Redis, workspace
@@ -130,7 +131,7 @@ def test_sentinels_are_asked_again_when_the_primary_became_a_replica(
     sentinel.execute("SENTINEL", "MONITOR", "shop", "127.0.0.1", new.port, 1)
     old.execute("REPLICAOF", new.host, new.port)
     if batch:
-        service("default").backend.renew([lease])
+        service("default").backend.renew([grant_of(lease)])
     else:
         with contextlib.suppress(BackendUnavailable):
             lock("invoice:43").acquire(blocking=False)
@@ -195,9 +196,13 @@ def test_a_dead_node_takes_no_leases_of_others_along(nodes, caplog):
     names = [_name_on(number) for number in range(3)]
     leases = [lock(name, ttl=60).acquire() for name in names]
     backend = service("default").backend
-    assert backend.renew(leases) == [Renewal.KEPT] * 3
+    assert backend.renew([grant_of(lease) for lease in leases]) == [Renewal.KEPT] * 3
     nodes[0].kill()
-    assert backend.renew(leases) == [Renewal.UNKNOWN, Renewal.KEPT, Renewal.KEPT]
+    assert backend.renew([grant_of(lease) for lease in leases]) == [
+        Renewal.UNKNOWN,
+        Renewal.KEPT,
+        Renewal.KEPT,
+    ]
     runtime.worker.finish(60)
     assert "failed at the renewal of 1 of 3 leases" in caplog.text
     with pytest.raises(BackendUnavailable):
@@ -214,7 +219,7 @@ def test_a_cluster_that_is_gone_is_told_like_any_other_service(nodes):
         node.kill()
     with pytest.raises(BackendUnavailable, match="Redis Cluster cannot be connected"):
         lock("another").acquire()
-    assert service("default").backend.renew([lease]) == [Renewal.UNKNOWN]
+    assert service("default").backend.renew([grant_of(lease)]) == [Renewal.UNKNOWN]
 
 
 def test_a_slot_moves_to_another_node_with_the_lock_in_it(nodes):
@@ -225,7 +230,7 @@ def test_a_slot_moves_to_another_node_with_the_lock_in_it(nodes):
         queue = Keys.of("", name).queue
         wait_until(lambda: nodes[0].execute("ZCARD", queue), "somebody in the line")
         _move(_slot(name), *nodes[:2])
-        assert service("default").backend.renew([lease]) == [Renewal.KEPT]
+        assert service("default").backend.renew([grant_of(lease)]) == [Renewal.KEPT]
         assert lease.verify()
         lease.release()
         assert waiter.result(PATIENCE) == 2

@@ -9,17 +9,17 @@ from django.db import connections
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, StaleFence, force_release, lock
-from django_fencedlock.backends.base import Request
-from django_fencedlock.core.identity import new_owner
+from django_fencedlock.backends.interface import Wait
+from django_fencedlock.core.grants import grant_of, new_claim
 from django_fencedlock.core.manager import service
-from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock
 from django_fencedlock.ops.force_release import Outcome, held_by
 from django_fencedlock.storage import fences
-from tests.leases import lease_of
 from tests.models import Invoice
 from tests.servers.process import wait_until
+from tests.sessions import as_in_another_process
+from tests.stub_backend import StubBackend, StubService
 
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 REDIS = "django_fencedlock.backends.redis.RedisBackend"
@@ -55,8 +55,8 @@ def test_somebody_has_to_do_it():
 def test_the_first_who_did_it_is_told_of():
     lease = lock("x").acquire()
     config = fences.Revoking(lease._control.config)
-    one = config.revoke("x", lease.owner_id, "one", fenced=True, seen=lease.token)
-    other = config.revoke("x", lease.owner_id, "other", fenced=True, seen=lease.token)
+    one = config.revoke("x", lease.owner_id, "one", fenced=True, proposed=lease.token)
+    other = config.revoke("x", lease.owner_id, "other", fenced=True, proposed=lease.token)
     assert (one.is_new, other.is_new) == (True, False)
     assert other.note == one.note
     assert (one.token, other.token) == (2, 2)
@@ -69,7 +69,7 @@ def test_the_first_who_did_it_is_told_of():
 def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
     lease = lock("x").acquire()
     config = fences.Revoking(lease._control.config)
-    one = config.revoke("x", lease.owner_id, "one", fenced=True, seen=lease.token)
+    one = config.revoke("x", lease.owner_id, "one", fenced=True, proposed=lease.token)
     looks = iter([dict])
 
     def notes_of_a_moment_before(*given):
@@ -77,7 +77,7 @@ def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
 
     revoking_notes = fences.notes
     monkeypatch.setattr(fences, "notes", notes_of_a_moment_before)
-    other = config.revoke("x", lease.owner_id, "other", fenced=True, seen=lease.token)
+    other = config.revoke("x", lease.owner_id, "other", fenced=True, proposed=lease.token)
     assert (other.is_new, other.note, other.token) == (False, one.note, 2)
 
 
@@ -86,8 +86,8 @@ def test_a_holder_whose_grant_is_about_to_be_recorded_is_above_no_fence():
     """Its token is the lock service's; the fence is behind it, or isn't there yet."""
     with lock("x") as lease:
         config = fences.Revoking(lease._control.config)
-        assert config.revoke("x", "somebody", "me", fenced=True, seen=7).token == 8
-        assert config.revoke("y", "somebody else", "me", fenced=True, seen=7).token == 8
+        assert config.revoke("x", "somebody", "me", fenced=True, proposed=7).token == 8
+        assert config.revoke("y", "somebody else", "me", fenced=True, proposed=7).token == 8
         assert set(Fence.objects.values_list("name", "token", "owner")) == {
             ("x", 8, ""),
             ("y", 8, ""),
@@ -100,7 +100,7 @@ def test_a_newer_grant_is_not_fenced_off():
     former.release()
     with lock("x") as lease:
         found = fences.Revoking(lease._control.config).revoke(
-            "x", former.owner_id, "me", fenced=True, seen=former.token
+            "x", former.owner_id, "me", fenced=True, proposed=former.token
         )
         assert found.token == lease.token
         assert Fence.objects.get().owner == lease.owner_id
@@ -194,7 +194,8 @@ def test_a_database_that_is_away_keeps_a_fenced_lock_from_being_freed(
 def test_a_session_lock_tells_how_to_end_its_session(settings, postgres, fenced):
     settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
     lease = lock("x", fenced=fenced).acquire()
-    done = force_release("x", by="me")
+    with as_in_another_process():
+        done = force_release("x", by="me")
     assert done.outcome is (Outcome.LEFT_TO_HOLDER if fenced else Outcome.NEEDS_END_OF_SESSION)
     (statement,) = re.findall(r"SELECT pg_terminate_backend\(\d+\)", str(done))
     with connections["postgres"].cursor() as cursor:
@@ -212,52 +213,73 @@ def test_an_owner_that_is_not_in_the_registry_is_not_said_to_have_changed(settin
         assert lease.verify()
 
 
-@real
-@pytest.mark.parametrize("runs_out", [False, True])
-def test_one_who_draws_a_newer_token_at_that_moment_is_fenced_off_too(
-    settings, redis_server, monkeypatch, runs_out
-):
-    """He was recording his grant when the fence was lifted, so he repaired it."""
-    redis_server.empty()
-    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": redis_server.url}}
-    backend = service("default").backend
-    holder = Request("x", new_owner(), 30.0)
-    grants = [backend._store.claim(holder)]
-    take_away = backend.take_away
+class TestAHolderThatRecordsItsGrantMeanwhile:
+    """Between the raise of the fence and the release of the lock."""
 
-    def after_he_recorded(*args, **kwargs):
-        monkeypatch.undo()
-        grants.append(backend._granted(holder, grants[0], clock()))
-        if runs_out:
-            with redis_server.client() as client:
-                client.delete(backend._store._keys("x").lock)
-        return take_away(*args, **kwargs)
+    @pytest.fixture
+    def stub(self, settings, monkeypatch):
+        monkeypatch.setattr(StubBackend, "service", StubService())
+        settings.FENCEDLOCK = {"default": {"BACKEND": "tests.stub_backend.StubBackend"}}
+        return service("default")
 
-    monkeypatch.setattr(backend, "take_away", after_he_recorded)
-    done = force_release("x", by="the boss")
-    assert done.outcome is Outcome.FREED
-    assert grants[1].token > grants[0]
-    assert done.token > grants[1].token
-    assert (Fence.objects.get().token, Fence.objects.get().owner) == (done.token, "")
-    assert backend.holder("x") is None
-    assert backend._store.renew([lease_of(holder, grants[1])]) == [False]
+    @real
+    @pytest.mark.parametrize("expires", [False, True])
+    def test_its_writes_are_rejected(self, stub, monkeypatch, expires):
+        claim, backend = new_claim("x", 30.0), stub.backend
+        granted = backend.acquire(claim, Wait())
+        release, tokens = backend.release, []
+
+        def after_it_recorded(grant):
+            monkeypatch.setattr(backend, "release", release)
+            found, _ = stub.grants._confirm(claim, granted, stub.grants.fences)
+            tokens.append(found.token)
+            if expires:
+                backend.service.locks.clear()
+            return release(grant)
+
+        monkeypatch.setattr(backend, "release", after_it_recorded)
+        done = force_release("x", by="the boss")
+        assert done.outcome is Outcome.FREED
+        assert tokens[0] > granted.token
+        fence = Fence.objects.get()
+        assert fence.owner == ""
+        assert fence.token > tokens[0]
+        assert not backend.holders(["x"])
+
+    @real
+    def test_it_is_too_late_after_the_second_raise(self, stub, monkeypatch):
+        claim, fences = new_claim("x", 30.0), stub.grants.fences
+        grant = grant_of(claim, stub.backend.acquire(claim, Wait()))
+        release, seen = stub.backend.release, []
+        # Its token isn't newer, so it reads the fence and asks the service, in this order.
+        fences.record(new_claim("x", 30.0), 5)
+
+        def after_it_was_verified(released):
+            seen.append(fences.read("x")[1])
+            assert stub.backend.verify(grant)
+            return release(released)
+
+        monkeypatch.setattr(stub.backend, "release", after_it_was_verified)
+        assert force_release("x", by="the boss").outcome is Outcome.FREED
+        assert seen == [(6, "")]
+        assert not fences.record(grant, 7, seen[0])
 
 
 @real
 def test_a_claim_that_comes_again_at_that_moment_is_fenced_off_too(monkeypatch):
-    """The driver repeats a request whose first answer was lost, and a row knows its owner."""
-    backend, claim = service("default").backend, Request("x", new_owner(), 30.0)
-    grants = [backend.acquire(claim)]
-    take_away = backend.take_away
+    """A driver repeats a request whose first answer was lost, and the row knows its owner."""
+    backend, claim = service("default").backend, new_claim("x", 30.0)
+    grants = [backend.acquire(claim, Wait())]
+    release = backend.release
 
-    def after_it_came_again(*args, **kwargs):
-        grants.append(backend.acquire(claim))
-        return take_away(*args, **kwargs)
+    def after_it_came_again(grant):
+        grants.append(backend.acquire(claim, Wait()))
+        return release(grant)
 
-    monkeypatch.setattr(backend, "take_away", after_it_came_again)
+    monkeypatch.setattr(backend, "release", after_it_came_again)
     done = force_release("x", by="the boss")
     assert (done.outcome, done.before) == (Outcome.FREED, "")
     assert grants[1].token > grants[0].token
     assert done.token > grants[1].token
     assert (Fence.objects.get().token, Fence.objects.get().owner) == (done.token, "")
-    assert backend.holder("x") is None
+    assert not backend.holders(["x"])

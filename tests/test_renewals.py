@@ -8,8 +8,8 @@ import pytest
 from django.db import transaction
 
 from django_fencedlock import LeaseLost, lock
-from django_fencedlock.backends.redis_store import Keys
-from django_fencedlock.core.keeper import TIDY_AFTER
+from django_fencedlock.backends.redis.scripts import Keys
+from django_fencedlock.core.keeper import CLEAR_AFTER
 from django_fencedlock.core.manager import service
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
@@ -69,7 +69,7 @@ def test_a_row_that_can_not_be_cleared_delays_no_renewal(database):
     released, kept = lock("released", ttl=TTL).acquire(), lock("u", ttl=TTL, fenced=False).acquire()
     proxy.black_hole()
     assert released.release()
-    renewed_beyond(clock() + TIDY_AFTER + 2 * TTL, kept)
+    renewed_beyond(clock() + CLEAR_AFTER + 2 * TTL, kept)
     assert kept.verify()
     assert not kept.lost
     proxy.pass_through()
@@ -96,12 +96,12 @@ def test_a_lease_that_was_overtaken_at_a_failover_is_lost(settings, redis_server
     keeper = service("default").keeper
     keeper.forget(old)
     keys = Keys.of("", "x")
-    before = redis_server.execute("MGET", keys.lock, keys.seq)
+    before = redis_server.execute("MGET", keys.lock, keys.counter)
     redis_server.execute("DEL", keys.lock)
     with another_thread() as thread:
         new = thread.call(lock("x").acquire)
         assert new.token == old.token + 1
-        redis_server.execute("MSET", keys.lock, before[0], keys.seq, before[1])
+        redis_server.execute("MSET", keys.lock, before[0], keys.counter, before[1])
         assert old.verify()
         if renewed_by == "keeper":
             keeper.keep(old)

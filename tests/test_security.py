@@ -148,5 +148,5 @@ class TestPasswords:
         settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": "redis://:a/b@host"}}
         (problem,) = conf.problems()
         assert "'redis://:***@host'" in str(problem)
-        assert "a character in *** that has to be quoted" in str(problem)
+        assert "a character in *** must be quoted" in str(problem)
         assert "urllib.parse.quote" in str(problem)

@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from django_fencedlock import LeaseLost, force_release, lock
-from django_fencedlock.backends.redis_store import KeyHolder, Keys
+from django_fencedlock.backends.interface import Held
+from django_fencedlock.backends.redis.scripts import Keys
 from django_fencedlock.core import identity
-from django_fencedlock.core.identity import Holder, running_task
+from django_fencedlock.core.grants import holder_of
+from django_fencedlock.core.identity import Owner, running_task
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import LockNotAcquired
 from django_fencedlock.models import HeldLock
@@ -326,7 +328,7 @@ def test_keys_of_two_names_are_others_and_each_name_has_one_slot(names):
 
 
 @given(st.text(max_size=30), st.text(max_size=30))
-def test_whatever_a_key_of_redis_says_can_be_read(owner, rest):
-    for value in (f"{owner}:{rest}", f"{owner}:7:{rest}", f"{owner}:²:{rest}", rest):
-        held = KeyHolder.read(value.encode(errors="replace"))
-        assert is_quiet(str(Holder(held.owner, held.words, "default")))
+def test_whatever_a_service_says_of_a_holder_can_be_shown(owner, identity):
+    held = Held(owner, identity)
+    assert is_quiet(str(holder_of(held, "default")))
+    assert is_quiet(str(Owner.read(owner, identity)))

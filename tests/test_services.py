@@ -3,20 +3,21 @@
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from django_fencedlock import LeaseLost, lock, locks
+from django_fencedlock import LeaseLost, conf, lock, locks
 from django_fencedlock.backends import database
-from django_fencedlock.backends.base import Cancel, Grant, Renewal, Request
 from django_fencedlock.backends.database import DatabaseBackend
-from django_fencedlock.core import acquiring, manager, runtime
-from django_fencedlock.core.identity import current_holder, new_owner
+from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
+from django_fencedlock.core import grants, manager, runtime
+from django_fencedlock.core.grants import new_claim
+from django_fencedlock.core.identity import current_holder
 from django_fencedlock.core.keeper import Keeper
 from django_fencedlock.core.manager import service
 from django_fencedlock.core.runtime import Worker
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.lease import Lease
 from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -29,11 +30,11 @@ def pause_after_grant(monkeypatch):
     acquire = backend.acquire
 
     def install(meanwhile=lambda: None):
-        def slow(request):
-            grant = acquire(request)
+        def slow(claim, wait):
+            answer = acquire(claim, wait)
             time.sleep(0.1)
             meanwhile()
-            return grant
+            return answer
 
         monkeypatch.setattr(backend, "acquire", slow)
         return acquire
@@ -53,7 +54,7 @@ def test_a_grant_that_somebody_else_has_by_now_is_not_handed_out(pause_after_gra
     taken = []
 
     def take_over():
-        taken.append(acquire(Request(name="x", owner=new_owner(), ttl=30)))
+        taken.append(acquire(new_claim("x", 30), Wait()))
 
     acquire = pause_after_grant(take_over)
     assert lock("x", ttl=0.08).acquire(blocking=False) is None
@@ -72,7 +73,7 @@ def test_a_row_is_the_holders_from_before_it_was_asked_for(monkeypatch):
 
     monkeypatch.setattr(database, "clock", clock)
     monkeypatch.setattr(ledger, "claim", slow)
-    grant = backend.acquire(Request(name="x", owner=new_owner(), ttl=30))
+    grant = backend.acquire(new_claim("x", 30), Wait())
     assert (grant.since, clock.now) == (1000, 1004)
 
 
@@ -104,7 +105,7 @@ class TestAThreadThatCannotBeStarted:
             deadline = lease.deadline
             wait_until(lambda: lease.deadline > deadline, "a renewal")
 
-    def test_a_lock_is_given_back_without_tidying(self, no_threads, monkeypatch):
+    def test_a_lock_is_released_all_the_same(self, no_threads, monkeypatch):
         keeper = service("default").keeper
         keeper._runs = True
         lease = lock("x").acquire()
@@ -146,11 +147,11 @@ class Scripted(DatabaseBackend):
         self.fails = False
         self.calls = []
 
-    def acquire(self, request):
+    def acquire(self, claim, wait):
         self.calls.append("acquire")
         since = self.clock()
         self.clock.now += self.took["acquire"]
-        return Grant(7, since) if self.free else None
+        return Granted(7, since) if self.free else Held()
 
     def renew(self, leases):
         self.calls.append("renew")
@@ -163,32 +164,22 @@ class Scripted(DatabaseBackend):
             raise BackendUnavailable("no answer", name=lease.name, alias="default")
         return True
 
-    def is_free(self, name):
-        self.calls.append("is_free")
-        return self.free
-
 
 @pytest.fixture
-def now(monkeypatch):
-    clock = Clock()
-    for module in (manager, acquiring):
-        monkeypatch.setattr(module, "clock", clock)
-    monkeypatch.setitem(Lease.__init__.__kwdefaults__, "clock", clock)
-    return clock
+def now():
+    return Clock()
 
 
 @pytest.fixture
 def scripted(now):
-    found = manager.Service("default")
-    found.backend = Scripted(found.config, now)
-    found.keeper = Keeper(found.backend, found.lose, clock=now)
+    found = manager.Service("default", Scripted(conf.config("default"), now), now)
     found.keeper._runs = True  # nobody ticks
     return found
 
 
 class TestASlowAnswer:
     def take(self, service, ttl=30.0):
-        return service.acquire(Request("x", new_owner(), ttl))
+        return service.acquire(new_claim("x", ttl))
 
     def test_the_ttl_counts_from_before_the_request(self, scripted, now):
         scripted.backend.took["acquire"] = 4
@@ -297,19 +288,12 @@ class TestASlowAnswer:
         # The other way about, the renewal would have taken the lock again, for nobody.
         assert backend.calls == ["acquire", "renew", "release"]
 
-    def test_who_is_cancelled_while_he_looks_again_and_again_gives_up(self, scripted, now):
-        cancel, backend = Cancel(), scripted.backend
+    def test_a_waiter_that_is_cancelled_while_it_polls_gives_up(self, scripted, now, monkeypatch):
+        wait, backend = Wait(10.0), scripted.backend
         backend.free = False
-        looked = backend.is_free
-
-        def look(name):
-            cancel.cancel()
-            return looked(name)
-
-        backend.is_free = look
-        request = Request("x", new_owner(), 30.0, timeout=10.0, cancel=cancel)
-        assert scripted.acquire(request) is None
-        assert backend.calls == ["acquire", "is_free"]
+        monkeypatch.setattr(grants, "time", SimpleNamespace(sleep=lambda seconds: wait.cancel()))
+        assert scripted.acquire(new_claim("x", 30.0), wait) is None
+        assert backend.calls == ["acquire", "acquire"]
 
     def test_a_shorter_ttl_without_an_answer_may_have_been_granted(self, scripted, now):
         lease = self.take(scripted)
@@ -342,9 +326,9 @@ class TestASlowAnswer:
 
 def test_what_a_coroutine_is_granted_as_it_is_cancelled_is_given_back():
     found = service("default")
-    request = Request("x", new_owner(), 30)
-    handover = locks._Handover(found, request.cancel)
-    lease = handover.take(lambda: found.acquire(request))
+    claim, wait = new_claim("x", 30), Wait()
+    handover = locks._Handover(found, wait)
+    lease = handover.take(lambda: found.acquire(claim, wait))
     assert lease is not None
     handover.abandon()
     wait_until(lambda: found.holder("x") is None, "the lock to be given back")

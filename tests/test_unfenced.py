@@ -8,6 +8,7 @@ from django.test.utils import CaptureQueriesContext
 
 from django_fencedlock import force_release, lock
 from django_fencedlock.core import runtime
+from django_fencedlock.core.grants import grant_of
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
@@ -32,6 +33,7 @@ def renew_all():
     with keeper._lock:
         keeper._due = dict.fromkeys(keeper._due, 0.0)
     keeper.tick()
+    runtime.worker.finish(10)
 
 
 def test_one_that_was_renewed_is_in_the_registry_until_its_release(writing, rows):
@@ -127,7 +129,7 @@ def test_one_whose_release_gets_no_answer(writing, rows, monkeypatch):
         lease.release()
     writing.flush()
     assert not rows.exists()
-    service("default").backend.release(lease)
+    service("default").backend.release(grant_of(lease))
 
 
 def test_one_that_ends_while_it_is_written(writing, rows, monkeypatch):

@@ -40,7 +40,8 @@ class Granted:
     token: int | None
     #: The local clock, read before the request was sent that the service granted.
     since: float
-    #: Opaque to the core; passed back in `Grant`.
+    #: Opaque to the core; passed back in `Grant`. An attribute `session_columns` goes into the
+    #: registry row of an unfenced lock.
     handle: Any = None
 
 

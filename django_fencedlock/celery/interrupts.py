@@ -24,13 +24,13 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import conf
-from ..backends.base import Cancel
+from ..backends.interface import Wait
 from ..core import runtime
 from ..core.manager import give_back_left_over
 from ..core.runtime import clock
-from ..core.transactions import is_of_test
 from ..exceptions import SettingsError
 from ..lease import Lease
+from ..storage.connections import is_of_test
 
 T = TypeVar("T")
 
@@ -399,7 +399,7 @@ class DeferredTimeLimit:
 
     def __init__(self) -> None:
         #: A limit that is deferred ends a wait for the lock.
-        self.cancel = Cancel()
+        self.cancel = Wait()
         self._deferred: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> DeferredTimeLimit:

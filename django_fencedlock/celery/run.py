@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -13,9 +13,10 @@ from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 
 from .. import logs, signals
-from ..backends.base import Request
+from ..backends.interface import Held, Wait
 from ..core import runtime
-from ..core.identity import Holder, current_holder, new_owner, running_task
+from ..core.grants import holder_of, new_claim
+from ..core.identity import current_holder, new_owner, running_task
 from ..core.manager import Service, service
 from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
@@ -203,30 +204,29 @@ class Run:
     def _try_to_acquire(self) -> None:
         self._refuse_own_lock()
         started = clock()
-        request = Request(
-            self.name,
-            self.owner,
-            self.ttl,
-            self.policy.fenced,
-            self._patience(),
-            self._time_limit.cancel,
-            on_refusal=self._on_refusal,
+        claim = new_claim(self.name, self.ttl, self.policy.fenced, owner=self.owner)
+        wait = Wait(self._patience(), self._on_refusal)
+        self._time_limit.cancel.on_cancel(wait.cancel)
+        lease = self.service.acquire(
+            claim,
+            wait,
+            self._who,
+            pattern=self._pattern,
+            max_hold=self.policy.max_hold,
             # A plain call may run in any process; a message is for a worker.
             of_another_process=not self.is_called_directly,
         )
-        lease = self.service.acquire(
-            request, self._who, pattern=self._pattern, max_hold=self.policy.max_hold
-        )
         if lease is None:
             waited = clock() - started
-            raise self.service.refusal(self.name, waited, request.fenced, request.seen)
+            raise self.service.refusal(self.name, waited, claim.fenced, wait.held)
         self.lease = lease
         if self.request is not None:
             # A message that the task publishes from now on may have to wait for this lock.
             setattr(self.request, RUN, self.owner.id)
 
-    def _on_refusal(self, seen: Sequence[Holder]) -> None:
+    def _on_refusal(self, held: Held) -> None:
         """Look at the holder, if it is known, when the first try was refused."""
+        seen = [holder_of(held, self.policy.backend)] if held.owner else []
         duplicates.postpone_until_publisher_ends(self, seen)
         if self.policy.on_conflict == "wait" and self._delivery is not None:
             self._delivery.before_waiting(seen)

@@ -27,8 +27,9 @@ from django.db import connections as django_connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import conf, logs
-from ..backends.base import Backend
+from ..backends.interface import Backend, Grant
 from ..core import runtime
+from ..core.events import Kind, emit
 from ..core.identity import PidFd, Process, this_process
 from ..core.manager import tidy_at_exit
 from ..core.runtime import clock
@@ -38,6 +39,7 @@ from ..storage.background_writer import writer
 from ..storage.dialect import BATCH
 from ..storage.errors import is_table_missing
 from ..storage.expired import ExpiredRows
+from ..storage.fences import Fences
 from ..storage.history import EventRow
 from ..storage.message_records import MessageRecords
 from ..storage.pending_runs import PendingRuns
@@ -323,14 +325,13 @@ def _release(config: conf.AliasConfig, child: Process, held: list[tuple[str, str
     alias, rows = config.alias, []
     try:
         for name, owner in held:
-            if backend.evict(name, owner):
-                logger.warning(
-                    "Released lock %r (alias %r): the process that held it has ended",
-                    name,
-                    alias,
-                    extra=logs.facts(name=name, alias=alias, owner=owner),
-                )
-                backend.tell_evicted(name, owner, child)
+            grant = Grant(name, owner)
+            released = backend.release(grant)
+            if not backend.records_grants:
+                Fences(config, backend.label).clear([grant])
+            if released:
+                facts = {"owner": owner, "pid": child.pid}
+                emit(Kind.EVICTED, type(backend), alias, name, None, **facts)
                 rows.append(EventRow(history.death(name, alias, child.pid)))
     finally:
         with contextlib.suppress(BackendUnavailable, Error):

@@ -7,27 +7,40 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
-from .. import logs, signals
-from ..backends.base import Backend, Renewal
+from django.db import Error
+
+from .. import logs
+from ..backends.interface import Backend, Grant, Renewal
+from ..exceptions import BackendUnavailable
 from ..lease import Lease
-from ..storage.unfenced import rows as unfenced_rows
+from ..storage.fences import Fences
 from . import runtime
+from .events import Kind, emit
+from .grants import grant_of
 from .runtime import clock, notify
 
 logger = logging.getLogger(__name__)
 
 #: A lease is renewed so many times within its ttl.
 BEATS = 3
-#: Seconds from a release to the tidying that follows it.
-TIDY_AFTER = 1.0
+#: Seconds from a release until its row of the registry is deleted.
+CLEAR_AFTER = 1.0
+#: Rows that wait to be deleted; those beyond it expire.
+MAX_ROWS = 10_000
+#: Seconds for which a doubt is kept, and until its first release; each pause is twice the last.
+DOUBTED, FIRST_DOUBT = 60.0, 1.0
+#: Doubts that are kept.
+MAX_DOUBTS = 1000
 #: Seconds for which the thread waits for new leases before it ends.
 LINGER = 30.0
 
 #: Why a lease is lost, unless more is known.
-REFUSED = "the lock service refused to renew it: somebody else had come"
+REFUSED = "the lock service refused to renew it: another holder had come"
 
 
 class Keeper:
@@ -36,7 +49,8 @@ class Keeper:
 
     Its thread waits for the lock service of its alias alone, and runs no code of the user's:
     callbacks, signal receivers and log handlers run in the notifier's thread. A second thread
-    renews the registry's rows and compares the fences, where the service is no database.
+    renews the registry's rows and compares the fences, where the service doesn't. A third one
+    releases doubts: acquires that raised, and releases that failed, by their owners' ids.
 
     A lease is lost when the service refuses it, or when its ttl is over and the last try to renew
     it failed. One that was held for its ``max_hold`` is renewed no more: it is lost when its ttl is
@@ -48,13 +62,17 @@ class Keeper:
         backend: Backend,
         report_losses: Callable[[Sequence[Lease]], object],
         clock: Callable[[], float] = clock,
+        fences: Fences | None = None,
     ) -> None:
         self._backend = backend
+        #: None for a backend that records grants itself.
+        self._fences = fences
         #: Called from the notifier's thread with leases that were marked as lost.
         self._report_losses = report_losses
         self._clock = clock
         self._registry = runtime.Worker(f"fencedlock-registry-{backend.config.alias}")
-        backend.lost_hook = self.lose
+        self._releaser = runtime.Worker(f"fencedlock-releaser-{backend.config.alias}")
+        backend.lost = self.lose
         self._reset()
 
     def _reset(self) -> None:
@@ -62,10 +80,13 @@ class Keeper:
         self._lock = runtime.allocate_lock()
         # Weak: a lease to which nothing else refers is released.
         self._due: WeakKeyDictionary[Lease, float] = WeakKeyDictionary()
-        self._tidy_at: float | None = None
-        #: What the registry's thread is asked for: rows to be renewed, and `tidy()`.
+        self._clear_at: float | None = None
+        #: What the registry's thread is asked for: rows to renew, and rows to delete.
         self._renewed: WeakKeyDictionary[Lease, None] = WeakKeyDictionary()
-        self._tidies = self._is_asked = False
+        self._is_asked = False
+        self._ended: deque[Grant] = deque(maxlen=MAX_ROWS)
+        #: By owner id: the grant, when to release it again, and when it was noted.
+        self._doubts: dict[str, tuple[Grant, float, float]] = {}
         self._batch: frozenset[Lease] = frozenset()
         self._batch_done = threading.Event()
         self._wake: runtime.SimpleQueue[None] = runtime.SimpleQueue()
@@ -92,15 +113,55 @@ class Keeper:
         with self._lock:
             self._due.pop(lease, None)
             done = self._batch_done if lease in self._batch else None
-            tidy_at = None
-            if self._tidy_at is None and not self._backend.records_grants:
-                self._tidy_at = tidy_at = self._clock() + TIDY_AFTER
         if done is not None:
             done.wait()
-        if tidy_at is not None:
-            # What can't be tidied must not keep the lock from being given back.
-            with contextlib.suppress(RuntimeError):
-                self._rouse(tidy_at)
+
+    def clear_row(self, grant: Grant) -> None:
+        """Delete a grant's row of the registry soon, from the registry's thread."""
+        if self._fences is None or not grant.fenced:
+            return
+        self._ended.append(grant)
+        if self._clear_at is not None:
+            return
+        self._clear_at = self._clock() + CLEAR_AFTER
+        # If no thread can be started, the rows are deleted later; the lock is released.
+        with contextlib.suppress(RuntimeError):
+            self._rouse(self._clear_at)
+
+    def doubt(self, grant: Grant) -> None:
+        """Release `grant` again and again for a minute: the service may have it, or get it yet."""
+        now = self._clock()
+        with self._lock:
+            if len(self._doubts) < MAX_DOUBTS:
+                self._doubts[grant.owner] = grant, now + FIRST_DOUBT, now
+        with contextlib.suppress(RuntimeError):
+            self._rouse(now + FIRST_DOUBT)
+
+    def trust(self, owner: str) -> None:
+        """Drop the doubt about an owner: a repeated claim of it was granted."""
+        self._doubts.pop(owner, None)
+
+    def forget_doubts(self) -> None:
+        """Drop all doubts, at the end of a test."""
+        self._doubts.clear()
+
+    def clear(self) -> None:
+        """Delete now the rows whose deletion was put off."""
+        ended: list[Grant] = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        if not ended or self._fences is None:
+            return
+        try:
+            self._fences.clear(ended)
+        except Error as exc:
+            logger.warning(
+                "Rows of alias %r weren't deleted: %s",
+                self._backend.config.alias,
+                exc,
+                extra=logs.facts(alias=self._backend.config.alias, reason=str(exc)),
+            )
+            self._ended.extend(ended)
 
     def forget(self, lease: Lease) -> None:
         """Renew a lost lease no more. Called from the keeper's own thread as well."""
@@ -125,7 +186,7 @@ class Keeper:
         self._give_up({lease: self._ended_with_session(lease) for lease in dead}, guessed=True)
 
     def _ended_with_session(self, lease: Lease) -> str:
-        # Whoever wants a lock that ran out may end the session, when that has no other.
+        # The server may end the session of an expired lock.
         too_long = lease.expired and lease.held_too_long
         return _too_long(lease) if too_long else "the session that held it ended"
 
@@ -134,10 +195,10 @@ class Keeper:
         self._give_up({lease: _too_long(lease)})
         if self._backend.supports_ttl:
             return
-        # Only now, when it is known to be lost: somebody may get it at once. A session lives on
+        # Only now, when it is marked as lost: another owner may get it at once. A session lives on
         # when its locks are renewed no more, and keeps them.
         try:
-            self._backend.release(lease)
+            self._backend.release(grant_of(lease))
         except Exception as exc:
             notify(
                 logger.warning,
@@ -164,7 +225,10 @@ class Keeper:
             self._report(batch, answers)
         for lease in ended:
             self.end(lease)
-        self._tidy_if_due()
+        self._look_at_doubts(batch)
+        if self._clear_at is not None and self._clear_at <= self._clock():
+            self._clear_at = None
+            self._ask_registry()
         with self._lock:
             upcoming = self._next()
             self._wakes_at = math.inf if upcoming is None else upcoming
@@ -200,54 +264,92 @@ class Keeper:
 
     def _report(self, batch: list[Lease], answers: list[Renewal]) -> None:
         """Leave to other threads what is to be done about a batch that was renewed."""
-        unfenced_rows.renewed(self._backend, batch, answers)
-        if signals.leases_renewed.receivers and not runtime.is_behind():
-            notify(
-                signals.send,
-                signals.leases_renewed,
-                type(self._backend),
-                alias=self._backend.config.alias,
-                leases=batch,
-                answers=answers,
-            )
-        if not self._backend.records_grants:
-            kept = [
+        if not runtime.is_behind():
+            backend = self._backend
+            known = {"leases": batch, "answers": answers}
+            notify(emit, Kind.RENEWED, type(backend), backend.config.alias, "", None, **known)
+        if self._fences is not None:
+            # What a test's own transaction has recorded can't be seen from here.
+            self._ask_registry(
                 lease
                 for lease, answer in zip(batch, answers, strict=True)
-                if answer is Renewal.KEPT and lease.fenced
-            ]
-            if kept:
-                self._ask_registry(kept)
+                if answer is Renewal.KEPT and lease.fenced and not lease.lent
+            )
 
-    def _ask_registry(self, renewed: Sequence[Lease] = (), *, tidies: bool = False) -> None:
-        """Have the registry's thread renew rows, and tidy up if asked to."""
+    def _ask_registry(self, renewed: Iterable[Lease] = ()) -> None:
+        """Have the registry's thread renew rows, and delete those whose locks were released."""
         with self._lock:
             # While the database hangs one job waits, whatever it is asked for meanwhile.
             is_asked, self._is_asked = self._is_asked, True
             self._renewed.update(dict.fromkeys(renewed))
-            self._tidies = self._tidies or tidies
         if not is_asked:
             self._registry.put(self._tend_registry)
 
     def _tend_registry(self) -> None:
         with self._lock:
-            # One that was released meanwhile has no row, or its row waits for `tidy()`.
+            # One that was released meanwhile has no row, or its row is about to be deleted.
             leases = [lease for lease in self._renewed if lease in self._due]
-            tidies, self._tidies, self._is_asked = self._tidies, False, False
+            self._is_asked = False
             self._renewed.clear()
         try:
-            overtaken = self._backend.renew_rows(leases) if leases else ()
-            self._give_up(dict.fromkeys(overtaken, REFUSED), guessed=True)
+            self._give_up(dict.fromkeys(self.compare(leases), REFUSED), guessed=True)
         finally:
-            if tidies:
-                self._backend.tidy()
+            self.clear()
+
+    def compare(self, leases: Sequence[Lease]) -> list[Lease]:
+        """Renew the rows of leases; release and return those that a newer grant came after."""
+        if not leases or self._fences is None:
+            return []
+        by_owner = {lease.owner_id: lease for lease in leases}
+        try:
+            overtaken = self._fences.renew([grant_of(lease) for lease in leases])
+        except Error as exc:
+            # The service has renewed the leases, and the fence rejects the writes of those
+            # overtaken.
+            logger.warning(
+                "The registry of alias %r wasn't renewed: %s",
+                self._backend.config.alias,
+                exc,
+                extra=logs.facts(alias=self._backend.config.alias, reason=str(exc)),
+            )
+            return []
+        for grant in overtaken:
+            with contextlib.suppress(BackendUnavailable):
+                self._backend.release(grant)
+        return [by_owner[grant.owner] for grant in overtaken]
+
+    def _look_at_doubts(self, batch: Sequence[Lease]) -> None:
+        now = self._clock()
+        with self._lock:
+            due = [grant for grant, at, _ in self._doubts.values() if at <= now]
+            for grant in due:
+                _, _, noted = self._doubts.pop(grant.owner)
+                if now < noted + DOUBTED:
+                    # 1, 2, 4, ... seconds after it was noted.
+                    again = noted + 2 * max(FIRST_DOUBT, now - noted)
+                    self._doubts[grant.owner] = grant, again, noted
+        if not due:
+            return
+        if not batch:
+            # A session that no lease needs is kept until its doubts are over.
+            with contextlib.suppress(Exception):
+                self._backend.renew([])
+        self._releaser.put(partial(self._release_doubts, due))
+
+    def _release_doubts(self, due: Sequence[Grant]) -> None:
+        for grant in due:
+            # The service is away: the next beat asks it again.
+            with contextlib.suppress(BackendUnavailable):
+                self._backend.release(grant)
+                continue
+            return
 
     def _renew(self, batch: list[Lease]) -> list[Renewal]:
         # The clock is read before the request: the service counts the ttl from later on.
         since = self._clock()
         ttls = [lease.ttl for lease in batch]
         try:
-            answers = self._backend.renew(batch)
+            answers = self._backend.renew([grant_of(lease) for lease in batch])
         except Exception as exc:
             notify(
                 logger.warning,
@@ -287,19 +389,11 @@ class Keeper:
         if lost:
             notify(self._report_losses, lost)
 
-    def _tidy_if_due(self) -> None:
-        with self._lock:
-            due = self._tidy_at is not None and self._tidy_at <= self._clock()
-            if due:
-                self._tidy_at = None
-        if due:
-            self._ask_registry(tidies=True)
-
     def _next(self) -> float | None:
         """The time of the next work; called with the lock held."""
-        times = [*self._due.values()]
-        if self._tidy_at is not None:
-            times.append(self._tidy_at)
+        times = [*self._due.values(), *(at for _, at, _ in self._doubts.values())]
+        if self._clear_at is not None:
+            times.append(self._clear_at)
         return min(times, default=None)
 
     def _due_after(self, lease: Lease) -> float:

@@ -10,34 +10,42 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from asgiref.sync import sync_to_async
 from django.core.signals import setting_changed
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.dispatch import Signal
 
-from .. import conf, logs, signals
-from ..backends.base import Backend, Renewal, Request
+from .. import conf, logs
+from ..backends.interface import Backend, Claim, Grant, Held, Renewal, Wait
 from ..exceptions import (
     BackendUnavailable,
     FencedLockError,
+    InsideTransaction,
     LeaseLost,
     LockNotAcquired,
     NotTheHolder,
 )
 from ..lease import Duration, Lease, current_lease
+from ..storage import history, unfenced
 from ..storage.background_writer import writer
-from ..storage.connections import query_once, under_test
+from ..storage.connections import (
+    has_own_block,
+    is_of_test,
+    is_open,
+    query_once,
+    test_connection,
+    test_has_ended,
+    under_test,
+)
 from ..storage.dialect import whose
 from ..storage.fenced_atomic import pinned_atomic
-from ..storage.fences import told
-from ..storage.history import history
-from ..storage.unfenced import rows as unfenced_rows
+from ..storage.fences import Fences, told
 from ..storage.vendors import Ledger, Row, ledger_for
 from . import aio, runtime, transactions
-from .acquiring import TakesLeases
+from .events import Kind, emit, subscribe
+from .grants import Grants, grant_of, holder_of
 from .identity import Holder, LocalHolder, current_holder, is_in_call
 from .keeper import REFUSED, Keeper
 from .runtime import clock
@@ -50,113 +58,164 @@ logger = logging.getLogger(__name__)
 BRIEFLY = 0.5
 
 
-class Service(TakesLeases):
+class Service:
     """What an alias of ``FENCEDLOCK`` is in one process."""
 
-    def __init__(self, alias: str) -> None:
+    def __init__(
+        self,
+        alias: str,
+        backend: Backend | None = None,
+        clock: Callable[[], float] = clock,
+    ) -> None:
         self.config = conf.config(alias)
-        self.backend: Backend = conf.backend_class(self.config.backend)(self.config)
-        self.keeper = Keeper(self.backend, self.report_losses)
+        self.backend: Backend = backend or conf.backend_class(self.config.backend)(self.config)
+        self._clock = clock
+        fences = None
+        if not self.backend.records_grants:
+            fences = Fences(self.config, self.backend.label)
+        self.keeper = Keeper(self.backend, self.report_losses, clock, fences)
+        self.grants = Grants(self.backend, fences, self.keeper, clock)
         _living.add(self)
 
     def forget_after_fork(self) -> None:
         """Own nothing of the parent's."""
-        self.backend.forget_after_fork()
+        self.backend.after_fork()
         self.keeper.forget_after_fork()
 
     # Acquiring
 
     def acquire(
         self,
-        request: Request,
+        claim: Claim,
+        wait: Wait | None = None,
         who: LocalHolder | None = None,
         *,
         pattern: str = "",
         max_hold: float | None = None,
         since: float | None = None,
         tells: bool = True,
+        of_another_process: bool = False,
     ) -> Lease | None:
         """
-        Take the lock within the request's time, or again if `who` has it; else None.
+        Acquire the lock before the wait is over, or enter it again if `who` holds it; else None.
 
-        Once it was held for `max_hold` seconds nothing renews it any more. What is entered again
-        keeps the bound that it has.
+        After `max_hold` seconds nothing renews it any more. A lock that is entered again keeps the
+        bound that it has.
 
         Args:
+            wait: `Wait.refused` is called once the first try was refused. `Wait.held` says who
+                has a lock that wasn't acquired.
             since: When the caller began to wait, on the local clock; without it, now.
-            tells: Whether a refusal is logged and sent as a signal: not if the caller tries again.
+            tells: Whether a refusal is an event: not if the caller tries again.
+            of_another_process: In a test, the claim stands for one of another process, which isn't
+                inside the transaction of the code under test.
         """
-        who = who or current_holder()
-        if lease := self.enter_again(request, who):
+        wait, who = wait or Wait(), who or current_holder()
+        if lease := self.enter_again(claim, who):
             return lease
-        self._refuse_to_wait_for_caller(request, who)
-        started = clock()
+        self._refuse_to_wait_for_caller(claim, wait, who)
+        started = self._clock()
         home = connections[self.config.fence_database]
-        if transactions.is_of_test(home):
-            request.connection = home
-            self._refuse_as_in_production(request, home)
-        else:
-            request.in_transaction = home.in_atomic_block
+        lent = is_of_test(home)
+        if lent:
+            if not of_another_process:
+                self._refuse_as_in_production(claim, home)
+            # Only this very thread could release the lock.
+            wait.deadline = started
         try:
-            lease = self._obtain(request, home, started + request.timeout)
-            if lease is not None:
+            answer = self.grants.acquire(claim, wait)
+            if isinstance(answer, Held):
+                lease = None
+            else:
+                self._require_visible(answer[0], home)
+                lease = self._lease(claim, *answer)
+                if lent:
+                    lease.lent = True
+                    lease.is_over = test_has_ended(home)
                 lease.pattern, lease.max_hold = pattern, max_hold
                 who.leases[self, lease.name] = lease
                 lease.belongs_to(who)
         except FencedLockError:
             raise
         except BaseException:
-            # Something struck, maybe between the grant and the note of it.
-            if (lease := who.leases.pop((self, request.name), None)) is not None:
+            # An exception from outside, maybe between the grant and the note of it.
+            if (lease := who.leases.pop((self, claim.name), None)) is not None:
                 lease.released = True
-            self._abandon(request)
+            self.grants.drop(claim)
             raise
-        waited = clock() - (started if since is None else since)
+        waited = self._clock() - (started if since is None else since)
         if lease is None:
             if tells:
-                self.tell_refused(request.name, pattern, waited)
+                self.tell_refused(claim.name, pattern, waited)
             return None
         self._keep(lease)
-        history.granted(lease)
-        self._signal(signals.lock_acquired, name=lease.name, lease=lease, waited=waited)
+        self._emit(Kind.ACQUIRED, lease.name, lease, waited=waited)
         return lease
 
-    def _refuse_as_in_production(self, request: Request, home: BaseDatabaseWrapper) -> None:
+    def _lease(self, claim: Claim, grant: Grant, since: float) -> Lease:
+        lease = Lease(
+            name=claim.name,
+            alias=self.config.alias,
+            owner=claim.owner,
+            token=grant.token,
+            ttl=claim.ttl,
+            since=since,
+            control=cast(Any, self),
+            identity=claim.identity,
+            database=self.config.fence_database,
+            handle=grant.handle,
+            clock=self._clock,
+        )
+        lease.grant = grant
+        return lease
+
+    def _require_visible(self, grant: Grant, home: BaseDatabaseWrapper) -> None:
+        """Refuse a grant that the caller's transaction can't see: its snapshot is older."""
+        if not grant.fenced or not self.backend.excludes or not is_open(home):
+            return
+        try:
+            if ledger_for(home).newest(home, grant.name) == (grant.token, grant.owner):
+                return
+        except BaseException:
+            self.grants.release(grant)
+            raise
+        self.grants.release(grant)
+        raise InsideTransaction(
+            f"Lock {grant.name!r} was granted with token {grant.token}, but this transaction "
+            "has an older snapshot and can't see the grant. Acquire the lock first, and open "
+            "the transaction inside of it (or use READ COMMITTED, where the database has it).",
+            name=grant.name,
+            alias=self.config.alias,
+        )
+
+    def _refuse_as_in_production(self, claim: Claim, home: BaseDatabaseWrapper) -> None:
         """
         Refuse a lock inside the code's own ``atomic()`` on SQLite, though a test could grant it.
 
         Outside of a ``TestCase`` the grant is written by another connection, which has to wait for
         that transaction.
         """
-        writes = request.fenced or self.backend.records_unfenced
-        if (
-            home.vendor == "sqlite"
-            and writes
-            and self.backend.excludes
-            and not request.of_another_process
-            and transactions.has_own_block(home)
-        ):
-            raise self.backend.in_the_way(request)
+        writes = claim.fenced or self.backend.records_unfenced
+        if home.vendor == "sqlite" and writes and self.backend.excludes and has_own_block(home):
+            raise self.backend.inside_transaction(claim.name)
 
     def tell_refused(self, name: str, pattern: str, waited: float) -> None:
-        logger.info(
-            "Lock %r (alias %r) wasn't acquired in %.1f s: somebody else has it",
-            name,
-            self.config.alias,
-            waited,
-            extra=logs.facts(name=name, alias=self.config.alias, waited=waited),
-        )
-        self._signal(signals.lock_not_acquired, name=name, pattern=pattern, waited=waited)
+        self._emit(Kind.REFUSED, name, None, pattern=pattern, waited=waited)
 
     def _keep(self, lease: Lease) -> None:
         try:
             self.keeper.keep(lease)
         except BaseException:
-            # Nobody would renew it, nor give it back: the caller doesn't get it.
+            # No thread would renew it, nor release it: the caller doesn't get it.
             self._forget(lease)
             self.keeper.forget(lease)
-            self._give_back(lease)
+            self._drop(lease)
             raise
+
+    def _drop(self, lease: Lease) -> None:
+        """Release a lease that the caller never got."""
+        lease.released = True
+        self.grants.release(grant_of(lease))
 
     def _forget(self, lease: Lease) -> None:
         who = lease.who
@@ -172,14 +231,14 @@ class Service(TakesLeases):
             lease = None
         return lease
 
-    def _refuse_to_wait_for_caller(self, request: Request, who: LocalHolder) -> None:
+    def _refuse_to_wait_for_caller(self, claim: Claim, wait: Wait, who: LocalHolder) -> None:
         """
         Raise if the holder of the lock waits for this very call.
 
         The context of the call has the lease. A child task that the holder started has it as well,
         and can't be told apart here.
         """
-        lease = current_lease(request.name) if request.timeout > 0 else None
+        lease = current_lease(claim.name) if wait.left > 0 else None
         if lease is None or lease._control is not self or lease.lost:
             return
         holder = lease.who
@@ -194,14 +253,14 @@ class Service(TakesLeases):
                 alias=self.config.alias,
             )
 
-    def enter_again(self, request: Request, who: LocalHolder) -> Lease | None:
+    def enter_again(self, claim: Claim, who: LocalHolder) -> Lease | None:
         """Return the lease that `who` has already, entered once more; else None."""
-        lease = self.lease_of(request.name, who)
+        lease = self.lease_of(claim.name, who)
         if lease is None:
             return None
         if lease.lost:
             raise lease.loss()
-        if request.fenced and not lease.fenced:
+        if claim.fenced and not lease.fenced:
             raise LockNotAcquired(
                 f"Lock {lease.name!r} is already held here with fenced=False, so it can't be "
                 "entered as a fenced one. Take it fenced the first time.",
@@ -209,19 +268,19 @@ class Service(TakesLeases):
                 alias=self.config.alias,
             )
         # In one go, as far as signals are concerned.
-        lease.entries, lease.entered_by = lease.entries + 1, request
+        lease.entries, lease.entered_by = lease.entries + 1, claim
         return lease
 
-    def leave_again(self, request: Request) -> None:
-        """Undo the entering again of one who was struck, and won't leave: if it was the last."""
-        lease = self.lease_of(request.name, current_holder())
-        if lease is not None and lease.entered_by is request:
+    def leave_again(self, claim: Claim) -> None:
+        """Undo the last entry, if an exception interrupted the code that would leave it."""
+        lease = self.lease_of(claim.name, current_holder())
+        if lease is not None and lease.entered_by is claim:
             lease.entries, lease.entered_by = lease.entries - 1, None
 
     # What a lease asks for
 
     def verify(self, lease: Lease) -> bool:
-        if self.backend.verify(lease):
+        if self.backend.verify(grant_of(lease)):
             return not lease.lost
         self.lose(lease, "the lock service no longer knows this holder")
         return False
@@ -233,14 +292,13 @@ class Service(TakesLeases):
         before = lease.ttl
         if ttl is not None:
             lease.ttl = conf.seconds(ttl, "ttl")
-        since = clock()
+        since = self._clock()
         try:
             answer = self._renew(lease)
         except BaseException:
             self._leave_open(lease, since, before)
             raise
-        self._signal(signals.leases_renewed, leases=[lease], answers=[answer])
-        unfenced_rows.renewed(self.backend, [lease], [answer])
+        self._emit(Kind.RENEWED, "", None, leases=[lease], answers=[answer])
         if answer is Renewal.KEPT:
             lease.extend_from(since)
             self.keeper.postpone(lease)
@@ -256,6 +314,13 @@ class Service(TakesLeases):
             name=lease.name,
             alias=lease.alias,
         )
+
+    def _renew(self, lease: Lease) -> Renewal:
+        """Renew a lease for its holder, who waits for the answer of the fence database too."""
+        (answer,) = self.backend.renew([grant_of(lease)])
+        if answer is Renewal.KEPT and lease.fenced and self.keeper.compare([lease]):
+            return Renewal.LOST
+        return answer
 
     def _leave_open(self, lease: Lease, since: float, before: float) -> None:
         """Reckon with a renewal that was asked for at `since` and may have been done, or not."""
@@ -313,21 +378,31 @@ class Service(TakesLeases):
     def _finish(self, lease: Lease) -> bool:
         self._forget(lease)
         self.keeper.drop(lease)
+        grant = grant_of(lease)
         try:
-            kept = self.backend.release(lease)
+            kept = self.backend.release(grant)
         except BackendUnavailable:
             lease.released = True
-            unfenced_rows.ended(lease)
+            self.keeper.doubt(grant)
+            unfenced.rows.ended(lease)
             raise
+        finally:
+            self._clear_row(lease, grant)
         if not kept:
             self.lose(lease, "the lock service no longer knew this holder at the release")
         lease.released = True
-        history.released(lease)
-        unfenced_rows.ended(lease)
         if lease.lost:
             return False
-        self._signal(signals.lock_released, name=lease.name, lease=lease)
+        self._emit(Kind.RELEASED, lease.name, lease)
         return True
+
+    def _clear_row(self, lease: Lease, grant: Grant) -> None:
+        if not lease.lent:
+            self.keeper.clear_row(grant)
+        elif lease.fenced and not self.backend.records_unfenced:
+            # The test's transaction, if it is broken, takes the row along.
+            with contextlib.suppress(Error):
+                Fences(self.config, self.backend.label).clear([grant])
 
     def abandon(self, lease: Lease) -> None:
         """Release a lease whose holder has ended, and to which nothing refers any more."""
@@ -371,7 +446,7 @@ class Service(TakesLeases):
         return await aio.run(aio.RELEASE, self.config.alias, self.release, lease, who)
 
     def _is_lent(self) -> bool:
-        return transactions.test_connection(self.config.fence_database) is not None
+        return test_connection(self.config.fence_database) is not None
 
     def drop_all(self) -> None:
         """Release whatever is held, as far as possible. For the end of a test."""
@@ -383,27 +458,35 @@ class Service(TakesLeases):
             self.keeper.forget(lease)
             # The test may have taken the service itself away.
             with contextlib.suppress(Exception):
-                self._give_back(lease)
+                self._drop(lease)
         with contextlib.suppress(Exception):
+            self.keeper.forget_doubts()
+            self.keeper.clear()
             self.backend.close()
 
     # Telling
 
     def holder(self, name: str) -> Holder | None:
-        """Who has lock `name` now, by the service's word."""
-        return self.backend.holder(name)
+        """Ask the service who has lock `name` now."""
+        return self.holders([name]).get(name)
+
+    def holders(self, names: Sequence[str]) -> dict[str, Holder]:
+        """Ask the service who has each of the locks; free ones are left out."""
+        found = self.backend.holders(names)
+        return {name: holder_of(held, self.config.alias) for name, held in found.items()}
 
     def refusal(
-        self, name: str, waited: float, fenced: bool = True, seen: Sequence[Holder] = ()
+        self, name: str, waited: float, fenced: bool = True, held: Held | None = None
     ) -> LockNotAcquired:
-        """The error that tells who has the lock that wasn't got; `seen` is what `acquire()` saw."""
+        """Return the error that says who has the lock; `held` is what `acquire()` saw."""
         try:
-            holder = seen[0] if seen else self.holder(name)
+            seen = held is not None and held.owner
+            holder = holder_of(held, self.config.alias) if held and seen else self.holder(name)
         except BackendUnavailable:
             holder = None
-        by = f"held by {holder}" if holder else "taken; its holder has just gone, or can't be told"
+        by = f"held by {holder}" if holder else "taken; its holder has just gone, or isn't known"
         if fenced and (holder is None or holder.token is None):
-            # Somebody whose grant isn't recorded: it may be what he waits for as well.
+            # That holder's grant isn't recorded yet: it may wait for the same transaction.
             by = self._pinned(name) or by
         return LockNotAcquired(
             f"Lock {name!r} is {by}. Waited {waited:.1f} s for it.",
@@ -415,7 +498,7 @@ class Service(TakesLeases):
     def _pinned(self, name: str) -> str | None:
         """Tell of an open transaction that keeps a grant from being recorded."""
         using = self.config.fence_database
-        if transactions.test_connection(using) is not None:
+        if test_connection(using) is not None:
             return None  # From outside, the test's own transaction would seem to be in the way.
 
         def look(private: BaseDatabaseWrapper) -> tuple[Ledger, str | None, Row | None]:
@@ -453,8 +536,6 @@ class Service(TakesLeases):
 
     def report_losses(self, leases: Sequence[Lease]) -> None:
         """Run the user's code for leases that were marked as lost."""
-        for lease in leases:
-            unfenced_rows.ended(lease)
         try:
             self.explain(leases)
         finally:
@@ -463,13 +544,10 @@ class Service(TakesLeases):
 
     def _report_loss(self, lease: Lease, why: str) -> None:
         lease.run_callbacks()
-        facts = logs.about(lease, reason=why, held_for=lease.held_for())
-        logger.warning("Lost lock %r (alias %r): %s", lease.name, lease.alias, why, extra=facts)
-        self._signal(signals.lock_lost, name=lease.name, lease=lease, reason=why)
+        self._emit(Kind.LOST, lease.name, lease, reason=why)
 
-    def _signal(self, signal: Signal, **facts: object) -> None:
-        if signal.receivers:
-            signals.send(signal, type(self.backend), alias=self.config.alias, **facts)
+    def _emit(self, kind: Kind, name: str, lease: Lease | None, **facts: object) -> None:
+        emit(kind, type(self.backend), self.config.alias, name, lease, **facts)
 
 
 _services: dict[str, Service] = {}
@@ -537,10 +615,12 @@ def tidy_at_exit() -> None:
     runtime.finish()
     for each in list(_living):
         with contextlib.suppress(Error, BackendUnavailable, LeaseLost):
-            each.backend.tidy()
+            each.keeper.clear()
             each.backend.close()
 
 
+subscribe(history.on_event, Kind.ACQUIRED, Kind.RELEASED)
+subscribe(unfenced.on_event, Kind.RENEWED, Kind.RELEASED, Kind.LOST)
 setting_changed.connect(_forget_settings, dispatch_uid="django_fencedlock.core.manager")
 os.register_at_fork(after_in_child=_forget_after_fork)
 atexit.register(tidy_at_exit)

@@ -17,12 +17,13 @@ from django.db.migrations.loader import MigrationLoader
 from django.db.models import Model
 
 from .. import checks, conf
-from ..backends.base import Backend, Grant, Renewal, Request
+from ..backends.interface import Backend, Claim, Grant, Held, Renewal, Wait
 from ..conf import AliasConfig
+from ..core.grants import new_claim
 from ..core.identity import new_owner
+from ..core.manager import Service
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable, FencedLockError
-from ..lease import Lease
 from ..models.checks import has_tables, table_problems
 from ..problems import Level, Problem, clock_problem, error, note, ok, warning
 from ..storage.connections import query_once, time_limited
@@ -288,21 +289,20 @@ class Trial:
     """Two owners with a backend each acquire, renew, hand over and release one lock."""
 
     def __init__(self, config: AliasConfig, until: float) -> None:
-        self._config = config
         self._until = until
         self._name = LOCK_NAME.format(alias=config.alias)
         make: Callable[[AliasConfig], Backend] = conf.backend_class(config.backend)
-        self._first, self._second = make(config), make(_apart(config))
-        self._leases: list[tuple[Backend, Lease]] = []
+        self._first = Service(config.alias, make(config))
+        self._second = Service(config.alias, make(_apart(config)))
+        self._held: list[tuple[Backend, Grant]] = []
         #: Seconds of the last step.
         self._took = 0.0
 
     def run(self) -> Iterator[Problem]:
-        problems = self._do(lambda: list(self._first.live_problems()))
+        problems = self._do(lambda: list(self._first.backend.check()))
         yield from problems
         if any(problem.id == UNREACHABLE for problem in problems):
             return
-        yield from self._do(lambda: list(self._first.diagnose()))
         yield self._round_trip()
         first = self._acquire_first()
         if first is None:
@@ -317,18 +317,18 @@ class Trial:
 
     def close(self) -> None:
         """Release the lock; only the fence of its name remains."""
-        for backend, lease in self._leases:
+        for backend, grant in self._held:
             with contextlib.suppress(FencedLockError):
-                backend.release(lease)
-        for backend in (self._first, self._second):
+                backend.release(grant)
+        for service in (self._first, self._second):
             with contextlib.suppress(FencedLockError):
-                backend.tidy()
-                backend.close()
+                service.keeper.clear()
+                service.backend.close()
 
     def _round_trip(self) -> Problem:
         times = []
         for _ in range(ROUND_TRIPS):
-            self._do(lambda: self._first.is_free(self._name))
+            self._do(lambda: self._first.backend.holders([self._name]))
             times.append(self._took)
         median = statistics.median(times)
         what = f"Round trip {_ms(median)} (slowest of {ROUND_TRIPS}: {_ms(max(times))})."
@@ -336,89 +336,79 @@ class Trial:
             return ok(what)
         return warning(what, "Move the lock service closer, or reduce its load.")
 
-    def _acquire_first(self) -> Lease | None:
-        until, request = clock() + OTHER_DOCTOR_TIMEOUT, self._request()
-        while (grant := self._do(lambda: self._first.acquire(request))) is None:
+    def _acquire_first(self) -> Grant | None:
+        until, claim = clock() + OTHER_DOCTOR_TIMEOUT, self._claim()
+        while (grant := self._do(lambda: self._acquire(self._first, claim))) is None:
             if clock() >= until:
                 return None
             time.sleep(0.1)
-        return self._lease(self._first, request, grant)
+        return grant
 
-    def _hold(self, lease: Lease) -> Iterator[Problem]:
-        request = self._request()
-        second = self._do(lambda: self._second.acquire(request))
+    def _hold(self, grant: Grant) -> Iterator[Problem]:
+        second = self._do(lambda: self._acquire(self._second, self._claim()))
         if second is not None:
-            self._lease(self._second, request, second)
-            raise _Abort(f"Two owners hold one lock (tokens {lease.token} and {second.token}).")
+            raise _Abort(f"Two owners hold one lock (tokens {grant.token} and {second.token}).")
         yield ok("Rejects a second owner.")
-        if not self._do(lambda: self._first.verify(lease)):
+        backend = self._first.backend
+        if not self._do(lambda: backend.verify(grant)):
             raise _Abort("The service doesn't know the owner that holds the lock.")
-        since = clock()
-        (answer,) = self._do(lambda: self._first.renew([lease]))
+        (answer,) = self._do(lambda: backend.renew([grant]))
         if answer is not Renewal.KEPT:
             raise _Abort(f"A renewal failed: {answer.value}.")
-        lease.extend_from(since)
         yield ok(f"Verifies and renews: {_ms(self._took)}.")
 
-    def _hand_over(self, first: Lease) -> Iterator[Problem]:
-        request = self._request()
-        queues = self._first.supports_waiting
+    def _hand_over(self, first: Grant) -> Iterator[Problem]:
+        claim = self._claim()
+        former, backend = self._first.backend, self._second.backend
+        queues = backend.supports_waiting
         with ThreadPoolExecutor(1, thread_name_prefix="fencedlock-doctor") as thread:
             if queues:
-                wait = self._second.wait
-                waiter = thread.submit(lambda: (wait(request, HAND_OVER_TIMEOUT), clock()))
+                wait = Wait(HAND_OVER_TIMEOUT)
+                waiter = thread.submit(lambda: (self._acquire(self._second, claim, wait), clock()))
                 # If it isn't in the queue by then, it acquires the lock all the same.
                 time.sleep(QUEUE_DELAY)
             began = clock()
-            self._do(lambda: self._first.release(first))
+            self._do(lambda: former.release(first))
             if queues:
-                grant, at = waiter.result()
+                second, at = waiter.result()
             else:
-                grant, at = self._do(lambda: self._second.acquire(request)), clock()
-        if grant is None:
+                second, at = self._do(lambda: self._acquire(self._second, claim)), clock()
+        if second is None:
             raise _Abort(
                 "The lock was released, but the second owner could not acquire it.",
                 "Look for an open transaction that locks the fence: manage.py fencedlock show "
                 f"{for_shell(self._name)}",
             )
-        second = self._lease(self._second, request, grant)
-        if second.token <= first.token:
+        if (second.token or 0) <= (first.token or 0):
             raise _Abort(
                 f"The second owner got token {second.token} after {first.token}: tokens must rise.",
                 "Restore the fences: see docs/restore.md.",
             )
         waits = "a waiter" if queues else "the next owner"
         yield ok(f"Hands over to {waits}: {_ms(at - began)}, token {second.token}.")
-        if self._do(lambda: self._first.verify(first)) or (
-            self._do(lambda: self._first.renew([first])) == [Renewal.KEPT]
+        if self._do(lambda: former.verify(first)) or (
+            self._do(lambda: former.renew([first])) == [Renewal.KEPT]
         ):
             raise _Abort("The service still accepts the former owner as the holder.")
-        released = self._do(lambda: self._second.release(second))
+        released = self._do(lambda: backend.release(second))
         took = self._took
-        self._leases.clear()
+        self._held.clear()
+        self._second.keeper.clear_row(second)
         if not released or self._do(lambda: self._second.holder(self._name)):
             raise _Abort("The lock isn't free after its release.")
         yield ok(f"Rejects the former owner, and releases: {_ms(took)}.")
         if not queues:
             yield note("Waiters poll, so they acquire the lock in no particular order.")
 
-    def _request(self) -> Request:
-        return Request(name=self._name, owner=replace(new_owner(), thread="doctor"), ttl=TTL)
+    def _claim(self) -> Claim:
+        return new_claim(self._name, TTL, owner=replace(new_owner(), thread="doctor"))
 
-    def _lease(self, backend: Backend, request: Request, grant: Grant) -> Lease:
-        lease = Lease(
-            name=request.name,
-            alias=self._config.alias,
-            owner=request.owner,
-            token=grant.token,
-            ttl=request.ttl,
-            since=grant.since,
-            control=cast(Any, None),  # Only the backend uses this lease.
-            database=self._config.fence_database,
-            handle=grant.handle,
-        )
-        self._leases.append((backend, lease))
-        return lease
+    def _acquire(self, service: Service, claim: Claim, wait: Wait | None = None) -> Grant | None:
+        answer = service.grants.acquire(claim, wait or Wait())
+        if isinstance(answer, Held):
+            return None
+        self._held.append((service.backend, answer[0]))
+        return answer[0]
 
     def _do(self, step: Callable[[], T]) -> T:
         """Do a step, which the backend limits in time, and measure it."""

@@ -1,8 +1,9 @@
 """
-Forced release: takes a lock away from a holder who lives.
+Forced release: takes a lock away from a live holder.
 
-The fence is lifted first: from that moment on nothing that the holder writes under it is accepted,
-whether he has noticed or not. Then the lock is freed, and whoever waits for it gets it.
+The fence is raised first: from then on no write of the holder is accepted, whether the holder has
+noticed or not. Then the lock is released, by the holder's owner id, and a waiter gets it. Then the
+fence is raised once more: the holder may have recorded its grant in between.
 """
 
 from __future__ import annotations
@@ -15,17 +16,22 @@ from enum import StrEnum
 from django.db import Error, connections
 
 from .. import conf, logs, signals
-from ..backends.base import Taken
+from ..backends.interface import Grant
 from ..core import names
 from ..core.identity import Holder
 from ..core.manager import Service, service
 from ..core.runtime import clock
-from ..core.transactions import test_connection
 from ..exceptions import BackendUnavailable, ReleaseBlocked
-from ..storage.connections import pool
-from ..storage.dialect import whose
+from ..storage.dialect import Newest, whose
 from ..storage.errors import is_table_missing
-from ..storage.fences import Revoked, Revoking, named, pinned_by, tables_locked_by
+from ..storage.fences import (
+    Fences,
+    Revoked,
+    Revoking,
+    named,
+    pinned_by,
+    tables_locked_by,
+)
 from ..storage.text import escape_control
 from ..storage.vendors import Row, ledger_for
 
@@ -40,13 +46,13 @@ RECORDED = 0.4
 class Outcome(StrEnum):
     """What became of a forced release."""
 
-    #: The lock is free, or whoever waited for it has it.
+    #: The lock is free, or a waiter has it.
     FREED = "freed"
-    #: The holder's writes are refused; his process gives the lock back when it next renews it.
+    #: The holder's writes are rejected; its process releases the lock at its next renewal.
     LEFT_TO_HOLDER = "left to its holder"
-    #: Nobody has it.
+    #: The lock is free.
     NOT_HELD = "not held"
-    #: Somebody else has it than was meant: nothing was done to him.
+    #: Another holder has it than was meant, and keeps it.
     CHANGED_HANDS = "changed hands"
     #: It has no row, and ends with its server session alone: nothing was done.
     NEEDS_END_OF_SESSION = "needs the end of its session"
@@ -98,14 +104,14 @@ class Release:
 
     def _fence(self) -> str:
         if self.token is None:
-            return "The lock isn't fenced, so no write of his is refused."
-        return f"His writes are refused: the fence is at {self.token}."
+            return "The lock isn't fenced, so no write of the holder is rejected."
+        return f"The holder's writes are rejected: the fence is at {self.token}."
 
 
 _WORDS = {
     Outcome.FREED: "{lock} of {holder} was released by force. {fence}",
-    Outcome.LEFT_TO_HOLDER: "{lock} was taken from {holder}, whose process gives it back when it "
-    "next renews it, within a third of its ttl. {fence}{end}",
+    Outcome.LEFT_TO_HOLDER: "{lock} was taken from {holder}, whose process releases it at its "
+    "next renewal, within a third of its ttl. {fence}{end}",
     Outcome.NOT_HELD: "{lock} is free: there is nothing to release.",
     Outcome.CHANGED_HANDS: "{lock} has changed hands, and was left alone: now {holder} has it.",
     Outcome.NEEDS_END_OF_SESSION: "{lock} of {holder} isn't in the registry, so it ends with its "
@@ -114,7 +120,7 @@ _WORDS = {
 
 
 def end_of_session(holder: Holder | None) -> str:
-    """How to end the server session that a lock lives on; empty if it lives on none."""
+    """Return how to end the session that holds a lock; empty if no session does."""
     if holder is None or holder.session_pid is None:
         return ""
     return (
@@ -129,9 +135,9 @@ def end_session_sql(pid: int) -> str:
 
 def held_by(name: str, backend: str = conf.DEFAULT_ALIAS) -> HeldBy | None:
     """
-    Tell who would lose lock `name` to a forced release through an alias; None if nobody would.
+    Return who would lose lock `name` to a forced release through an alias; None if it is free.
 
-    Also of a holder whose lease is over: he may be paused, and come back.
+    A holder whose lease is over counts too: it may be paused, and come back.
     """
     until = clock() + RECORDED
     found = _held_by(name, backend)
@@ -144,10 +150,10 @@ def held_by(name: str, backend: str = conf.DEFAULT_ALIAS) -> HeldBy | None:
 
 def _held_by(name: str, backend: str) -> HeldBy | None:
     asked = service(backend)
-    row = _row(asked, name)
-    now = asked.backend.holder(name)
+    row, _ = _look(asked, name)
+    now = asked.holder(name)
     if now is not None and now.alias != backend:
-        # The database backend reads the rows that others have recorded, too.
+        # The database backend reads the rows of other aliases, too.
         now = None
     holder = now or (row.holder() if row else None)
     if holder is None:
@@ -163,20 +169,17 @@ def _held_by(name: str, backend: str) -> HeldBy | None:
     )
 
 
-def _row(asked: Service, name: str) -> Row | None:
-    using = asked.config.fence_database
+def _look(asked: Service, name: str) -> tuple[Row | None, Newest | None]:
+    """Return the name's row of the registry under this alias, and its fence."""
     try:
-        if (lent := test_connection(using)) is not None:
-            row = ledger_for(lent).look(lent, name)
-        else:
-            # One that is kept: pages and commands ask for one lock after the other.
-            row = pool(using, BRIEFLY).run(lambda own: ledger_for(own).look(own, name))
+        row, newest = Fences(asked.config, asked.backend.label, BRIEFLY).read(name)
     except Error as exc:
         if is_table_missing(exc):
-            # Whoever uses unfenced locks alone needs no tables.
-            return None
+            # A project with unfenced locks alone needs no tables.
+            return None, None
+        using = asked.config.fence_database
         raise asked.backend.unavailable("look", named(exc, using), name) from exc
-    return row if row is not None and row.alias == asked.config.alias else None
+    return row if row is not None and row.alias == asked.config.alias else None, newest
 
 
 def force_release(
@@ -187,25 +190,27 @@ def force_release(
     owner: str | None = None,
 ) -> Release:
     """
-    Take lock `name` away from whoever has it, and let the next one have it.
+    Take lock `name` away from its holder, and let the next one have it.
 
-    Done twice it does no more than once; and it never frees the lock of anybody else than the
-    holder that it found, or `owner`.
+    Done twice it does no more than once. It never releases the lock of another holder than the one
+    that it found, or `owner`.
 
     Args:
-        by: Who does it, for the holder, the log and the signal to tell.
+        by: Who does it; the holder's error, the log and the signal say so.
         backend: The alias that the lock is taken through.
         owner: The holder that is meant, by `HeldBy.owner` or `Lease.owner`; a lock that has
             changed hands since is left alone.
 
     Raises:
-        ReleaseBlocked: Somebody's open transaction has the fence locked. Nothing was done.
+        ReleaseBlocked: An open transaction has the fence locked. Nothing was done.
         BackendUnavailable: The lock service, or the fence's database, doesn't answer.
     """
     names.validate(name)
     if not by.strip():
-        raise ValueError("by= has to tell who releases the lock: its holder and the log say so.")
+        raise ValueError("by= has to say who releases the lock: its holder and the log name them.")
     by = escape_control(by)
+    # The fence is read before the service is asked: see `Revoking.revoke()`.
+    _, seen = _look(service(backend), name)
     found = held_by(name, backend)
     if found is None:
         return Release(name, backend, Outcome.NOT_HELD)
@@ -213,39 +218,22 @@ def force_release(
         return Release(name, backend, Outcome.NEEDS_END_OF_SESSION, found.holder)
     if owner is not None and owner != found.owner:
         return Release(name, backend, Outcome.CHANGED_HANDS, found.holder)
-    revoked, taken = _take(found, by)
-    if taken is Taken.NOT_HIS:
-        again = _held_by(name, backend)
-        if again is not None and again.owner == found.owner:
-            # He was recording his grant meanwhile, and so got a token above the lifted fence.
-            found = again
-            revoked, taken = _take(found, by)
-    return _concluded(found, by, revoked, taken)
+    revoked = _revoke(found, by, seen)
+    released = service(backend).backend.release(Grant(name, found.owner, fenced=found.fenced))
+    if revoked is not None and found.fenced:
+        revoked = _revoked_again(found, by, revoked, seen)
+    return _concluded(found, by, revoked, released)
 
 
-def _take(found: HeldBy, by: str) -> tuple[Revoked | None, Taken]:
-    """Lift the fence, then free the lock."""
-    revoked = _revoke(found, by)
-    taken = service(found.alias).backend.take_away(
-        found.name, found.owner, token=revoked.token if revoked else None
-    )
-    if revoked is not None and found.fenced and taken is Taken.FREED:
-        revoked = _revoked_again(found, by, revoked)
-    return revoked, taken
-
-
-def _revoked_again(found: HeldBy, by: str, revoked: Revoked) -> Revoked:
-    """
-    Lift the fence once more, if it is the former holder's again.
-
-    A claim of his that reached the database twice, the second time between the lift and now, has
-    drawn a newer token for him.
-    """
+def _revoked_again(found: HeldBy, by: str, revoked: Revoked, seen: Newest | None) -> Revoked:
+    """Raise the fence once more, if the holder may have recorded its grant since the first time."""
+    was_recorded = seen is not None and seen[1] == found.owner
+    last = None if was_recorded or revoked.token is None else (revoked.token, "")
     try:
-        again = _revoke(found, by)
+        again = _revoke(found, by, last, again=True)
     except (BackendUnavailable, ReleaseBlocked):
         logger.warning(
-            "Whether lock %r was claimed as it was released by force can't be told",
+            "Whether lock %r was claimed as it was released by force isn't known",
             found.name,
             exc_info=True,
             extra=logs.facts(name=found.name, alias=found.alias, owner=found.owner),
@@ -254,12 +242,18 @@ def _revoked_again(found: HeldBy, by: str, revoked: Revoked) -> Revoked:
     return replace(revoked, token=again.token) if again and again.is_new else revoked
 
 
-def _revoke(found: HeldBy, by: str) -> Revoked | None:
-    """Lift the fence and note who did it; None if that can't be had for an unfenced lock."""
+def _revoke(found: HeldBy, by: str, seen: Newest | None, *, again: bool = False) -> Revoked | None:
+    """Raise the fence and note who did it; None for an unfenced lock without tables."""
     holder, config = found.holder, service(found.alias).config
     try:
         return Revoking(config).revoke(
-            found.name, holder.owner, by, fenced=found.fenced, seen=holder.token
+            found.name,
+            holder.owner,
+            by,
+            fenced=found.fenced,
+            proposed=holder.token,
+            seen=seen,
+            again=again,
         )
     except BackendUnavailable as exc:
         cause = exc.__cause__
@@ -268,7 +262,7 @@ def _revoke(found: HeldBy, by: str) -> Revoked | None:
             raise _blocked(found, config.fence_database) from exc
         if found.fenced or not is_table_missing(cause):
             raise
-        # Nothing is lost but the words for the holder.
+        # Only the holder's error says less.
         logger.debug("Lock %r is released without a note", found.name, exc_info=True)
         return None
 
@@ -280,7 +274,7 @@ def _blocked(found: HeldBy, using: str) -> ReleaseBlocked:
         obstacle = f"a table of locks is locked in {using!r}"
     return ReleaseBlocked(
         f"Lock {found.name!r} of {found.holder} wasn't released by force, since its fence can't be "
-        f"lifted: {obstacle}{whose(blocker)}. Try again when that has ended, or end it.",
+        f"raised: {obstacle}{whose(blocker)}. Try again when that has ended, or end it.",
         name=found.name,
         alias=found.alias,
         holder=found.holder,
@@ -288,26 +282,41 @@ def _blocked(found: HeldBy, using: str) -> ReleaseBlocked:
     )
 
 
-def _concluded(found: HeldBy, by: str, revoked: Revoked | None, taken: Taken) -> Release:
+def _concluded(found: HeldBy, by: str, revoked: Revoked | None, released: bool) -> Release:
     token = revoked.token if revoked else None
-    if taken is Taken.NOT_HIS:
-        # Given back a moment ago, or taken over.
-        now = service(found.alias).holder(found.name)
-        outcome = Outcome.NOT_HELD if now is None else Outcome.CHANGED_HANDS
-        return Release(found.name, found.alias, outcome, now)
-    freed = taken is Taken.FREED
+    if not released:
+        now = _held_by(found.name, found.alias)
+        if now is None or now.owner != found.owner:
+            # It was released a moment ago, or another holder has it.
+            outcome = Outcome.NOT_HELD if now is None else Outcome.CHANGED_HANDS
+            return Release(found.name, found.alias, outcome, now.holder if now else None)
+        # Only its own process can end a session's lock.
+        released = now.expired and _clear_row(found)
+    elif found.fenced:
+        _clear_row(found)
     is_new = revoked is None or revoked.is_new
-    if freed or is_new:
-        _tell(found, by, token, freed)
+    if released or is_new:
+        _tell(found, by, token, released)
         _tidy(found)
     return Release(
         found.name,
         found.alias,
-        Outcome.FREED if freed else Outcome.LEFT_TO_HOLDER,
+        Outcome.FREED if released else Outcome.LEFT_TO_HOLDER,
         found.holder,
         token,
         before="" if revoked is None or is_new else revoked.note.by,
     )
+
+
+def _clear_row(found: HeldBy) -> bool:
+    """Delete the row of a holder that has no lock: pages look at the registry next."""
+    asked = service(found.alias)
+    try:
+        Fences(asked.config, asked.backend.label).clear([Grant(found.name, found.owner)])
+    except Error:
+        logger.debug("The row of lock %r wasn't deleted", found.name, exc_info=True)
+        return False
+    return True
 
 
 def _tidy(found: HeldBy) -> None:
@@ -324,7 +333,7 @@ def _tell(found: HeldBy, by: str, token: int | None, freed: bool) -> None:
         found.alias,
         by,
         found.holder,
-        "" if freed else ", who gives it back when he next renews it",
+        "" if freed else ", which releases it at its next renewal",
         extra=logs.facts(
             name=found.name,
             alias=found.alias,

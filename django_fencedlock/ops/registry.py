@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -13,6 +13,8 @@ from django.db import Error, connections
 from django.db.models import Sum
 
 from .. import conf
+from ..backends.interface import Held
+from ..core.grants import holder_of
 from ..core.identity import Holder, describe_place
 from ..core.manager import service
 from ..exceptions import BackendUnavailable, SettingsError
@@ -24,7 +26,7 @@ from ..storage.vendors import ledger_for
 
 T = TypeVar("T")
 #: By alias and name, as far as the services could be asked.
-Holders = dict[str, dict[str, Holder | None]]
+Holders = dict[str, dict[str, Held]]
 
 #: So many locks are asked of in one request.
 BATCH = 10_000
@@ -133,18 +135,11 @@ def entries(
     now = ledger_for(connection).now(connection)
     holders = _holders(rows, unanswered)
     refused = _asked_of(partial(_refused, database), [row.name for row in rows])
-    waiting: dict[str, int] = {}
-    for alias, asked in holders.items():
-        try:
-            waiting |= _asked_of(service(alias).backend.waiting, list(asked))
-        except BackendUnavailable as exc:
-            unanswered[alias] = str(exc)
     for row in rows:
         yield _entry(
             row,
             now,
             holders,
-            waiting=waiting.get(row.name, 0),
             refused=refused.get(row.name, 0),
         )
 
@@ -169,7 +164,9 @@ def _holders(rows: Sequence[HeldLock], unanswered: dict[str, str]) -> Holders:
     return found
 
 
-def _asked_of(ask: Callable[[Sequence[str]], dict[str, T]], names: Sequence[str]) -> dict[str, T]:
+def _asked_of(
+    ask: Callable[[Sequence[str]], Mapping[str, T]], names: Sequence[str]
+) -> dict[str, T]:
     found: dict[str, T] = {}
     for start in range(0, len(names), BATCH):
         found |= ask(names[start : start + BATCH])
@@ -181,11 +178,10 @@ def _refused(database: str, names: Sequence[str]) -> dict[str, int]:
     return dict(found.values_list("name").annotate(Sum("times")))
 
 
-def _entry(
-    row: HeldLock, now: datetime, holders: Holders, *, waiting: int, refused: int
-) -> ListedLock:
+def _entry(row: HeldLock, now: datetime, holders: Holders, *, refused: int) -> ListedLock:
     remaining, ttl = _left(row, now)
     state = _state(row, now, holders)
+    held = holders.get(row.alias, {}).get(row.name)
     return ListedLock(
         name=row.name,
         alias=row.alias,
@@ -206,9 +202,9 @@ def _entry(
         held_for=(now - row.acquired_at).total_seconds(),
         remaining=remaining,
         part_left=max(0.0, min(1.0, remaining / ttl)) if ttl > 0 else 0.0,
-        waiting=waiting,
+        waiting=(held.waiting if held else None) or 0,
         refused=refused,
-        taken_by=str(holders[row.alias].get(row.name)) if state is State.LOST else "",
+        taken_by=str(holder_of(held, row.alias)) if held and state is State.LOST else "",
     )
 
 
@@ -340,10 +336,10 @@ def _asked(alias: str, name: str, silent: dict[str, str]) -> Asked:
     if alias in silent:
         return Asked(alias, "", error=silent[alias])
     try:
-        backend = service(alias).backend
-        holder = backend.holder(name)
+        asked = service(alias)
+        holder = asked.holder(name)
         # The database backend reads the rows that others have recorded, too.
         mine = holder is not None and holder.alias == alias
-        return Asked(alias, backend.label, holder if mine else None)
+        return Asked(alias, asked.backend.label, holder if mine else None)
     except (BackendUnavailable, SettingsError) as exc:
         return Asked(alias, "", error=str(exc))

@@ -18,8 +18,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
-from ..core.identity import Holder, Owner, Process, describe_place
-from ..lease import Lease
+from ..core.identity import Holder, Owner, Process
 from .connections import preparing_cursor
 
 #: What is in the way of a grant, where the database doesn't name the session.
@@ -32,6 +31,10 @@ LOCK_WAIT = 250
 # package's root leads here before Django has loaded its apps.
 FENCE = "django_fencedlock_fence"
 HELD = "django_fencedlock_heldlock"
+
+
+#: The token and the owner of a name's newest grant; (0, "") if there is none.
+Newest = tuple[int, str]
 
 
 # Each lock makes one, and a frozen one takes five times as long to make.
@@ -115,18 +118,23 @@ class Row:
     task_id: str
     acquired_at: datetime
     expires_at: datetime
-    live: bool
+    #: The time of the database when the row was read.
+    read_at: datetime
 
     @property
-    def process(self) -> Process:
-        return Process(self.boot_id, self.pid_namespace, self.pid, self.pid_started)
+    def live(self) -> bool:
+        return self.expires_at > self.read_at
+
+    @property
+    def place(self) -> Owner:
+        """The owner, and where it runs."""
+        where = (self.host, self.boot_id, self.pid_namespace, self.pid, self.pid_started)
+        return Owner(self.owner, *where, self.thread, self.task_name, self.task_id)
 
     def holder(self) -> Holder:
         return Holder(
             owner=self.owner,
-            description=describe_place(
-                self.host, self.pid, self.thread, self.task_name, self.task_id
-            ),
+            description=str(self.place),
             alias=self.alias,
             token=self.token,
             acquired_at=self.acquired_at,
@@ -145,18 +153,17 @@ class Held(Protocol):
     def name(self) -> str: ...
 
     @property
-    def owner_id(self) -> str: ...
+    def owner(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class NameAndOwner:
-    """Somebody else's."""
+class Renewed(Held, Protocol):
+    """A lock that is renewed."""
 
-    name: str
-    owner_id: str
+    @property
+    def ttl(self) -> float: ...
 
 
-_READ = [each.name for each in fields(Row) if each.name not in ("token", "live")]
+_READ = [each.name for each in fields(Row) if each.name not in ("token", "read_at")]
 
 
 class Ledger(ABC):
@@ -191,15 +198,22 @@ class Ledger(ABC):
         """Take the name's row if it is free, expired or this owner's, and leave the fence alone."""
 
     @abstractmethod
-    def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
+    def record(
+        self,
+        connection: BaseDatabaseWrapper,
+        entry: Entry,
+        token: int,
+        seen: Newest | None = None,
+    ) -> bool:
         """
-        Record a grant whose token another service proposed, if it is newer than all before.
+        Record a grant and its row of the registry, if the token is newer than the fence's.
 
-        False as well if the name is live at another lock service.
+        False as well if the name is live at another lock service, or if the fence isn't the one
+        that was `seen`.
         """
 
     @abstractmethod
-    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Renewed]) -> set[str]:
         """Renew rows by their owners, but those that somebody has locked; returns the owners."""
 
     @abstractmethod
@@ -267,13 +281,13 @@ class Ledger(ABC):
             for start in range(0, len(names), BATCH):
                 inside, given = listed("n", names[start:][:BATCH])
                 cursor.execute(
-                    f"SELECT {columns}, f.token, h.expires_at > {self.clock} FROM {HELD} h "
+                    f"SELECT {columns}, f.token, {self.clock} FROM {HELD} h "
                     f"LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner "
                     f"WHERE h.name IN ({inside})",
                     {**given, **self.parameters(connection)},
                 )
-                for name, *values, token, live in cursor.fetchall():
-                    rows[name] = _row(values, token, live, connection)
+                for name, *values, token, now in cursor.fetchall():
+                    rows[name] = _row(values, token, now, connection)
         return rows
 
     def now(self, connection: BaseDatabaseWrapper) -> datetime:
@@ -312,7 +326,7 @@ class Ledger(ABC):
     def clear_by(self, cursor: Any, leases: Sequence[Held]) -> int:
         """See clear()."""
         if len(leases) == 1:
-            cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner_id})
+            cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
             return int(cursor.rowcount)
         cleared = 0
         for names, owners, given in batches(leases):
@@ -322,7 +336,7 @@ class Ledger(ABC):
             cleared += cursor.rowcount
         return cleared
 
-    def missing(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+    def missing(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> set[str]:
         """Those of the leases' owners whose rows are gone or somebody else's."""
         found: set[str] = set()
         with connection.cursor() as cursor:
@@ -332,18 +346,18 @@ class Ledger(ABC):
                     given,
                 )
                 found.update(owner for (owner,) in cursor.fetchall())
-        return {lease.owner_id for lease in leases} - found
+        return {lease.owner for lease in leases} - found
 
 
 def _row(
-    values: Sequence[Any], token: int | None, live: Any, connection: BaseDatabaseWrapper
+    values: Sequence[Any], token: int | None, now: Any, connection: BaseDatabaseWrapper
 ) -> Row:
     named = dict(zip(_READ, values, strict=True))
     for column in ("acquired_at", "expires_at"):
         named[column] = as_time(named[column], connection)
     # SQLite and MySQL have numbers for it.
     named["fenced"] = bool(named["fenced"])
-    return Row(**named, token=token, live=bool(live))
+    return Row(**named, token=token, read_at=as_time(now, connection))
 
 
 def whose(blocker: str) -> str:
@@ -394,8 +408,14 @@ def batches(leases: Sequence[Held]) -> Iterator[tuple[str, str, Mapping[str, Any
     for start in range(0, len(leases), BATCH):
         part = leases[start : start + BATCH]
         names, given = listed("n", [lease.name for lease in part])
-        owners, more = listed("o", [lease.owner_id for lease in part])
+        owners, more = listed("o", [lease.owner for lease in part])
         yield names, owners, given | more
+
+
+def seen_values(seen: Newest | None) -> dict[str, Any]:
+    """The parameters that a record compares the fence with."""
+    token, owner = seen or (None, None)
+    return {"seen": token, "writer": owner}
 
 
 VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
@@ -413,12 +433,19 @@ class PortableLedger(Ledger):
             given = {**self.values(connection, entry), **self.times(connection, entry.ttl)}
             return self._insert(cursor, given) or self._take_over(cursor, given)
 
-    def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
+    def record(
+        self,
+        connection: BaseDatabaseWrapper,
+        entry: Entry,
+        token: int,
+        seen: Newest | None = None,
+    ) -> bool:
         with self.transaction(connection) as cursor:
             given = {
                 **self.values(connection, entry),
                 **self.times(connection, entry.ttl),
                 "token": token,
+                **seen_values(seen),
             }
             if self._conflicts(cursor, given) or not self._raise_fence(cursor, given):
                 return False
@@ -426,9 +453,9 @@ class PortableLedger(Ledger):
                 self._overwrite(cursor, given, "")
             return True
 
-    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Renewed]) -> set[str]:
         kept = self._renew(connection, leases, self.lock_free_rows)
-        locked = [lease for lease in leases if lease.owner_id not in kept]
+        locked = [lease for lease in leases if lease.owner not in kept]
         if locked and self.lock_rows:
             # Or gone. A lock on a row lasts for a moment, most likely.
             try:
@@ -439,7 +466,7 @@ class PortableLedger(Ledger):
         return kept
 
     def _renew(
-        self, connection: BaseDatabaseWrapper, leases: Sequence[Lease], lock: str
+        self, connection: BaseDatabaseWrapper, leases: Sequence[Renewed], lock: str
     ) -> set[str]:
         kept: set[str] = set()
         with self.transaction(connection) as cursor:
@@ -447,9 +474,7 @@ class PortableLedger(Ledger):
                 mine = list(group)
                 free = self._lock_rows(cursor, mine, lock)
                 times = self.times(connection, ttl)
-                for names, owners, given in batches(
-                    [each for each in mine if each.owner_id in free]
-                ):
+                for names, owners, given in batches([each for each in mine if each.owner in free]):
                     cursor.execute(
                         f"UPDATE {HELD} SET renewed_at = {self.clock}, expires_at = {self.expiry} "
                         f"WHERE name IN ({names}) AND owner IN ({owners})",
@@ -466,11 +491,25 @@ class PortableLedger(Ledger):
     def times(self, connection: BaseDatabaseWrapper, ttl: float) -> dict[str, Any]:
         """The parameters of `clock` and `expiry`."""
 
-    @abstractmethod
     def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
-        """Make the proposed token the newest; False if a newer one, or the same, was there."""
+        """Make the proposed token the newest; False if it isn't newer, or the fence has changed."""
+        # Two statements: MySQL can't tell an inserted row from one that was left as it was.
+        as_seen = "" if given["seen"] is None else " AND token = %(seen)s AND owner = %(writer)s"
+        cursor.execute(
+            f"UPDATE {FENCE} SET token = %(token)s, owner = %(owner)s "
+            f"WHERE name = %(name)s AND token < %(token)s{as_seen}",
+            given,
+        )
+        if cursor.rowcount:
+            return True
+        cursor.execute(
+            f"{self.insert_or_ignore} INTO {FENCE} (name, token, owner) "
+            "VALUES (%(name)s, %(token)s, %(owner)s)",
+            given,
+        )
+        return bool(cursor.rowcount)
 
-    def _lock_rows(self, cursor: Any, leases: Sequence[Lease], lock: str) -> set[str]:
+    def _lock_rows(self, cursor: Any, leases: Sequence[Held], lock: str) -> set[str]:
         """Lock rows, by the end of a SELECT that does so; returns their owners."""
         found: set[str] = set()
         for names, owners, given in batches(leases):
@@ -521,5 +560,5 @@ class PortableLedger(Ledger):
         return cursor.fetchone() is not None
 
 
-def _ttl(lease: Lease) -> float:
+def _ttl(lease: Renewed) -> float:
     return lease.ttl

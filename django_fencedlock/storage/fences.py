@@ -8,10 +8,10 @@ between the check and the writer's commit, and the writer wouldn't see it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from django.db import Error, IntegrityError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -19,15 +19,108 @@ from django.db.models import BooleanField, Expression
 from django.db.models.sql.compiler import SQLCompiler
 
 from ..conf import AliasConfig
-from ..core.identity import Holder
-from ..core.transactions import test_connection
-from .connections import NoAnswer, query_once
-from .dialect import BATCH, FENCE, HELD, as_time, listed
+from ..core.identity import Holder, Owner
+from .connections import (
+    SQLITE_BUSY_TIMEOUT,
+    NoAnswer,
+    pool,
+    query_once,
+    test_connection,
+)
+from .dialect import BATCH, FENCE, HELD, Entry, Held, Ledger, Newest, Row, as_time, listed
 from .records import Records, Statements
 from .text import fit_column
 from .vendors import ledger_for
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Claimed(Protocol):
+    """A claim or a grant of a lock service."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def ttl(self) -> float: ...
+
+    @property
+    def fenced(self) -> bool: ...
+
+    @property
+    def identity(self) -> str: ...
+
+
+class Fences:
+    """The fences and the registry of one alias, for locks that another service excludes."""
+
+    def __init__(self, config: AliasConfig, label: str, timeout: float | None = None) -> None:
+        self._config, self._label = config, label
+        self._timeout = config.timeout if timeout is None else timeout
+
+    def entry(self, claim: Claimed) -> Entry:
+        """Return the row of the registry that a claim's grant has."""
+        return Entry(
+            name=claim.name,
+            alias=self._config.alias,
+            backend=self._label,
+            owner=Owner.read(claim.owner, claim.identity),
+            ttl=claim.ttl,
+            fenced=claim.fenced,
+        )
+
+    def record(self, claim: Claimed, token: int, seen: Newest | None = None) -> bool:
+        """Record a grant; see `Ledger.record()`."""
+        entry = self.entry(claim)
+        return self._run(lambda ledger, used: ledger.record(used, entry, token, seen))
+
+    def read(self, name: str) -> tuple[Row | None, Newest]:
+        """Read a name's row of the registry, and its fence."""
+        return self._run(
+            lambda ledger, used: (ledger.look(used, name), ledger.newest(used, name) or (0, ""))
+        )
+
+    def renew(self, grants: Sequence[Any]) -> list[Any]:
+        """Renew the rows of grants; return those that a newer grant came after."""
+
+        def renew(ledger: Ledger, used: BaseDatabaseWrapper) -> list[Any]:
+            kept = ledger.renew(used, grants)
+            rest = [grant for grant in grants if grant.owner not in kept]
+            gone = ledger.missing(used, rest) if rest else set()
+            return [
+                grant
+                for grant in rest
+                if grant.owner in gone and not self._put_back(ledger, used, grant)
+            ]
+
+        return self._run(renew, SQLITE_BUSY_TIMEOUT)
+
+    def _put_back(self, ledger: Ledger, used: BaseDatabaseWrapper, grant: Any) -> bool:
+        """Write a missing row again, unless a newer grant came."""
+        if ledger.newest(used, grant.name) != (grant.token, grant.owner):
+            return False
+        ledger.enter(used, self.entry(grant))
+        return True
+
+    def clear(self, held: Sequence[Held]) -> None:
+        """Delete rows by their owners."""
+        self._run(lambda ledger, used: ledger.clear(used, held))
+
+    def is_row_locked(self, error: Error) -> bool:
+        """Return whether a statement gave up because another session has a row locked."""
+        return ledger_for(connections[self._config.fence_database]).is_row_locked(error)
+
+    def _run(
+        self, work: Callable[[Ledger, BaseDatabaseWrapper], T], patience: float | None = None
+    ) -> T:
+        sessions = pool(self._config.fence_database, self._timeout)
+        return sessions.run(lambda used: work(ledger_for(used), used), busy_timeout=patience)
+
 
 #: How each vendor locks a row that it reads, so that others may read and lock it, and nobody write.
 SHARE = {"postgresql": " FOR SHARE", "mysql": " LOCK IN SHARE MODE", "sqlite": ""}
@@ -108,13 +201,16 @@ PATIENCE = 0.5
 #: Seconds for finding out whether a lock was taken away.
 EXPLAINED = 2.0
 
-# As after a lift, nobody is the owner: no lease that is out has the newest grant. The token that
-# the lock service told may be newer than the fence's: then the holder is just about to record it.
+# No owner is "": no lease has the newest grant then. A proposed token above the fence's is one that
+# the holder is about to record. Without a proposal, the holder is about to record the number that
+# follows the fence that it has read.
 _RAISE = f"""
-UPDATE {FENCE} SET token = CASE WHEN token < %(seen)s THEN %(seen)s ELSE token END + 1, owner = ''
-WHERE name = %(name)s AND (owner = %(owner)s OR token < %(seen)s)
+UPDATE {FENCE}
+SET token = CASE WHEN token < %(proposed)s THEN %(proposed)s ELSE token END + 1, owner = ''
+WHERE name = %(name)s AND (owner = %(owner)s OR token < %(proposed)s
+OR token = %(token)s AND owner = %(writer)s)
 """
-_MAKE = f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, %(seen)s + 1, '')"
+_MAKE = f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, %(proposed)s + 1, '')"
 
 #: Whether somebody's lock was taken away, as a condition on his owner's id.
 IS_FORCED = f"EXISTS (SELECT 1 FROM {FORCED} r WHERE r.owner = {{owner}})"
@@ -150,13 +246,31 @@ class Revoking(Records):
         # Somebody sits before a page, or a terminal.
         self._patience = min(self._timeout, 2.0)
 
-    def revoke(self, name: str, owner: str, by: str, *, fenced: bool, seen: int | None) -> Revoked:
+    def revoke(
+        self,
+        name: str,
+        owner: str,
+        by: str,
+        *,
+        fenced: bool,
+        proposed: int | None,
+        seen: Newest | None = None,
+        again: bool = False,
+    ) -> Revoked:
         """
-        Refuse every further write of `owner`, whose token is `seen` as far as that is known.
+        Raise the fence above every grant of `owner`, and note who did it.
 
-        Raises `BackendUnavailable`, in time, when somebody's transaction has the fence locked.
+        `BackendUnavailable` is raised, in time, if a transaction has the fence locked.
+
+        Args:
+            proposed: The owner's token, as far as its service knows.
+            seen: The fence that was read before the service said who the owner is, or that the
+                first raise has set. The owner may be about to record the number that follows it.
+            again: This is the second raise of one forced release.
         """
-        given = {"name": name, "owner": owner, "fenced": fenced, "seen": seen or 0, "by": by}
+        token, writer = seen or (-1, "")
+        given = {"name": name, "owner": owner, "fenced": fenced, "by": by, "again": again}
+        given |= {"proposed": proposed or 0, "token": token, "writer": writer}
 
         def work(statements: Statements) -> Revoked:
             try:
@@ -213,8 +327,11 @@ def _revoke(statements: Statements, given: dict[str, Any]) -> Revoked:
     with statements.cursor(atomic=True) as cursor:
         if own and connection.vendor == "postgresql":
             cursor.execute(f"SELECT set_config('lock_timeout', '{PATIENCE}s', true)")
-        raised, token = _raise(cursor, given)
         note = notes(connection, [given["owner"]]).get(given["owner"])
+        if note is not None and not given["again"]:
+            # Done before: a second forced release raises nothing, unless the holder came back.
+            given["token"] = -1
+        raised, token = _raise(cursor, given)
         if note is not None:
             return Revoked(token, note, is_new=raised)
         cursor.execute(
@@ -226,15 +343,15 @@ def _revoke(statements: Statements, given: dict[str, Any]) -> Revoked:
 
 
 def _raise(cursor: Any, given: dict[str, Any]) -> tuple[bool, int | None]:
-    """Lift the fence, unless it is above the holder; whether that was done, and its token."""
+    """Raise the fence, unless it is above the holder; return whether that was done, and it."""
     if not given["fenced"]:
         return False, None
     cursor.execute(_RAISE, given)
     raised = bool(cursor.rowcount)
     found = _newest(cursor, given)
-    if found is None and given["seen"]:
+    if found is None and given["proposed"]:
         cursor.execute(_MAKE, given)
-        return True, given["seen"] + 1
+        return True, given["proposed"] + 1
     return raised, found
 
 

@@ -17,6 +17,7 @@ from django.db.models import F, Window
 from django.db.models.functions import RowNumber
 
 from .. import conf, signals
+from ..core.events import Kind, LockEvent
 from ..core.identity import new_owner
 from ..core.runtime import clock
 from ..exceptions import FencedLockError
@@ -282,3 +283,11 @@ def _about(lease: Lease) -> Mapping[str, Any]:
 
 
 history = History(writer)
+
+
+def on_event(event: LockEvent) -> None:
+    """Note a grant, and forget it once it is released."""
+    if event.kind is Kind.ACQUIRED:
+        history.granted(event.lease)
+    else:
+        history.released(event.lease)

@@ -82,18 +82,6 @@ class MySQLLedger(PortableLedger):
         row = cursor.fetchone()
         return row[0] if row else None
 
-    def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
-        # Assignments take effect from left to right: owner goes by the token that was there.
-        cursor.execute(
-            f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, %(token)s, %(owner)s) "
-            "ON DUPLICATE KEY UPDATE owner = IF(token < VALUES(token), VALUES(owner), owner), "
-            "token = GREATEST(token, VALUES(token))",
-            given,
-        )
-        # The count of rows doesn't tell an insert from a row left as it was.
-        cursor.execute(f"SELECT token, owner FROM {FENCE} WHERE name = %(name)s", given)
-        return bool(cursor.fetchone() == (given["token"], given["owner"]))
-
     def is_row_locked(self, error: Error) -> bool:
         return bool(error.args) and error.args[0] in (LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT)
 

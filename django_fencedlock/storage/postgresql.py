@@ -7,9 +7,21 @@ from collections.abc import Sequence
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..lease import Lease
 from .connections import preparing_cursor
-from .dialect import COLUMNS, FENCE, HELD, LOCK_WAIT, TAKEN_OVER, Entry, Held, Ledger, session_words
+from .dialect import (
+    COLUMNS,
+    FENCE,
+    HELD,
+    LOCK_WAIT,
+    TAKEN_OVER,
+    Entry,
+    Held,
+    Ledger,
+    Newest,
+    Renewed,
+    seen_values,
+    session_words,
+)
 
 # The limits are set within the statement that they are for: a SET of the session would leak to
 # other clients through a pooler. The statement that follows has to read from s, or it never runs.
@@ -76,7 +88,8 @@ WITH {LIMITS}, f AS (
     INSERT INTO {FENCE} AS f (name, token, owner)
     SELECT %(name)s::text, %(token)s::bigint, %(owner)s::text FROM s WHERE NOT {CONFLICT}
     ON CONFLICT (name) DO UPDATE SET token = EXCLUDED.token, owner = EXCLUDED.owner
-    WHERE f.token < EXCLUDED.token
+    WHERE f.token < EXCLUDED.token AND (
+        %(seen)s::bigint IS NULL OR f.token = %(seen)s::bigint AND f.owner = %(writer)s::text)
     RETURNING f.token)
 {INTO_HELD}
 SELECT {VALUES}, {TIMES} FROM f, (SELECT clock_timestamp() AS now) c
@@ -177,9 +190,16 @@ class PostgresLedger(Ledger):
             cursor.execute(ENTER, {**entry.values(), "ttl": entry.ttl})
             return cursor.fetchone() is not None
 
-    def record(self, connection: BaseDatabaseWrapper, entry: Entry, token: int) -> bool:
+    def record(
+        self,
+        connection: BaseDatabaseWrapper,
+        entry: Entry,
+        token: int,
+        seen: Newest | None = None,
+    ) -> bool:
+        given = {**entry.values(), "ttl": entry.ttl, "token": token, **seen_values(seen)}
         with preparing_cursor(connection) as cursor:
-            cursor.execute(RECORD, {**entry.values(), "ttl": entry.ttl, "token": token})
+            cursor.execute(RECORD, given)
             return cursor.fetchone() is not None
 
     def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
@@ -187,22 +207,22 @@ class PostgresLedger(Ledger):
             return super().clear(connection, leases)
         given = {
             "names": array([lease.name for lease in leases]),
-            "owners": array([lease.owner_id for lease in leases]),
+            "owners": array([lease.owner for lease in leases]),
         }
         with connection.cursor() as cursor:
             cursor.execute(CLEAR_MANY, given)
             return int(cursor.rowcount)
 
-    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Lease]) -> set[str]:
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Renewed]) -> set[str]:
         given = {
             "names": array([lease.name for lease in leases]),
-            "owners": array([lease.owner_id for lease in leases]),
+            "owners": array([lease.owner for lease in leases]),
             "ttls": array([lease.ttl for lease in leases]),
         }
         with preparing_cursor(connection, prepare=False) as cursor:
             cursor.execute(RENEW, given)
             if cursor.rowcount == len(leases):
-                return {lease.owner_id for lease in leases}
+                return {lease.owner for lease in leases}
             # Some are gone, or locked, most likely for a moment. Once more does no harm.
             try:
                 cursor.execute(f"{RENEW_WAITING} RETURNING h.owner", given)

@@ -57,15 +57,6 @@ class SQLiteLedger(PortableLedger):
         token: int = cursor.fetchone()[0]
         return token
 
-    def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
-        cursor.execute(
-            f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, %(token)s, %(owner)s) "
-            "ON CONFLICT (name) DO UPDATE SET token = excluded.token, owner = excluded.owner "
-            "WHERE token < excluded.token",
-            given,
-        )
-        return bool(cursor.rowcount)
-
     def is_row_locked(self, error: Error) -> bool:
         # "database is locked", or "database table is locked" with a shared cache.
         return "is locked" in str(error)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from django.apps import apps
 from django.db import connections
 
-from ..backends.base import Backend, Renewal
+from .. import conf
+from ..backends.interface import Renewal
+from ..core.events import Kind, LockEvent
 from ..core.runtime import forks
 from ..lease import Lease
 from .background_writer import BackgroundWriter, writer
+from .dialect import Entry
 from .text import fit_holder
 from .vendors import ledger_for
 
@@ -24,10 +28,10 @@ MAX_QUEUED, BATCH = 10_000, 400
 class _Alias:
     """The unfenced leases of one alias."""
 
-    def __init__(self, writer: BackgroundWriter, backend: Backend) -> None:
+    def __init__(self, writer: BackgroundWriter, alias: str, label: str) -> None:
         self._writer = writer
-        self._backend = backend
-        self.database = backend.config.fence_database
+        self._alias, self._label = alias, label
+        self.database = conf.config(alias).fence_database
         self.forget()
 
     def forget(self) -> None:
@@ -74,11 +78,11 @@ class _Alias:
         new = [lease for lease in renewed if lease.owner_id not in known]
         # Rows of former holders. Another alias keeps its row of a name.
         former = rows.filter(name__in=[lease.name for lease in new], expires_at__lte=now)
-        former.filter(alias=self._backend.config.alias, backend=self._backend.label).delete()
+        former.filter(alias=self._alias, backend=self._label).delete()
         rows.bulk_create(
             [
                 model(
-                    **fit_holder(connection, self._backend.entry(lease).values()),
+                    **fit_holder(connection, self._entry(lease).values()),
                     acquired_at=now - timedelta(seconds=lease.held_for()),
                     renewed_at=now,
                     expires_at=now + timedelta(seconds=lease.ttl),
@@ -87,6 +91,11 @@ class _Alias:
             ],
             ignore_conflicts=True,
         )
+
+    def _entry(self, lease: Lease) -> Entry:
+        session = getattr(lease.handle, "session_columns", {})
+        entry = Entry(lease.name, self._alias, self._label, lease.holder, lease.ttl, False)
+        return replace(entry, **session)
 
     def _of(self, rows: Any, leases: Sequence[Lease]) -> Any:
         names, owners = zip(*((each.name, each.owner_id) for each in leases), strict=True)
@@ -98,22 +107,21 @@ class UnfencedRows:
 
     def __init__(self, writer: BackgroundWriter) -> None:
         self._writer = writer
-        self.aliases: dict[Backend, _Alias] = {}
+        self.aliases: dict[tuple[str, str], _Alias] = {}
         forks.register(self)
 
     def after_fork(self) -> None:
         self.aliases.clear()
 
-    def renewed(
-        self, backend: Backend, leases: Sequence[Lease], answers: Sequence[Renewal]
-    ) -> None:
+    def renewed(self, event: LockEvent) -> None:
         """Write the rows of renewed leases."""
-        if self._writer.is_off() or backend.records_unfenced:
+        if self._writer.is_off() or event.sender.records_unfenced:  # type: ignore[attr-defined]
             return
-        for lease, answer in zip(leases, answers, strict=True):
+        key = (event.alias, event.sender.label)  # type: ignore[attr-defined]
+        for lease, answer in zip(event.facts["leases"], event.facts["answers"], strict=True):
             if answer is Renewal.KEPT and not lease.fenced and not lease.lent:
-                rows = self.aliases.get(backend) or self.aliases.setdefault(
-                    backend, _Alias(self._writer, backend)
+                rows = self.aliases.get(key) or self.aliases.setdefault(
+                    key, _Alias(self._writer, *key)
                 )
                 if len(rows.renewed) < MAX_QUEUED:
                     rows.renewed[lease.owner_id] = lease
@@ -130,3 +138,11 @@ def _is_held(lease: Lease) -> bool:
 
 
 rows = UnfencedRows(writer)
+
+
+def on_event(event: LockEvent) -> None:
+    """Write or delete the rows of unfenced leases that were renewed, released or lost."""
+    if event.kind is Kind.RENEWED:
+        rows.renewed(event)
+    else:
+        rows.ended(event.lease)

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
@@ -19,13 +19,14 @@ from django.db.backends.base.creation import TEST_DATABASE_PREFIX
 from django.test import override_settings
 
 from .. import conf
-from ..backends.base import Backend, Grant, Renewal, Request
+from ..backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 from ..core import names, transactions
+from ..core.grants import grant_of, new_claim
 from ..core.identity import Holder, LocalHolder, new_owner
 from ..core.manager import Service, service
 from ..core.runtime import clock
 from ..lease import Lease
-from ..storage.connections import under_test
+from ..storage.connections import is_of_test, under_test
 from ..storage.vendors import ledger_for
 
 
@@ -107,7 +108,7 @@ def lose_lease(lease: Lease) -> None:
     """
     control = _service_of(lease)
     control.keeper.forget(lease)
-    control.backend.release(lease)
+    control.backend.release(grant_of(lease))
     with _held(control, lease.name, lease.fenced, let_wait=False):
         control.verify(lease)
 
@@ -156,8 +157,8 @@ def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator
     # Another holder than this thread and task, but on the test's connection.
     other = LocalHolder()
     owner = replace(new_owner(), thread="hold_lock")
-    request = Request(name, owner, control.config.ttl, fenced, of_another_process=True)
-    lease = control.acquire(request, other)
+    claim = new_claim(name, control.config.ttl, fenced, owner=owner)
+    lease = control.acquire(claim, who=other, of_another_process=True)
     if lease is None:
         raise control.refusal(name, 0)
     try:
@@ -169,12 +170,14 @@ def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator
 
 @contextlib.contextmanager
 def _fail_at_once(control: Service, name: str) -> Iterator[None]:
-    grant = control._grant
+    acquire = control.grants.acquire
 
-    def try_once(request: Request, deadline: float) -> Grant | None:
-        return grant(request, min(deadline, clock()) if request.name == name else deadline)
+    def try_once(claim: Claim, wait: Wait) -> tuple[Grant, float] | Held:
+        if claim.name == name:
+            wait.deadline = min(wait.deadline, clock())
+        return acquire(claim, wait)
 
-    with mock.patch.object(control, "_grant", try_once):
+    with mock.patch.object(control.grants, "acquire", try_once):
         yield
 
 
@@ -197,9 +200,10 @@ def _renew_for_a_moment(lease: Lease) -> None:
     control.keeper.forget(lease)
     connection = transactions.test_connection(control.config.fence_database) if lease.lent else None
     if connection is not None:
-        ledger_for(connection).renew(connection, [lease])
-    if connection is None or control.backend.label != "database":
-        control.backend.renew([lease])
+        ledger_for(connection).renew(connection, [grant_of(lease)])
+    # The server would end a session whose only lock has so short a ttl.
+    if control.backend.supports_ttl and (connection is None or not control.backend.records_grants):
+        control.backend.renew([grant_of(lease)])
 
 
 def _holder(name: str, control: Service) -> Holder | None:
@@ -245,44 +249,38 @@ class NoService(Backend):
         self._tokens: Counter[str] = Counter()
         self._gone: set[str] = set()
 
-    def acquire(self, request: Request) -> Grant:
+    def acquire(self, claim: Claim, wait: Wait) -> Granted:
         since = clock()
-        if not request.fenced:
-            return Grant(None, since)
-        recorded = _record(request, self.config.fence_database)
+        if not claim.fenced:
+            return Granted(None, since)
+        recorded = _record(claim, self.config.fence_database)
         with self._mutex:
-            self._tokens[request.name] = recorded or self._tokens[request.name] + 1
-            return Grant(self._tokens[request.name], since)
+            self._tokens[claim.name] = recorded or self._tokens[claim.name] + 1
+            return Granted(self._tokens[claim.name], since)
 
-    def is_free(self, name: str) -> bool:
-        return True
+    def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
+        return [Renewal.KEPT if self.verify(grant) else Renewal.LOST for grant in grants]
 
-    def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
-        return [Renewal.KEPT if self.verify(lease) else Renewal.LOST for lease in leases]
+    def verify(self, grant: Grant) -> bool:
+        return grant.owner not in self._gone
 
-    def verify(self, lease: Lease) -> bool:
-        return lease.owner_id not in self._gone
-
-    def release(self, lease: Lease) -> bool:
-        held = self.verify(lease)
-        self._gone.add(lease.owner_id)
+    def release(self, grant: Grant) -> bool:
+        held = self.verify(grant)
+        self._gone.add(grant.owner)
         return held
 
-    def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:
-        return False
-
-    def holder(self, name: str) -> Holder | None:
-        return None
+    def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
+        return {}
 
 
-def _record(request: Request, using: str) -> int | None:
-    """Raise the fence and return the token; None if that isn't possible."""
-    connection = request.connection or connections[using]
-    if connection is not request.connection and not _is_made_for_tests(connection):
+def _record(claim: Claim, using: str) -> int | None:
+    """Raise the fence by one and return the token; None if the test can't write fences."""
+    connection = connections[using]
+    if not is_of_test(connection) and not _is_made_for_tests(connection):
         return None
     opened_here = connection.connection is None
     try:
-        return _next_token(request, connection)
+        return _next_token(claim, connection)
     # The test may not use the database, there is no table, the transaction is broken, or another
     # one locks the row. Fenced writes would fail as well.
     except (AssertionError, Error, RuntimeError):
@@ -293,17 +291,17 @@ def _record(request: Request, using: str) -> int | None:
             connection.close()
 
 
-def _next_token(request: Request, connection: BaseDatabaseWrapper) -> int:
+def _next_token(claim: Claim, connection: BaseDatabaseWrapper) -> int:
     # Models can't be imported before Django is ready.
     from ..storage.tables import Fence
 
     fences = Fence.objects.using(connection.alias)
     with transaction.atomic(using=connection.alias):
-        fences.get_or_create(name=request.name, defaults={"token": 0, "owner": ""})
+        fences.get_or_create(name=claim.name, defaults={"token": 0, "owner": ""})
         nowait = connection.features.has_select_for_update_nowait
-        fence = fences.select_for_update(nowait=nowait).get(name=request.name)
+        fence = fences.select_for_update(nowait=nowait).get(name=claim.name)
         fence.token += 1
-        fence.owner = request.owner.id
+        fence.owner = claim.owner
         fence.save()
         return fence.token
 

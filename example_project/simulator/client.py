@@ -6,7 +6,7 @@ from typing import Any
 from django.db import Error
 
 from django_fencedlock import LockRequired, StaleFence, lock, signals
-from django_fencedlock.backends.base import Renewal
+from django_fencedlock.backends.interface import Renewal
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.lease import Lease
 

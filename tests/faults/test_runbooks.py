@@ -12,12 +12,12 @@ from django.core.management import call_command
 from django.db import connections
 
 from django_fencedlock import LeaseLost, StaleFence, lock
-from django_fencedlock.backends.base import Request
-from django_fencedlock.core.identity import new_owner
+from django_fencedlock.backends.interface import Grant, Wait
+from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.manager import service
-from django_fencedlock.lease import Lease
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.ops import resync
+from django_fencedlock.test.processes import another_thread
 from tests.models import Invoice
 from tests.servers.process import wait_until
 from tests.test_resync import ON_ALL, Everything
@@ -36,7 +36,7 @@ def redis_gone_back(settings, make_redis, make_clock):
     backend = "django_fencedlock.backends.redis.RedisBackend"
     settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": server.url}}
     # Acquired without a keeper, so that it isn't renewed: as by a holder on another machine.
-    assert service("default").backend.acquire(Request(name="x", owner=new_owner(), ttl=TTL))
+    service("default").backend.acquire(new_claim("x", TTL), Wait())
     watch.jump(-3600)
     yield
     service("default").drop_all()
@@ -50,20 +50,20 @@ def test_a_clock_set_back_keeps_a_dead_holders_lock(redis_gone_back):
 def test_freeing_by_hand_takes_nothing_from_who_came_since(redis_gone_back):
     held = lock("x").holder()
     backend = service("default").backend
-    assert backend.evict("x", held.owner)
+    assert backend.release(Grant("x", held.owner))
     with lock("x", blocking_timeout=5) as lease:
-        assert not backend.evict("x", held.owner)
+        assert not backend.release(Grant("x", held.owner))
         assert lease.verify()
 
 
-def test_a_live_holder_who_was_freed_by_mistake_has_it_back(settings, make_redis):
+def test_a_live_holder_that_was_freed_by_mistake_loses_its_lease(settings, make_redis):
     backend = "django_fencedlock.backends.redis.RedisBackend"
     settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": make_redis().url}}
     lease = lock("x", ttl=TTL).acquire()
-    assert service("default").backend.evict("x", lease.owner_id)
-    wait_until(lambda: lock("x").holder() is not None, "the keeper to renew it")
-    assert lock("x").holder().owner == lease.owner_id
-    assert lease.release()
+    assert service("default").backend.release(Grant("x", lease.owner_id))
+    wait_until(lambda: lease.lost, "the keeper to notice it")
+    with another_thread() as thread:
+        assert thread.call(lock("x").acquire).token > lease.token
 
 
 # docs/restore.md; `resync` itself has tests of its own, on every database
@@ -131,20 +131,8 @@ def test_after_a_restore_of_everything_former_holders_are_refused(on):
 
 def new_holder(invoice):
     """Return a lease of another process, which isn't renewed."""
-    request = Request(name=invoice.fencing.name(), owner=new_owner(), ttl=30)
-    backend = service("default").backend
-    grant = backend.acquire(request)
-    return Lease(
-        name=request.name,
-        alias="default",
-        owner=request.owner,
-        token=grant.token,
-        ttl=30,
-        since=grant.since,
-        control=service("default"),
-        database=service("default").config.fence_database,
-        handle=grant.handle,
-    )
+    claim = new_claim(invoice.fencing.name(), 30)
+    return service("default")._lease(claim, *service("default").grants.acquire(claim, Wait()))
 
 
 @ON_ALL

@@ -19,7 +19,7 @@ from django.db import connections
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from django_fencedlock.core import acquiring, keeper, manager
+from django_fencedlock.core import grants, keeper, manager
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.storage.vendors import Entry, ledger_for
 from tests.faults.simulation.server import Clock, Fault, Tables
@@ -51,7 +51,7 @@ steps = st.builds(
 @pytest.fixture
 def now(monkeypatch):
     # Losses are what it is about; nobody wants to read of each.
-    for module in (manager, acquiring, keeper):
+    for module in (manager, grants, keeper):
         monkeypatch.setattr(module.logger, "disabled", True)
     assert isinstance(manager.logger, logging.Logger)
     with simulated_time() as found:
@@ -160,4 +160,4 @@ def test_the_tables_in_memory_answer_as_the_real_ones(acts):
 
 class _Held:
     def __init__(self, name, owner, ttl):
-        self.name, self.owner_id, self.ttl = name, owner, ttl
+        self.name, self.owner, self.ttl = name, owner, ttl

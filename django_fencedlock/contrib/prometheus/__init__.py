@@ -16,7 +16,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.dispatch import Signal
 
 from ... import signals
-from ...backends.base import Renewal
+from ...backends.interface import Renewal
 from ...lease import Lease
 
 try:

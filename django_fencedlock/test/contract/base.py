@@ -236,7 +236,7 @@ def counted_batches(service: Service) -> Iterator[list[int]]:
         sizes.append(len(leases))
         return renew(leases)
 
-    service.backend.renew = noting  # type: ignore[method-assign]
+    service.backend.renew = noting  # type: ignore[assignment, method-assign]
     try:
         yield sizes
     finally:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from ...backends.interface import Grant
 from ...core.identity import is_process_gone
 from ...storage.tables import HeldLock
 from ..processes import AnotherProcess, AnotherThread, wait_until
@@ -58,10 +59,10 @@ class DeathContract(Contract):
         process.call(acts.hold, self.alias, name)
         owner = process.call(acts.held_by, name)
         kill(process)
-        self.service.backend.evict(name, owner)
+        self.service.backend.release(Grant(name, owner))
         assert self.is_free(name)
         assert self.is_free_for(thread, name)
-        self.service.backend.tidy()
+        self.service.keeper.clear()
         assert not HeldLock.objects.using(self.database).filter(name=name).exists()
 
     def test_evicting_frees_no_lock_of_another_holder(
@@ -71,8 +72,8 @@ class DeathContract(Contract):
         owner = process.call(acts.held_by, name)
         kill(process)
         successor = self.take_when_free(name)
-        assert not self.service.backend.evict(name, owner)
-        self.service.backend.tidy()
+        assert not self.service.backend.release(Grant(name, owner))
+        self.service.keeper.clear()
         assert successor.verify()
         assert not self.is_free_for(thread, name)
         assert HeldLock.objects.using(self.database).get(name=name).owner == successor.owner_id

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from ... import signals
-from ...backends.base import Renewal, Request
-from ...core.identity import new_owner
+from ...backends.interface import Held, Renewal, Wait
+from ...core.grants import new_claim
 from ...exceptions import LockNotAcquired, Unfenced
 from ...lease import Lease
+from ...storage.connections import ConnectionPool
 from ..processes import TIMEOUT, AnotherProcess, AnotherThread, Processes
 from . import acts
 from .acts import LONG
@@ -95,11 +96,15 @@ class ExclusionContract(Contract):
 
     # Failed tries
 
-    def test_a_failed_try_locks_no_row(self, name: str, process: AnotherProcess) -> None:
+    def test_a_failed_try_locks_no_row(
+        self, name: str, process: AnotherProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         process.call(acts.hold, self.alias, name)
         with left_open(self.database) as connection:
-            request = Request(name, new_owner(), LONG, connection=connection)
-            assert self.service.backend.acquire(request) is None
+            # Whatever the try asks the database, it asks there.
+            monkeypatch.setattr(ConnectionPool, "run", lambda pool, work, **more: work(connection))
+            assert isinstance(self.service.backend.acquire(new_claim(name, LONG), Wait()), Held)
+            monkeypatch.undo()
             # The try's transaction is open: a row that it locks would block the renewal.
             process.call(acts.renew, name)
         assert process.call(acts.let_go, name)

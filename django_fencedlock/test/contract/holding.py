@@ -369,11 +369,10 @@ class HoldingContract(Contract):
         held = odd[::2]
         with contextlib.ExitStack() as stack:
             leases = {each: stack.enter_context(self.lock(each)) for each in held}
-            found = self.service.backend.holders([*odd, f"{name}:free"])
-            assert list(found) == [*odd, f"{name}:free"]
-            owners = {each: holder.owner for each, holder in found.items() if holder is not None}
+            found = self.service.holders([*odd, f"{name}:free"])
+            owners = {each: holder.owner for each, holder in found.items()}
             assert owners == {each: lease.owner_id for each, lease in leases.items()}
-            alone = self.service.backend.holder(held[0])
+            alone = self.service.holder(held[0])
             assert isinstance(alone, Holder)
             assert str(found[held[0]]) == str(alone)
         assert self.service.backend.holders([]) == {}
@@ -508,9 +507,9 @@ class NameContract(Contract):
                 assert repr(asked) in str(caught.value)
                 thread.call(lease.release)
                 # The registry row may be deleted after the lock was released.
-                self.service.backend.tidy()
+                self.service.keeper.clear()
                 self.take(name, backend=asked).release()
-                self.service.backend.tidy()
+                self.service.keeper.clear()
 
     # Signals
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ... import signals
-from ...backends.base import Renewal, Request
-from ...core.identity import new_owner
+from ...backends.interface import Renewal
+from ...core.grants import grant_of, new_claim
 from ...core.runtime import clock
 from ...exceptions import LeaseLost
 from ...lease import Lease, current_lease
@@ -67,9 +67,9 @@ class LossContract(Contract):
         assert successor is not None
         assert thread.call(successor.release)
         backend = self.service.backend
-        assert not backend.verify(former)
-        assert backend.renew([former]) == [Renewal.LOST]
-        assert not backend.release(former)
+        assert not backend.verify(grant_of(former))
+        assert backend.renew([grant_of(former)]) == [Renewal.LOST]
+        assert not backend.release(grant_of(former))
         assert self.is_free(name)
 
     def test_the_keeper_notices_the_loss_and_reports_it_once(
@@ -194,7 +194,7 @@ class LossContract(Contract):
 
     def take_bounded(self, name: str) -> Lease:
         """Acquire a free lock with a max_hold of 0.2 seconds."""
-        lease = self.service.acquire(Request(name, new_owner(), SHORT), max_hold=0.2)
+        lease = self.service.acquire(new_claim(name, SHORT), max_hold=0.2)
         assert lease is not None
         return lease
 

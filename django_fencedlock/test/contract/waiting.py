@@ -90,7 +90,7 @@ class WaitingContract(Contract):
         with self.lock(name):
             waiting = thread.start(wait)
             self.wait_for_waiters(name, 1)
-            assert self.service.backend.waiting([name, f"{name}:other"])[name] == 1
+            assert self.service.backend.holders([name])[name].waiting == 1
         waiting.result(TIMEOUT)
 
     def test_first_come_first_served_among_processes(self, name: str, processes: Processes) -> None:

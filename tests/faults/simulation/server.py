@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from django_fencedlock.backends.base import Backend, Grant, Renewal, Request
-from django_fencedlock.core.identity import Holder
+from django_fencedlock.backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.lease import Lease
 
 T = TypeVar("T")
 
@@ -133,43 +131,35 @@ class SimulatedBackend(Backend):
     """A backend of one process, by that network."""
 
     label = "database"
+    records_grants = True
+    records_unfenced = True
 
     def __init__(self, config: Any, clock: Clock, tables: Tables, network: Network) -> None:
         super().__init__(config)
         self._clock, self._tables, self._network = clock, tables, network
 
-    def acquire(self, request: Request) -> Grant | None:
+    def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
         since = self._clock()
-        owner = request.owner.id
         token = self._network.ask(
-            request.name, lambda: self._tables.claim(request.name, owner, request.ttl)
+            claim.name, lambda: self._tables.claim(claim.name, claim.owner, claim.ttl)
         )
-        return None if token is None else Grant(token, since)
+        return Held() if token is None else Granted(token, since)
 
-    def is_free(self, name: str) -> bool:
-        return self._network.ask(name, lambda: not self._tables.is_live(name))
-
-    def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
-        sent = [(lease.name, lease.owner_id, lease.ttl) for lease in leases]
+    def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
+        sent = [(grant.name, grant.owner, grant.ttl) for grant in grants]
         try:
             kept = self._network.ask(None, lambda: self._tables.renew(sent))
         except BackendUnavailable:
-            return [Renewal.UNKNOWN] * len(leases)
-        return [Renewal.KEPT if lease.owner_id in kept else Renewal.LOST for lease in leases]
+            return [Renewal.UNKNOWN] * len(grants)
+        return [Renewal.KEPT if grant.owner in kept else Renewal.LOST for grant in grants]
 
-    def verify(self, lease: Lease) -> bool:
-        return self._network.ask(
-            lease.name, lambda: self._tables.holder(lease.name) == lease.owner_id
-        )
+    def verify(self, grant: Grant) -> bool:
+        return self._network.ask(grant.name, lambda: self._tables.holder(grant.name) == grant.owner)
 
-    def release(self, lease: Lease) -> bool:
-        name, owner = lease.name, lease.owner_id
+    def release(self, grant: Grant) -> bool:
+        name, owner = grant.name, grant.owner
         return self._network.ask(name, lambda: self._tables.clear(name, owner))
 
-    def evict(self, name: str, owner: str, *, fenced: bool = True) -> bool:
-        return self._network.ask(name, lambda: self._tables.clear(name, owner))
-
-    def holder(self, name: str) -> Holder | None:
-        if not self._tables.is_live(name):
-            return None
-        return Holder(self._tables.holder(name), "", "default")
+    def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
+        held = [name for name in names if self._tables.is_live(name)]
+        return {name: Held(self._tables.holder(name)) for name in held}

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from django_fencedlock.backends.base import Request
-from django_fencedlock.core import acquiring, keeper, manager
-from django_fencedlock.core.identity import LocalHolder, new_owner
-from django_fencedlock.core.keeper import Keeper
+from django_fencedlock import conf
+from django_fencedlock.backends.interface import Grant, Wait
+from django_fencedlock.core import grants, keeper, manager
+from django_fencedlock.core.grants import new_claim
+from django_fencedlock.core.identity import LocalHolder
 from django_fencedlock.core.manager import Service
 from django_fencedlock.core.runtime import Worker
 from django_fencedlock.exceptions import BackendUnavailable, LeaseLost, LockNotAcquired
@@ -81,10 +82,9 @@ class Process:
 
     def __init__(self, world: World) -> None:
         self.who = LocalHolder()
-        self.service = Service("default")
-        backend = SimulatedBackend(self.service.config, world.clock, world.tables, world.network)
-        self.service.backend = backend
-        self.service.keeper = Keeper(backend, self.service.report_losses, clock=world.clock)
+        config = conf.config("default")
+        backend = SimulatedBackend(config, world.clock, world.tables, world.network)
+        self.service = Service("default", backend, world.clock)
         # Nobody but the schedule ticks.
         self.service.keeper._runs = True
         self.leases: dict[str, Lease] = {}
@@ -139,8 +139,8 @@ class World:
     def _acquire(self, process: Process, step: Step) -> None:
         name = NAMES[step.name]
         had = process.leases.get(name)
-        request = Request(name, new_owner(), TTL, timeout=step.seconds)
-        lease = process.service.acquire(request, process.who)
+        wait = Wait(step.seconds, now=self.clock)
+        lease = process.service.acquire(new_claim(name, TTL), wait, process.who)
         if lease is None:
             self.seen["refused"] += 1
             return
@@ -212,7 +212,7 @@ class World:
     def _evict(self, process: Process, step: Step) -> None:
         if self.dead:
             lease = self.dead.pop()
-            if process.service.backend.evict(lease.name, lease.owner_id):
+            if process.service.backend.release(Grant(lease.name, lease.owner_id)):
                 self.seen["evicted"] += 1
 
     def _force(self, process: Process, step: Step) -> None:
@@ -284,9 +284,7 @@ def simulated_time() -> Iterator[Any]:
         now.clock.now += seconds
 
     with (
-        patch.object(manager, "clock", read),
-        patch.object(acquiring, "clock", read),
-        patch.object(acquiring, "time", SimpleNamespace(sleep=sleep)),
+        patch.object(grants, "time", SimpleNamespace(sleep=sleep)),
         # Nobody takes a lock away, and there is no database to ask.
         patch.object(manager, "told", lambda using, owners: {}),
         patch.object(keeper, "notify", call),

@@ -410,7 +410,9 @@ class PostgresBackend(Backend):
 
     def release(self, grant: Grant) -> bool:
         if hold := self._local.hold_of(grant.owner):
-            return self._ask("release", partial(self._release, hold), grant.name)
+            released = self._ask("release", partial(self._release, hold), grant.name)
+            # A forced release in the holder's own process finds its own note.
+            return released or grant.handle is None
         # A lock of this process that is gone already has a handle.
         return grant.handle is None and self._release_of_other(grant)
 

@@ -46,6 +46,16 @@ class Hold:
         """Return the parameters of a statement about it."""
         return {"name": self.claim.name, "key": self.key, "owner": self.claim.owner}
 
+    @property
+    def session_columns(self) -> dict[str, Any]:
+        """Return the columns of a registry row that say which session has the lock."""
+        session = self.session
+        return {
+            "session_pid": session.pid,
+            "session_started": session.started,
+            "session_key": self.key,
+        }
+
     def held(self) -> Held:
         return Held(
             self.claim.owner,
@@ -145,7 +155,10 @@ class SessionLocks:
         with self._mutex:
             if self._by_owner.get(hold.claim.owner) is not hold:
                 return False
-            del self._by_owner[hold.claim.owner], self._by_key[hold.key]
+            del self._by_owner[hold.claim.owner]
+            # After the end of its session the key may be another hold's by now.
+            if self._by_key.get(hold.key) is hold:
+                del self._by_key[hold.key]
             of_session = self._by_session[hold.session]
             del of_session[hold.claim.owner]
             if not of_session:

@@ -1,0 +1,91 @@
+"""What happens to locks: one event, and the parts of the package that want to know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from .. import logs, signals
+
+logger = logging.getLogger(__name__)
+
+
+class Kind(Enum):
+    """What happened; the value is the signal that is sent."""
+
+    ACQUIRED = signals.lock_acquired
+    REFUSED = signals.lock_not_acquired
+    RENEWED = signals.leases_renewed
+    RELEASED = signals.lock_released
+    LOST = signals.lock_lost
+    EVICTED = signals.lock_evicted
+
+
+@dataclass(frozen=True, slots=True)
+class LockEvent:
+    """Something that happened to a lock of this process, or that this process did to one."""
+
+    kind: Kind
+    #: The class of the backend.
+    sender: type
+    alias: str
+    name: str = ""
+    lease: Any = None
+    #: What receivers of the signal get besides.
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+Subscriber = Callable[[LockEvent], object]
+_subscribers: dict[Kind, list[Subscriber]] = {kind: [] for kind in Kind}
+
+
+def subscribe(subscriber: Subscriber, *kinds: Kind) -> None:
+    """Call `subscriber` with each event of these kinds, in the thread that emits it."""
+    for kind in kinds:
+        _subscribers[kind].append(subscriber)
+
+
+def emit(kind: Kind, sender: type, alias: str, name: str, lease: Any, **facts: Any) -> None:
+    """Tell all subscribers of an event; code of the project is called last, by the signal."""
+    subscribers, receivers = _subscribers[kind], kind.value.receivers
+    if not subscribers and not receivers:
+        return
+    event = LockEvent(kind, sender, alias, name, lease, facts)
+    for subscriber in subscribers:
+        subscriber(event)
+    if receivers:
+        known = {"name": name, "lease": lease}
+        given = {key: value for key, value in known.items() if value}
+        signals.send(kind.value, sender, alias=alias, **given, **facts)
+
+
+def _log(event: LockEvent) -> None:
+    facts = event.facts
+    if event.kind is Kind.REFUSED:
+        known = logs.facts(name=event.name, alias=event.alias, waited=facts["waited"])
+        logger.info(
+            "Lock %r (alias %r) wasn't acquired in %.1f s: another holder has it",
+            event.name,
+            event.alias,
+            facts["waited"],
+            extra=known,
+        )
+    elif event.kind is Kind.EVICTED:
+        logger.warning(
+            "Freed lock %r (alias %r): its holder, process %d of this machine, is gone",
+            event.name,
+            event.alias,
+            facts["pid"],
+            extra=logs.facts(name=event.name, alias=event.alias, owner=facts["owner"]),
+        )
+    else:
+        known = logs.about(event.lease, reason=facts["reason"], held_for=event.lease.held_for())
+        logger.warning(
+            "Lost lock %r (alias %r): %s", event.name, event.alias, facts["reason"], extra=known
+        )
+
+
+subscribe(_log, Kind.REFUSED, Kind.EVICTED, Kind.LOST)

@@ -1,0 +1,343 @@
+"""The core step: a service excludes, the fence database records, and only then code runs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+from django.db import Error, connections
+
+from .. import logs
+from ..backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
+from ..exceptions import AliasConflict, BackendUnavailable, FencedLockError
+from ..lease import Lease
+from ..storage.connections import in_transaction, test_connection
+from ..storage.fences import Fences
+from .events import Kind, emit
+from .identity import Holder, Owner, describe_identity, is_process_gone, new_owner
+
+logger = logging.getLogger(__name__)
+
+#: A refused claim is repeated after 10 ms, then after longer pauses, but at least every 250 ms.
+#: Each pause is multiplied by a random number between a half and one and a half.
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25
+#: How often one grant may be refused by the fence, and given a number again.
+ATTEMPTS = 4
+
+
+class Keeps(Protocol):
+    """What the core step asks of the keeper."""
+
+    def doubt(self, grant: Grant) -> None: ...
+    def clear_row(self, grant: Grant) -> None: ...
+    def trust(self, owner: str) -> None: ...
+
+
+class Grants:
+    """
+    Gets the grants of one alias.
+
+    No answer of the service counts before the grant is recorded: a former holder could still
+    write after the new holder has read. A grant is recorded by compare-and-set.
+    """
+
+    def __init__(
+        self, backend: Backend, fences: Fences | None, keeper: Keeps, clock: Callable[[], float]
+    ) -> None:
+        self.backend = backend
+        #: None for a backend that records grants itself.
+        self.fences = fences
+        self._keeper = keeper
+        self._clock = clock
+
+    def acquire(self, claim: Claim, wait: Wait) -> tuple[Grant, float] | Held:
+        """
+        Acquire the lock and record the grant.
+
+        `wait.refused` is called once, after the first refusal, unless the holder was evicted. What
+        it raises ends the wait.
+
+        Returns:
+            The grant and the local time that its ttl counts from, or who holds the lock.
+        """
+        refusal = _Refusal(self, claim, wait)
+        try:
+            with refusal:
+                return self._acquire(claim, wait, refusal)
+        except BackendUnavailable:
+            # The service may carry the claim out later on.
+            self._keeper.doubt(grant_of(claim))
+            raise
+        except FencedLockError:
+            raise
+        except BaseException:
+            self.drop(claim)
+            raise
+
+    def _acquire(self, claim: Claim, wait: Wait, refusal: _Refusal) -> tuple[Grant, float] | Held:
+        pause = FIRST_PAUSE
+        fences, sent = self.fences, claim
+        if self.records_in_test:
+            fences = Fences(self.backend.config, self.backend.label)
+            sent = replace(claim, fenced=False)
+        while True:
+            answer = self.backend.acquire(sent, wait)
+            if isinstance(answer, Granted):
+                if found := self._confirm(claim, answer, fences):
+                    return found
+                answer = Held()
+            elif refusal.note(answer):
+                # The holder was evicted.
+                continue
+            elif self.backend.supports_waiting:
+                return answer
+            if not wait.left:
+                return answer
+            time.sleep(min(wait.left, pause * random.uniform(0.5, 1.5)))
+            pause = min(LONGEST_PAUSE, pause * 1.5)
+
+    @property
+    def records_in_test(self) -> bool:
+        """
+        Whether the grants of this thread are recorded here although the backend does that.
+
+        A session sees nothing of a test's own transaction, and what it records outlives the test.
+        """
+        backend = self.backend
+        session = backend.records_grants and not backend.records_unfenced
+        return session and test_connection(backend.config.fence_database) is not None
+
+    def _confirm(
+        self, claim: Claim, granted: Granted, fences: Fences | None
+    ) -> tuple[Grant, float] | None:
+        """Record a grant that the service gave, or release it and return None."""
+        grant = grant_of(claim, granted)
+        try:
+            found = self._recorded(claim, grant, granted.since, fences)
+        except BaseException:
+            self.release(grant)
+            raise
+        if found is None:
+            self.release(grant)
+        else:
+            self._keeper.trust(claim.owner)
+        return found
+
+    def _recorded(
+        self, claim: Claim, grant: Grant, since: float, fences: Fences | None
+    ) -> tuple[Grant, float] | None:
+        renewed: float | None = since
+        if self._clock() >= since + claim.ttl:
+            renewed = self._renewed(grant)
+        if renewed is not None and claim.fenced and fences is not None:
+            recorded = self._record(grant, renewed, fences)
+            if recorded is None:
+                return None
+            grant = recorded
+        # Once more before the caller's code runs: this process may have been paused.
+        if renewed is not None and self._clock() >= renewed + claim.ttl:
+            renewed = self._renewed(grant)
+            if renewed is not None and not self.is_newest(grant):
+                return None
+        return None if renewed is None else (grant, renewed)
+
+    def _renewed(self, grant: Grant) -> float | None:
+        """Renew a grant whose ttl is over; return the time from which the new one counts."""
+        since = self._clock()
+        (answer,) = self.backend.renew([grant])
+        return since if answer is Renewal.KEPT and self._clock() < since + grant.ttl else None
+
+    def _record(self, grant: Grant, since: float, fences: Fences) -> Grant | None:
+        """
+        Record a grant under its token, or under the number that follows the fence's.
+
+        The token isn't newer if the service lost its data, if the lock was released by force, if
+        the name moved from another service, or if this process was paused: the service knows. It
+        is asked *after* the fence was read, and the grant is recorded only if the fence is still
+        the one that was read. In any other order a former holder could be recorded last.
+
+        Returns:
+            None if another owner has the lock, or if a transaction has the fence locked.
+        """
+        token, seen = grant.token, None
+        try:
+            for _ in range(ATTEMPTS):
+                if token is not None and fences.record(grant, token, seen):
+                    if seen is not None and grant.token is not None:
+                        self._suggest(grant.name, token)
+                    return grant if token == grant.token else replace(grant, token=token)
+                row, newest = fences.read(grant.name)
+                config = self.backend.config
+                if row is not None and row.conflicts_with(config.alias, self.backend.label):
+                    raise self._conflict(grant.name, row.alias, row.backend, row.holder())
+                if newest == (token, grant.owner):
+                    # Recorded by a statement whose answer was lost.
+                    return replace(grant, token=token)
+                if not self.backend.verify(grant) or self._clock() >= since + grant.ttl:
+                    return None
+                seen, token = newest, newest[0] + 1
+        except Error as exc:
+            self._raise_unless_pinned(grant, exc, fences)
+        return None
+
+    def _suggest(self, name: str, token: int) -> None:
+        logger.warning(
+            "The service of alias %r had forgotten the tokens of lock %r, which go on from %d",
+            self.backend.config.alias,
+            name,
+            token,
+            extra=logs.facts(name=name, alias=self.backend.config.alias, token=token),
+        )
+        # A hint only.
+        with contextlib.suppress(BackendUnavailable):
+            self.backend.suggest(name, token)
+
+    def _raise_unless_pinned(self, grant: Grant, error: Error, fences: Fences) -> None:
+        """Return if `error` says that a transaction has the fence locked: the claim is repeated."""
+        using = self.backend.config.fence_database
+        if fences.is_row_locked(error):
+            if connections[using].vendor != "sqlite":
+                return
+            # It isn't the fence that is locked, but the file.
+            if in_transaction(using):
+                raise self.backend.inside_transaction(grant.name) from error
+        raise self.backend.unavailable("recording of the grant", error, grant.name) from error
+
+    def is_newest(self, grant: Grant) -> bool:
+        """Return whether no newer grant than this one was recorded."""
+        if self.fences is None or not grant.fenced:
+            return True
+        try:
+            return self.fences.read(grant.name)[1] == (grant.token, grant.owner)
+        except Error as exc:
+            raise self.backend.unavailable("look at the fence", exc, grant.name) from exc
+
+    def release(self, grant: Grant) -> None:
+        """Release a grant that the caller doesn't get, as far as possible."""
+        try:
+            self.backend.release(grant)
+        except BackendUnavailable as exc:
+            self._keeper.doubt(grant)
+            known = logs.facts(name=grant.name, alias=self.backend.config.alias, owner=grant.owner)
+            logs.left_to_run_out(logger, grant.name, exc, known)
+        finally:
+            self._keeper.clear_row(grant)
+
+    def drop(self, claim: Claim) -> None:
+        """Release what a claim may have got, or may yet get, whose caller was interrupted."""
+        grant = grant_of(claim)
+        self._keeper.doubt(grant)
+        with contextlib.suppress(RuntimeError):
+            self.release(grant)
+
+    def evict_if_gone(self, name: str, held: Held, fenced: bool = True) -> bool:
+        """Release the lock of a holder whose process is gone; return whether that was done."""
+        process = Owner.read(held.owner, held.identity).process
+        if not held.owner or not is_process_gone(process):
+            return False
+        grant = Grant(name, held.owner, token=held.token, fenced=fenced, identity=held.identity)
+        try:
+            if not self.backend.release(grant):
+                return False
+        except BackendUnavailable:
+            return False
+        self._keeper.clear_row(grant)
+        facts = {"owner": held.owner, "pid": process.pid}
+        backend = self.backend
+        emit(Kind.EVICTED, type(backend), backend.config.alias, name, None, **facts)
+        return True
+
+    def _conflict(self, name: str, alias: str, label: str, holder: Holder) -> AliasConflict:
+        mine = self.backend.config.alias
+        return AliasConflict(
+            f"Lock {name!r} is held through alias {alias!r} ({label}), and was asked for "
+            f"through alias {mine!r} ({self.backend.label}): two lock services on one name "
+            "exclude nothing. Use one alias for the name.",
+            name=name,
+            alias=mine,
+            holder=holder,
+        )
+
+
+class _Refusal:
+    """What is done about the refusals of one acquire; ``with`` puts it into `Wait.refused`."""
+
+    def __init__(self, grants: Grants, claim: Claim, wait: Wait) -> None:
+        self._grants, self._claim, self._wait = grants, claim, wait
+        self._tell: Callable[[Held], object] | None = wait.refused
+
+    def __enter__(self) -> None:
+        self._refused, self._wait.refused = self._wait.refused, self.note
+
+    def __exit__(self, *error: object) -> None:
+        self._wait.refused = self._refused
+
+    def note(self, held: Held) -> bool:
+        """Evict the holder if its process is gone, and return whether that was done."""
+        claim, self._wait.held = self._claim, held
+        if held.alias:
+            holder = holder_of(held, held.alias)
+            raise self._grants._conflict(claim.name, held.alias, held.label, holder)
+        if self._grants.evict_if_gone(claim.name, held, claim.fenced):
+            return True
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell(held)
+        return False
+
+
+def new_claim(name: str, ttl: float, fenced: bool = True, *, owner: Owner | None = None) -> Claim:
+    """Return a claim of the code that runs here, or of an owner that was made before."""
+    owner = owner or new_owner()
+    return Claim(name, owner.id, ttl, owner.identity, fenced)
+
+
+def grant_of(asked: Claim | Lease, granted: Granted | None = None) -> Grant:
+    """Return the grant of a claim or of a lease, as a backend is asked about it."""
+    if isinstance(asked, Lease):
+        if asked.grant is None or asked.grant.ttl != asked.ttl:
+            token = asked.token if asked.fenced else None
+            asked.grant = Grant(
+                asked.name,
+                asked.owner_id,
+                asked.ttl,
+                token,
+                asked.fenced,
+                identity=asked.identity,
+                handle=asked.handle,
+            )
+        found: Grant = asked.grant
+        return found
+    token = granted.token if granted and asked.fenced else None
+    handle = granted.handle if granted else None
+    return Grant(
+        asked.name,
+        asked.owner,
+        asked.ttl,
+        token,
+        asked.fenced,
+        asked.shared,
+        asked.identity,
+        handle,
+    )
+
+
+def holder_of(held: Held, alias: str) -> Holder:
+    """Describe a holder, as errors and people see it."""
+    now = datetime.now(UTC)
+    age, left = held.held_for, held.expires_in
+    return Holder(
+        owner=held.owner,
+        description=describe_identity(held.identity),
+        alias=held.alias or alias,
+        token=held.token,
+        acquired_at=None if age is None else now - timedelta(seconds=age),
+        expires_at=None if left is None else now + timedelta(seconds=left),
+        session_pid=held.session_pid,
+    )

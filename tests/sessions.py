@@ -1,0 +1,14 @@
+"""Session locks of PostgreSQL that another process seems to hold."""
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+from django_fencedlock.backends.postgres.holding import SessionLocks
+
+
+@contextlib.contextmanager
+def as_in_another_process() -> Iterator[None]:
+    """Run code that doesn't find the session locks of this process."""
+    with mock.patch.object(SessionLocks, "hold_of", return_value=None):
+        yield

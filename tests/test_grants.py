@@ -1,0 +1,343 @@
+"""The core step on a service in memory: what each rule of its order keeps from happening."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from django_fencedlock import conf, lock
+from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
+from django_fencedlock.core import grants as grants_module
+from django_fencedlock.core.grants import grant_of, new_claim
+from django_fencedlock.core.identity import new_owner
+from django_fencedlock.core.manager import Service
+from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
+from django_fencedlock.models import Fence, HeldLock
+from tests.stub_backend import StubBackend, StubService
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+class NoTokens(StubBackend):
+    """A service without a rising number."""
+
+    def acquire(self, claim, wait):
+        answer = super().acquire(claim, wait)
+        return replace(answer, token=None) if isinstance(answer, Granted) else answer
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """Return the service that all backends of the test share."""
+    found = StubService()
+    monkeypatch.setattr(StubBackend, "service", found)
+    return found
+
+
+@pytest.fixture
+def make(stub):
+    """Return a function that makes the core step of a process, on a backend of its own."""
+    made = []
+
+    def process(backend=StubBackend):
+        service = Service("default", backend(conf.config("default")))
+        # No thread: what the keeper was asked for stays to be looked at.
+        service.keeper._runs = True
+        made.append(service)
+        return service.grants
+
+    yield process
+    for service in made:
+        service.keeper._runs = False
+        service.keeper.forget_doubts()
+
+
+@pytest.fixture
+def step(make):
+    return make()
+
+
+def take(step, claim=None, seconds=0.0):
+    claim = claim or new_claim("x", 30)
+    answer = step.acquire(claim, Wait(seconds))
+    assert not isinstance(answer, Held)
+    return answer[0]
+
+
+def fence():
+    return Fence.objects.values_list("token", "owner").get(name="x")
+
+
+def doubts(step):
+    return set(step._keeper._doubts)
+
+
+# Record
+
+
+def test_a_grant_is_recorded_with_its_row_before_it_is_returned(step):
+    grant = take(step)
+    assert fence() == (1, grant.owner)
+    row = HeldLock.objects.get()
+    assert (row.owner, row.alias, row.backend) == (grant.owner, "default", "stub")
+
+
+def test_an_unfenced_grant_is_not_recorded(step):
+    grant = take(step, new_claim("x", 30, fenced=False))
+    assert grant.token is None
+    assert not Fence.objects.exists()
+    assert not HeldLock.objects.exists()
+
+
+def test_a_service_that_lost_its_data_goes_on_above_the_fence(step, stub):
+    for _ in range(3):
+        step.backend.release(take(step))
+    stub.tokens.clear()
+    grant = take(step)
+    assert fence() == (4, grant.owner) == (grant.token, grant.owner)
+    # The service was told, so that the next grant needs no second step.
+    assert stub.tokens["x"] == 4
+
+
+def test_a_service_without_tokens_gets_numbers(make):
+    step = make(NoTokens)
+    for number in (1, 2, 3):
+        grant = take(step)
+        assert fence() == (number, grant.owner) == (grant.token, grant.owner)
+        step.backend.release(grant)
+
+
+def test_a_raised_fence_is_followed(step):
+    Fence.objects.create(name="x", token=7, owner="")
+    assert take(step).token == 8
+
+
+def test_a_grant_whose_recording_was_answered_late_is_recorded_once(step, monkeypatch):
+    record = step.fences.record
+
+    def without_answer(*args):
+        assert record(*args)
+        return False
+
+    monkeypatch.setattr(step.fences, "record", without_answer)
+    grant = take(step)
+    assert fence() == (1, grant.owner) == (grant.token, grant.owner)
+
+
+# What would be recorded too late
+
+
+def test_a_process_paused_before_recording_is_refused_and_leaves_its_successor_alone(make, stub):
+    former, present = make(), make()
+    claim = new_claim("x", 30)
+    granted = former.backend.acquire(claim, Wait())
+    stub.locks.clear()  # It expired during the pause.
+    successor = take(present)
+    assert former._confirm(claim, granted, former.fences) is None
+    assert fence() == (successor.token, successor.owner)
+    assert present.backend.verify(successor)
+
+
+def test_the_same_if_the_service_lost_its_data_meanwhile(make, stub):
+    former, present = make(NoTokens), make(NoTokens)
+    claim = new_claim("x", 30)
+    granted = former.backend.acquire(claim, Wait())
+    stub.locks.clear()
+    stub.tokens.clear()
+    successor = take(present)
+    assert former._confirm(claim, granted, former.fences) is None
+    assert fence() == (successor.token, successor.owner)
+
+
+def test_the_fence_is_read_before_the_service_is_asked(make, stub, monkeypatch):
+    """In the other order a holder that was verified, and then overtaken, is recorded last."""
+    former, present = make(NoTokens), make(NoTokens)
+    claim, asked = new_claim("x", 30), []
+    granted = former.backend.acquire(claim, Wait())
+    read, verify = former.fences.read, former.backend.verify
+
+    def noting_read(name):
+        asked.append("read")
+        return read(name)
+
+    def then_overtaken(grant):
+        asked.append("verify")
+        held = verify(grant)
+        if len(asked) == 2:
+            stub.locks.clear()
+            asked.append(take(present))
+        return held
+
+    monkeypatch.setattr(former.fences, "read", noting_read)
+    monkeypatch.setattr(former.backend, "verify", then_overtaken)
+    assert former._confirm(claim, granted, former.fences) is None
+    assert asked[:2] == ["read", "verify"]
+    assert fence() == (asked[2].token, asked[2].owner)
+
+
+def test_a_number_is_recorded_only_over_the_fence_that_was_read(step):
+    """Also by the token alone: a crash of the database may have set it back."""
+    first, other = take(step), new_claim("x", 30)
+    seen = fence()
+    Fence.objects.update(owner=other.owner)
+    assert not step.fences.record(grant_of(other), 2, seen)
+    assert step.fences.record(grant_of(other), 2, (1, other.owner))
+    assert seen == (1, first.owner)
+
+
+def test_a_restored_backup_gives_an_old_holder_the_key_and_no_write(make, stub):
+    old, new = make(), make()
+    former = take(old)
+    backup = dict(stub.locks)
+    old.backend.release(former)
+    present = take(new)
+    stub.locks = backup
+    assert old.backend.renew([former]) == [Renewal.KEPT]
+    assert not old.is_newest(former)
+    assert new.is_newest(present)
+
+
+# Time
+
+
+def test_what_expired_before_it_was_recorded_is_renewed_first(step, stub, monkeypatch):
+    claim = new_claim("x", 30)
+    granted = step.backend.acquire(claim, Wait())
+    _, since = step._confirm(claim, replace(granted, since=granted.since - 31), step.fences)
+    assert since > granted.since
+
+
+def test_what_expired_while_it_was_recorded_is_renewed_if_it_is_still_the_newest(
+    make, stub, monkeypatch
+):
+    step, present = make(), make()
+    record, later = step.fences.record, []
+
+    def pause(*args):
+        done = record(*args)
+        monkeypatch.setattr(step, "_clock", lambda: grants_module_clock() + 31)
+        for act in later:
+            act()
+        return done
+
+    grants_module_clock = step._clock
+    monkeypatch.setattr(step.fences, "record", pause)
+    assert isinstance(take(step).token, int)
+    monkeypatch.setattr(step, "_clock", grants_module_clock)
+    stub.locks.clear()
+    # This time another holder comes during the pause, and goes: the service would renew.
+    later.append(lambda: stub.locks.clear() or present.backend.release(take(present)))
+    later.append(lambda: stub.locks.update(backup))
+    claim = new_claim("x", 30)
+    granted = step.backend.acquire(claim, Wait())
+    backup = dict(stub.locks)
+    assert step._confirm(claim, granted, step.fences) is None
+    assert not step.backend.holders(["x"])
+
+
+# Refusals
+
+
+def test_a_dead_holder_is_evicted_and_its_lock_acquired(step, stub, monkeypatch):
+    dead = replace(new_owner(), pid=2**22 + 1, pid_started=1)
+    gone = []
+    monkeypatch.setattr(grants_module, "is_process_gone", lambda process: gone.append(process) or 1)
+    step.backend.acquire(new_claim("x", 30, owner=dead), Wait())
+    grant = take(step)
+    assert grant.token == 2
+    assert gone == [dead.process]
+
+
+def test_a_live_holder_is_not_evicted(step):
+    held = take(step)
+    claim, wait = new_claim("x", 30), Wait()
+    assert isinstance(step.acquire(claim, wait), Held)
+    assert (wait.held.owner, wait.held.token) == (held.owner, 1)
+
+
+def test_refused_is_called_once_and_may_end_the_wait(step):
+    take(step)
+    seen = []
+
+    def refuse(held):
+        seen.append(held)
+        raise LockNotAcquired("changed its mind", name="x", alias="default")
+
+    with pytest.raises(LockNotAcquired, match="changed"):
+        step.acquire(new_claim("x", 30), Wait(10, refuse))
+    assert len(seen) == 1
+    assert not doubts(step)
+
+
+def test_a_waiter_polls_until_the_lock_is_free(step, monkeypatch):
+    held, pauses = take(step), itertools.count()
+
+    def sleep(seconds):
+        if next(pauses) == 3:
+            step.backend.release(held)
+
+    monkeypatch.setattr(grants_module.time, "sleep", sleep)
+    assert take(step, seconds=20).token == 2
+
+
+def test_a_name_that_is_live_through_another_alias_is_a_conflict(step, settings):
+    settings.FENCEDLOCK = {"default": {}, "elsewhere": {}}
+    with lock("x", backend="elsewhere"), pytest.raises(AliasConflict, match="elsewhere"):
+        take(step)
+    assert not step.backend.holders(["x"])
+    # Nor did it lead to a number: the holder's grant is the newest still.
+    assert fence()[0] == 1
+
+
+# Errors
+
+
+def test_a_claim_without_an_answer_is_doubted(step, stub, monkeypatch):
+    acquire = step.backend.acquire
+
+    def lose_answer(claim, wait):
+        acquire(claim, wait)
+        raise BackendUnavailable("no answer", name="x", alias="default")
+
+    monkeypatch.setattr(step.backend, "acquire", lose_answer)
+    claim = new_claim("x", 30)
+    with pytest.raises(BackendUnavailable):
+        step.acquire(claim, Wait())
+    assert doubts(step) == {claim.owner}
+    # The keeper releases it, by the owner's id.
+    step._keeper._release_doubts([grant_of(claim)])
+    assert not stub.locks
+
+
+def test_an_interrupted_claim_is_released_now_and_doubted(step, stub, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step.fences, "record", interrupt)
+    claim = new_claim("x", 30)
+    with pytest.raises(KeyboardInterrupt):
+        step.acquire(claim, Wait())
+    assert doubts(step) == {claim.owner}
+    assert not stub.locks
+
+
+def test_an_owner_that_gets_the_lock_in_the_end_is_not_released(step):
+    claim = new_claim("x", 30)
+    step.drop(claim)
+    assert doubts(step) == {claim.owner}
+    take(step, claim)
+    assert not doubts(step)
+
+
+def test_a_database_that_fails_leaves_no_lock(step, stub, settings, monkeypatch):
+    from django.db import OperationalError
+
+    def fail(*args):
+        raise OperationalError("gone")
+
+    monkeypatch.setattr(step.fences, "record", fail)
+    with pytest.raises(BackendUnavailable, match="recording of the grant"):
+        take(step)
+    assert not stub.locks
