@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from django.core.management import call_command
-from django.db import connections
+from django.db import connections, models
 from django.db.backends.utils import CursorWrapper
 
 from django_fencedlock import current_lease
 from django_fencedlock.core.identity import new_owner
-from django_fencedlock.models import writes
+from django_fencedlock.models import Fence, HeldLock, writes
 from django_fencedlock.storage import fenced_atomic
 from django_fencedlock.storage.vendors import Entry
 from tests import (
@@ -29,7 +28,7 @@ from tests import (
     test_write_paths,
     test_write_rules,
 )
-from tests.models import Account, Invoice
+from tests.models import Account, Docket, Invoice, LedgerLine
 from tests.test_write_paths import PATHS, Everything
 
 pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
@@ -97,7 +96,8 @@ def run(killers: Callable[[Any], Killers], settings: Any) -> None:
                 lease.release()
             settings.FENCEDLOCK_WITHOUT_LOCK = "reject"
             connections["default"].close()
-            call_command("flush", interactive=False, verbosity=0, inhibit_post_migrate=True)
+            for model in (LedgerLine, Docket, Invoice, Account, HeldLock, Fence):
+                models.QuerySet(model)._raw_delete("default")
 
 
 def is_killed(killers: Callable[[Any], Killers], settings: Any) -> bool:
@@ -133,7 +133,9 @@ class Change(ast.NodeTransformer):
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
-        if self._is_here():
+        # SQLite compares every text exactly. test_collations.py has databases that don't.
+        is_of_texts = getattr(node.comparators[0], "attr", "") == "texts"
+        if not is_of_texts and self._is_here():
             node.ops = [self.COMPARED[type(node.ops[0])](), *node.ops[1:]]
         return node
 
@@ -167,13 +169,10 @@ FUNCTIONS = [
     writes._fences_of_many,
     fenced_atomic.PinnedBlock.pins,
 ]
-#: SQLite compares texts exactly as they are; test_collations.py has databases that don't.
-SAME_ON_SQLITE = ["as_sql-2"]
 PYTHON = [
     pytest.param(function, place, id=f"{function.__name__}-{place}")
     for function in FUNCTIONS
     for place in range(mutant_of(function, -1)[1])
-    if f"{function.__name__}-{place}" not in SAME_ON_SQLITE
 ]
 
 

@@ -28,29 +28,8 @@ from django_fencedlock.exceptions import (
     WrongDatabase,
 )
 from django_fencedlock.models import Fence
-from tests.models import (
-    Account,
-    Bottle,
-    Called,
-    Careful,
-    Contract,
-    Crate,
-    Deed,
-    Depot,
-    Filtered,
-    Invoice,
-    LedgerLine,
-    Meter,
-    Price,
-    Seat,
-    Shift,
-    Trailer,
-    Truck,
-    Van,
-    Vehicle,
-    Verse,
-    Warehouse,
-)
+from tests import models as m
+from tests.models import Account, Invoice, LedgerLine, Truck, Vehicle
 
 
 def awaited(function, *args, **kwargs):
@@ -261,74 +240,81 @@ paths(
 )
 paths(
     "grandchild_",
-    Trailer,
-    lambda: Trailer.objects.create(axles=1),
+    m.Trailer,
+    lambda: m.Trailer.objects.create(axles=1),
     Truck,
     Vehicle,
     save=(3, lambda row: set_(row, axles=9).save()),
     own_field=(2, lambda row: set_(row, axles=9).save(update_fields=["axles"])),
-    update=(None, lambda row: Trailer.objects.update(axles=9)),
+    update=(None, lambda row: m.Trailer.objects.update(axles=9)),
     delete=(None, lambda row: row.delete()),
-    queryset_delete=(None, lambda row: Trailer.objects.all().delete()),
+    queryset_delete=(None, lambda row: m.Trailer.objects.all().delete()),
     delete_parent=(None, lambda row: Vehicle.objects.get().delete()),
     delete_parents=(None, lambda row: Vehicle.objects.all().delete()),
 )
 paths(
     "proxy_",
-    Van,
-    lambda: Van.objects.create(),
+    m.Van,
+    lambda: m.Van.objects.create(),
     save=lambda row: set_(row, wheels=9).save(),
-    update=(2, lambda row: Van.objects.update(wheels=9)),
-    queryset_delete=(None, lambda row: Van.objects.all().delete()),
+    update=(2, lambda row: m.Van.objects.update(wheels=9)),
+    queryset_delete=(None, lambda row: m.Van.objects.all().delete()),
 )
 paths(
     "composite_",
-    Seat,
-    lambda: Seat.objects.create(row="A", number=1),
+    m.Seat,
+    lambda: m.Seat.objects.create(row="A", number=1),
     save=lambda row: set_(row, guest="Ada").save(),
-    update=(2, lambda row: Seat.objects.filter(pk=row.pk).update(guest="Ada")),
-    bulk_update=lambda row: Seat.objects.bulk_update([set_(row, guest="Ada")], ["guest"]),
+    update=(2, lambda row: m.Seat.objects.filter(pk=row.pk).update(guest="Ada")),
+    bulk_update=lambda row: m.Seat.objects.bulk_update([set_(row, guest="Ada")], ["guest"]),
     delete=lambda row: row.delete(),
-    queryset_delete=(3, lambda row: Seat.objects.filter(number=1).delete()),
+    queryset_delete=(3, lambda row: m.Seat.objects.filter(number=1).delete()),
 )
 paths(
     "generated_",
-    Price,
-    lambda: Price.objects.create(net=1),
+    m.Price,
+    lambda: m.Price.objects.create(net=1),
     save=lambda row: set_(row, net=F("net") + 1).save(),
 )
 paths(
     "select_on_save_",
-    Careful,
-    lambda: Careful.objects.create(),
+    m.Careful,
+    lambda: m.Careful.objects.create(),
     save=(2, lambda row: set_(row, amount=9).save()),
 )
 paths(
     "left_out_",
-    Filtered,
-    lambda: Filtered.objects.create(amount=1),
+    m.Filtered,
+    lambda: m.Filtered.objects.create(amount=1),
     save=lambda row: set_(row, amount=9).save(),
     delete=lambda row: row.delete(),
 )
 paths(
     "high_water_",
-    Meter,
-    lambda: Meter.objects.create(serial="a"),
+    m.Meter,
+    lambda: m.Meter.objects.create(serial="a"),
     save=lambda row: set_(row, reading=9).save(),
     update_fields=lambda row: set_(row, reading=9).save(update_fields=["reading"]),
-    deferred=(2, lambda row: set_(Meter.objects.defer("fence").get(), reading=9).save()),
-    update=(2, lambda row: Meter.objects.update(reading=9)),
-    bulk_update=lambda row: Meter.objects.bulk_update([set_(row, reading=9)], ["reading"]),
+    deferred=(2, lambda row: set_(m.Meter.objects.defer("fence").get(), reading=9).save()),
+    update=(2, lambda row: m.Meter.objects.update(reading=9)),
+    bulk_update=lambda row: m.Meter.objects.bulk_update([set_(row, reading=9)], ["reading"]),
     delete=lambda row: row.delete(),
-    queryset_delete=(3, lambda row: Meter.objects.all().delete()),
+    queryset_delete=(3, lambda row: m.Meter.objects.all().delete()),
 )
 # Locks that are named by another column, which is compared, and by what SQL doesn't compare: then
 # the row is looked for first.
 for prefix, model, values, more, field, selects in (
     ("column_", LedgerLine, {"account_id": 1}, (), "amount", 0),
-    ("callable_", Called, {"amount": 1}, (), "note", 1),
-    ("rounded_", Shift, {"at": datetime.datetime(2024, 5, 1, tzinfo=datetime.UTC)}, (), "note", 1),
-    ("parents_column_", Warehouse, {"town": "a"}, (Depot,), "goods", 1),
+    ("callable_", m.Called, {"amount": 1}, (), "note", 1),
+    (
+        "rounded_",
+        m.Shift,
+        {"at": datetime.datetime(2024, 5, 1, tzinfo=datetime.UTC)},
+        (),
+        "note",
+        1,
+    ),
+    ("parents_column_", m.Warehouse, {"town": "a"}, (m.Depot,), "goods", 1),
 ):
 
     def _make(model=model, values=values):
@@ -377,34 +363,34 @@ paths(
 
 
 def _crate():
-    crate = Crate.objects.create()
-    Bottle.objects.create(crate=crate)
+    crate = m.Crate.objects.create()
+    m.Bottle.objects.create(crate=crate)
     return crate
 
 
 paths(
     "with_dependents_",
-    Crate,
+    m.Crate,
     _crate,
-    Bottle,
+    m.Bottle,
     delete=(3, lambda row: row.delete()),  # a claim, the bottles, the crate
-    queryset_delete=(None, lambda row: Crate.objects.all().delete()),
+    queryset_delete=(None, lambda row: m.Crate.objects.all().delete()),
 )
 
 
 def _verses():
     song = Account.objects.create()
-    verses = [leased(Verse, song=song) for _ in range(3)]
+    verses = [leased(m.Verse, song=song) for _ in range(3)]
     return verses[0]
 
 
 paths(
     "ordered_",
-    Verse,
+    m.Verse,
     _verses,
     set=(None, lambda row: row.song.set_verse_order(row.song.get_verse_order()[::-1])),
 )
-for model in (Contract, Deed):
+for model in (m.Contract, m.Deed):
     paths(
         f"versioned_{model.__name__}_",
         model,
@@ -444,6 +430,7 @@ paths(
     acreate=lambda account: awaited(LedgerLine.objects.acreate, account=account),
     related_create=lambda account: account.ledgerline_set.create(),
     related_add=lambda account: account.ledgerline_set.add(LedgerLine(), bulk=False),
+    # It takes an IntegrityError as a sign that another process created the row.
     get_or_create=(2, lambda account: LedgerLine.objects.get_or_create(account=account)),
     update_or_create=(2, lambda account: LedgerLine.objects.update_or_create(account=account)),
     bulk_create=_bulk_create,
@@ -494,7 +481,7 @@ def test_under_an_overtaken_lease_nothing_is_written(database, path):
     row = path.make()
     with path.lock(row) as lease:
         newer = overtake(lease)
-        if path.model is not Meter:  # It compares with what the newer holder has written.
+        if path.model is not m.Meter:  # It compares with what the newer holder has written.
             with path.refused(StaleFence, match=r"newest token is|newer grant"):
                 path.write(row)
         if not path.is_new:

@@ -98,11 +98,7 @@ class SaveHooks:
     def _fence_guard(
         self, table: Any, using: str, doing: Doing, is_first: bool = False
     ) -> Guard | None:
-        """
-        Return the guard of the fence, if it is in the table of model `table`.
-
-        For the first table of a write, compare the lock's name with the row's, if it takes a query.
-        """
+        """Return the guard of the fence, if it is in the table of model `table`."""
         return None
 
     def _version_guard(self, table: Any, using: str, doing: Doing) -> Guard | None:

@@ -90,8 +90,8 @@ def _second_lock_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
         label, owner = model._meta.label, table._meta.label
         yield Problem(
             "E026",
-            f"{label}.fencing differs from that of {owner}, whose table has the fence: a row would "
-            "have two locks, and tokens of different locks can't be compared.",
+            f"{label}.fencing differs from that of {owner}, whose table has the fence: two locks "
+            "of one row have tokens that can't be compared.",
             f"Remove the attribute from {label}, or use the template and mode of {owner}.",
         )
 

@@ -118,6 +118,7 @@ class FencedModel(GuardedModel):
         if fencing.may_need_lease(given):
             write = self._write(fencing, using, doing, given)
         if compares and write.grant is not None:
+            # SQL can't compare the names, so the row is read before its first table is written.
             row = self._row(fencing.table, using).first()
             if row is not None and row.fencing.name_to_write() != write.name:
                 raise write.moved(self.pk, row.fence)

@@ -40,8 +40,8 @@ class Fencing:
     Args:
         lock: A template over the model's fields, ``"account:{account_id}"``, or a callable that
             makes a name of an instance. Without one, ``app_label.model:{pk}``.
-        mode: ``"serialised"`` lets no write commit after a newer grant was recorded; the fences
-            have to be in the row's own database. ``"high_water"`` compares with the row's own
+        mode: ``"serialised"`` lets no write commit after a newer grant was recorded; this needs
+            the fences in the row's own database. ``"high_water"`` compares with the row's own
             column alone: updates can get lost, only the row's token never goes down.
         without_lock: ``"reject"``, ``"warn"`` or ``"allow"`` writes without a lease; by default the
             setting ``FENCEDLOCK_WITHOUT_LOCK``.

@@ -18,13 +18,13 @@ from .fencing import FencingOf, Rows
 from .fields import REJECTED, Exactly, confused_texts, is_rejected, is_text, may_confuse
 from .writes import (
     Write,
-    all_failed,
     as_read,
     claimed_fence,
     find_lease,
     inserted_fence,
     leases_of,
     lock_required,
+    rejected,
     token_or_rejected,
     version_conflict,
     write_for,
@@ -133,7 +133,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
                     for write in {each.grant: each for each in leased}.values():
                         grant = write.pin(connections[self.db])
                         if grant is not None and not is_newest(self.db, grant):
-                            raise write.failed()
+                            raise rejected([write])
                     return super().bulk_create(objs, batch_size, ignore_conflicts=True)
             # The INSERT itself checks each lease: with its first row, before it waits for any key.
             checked = set()
@@ -419,7 +419,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             leased = leases_of(writes)
             if self._is_fenced and is_rejected(exc, self._fencing.table, "fence"):
                 if leased:
-                    raise all_failed(leased) from exc
+                    raise rejected(leased) from exc
                 why = "rows of some lock came meanwhile"
                 raise lock_required(self._fencing, "Writing", why) from exc
             if self._is_versioned:

@@ -108,27 +108,21 @@ class Write(NamedTuple):
         found = overtaken(connections[self.using], self.grant)
         return None if found is None else self.error(found.why, pk=pk, holder=found.holder)
 
-    def failed(self, pk: Any = None) -> StaleFence:
-        """Return the error for a statement that the constraint failed."""
-        if _can_query(self.using):
-            return self.superseded(pk) or self.error(f"a {_WRITTEN_SINCE}", pk=pk)
-        return self.error(f"a newer grant exists, or a {_WRITTEN_SINCE}", pk=pk)
 
-
-def all_failed(writes: Sequence[Write]) -> StaleFence:
-    """Return the error for a failed statement over several locks: that of a superseded one."""
-    first = writes[0]
-    if len(writes) == 1:
-        return first.failed()
-    if _can_query(first.using):
-        for write in writes:
-            if superseded := write.superseded():
-                return superseded
-    names = ", ".join(repr(write.name) for write in writes[:3])
-    more = f" and {len(writes) - 3} more" if len(writes) > 3 else ""
-    return first.error(
-        f"a newer grant of one of the locks {names}{more} exists, or a {_WRITTEN_SINCE}"
-    )
+def rejected(writes: Sequence[Write], pk: Any = None) -> StaleFence:
+    """Return the error for a statement that the constraint failed."""
+    first, why = writes[0], f"a {_WRITTEN_SINCE}"
+    knows = _can_query(first.using)
+    for write in writes if knows else ():
+        if superseded := write.superseded(pk):
+            return superseded
+    if len(writes) > 1:
+        names = ", ".join(repr(write.name) for write in writes[:3])
+        more = f" and {len(writes) - 3} more" if len(writes) > 3 else ""
+        why = f"a newer grant of one of the locks {names}{more} exists, or {why}"
+    elif not knows:
+        why = f"a newer grant exists, or {why}"
+    return first.error(why, pk=pk)
 
 
 def _can_query(using: str) -> bool:
@@ -289,7 +283,7 @@ class FenceGuard(Guard):
             find_lease(self.write.fencing, self.write.fencing.name(), None, Doing.SAVING)
 
     def failed(self) -> Exception:
-        return self.write.failed(self.instance.pk)
+        return rejected([self.write], self.instance.pk)
 
     def explain(self, row: Any) -> None:
         write, pk, columns = self.write, self.instance.pk, self.write.columns

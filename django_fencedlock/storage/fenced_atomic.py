@@ -20,27 +20,27 @@ from .vendors import ledger_for
 
 logger = logging.getLogger(__name__)
 
-#: SQLSTATE of a session that was ended since its transaction did nothing: nothing was committed.
+#: SQLSTATE of a session that the server ended for an idle transaction. It committed nothing.
 IDLE_TOO_LONG = "25P03"
 
 
 def grant_of(lease: Lease) -> WriteGrant:
-    """What of a lease a database can check."""
+    """Return the part of a lease that a database can check."""
     return WriteGrant(lease.name, lease.token, lease.owner_id, lease.alias, patience=lease.ttl)
 
 
 def is_pinned(connection: BaseDatabaseWrapper, grant: WriteGrant) -> bool:
-    """Whether the transaction that is open has the grant's fence locked already."""
+    """Whether the open transaction has locked the grant's fence."""
     return any(block.pins(grant) for block in _pinned_blocks(connection))
 
 
 @contextlib.contextmanager
 def pinned_atomic(lease: Lease, using: str | None = None) -> Iterator[None]:
     """
-    Open a transaction that lasts only under `lease`.
+    Open a transaction that commits only under `lease`.
 
-    The next grant of the lock's name waits until it has ended, so nothing in it is ever written
-    by a former holder: not by plain models, raw SQL, many-to-many tables or cascades either.
+    The next grant of the lock's name waits for its end. So a former holder writes nothing in it,
+    also not by plain models, raw SQL, many-to-many tables or cascades.
     """
     grant = grant_of(lease)
     using = using or lease.database
@@ -48,9 +48,8 @@ def pinned_atomic(lease: Lease, using: str | None = None) -> Iterator[None]:
     if lease.lost or lease.released:
         lease.check()
     connection = connections[using]
-    _refuse_inside(lease, connection)
-    nested = bool(_pinned_blocks(connection))
-    block = PinnedBlock(lease, connection, savepoint=not nested)
+    _require_outermost(lease, connection)
+    block = PinnedBlock(lease, connection, savepoint=not _pinned_blocks(connection))
     with block, connection.execute_wrapper(_notice_rollback):
         if not is_newest(using, grant):
             raise _stale(lease, overtaken(connection, grant))
@@ -59,11 +58,11 @@ def pinned_atomic(lease: Lease, using: str | None = None) -> Iterator[None]:
 
 
 class PinnedBlock(Atomic):
-    """An atomic block that has a fence locked from its beginning to its end."""
+    """An atomic block that locks a fence from its beginning to its end."""
 
-    #: What is locked, as soon as it is.
+    #: The grant whose fence is locked.
     grant: WriteGrant | None = None
-    #: How many savepoints there were at the beginning.
+    #: The number of savepoints at the beginning.
     depth = 0
 
     def __init__(self, lease: Lease, connection: BaseDatabaseWrapper, savepoint: bool) -> None:
@@ -80,30 +79,29 @@ class PinnedBlock(Atomic):
         self.depth = len(self._connection.savepoint_ids)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        session = self._connection.connection
+        connection, lease = self._connection, self._lease
+        session = connection.connection
         try:
             super().__exit__(kind, error, trace)
         except Error as exc:
-            # A server that answers COMMIT with an error has rolled back. If the session is gone,
-            # the answer is missing.
-            if kind is None and _is_gone(self._connection, session) and not _idled(exc):
-                raise self._outcome_unknown(exc) from exc
-            raise
-
-    def _outcome_unknown(self, error: Error) -> OutcomeUnknown:
-        lease = self._lease
-        return OutcomeUnknown(
-            f"The COMMIT of a transaction under lock {lease.name!r} failed: {error}. It may have "
-            "been committed or not: read again before anything is written again.",
-            name=lease.name,
-            owner=lease.owner_id,
-            token=lease.token,
-        )
+            # A server that answers a COMMIT with an error has rolled back. If the session is gone,
+            # there was no answer. Django may have connected again by now.
+            if kind is not None or sqlstate(exc) == IDLE_TOO_LONG:
+                raise
+            if connection.connection is session and connection.is_usable():
+                raise
+            raise OutcomeUnknown(
+                f"The COMMIT of a transaction under lock {lease.name!r} failed: {exc}. It may have "
+                "been committed or not: read again before anything is written again.",
+                name=lease.name,
+                owner=lease.owner_id,
+                token=lease.token,
+            ) from exc
 
 
 def _pinned_blocks(connection: BaseDatabaseWrapper) -> list[PinnedBlock]:
-    # Kept on the connection, which belongs to one thread, and forgets its blocks when it
-    # reconnects. A context variable would outlive both in a task that inherits it.
+    # The connection has them: it belongs to one thread, and drops its blocks when it connects
+    # again. A context variable would outlive both in a task that inherits it.
     return [block for block in connection.atomic_blocks if isinstance(block, PinnedBlock)]
 
 
@@ -117,8 +115,8 @@ def _require_database(lease: Lease, using: str) -> None:
         )
 
 
-def _refuse_inside(lease: Lease, connection: BaseDatabaseWrapper) -> None:
-    """Refuse to pin within a savepoint: Postgres lets the row go at ROLLBACK TO."""
+def _require_outermost(lease: Lease, connection: BaseDatabaseWrapper) -> None:
+    """Raise within a savepoint: Postgres unlocks the fence at ROLLBACK TO."""
     if connection.get_autocommit():
         return
     blocks: list[Any] = connection.atomic_blocks
@@ -132,7 +130,7 @@ def _refuse_inside(lease: Lease, connection: BaseDatabaseWrapper) -> None:
     raise InsideTransaction(
         f"lease.atomic() of lock {lease.name!r} was called inside a transaction on "
         f"{connection.alias!r}, and has to be the outermost block there. Open it first, and "
-        "transaction.atomic() inside of it; a view under ATOMIC_REQUESTS wants "
+        "transaction.atomic() inside it; a view under ATOMIC_REQUESTS needs "
         "@transaction.non_atomic_requests for that.",
         name=lease.name,
         alias=lease.alias,
@@ -144,8 +142,8 @@ def _writing_from_the_start(connection: BaseDatabaseWrapper) -> Iterator[None]:
     """
     Make SQLite lock the file at BEGIN.
 
-    A deferred transaction would read the fence first, and fail at its first write if another
-    connection wrote to the file in between, even for a renewal of this lease.
+    A deferred transaction would read the fence first. Its first write would fail if another
+    session, such as that of a renewal, wrote in between.
     """
     mode = getattr(connection, "transaction_mode", None)
     if connection.vendor != "sqlite" or mode == "EXCLUSIVE":
@@ -160,9 +158,9 @@ def _writing_from_the_start(connection: BaseDatabaseWrapper) -> Iterator[None]:
 
 def _notice_rollback(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
     """
-    Spoil the block if the database rolled all of it back because of one statement.
+    Mark the block for rollback if the database rolled all of it back because of one statement.
 
-    Code that caught the error would go on in a new transaction, which has nothing locked.
+    Code that caught the error would go on in a new transaction, which locks no fence.
     """
     try:
         return execute(sql, params, many, context)
@@ -174,10 +172,10 @@ def _notice_rollback(execute: Any, sql: str, params: Any, many: bool, context: A
 
 
 def _stale(lease: Lease, found: Overtaken | None) -> StaleFence:
-    # Where a snapshot hides what the locking read has seen, no more is known.
+    # A snapshot may hide what the locking read has seen: then no more is known.
     why, holder = found or Overtaken("a newer grant exists")
     logger.error(
-        "Refused a stale transaction: lock=%r writer_token=%s holder=%s",
+        "Rejected a stale transaction: lock=%r writer_token=%s holder=%s",
         lease.name,
         lease.token,
         holder or "unknown",
@@ -192,18 +190,9 @@ def _stale(lease: Lease, found: Overtaken | None) -> StaleFence:
         holder=holder,
     )
     return StaleFence(
-        f"lease.atomic() of lock {lease.name!r} under token {lease.token} was refused: {why}.",
+        f"lease.atomic() of lock {lease.name!r} under token {lease.token} was rejected: {why}.",
         name=lease.name,
         owner=lease.owner_id,
         token=lease.token,
         holder=holder,
     )
-
-
-def _is_gone(connection: BaseDatabaseWrapper, session: Any) -> bool:
-    # Django may have reconnected by now.
-    return connection.connection is not session or not connection.is_usable()
-
-
-def _idled(error: Error) -> bool:
-    return sqlstate(error) == IDLE_TOO_LONG

@@ -380,7 +380,7 @@ def _forget(statements: Statements, cursor: Any) -> int:
 class Overtaken(NamedTuple):
     """Why nothing is written under a grant any more."""
 
-    #: In words that go on after "was refused:".
+    #: In words that go on after "was rejected:".
     why: str
     #: Who has the lock now, if known.
     holder: Holder | None = None
