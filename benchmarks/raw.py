@@ -98,9 +98,10 @@ def advisory(postgres: Postgres) -> Once:
     def once(name: str) -> None:
         given = _row(name, "raw-postgres")
         key = given["session_key"] = _keys.setdefault(name, hash(name))
+        given["idle"] = "30000ms"
         cursor.execute(sql.TRY, given, prepare=True)
         assert cursor.fetchone()[1]
-        release = {"name": f"raw:{name}", "owner": given["owner"], "key": key}
+        release = {"name": f"raw:{name}", "owner": given["owner"], "key": key, "idle": "0"}
         cursor.execute(sql.RELEASE, release, prepare=True)
         assert cursor.fetchone()[0]
 

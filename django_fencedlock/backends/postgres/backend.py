@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,9 +21,9 @@ from ...core.identity import Owner, Process, is_process_gone
 from ...core.runtime import clock
 from ...exceptions import BackendUnavailable
 from ...storage.connections import pool
-from ...storage.errors import describe_error, is_table_missing
+from ...storage.dialect import Entry
+from ...storage.errors import is_table_missing
 from ...storage.postgresql import array, sqlstate
-from ...storage.vendors import Entry
 from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
 try:
@@ -51,20 +51,13 @@ MAX_WAITERS = 10
 #: in the queue is lost.
 SLICE = 60.0
 #: Bounds of the pause before another try where a process can't wait in the server.
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 0.25
+PAUSE = 0.05, 0.25
 #: The part of its ttl that a lease may lose to the wait before it: the keeper renews it at a third.
 SHORT_WAIT = 1 / 6
 #: Seconds that the server may take to end a session whose client is gone.
 ENDS_WITHIN = 0.25
 #: Seconds that a cancelled waiter may take to leave the server's queue.
 LEAVES_WITHIN = 2.0
-#: The longest idle_session_timeout, in milliseconds.
-LONGEST_IDLE = 2**31 - 1
-
-#: The answer to a claim whose key was free, but a transaction has a row locked.
-_PINNED = Held()
-
-_sleep = runtime.original("time", "sleep")
 
 
 class PostgresBackend(Backend):
@@ -79,7 +72,7 @@ class PostgresBackend(Backend):
     records_grants = True
     supports_waiting = True
     supports_ttl = False
-    option_names = checks.OPTIONS
+    option_names = frozenset({"TIMEOUT", "MAX_LOCKS", "MAX_WAITERS", "DATABASE"})
 
     def __init__(self, config: AliasConfig) -> None:
         super().__init__(config)
@@ -94,11 +87,23 @@ class PostgresBackend(Backend):
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
         key = self._key(claim.name)
-        answer = self._try(claim, key)
-        if isinstance(answer, Granted) or answer.alias or not wait.left:
-            return answer
-        wait.refused(answer)
-        return self._wait(claim, key, wait, answer)
+        held = self._try(claim, key)
+        if isinstance(held, Granted) or held.alias or not wait.left:
+            return held
+        wait.refused(held)
+        with self._local.turn(key, wait, partial(wait.refused, held)) as is_first:
+            while is_first and wait.left:
+                answer = self._wait_in_server(claim, key, wait)
+                if answer is None:
+                    # MAX_WAITERS sessions are in use.
+                    time.sleep(min(wait.left, random.uniform(*PAUSE)))
+                    answer = self._try(claim, key)
+                    if isinstance(answer, Held):
+                        wait.refused(answer)
+                if isinstance(answer, Granted) or answer.alias:
+                    return answer
+                held = answer if answer.owner else held
+        return held
 
     def _try(self, claim: Claim, key: int) -> Granted | Held:
         answer = self._of_this_process(claim, key)
@@ -111,7 +116,7 @@ class PostgresBackend(Backend):
         return answer
 
     def _of_this_process(self, claim: Claim, key: int) -> Granted | Held | None:
-        hold = self._local.hold_on(key)
+        hold = self._local.by_key.get(key)
         if hold is None:
             return None
         return hold.granted if hold.claim.owner == claim.owner else hold.held()
@@ -121,26 +126,31 @@ class PostgresBackend(Backend):
         if answer := self._of_this_process(claim, key):
             return answer
         self._refuse_beyond_cap(claim)
-        return self._ask_for_grant(
-            self._local.session(), claim, key, sql.TRY if claim.fenced else sql.TRY_UNFENCED
-        )
+        statement = sql.TRY if claim.fenced else sql.TRY_UNFENCED
+        return self._send(self._local.session(), claim, key, statement)
 
-    def _ask_for_grant(
+    def _send(
         self, session: Session, claim: Claim, key: int, statement: str, wait: float = 0.0
     ) -> Granted | Held:
         """Send a claim. Unless it is granted, the session doesn't have the key afterwards."""
         since = clock()
         try:
-            granted, token, pid, _, *row = session.one(
-                statement, self._values(session, claim, key, wait), wait=wait
-            )
+            given = self._values(session, claim, key, wait)
+            free, token, pid, _, *row = session.one(statement, given, wait=wait)
         except Error as exc:
             # An error undoes the records, but not the lock.
-            pinned = not session.closed and session.unlock(key)
+            if not session.closed:
+                session.unlock(key)
             if sqlstate(exc) in LOCKED:
-                return _PINNED if pinned else Held()
+                # The time is up; or the key was free, but a transaction has a row locked.
+                return Held()
             if sqlstate(exc) == OUT_OF_MEMORY:
-                raise self._full(claim) from exc
+                raise self._refusal(
+                    claim,
+                    "can't be acquired: the lock table of the database server is full, for all "
+                    "its databases. Hold fewer locks at once, or raise max_locks_per_transaction, "
+                    "which takes a restart of the server.",
+                ) from exc
             raise
         if pid != session.pid:
             session.close()
@@ -148,17 +158,20 @@ class PostgresBackend(Backend):
                 "a pooler changed the session between two statements; session locks need a "
                 "direct connection, or a pooler in session mode"
             )
-        if granted and (token is not None or not claim.fenced):
-            return self._hold(session, claim, key, token, since)
-        if not granted:
+        if not free:
             return _read_holder(row) if row and row[0] else Held()
-        session.unlock(key)
-        for found in session.all(sql.ROW, {"name": claim.name}):
-            return replace(_read_holder(found), alias=found[10], label=found[11])
-        return Held()
+        if token is None and claim.fenced:
+            session.unlock(key)
+            rows = session.all(sql.ROW, {"name": claim.name})
+            alias, label = rows[0][10:12] if rows else ("", "")
+            return replace(_read_holder(rows[0]), alias=alias, label=label) if rows else Held()
+        hold = Hold(claim, key, session, self._report_lost, claim.ttl)
+        hold.granted = Granted(token, since, hold)
+        self._local.add(hold)
+        return hold.granted
 
-    def _values(self, session: Session, claim: Claim, key: int, wait: float) -> Mapping[str, Any]:
-        given = {
+    def _values(self, session: Session, claim: Claim, key: int, wait: float) -> dict[str, Any]:
+        given: dict[str, Any] = {
             "session_key": key,
             "idle": _idle(max(session.ttl, claim.ttl)),
             # Zero would mean no limit.
@@ -166,24 +179,10 @@ class PostgresBackend(Backend):
         }
         if not claim.fenced:
             return given
-        entry = Entry(
-            name=claim.name,
-            alias=self.config.alias,
-            backend=self.label,
-            owner=Owner.read(claim.owner, claim.identity),
-            ttl=claim.ttl,
-            session_pid=session.pid,
-            session_started=session.started,
-        )
+        owner = Owner.read(claim.owner, claim.identity)
+        entry = Entry(claim.name, self.config.alias, self.label, owner, claim.ttl)
+        entry.session_pid, entry.session_started = session.pid, session.started
         return {**entry.values(), **given, "ttl": claim.ttl}
-
-    def _hold(
-        self, session: Session, claim: Claim, key: int, token: int | None, since: float
-    ) -> Granted:
-        hold = Hold(claim, key, session, self._report_lost, claim.ttl)
-        hold.granted = Granted(token, since, hold)
-        self._local.add(hold)
-        return hold.granted
 
     def _undo(self, answer: Granted | Held | None) -> None:
         """Release a grant whose caller has left."""
@@ -200,27 +199,20 @@ class PostgresBackend(Backend):
         digest = hashlib.blake2b(text, digest_size=8, person=b"fencedlock").digest()
         return int.from_bytes(digest, "big", signed=True)
 
+    def _refuse_beyond_cap(self, claim: Claim) -> None:
+        if len(self._local.by_owner) >= self._max_locks:
+            raise self._refusal(
+                claim,
+                f"would be one more than the {self._max_locks} that one process may hold through "
+                f"{self.config.where()}. Hold fewer at once, or raise OPTIONS['MAX_LOCKS'] and "
+                "the server's max_locks_per_transaction with it.",
+            )
+
+    def _refusal(self, claim: Claim, reason: str) -> BackendUnavailable:
+        message = f"Lock {claim.name!r} {reason}"
+        return BackendUnavailable(message, name=claim.name, alias=self.config.alias)
+
     # Wait
-
-    def _wait(self, claim: Claim, key: int, wait: Wait, held: Held) -> Granted | Held:
-        with self._local.turn(key, wait, lambda: wait.refused(held)) as is_first:
-            while is_first and wait.left:
-                answer = self._wait_in_server(claim, key, wait)
-                if answer is None:
-                    # MAX_WAITERS sessions are in use.
-                    self._pause(wait)
-                    answer = self._try(claim, key)
-                    if isinstance(answer, Held) and wait.left:
-                        wait.refused(answer)
-                elif answer is _PINNED:
-                    self._pause(wait)
-                if isinstance(answer, Granted) or answer.alias:
-                    return answer
-                held = answer if answer.owner else held
-        return held
-
-    def _pause(self, wait: Wait) -> None:
-        time.sleep(min(wait.left, random.uniform(SHORTEST_PAUSE, LONGEST_PAUSE)))
 
     def _wait_in_server(self, claim: Claim, key: int, wait: Wait) -> Granted | Held | None:
         """Wait in the server's queue; None if this process may use no further session."""
@@ -233,18 +225,18 @@ class PostgresBackend(Backend):
             runtime.start(job.run)
             answered = self._await(job, claim, wait, clock() + seconds + self._timeout)
             if answered:
-                return self._translate("wait", claim.name, job.result)
-            self._leave_queue(job, used)
+                with self._errors("wait", claim.name):
+                    return job.result()
+            self._interrupt(job, used, LEAVES_WITHIN)
             return Held()
         except Exception:
             if not answered:
-                self._leave_queue(job, used)
+                self._interrupt(job, used, LEAVES_WITHIN)
             raise
         finally:
             # Also in a killed greenlet.
             if not answered:
                 self._interrupt(job, used)
-            job.close()
 
     def _await(self, job: Job[Any], claim: Claim, wait: Wait, limit: float) -> bool:
         """Return whether the job was done before the wait was cancelled."""
@@ -256,134 +248,105 @@ class PostgresBackend(Backend):
                 runtime.start(job.run)
             if clock() > limit:
                 error = NoAnswer(f"no answer within {self._timeout:g} s")
-                raise self._unavailable("wait", error, claim.name)
+                raise self.unavailable("wait", error, claim.name)
             held = Held()
             with contextlib.suppress(BackendUnavailable):
                 held = self.holders([claim.name]).get(claim.name, held)
             wait.refused(held)
         return True
 
-    def _leave_queue(self, job: Job[Any], used: list[Session]) -> None:
-        """Cancel a wait, and stay until the server's queue is left."""
-        self._interrupt(job, used)
-        until = clock() + LEAVES_WITHIN
-        while job.begun and not job.wait(until - clock()) and clock() < until:
-            pass
-
-    def _interrupt(self, job: Job[Any], used: list[Session]) -> None:
-        """Cancel a wait, without waiting for the server's answer."""
+    def _interrupt(self, job: Job[Any], used: list[Session], stay: float = 0.0) -> None:
+        """Cancel a wait, and stay until the server's queue is left, but at most `stay` seconds."""
 
         def interrupt() -> None:
-            until = clock() + self._timeout
+            end, sleep = clock() + self._timeout, runtime.original("time", "sleep")
             # Repeated: the statement may not have reached the server yet.
             while not job.done:
                 for session in used:
                     session.interrupted = True
-                    session.cancel() if clock() < until else session.cut()
-                _sleep(0.02)
+                    session.cancel() if clock() < end else session.cut()
+                sleep(0.02)
 
         job.leave()
         if job.begun and not job.done:
             with contextlib.suppress(RuntimeError):
                 runtime.start(interrupt)
+        until = clock() + stay
+        while job.begun and not job.wait(until - clock()) and clock() < until:
+            pass
 
     def _wait_on_session(
         self, claim: Claim, key: int, seconds: float, used: list[Session]
     ) -> Granted | Held | None:
         """Wait for the lock on a session of its own, in a thread of its own."""
         deadline = clock() + seconds
-        self._refuse_beyond_cap(claim)
         session = self._local.take_waiter(self._max_waiters)
         if session is None:
             return None
         used.append(session)
         try:
             statement = sql.WAIT if claim.fenced else sql.WAIT_UNFENCED
-            wait = deadline - clock()
-            answer = self._ask_for_grant(session, claim, key, statement, max(0.0, wait))
-            if isinstance(answer, Granted):
-                return self._take_up(answer.handle)
+            wait = max(0.0, deadline - clock())
+            answer = self._send(session, claim, key, statement, wait)
+            since = clock()
+            if isinstance(answer, Granted) and since - answer.since >= claim.ttl * SHORT_WAIT:
+                # The process may have been paused since the server granted the lock, so the lease
+                # counts from before a short wait, or from before a renewal.
+                hold: Hold = answer.handle
+                if self._renew([hold])[claim.owner] is not Renewal.KEPT:
+                    raise OperationalError("a newer grant was recorded before the answer")
+                answer = hold.granted = replace(answer, since=since)
         except BaseException:
-            # The key goes with the session, and the row after it.
+            # The key goes with the session. The core releases what was recorded, by its owner.
             session.close()
-            if claim.fenced:
-                self._local.submit(partial(self._clear, claim))
             raise
-        self._local.give_back(session)
+        if isinstance(answer, Held):
+            self._local.give_back(session)
         return answer
-
-    def _take_up(self, hold: Hold) -> Granted:
-        """
-        Begin the lease that a wait ended with.
-
-        The process may have been paused since the server granted it. After a short wait the lease
-        counts from before the wait. After a longer wait it is renewed once, and counts from before
-        the renewal.
-        """
-        since = clock()
-        if since - hold.granted.since >= hold.ttl * SHORT_WAIT:
-            owner = hold.claim.owner
-            if self._renew_on(hold.session, {owner: hold}).get(owner) is not Renewal.KEPT:
-                raise OperationalError("a newer grant was recorded before this one was answered")
-            hold.granted = replace(hold.granted, since=since)
-        return hold.granted
-
-    def _clear(self, claim: Claim) -> None:
-        given = {"name": claim.name, "owner": claim.owner}
-        self._local.session().all(sql.CLEAR, given)
 
     # Renew, verify, release
 
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
-        held = {}
-        for grant in grants:
-            if hold := self._local.hold_of(grant.owner):
-                held[grant.owner] = hold
+        found = [(grant, self._local.hold_of(grant.owner)) for grant in grants]
+        holds = [hold for _, hold in found if hold is not None]
+        for grant, hold in found:
+            if hold is not None:
                 hold.ttl = grant.ttl
-        answers: Mapping[str, Renewal] = {}
-        if held:
+        answers: dict[str, Renewal] = {}
+        if holds:
             try:
-                answers = self._ask("renewal", partial(self._renew, held.values()), first=True)
+                answers = self._ask("renewal", partial(self._renew, holds), first=True)
             except BackendUnavailable:
                 # Those whose session ended with it are lost by now.
-                answers = {
-                    owner: Renewal.UNKNOWN
-                    for owner, hold in held.items()
-                    if self._local.is_held(hold)
-                }
+                held = filter(self._local.is_held, holds)
+                answers = {hold.claim.owner: Renewal.UNKNOWN for hold in held}
         return [answers.get(grant.owner, Renewal.LOST) for grant in grants]
 
-    def _renew(self, holds: Iterable[Hold]) -> dict[str, Renewal]:
-        by_session: dict[Session, dict[str, Hold]] = {}
-        for hold in holds:
-            by_session.setdefault(hold.session, {})[hold.claim.owner] = hold
+    def _renew(self, holds: Sequence[Hold]) -> dict[str, Renewal]:
+        """Renew locks by one statement for each session, which also keeps it from being idle."""
         answers: dict[str, Renewal] = {}
-        for session, each in by_session.items():
-            answers |= self._renew_on(session, each)
+        for session in {hold.session for hold in holds}:
+            each = {hold.claim.owner: hold for hold in holds if hold.session is session}
+            given = {
+                "names": array([hold.claim.name for hold in each.values()]),
+                "owners": array(list(each)),
+                "ttls": array([hold.ttl for hold in each.values()]),
+                "keys": array([hold.key for hold in each.values()]),
+                "idle": _idle(self._local.longest_ttl(session)),
+            }
+            try:
+                rows = session.all(sql.RENEW, given, prepare=False)
+            except Error:
+                usable = not session.closed and session.is_usable()
+                answers |= dict.fromkeys(each, Renewal.UNKNOWN if usable else Renewal.LOST)
+                continue
+            answers |= {owner: self._renewal(each[owner], *facts) for owner, *facts in rows}
         return answers
-
-    def _renew_on(self, session: Session, holds: Mapping[str, Hold]) -> dict[str, Renewal]:
-        """Renew the locks of one session in one statement, which also keeps it from idling."""
-        given = {
-            "names": array([hold.claim.name for hold in holds.values()]),
-            "owners": array(list(holds)),
-            "ttls": array([hold.ttl for hold in holds.values()]),
-            "keys": array([hold.key for hold in holds.values()]),
-            "idle": _idle(self._local.longest_ttl(session)),
-        }
-        try:
-            rows = session.all(sql.RENEW, given, prepare=False)
-        except Error:
-            if session.closed or not session.is_usable():
-                return {}
-            return dict.fromkeys(holds, Renewal.UNKNOWN)
-        return {owner: self._renewal(holds[owner], *facts) for owner, *facts in rows}
 
     def _renewal(
         self, hold: Hold, held: bool, renewed: bool, recorded: bool, forced: bool
     ) -> Renewal:
-        fenced = hold.claim.fenced
-        if held and not forced and (renewed or not fenced):
+        if held and not forced and (renewed or not hold.claim.fenced):
             hold.renewed = True
             return Renewal.KEPT
         if held and recorded:
@@ -414,18 +377,19 @@ class PostgresBackend(Backend):
             # A forced release in the holder's own process finds its own note.
             return released or grant.handle is None
         # A lock of this process that is gone already has a handle.
-        return grant.handle is None and self._release_of_other(grant)
+        if grant.handle is not None or not grant.fenced:
+            return False
+        return self._on_pool("eviction", grant.name, partial(_clear_row, grant))
 
     def _release(self, hold: Hold) -> bool:
-        is_last = self._local.holds_nothing_but(hold)
         if not self._local.remove(hold):
             return False
         session = hold.session
         unfenced = sql.RELEASE_RENEWED if hold.renewed else sql.RELEASE_UNFENCED
         statement = sql.RELEASE if hold.claim.fenced else unfenced
-        idle = _idle(0.0 if is_last else session.ttl)
         try:
-            unlocked, forced, _ = session.one(statement, {**hold.values(), "idle": idle})
+            given = {**hold.values(), "idle": _idle(session.ttl)}
+            unlocked, forced, _ = session.one(statement, given)
             return bool(unlocked) and not forced
         except Error as exc:
             if session.closed:
@@ -439,54 +403,18 @@ class PostgresBackend(Backend):
         finally:
             self._local.give_back(session)
 
-    def _release_of_other(self, grant: Grant) -> bool:
-        """
-        Clear the row of another process's lock once its session is gone.
-
-        No other session can unlock an advisory lock. A live holder unlocks it at its next renewal,
-        if the lock was released by force. The session of a dead holder ends within milliseconds,
-        unless a child process inherited it: then it is terminated here.
-        """
-        given = {"name": grant.name, "owner": grant.owner}
-
-        def clear(private: BaseDatabaseWrapper) -> bool:
-            with private.cursor() as cursor:
-                began = clock()
-                while True:
-                    cursor.execute(sql.EVICT, given)
-                    cleared, session, *process = cursor.fetchone()
-                    waited = clock() - began
-                    if session is None or waited > 2 * ENDS_WITHIN:
-                        return bool(cleared)
-                    if not is_process_gone(Process(*process)):
-                        return False
-                    if waited > ENDS_WITHIN:
-                        cursor.execute(sql.END_ORPHAN, given)
-                    time.sleep(0.005)
-
-        return grant.fenced and self._on_pool("eviction", grant.name, clear)
-
     # Look
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
-        given = {
-            "names": array(list(names)),
-            "keys": array([self._key(name) for name in names]),
-        }
-
-        def look(statement: str, private: BaseDatabaseWrapper) -> list[tuple[Any, ...]]:
-            with private.cursor() as cursor:
-                cursor.execute(statement, given)
-                found: list[tuple[Any, ...]] = cursor.fetchall()
-                return found
-
+        keys = array([self._key(name) for name in names])
+        given = {"names": array(list(names)), "keys": keys}
         try:
-            rows = self._on_pool("look", None, partial(look, sql.HOLDERS))
+            rows = self._on_pool("look", None, partial(_look, sql.HOLDERS, given))
         except BackendUnavailable as exc:
             if not is_table_missing(exc):
                 raise
             # Unfenced locks need no tables.
-            rows = self._on_pool("look", None, partial(look, sql.HOLDERS_UNRECORDED))
+            rows = self._on_pool("look", None, partial(_look, sql.HOLDERS_UNRECORDED, given))
         holders = {}
         for name, pid, application, waiting, *row in rows:
             held = Held(identity=read_application_name(application))
@@ -499,10 +427,11 @@ class PostgresBackend(Backend):
 
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:
+        yield from super().problems(config)
         yield from checks.settings_problems(config)
 
     def check(self) -> Iterator[Problem]:
-        yield from checks.server_problems(self.config, self._route, self._timeout, self._max_locks)
+        yield from checks.server_problems(self.config, self._route, self._max_locks)
 
     def close(self) -> None:
         self._local.close()
@@ -516,57 +445,59 @@ class PostgresBackend(Backend):
         *,
         first: bool = False,
     ) -> T:
-        return self._translate(action, name, lambda: self._local.ask(work, undo, first=first))
+        with self._errors(action, name):
+            return self._local.ask(work, undo, first=first)
 
     def _on_pool(
         self, action: str, name: str | None, work: Callable[[BaseDatabaseWrapper], T]
     ) -> T:
         # Not on the session for locks: this process may hold none.
-        sessions = pool(self.config.fence_database, self._timeout)
-        return self._translate(action, name, lambda: sessions.run(work))
+        with self._errors(action, name):
+            return pool(self.config.fence_database, self._timeout).run(work)
 
-    def _translate(self, action: str, name: str | None, work: Callable[[], T]) -> T:
+    @contextlib.contextmanager
+    def _errors(self, action: str, name: str | None) -> Iterator[None]:
         try:
-            return work()
+            yield
         except (Error, NoAnswer) as exc:
-            raise self._unavailable(action, exc, name) from exc
-
-    def _unavailable(self, action: str, exc: BaseException, name: str | None) -> BackendUnavailable:
-        about = f" of lock {name!r}" if name is not None else ""
-        return BackendUnavailable(
-            f"Lock service {self.config.alias!r} ({self.label}) failed at the {action}{about}: "
-            f"{type(exc).__name__}: {describe_error(exc, self.config.fence_database)}",
-            name=name,
-            alias=self.config.alias,
-        )
-
-    def _refuse_beyond_cap(self, claim: Claim) -> None:
-        if self._local.count >= self._max_locks:
-            raise BackendUnavailable(
-                f"Lock {claim.name!r} would be one more than the {self._max_locks} that one "
-                f"process may hold through {self.config.where()}. Hold fewer at once, or raise "
-                "OPTIONS['MAX_LOCKS'] and the server's max_locks_per_transaction with it.",
-                name=claim.name,
-                alias=self.config.alias,
-            )
-
-    def _full(self, claim: Claim) -> BackendUnavailable:
-        return BackendUnavailable(
-            f"Lock {claim.name!r} can't be acquired: the lock table of the database server is "
-            "full, for all its databases. Hold fewer locks at once, or raise "
-            "max_locks_per_transaction, which takes a restart of the server.",
-            name=claim.name,
-            alias=self.config.alias,
-        )
+            raise self.unavailable(action, exc, name) from exc
 
 
 def _idle(seconds: float) -> str:
-    """Return a value of idle_session_timeout; 0 turns it off."""
-    return f"{min(round(seconds * 1000), LONGEST_IDLE)}ms"
+    """Return a value of idle_session_timeout, which is a 32-bit number of milliseconds."""
+    return f"{min(round(seconds * 1000), 2**31 - 1)}ms"
+
+
+def _look(
+    statement: str, given: Mapping[str, Any], private: BaseDatabaseWrapper
+) -> list[tuple[Any, ...]]:
+    with private.cursor() as cursor:
+        cursor.execute(statement, given)
+        return list(cursor.fetchall())
+
+
+def _clear_row(grant: Grant, private: BaseDatabaseWrapper) -> bool:
+    """
+    Clear the row of another process's lock once its session is gone.
+
+    No other session can unlock an advisory lock. A live holder unlocks it at its next renewal, if
+    the lock was released by force. The session of a dead holder ends within milliseconds, unless a
+    child process inherited it: then it is terminated here.
+    """
+    given = {"name": grant.name, "owner": grant.owner}
+    began = clock()
+    while True:
+        ((cleared, session, *process),) = _look(sql.EVICT, given, private)
+        waited = clock() - began
+        if session is None or waited > 2 * ENDS_WITHIN or not is_process_gone(Process(*process)):
+            return bool(cleared)
+        if waited > ENDS_WITHIN:
+            _look(sql.END_ORPHAN, given, private)
+        time.sleep(0.005)
 
 
 def _read_holder(row: Sequence[Any]) -> Held:
-    owner, host, boot_id, namespace, pid, started, thread, task_name, task_id, *more = row
-    session_pid, _, _, expires_in, token = more
-    place = Owner(owner, host, boot_id, namespace, pid, started, thread, task_name, task_id)
-    return Held(owner, place.identity, token, expires_in, session_pid=session_pid)
+    """Read the columns of `statements.HOLDER`."""
+    session_pid, _, _, expires_in, held_for, token = row[9:]
+    held = Held(row[0], Owner(*row[:9]).identity, token, expires_in)
+    return replace(held, held_for=held_for, session_pid=session_pid)

@@ -7,32 +7,21 @@ from collections.abc import Iterator
 from django.conf import settings
 from django.db import Error, connections
 
-from ...conf import AliasConfig, Problem, location_problems, timeout_problems, unknown
+from ...conf import AliasConfig, Problem, location_problems, timeout_problems
 from . import statements as sql
 from .sessions import Session, connect
-
-OPTIONS = frozenset({"TIMEOUT", "MAX_LOCKS", "MAX_WAITERS", "DATABASE"})
 
 
 def settings_problems(config: AliasConfig) -> Iterator[Problem]:
     """Find problems of the settings without asking a server."""
     options, where = config.options, config.where("OPTIONS")
-    for key in options:
-        if key not in OPTIONS:
-            yield Problem(
-                "E008", f"{where} has an unknown key {key!r}.", unknown(str(key), OPTIONS)
-            )
     yield from location_problems(config)
     yield from timeout_problems(config)
     for option in ("MAX_LOCKS", "MAX_WAITERS"):
-        if option in options and not _is_count(options[option]):
-            found = f"{where}[{option!r}] is {options[option]!r}."
-            yield Problem("E008", found, "Make it an int above 0.")
+        count = options.get(option, 1)
+        if not isinstance(count, int) or isinstance(count, bool) or count <= 0:
+            yield Problem("E008", f"{where}[{option!r}] is {count!r}.", "Make it an int above 0.")
     yield from _route_problems(config)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _route_problems(config: AliasConfig) -> Iterator[Problem]:
@@ -56,12 +45,10 @@ def _route_problems(config: AliasConfig) -> Iterator[Problem]:
             return
 
 
-def server_problems(
-    config: AliasConfig, route: str, timeout: float, max_locks: int
-) -> Iterator[Problem]:
+def server_problems(config: AliasConfig, route: str, max_locks: int) -> Iterator[Problem]:
     """Look for a pooler, for another database than the fence's, and for a small lock table."""
     try:
-        session = connect(route, timeout)
+        session = connect(route, config.timeout)
     except Error as exc:
         yield Problem(
             "E013",
@@ -79,18 +66,16 @@ def server_problems(
                 f"Add a direct connection to DATABASES, and name its alias in "
                 f"{config.where('OPTIONS')}['DATABASE']; or let the pooler pool sessions.",
             )
-        yield from _other_database(session, config, route, timeout)
+        yield from _other_database(session, config, route)
         yield from _lock_table(session, config, max_locks)
     finally:
         session.close()
 
 
-def _other_database(
-    session: Session, config: AliasConfig, route: str, timeout: float
-) -> Iterator[Problem]:
+def _other_database(session: Session, config: AliasConfig, route: str) -> Iterator[Problem]:
     if route == config.fence_database:
         return
-    other = connect(config.fence_database, timeout)
+    other = connect(config.fence_database, config.timeout)
     try:
         here, there = (each.one(sql.DATABASE, {}, prepare=False) for each in (session, other))
     finally:

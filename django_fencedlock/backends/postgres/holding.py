@@ -24,7 +24,7 @@ T = TypeVar("T")
 #: Seconds between two calls of `Wait.refused()`.
 TICK = 1.0
 
-#: Sessions of a parent process. Never closed: that would end them for the parent.
+#: What a parent process has, with its sessions. Closing one would end it for the parent.
 _of_parents: list[Any] = []
 
 
@@ -57,12 +57,8 @@ class Hold:
         }
 
     def held(self) -> Held:
-        return Held(
-            self.claim.owner,
-            self.claim.identity,
-            self.granted.token,
-            session_pid=self.session.pid,
-        )
+        claim, token = self.claim, self.granted.token
+        return Held(claim.owner, claim.identity, token, session_pid=self.session.pid)
 
 
 class SessionLocks:
@@ -75,8 +71,8 @@ class SessionLocks:
     """
 
     def __init__(self, route: str, timeout: float) -> None:
-        self.route = route
-        self.timeout = timeout
+        self._route = route
+        self._timeout = timeout
         self._worker = runtime.Worker("fencedlock-postgres")
         self._reset()
         forks.register(self)
@@ -85,19 +81,17 @@ class SessionLocks:
         # Held for microseconds, never while a server is asked.
         self._mutex = runtime.allocate_lock()
         self._jobs: deque[Job[Any]] = deque()
-        self._by_owner: dict[str, Hold] = {}
-        self._by_key: dict[int, Hold] = {}
-        #: The holds of each session that has any, by owner.
-        self._by_session: dict[Session, dict[str, Hold]] = {}
+        self.by_owner: dict[str, Hold] = {}
+        self.by_key: dict[int, Hold] = {}
         self._shared: Session | None = None
-        #: Sessions that wait, or hold a lock that was waited for; and those without a use.
+        #: Sessions that wait, or hold a lock that was waited for; and those of them without a use.
         self._waiters: set[Session] = set()
         self._opening = 0
         self._idle: list[Session] = []
         self._queues: dict[int, deque[threading.Event]] = {}
 
     def after_fork(self) -> None:
-        _of_parents.append((self._shared, self._waiters, self._by_session))
+        _of_parents.append(vars(self).copy())
         self._reset()
 
     # Called by any thread
@@ -109,15 +103,16 @@ class SessionLocks:
         *,
         first: bool = False,
     ) -> T:
-        """Have the thread do `work`, before all other work or after it; `Job` explains `undo`."""
+        """Run `work` in the thread, before all other work or after it; `Job` explains `undo`."""
         try:
-            return jobs.ask(Job(work, undo), self.timeout, partial(self._send, first=first))
+            return jobs.ask(Job(work, undo), self._timeout, partial(self._send, first=first))
         except NoAnswer:
-            self.cut_overdue()
-            raise NoAnswer(f"no answer within {self.timeout:g} s") from None
+            for session in self._sessions():
+                session.cut_if_overdue()
+            raise NoAnswer(f"no answer within {self._timeout:g} s") from None
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Have the thread do `work`, without waiting for it."""
+        """Run `work` in the thread, without waiting for it."""
         self._send(Job(work))
 
     def _send(self, job: Job[Any], *, first: bool = False) -> None:
@@ -125,45 +120,31 @@ class SessionLocks:
         self._jobs.appendleft(job) if first else self._jobs.append(job)
         self._worker.put(self._run)
 
-    def cut_overdue(self) -> None:
-        """Give up sessions whose statement is overdue."""
-        for session in self._sessions():
-            session.cut_if_overdue()
-
     def hold_of(self, owner: str) -> Hold | None:
-        return self._by_owner.get(owner)
-
-    def hold_on(self, key: int) -> Hold | None:
-        return self._by_key.get(key)
+        return self.by_owner.get(owner)
 
     def is_held(self, hold: Hold) -> bool:
-        return self._by_owner.get(hold.claim.owner) is hold
-
-    @property
-    def count(self) -> int:
-        return len(self._by_owner)
+        return self.by_owner.get(hold.claim.owner) is hold
 
     def add(self, hold: Hold) -> None:
         """Note a lock that was granted."""
+        session, owner = hold.session, hold.claim.owner
         with self._mutex:
-            self._by_owner[hold.claim.owner] = self._by_key[hold.key] = hold
-            self._by_session.setdefault(hold.session, {})[hold.claim.owner] = hold
-            hold.session.ttl = max(hold.session.ttl, hold.ttl)
+            self.by_owner[owner] = self.by_key[hold.key] = session.holds[owner] = hold
+            session.ttl = max(session.ttl, hold.ttl)
 
     def remove(self, hold: Hold) -> bool:
         """Note that a lock is released or lost; return whether it was held until now."""
+        session, owner = hold.session, hold.claim.owner
         with self._mutex:
-            if self._by_owner.get(hold.claim.owner) is not hold:
+            if self.by_owner.get(owner) is not hold:
                 return False
-            del self._by_owner[hold.claim.owner]
+            del self.by_owner[owner], session.holds[owner]
             # After the end of its session the key may be another hold's by now.
-            if self._by_key.get(hold.key) is hold:
-                del self._by_key[hold.key]
-            of_session = self._by_session[hold.session]
-            del of_session[hold.claim.owner]
-            if not of_session:
-                del self._by_session[hold.session]
-                hold.session.ttl = 0.0
+            if self.by_key.get(hold.key) is hold:
+                del self.by_key[hold.key]
+            if not session.holds:
+                session.ttl = 0.0
             return True
 
     @contextlib.contextmanager
@@ -216,7 +197,7 @@ class SessionLocks:
             self._drop_closed()
             job.run()
             self._drop_closed()
-            if under_test() and not self._by_owner:
+            if under_test() and not self.by_owner:
                 # The test runner is going to drop the database.
                 self._close_shared_if_idle()
 
@@ -225,38 +206,27 @@ class SessionLocks:
         if self._shared is not None and not self._shared.is_usable():
             self._drop_closed()
         if self._shared is None:
-            self._shared = open_session(self.route, self.timeout, waits=False)
+            self._shared = open_session(self._route, self._timeout, waits=False)
         return self._shared
-
-    def holds_nothing_but(self, hold: Hold) -> bool:
-        return len(self._by_session.get(hold.session, ())) <= 1
 
     def longest_ttl(self, session: Session) -> float:
         """Return the longest ttl of the locks that a session holds."""
         with self._mutex:
-            ttls = [hold.ttl for hold in self._by_session.get(session, {}).values()]
-        session.ttl = max(ttls, default=0.0)
+            session.ttl = max([hold.ttl for hold in session.holds.values()], default=0.0)
         return session.ttl
 
     def _drop_closed(self) -> None:
-        if self._shared is not None and self._shared.closed:
-            self._shared = None
-        with self._mutex:
-            closed = [session for session in self._by_session if session.closed]
-        for session in closed:
-            self._lose(session)
-
-    def _lose(self, session: Session) -> None:
-        reports: dict[Callable[[Sequence[str]], object], list[str]] = {}
-        for hold in list(self._by_session.get(session, {}).values()):
-            if self.remove(hold):
-                reports.setdefault(hold.lost, []).append(hold.claim.owner)
-        for report, owners in reports.items():
-            report(owners)
+        for session in self._sessions():
+            if session.closed:
+                if session is self._shared:
+                    self._shared = None
+                for hold in list(session.holds.values()):
+                    if self.remove(hold):
+                        hold.lost([hold.claim.owner])
 
     def _close_shared_if_idle(self) -> None:
         session = self._shared
-        if session is not None and session not in self._by_session:
+        if session is not None and not session.holds:
             self._shared = None
             session.close()
 
@@ -267,14 +237,14 @@ class SessionLocks:
         while (idle := self._take_idle()) is not None:
             if idle.is_usable():
                 return idle
-            idle.close()
         with self._mutex:
-            self._waiters = {session for session in self._waiters if not session.closed}
+            # A closed session that has holds is yet to be dropped.
+            self._waiters = {each for each in self._waiters if not each.closed or each.holds}
             if len(self._waiters) + self._opening >= most:
                 return None
             self._opening += 1
         try:
-            session = open_session(self.route, self.timeout, waits=True)
+            session = open_session(self._route, self._timeout, waits=True)
             with self._mutex:
                 self._waiters.add(session)
         finally:
@@ -287,8 +257,8 @@ class SessionLocks:
         if session is self._shared:
             return
         with self._mutex:
-            keep = not (session.closed or session.interrupted) and len(self._idle) < MAX_IDLE
-            keep = keep and not under_test()
+            keep = not (session.closed or session.interrupted or under_test())
+            keep = keep and len(self._idle) < MAX_IDLE
             if keep:
                 self._idle.append(session)
         if not keep:

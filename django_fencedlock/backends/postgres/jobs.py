@@ -7,62 +7,21 @@ A greenlet that is killed inside a statement would ruin the session, and every l
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 from ...core import runtime
-from ...core.runtime import Empty, SimpleQueue
+from ...core.runtime import Empty, SimpleQueue, clock
 
 T = TypeVar("T")
+
+#: Bounds of the pauses between two looks of a greenlet, which can't wait for a real thread.
+SHORTEST_LOOK, LONGEST_LOOK = 0.0005, 0.01
 
 
 class NoAnswer(Exception):
     """The thread did not answer in time."""
-
-
-class Bell:
-    """Wakes one waiting thread. It may ring any number of times."""
-
-    def __init__(self) -> None:
-        self._rings: SimpleQueue[None] = SimpleQueue()
-
-    def ring(self) -> None:
-        self._rings.put(None)
-
-    def wait(self, timeout: float) -> bool:
-        try:
-            self._rings.get(timeout=timeout)
-        except Empty:
-            return False
-        return True
-
-    def close(self) -> None:
-        pass
-
-
-class GreenBell(Bell):
-    """Wakes one waiting greenlet, whose hub serves other greenlets meanwhile."""
-
-    def __init__(self) -> None:
-        # The patched kind: waiting for it switches to other greenlets.
-        self._ear, self._clapper = socket.socketpair()
-
-    def ring(self) -> None:
-        # By a real thread, which has no hub.
-        os.write(self._clapper.fileno(), b"!")
-
-    def wait(self, timeout: float) -> bool:
-        self._ear.settimeout(timeout)
-        try:
-            return bool(self._ear.recv(1))
-        except (TimeoutError, BlockingIOError):
-            return False
-
-    def close(self) -> None:
-        self._ear.close()
-        self._clapper.close()
 
 
 class Job(Generic[T]):
@@ -77,7 +36,7 @@ class Job(Generic[T]):
         self._work = work
         self._undo = undo
         self._mutex = runtime.allocate_lock()
-        self._bell: Bell | None = GreenBell() if runtime.is_patched("socket") else Bell()
+        self._rings: SimpleQueue[None] = SimpleQueue()
         self._left = False
         self.begun = self.done = False
         self._value: T | None = None
@@ -89,33 +48,38 @@ class Job(Generic[T]):
             if self.begun:
                 return
             self.begun = True
-            if self._left and self._undo is not None:
-                self.done = True
-                return
-        try:
-            self._value = self._work()
-        except BaseException as exc:
-            self._error = exc
+            skip = self._left and self._undo is not None
+        if not skip:
+            try:
+                self._value = self._work()
+            except BaseException as exc:
+                self._error = exc
         with self._mutex:
             self.done = True
-            left = self._left
-        if left:
+            undo = self._left and not skip
+        if undo:
             self._undo_work()
         self.wake()
 
     def wake(self) -> None:
-        """Wake the caller, from any thread."""
-        # Within the mutex: the bell is closed once the caller has left.
-        with self._mutex:
-            if self._bell is not None:
-                self._bell.ring()
+        """Wake the caller, from any thread, any number of times."""
+        self._rings.put(None)
 
     def wait(self, timeout: float) -> bool:
         """Return whether the job is done, after `timeout` seconds or an earlier `wake()`."""
-        assert self._bell is not None
-        # A deadline that passed while the process was paused leaves a negative timeout, which
-        # raises ValueError; -1 would wait forever.
-        return self.done or (self._bell.wait(max(0.0, timeout)) and self.done)
+        # The deadline may have passed while the process was paused.
+        until = clock() + max(0.0, timeout)
+        green, pause = runtime.is_patched("threading"), SHORTEST_LOOK
+        while not self.done:
+            left = max(0.0, until - clock())
+            with contextlib.suppress(Empty):
+                self._rings.get(timeout=0.0 if green else left)
+                break
+            if not green or left <= 0:
+                break
+            time.sleep(min(left, pause))
+            pause = min(LONGEST_LOOK, pause * 1.5)
+        return self.done
 
     def result(self) -> T:
         """Return what the work returned, or raise what it raised."""
@@ -130,13 +94,6 @@ class Job(Generic[T]):
             self._left = True
         if undo:
             self._undo_work()
-
-    def close(self) -> None:
-        """Close the bell; called by the waiting thread."""
-        with self._mutex:
-            bell, self._bell = self._bell, None
-        if bell is not None:
-            bell.close()
 
     def _undo_work(self) -> None:
         if self._undo is not None and self._error is None:
@@ -156,4 +113,3 @@ def ask(job: Job[T], timeout: float, send: Callable[[Job[Any]], object]) -> T:
     finally:
         if not answered:
             job.leave()
-        job.close()

@@ -50,7 +50,8 @@ class Session:
         self.raw.prepare_threshold = PREPARE_THRESHOLD
         #: When the present statement is overdue.
         self.busy_until: float | None = None
-        #: The longest ttl of the locks that it holds; 0 if it holds none.
+        #: The locks that it holds, by owner, and their longest ttl; 0 without a lock.
+        self.holds: dict[str, Any] = {}
         self.ttl = 0.0
         #: A late cancellation may still reach the server.
         self.interrupted = False
@@ -81,11 +82,9 @@ class Session:
         finally:
             self.busy_until = None
 
-    def one(
-        self, statement: str, given: Mapping[str, Any], *, prepare: bool = True, wait: float = 0.0
-    ) -> Any:
+    def one(self, statement: str, given: Mapping[str, Any], **how: Any) -> Any:
         """Execute a statement that returns one row."""
-        return self.all(statement, given, prepare=prepare, wait=wait)[0]
+        return self.all(statement, given, **how)[0]
 
     def unlock(self, key: int) -> bool:
         """Unlock a key that this session may have; close the session if that fails."""
@@ -139,7 +138,11 @@ class Session:
             return False
         other = connect(route, self._timeout)
         try:
-            return any(_pid(self) != self.pid or _pid(other) == self.pid for _ in range(ROUNDS))
+            for _ in range(ROUNDS):
+                mine, its = (each.one(sql.PID, {}, prepare=False)[0] for each in (self, other))
+                if mine != self.pid or its == self.pid:
+                    return True
+            return False
         finally:
             other.close()
 
@@ -183,11 +186,6 @@ def connect(route: str, timeout: float) -> Session:
         with contextlib.suppress(Exception):
             wrapper.close()
         raise
-
-
-def _pid(session: Session) -> int:
-    pid: int = session.one("SELECT pg_backend_pid()", {}, prepare=False)[0]
-    return pid
 
 
 def _smallest_ttl() -> float:

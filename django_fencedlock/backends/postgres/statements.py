@@ -44,11 +44,12 @@ g AS MATERIALIZED (SELECT true AS ok, pg_advisory_lock(%(session_key)s::bigint) 
 l AS MATERIALIZED (SELECT g.ok, set_config('lock_timeout', '{LOCK_WAIT}', true) FROM g)
 """
 
-# What a holder's row says of it: the columns of `read_holder()`.
-_HOLDER = """h.owner, h.host, h.boot_id, h.pid_namespace, h.pid, h.pid_started, h.thread,
+# What a holder's row says of it; the first nine columns are the fields of `Owner`.
+HOLDER = """h.owner, h.host, h.boot_id, h.pid_namespace, h.pid, h.pid_started, h.thread,
     h.task_name, h.task_id, h.session_pid, h.alias, h.backend,
-    extract(epoch FROM h.expires_at - clock_timestamp())::double precision AS expires_in"""
-_TOKEN = f"(SELECT f.token FROM {FENCE} f WHERE f.name = h.name AND f.owner = h.owner) AS token"
+    extract(epoch FROM h.expires_at - clock_timestamp())::double precision AS expires_in,
+    extract(epoch FROM clock_timestamp() - h.acquired_at)::double precision AS held_for,"""
+HOLDER += f"(SELECT f.token FROM {FENCE} f WHERE f.name = h.name AND f.owner = h.owner) AS token"
 
 # Each grant returns: whether the key was free; the token, NULL if the name is live at another lock
 # service; the server process. A refused try also returns the holder's row.
@@ -59,14 +60,14 @@ _GRANTED_UNFENCED = _GRANTED.replace("(SELECT f.token FROM f)", "NULL::bigint")
 
 TRY = f"""
 WITH {_TRY_KEY}, {_RECORD} {_GRANTED}, x.* FROM l LEFT JOIN LATERAL (
-    SELECT {_HOLDER}, {_TOKEN} FROM {HELD} h WHERE h.name = %(name)s::text AND NOT l.ok) x ON true
+    SELECT {HOLDER} FROM {HELD} h WHERE h.name = %(name)s::text AND NOT l.ok) x ON true
 """
 TRY_UNFENCED = f"WITH {_TRY_KEY} {_GRANTED_UNFENCED} FROM l"
 WAIT = f"WITH {_WAIT_FOR_KEY}, {_RECORD} {_GRANTED} FROM l"
 WAIT_UNFENCED = f"WITH {_WAIT_FOR_KEY} {_GRANTED_UNFENCED} FROM l"
 
 #: The holder's row by name alone.
-ROW = f"SELECT {_HOLDER}, {_TOKEN} FROM {HELD} h WHERE h.name = %(name)s::text"
+ROW = f"SELECT {HOLDER} FROM {HELD} h WHERE h.name = %(name)s::text"
 
 #: False if the session didn't hold the key; the server only adds a warning.
 UNLOCK = "SELECT pg_advisory_unlock(%(key)s::bigint)"
@@ -82,11 +83,9 @@ d AS (DELETE FROM {HELD} h USING s WHERE h.name = %(name)s AND h.owner = %(owner
 RELEASE_UNFENCED = f"{UNLOCK}, false, {_IDLE}"
 RELEASE_RENEWED = f"{UNLOCK}, {IS_FORCED.format(owner='%(owner)s')}, {_IDLE}"
 
-CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s RETURNING true"
-
 # Clear the row of an owner whose session is gone.
-# Returns: the session that still holds the key, or NULL; the owner's process; whether the row was
-# deleted.
+# Returns: whether the row was deleted; the session that still holds the key, or NULL; the owner's
+# process.
 EVICT = f"""
 WITH {LOCKS},
 k AS MATERIALIZED (
@@ -135,27 +134,24 @@ LEFT JOIN {HELD} x ON x.name = w.name AND x.owner = w.owner
 
 _HAS_KEY = """EXISTS (
     SELECT 1 FROM locks k WHERE k.key = %(key)s AND k.pid = pg_backend_pid() AND k.granted)"""
-#: Whether this session has the key, and the owner its row.
-VERIFY = f"""
-WITH {LOCKS}
-SELECT {_HAS_KEY} AND EXISTS (
-    SELECT 1 FROM {HELD} x WHERE x.name = %(name)s AND x.owner = %(owner)s)
-AND NOT {IS_FORCED.format(owner="%(owner)s")}
-"""
+#: Whether this session has the key.
 VERIFY_UNFENCED = f"WITH {LOCKS} SELECT {_HAS_KEY}"
 VERIFY_RENEWED = f"{VERIFY_UNFENCED} AND NOT {IS_FORCED.format(owner='%(owner)s')}"
+#: And whether the owner has its row.
+VERIFY = f"""{VERIFY_RENEWED} AND EXISTS (
+    SELECT 1 FROM {HELD} x WHERE x.name = %(name)s AND x.owner = %(owner)s)"""
 
 # Who holds each of many keys: the session, what it calls itself, how many sessions wait for the
 # key, and the registry row of that very session.
 _HOLDERS = f"""
-WITH {LOCKS}
-SELECT w.name, k.pid, a.application_name,
-(SELECT count(*) FROM locks q WHERE q.key = w.key AND NOT q.granted){{columns}}
+WITH {LOCKS}, q AS (SELECT key, count(*) AS waiting FROM locks WHERE NOT granted GROUP BY key)
+SELECT w.name, k.pid, a.application_name, coalesce(q.waiting, 0){{columns}}
 FROM unnest(%(names)s::text[], %(keys)s::bigint[]) AS w(name, key)
-JOIN locks k ON k.key = w.key AND k.granted LEFT JOIN pg_stat_activity a ON a.pid = k.pid{{rows}}
+JOIN locks k ON k.key = w.key AND k.granted LEFT JOIN pg_stat_activity a ON a.pid = k.pid
+LEFT JOIN q ON q.key = w.key{{rows}}
 """
 HOLDERS = _HOLDERS.format(
-    columns=f", {_HOLDER}, {_TOKEN}",
+    columns=f", {HOLDER}",
     rows=f" LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid "
     "AND h.session_key = k.key",
 )
@@ -166,6 +162,8 @@ IDENTITY = """
 SELECT a.pid, a.backend_start AT TIME ZONE 'UTC' FROM pg_stat_activity a
 WHERE a.pid = pg_backend_pid()
 """
+
+PID = "SELECT pg_backend_pid()"
 
 #: Set, for the session, those of the given settings that this server knows.
 CONFIGURE = """

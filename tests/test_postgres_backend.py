@@ -23,7 +23,7 @@ from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, 
 from django_fencedlock.backends.postgres import PostgresBackend, holding
 from django_fencedlock.backends.postgres import backend as backend_module
 from django_fencedlock.backends.postgres.holding import SessionLocks
-from django_fencedlock.backends.postgres.jobs import Bell, GreenBell, Job, NoAnswer, ask
+from django_fencedlock.backends.postgres.jobs import Job, NoAnswer, ask
 from django_fencedlock.backends.postgres.sessions import open_session
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
@@ -247,7 +247,7 @@ class TestGrants:
         held = backend.acquire(claim(name), Wait(seconds))
         row = row_of(name).get()
         assert (held.alias, held.label, held.owner) == (row.alias, row.backend, row.owner)
-        assert backend._local.count == 0
+        assert not backend._local.by_owner
         assert not backend.holders([name])
         row_of(name).update(expires_at="2020-01-01T00:00Z")
         assert take(backend, claim(name)).token == 3
@@ -445,13 +445,13 @@ class TestWaiting:
         self, postgres, backend, peer, name, threads, monkeypatch
     ):
         monkeypatch.setattr(backend_module, "SHORT_WAIT", 0)
-        renew_on = backend._renew_on
+        renew = backend._renew
 
-        def slowly(*args):
+        def slowly(holds):
             row_of(name).update(owner="another")
-            return renew_on(*args)
+            return renew(holds)
 
-        monkeypatch.setattr(backend, "_renew_on", slowly)
+        monkeypatch.setattr(backend, "_renew", slowly)
         taken = take(peer, claim(name))
         asked = threads(waits, backend, name)
         waiting(postgres, 1)
@@ -575,7 +575,7 @@ class TestLosses:
 
         with pytest.raises(BackendUnavailable, match="max_locks_per_transaction"):
             fill()
-        assert backend._local.count == len(held)
+        assert len(backend._local.by_owner) == len(held)
         assert backend.release(held.pop())
         assert backend.release(held.pop())
         count = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"
@@ -719,7 +719,7 @@ class TestProcesses:
                 gevent.sleep(random.choice([0, 0, 0.0002, 0.001]))
                 killed.kill()
                 backend.release(Grant(sent.name, sent.owner))
-            while backend._local.count > 1: gevent.sleep(0.01)
+            while len(backend._local.by_owner) > 1: gevent.sleep(0.01)
             assert backend.verify(kept)
             backend.release(take(backend, claim({name + ":killed"!r})))
             say("done")
@@ -780,15 +780,10 @@ class TestJobs:
             ask(job, 1.0, interrupt)
         assert done == ["work", "undo"]
 
-    @pytest.mark.parametrize("bell", [Bell, GreenBell])
-    def test_a_deadline_that_passed_during_a_pause(self, bell):
-        job = Job(lambda: "answer")
-        job._bell = bell()
-        assert ask(job, -3.5, lambda job: job.run()) == "answer"
-        job = Job(lambda: "answer")
-        job._bell = bell()
+    def test_a_deadline_that_passed_during_a_pause(self):
+        assert ask(Job(lambda: "answer"), -3.5, lambda job: job.run()) == "answer"
         with pytest.raises(NoAnswer):
-            ask(job, -3.5, lambda job: None)
+            ask(Job(lambda: "answer"), -3.5, lambda job: None)
 
 
 @pytest.mark.usefixtures("database")
@@ -950,7 +945,7 @@ def interrupt_threads(backend, name, times=200):
             backend.release(Grant(sent.name, sent.owner))
 
     def release_rest():
-        for hold in list(backend._local._by_owner.values()):
+        for hold in list(backend._local.by_owner.values()):
             if hold is not kept.handle:
                 backend.release(Grant(hold.claim.name, hold.claim.owner))
 
