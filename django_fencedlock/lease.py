@@ -51,9 +51,9 @@ class Lease:
     """
     A lock that was granted, for as long as it is renewed.
 
-    A lease doesn't promise that nobody else runs: its holder may be paused past its end. It
-    promises that its ``token`` is newer than every token granted before, so that whoever checks
-    tokens refuses the writes of former holders.
+    A lease doesn't promise that no other holder runs: its holder may be paused past its end. It
+    promises that its ``token`` is newer than every token granted before, so that a system that
+    checks tokens rejects the writes of former holders.
     """
 
     # Weak: a holder that is gone has ended.
@@ -95,9 +95,9 @@ class Lease:
         self.entered_by: object = None
         #: Its release waits for the end of the caller's transaction.
         self.put_off = False
-        #: It was recorded within a test's own transaction, so nobody else can come, nor renew it.
+        #: It was recorded within a test's own transaction: no other process can get or renew it.
         self.lent = False
-        #: Tells whether that test has ended, and the lease with it.
+        #: Returns whether that test has ended, and the lease with it.
         self.is_over: Callable[[], bool] | None = None
         #: Seconds from the grant after which nothing renews it any more.
         self.max_hold: float | None = None
@@ -140,7 +140,7 @@ class Lease:
             who.leases.clear()
 
     def wait_until_left(self) -> bool:
-        """As `is_left()`, for code that may have been told of the end before it was noticed."""
+        """As `is_left()`, for code that may know of the end before it was noticed here."""
         until = self._clock() + NOTICED
         while not self.is_left():
             who = self.who
@@ -172,7 +172,7 @@ class Lease:
 
     @property
     def expired(self) -> bool:
-        """Whether the ttl is over on the local clock. It may still be renewed if nobody came."""
+        """Whether the ttl is over on the local clock. A renewal may still succeed."""
         return self.remaining() <= 0
 
     @property
@@ -205,29 +205,29 @@ class Lease:
         return self._pid == os.getpid()
 
     def is_open(self) -> bool:
-        """Whether this process has it, and hasn't given it back."""
+        """Whether this process has it, and hasn't released it."""
         if self.released or not self.is_of_this_process():
             return False
         return self.is_over is None or not self.is_over()
 
     def check(self) -> None:
         """
-        Raise `LeaseLost` unless the lease is good by all that is known here. Asks nobody.
+        Raise `LeaseLost` unless the lease is good by all that is known in this process.
 
-        After a pause longer than the ttl it raises although nobody else may have come;
-        `verify()` asks the lock service.
+        After a pause longer than the ttl it raises, even without a new holder; `verify()` asks
+        the lock service.
         """
         if self.released:
             raise self._loss("it was released")
         if not self.is_of_this_process():
-            raise self._loss(f"it belongs to the parent process {self._pid}; take the lock anew")
+            raise self._loss(f"it belongs to the parent process {self._pid}; acquire it again")
         if self._why_lost:
             raise self._loss(self._why_lost)
         if self.expired:
             ago = self._clock() - self.deadline
             raise self._loss(
                 f"its ttl of {self.ttl:g} s ended {ago:.1f} s ago with no renewal; "
-                "verify() tells whether somebody else has the lock now"
+                "verify() asks whether another holder has the lock now"
             )
 
     def verify(self) -> bool:
@@ -246,12 +246,12 @@ class Lease:
 
     def release(self) -> bool:
         """
-        Give the lock back.
+        Release the lock.
 
-        A lease that was entered several times is given back by the last of as many releases.
+        A lease that was entered several times is released by the last of as many releases.
 
         Returns:
-            Whether the lock service still had this holder, or has none to give back yet.
+            Whether the lock service still had this holder, or the release is still to come.
         """
         if not self.is_open():
             return False
@@ -351,7 +351,7 @@ class Lease:
             self._control.explain([self])
 
     def loss(self) -> LeaseLost:
-        """The error that tells of this lease's loss."""
+        """Return the error of this lease's loss."""
         return self._loss(self._why_lost or "the lock service no longer knows this holder")
 
     def _loss(self, why: str) -> LeaseLost:
@@ -430,7 +430,7 @@ def held_owners() -> tuple[str, ...]:
 def enter(lease: Lease) -> None:
     """Make `lease` the innermost one of the running context."""
     leases = _leases.get()
-    # Entries stay of leases that another context gave back. Looked for at each doubling alone: with
+    # Entries stay of leases that another context released. Looked for at each doubling alone: with
     # thousands of leases in one context, a look at all of them takes longer than the lock.
     if leases and len(leases) & (len(leases) - 1) == 0:
         leases = tuple(each for each in leases if (found := each()) and found.is_open())

@@ -91,7 +91,7 @@ class Renewal(enum.Enum):
 
 
 class Wait:
-    """How long an acquire may wait, whether it was cancelled, and whom to inform of a refusal."""
+    """How long an acquire may wait, whether it was cancelled, and what a refusal calls."""
 
     def __init__(
         self,

@@ -235,7 +235,7 @@ class Keeper:
         return None if upcoming is None else max(0.0, upcoming - self._clock())
 
     def _take_batch(self) -> tuple[list[Lease], list[Lease]]:
-        """What is to be renewed, and what has run out since it was held for too long."""
+        """Return what to renew, and what has expired since it was held for too long."""
         now = self._clock()
         batch: list[Lease] = []
         ended: list[Lease] = []
@@ -277,7 +277,7 @@ class Keeper:
             )
 
     def _ask_registry(self, renewed: Iterable[Lease] = ()) -> None:
-        """Have the registry's thread renew rows, and delete those whose locks were released."""
+        """Make the registry's thread renew rows, and delete those whose locks were released."""
         with self._lock:
             # While the database hangs one job waits, whatever it is asked for meanwhile.
             is_asked, self._is_asked = self._is_asked, True

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for finding out what was in the way, after a wait that was in vain.
+#: Seconds to find the reason of a refusal, after a wait.
 BRIEFLY = 0.5
 
 
@@ -236,7 +236,7 @@ class Service:
         Raise if the holder of the lock waits for this very call.
 
         The context of the call has the lease. A child task that the holder started has it as well,
-        and can't be told apart here.
+        and can't be distinguished here.
         """
         lease = current_lease(claim.name) if wait.left > 0 else None
         if lease is None or lease._control is not self or lease.lost:
@@ -370,7 +370,7 @@ class Service:
         if lease.entries <= 0 and lease.is_of_this_process() and not self._finish(lease):
             logger.warning(
                 "Lock %r was lost before the transaction under it ended; fenced writes of that "
-                "transaction were refused, if somebody else had come",
+                "transaction were rejected, if there was a newer grant",
                 lease.name,
                 extra=logs.about(lease, held_for=lease.held_for()),
             )
@@ -496,7 +496,7 @@ class Service:
         )
 
     def _pinned(self, name: str) -> str | None:
-        """Tell of an open transaction that keeps a grant from being recorded."""
+        """Describe an open transaction that keeps a grant from being recorded."""
         using = self.config.fence_database
         if test_connection(using) is not None:
             return None  # From outside, the test's own transaction would seem to be in the way.
@@ -518,7 +518,7 @@ class Service:
         )
 
     def explain(self, leases: Sequence[Lease]) -> None:
-        """Ask the database who has taken these leases away, if anybody has."""
+        """Ask the database who released these leases by force."""
         guessed = [lease for lease in leases if lease.loss_is_guessed]
         if guessed:
             reasons = told(self.config.fence_database, [lease.owner_id for lease in guessed])

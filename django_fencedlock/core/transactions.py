@@ -9,13 +9,7 @@ from collections.abc import Callable, Sequence
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-# Import these from storage.connections.
-from ..storage.connections import has_own_block as has_own_block
-from ..storage.connections import in_transaction as in_transaction
-from ..storage.connections import is_of_test as is_of_test
 from ..storage.connections import is_open
-from ..storage.connections import test_connection as test_connection
-from ..storage.connections import test_has_ended as test_has_ended
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """
-Forced release: takes a lock away from a live holder.
+Forced release of a lock whose holder is alive.
 
 The fence is raised first: from then on no write of the holder is accepted, whether the holder has
 noticed or not. Then the lock is released, by the holder's owner id, and a waiter gets it. Then the
@@ -67,7 +67,7 @@ class HeldBy:
     backend: str
     holder: Holder
     fenced: bool
-    #: Its lease is over, and nobody has come since.
+    #: Its lease is over, and there is no new holder.
     expired: bool = False
 
     @property
@@ -87,7 +87,7 @@ class Release:
     holder: Holder | None = None
     #: The fence's, which is above that of the former holder; None if the lock isn't fenced.
     token: int | None = None
-    #: By whom, if not by this call, the lock had been taken away already.
+    #: Who had released the lock by force before this call.
     before: str = ""
 
     @property

@@ -30,7 +30,7 @@ Holders = dict[str, dict[str, Held]]
 
 #: So many locks are asked of in one request.
 BATCH = 10_000
-#: Seconds within which a database answers one question of those who list and show locks.
+#: Seconds for one query of the pages and commands that list locks.
 ANSWERED = 5.0
 
 
@@ -41,11 +41,11 @@ class State(StrEnum):
     HELD = "held"
     #: So it does, and less than a third of its ttl is left: renewals fail, or are overdue.
     EXPIRING = "expiring"
-    #: Its time is over, and nobody came: the holder may be dead, or paused and come back.
+    #: Its time is over, without a new holder: the process may be dead, or paused and come back.
     EXPIRED = "expired"
-    #: The service says that somebody else has it.
+    #: The service says that another holder has it.
     LOST = "lost"
-    #: Its time isn't over, and the service says that nobody has it: released a moment ago, or
+    #: Its time isn't over, and the service says that it is free: released a moment ago, or
     #: its session ended, or the service forgot it.
     FREE = "free"
     #: The service couldn't be asked.
@@ -154,7 +154,7 @@ def states(database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]) 
 
 def _holders(rows: Sequence[HeldLock], unanswered: dict[str, str]) -> Holders:
     found: Holders = {}
-    # Once is enough to wait for somebody who is away.
+    # Wait only once for a service that doesn't answer.
     for alias in {row.alias for row in rows} - set(unanswered):
         names = [row.name for row in rows if row.alias == alias]
         try:
@@ -230,7 +230,7 @@ def _left(row: HeldLock, now: datetime) -> tuple[float, float]:
     return (row.expires_at - now).total_seconds(), ttl.total_seconds()
 
 
-#: So many are told of.
+#: Limit of events that are shown.
 MOST_EVENTS = 100
 
 
@@ -263,7 +263,7 @@ class Happened:
     kind: str
     alias: str
     token: int | None
-    #: Whom it happened to.
+    #: The holder at that time.
     holder: str
     note: str
     #: So often within about a second.

@@ -24,7 +24,7 @@ from .connections import preparing_cursor
 #: What is in the way of a grant, where the database doesn't name the session.
 OPEN_TRANSACTION = "an open transaction"
 
-#: Milliseconds that a recording waits for a row that somebody else has locked.
+#: Milliseconds that a recording waits for a row that another transaction has locked.
 LOCK_WAIT = 250
 
 # The names that the models give their tables. The models themselves can't be imported here: the
@@ -147,7 +147,7 @@ class Row:
 
 
 class Held(Protocol):
-    """A name and who had its lock: a lease, or what is known of somebody else's."""
+    """A name and the owner of its lock: a lease, or what is known of another process's."""
 
     @property
     def name(self) -> str: ...
@@ -214,11 +214,11 @@ class Ledger(ABC):
 
     @abstractmethod
     def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Renewed]) -> set[str]:
-        """Renew rows by their owners, but those that somebody has locked; returns the owners."""
+        """Renew rows by their owners, except locked ones. Return the owners."""
 
     @abstractmethod
     def is_row_locked(self, error: Error) -> bool:
-        """Whether a statement gave up because somebody else has a row (or the file) locked."""
+        """Return whether a statement failed because a row (or SQLite's file) is locked."""
 
     def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
         """Whether the database rolled the whole transaction back because of a statement."""
@@ -236,7 +236,7 @@ class Ledger(ABC):
         return None
 
     def tables_locked_by(self, connection: BaseDatabaseWrapper) -> str | None:
-        """Say who has one of the package's tables locked as a whole, where that can be told."""
+        """Describe the session that has a table of the package locked, if it is known."""
         return None
 
     def parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class Ledger(ABC):
 
     @contextlib.contextmanager
     def transaction(self, connection: BaseDatabaseWrapper) -> Iterator[Any]:
-        """A transaction of our own, or a part of the caller's if he lent his connection."""
+        """Open a transaction; within a test's own, a part of that."""
         with self.cursor(connection) as cursor:
             if connection.in_atomic_block:
                 yield cursor
@@ -337,7 +337,7 @@ class Ledger(ABC):
         return cleared
 
     def missing(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> set[str]:
-        """Those of the leases' owners whose rows are gone or somebody else's."""
+        """Return the owners whose rows are gone, or have another owner now."""
         found: set[str] = set()
         with connection.cursor() as cursor:
             for names, owners, given in batches(leases):

@@ -122,7 +122,7 @@ class Fences:
         return sessions.run(lambda used: work(ledger_for(used), used), busy_timeout=patience)
 
 
-#: How each vendor locks a row that it reads, so that others may read and lock it, and nobody write.
+#: How each vendor locks a row that it reads, so that others may read and lock it, but not write.
 SHARE = {"postgresql": " FOR SHARE", "mysql": " LOCK IN SHARE MODE", "sqlite": ""}
 
 # Ends the session of a transaction that fell silent. Set until the transaction's end, at the cost
@@ -196,9 +196,9 @@ FORCED = "django_fencedlock_forcedrelease"
 
 #: Seconds that a note is kept, and longer while its holder still has a row.
 KEPT = 14 * 24 * 3600.0
-#: Seconds that one try waits for a fence that somebody's transaction has locked. (On MySQL, one.)
+#: Seconds that one try waits for a fence that a transaction has locked. (On MySQL, one.)
 PATIENCE = 0.5
-#: Seconds for finding out whether a lock was taken away.
+#: Seconds to find out whether a lock was released by force.
 EXPLAINED = 2.0
 
 # No owner is "": no lease has the newest grant then. A proposed token above the fence's is one that
@@ -212,13 +212,13 @@ OR token = %(token)s AND owner = %(writer)s)
 """
 _MAKE = f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, %(proposed)s + 1, '')"
 
-#: Whether somebody's lock was taken away, as a condition on his owner's id.
+#: Whether a lock was released by force, as a condition on its owner id.
 IS_FORCED = f"EXISTS (SELECT 1 FROM {FORCED} r WHERE r.owner = {{owner}})"
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Who took a lock away, and when."""
+    """Who released a lock by force, and when."""
 
     by: str
     at: datetime
@@ -231,7 +231,7 @@ class Note:
 class Revoked:
     """What became of a holder's grant."""
 
-    #: The fence's, which is above the holder's; None if his lock wasn't fenced.
+    #: The fence's, which is above the holder's; None if the lock wasn't fenced.
     token: int | None
     note: Note
     #: Whether it was done by this call.
@@ -243,7 +243,7 @@ class Revoking(Records):
 
     def __init__(self, config: AliasConfig) -> None:
         super().__init__(config)
-        # Somebody sits before a page, or a terminal.
+        # A person waits for a page or a command.
         self._patience = min(self._timeout, 2.0)
 
     def revoke(
@@ -282,7 +282,7 @@ class Revoking(Records):
         return self.run("forced release", name, work)
 
     def forget(self) -> int:
-        """Delete some of the notes that nobody will ask for any more."""
+        """Delete some of the notes that are no longer needed."""
 
         def work(statements: Statements) -> int:
             with statements.cursor(atomic=True) as cursor:
@@ -292,7 +292,7 @@ class Revoking(Records):
 
 
 def notes(connection: BaseDatabaseWrapper, owners: Sequence[str]) -> dict[str, Note]:
-    """The notes about those of these owners whose lock was taken away."""
+    """Return the notes, by owner id, of the owners whose lock was released by force."""
     found: dict[str, Note] = {}
     with connection.cursor() as cursor:
         for start in range(0, len(owners), BATCH):
@@ -307,7 +307,7 @@ def notes(connection: BaseDatabaseWrapper, owners: Sequence[str]) -> dict[str, N
 
 
 def told(using: str, owners: Sequence[str]) -> dict[str, str]:
-    """Tell, by owner, by whom a lock was taken away from these; as far as that can be known."""
+    """Return, by owner id, who released the lock by force, as far as it is known."""
     try:
         lent = test_connection(using)
         if lent is not None:
@@ -315,8 +315,8 @@ def told(using: str, owners: Sequence[str]) -> dict[str, str]:
         else:
             found = query_once(using, EXPLAINED, lambda private: notes(private, owners))
     except Error:
-        # It is the loss that counts; and whoever uses unfenced locks alone needs no tables.
-        logger.debug("Whether locks were taken away can't be told", exc_info=True)
+        # The loss itself is known; and projects with unfenced locks alone need no tables.
+        logger.debug("It is unknown whether locks were released by force", exc_info=True)
         return {}
     return {owner: str(note) for owner, note in found.items()}
 
@@ -362,7 +362,7 @@ def _newest(cursor: Any, given: dict[str, Any]) -> int | None:
 
 
 def _forget(statements: Statements, cursor: Any) -> int:
-    # Not while its holder may come back: a session lock is taken away by the note alone.
+    # Not while its holder may return: only the note ends a session lock.
     over = (
         f"released_at < {statements.later('ago')} AND NOT EXISTS "
         f"(SELECT 1 FROM {HELD} h WHERE h.owner = {FORCED}.owner)"
@@ -404,10 +404,10 @@ def overtaken(connection: BaseDatabaseWrapper, grant: WriteGrant) -> Overtaken |
     return Overtaken(f"{why}: {note}" if note else why)
 
 
-#: Seconds that a lift waits for a fence that somebody's transaction has locked. (On MySQL, one.)
+#: Seconds to wait for a fence that a transaction has locked. (On MySQL, one.)
 RESYNC_PATIENCE = 2
 
-# Nobody is the owner "": so no lease that is out has the newest grant any more, whatever its
+# No lease has the owner "", so none has the newest grant any more, whatever its
 # token. A grant in between has raised the token by itself, and isn't touched if that was enough.
 _LIFT = f"""
 UPDATE {FENCE} SET token = %(token)s, owner = '' WHERE name = %(name)s AND token < %(highest)s
@@ -437,10 +437,10 @@ def _tokens(connection: BaseDatabaseWrapper, names: Sequence[str]) -> dict[str, 
 
 def lift(connection: BaseDatabaseWrapper, highest: Mapping[str, int]) -> None:
     """
-    Lift the fences of some names above the tokens given, unless they are by now.
+    Raise the fences of some names above the tokens given, unless they are by now.
 
     All of them or none. Raises an ``IntegrityError`` if one that was gone was made meanwhile, and
-    what `Ledger.is_row_locked()` knows if somebody has one locked.
+    what `Ledger.is_row_locked()` knows if one is locked.
     """
     low = too_low(connection, highest)
     ledger = ledger_for(connection)
@@ -448,7 +448,7 @@ def lift(connection: BaseDatabaseWrapper, highest: Mapping[str, int]) -> None:
     with ledger.transaction(connection) as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(f"SELECT set_config('lock_timeout', '{RESYNC_PATIENCE}s', true)")
-        # In the order of their names, lest two who lift wait for each other.
+        # In the order of their names: two processes would wait for each other otherwise.
         for name in sorted(low):
             given = {"name": name, "highest": highest[name], "token": highest[name] + 1}
             cursor.execute(_MAKE_WITH_TOKEN if low[name] is None else _LIFT, given)
@@ -459,25 +459,25 @@ BRIEFLY = 2.0
 
 
 def tables_locked_by(using: str) -> str:
-    """Say who has one of the tables locked as a whole; empty if nobody, or if it can't be told."""
+    """Describe the session that has a table locked; empty if none has, or if it is unknown."""
     if test_connection(using) is not None:
         return ""
     try:
         return query_once(using, BRIEFLY, lambda own: ledger_for(own).tables_locked_by(own)) or ""
     except Error:
-        logger.debug("Who has a table locked can't be told", exc_info=True)
+        logger.debug("It is unknown which session has a table locked", exc_info=True)
         return ""
 
 
 def pinned_by(using: str, name: str) -> str:
-    """Say whose open transaction has a fence locked; empty if nobody's, or if it can't be told."""
+    """Describe the open transaction that has a fence locked; empty if none, or if unknown."""
     if test_connection(using) is not None:
         # From outside, the test's own transaction would seem to be in the way.
         return ""
     try:
         return query_once(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name)) or ""
     except Error:
-        logger.debug("Who has a fence locked can't be told", exc_info=True)
+        logger.debug("It is unknown which transaction has a fence locked", exc_info=True)
         return ""
 
 

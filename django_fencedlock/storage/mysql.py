@@ -35,7 +35,7 @@ class MySQLLedger(PortableLedger):
 
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
         # Two statements that commit by themselves, for half the round trips of a transaction, and
-        # because INSERT IGNORE followed by UPDATE in one would make contenders deadlock.
+        # because INSERT IGNORE followed by UPDATE in one would make concurrent claims deadlock.
         given = {**self.values(connection, entry), **self.times(connection, entry.ttl)}
         with connection.cursor() as cursor:
             if not self._insert(cursor, given) and not self._take_over(cursor, given):
@@ -45,7 +45,7 @@ class MySQLLedger(PortableLedger):
             try:
                 token = self._draw(cursor, given)
             except BaseException:
-                # The row is committed already, and would keep everybody out for a whole ttl.
+                # The row is committed already, and would exclude all others for a whole ttl.
                 with contextlib.suppress(Error):
                     cursor.execute(CLEAR, given)
                 raise
@@ -53,9 +53,9 @@ class MySQLLedger(PortableLedger):
 
     def _draw(self, cursor: Any, given: dict[str, Any]) -> int | None:
         """
-        Raise the fence by one for the row's owner, unless he did so before; returns his token.
+        Raise the fence by one for the row's owner, unless it did so before. Return its token.
 
-        None if the row went to somebody else.
+        None if the row has another owner by now.
 
         The row is locked meanwhile, so tokens rise in the order in which the row was taken.
         """

@@ -25,7 +25,7 @@ from .dialect import (
 
 # The limits are set within the statement that they are for: a SET of the session would leak to
 # other clients through a pooler. The statement that follows has to read from s, or it never runs.
-# synchronous_commit is on for grants, lest a crash of the server hand a token out again.
+# synchronous_commit is on for grants: after a crash, a token could be granted again otherwise.
 LIMITS = (
     f"s AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_WAIT}', true), "
     "set_config('synchronous_commit', 'on', true))"
@@ -52,7 +52,7 @@ SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in TAKEN_OVER)
 INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join(COLUMNS)}, acquired_at, renewed_at, expires_at)"
 
 # A request may reach the server twice, the second time when its holder is at work already: with a
-# token of its own it would shut him out.
+# token of its own, it would fence off that holder.
 DRAW = "token = f.token + (f.owner <> EXCLUDED.owner)::int"
 
 # A live row is looked at before it is locked: ON CONFLICT locks the row that it then leaves alone,

@@ -75,5 +75,5 @@ class SQLiteLedger(PortableLedger):
             raise
 
     def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
-        # A full disk, an interrupt, OR ROLLBACK in somebody's statement.
+        # A full disk, an interrupt, or OR ROLLBACK in a statement.
         return not connection.connection.in_transaction

@@ -20,13 +20,13 @@ from django.test import override_settings
 
 from .. import conf
 from ..backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
-from ..core import names, transactions
+from ..core import names
 from ..core.grants import grant_of, new_claim
 from ..core.identity import Holder, LocalHolder, new_owner
 from ..core.manager import Service, service
 from ..core.runtime import clock
 from ..lease import Lease
-from ..storage.connections import is_of_test, under_test
+from ..storage.connections import is_of_test, test_connection, under_test
 from ..storage.vendors import ledger_for
 
 
@@ -198,7 +198,7 @@ def _service_of(lease: Lease) -> Service:
 def _renew_for_a_moment(lease: Lease) -> None:
     control = _service_of(lease)
     control.keeper.forget(lease)
-    connection = transactions.test_connection(control.config.fence_database) if lease.lent else None
+    connection = test_connection(control.config.fence_database) if lease.lent else None
     if connection is not None:
         ledger_for(connection).renew(connection, [grant_of(lease)])
     # The server would end a session whose only lock has so short a ttl.
@@ -207,7 +207,7 @@ def _renew_for_a_moment(lease: Lease) -> None:
 
 
 def _holder(name: str, control: Service) -> Holder | None:
-    connection = transactions.test_connection(control.config.fence_database)
+    connection = test_connection(control.config.fence_database)
     if connection is not None:
         # Another connection wouldn't see the rows of the test's transaction.
         row = ledger_for(connection).look(connection, name)

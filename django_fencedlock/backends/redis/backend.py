@@ -152,7 +152,7 @@ class RedisBackend(Backend):
         """
         Pass the lock on while the waiter that got it doesn't wait.
 
-        Whoever is blocked on its mailbox was woken. A waiter whose heartbeat is younger than GATE
+        A waiter that is blocked on its mailbox was woken. One whose heartbeat is younger than GATE
         may not be blocked yet.
         """
         while isinstance(handed, list) and handed and handed[2] >= GATE:

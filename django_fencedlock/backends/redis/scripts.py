@@ -205,7 +205,7 @@ redis.call('DEL', KEYS[1], KEYS[3] .. ':' .. ARGV[1])
 return 1
 """)
 
-# Redis serves a client that is blocked on a mailbox before it runs anybody's next command. If the
+# Redis serves a client that is blocked on a mailbox before it runs any other command. If the
 # message is still there, the waiter wasn't blocked. The message stays: it must wake a live waiter
 # that was between two commands.
 # KEYS     as in Keys
