@@ -6,6 +6,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from django.db import OperationalError
+from django.db.models import F
 
 from django_fencedlock import conf, lock
 from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
@@ -124,6 +126,30 @@ def test_a_grant_whose_recording_was_answered_late_is_recorded_once(step, monkey
     monkeypatch.setattr(step.fences, "record", without_answer)
     grant = take(step)
     assert fence() == (1, grant.owner) == (grant.token, grant.owner)
+
+
+def test_only_a_service_that_lost_its_data_is_warned_of(step, stub, caplog):
+    step.backend.release(take(step))
+    Fence.objects.update(token=4, owner="")  # As after a forced release.
+    step.backend.release(take(step))
+    assert not caplog.records
+    stub.tokens.clear()
+    take(step)
+    assert "was behind the tokens of lock 'x', which go on from 6" in caplog.text
+
+
+def test_a_fence_that_rises_again_and_again_ends_in_a_refusal(step, monkeypatch):
+    read = step.fences.read
+
+    def overtaken(name):
+        found = read(name)
+        Fence.objects.update(token=F("token") + 1)
+        return found
+
+    Fence.objects.create(name="x", token=7, owner="")
+    monkeypatch.setattr(step.fences, "read", overtaken)
+    assert isinstance(step.acquire(new_claim("x", 30), Wait()), Held)
+    assert not step.backend.holders(["x"])
 
 
 # What would be recorded too late
@@ -332,8 +358,6 @@ def test_an_owner_that_gets_the_lock_in_the_end_is_not_released(step):
 
 
 def test_a_database_that_fails_leaves_no_lock(step, stub, settings, monkeypatch):
-    from django.db import OperationalError
-
     def fail(*args):
         raise OperationalError("gone")
 
@@ -341,3 +365,58 @@ def test_a_database_that_fails_leaves_no_lock(step, stub, settings, monkeypatch)
     with pytest.raises(BackendUnavailable, match="recording of the grant"):
         take(step)
     assert not stub.locks
+
+
+# The registry
+
+
+@pytest.fixture
+def leased(stub, settings):
+    """Return a service of the stub, and one of its leases, which no thread renews."""
+    settings.FENCEDLOCK = {"default": {"BACKEND": "tests.stub_backend.StubBackend"}}
+    lease = lock("x").acquire()
+    yield lease._control, lease
+    lease.release()
+
+
+def test_a_row_that_is_gone_is_written_again(leased):
+    service, lease = leased
+    HeldLock.objects.all().delete()
+    assert service.keeper.compare([lease]) == []
+    assert HeldLock.objects.get().owner == lease.owner_id
+
+
+def test_a_lease_that_a_newer_grant_came_after_is_released(leased, make):
+    service, lease = leased
+    HeldLock.objects.update(owner="b" * 32)
+    Fence.objects.update(token=2, owner="b" * 32)
+    assert service.keeper.compare([lease]) == [lease]
+    assert not service.backend.holders(["x"])
+
+
+def test_leases_are_kept_while_the_database_fails(leased, monkeypatch, caplog):
+    service, lease = leased
+
+    def fail(grants):
+        raise OperationalError("gone")
+
+    monkeypatch.setattr(service.grants.fences, "renew", fail)
+    lease.renew()
+    assert not lease.lost
+    assert "The registry of alias 'default' wasn't renewed: gone" in caplog.text
+
+
+def test_a_lock_whose_release_got_no_answer_leaves_no_row_and_a_doubt(leased, monkeypatch):
+    service, lease = leased
+
+    def fail(grant):
+        raise BackendUnavailable("no answer", name="x", alias="default")
+
+    with monkeypatch.context() as patch, pytest.raises(BackendUnavailable):
+        patch.setattr(service.backend, "release", fail)
+        lease.release()
+    service.keeper.clear()
+    assert not HeldLock.objects.exists()
+    assert set(service.keeper._doubts) == {lease.owner_id}
+    service.keeper._release_doubts([grant_of(lease)])
+    assert not service.backend.holders(["x"])

@@ -245,6 +245,8 @@ class TestAHolderThatRecordsItsGrantMeanwhile:
         assert fence.owner == ""
         assert fence.token > tokens[0]
         assert not backend.holders(["x"])
+        # The next token is above the fence at once.
+        assert backend.service.tokens["x"] == fence.token
 
     @real
     def test_it_is_too_late_after_the_second_raise(self, stub, monkeypatch):

@@ -170,7 +170,7 @@ class Grants:
             for _ in range(ATTEMPTS):
                 if token is not None and fences.record(grant, token, seen):
                     if seen is not None and grant.token is not None:
-                        self._suggest(grant.name, token)
+                        self._suggest(grant.name, token, forgot=bool(seen[1]))
                     return grant if token == grant.token else replace(grant, token=token)
                 row, newest = fences.read(grant.name)
                 config = self.backend.config
@@ -186,9 +186,11 @@ class Grants:
             self._raise_unless_pinned(grant, exc, fences)
         return None
 
-    def _suggest(self, name: str, token: int) -> None:
-        logger.warning(
-            "The service of alias %r had forgotten the tokens of lock %r, which go on from %d",
+    def _suggest(self, name: str, token: int, *, forgot: bool) -> None:
+        """Tell the service which tokens were used: it has `forgot` them, or a fence was raised."""
+        logger.log(
+            logging.WARNING if forgot else logging.DEBUG,
+            "The service of alias %r was behind the tokens of lock %r, which go on from %d",
             self.backend.config.alias,
             name,
             token,

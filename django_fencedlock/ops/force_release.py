@@ -8,6 +8,7 @@ fence is raised once more: the holder may have recorded its grant in between.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -222,6 +223,9 @@ def force_release(
     released = service(backend).backend.release(Grant(name, found.owner, fenced=found.fenced))
     if revoked is not None and found.fenced:
         revoked = _revoked_again(found, by, revoked, seen)
+        with contextlib.suppress(BackendUnavailable):
+            # A hint only: the next grant has a token above the fence at once.
+            service(backend).backend.suggest(name, revoked.token or 0)
     return _concluded(found, by, revoked, released)
 
 
