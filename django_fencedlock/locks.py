@@ -20,7 +20,7 @@ from . import conf
 from .backends.interface import Claim, Wait
 from .core import aio, names, runtime
 from .core.grants import FIRST_PAUSE, LONGEST_PAUSE, new_claim
-from .core.identity import Holder, current_holder
+from .core.identity import Holder, LocalHolder, current_holder
 from .core.manager import Service, give_back_left_over, service
 from .core.runtime import clock
 from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
@@ -30,6 +30,8 @@ from .logs import about, left_to_run_out
 F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
+
+_validate = functools.lru_cache(1024)(names.validate)
 
 
 class Lock:
@@ -61,7 +63,7 @@ class Lock:
                 f"lock({name!r}) has no argument {', '.join(sorted(unknown))}; it has ttl, "
                 "blocking_timeout, backend and fenced."
             )
-        self.name = names.validate(name)
+        self.name = _validate(name) if type(name) is str else names.validate(name)
         self.backend = backend
         self.fenced = fenced
         #: The template that the name was made of, if it was made of one.
@@ -93,14 +95,15 @@ class Lock:
             The lease, or None if another holder had the lock until the time was over.
         """
         _forbid_in_event_loop(self.name, f"await lock({self.name!r}).aacquire()")
-        return self._take(self._claim(), Wait(self._timeout(blocking, blocking_timeout)))
+        control = self._service
+        return self._take(control, *self._ask(control, blocking, blocking_timeout))
 
     async def aacquire(
         self, blocking: bool = True, *, blocking_timeout: Duration | None = None
     ) -> Lease | None:
         """See acquire(). Release it with ``await lease.arelease()``."""
-        wait = Wait(self._timeout(blocking, blocking_timeout))
-        claim, who = self._claim(), current_holder()
+        claim, wait = self._ask(self._service, blocking, blocking_timeout)
+        who = current_holder()
         lease = self._service.enter_again(claim, who)
         if lease is None:
             handover = _Handover(self._service, wait)
@@ -126,13 +129,12 @@ class Lock:
 
     def __enter__(self) -> Lease:
         _forbid_in_event_loop(self.name, f"async with lock({self.name!r})")
-        started = clock()
-        claim, wait = self._claim(), Wait(self.blocking_timeout)
+        started, control = clock(), service(self.backend)
+        claim, wait = self._ask(control, True, None)
         try:
-            lease = self._take(claim, wait)
+            lease = self._take(control, claim, wait)
             if lease is None:
-                waited = clock() - started
-                raise self._service.refusal(self.name, waited, self.fenced, wait.held)
+                raise control.refusal(self.name, clock() - started, self.fenced, wait.held)
             self._entered.append(lease)
             return lease
         except FencedLockError:
@@ -148,15 +150,19 @@ class Lock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        lease = self._leave_block(kind)
-        if kind is GeneratorExit and lease.who is not current_holder():
+        who = current_holder()
+        lease = self._leave_block(kind, who)
+        if kind is GeneratorExit and lease.who is not who:
             self._throw_away(lease)
             return
         try:
-            lease.release()
+            if lease.is_open():
+                lease._control.release(lease, who)
         except BackendUnavailable as exc:
             # The work is done, and the lock expires by itself.
             left_to_run_out(logger, lease.name, exc, about(lease))
+        finally:
+            leave(lease)
         _raise_loss(lease, error)
 
     async def __aenter__(self) -> Lease:
@@ -175,7 +181,7 @@ class Lock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        lease = self._leave_block(kind)
+        lease = self._leave_block(kind, current_holder())
         if kind is GeneratorExit:
             # The coroutine is being closed, and can't await any more.
             self._throw_away(lease)
@@ -230,21 +236,27 @@ class Lock:
         found.pattern = self.name
         return found
 
-    def _claim(self) -> Claim:
-        return new_claim(self.name, self.ttl, self.fenced)
-
-    def _timeout(self, blocking: bool, blocking_timeout: Duration | None) -> float:
+    def _ask(
+        self, control: Service, blocking: bool, blocking_timeout: Duration | None
+    ) -> tuple[Claim, Wait]:
+        """Return a new claim of the code that runs here, and how long it waits."""
+        config = control.config
+        timeout = config.blocking_timeout
         if not blocking:
             if blocking_timeout is not None:
                 raise ValueError("blocking=False and a blocking_timeout exclude each other.")
-            return 0.0
-        found = _seconds(blocking_timeout)
-        return self.blocking_timeout if found is None else found
+            timeout = 0.0
+        elif (given := _seconds(blocking_timeout)) is not None:
+            timeout = given
+        elif self._blocking_timeout is not None:
+            timeout = self._blocking_timeout
+        ttl = config.ttl if self._ttl is None else self._ttl
+        return new_claim(self.name, ttl, self.fenced), Wait(timeout)
 
-    def _take(self, claim: Claim, wait: Wait) -> Lease | None:
+    def _take(self, control: Service, claim: Claim, wait: Wait) -> Lease | None:
         began = clock()
         try:
-            lease = self._service.acquire(claim, wait, pattern=self.pattern)
+            lease = control.acquire(claim, wait, pattern=self.pattern)
             if lease is not None:
                 enter(lease)
             return lease
@@ -281,9 +293,8 @@ class Lock:
         await service.in_thread(service.tell_refused, self.name, self.pattern, waited, kind=aio.TRY)
         return None
 
-    def _leave_block(self, kind: type[BaseException] | None) -> Lease:
+    def _leave_block(self, kind: type[BaseException] | None, who: LocalHolder) -> Lease:
         """Return the lease of the innermost block that this code may leave."""
-        who = current_holder()
         found = [lease for lease in self._entered if lease.who is who]
         if not found and kind is GeneratorExit and len(self._entered) == 1:
             # Any code may close a generator or a coroutine.

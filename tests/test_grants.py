@@ -53,7 +53,7 @@ def make(stub):
     yield process
     for service in made:
         service.keeper._runs = False
-        service.keeper.forget_doubts()
+        service.keeper.doubts.clear()
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def fence():
 
 
 def doubts(step):
-    return set(step._keeper._doubts)
+    return set(step._keeper.doubts)
 
 
 # Record
@@ -417,6 +417,6 @@ def test_a_lock_whose_release_got_no_answer_leaves_no_row_and_a_doubt(leased, mo
         lease.release()
     service.keeper.clear()
     assert not HeldLock.objects.exists()
-    assert set(service.keeper._doubts) == {lease.owner_id}
+    assert set(service.keeper.doubts) == {lease.owner_id}
     service.keeper._release_doubts([grant_of(lease)])
     assert not service.backend.holders(["x"])

@@ -336,14 +336,6 @@ def test_a_doubt_is_released_again_and_again_for_a_minute(keeper, service, clock
     assert service.batches == [0] * len(times)
 
 
-def test_a_doubt_about_an_owner_that_was_granted_the_lock_is_over(keeper, service, clock):
-    keeper.doubt(Grant("x", "an owner"))
-    keeper.trust("an owner")
-    clock.now += DOUBTED
-    assert keeper.tick() is None
-    assert service.released == []
-
-
 def test_a_service_that_is_away_is_asked_about_one_doubt_at_a_time(
     keeper, service, clock, monkeypatch
 ):

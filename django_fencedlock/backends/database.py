@@ -13,9 +13,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ..conf import AliasConfig, Problem, location_problems, timeout_problems
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable
-from ..storage.connections import in_transaction, is_of_test, pool
+from ..storage.connections import in_transaction, is_of_test, is_open, pool
+from ..storage.dialect import entry_of
 from ..storage.errors import is_table_missing
-from ..storage.fences import Fences
 from ..storage.vendors import Entry, Ledger, Row, ledger_for
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
@@ -46,7 +46,6 @@ class DatabaseBackend(Backend):
         self._sessions = pool(config.fence_database, self._timeout)
         self._ledger = ledger_for(connections[config.fence_database])
         self._one_writer = connections[config.fence_database].vendor == "sqlite"
-        self._fences = Fences(config, self.label)
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
         # A try that doesn't wait for a holder does wait for SQLite's file: that is no holder.
@@ -63,8 +62,9 @@ class DatabaseBackend(Backend):
         since = clock()
         # On SQLite the keeper can't renew while the caller's own transaction has the file.
         home = connections[self.config.fence_database]
+        entry = entry_of(claim, self.config.alias, self.label)
         try:
-            found = self._run(partial(self._claim, self._fences.entry(claim)), patience)
+            found = self._run(partial(self._claim, home, entry), patience)
         except Error as exc:
             self._raise_unless_held(claim, exc)
             return Held()
@@ -74,11 +74,15 @@ class DatabaseBackend(Backend):
         return Granted(token, since, _Home(home)) if taken else Held()
 
     def _claim(
-        self, entry: Entry, ledger: Ledger, connection: BaseDatabaseWrapper
+        self,
+        home: BaseDatabaseWrapper,
+        entry: Entry,
+        ledger: Ledger,
+        connection: BaseDatabaseWrapper,
     ) -> tuple[bool, int | None] | Row:
         # A claim locks SQLite's file, also one that is refused, and all other writers wait for it.
-        # If the caller's own transaction has the file, that is an error, even if the lock is held.
-        if self._one_writer and not in_transaction(self.config.fence_database):
+        # If the caller's own transaction has the file, that is an error, whoever holds the lock.
+        if self._one_writer and not (home.in_atomic_block and is_open(home)):
             row = ledger.look(connection, entry.name)
             if row is not None and row.live and row.owner != entry.owner.id:
                 return row
@@ -204,7 +208,7 @@ class _Home:
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection = connection
-        self.is_of_test = is_of_test(connection)
+        self.is_of_test = connection.in_atomic_block and is_of_test(connection)
 
 
 def _is_of_test(grant: Grant) -> bool:

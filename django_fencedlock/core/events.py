@@ -45,7 +45,8 @@ _subscribers: dict[Kind, list[Subscriber]] = {kind: [] for kind in Kind}
 def subscribe(subscriber: Subscriber, *kinds: Kind) -> None:
     """Call `subscriber` with each event of these kinds, in the thread that emits it."""
     for kind in kinds:
-        _subscribers[kind].append(subscriber)
+        if subscriber not in _subscribers[kind]:
+            _subscribers[kind].append(subscriber)
 
 
 def emit(kind: Kind, sender: type, alias: str, name: str, lease: Any, **facts: Any) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 from django.db import Error, connections
 
@@ -34,9 +34,10 @@ ATTEMPTS = 4
 class Keeps(Protocol):
     """What the core step asks of the keeper."""
 
+    doubts: dict[str, Any]
+
     def doubt(self, grant: Grant) -> None: ...
     def clear_row(self, grant: Grant) -> None: ...
-    def trust(self, owner: str) -> None: ...
 
 
 class Grants:
@@ -126,7 +127,8 @@ class Grants:
         if found is None:
             self.release(grant)
         else:
-            self._keeper.trust(claim.owner)
+            # Of an earlier try of this owner, which must not be released now.
+            self._keeper.doubts.pop(claim.owner, None)
         return found
 
     def _recorded(

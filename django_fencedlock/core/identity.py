@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -176,8 +177,18 @@ def _link(path: str) -> str:
 running_task: ContextVar[tuple[str, str]] = ContextVar("fencedlock_task", default=("", ""))
 
 
-#: json.dumps() makes an encoder for each call with options.
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+# The identities of a process are few, and each lock writes and parses one.
+_write = lru_cache(256)(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode)
+
+
+@lru_cache(256)
+def _parse(identity: str) -> tuple[Any, ...]:
+    kinds = [str, str, str, int, int, str, str, str]
+    with contextlib.suppress(ValueError):
+        found = json.loads(identity)
+        if isinstance(found, list) and [type(each) for each in found] == kinds:
+            return tuple(found)
+    return "", "", "", 0, 0, ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,17 +213,12 @@ class Owner:
     def identity(self) -> str:
         """Where the holder runs, as text that a lock service stores; `read()` parses it."""
         place = self.host, self.boot_id, self.pid_namespace, self.pid, self.pid_started
-        return _encode((*place, self.thread, self.task_name, self.task_id))
+        return _write((*place, self.thread, self.task_name, self.task_id))
 
     @classmethod
     def read(cls, owner: str, identity: str) -> Owner:
         """Parse an identity; return an owner in an unknown place for any other text."""
-        kinds = [str, str, str, int, int, str, str, str]
-        with contextlib.suppress(ValueError):
-            found = json.loads(identity)
-            if isinstance(found, list) and [type(each) for each in found] == kinds:
-                return cls(owner, *found)
-        return cls(owner, "", "", "", 0, 0, "")
+        return cls(owner, *_parse(identity))
 
     def __str__(self) -> str:
         return describe_place(self.host, self.pid, self.thread, self.task_name, self.task_id)
@@ -254,16 +260,19 @@ class Holder:
 
 def new_owner(task: tuple[str, str] | None = None) -> Owner:
     """Make a new owner; `task` replaces `running_task`."""
-    task_name, task_id = task or running_task.get()
-    host, process = here.get()
-    return Owner(
-        uuid.uuid4().hex,
+    thread = threading.current_thread().name
+    return Owner(uuid.uuid4().hex, *_place(*here.get(), thread, *(task or running_task.get())))
+
+
+@lru_cache(256)
+def _place(host: str, process: Process, thread: str, task_name: str, task_id: str) -> Any:
+    return (
         host,
         process.boot_id,
         process.pid_namespace,
         process.pid,
         process.started,
-        escape_control(threading.current_thread().name)[:100],
+        escape_control(thread)[:100],
         escape_control(task_name)[:200],
         shorten_task_id(task_id),
     )

@@ -86,7 +86,7 @@ class Keeper:
         self._is_asked = False
         self._ended: deque[Grant] = deque(maxlen=MAX_ROWS)
         #: By owner id: the grant, when to release it again, and when it was noted.
-        self._doubts: dict[str, tuple[Grant, float, float]] = {}
+        self.doubts: dict[str, tuple[Grant, float, float]] = {}
         self._batch: frozenset[Lease] = frozenset()
         self._batch_done = threading.Event()
         self._wake: runtime.SimpleQueue[None] = runtime.SimpleQueue()
@@ -132,18 +132,10 @@ class Keeper:
         """Release `grant` again and again for a minute: the service may have it, or get it yet."""
         now = self._clock()
         with self._lock:
-            if len(self._doubts) < MAX_DOUBTS:
-                self._doubts[grant.owner] = grant, now + FIRST_DOUBT, now
+            if len(self.doubts) < MAX_DOUBTS:
+                self.doubts[grant.owner] = grant, now + FIRST_DOUBT, now
         with contextlib.suppress(RuntimeError):
             self._rouse(now + FIRST_DOUBT)
-
-    def trust(self, owner: str) -> None:
-        """Drop the doubt about an owner: a repeated claim of it was granted."""
-        self._doubts.pop(owner, None)
-
-    def forget_doubts(self) -> None:
-        """Drop all doubts, at the end of a test."""
-        self._doubts.clear()
 
     def clear(self) -> None:
         """Delete now the rows whose deletion was put off."""
@@ -321,13 +313,13 @@ class Keeper:
     def _look_at_doubts(self, batch: Sequence[Lease]) -> None:
         now = self._clock()
         with self._lock:
-            due = [grant for grant, at, _ in self._doubts.values() if at <= now]
+            due = [grant for grant, at, _ in self.doubts.values() if at <= now]
             for grant in due:
-                _, _, noted = self._doubts.pop(grant.owner)
+                _, _, noted = self.doubts.pop(grant.owner)
                 if now < noted + DOUBTED:
                     # 1, 2, 4, ... seconds after it was noted.
                     again = noted + 2 * max(FIRST_DOUBT, now - noted)
-                    self._doubts[grant.owner] = grant, again, noted
+                    self.doubts[grant.owner] = grant, again, noted
         if not due:
             return
         if not batch:
@@ -391,7 +383,7 @@ class Keeper:
 
     def _next(self) -> float | None:
         """The time of the next work; called with the lock held."""
-        times = [*self._due.values(), *(at for _, at, _ in self._doubts.values())]
+        times = [*self._due.values(), *(at for _, at, _ in self.doubts.values())]
         if self._clear_at is not None:
             times.append(self._clear_at)
         return min(times, default=None)

@@ -33,7 +33,6 @@ from ..storage.background_writer import writer
 from ..storage.connections import (
     has_own_block,
     is_of_test,
-    is_open,
     query_once,
     test_connection,
     test_has_ended,
@@ -116,7 +115,7 @@ class Service:
         self._refuse_to_wait_for_caller(claim, wait, who)
         started = self._clock()
         home = connections[self.config.fence_database]
-        lent = is_of_test(home)
+        lent = home.in_atomic_block and is_of_test(home)
         if lent:
             if not of_another_process:
                 self._refuse_as_in_production(claim, home)
@@ -127,7 +126,8 @@ class Service:
             if isinstance(answer, Held):
                 lease = None
             else:
-                self._require_visible(answer[0], home)
+                if home.in_atomic_block and not lent:
+                    self._require_visible(answer[0], home)
                 lease = self._lease(claim, *answer)
                 if lent:
                     lease.lent = True
@@ -171,7 +171,7 @@ class Service:
 
     def _require_visible(self, grant: Grant, home: BaseDatabaseWrapper) -> None:
         """Refuse a grant that the caller's transaction can't see: its snapshot is older."""
-        if not grant.fenced or not self.backend.excludes or not is_open(home):
+        if not grant.fenced or not self.backend.excludes:
             return
         try:
             if ledger_for(home).newest(home, grant.name) == (grant.token, grant.owner):
@@ -238,8 +238,8 @@ class Service:
         The context of the call has the lease. A child task that the holder started has it as well,
         and can't be distinguished here.
         """
-        lease = current_lease(claim.name) if wait.left > 0 else None
-        if lease is None or lease._control is not self or lease.lost:
+        lease = current_lease(claim.name)
+        if lease is None or lease._control is not self or lease.lost or not wait.left:
             return
         holder = lease.who
         if holder is None or holder is who or holder.has_ended():
@@ -348,7 +348,9 @@ class Service:
         lease.entries = max(0, lease.entries - 1)
         if lease.entries > 0:
             return True
-        open_now = [] if lease.lent else transactions.open_connections()
+        open_now: list[BaseDatabaseWrapper] = []
+        if not lease.lent and any(each.in_atomic_block for each in connections.all(True)):
+            open_now = transactions.open_connections()
         if open_now:
             self._put_off(lease, open_now)
             return True
@@ -387,11 +389,12 @@ class Service:
             unfenced.rows.ended(lease)
             raise
         finally:
-            self._clear_row(lease, grant)
+            if lease.lent or self.grants.fences is not None:
+                self._clear_row(lease, grant)
         if not kept:
             self.lose(lease, "the lock service no longer knew this holder at the release")
         lease.released = True
-        if lease.lost:
+        if lease._why_lost:
             return False
         self._emit(Kind.RELEASED, lease.name, lease)
         return True
@@ -460,7 +463,7 @@ class Service:
             with contextlib.suppress(Exception):
                 self._drop(lease)
         with contextlib.suppress(Exception):
-            self.keeper.forget_doubts()
+            self.keeper.doubts.clear()
             self.keeper.clear()
             self.backend.close()
 
@@ -620,7 +623,7 @@ def tidy_at_exit() -> None:
 
 
 subscribe(history.on_event, Kind.ACQUIRED, Kind.RELEASED)
-subscribe(unfenced.on_event, Kind.RENEWED, Kind.RELEASED, Kind.LOST)
+subscribe(unfenced.on_event, Kind.RENEWED)
 setting_changed.connect(_forget_settings, dispatch_uid="django_fencedlock.core.manager")
 os.register_at_fork(after_in_child=_forget_after_fork)
 atexit.register(tidy_at_exit)

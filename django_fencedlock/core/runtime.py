@@ -46,13 +46,11 @@ MAX_QUEUED = 1000
 # SimpleQueue is the C type itself: gevent doesn't patch it, so it blocks the real thread.
 
 
-def _boot_time() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 #: Seconds on a monotonic clock. On Linux it includes the time that a machine was suspended, which
 #: ``time.monotonic()`` leaves out: leases expire while their holder is suspended.
-clock: Callable[[], float] = _boot_time if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
+clock: Callable[[], float] = time.monotonic
+if hasattr(time, "CLOCK_BOOTTIME"):
+    clock = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 def is_patched(module: str) -> bool:

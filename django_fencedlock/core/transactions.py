@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 def open_connections() -> list[BaseDatabaseWrapper]:
     """Return the caller's connections with an open transaction."""
-    return [each for each in connections.all(initialized_only=True) if is_open(each)]
+    every = connections.all(initialized_only=True)
+    return [each for each in every if each.in_atomic_block and is_open(each)]
 
 
 def when_all_ended(open_now: Sequence[BaseDatabaseWrapper], callback: Callable[[], object]) -> None:

@@ -163,7 +163,33 @@ class Renewed(Held, Protocol):
     def ttl(self) -> float: ...
 
 
+class Claimed(Protocol):
+    """A claim or a grant of a lock service."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def ttl(self) -> float: ...
+
+    @property
+    def fenced(self) -> bool: ...
+
+    @property
+    def identity(self) -> str: ...
+
+
+def entry_of(claim: Claimed, alias: str, label: str) -> Entry:
+    """Return the row of the registry that a claim's grant has."""
+    owner = Owner.read(claim.owner, claim.identity)
+    return Entry(claim.name, alias, label, owner, claim.ttl, claim.fenced)
+
+
 _READ = [each.name for each in fields(Row) if each.name not in ("token", "read_at")]
+_READ_COLUMNS = ", ".join(f"h.{column}" for column in ("name", *_READ))
 
 
 class Ledger(ABC):
@@ -275,13 +301,12 @@ class Ledger(ABC):
 
     def look_at(self, connection: BaseDatabaseWrapper, names: Sequence[str]) -> dict[str, Row]:
         """Read the rows of many names."""
-        columns = ", ".join(f"h.{column}" for column in ("name", *_READ))
         rows: dict[str, Row] = {}
         with connection.cursor() as cursor:
             for start in range(0, len(names), BATCH):
                 inside, given = listed("n", names[start:][:BATCH])
                 cursor.execute(
-                    f"SELECT {columns}, f.token, {self.clock} FROM {HELD} h "
+                    f"SELECT {_READ_COLUMNS}, f.token, {self.clock} FROM {HELD} h "
                     f"LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner "
                     f"WHERE h.name IN ({inside})",
                     {**given, **self.parameters(connection)},

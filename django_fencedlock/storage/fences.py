@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from django.db import Error, IntegrityError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -19,7 +19,7 @@ from django.db.models import BooleanField, Expression
 from django.db.models.sql.compiler import SQLCompiler
 
 from ..conf import AliasConfig
-from ..core.identity import Holder, Owner
+from ..core.identity import Holder
 from .connections import (
     SQLITE_BUSY_TIMEOUT,
     NoAnswer,
@@ -27,7 +27,20 @@ from .connections import (
     query_once,
     test_connection,
 )
-from .dialect import BATCH, FENCE, HELD, Entry, Held, Ledger, Newest, Row, as_time, listed
+from .dialect import (
+    BATCH,
+    FENCE,
+    HELD,
+    Claimed,
+    Entry,
+    Held,
+    Ledger,
+    Newest,
+    Row,
+    as_time,
+    entry_of,
+    listed,
+)
 from .records import Records, Statements
 from .text import fit_column
 from .vendors import ledger_for
@@ -35,25 +48,6 @@ from .vendors import ledger_for
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Claimed(Protocol):
-    """A claim or a grant of a lock service."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def owner(self) -> str: ...
-
-    @property
-    def ttl(self) -> float: ...
-
-    @property
-    def fenced(self) -> bool: ...
-
-    @property
-    def identity(self) -> str: ...
 
 
 class Fences:
@@ -65,14 +59,7 @@ class Fences:
 
     def entry(self, claim: Claimed) -> Entry:
         """Return the row of the registry that a claim's grant has."""
-        return Entry(
-            name=claim.name,
-            alias=self._config.alias,
-            backend=self._label,
-            owner=Owner.read(claim.owner, claim.identity),
-            ttl=claim.ttl,
-            fenced=claim.fenced,
-        )
+        return entry_of(claim, self._config.alias, self._label)
 
     def record(self, claim: Claimed, token: int, seen: Newest | None = None) -> bool:
         """Record a grant; see `Ledger.record()`."""

@@ -9,7 +9,7 @@ from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .connections import set_busy_timeout
-from .dialect import FENCE, Entry, PortableLedger, utc_text
+from .dialect import FENCE, Entry, PortableLedger
 
 DRAW = (
     f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
@@ -24,6 +24,11 @@ def machine_time() -> datetime:
     return datetime.now(UTC)
 
 
+def _text(moment: datetime) -> str:
+    """Return a time in UTC as its column has it."""
+    return str(moment.replace(tzinfo=None))
+
+
 class SQLiteLedger(PortableLedger):
     # The server's clock is this machine's. It is read after BEGIN IMMEDIATE, which may wait.
     clock = "%(now)s"
@@ -34,11 +39,11 @@ class SQLiteLedger(PortableLedger):
     obstacle = "another transaction is writing to {using!r}, which has one writer at a time"
 
     def parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
-        return {"now": utc_text(machine_time())}
+        return {"now": _text(machine_time())}
 
     def times(self, connection: BaseDatabaseWrapper, ttl: float) -> dict[str, Any]:
         now = machine_time()
-        return {"now": utc_text(now), "expiry": utc_text(now + timedelta(seconds=ttl))}
+        return {"now": _text(now), "expiry": _text(now + timedelta(seconds=ttl))}
 
     def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
         set_busy_timeout(connection, seconds)

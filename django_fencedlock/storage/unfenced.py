@@ -13,7 +13,7 @@ from django.db import connections
 
 from .. import conf
 from ..backends.interface import Renewal
-from ..core.events import Kind, LockEvent
+from ..core.events import Kind, LockEvent, subscribe
 from ..core.runtime import forks
 from ..lease import Lease
 from .background_writer import BackgroundWriter, writer
@@ -120,6 +120,9 @@ class UnfencedRows:
         key = (event.alias, event.sender.label)  # type: ignore[attr-defined]
         for lease, answer in zip(event.facts["leases"], event.facts["answers"], strict=True):
             if answer is Renewal.KEPT and not lease.fenced and not lease.lent:
+                if not self.aliases:
+                    # Not before: most processes have no such rows.
+                    subscribe(on_event, Kind.RELEASED, Kind.LOST)
                 rows = self.aliases.get(key) or self.aliases.setdefault(
                     key, _Alias(self._writer, *key)
                 )
