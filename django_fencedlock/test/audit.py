@@ -7,7 +7,6 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -70,27 +69,20 @@ def assert_all_writes_fenced() -> Iterator[list[UnfencedWrite]]:
         raise AssertionError(f"{len(found)} writes to fenced tables weren't fenced:\n{listed}")
 
 
-@dataclass
-class _Path:
-    """One call of an entry point."""
-
-    #: The fenced tables where it has set the lease's token, and may delete.
-    claimed: set[str] = field(default_factory=set)
-
-
-_path: ContextVar[_Path | None] = ContextVar("fencedlock_audited_path", default=None)
+#: In an entry point: the fenced tables where it has set the lease's token, and may delete.
+_claimed: ContextVar[set[str] | None] = ContextVar("fencedlock_audit_claimed", default=None)
 
 
 def _entry_point(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def within(*args: Any, **kwargs: Any) -> Any:
-        if _path.get() is not None:
+        if _claimed.get() is not None:
             return function(*args, **kwargs)
-        before = _path.set(_Path())
+        before = _claimed.set(set())
         try:
             return function(*args, **kwargs)
         finally:
-            _path.reset(before)
+            _claimed.reset(before)
 
     return within
 
@@ -119,19 +111,19 @@ class _Watch:
     def _why_unfenced(self, verb: str, table: str, sql: str, cursor: Any) -> str:
         if any(isinstance(block, PinnedBlock) for block in cursor.db.atomic_blocks):
             return ""
-        path = _path.get()
-        if path is None:
+        claimed = _claimed.get()
+        if claimed is None:
             return "bypasses the fenced model"
         # From here on, the statement is one that Django's compiler made.
         column = self._columns[table]
         if column is None or (verb == "INSERT" and " UPDATE " not in sql):
             return ""
         fence = cursor.db.ops.quote_name(column)
-        if verb == "DELETE" and (fence in sql or table in path.claimed):
+        if verb == "DELETE" and (fence in sql or table in claimed):
             return ""
         # Conditions name the column with its table.
         if verb != "DELETE" and re.search(rf"(?<!\.){re.escape(fence)} = ", sql):
-            path.claimed.add(table)
+            claimed.add(table)
             return ""
         # Without a row, the model has no lock name to check. SQLite's rowcount is 0 until the
         # returned rows have been read.

@@ -96,6 +96,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         run: Callable[..., int] = getattr(self, f"_{options['action']}")
+        self.as_json = options["format"] == "json"
         try:
             code = run(**options)
         except (SettingsError, LookupError, ValueError) as exc:
@@ -111,7 +112,7 @@ class Command(BaseCommand):
     def _list(self, alias: list[str] | None, state: list[str] | None, **options: Any) -> int:
         found = registry.listing(_known(alias))
         entries = [each for each in found.entries if not state or each.state in state]
-        if options["format"] == "json":
+        if self.as_json:
             locks = [asdict(each) for each in entries]
             self._json({"locks": locks, "unanswered": found.unanswered})
         elif entries:
@@ -124,7 +125,7 @@ class Command(BaseCommand):
 
     def _show(self, name: str, **options: Any) -> int:
         found = registry.portrait(names.validate(name))
-        if options["format"] == "json":
+        if self.as_json:
             self._json(asdict(found))
         else:
             self._table(options, ("LOCK", found.name), list(_details(found)))
@@ -141,8 +142,7 @@ class Command(BaseCommand):
         yes: bool,
         **options: Any,
     ) -> int:
-        as_json = options["format"] == "json"
-        if as_json and not yes:
+        if self.as_json and not yes:
             raise ValueError("--format json can't ask for confirmation. Pass --yes to confirm.")
         found, unanswered = find_holder(names.validate(name), _known(alias) or conf.aliases())
         self._unavailable(unanswered)
@@ -160,7 +160,7 @@ class Command(BaseCommand):
             # Only the holder that was shown, or named by --owner, loses the lock.
             only = owner or found.owner
             done = force_release(found.name, by=by, backend=found.alias, owner=only)
-        if as_json:
+        if self.as_json:
             self._json({**asdict(done), "done": done.done, "message": str(done)})
         else:
             self.stdout.write(escape_control(str(done)))
@@ -176,14 +176,13 @@ class Command(BaseCommand):
             raise CommandError("Nothing was released.")
 
     def _doctor(self, alias: list[str] | None, timeout: float, **options: Any) -> int:
-        as_json, paint = options["format"] == "json", self._paint(options)
-        worst, reports = Level.OK, []
+        worst, reports, paint = Level.OK, [], self._paint(options)
         for report in doctor.examine(_known(alias), timeout):
             worst = max(worst, report.level)
             reports.append(_plain(report))
-            if not as_json:
+            if not self.as_json:
                 self._write_report(report.about, reports[-1]["problems"], paint)
-        if as_json:
+        if self.as_json:
             self._json({"level": worst.label, "reports": reports})
         else:
             self.stdout.write(_VERDICTS[worst.exit_code])
@@ -200,16 +199,15 @@ class Command(BaseCommand):
                 self.stdout.write(f"{' ' * 11}-> {each['hint']}")
 
     def _resync(self, models: list[str], dry_run: bool, **options: Any) -> int:
-        fenced, as_json = resync.models(models), options["format"] == "json"
-        if not fenced and not as_json:
-            self.stdout.write("There are no fenced models.")
         results = []
-        for model in fenced:
+        for model in resync.models(models):
             for database in resync.databases_of(model):
                 results.append(result := resync.resync(model, database, dry_run=dry_run))
-                if not as_json:
+                if not self.as_json:
                     self._resynced(result, dry_run, options["verbosity"])
-        if as_json:
+        if not results and not self.as_json:
+            self.stdout.write("There are no fenced models.")
+        if self.as_json:
             self._json({"dry_run": dry_run, "models": [asdict(each) for each in results]})
         if any(each.error or each.locked for each in results):
             return FAILED
