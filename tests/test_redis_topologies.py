@@ -2,8 +2,8 @@
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,19 +13,19 @@ from redis.cluster import ClusterNode
 from redis.crc import key_slot
 from redis.retry import Retry
 
-from django_fencedlock import lock
-from django_fencedlock.backends.interface import Renewal
+from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
+from django_fencedlock.backends.redis import RedisBackend
 from django_fencedlock.backends.redis.scripts import Keys
 from django_fencedlock.core import runtime
-from django_fencedlock.core.grants import grant_of
-from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from tests.servers import Redis, workspace
 from tests.servers.process import Process, free_port, wait_until
+from tests.test_backend_interface import claim, grant, take
+from tests.test_redis_backend import NAME, config_of, works
 
-pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
+pytestmark = pytest.mark.slow
 
-REDIS = "django_fencedlock.backends.redis.RedisBackend"
+FACTORY = f"{__name__}.cluster_client"
 SLOTS = 16384
 PATIENCE = 30
 
@@ -33,6 +33,10 @@ PATIENCE = 30
 @pytest.fixture(params=["redis", "valkey"])
 def make_any_redis(request):
     return request.getfixturevalue(f"make_{request.param}")
+
+
+def backend_of(closing, location="", **options):
+    return closing(RedisBackend(config_of(location, prefix="fencedlock", **options)))
 
 
 # Sentinel
@@ -83,60 +87,52 @@ def start_sentinel(primary: Redis, closing: Callable[[Any], Any]) -> Redis:
     return sentinel
 
 
-def test_a_lease_outlives_the_primary_that_granted_it(make_any_redis, closing, settings):
+def test_a_lease_outlives_the_primary_that_granted_it(make_any_redis, closing):
     primary = make_any_redis()
     replica = make_any_redis(replica_of=primary)
     sentinels = Sentinels(primary, closing)
-    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": sentinels.location}}
-
-    lease = lock("invoice:42", ttl=60).acquire()
+    backend = backend_of(closing, sentinels.location)
+    held = take(backend, claim("invoice:42", ttl=60))
     with primary.client() as client:
-        # Nothing waits for a replica but this test: what didn't arrive would be lost.
         assert client.wait(1, 5000) == 1
     primary.kill()
     with pytest.raises(BackendUnavailable) as refused:
-        lease.verify()
+        backend.verify(held)
     assert len(str(refused.value)) < 1000
-    wait_until(lambda: _answers(lease.verify), "a new primary", PATIENCE)
-    # All of them, a moment after the first.
+
+    def is_verified():
+        with contextlib.suppress(BackendUnavailable):
+            return backend.verify(held)
+
+    wait_until(is_verified, "a new primary", PATIENCE)
     wait_until(lambda: sentinels.primary() == replica.port, "one word of all sentinels", PATIENCE)
-
-    lease.renew()
-    assert lock("invoice:42").holder().owner == lease.owner_id
-    lease.release()
-    with lock("invoice:42") as successor:
-        assert successor.token == 2
-
-
-def _answers(ask: Callable[[], Any]) -> bool:
-    try:
-        return bool(ask())
-    except BackendUnavailable:
-        return False
+    assert backend.renew([held]) == [Renewal.KEPT]
+    assert backend.release(held)
+    assert take(backend, claim("invoice:42")).token == 2
 
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_sentinels_are_asked_again_when_the_primary_became_a_replica(
-    make_any_redis, closing, settings, batch
+    make_any_redis,
+    closing,
+    batch,
 ):
     """Redis before 7 reports READONLY from a script as an error that the driver doesn't know."""
     old, new = make_any_redis(), make_any_redis()
     sentinel = start_sentinel(old, closing)
-    location = f"redis+sentinel://127.0.0.1:{sentinel.port}/shop/0"
-    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": location}}
-    lease = lock("invoice:42", ttl=60).acquire()
-
+    backend = backend_of(closing, f"redis+sentinel://127.0.0.1:{sentinel.port}/shop/0")
+    held = take(backend, claim("invoice:42", ttl=60))
     # By hand: a Sentinel that does it itself closes the connections of clients, if it can.
     sentinel.execute("SENTINEL", "REMOVE", "shop")
     sentinel.execute("SENTINEL", "MONITOR", "shop", "127.0.0.1", new.port, 1)
     old.execute("REPLICAOF", new.host, new.port)
     if batch:
-        service("default").backend.renew([grant_of(lease)])
+        backend.renew([held])
     else:
         with contextlib.suppress(BackendUnavailable):
-            lock("invoice:43").acquire(blocking=False)
-    with lock("invoice:44"):
-        assert new.execute("EXISTS", Keys.of("", "invoice:44").lock)
+            backend.acquire(claim("invoice:43"), Wait())
+    take(backend, claim("invoice:44"))
+    assert new.execute("EXISTS", Keys.of("", "invoice:44").lock)
 
 
 # Cluster
@@ -155,7 +151,7 @@ def cluster_client() -> redis.RedisCluster:
 
 
 @pytest.fixture
-def nodes(make_any_redis, settings, monkeypatch):
+def nodes(make_any_redis, monkeypatch):
     """Three nodes with a third of the slots each. One that dies takes its own slots along alone."""
     arguments = {
         "--cluster-enabled": "yes",
@@ -171,8 +167,6 @@ def nodes(make_any_redis, settings, monkeypatch):
         node.execute("CLUSTER", "MEET", made[0].host, made[0].port)
     wait_until(lambda: all(map(_is_whole, made)), "the cluster", PATIENCE)
     monkeypatch.setattr(f"{__name__}._nodes", made)
-    factory = {"CLIENT_FACTORY": f"{__name__}.cluster_client"}
-    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "OPTIONS": factory}}
     return made
 
 
@@ -192,55 +186,6 @@ def _name_on(number: int) -> str:
     return next(name for name in names if _slot(name) * 3 // SLOTS == number)
 
 
-def test_a_dead_node_takes_no_leases_of_others_along(nodes, caplog):
-    names = [_name_on(number) for number in range(3)]
-    leases = [lock(name, ttl=60).acquire() for name in names]
-    backend = service("default").backend
-    assert backend.renew([grant_of(lease) for lease in leases]) == [Renewal.KEPT] * 3
-    nodes[0].kill()
-    assert backend.renew([grant_of(lease) for lease in leases]) == [
-        Renewal.UNKNOWN,
-        Renewal.KEPT,
-        Renewal.KEPT,
-    ]
-    runtime.worker.finish(60)
-    assert "failed at the renewal of 1 of 3 leases" in caplog.text
-    with pytest.raises(BackendUnavailable):
-        lock(names[0]).holder()
-    leases[1].release()
-    with lock(names[1]) as lease:
-        assert lease.token == 2
-    assert leases[2].verify()
-
-
-def test_a_cluster_that_is_gone_is_told_like_any_other_service(nodes):
-    lease = lock("x").acquire()
-    for node in nodes:
-        node.kill()
-    with pytest.raises(BackendUnavailable, match="Redis Cluster cannot be connected"):
-        lock("another").acquire()
-    assert service("default").backend.renew([grant_of(lease)]) == [Renewal.UNKNOWN]
-
-
-def test_a_slot_moves_to_another_node_with_the_lock_in_it(nodes):
-    name = _name_on(0)
-    lease = lock(name, ttl=60).acquire()
-    with ThreadPoolExecutor(1) as pool:
-        waiter = pool.submit(_token_of, name, blocking_timeout=60)
-        queue = Keys.of("", name).queue
-        wait_until(lambda: nodes[0].execute("ZCARD", queue), "somebody in the line")
-        _move(_slot(name), *nodes[:2])
-        assert service("default").backend.renew([grant_of(lease)]) == [Renewal.KEPT]
-        assert lease.verify()
-        lease.release()
-        assert waiter.result(PATIENCE) == 2
-
-
-def _token_of(name: str, **terms: Any) -> int:
-    with lock(name, **terms) as lease:
-        return int(lease.token)
-
-
 def _move(slot: int, here: Redis, there: Redis) -> None:
     ids = [str(node.execute("CLUSTER", "MYID")) for node in (here, there)]
     there.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
@@ -249,3 +194,57 @@ def _move(slot: int, here: Redis, there: Redis) -> None:
     here.execute("MIGRATE", there.host, there.port, "", 0, 5000, "KEYS", *keys)
     for node in (there, here):
         node.execute("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+
+
+def test_a_dead_node_loses_no_leases_of_other_nodes(nodes, closing, caplog):
+    backend = backend_of(closing, CLIENT_FACTORY=FACTORY)
+    names = [_name_on(number) for number in range(3)]
+    held = [take(backend, claim(name, ttl=60)) for name in names]
+    assert backend.renew(held) == [Renewal.KEPT] * 3
+    nodes[0].kill()
+    assert backend.renew(held) == [Renewal.UNKNOWN, Renewal.KEPT, Renewal.KEPT]
+    runtime.worker.finish(60)
+    assert "failed at the renewal of 1 of 3 leases" in caplog.text
+    with pytest.raises(BackendUnavailable):
+        backend.holders(names[:1])
+    assert set(backend.holders(names[1:])) == set(names[1:])
+    assert backend.release(held[1])
+    assert take(backend, claim(names[1])).token == 2
+    assert backend.verify(held[2])
+
+
+def test_a_cluster_that_is_gone_is_unavailable(nodes, closing):
+    backend = backend_of(closing, CLIENT_FACTORY=FACTORY)
+    held = take(backend, claim("x"))
+    for node in nodes:
+        node.kill()
+    with pytest.raises(BackendUnavailable, match="Redis Cluster cannot be connected"):
+        take(backend, claim("another"))
+    assert backend.renew([held]) == [Renewal.UNKNOWN]
+
+
+def test_a_slot_moves_to_another_node_with_the_lock_and_its_queue(nodes, closing):
+    backend = backend_of(closing, CLIENT_FACTORY=FACTORY)
+    name = _name_on(0)
+    held = take(backend, claim(name, ttl=60))
+    sent, answers = claim(name), []
+    waiter = threading.Thread(target=lambda: answers.append(backend.acquire(sent, Wait(60))))
+    waiter.start()
+    queue = Keys.of("", name).queue
+    wait_until(lambda: nodes[0].execute("ZCARD", queue), "a waiter in the queue")
+    _move(_slot(name), *nodes[:2])
+    assert backend.renew([held]) == [Renewal.KEPT]
+    assert backend.verify(held)
+    assert backend.release(held)
+    waiter.join(PATIENCE)
+    assert isinstance(answers[0], Granted)
+    assert backend.verify(grant(sent, answers[0]))
+    assert isinstance(backend.acquire(claim(name), Wait()), Held)
+
+
+def test_one_node_of_a_cluster_is_not_enough(nodes, closing):
+    backend = backend_of(closing, nodes[0].url)
+    assert "E017" in [problem.id for problem in backend.check()]
+    whole = backend_of(closing, CLIENT_FACTORY=FACTORY)
+    works(whole, nodes[_slot(NAME) * 3 // SLOTS])
+    assert {problem.id for problem in whole.check()} == {"", "I001"}

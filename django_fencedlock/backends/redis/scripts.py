@@ -188,8 +188,9 @@ if not mine then
 end
 if ARGV[3] then
   local counter = redis.call('GET', KEYS[2])
-  if not mine and ARGV[2] ~= '' and (counter or ARGV[2]) == ARGV[2] then had = 1 end
   local drawn, last = string.match(counter or '', '^(%d+):(.*)$')
+  if last == ARGV[1] and (ARGV[2] == '' or ARGV[2] == counter) then had = 1 end
+  if not counter and ARGV[2] ~= '' then had = 1 end
   local floor = math.max(tonumber(drawn) or 0, tonumber(ARGV[3]))
   if (last or ARGV[1]) == ARGV[1] or tonumber(drawn) < floor then
     redis.call('SET', KEYS[2], string.format('%.0f:', floor), 'PX', {_COUNTER_TTL})

@@ -419,14 +419,15 @@ def test_an_expired_unfenced_lease_is_lost(backend, store):
     assert not backend.release(held)
 
 
-@pytest.mark.parametrize("by_holder", [True, False])
+@pytest.mark.parametrize("known", ["grant", "token", "owner"])
 @pytest.mark.parametrize("expired", [True, False])
-def test_a_released_lease_is_not_renewed(backend, store, by_holder, expired):
+def test_a_released_lease_is_not_renewed(backend, store, known, expired):
     """Neither by a renewal that arrives late, nor by the holder of a lock released by force."""
     held = take(backend, fenced())
     if expired:
         store.expire()
-    known = held if by_holder else Grant(NAME, held.owner, token=held.token)
+    by_force = Grant(NAME, held.owner, token=held.token if known == "token" else None)
+    known = held if known == "grant" else by_force
     assert backend.release(known)
     assert backend.renew([held]) == [Renewal.LOST]
     assert backend.holders([NAME]) == {}
@@ -807,7 +808,7 @@ def test_nothing_overlaps_or_stays_when_many_give_up_and_come_again(backend, sto
 SET_UP = """
 import os, sys
 import django; django.setup()
-from tests.test_redis_service import *
+from tests.test_redis_backend import *
 backend = RedisBackend(config_of(sys.argv[1], prefix=sys.argv[2]))
 """
 
