@@ -500,8 +500,9 @@ def test_an_error_about_one_lock_of_a_batch_refuses_no_renewal(backend, store):
     assert backend.renew([broken, fine]) == [Renewal.UNKNOWN, Renewal.KEPT]
 
 
-def test_a_key_of_other_software_is_a_held_lock(backend, store):
-    store.client.set(store.keys.lock, "what is this")
+@pytest.mark.parametrize("value", ["what is this", "", "owner:text", "owner:\N{SUPERSCRIPT TWO}:x"])
+def test_a_key_of_other_software_is_a_held_lock(backend, store, value):
+    store.client.set(store.keys.lock, value)
     assert backend.acquire(mine(), Wait()) == Held()
     assert backend.holders([NAME]) == {NAME: Held(waiting=0)}
 

@@ -84,7 +84,7 @@ class RedisBackend(Backend):
         if isinstance(answer, list):
             expires, arrival, handed, value = answer
             self._recheck(keys, handed)
-            return read_lock(value, expires), _text(arrival)
+            return _read_lock(value, expires), _text(arrival)
         token = int(answer)
         counter = f"{token}:{claim.owner}" if claim.fenced else ""
         handle = _Handle(keys, f"{claim.owner}:{token}:", counter)
@@ -178,7 +178,7 @@ class RedisBackend(Backend):
                 if isinstance(answer, Exception):
                     raise answer
         rows = zip(names, answers[::3], answers[1::3], answers[2::3], strict=True)
-        return {name: read_lock(value, *more) for name, value, *more in rows if value is not None}
+        return {name: _read_lock(value, *more) for name, value, *more in rows if value is not None}
 
     def suggest(self, name: str, floor: int) -> None:
         with self._requests("suggestion of a token", name):
@@ -233,7 +233,7 @@ class RedisBackend(Backend):
             raise self.unavailable(doing, exc, name) from exc
 
 
-def read_lock(value: bytes | str | None, expires: int, waiting: int | None = None) -> Held:
+def _read_lock(value: bytes | str | None, expires: int, waiting: int | None = None) -> Held:
     """Return who holds a lock, by the value of its key and the milliseconds until it expires."""
     owner, token, identity = [*_text(value).split(":", 2), "", ""][:3]
     expires_in = expires / 1000 if expires >= 0 else None
