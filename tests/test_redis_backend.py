@@ -819,8 +819,8 @@ def start_process(child_environment, server, backend):
     """Run a piece of Python in a process of its own."""
     with contextlib.ExitStack() as stack:
 
-        def start(text):
-            code = SET_UP + textwrap.dedent(text)
+        def start(text, before=""):
+            code = before + SET_UP + textwrap.dedent(text)
             child = subprocess.Popen(
                 [sys.executable, "-c", code, server.url, backend.config.key_prefix],
                 env=child_environment(),
@@ -867,6 +867,35 @@ def test_a_fork_leaves_the_parents_connections_alone(start_process):
         """
     )
     assert child.stdout.readline() == "True\n"
+
+
+def test_a_thread_under_gevent_uses_no_connection_of_a_thread_that_has_ended(start_process):
+    """The system gives the id of a thread that has ended to the next one."""
+    pytest.importorskip("gevent")
+    child = start_process(
+        """
+        import gevent
+        from django_fencedlock.core import runtime
+
+        sent, done = mine(), []
+
+        def acquire():
+            thread = runtime.original("_thread", "get_ident")()
+            try:
+                done.append((thread, take(backend, sent).owner == sent.owner))
+            except BaseException as exc:
+                done.append((thread, exc))
+
+        for number in range(6):
+            runtime.start(acquire)
+            while len(done) == number:
+                gevent.sleep(0.01)
+            gevent.sleep(0.1)
+        print(len({thread for thread, _ in done}) < 6 and [each for _, each in done], flush=True)
+        """,
+        before="from gevent import monkey; monkey.patch_all()\n",
+    )
+    assert child.stdout.readline() == f"{[True] * 6}\n"
 
 
 # Servers that don't answer

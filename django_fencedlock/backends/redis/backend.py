@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ class RedisBackend(Backend):
     def after_fork(self) -> None:
         # The driver shuts down no socket that another process opened.
         self._lock = runtime.allocate_lock()
-        self._connections: dict[int, Connections] = {}
+        self._connections: dict[int, tuple[object, Connections]] = {}
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
         with self._requests("acquiring", claim.name):
@@ -198,7 +199,7 @@ class RedisBackend(Backend):
             yield Problem("E013", str(exc), remedy)
 
     def close(self) -> None:
-        for connections in [*self._connections.values()]:
+        for _, connections in [*self._connections.values()]:
             connections.close()
 
     @property
@@ -206,14 +207,21 @@ class RedisBackend(Backend):
         """
         The connections that this code can use.
 
-        A socket of gevent belongs to the thread whose hub waits for it, and the keeper has another.
+        A socket of gevent belongs to one hub. The keeper's thread has a hub of its own, and a later
+        thread may have the id of a thread that has ended.
         """
-        hub = runtime.original("_thread", "get_ident")() if runtime.is_patched("socket") else 0
-        if hub not in self._connections:
+        thread, hub = 0, None
+        if runtime.is_patched("socket"):
+            thread = runtime.original("_thread", "get_ident")()
+            hub = sys.modules["gevent"].get_hub()
+        found = self._connections.get(thread)
+        if found is None or found[0] is not hub:
             with self._lock:
-                if hub not in self._connections:
-                    self._connections[hub] = Connections(clients.make_client(self.config))
-        return self._connections[hub]
+                found = self._connections.get(thread)
+                if found is None or found[0] is not hub:
+                    made = Connections(clients.make_client(self.config))
+                    found = self._connections[thread] = hub, made
+        return found[1]
 
     def _keys(self, name: str) -> Keys:
         return Keys.of(self.config.key_prefix, name)

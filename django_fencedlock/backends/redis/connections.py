@@ -181,7 +181,9 @@ class Mailbox:
     def _wake(self) -> None:
         # The thread that cancels may run an event loop, which a request would block.
         if self in self._connections.waiters:
-            threading.Thread(target=self._push, daemon=True).start()
+            # RuntimeError: the interpreter exits. The waiter notices after a beat.
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self._push, daemon=True).start()
 
     def _push(self) -> None:
         with contextlib.suppress(*RedisError):
