@@ -514,7 +514,7 @@ def test_a_session_that_died_after_max_hold_tells_why(keeper, service, clock, le
 
 def test_a_child_after_fork_keeps_nothing(keeper, lease):
     keeper.keep(lease())
-    keeper.forget_after_fork()
+    keeper.after_fork()
     assert keeper.tick() is None
 
 

@@ -258,7 +258,7 @@ class TestASlowAnswer:
 
     def test_nor_of_the_parents_after_a_fork(self, scripted, now):
         self.take(scripted)
-        scripted.forget_after_fork()
+        scripted.after_fork()
         assert not scripted.keeper._due
 
     def test_a_release_waits_for_a_renewal_that_is_under_way(self, scripted, now):

@@ -12,15 +12,32 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
 from django.db import Error, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import logs
 from ..backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
-from ..exceptions import AliasConflict, BackendUnavailable, FencedLockError
-from ..lease import Lease
-from ..storage.connections import in_transaction, test_connection
+from ..exceptions import (
+    AliasConflict,
+    BackendUnavailable,
+    FencedLockError,
+    InsideTransaction,
+    LockNotAcquired,
+)
+from ..lease import Lease, current_lease
+from ..storage.connections import has_own_block, in_transaction, query_once, test_connection
+from ..storage.dialect import whose
 from ..storage.fences import Fences
+from ..storage.vendors import Ledger, Row, ledger_for
 from .events import Kind, emit
-from .identity import Holder, Owner, describe_identity, is_process_gone, new_owner
+from .identity import (
+    Holder,
+    LocalHolder,
+    Owner,
+    describe_identity,
+    is_in_call,
+    is_process_gone,
+    new_owner,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +46,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25
 #: How often one grant may be refused by the fence, and given a number again.
 ATTEMPTS = 4
+#: Seconds to find the reason of a refusal, after a wait.
+BRIEFLY = 0.5
 
 
 class Keeps(Protocol):
@@ -256,6 +275,105 @@ class Grants:
         backend = self.backend
         emit(Kind.EVICTED, type(backend), backend.config.alias, name, None, **facts)
         return True
+
+    def refuse_to_wait_for_caller(self, claim: Claim, wait: Wait, who: LocalHolder) -> None:
+        """
+        Raise if the holder of the lock waits for this very call.
+
+        The context of the call has the lease. A child task that the holder started has it as well,
+        and can't be distinguished here.
+        """
+        lease = current_lease(claim.name)
+        if lease is None or lease.alias != self.backend.config.alias or lease.lost or not wait.left:
+            return
+        holder = lease.who
+        if holder is None or holder is who or holder.has_ended():
+            return
+        if holder.is_task() or is_in_call():
+            raise LockNotAcquired(
+                f"Lock {lease.name!r} is held by the code that called this function by "
+                "sync_to_async, so waiting for it might never end. Use the caller's lease, "
+                f"current_lease({lease.name!r}), or release it before the call.",
+                name=lease.name,
+                alias=self.backend.config.alias,
+            )
+
+    def require_visible(self, grant: Grant, home: BaseDatabaseWrapper) -> None:
+        """Refuse a grant that the caller's transaction can't see: its snapshot is older."""
+        if not grant.fenced or not self.backend.excludes:
+            return
+        try:
+            if ledger_for(home).newest(home, grant.name) == (grant.token, grant.owner):
+                return
+        except BaseException:
+            self.release(grant)
+            raise
+        self.release(grant)
+        raise InsideTransaction(
+            f"Lock {grant.name!r} was granted with token {grant.token}, but this transaction "
+            "has an older snapshot and can't see the grant. Acquire the lock first, and open "
+            "the transaction inside of it (or use READ COMMITTED, where the database has it).",
+            name=grant.name,
+            alias=self.backend.config.alias,
+        )
+
+    def refuse_as_in_production(self, claim: Claim, home: BaseDatabaseWrapper) -> None:
+        """
+        Refuse a lock inside the code's own ``atomic()`` on SQLite, though a test could grant it.
+
+        Outside of a ``TestCase`` the grant is written by another connection, which has to wait for
+        that transaction.
+        """
+        writes = claim.fenced or self.backend.records_unfenced
+        if home.vendor == "sqlite" and writes and self.backend.excludes and has_own_block(home):
+            raise self.backend.inside_transaction(claim.name)
+
+    def refusal(
+        self, name: str, waited: float, fenced: bool = True, held: Held | None = None
+    ) -> LockNotAcquired:
+        """Return the error that says who has the lock; `held` is what `acquire()` saw."""
+        try:
+            seen = held is not None and held.owner
+            alias = self.backend.config.alias
+            holder = holder_of(held, alias) if held and seen else self._holder(name)
+        except BackendUnavailable:
+            holder = None
+        by = f"held by {holder}" if holder else "taken; its holder has just gone, or isn't known"
+        if fenced and (holder is None or holder.token is None):
+            # That holder's grant isn't recorded yet: it may wait for the same transaction.
+            by = self._pinned(name) or by
+        return LockNotAcquired(
+            f"Lock {name!r} is {by}. Waited {waited:.1f} s for it.",
+            name=name,
+            alias=self.backend.config.alias,
+            holder=holder,
+        )
+
+    def _pinned(self, name: str) -> str | None:
+        """Describe an open transaction that keeps a grant from being recorded."""
+        using = self.backend.config.fence_database
+        if test_connection(using) is not None:
+            return None  # From outside, the test's own transaction would seem to be in the way.
+
+        def look(private: BaseDatabaseWrapper) -> tuple[Ledger, str | None, Row | None]:
+            ledger = ledger_for(private)
+            return ledger, ledger.pinned_by(private, name), ledger.look(private, name)
+
+        try:
+            ledger, blocker, row = query_once(using, BRIEFLY, look)
+        except Error:
+            return None
+        if blocker is None:
+            return None
+        last = f"; its last holder was {row.holder()}" if row and not row.live else ""
+        return (
+            f"free, but {ledger.obstacle.format(using=using)}, and the next grant has to wait for "
+            f"its end{whose(blocker)}{last}"
+        )
+
+    def _holder(self, name: str) -> Holder | None:
+        held = self.backend.holders([name]).get(name)
+        return None if held is None else holder_of(held, self.backend.config.alias)
 
     def _conflict(self, name: str, alias: str, label: str, holder: Holder) -> AliasConflict:
         mine = self.backend.config.alias

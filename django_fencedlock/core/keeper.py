@@ -93,7 +93,7 @@ class Keeper:
         self._wakes_at = math.inf
         self._runs = False
 
-    def forget_after_fork(self) -> None:
+    def after_fork(self) -> None:
         """Keep nothing of the parent's; the threads stayed there."""
         self._reset()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,39 +21,31 @@ from ..backends.interface import Backend, Claim, Grant, Held, Renewal, Wait
 from ..exceptions import (
     BackendUnavailable,
     FencedLockError,
-    InsideTransaction,
     LeaseLost,
     LockNotAcquired,
     NotTheHolder,
 )
-from ..lease import Duration, Lease, current_lease
+from ..lease import Duration, Lease
 from ..storage import history, unfenced
 from ..storage.background_writer import writer
 from ..storage.connections import (
-    has_own_block,
     is_of_test,
-    query_once,
     test_connection,
     test_has_ended,
     under_test,
 )
-from ..storage.dialect import whose
 from ..storage.fenced_atomic import pinned_atomic
 from ..storage.fences import Fences, told
-from ..storage.vendors import Ledger, Row, ledger_for
 from . import aio, runtime, transactions
 from .events import Kind, emit, subscribe
 from .grants import Grants, grant_of, holder_of
-from .identity import Holder, LocalHolder, current_holder, is_in_call
+from .identity import Holder, LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
 from .runtime import clock
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-#: Seconds to find the reason of a refusal, after a wait.
-BRIEFLY = 0.5
 
 
 class Service:
@@ -74,12 +65,12 @@ class Service:
             fences = Fences(self.config, self.backend.label)
         self.keeper = Keeper(self.backend, self.report_losses, clock, fences)
         self.grants = Grants(self.backend, fences, self.keeper, clock)
-        _living.add(self)
+        _living.add(runtime.forks.register(self))
 
-    def forget_after_fork(self) -> None:
+    def after_fork(self) -> None:
         """Own nothing of the parent's."""
         self.backend.after_fork()
-        self.keeper.forget_after_fork()
+        self.keeper.after_fork()
 
     # Acquiring
 
@@ -98,12 +89,10 @@ class Service:
         """
         Acquire the lock before the wait is over, or enter it again if `who` holds it; else None.
 
-        After `max_hold` seconds nothing renews it any more. A lock that is entered again keeps the
-        bound that it has.
+        `Wait.refused` is called after the first refusal, and `Wait.held` says who has the lock. A
+        lock that is entered again keeps its `max_hold`.
 
         Args:
-            wait: `Wait.refused` is called once the first try was refused. `Wait.held` says who
-                has a lock that wasn't acquired.
             since: When the caller began to wait, on the local clock; without it, now.
             tells: Whether a refusal is an event: not if the caller tries again.
             of_another_process: In a test, the claim stands for one of another process, which isn't
@@ -112,26 +101,18 @@ class Service:
         wait, who = wait or Wait(), who or current_holder()
         if lease := self.enter_again(claim, who):
             return lease
-        self._refuse_to_wait_for_caller(claim, wait, who)
+        self.grants.refuse_to_wait_for_caller(claim, wait, who)
         started = self._clock()
         home = connections[self.config.fence_database]
-        lent = home.in_atomic_block and is_of_test(home)
-        if lent:
+        if home.in_atomic_block and is_of_test(home):
             if not of_another_process:
-                self._refuse_as_in_production(claim, home)
+                self.grants.refuse_as_in_production(claim, home)
             # Only this very thread could release the lock.
             wait.deadline = started
         try:
             answer = self.grants.acquire(claim, wait)
-            if isinstance(answer, Held):
-                lease = None
-            else:
-                if home.in_atomic_block and not lent:
-                    self._require_visible(answer[0], home)
-                lease = self._lease(claim, *answer)
-                if lent:
-                    lease.lent = True
-                    lease.is_over = test_has_ended(home)
+            lease = None if isinstance(answer, Held) else self._lease(claim, *answer, home)
+            if lease is not None:
                 lease.pattern, lease.max_hold = pattern, max_hold
                 who.leases[self, lease.name] = lease
                 lease.belongs_to(who)
@@ -152,7 +133,10 @@ class Service:
         self._emit(Kind.ACQUIRED, lease.name, lease, waited=waited)
         return lease
 
-    def _lease(self, claim: Claim, grant: Grant, since: float) -> Lease:
+    def _lease(self, claim: Claim, grant: Grant, since: float, home: BaseDatabaseWrapper) -> Lease:
+        lent = home.in_atomic_block and is_of_test(home)
+        if home.in_atomic_block and not lent:
+            self.grants.require_visible(grant, home)
         lease = Lease(
             name=claim.name,
             alias=self.config.alias,
@@ -167,37 +151,9 @@ class Service:
             clock=self._clock,
         )
         lease.grant = grant
+        if lent:
+            lease.lent, lease.is_over = True, test_has_ended(home)
         return lease
-
-    def _require_visible(self, grant: Grant, home: BaseDatabaseWrapper) -> None:
-        """Refuse a grant that the caller's transaction can't see: its snapshot is older."""
-        if not grant.fenced or not self.backend.excludes:
-            return
-        try:
-            if ledger_for(home).newest(home, grant.name) == (grant.token, grant.owner):
-                return
-        except BaseException:
-            self.grants.release(grant)
-            raise
-        self.grants.release(grant)
-        raise InsideTransaction(
-            f"Lock {grant.name!r} was granted with token {grant.token}, but this transaction "
-            "has an older snapshot and can't see the grant. Acquire the lock first, and open "
-            "the transaction inside of it (or use READ COMMITTED, where the database has it).",
-            name=grant.name,
-            alias=self.config.alias,
-        )
-
-    def _refuse_as_in_production(self, claim: Claim, home: BaseDatabaseWrapper) -> None:
-        """
-        Refuse a lock inside the code's own ``atomic()`` on SQLite, though a test could grant it.
-
-        Outside of a ``TestCase`` the grant is written by another connection, which has to wait for
-        that transaction.
-        """
-        writes = claim.fenced or self.backend.records_unfenced
-        if home.vendor == "sqlite" and writes and self.backend.excludes and has_own_block(home):
-            raise self.backend.inside_transaction(claim.name)
 
     def tell_refused(self, name: str, pattern: str, waited: float) -> None:
         self._emit(Kind.REFUSED, name, None, pattern=pattern, waited=waited)
@@ -230,28 +186,6 @@ class Service:
             self._forget(lease)
             lease = None
         return lease
-
-    def _refuse_to_wait_for_caller(self, claim: Claim, wait: Wait, who: LocalHolder) -> None:
-        """
-        Raise if the holder of the lock waits for this very call.
-
-        The context of the call has the lease. A child task that the holder started has it as well,
-        and can't be distinguished here.
-        """
-        lease = current_lease(claim.name)
-        if lease is None or lease._control is not self or lease.lost or not wait.left:
-            return
-        holder = lease.who
-        if holder is None or holder is who or holder.has_ended():
-            return
-        if holder.is_task() or is_in_call():
-            raise LockNotAcquired(
-                f"Lock {lease.name!r} is held by the code that called this function by "
-                "sync_to_async, so waiting for it might never end. Use the caller's lease, "
-                f"current_lease({lease.name!r}), or release it before the call.",
-                name=lease.name,
-                alias=self.config.alias,
-            )
 
     def enter_again(self, claim: Claim, who: LocalHolder) -> Lease | None:
         """Return the lease that `who` has already, entered once more; else None."""
@@ -482,43 +416,7 @@ class Service:
         self, name: str, waited: float, fenced: bool = True, held: Held | None = None
     ) -> LockNotAcquired:
         """Return the error that says who has the lock; `held` is what `acquire()` saw."""
-        try:
-            seen = held is not None and held.owner
-            holder = holder_of(held, self.config.alias) if held and seen else self.holder(name)
-        except BackendUnavailable:
-            holder = None
-        by = f"held by {holder}" if holder else "taken; its holder has just gone, or isn't known"
-        if fenced and (holder is None or holder.token is None):
-            # That holder's grant isn't recorded yet: it may wait for the same transaction.
-            by = self._pinned(name) or by
-        return LockNotAcquired(
-            f"Lock {name!r} is {by}. Waited {waited:.1f} s for it.",
-            name=name,
-            alias=self.config.alias,
-            holder=holder,
-        )
-
-    def _pinned(self, name: str) -> str | None:
-        """Describe an open transaction that keeps a grant from being recorded."""
-        using = self.config.fence_database
-        if test_connection(using) is not None:
-            return None  # From outside, the test's own transaction would seem to be in the way.
-
-        def look(private: BaseDatabaseWrapper) -> tuple[Ledger, str | None, Row | None]:
-            ledger = ledger_for(private)
-            return ledger, ledger.pinned_by(private, name), ledger.look(private, name)
-
-        try:
-            ledger, blocker, row = query_once(using, BRIEFLY, look)
-        except Error:
-            return None
-        if blocker is None:
-            return None
-        last = f"; its last holder was {row.holder()}" if row and not row.live else ""
-        return (
-            f"free, but {ledger.obstacle.format(using=using)}, and the next grant has to wait for "
-            f"its end{whose(blocker)}{last}"
-        )
+        return self.grants.refusal(name, waited, fenced, held)
 
     def explain(self, leases: Sequence[Lease]) -> None:
         """Ask the database who released these leases by force."""
@@ -556,17 +454,11 @@ class Service:
 _services: dict[str, Service] = {}
 #: Those of former settings too, which may have leases out.
 _living: weakref.WeakSet[Service] = weakref.WeakSet()
-_making = runtime.allocate_lock()
 
 
 def service(alias: str) -> Service:
     """The service of an alias, made when it is first asked for."""
-    found = _services.get(alias)
-    if found is None:
-        with _making:
-            found = _services.get(alias) or Service(alias)
-            _services[alias] = found
-    return found
+    return _services.get(alias) or _services.setdefault(alias, Service(alias))
 
 
 def give_back_left_over(since: float) -> None:
@@ -606,13 +498,6 @@ def _forget_settings(*, setting: str, **kwargs: object) -> None:
         _services.clear()
 
 
-def _forget_after_fork() -> None:
-    global _making
-    _making = runtime.allocate_lock()
-    for each in list(_living):
-        each.forget_after_fork()
-
-
 def tidy_at_exit() -> None:
     """Do what releases have put off: the process ends."""
     runtime.finish()
@@ -625,5 +510,4 @@ def tidy_at_exit() -> None:
 subscribe(history.on_event, Kind.ACQUIRED, Kind.RELEASED)
 subscribe(unfenced.on_event, Kind.RENEWED)
 setting_changed.connect(_forget_settings, dispatch_uid="django_fencedlock.core.manager")
-os.register_at_fork(after_in_child=_forget_after_fork)
 atexit.register(tidy_at_exit)

@@ -75,11 +75,7 @@ def disable_locking() -> Iterator[None]:
     models can be written under the newest grant. Otherwise tokens rise from 1, in memory.
     """
     everything = {alias: _switched_off(conf.config(alias)) for alias in conf.aliases()}
-    with (
-        override_settings(FENCEDLOCK=everything),
-        # Grants need not be recorded, so a transaction needs to see none.
-        mock.patch.object(Service, "_require_visible"),
-    ):
+    with override_settings(FENCEDLOCK=everything):
         yield
 
 

@@ -132,7 +132,9 @@ def test_after_a_restore_of_everything_former_holders_are_refused(on):
 def new_holder(invoice):
     """Return a lease of another process, which isn't renewed."""
     claim = new_claim(invoice.fencing.name(), 30)
-    return service("default")._lease(claim, *service("default").grants.acquire(claim, Wait()))
+    found = service("default")
+    home = connections[found.config.fence_database]
+    return found._lease(claim, *found.grants.acquire(claim, Wait()), home)
 
 
 @ON_ALL
