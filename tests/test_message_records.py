@@ -15,6 +15,7 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import MessageRecord
 from django_fencedlock.storage.dialect import BATCH
 from django_fencedlock.storage.message_records import SETTLED, Begun, Message, MessageRecords
+from django_fencedlock.storage.pending_runs import PendingRuns, Place, StoredMessage
 
 DAY = 86400.0
 
@@ -113,6 +114,14 @@ def test_a_callers_transaction_that_is_rolled_back_undoes_nothing(using, deliver
         deliveries.begin(first)
         transaction.set_rollback(True, using=using)
     assert rows.count() == 1
+
+
+def test_a_row_that_the_table_rejects_is_an_error(deliveries):
+    with pytest.raises(BackendUnavailable, match="beginning of a delivery"):
+        deliveries.begin(message(name=None))
+    with pytest.raises(BackendUnavailable, match="count of a trigger"):
+        stored = StoredMessage("application/json", "utf-8", None, "{}")
+        PendingRuns(conf.config()).count(Place("x", "app.charge"), stored, 1.0)
 
 
 class TestSweeping:

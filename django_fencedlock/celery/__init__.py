@@ -1,4 +1,4 @@
-"""`single_instance`: Celery tasks that run once at a time. Importing this imports Celery."""
+"""Celery tasks that run once at a time. Importing this imports Celery."""
 
 # It hooks into every worker.
 from . import worker as _worker  # noqa: F401

@@ -1,4 +1,4 @@
-"""System checks of tasks under `single_instance`: their arguments, and Celery's settings."""
+"""System checks of tasks under `single_instance`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Case:
 
     @property
     def alias(self) -> conf.AliasConfig | None:
-        """The settings of its alias; None if they are wrong, which other checks report."""
+        """The settings of its alias; None if they are wrong."""
         try:
             return conf.config(self.policy.backend)
         except SettingsError:
@@ -89,13 +89,13 @@ class _Case:
 
     @property
     def pool(self) -> str:
-        """The worker's pool in the settings; the command line of a worker may name another."""
+        """The worker's pool in the settings. A command line may name another."""
         name = str(self.app.conf.worker_pool or "").partition(":")[0].rpartition(".")[2]
         return "thread" if name == "threads" else name
 
     @property
     def visibility_timeout(self) -> float | None:
-        """Seconds until the broker delivers again what isn't acknowledged; None if it doesn't."""
+        """Seconds until the broker delivers an unacknowledged message again."""
         try:
             connection = self.app.connection_for_read()
         except Exception:

@@ -1,5 +1,5 @@
 """
-While one run is active, any number of triggers become one further run, with the latest arguments.
+Coalesce any number of triggers into one run, after the active one.
 
 A trigger that finds the lock held counts itself in the table of pending runs, and tries once more.
 A run that releases the lock looks for triggers that were counted meanwhile, and publishes a message
@@ -66,7 +66,7 @@ _BASE64 = "base64,"
 
 
 class Coalescing:
-    """What a run under ``on_conflict="coalesce"`` does before, with and after its lock."""
+    """What a run that coalesces does before, with and after its lock."""
 
     def __init__(self, call: Call, delivery: Delivery | None) -> None:
         self._call = call
@@ -105,7 +105,7 @@ class Coalescing:
 
     def begin(self) -> tuple[Skip | None, Arguments | None]:
         """
-        Claim all that is pending, with the latest arguments. Call it with the lock.
+        Claim all that is pending. Call it with the lock.
 
         Returns:
             Why there is nothing to run; and the arguments, unless they are the run's own.
@@ -126,7 +126,7 @@ class Coalescing:
         return None, None if latest == arguments(self._call) else latest
 
     def ended(self, outcome: str) -> None:
-        """Record that the run has done what it claimed. Call it before the lock is released."""
+        """Record that the claimed work is done, before the lock is released."""
         if self._claimed is None or not outcome:
             return
         call = self._call
@@ -134,12 +134,14 @@ class Coalescing:
             number = self._claimed.number
             self._pending.end(self._place, call.owner.id, number, in_queue(call.ttl))
         except BackendUnavailable as exc:
-            text = "The end of a run wasn't recorded, so another will follow: %s"
-            logger.warning(text, exc, extra=call.facts(str(exc)))
+            extra = call.facts(str(exc))
+            logger.warning(
+                "The end of a run wasn't recorded, so another will follow: %s", exc, extra=extra
+            )
 
     def released(self) -> None:
         """
-        Publish messages for the triggers that were counted meanwhile. Call it without the lock.
+        Publish messages for the triggers that were counted meanwhile.
 
         A trigger that is counted from now on finds the lock free.
         """
@@ -150,7 +152,7 @@ class Coalescing:
             self._serve()
 
     def _count(self) -> Skip | None:
-        """Count the run's own trigger; that of a retry only if no newer one was counted."""
+        """Count the run's own trigger; a retry's only if no newer one came."""
         message = pack(self._call)
         delivery = None if self._delivery is None else self._delivery.message
         begun = self._pending.count(self._place, message, GRACE, delivery, self._retried)
@@ -198,8 +200,8 @@ class Coalescing:
                 serve(self._call.task.app, pending)
         except Exception as exc:
             # This task has ended, whatever happens to the next one.
-            text, extra = "Triggers under lock %r have to wait: %s", self._call.facts(str(exc))
-            logger.warning(text, self._call.name, exc, extra=extra)
+            name, extra = self._call.name, self._call.facts(str(exc))
+            logger.warning("Triggers under lock %r have to wait: %s", name, exc, extra=extra)
 
 
 def _retried(request: Any) -> EarlierRun | None:
@@ -227,7 +229,7 @@ def coalesces(task: Any) -> bool:
 
 
 def in_queue(ttl: float) -> float:
-    """Return for how many seconds a message may be on its way before another is sent."""
+    """Return the seconds that a message has before another is sent."""
     return max(ttl, IN_QUEUE)
 
 
@@ -264,7 +266,7 @@ def serve_overdue(app: Celery, config: AliasConfig, policies: dict[str, Policy])
 
 
 def _reserve(runs: PendingRuns, pending: Pending, ttl: float) -> bool:
-    """Keep other workers from serving a pending run for a while; give it up after many tries."""
+    """Reserve a pending run for a while; give it up after many tries."""
     if pending.tries >= MOST_TRIES or pending.rescues >= MOST_RESCUES:
         if runs.give_up(pending):
             report_given_up(pending.place, pending.tries, pending.rescues)
@@ -286,13 +288,17 @@ def report_given_up(place: Place, tries: int, rescues: int = 0) -> None:
             f"{rescues} messages were sent and no run began. See whether workers take from its "
             "queue, and whether its lock has another name now"
         )
-    text = "Gave up task %s under lock %r: %s; then call the task again."
-    extra = logs.facts(name=place.name, task=place.task_name)
-    logger.error(text, place.task_name, place.name, why, extra=extra)
+    logger.error(
+        "Gave up task %s under lock %r: %s; then call the task again.",
+        place.task_name,
+        place.name,
+        why,
+        extra=logs.facts(name=place.name, task=place.task_name),
+    )
 
 
 def send(task: AnyTask, pending: Pending, **more: Any) -> None:
-    """Publish the message of a pending run: the task alone, without chain, chord and group."""
+    """Publish the message of a pending run, without chain, chord and group."""
     args, kwargs = unpack(task, pending.message)
     # Only what pack() stores: in a row from elsewhere, a header may name another task.
     given = json.loads(pending.message.options)
@@ -302,7 +308,7 @@ def send(task: AnyTask, pending: Pending, **more: Any) -> None:
 
 
 def pack(call: Call) -> StoredMessage:
-    """Return a call's arguments, and where its message came from, for the database."""
+    """Return a call's message, for the database."""
     serializer = serializer_of(call.task)
     if serializer in PICKLES:
         raise TypeError(

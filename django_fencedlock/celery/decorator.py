@@ -1,4 +1,4 @@
-"""`single_instance`: which functions it wraps, and what Celery sees of them."""
+"""`single_instance`: the functions it wraps, and what Celery sees."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Name = str | type["Model"] | Callable[[Any, dict[str, Any]], str] | None
 
 def lock_name(task: Any, *args: Any, **kwargs: Any) -> str:
     """
-    Return the name of the lock that a call of `task` with these arguments acquires.
+    Return the name of the lock of a call of `task` with these arguments.
 
     ``with lock(lock_name(charge, 42)):`` keeps the task from running meanwhile.
     """
@@ -69,7 +69,9 @@ def single_instance(
 ) -> Callable[[F], F]: ...
 def single_instance(name: Any = None, **terms: Any) -> Any:
     """
-    Run a Celery task once at a time for each lock name; stands below ``@shared_task``.
+    Run a Celery task once at a time for each lock name.
+
+    Put it below ``@shared_task``.
 
     Args:
         name: A template over the task's parameters, ``"invoice:{invoice_id}"``; a fenced model,
@@ -107,7 +109,7 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
 
 
 def _is_bare(given: object, terms: Mapping[str, object]) -> bool:
-    """Return whether `given` is the decorated function, not a callable that names locks."""
+    """Return whether `given` is the decorated function itself."""
     if _is_task(given):
         raise _wrong_order()
     if terms or not inspect.isfunction(given) or given.__name__ == "<lambda>":

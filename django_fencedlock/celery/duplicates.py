@@ -94,7 +94,7 @@ class HolderGone(Exception):
 
 
 class Delivery:
-    """A delivery of a message that may be delivered again, and the record of the message."""
+    """A delivery of a message that may come again, and the message's record."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -123,7 +123,7 @@ class Delivery:
 
     def conflict(self, holder: Holder) -> Skip | None:
         """
-        Look whether another delivery of the same message has the lock; None if not.
+        Look whether another delivery of the same message has the lock.
 
         If it has, publish a copy that comes later, and raise `Ignore`: the first delivery does
         the work, and if it dies, the copy does.
@@ -159,8 +159,13 @@ class Delivery:
         self._began = not begun.outcome
         if self._began:
             return None
-        call, text = self._call, "Lock %r: a message of %s was delivered again after its end (%s)"
-        logger.info(text, call.name, call.title, begun.outcome, extra=call.facts())
+        logger.info(
+            "Lock %r: a message of %s was delivered again after its end (%s)",
+            self._call.name,
+            self._call.title,
+            begun.outcome,
+            extra=self._call.facts(),
+        )
         if self._is_result_stored(begun.outcome):
             raise Ignore(f"an earlier delivery of the message ended: {begun.outcome}")
         if not begun.is_past:
@@ -197,8 +202,10 @@ class Delivery:
         except BackendUnavailable as exc:
             if call.policy.on_backend_error != "run":
                 raise
-            text, extra = "%s runs without a record of its message: %s", call.facts(str(exc))
-            logger.error(text, call.title, exc, extra=extra)
+            extra = call.facts(str(exc))
+            logger.error(
+                "%s runs without a record of its message: %s", call.title, exc, extra=extra
+            )
             return None
 
     def _may_be_the_same(self, holder: Holder) -> bool:
@@ -209,7 +216,7 @@ class Delivery:
         postpone(self._call, countdown, {}, f"an earlier delivery of the message {why}")
 
     def _is_result_stored(self, outcome: str) -> bool:
-        """Return whether the earlier delivery did all that a worker does after the body."""
+        """Return whether a worker stored the result of the earlier delivery."""
         task, request = self._call.task, self._call.request
         if outcome in ("retry", "ignored"):
             return True
@@ -226,7 +233,7 @@ class Delivery:
 
 
 def delivery_of(call: Call) -> Delivery | None:
-    """Return the delivery that a call is; None if its message can't come again."""
+    """Return the delivery of a call; None if its message can't come again."""
     request = call.request
     if call.policy.redelivery != "defer" or call.is_called_directly or request.is_eager:
         return None
@@ -251,7 +258,7 @@ def nonce(request: Any, task_name: str) -> str:
 
 
 def kept(app: Any) -> float:
-    """Return for how many seconds a record is kept: twice the visibility timeout, or longer."""
+    """Return the seconds for which a record is kept."""
     given = (app.conf.broker_transport_options or {}).get("visibility_timeout")
     timeout = given if isinstance(given, int | float) else VISIBILITY_TIMEOUT
     return max(KEPT, 2.0 * timeout)
@@ -259,7 +266,7 @@ def kept(app: Any) -> float:
 
 def postpone_until_publisher_ends(call: Call, seen: Sequence[Holder]) -> None:
     """
-    Postpone the message (raise `Ignore`) if the run that published it still holds the lock.
+    Postpone the message if the run that published it still holds the lock.
 
     A body publishes its retry, its replacement and the steps of a workflow while it holds its
     lock, and an idle worker may get them at once. ``on_conflict`` would skip that work.
@@ -291,7 +298,7 @@ def _holder(call: Call) -> Holder | None:
 
 
 class _Copied(str):
-    """The value of DELIVERY of a copy: every other message gets a new one when published."""
+    """The value of DELIVERY of a copy; other messages get a new value."""
 
     __slots__ = ()
 
@@ -306,7 +313,7 @@ class Again(Signature[Any]):
 
 
 def again(call: Call, countdown: float, headers: dict[str, Any]) -> Again:
-    """Make the task's next message: in the same chain, chord and group, with as many retries."""
+    """Make the task's next message, in the same chain, chord and group."""
     task, request = call.task, call.request
     # Celery 5.5 drops this option.
     more: dict[str, Any] = {"ignore_result": True} if request.ignore_result else {}
@@ -331,7 +338,7 @@ def publish_copy(call: Call, copy: Signature[Any]) -> None:
 
 
 def postpone(call: Call, countdown: float, headers: dict[str, Any], why: str) -> NoReturn:
-    """Publish a copy of a call's message, which comes later, and end this delivery."""
+    """Publish a copy of a message that comes later, and raise `Ignore`."""
     try:
         publish_copy(call, again(call, countdown, headers))
     except Exception as exc:
@@ -343,7 +350,7 @@ def postpone(call: Call, countdown: float, headers: dict[str, Any], why: str) ->
 
 
 def route(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that send a message where one with this delivery_info came from."""
+    """Return the options that send a message where another came from."""
     options: dict[str, Any] = {"priority": info.get("priority")}
     exchange, key = info.get("exchange"), info.get("routing_key")
     if exchange:
@@ -378,7 +385,7 @@ def _identify(sender: str = "", headers: Any = None, body: Any = None, **kwargs:
 
 
 def _followed_run(name: str, headers: Any, body: Any) -> str:
-    """Return the owner id of the run that a message continues; empty if there is none."""
+    """Return the owner id of the run that a message continues, if any."""
     task: Any = _state.get_current_worker_task()
     owner = "" if task is None else getattr(task.request, RUN, "")
     if not owner:
@@ -390,7 +397,7 @@ def _followed_run(name: str, headers: Any, body: Any) -> str:
 
 
 def _single_task(name: str) -> AnyTask | None:
-    """Return the task of that name, of any app: the signal doesn't say which app publishes."""
+    """Return the task of that name, of any app."""
     found: Any = current_app.tasks.get(name) or next(_tasks_of_other_apps(name), None)
     return found  # type: ignore[no-any-return]
 

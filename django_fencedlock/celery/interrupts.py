@@ -1,5 +1,5 @@
 """
-Interrupt a body whose lock is lost, and clean up after a body that was interrupted.
+Interrupt a body whose lock is lost, and clean up after interrupts.
 
 `on_lost="abort"` raises an exception in a running body, from another thread. That thread can't see
 where the body is. So each run has an `Interruptible`, which says whether its body is running, and
@@ -46,7 +46,7 @@ _SOFT_LIMIT: Any = getattr(pool, "SIG_SOFT_TIMEOUT", None)
 
 class Abort(BaseException):
     """
-    Raised in a body whose lock was lost. It never leaves the run, which raises `LeaseLost`.
+    Raised in a body whose lock was lost; the run raises `LeaseLost`.
 
     It is no ``Exception``, since bodies swallow those.
     """
@@ -54,7 +54,7 @@ class Abort(BaseException):
 
 def run_interruptible(lease: Lease, body: Callable[[], T]) -> T:
     """
-    Run `body`, and interrupt it when `lease` is lost: then `LeaseLost` is raised.
+    Run `body`; if `lease` is lost, interrupt it and raise `LeaseLost`.
 
     This is best effort. A call of C, a bare ``except:`` or a callback of a driver may delay or
     swallow the interrupt. Fenced writes under the lost lock are rejected in any case.
@@ -106,13 +106,13 @@ def _run(body: Callable[[], T], began: float, blocks: Mapping[str, int]) -> T:
 
 
 def clean_up(began: float, blocks: Mapping[str, int]) -> None:
-    """Close connections that an interrupt broke, and release locks acquired since `began`."""
+    """Close broken connections, and release locks acquired since `began`."""
     close_broken(blocks)
     give_back_left_over(began)
 
 
 def _came_of(exc: BaseException | None, kinds: tuple[type[BaseException], ...]) -> bool:
-    """Return whether this is it, or replaced it: a broken connection can't even roll back."""
+    """Return whether the error is of these kinds, or replaced one."""
     while exc is not None and not isinstance(exc, kinds):
         exc = exc.__context__
     return exc is not None
@@ -164,7 +164,7 @@ class Interruptible:
             self.interrupt()
 
     def interrupt(self) -> None:
-        """Raise `Abort` in the body, if it is still armed. From another thread than the body's."""
+        """Raise `Abort` in the body, if it is still armed, from another thread."""
         raise NotImplementedError
 
     def is_due(self) -> bool:
@@ -231,7 +231,7 @@ def _install_handler() -> int:
 
 
 def on_signal(number: int, frame: FrameType | None) -> None:
-    """Handle the abort signal: raise `Abort` if it is meant for a run of this thread."""
+    """Raise `Abort` if the signal is meant for a run of this thread."""
     # It may come late: Python handles two signals at once one after the other.
     if (innermost := _innermost.get(_thread_id())) is None:
         return
@@ -244,7 +244,7 @@ def on_signal(number: int, frame: FrameType | None) -> None:
 
 class ByException(Interruptible):
     """
-    Interrupts another thread, by an exception that Python raises between two instructions.
+    Interrupts another thread, by an asynchronous exception.
 
     It stays pending during a system call or a call of C. It must arrive before the code after the
     body runs.
@@ -290,7 +290,7 @@ def _raise_in(thread: int, error: type[BaseException]) -> None:
 
 
 def open_blocks() -> dict[str, int]:
-    """Return the number of open ``atomic()`` blocks of each database that has one."""
+    """Return the number of open ``atomic()`` blocks by database."""
     return {
         connection.alias: len(connection.atomic_blocks)
         for connection in connections.all(initialized_only=True)
@@ -300,7 +300,7 @@ def open_blocks() -> dict[str, int]:
 
 def close_broken(before: Mapping[str, int]) -> None:
     """
-    Close the connections of this thread that a body didn't leave as it found them.
+    Close the connections of this thread that an interrupt broke.
 
     Django doesn't notice: the next task would get a connection that is "already in progress" of
     another command, or a transaction that is never committed.
@@ -391,7 +391,7 @@ def _close(connection: BaseDatabaseWrapper) -> None:
 
 class DeferredTimeLimit:
     """
-    Context manager that defers Celery's soft time limit to the end of the block.
+    Context manager that defers Celery's soft time limit to its end.
 
     The limit is a signal whose handler raises wherever the main thread is, for instance between a
     grant and the note of it. The body runs in `allowed()`, where the limit isn't deferred.

@@ -46,7 +46,7 @@ class LockName(NamedTuple):
 
 
 class Single:
-    """A task's function under `single_instance`: its policy, and the names of its locks."""
+    """A task's function under `single_instance`, and its policy."""
 
     def __init__(
         self, function: Callable[..., Any], policy: Policy, name: object, parameters: Any
@@ -71,7 +71,7 @@ class Single:
     def name(
         self, task: AnyTask | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> LockName:
-        """Return the name of the lock of a call; `args` don't have the task itself."""
+        """Return the name of a call's lock; `args` don't have the task itself."""
         function = self.function
         title = task.name if task is not None else f"{function.__module__}.{function.__qualname__}"
         bound_to_task = task is not None and is_bound(task)
@@ -89,7 +89,7 @@ class Single:
             redact_message(headers, body, known, self.policy.sensitive)
 
     def task_of(self, args: tuple[Any, ...]) -> tuple[AnyTask | None, tuple[Any, ...]]:
-        """Return the task whose function runs here, and the arguments without the task itself."""
+        """Return the task of this call, and the arguments without the task."""
         if args and isinstance(args[0], Task) and single_of(args[0]) is self:
             return args[0], args[1:]
         # A plain call of the function, in the body of another task.
@@ -127,7 +127,7 @@ Naming = Callable[["AnyTask | None", str, Mapping[str, Any]], str]
 def naming(
     given: object, parameters: Mapping[str, object], function: Callable[..., Any]
 ) -> tuple[Naming, Callable[[], str]]:
-    """Return what names a lock, and what returns the names' pattern, empty for the title."""
+    """Return what names a lock, and what returns the names' pattern."""
     if isinstance(given, type) and issubclass(given, Model):
         return _by_model(given, parameters, function)
     for key in parameters:
@@ -352,7 +352,7 @@ def redact_message(
     parameters: Sequence[inspect.Parameter],
     sensitive: Collection[str],
 ) -> None:
-    """Replace sensitive arguments in the headers that Celery logs and sends in events."""
+    """Replace sensitive arguments in the headers that Celery shows."""
     if not (isinstance(body, tuple) and len(body) == 3):
         return
     args, kwargs, _ = body

@@ -1,4 +1,4 @@
-"""The arguments of `single_instance`, and the result of a task that didn't run."""
+"""The arguments of `single_instance`, and the result of a skipped run."""
 
 from __future__ import annotations
 

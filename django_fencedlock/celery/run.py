@@ -37,9 +37,9 @@ _converting: ContextVar[Run | None] = ContextVar("fencedlock_converting", defaul
 
 class Run:
     """
-    One run of a task. Each delivery, each retry and each call has an owner and a token of its own.
+    One run of a task: a delivery, a retry or a call, with its own owner.
 
-    The steps are methods, in their order: look whether there is work, acquire the lock, begin, run
+    Its steps are methods, in their order: look whether there is work, acquire the lock, begin, run
     the body, note how it ended, release the lock, look whether there is more work. A step that
     finds nothing to run returns a `Skip`.
     """
@@ -89,9 +89,11 @@ class Run:
         with self._time_limit:
             mark = running_task.set(self._task_and_id)
             try:
-                return self._perform()
+                try:
+                    return self._perform()
+                finally:
+                    self._release_left_over()
             finally:
-                self._release_left_over()
                 running_task.reset(mark)
 
     def _perform(self) -> Any:
@@ -238,7 +240,7 @@ class Run:
         return self.service.config.blocking_timeout if timeout is None else timeout
 
     def _refuse_own_lock(self) -> None:
-        """Refuse to wait for a lock that the calling code holds, except in a plain call."""
+        """Refuse to wait for a lock that the calling code holds."""
         held = self.service.lease_of(self.name, self._who)
         if held is None or (self.is_called_directly and not self._is_nested()):
             return
@@ -253,7 +255,7 @@ class Run:
         )
 
     def _is_nested(self) -> bool:
-        """Return whether a run of this lock, in this thread or greenlet, called this one."""
+        """Return whether a run of the same lock called this one."""
         return any(
             outer.name == self.name and outer.service is self.service and outer._who is self._who
             for outer in _running.get()
@@ -267,7 +269,7 @@ class Run:
             logs.left_to_run_out(logger, lease.name, exc, self.facts())
 
     def _release_left_over(self) -> None:
-        """Release the lock if a time limit, which may come anywhere, prevented that."""
+        """Release the lock if a time limit prevented that."""
         lease = self.lease or self.service.lease_of(self.name, self._who)
         if lease is not None and lease.owner_id == self.owner.id and lease.is_open():
             self._release(lease)
@@ -335,7 +337,7 @@ class Run:
         raise refusal
 
     def _retry_later(self, refusal: LockNotAcquired) -> None:
-        """Publish the task's next try and raise Celery's `Retry`; return after too many tries."""
+        """Publish the next try and raise `Retry`; return after too many tries."""
         tries = duplicates.number(self.request, CONFLICTS)
         if tries >= self.policy.max_conflict_retries or self._is_nested():
             return
@@ -358,7 +360,7 @@ class Run:
 
 
 def is_converted(single: Single) -> bool:
-    """Return whether a run of the task makes this call, with arguments ready for its function."""
+    """Return whether a run makes this call, with converted arguments."""
     run = _converting.get()
     if run is None or run.single is not single:
         return False
@@ -387,7 +389,7 @@ def outcome(error: BaseException | None, task: Any, request: Any) -> str:
 
 
 def _is_retried(error: Exception, task: Any, request: Any) -> bool:
-    """Return whether Celery's autoretry_for, which runs outside of the body, retries it."""
+    """Return whether Celery's autoretry_for will retry the task."""
     if not hasattr(task, "_orig_run") or request is None or request.called_directly:
         return False
     if isinstance(error, tuple(getattr(task, "dont_autoretry_for", ()))):
@@ -400,7 +402,7 @@ def _is_retried(error: Exception, task: Any, request: Any) -> bool:
 
 
 def _request_of(task: Any) -> Any:
-    """Return Celery's request of this call; only its id if no message caused the call."""
+    """Return Celery's request; only its id if no message caused the call."""
     request = task.request
     # In the body of a message, Celery gives a call of the same task the message's request, or a
     # copy: with its headers, its chain and its retries.

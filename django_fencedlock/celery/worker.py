@@ -1,6 +1,7 @@
 """
-What a worker's main process does besides its tasks: release the locks of children that ended, serve
-pending runs whose holder died, and delete old rows.
+Release the locks of a worker's children that ended, and look after rows.
+
+The main process also serves pending runs whose holder died, and deletes old rows.
 
 A child announces itself to the main process before it runs a task. The main process watches it by a
 pidfd, which becomes readable when the whole process has ended, for whatever reason. Celery's own
@@ -267,7 +268,7 @@ class LeftLocks:
                     self.looks[alias] += [(at, *look[1:]) for look in due if at < look[2]]
 
     def _wait(self, alias: str) -> list[tuple[float, Process, float]]:
-        """Wait until looks are due, and take them; an empty list if none is planned."""
+        """Wait until looks are due, and take them; return [] if none is planned."""
         with self._changed:
             while looks := self.looks[alias]:
                 now = clock()
@@ -300,7 +301,7 @@ def _try_to_release(children: Collection[Process], alias: str) -> bool:
 
 def release_locks_of(children: Collection[Process], alias: str) -> None:
     """
-    Release what the registry says that these processes hold through an alias.
+    Release what these processes hold, according to the registry.
 
     Connections are opened for it and closed again: a child that is forked later would inherit them.
     """
@@ -351,7 +352,7 @@ def _release(config: conf.AliasConfig, child: Process, held: list[tuple[str, str
 
 class Maintenance:
     """
-    Serves pending runs of an app's tasks whose holder died, and deletes old rows.
+    Serves pending runs whose holder died, and deletes old rows.
 
     Its thread closes connections after each look: a child that is forked later would inherit them.
 
@@ -409,7 +410,7 @@ class Maintenance:
         return min(SELDOM, max(OFTEN, min(ttls) / 2)) if ttls else DELETE_EACH
 
     def look(self) -> int:
-        """Serve pending runs, and delete old rows if it is time; return how many were served."""
+        """Serve pending runs, and delete old rows; return how many were served."""
         served = 0
         deletes, counts = self._clock() >= self._delete_at, self._clock() >= self._count_at
         for config, policies in self._databases():
@@ -455,7 +456,7 @@ class Maintenance:
                 logger.debug("Expired rows of the registry stay: %s", exc)
 
     def _databases(self) -> Iterable[tuple[conf.AliasConfig, dict[str, Policy]]]:
-        """Return the policies of the tasks that leave rows, for each fence database."""
+        """Return the policies of tasks that leave rows, by fence database."""
         found: dict[str, tuple[conf.AliasConfig, dict[str, Policy]]] = {}
         # A task whose alias is unknown fails by itself, and delays no other.
         configs = _configs()

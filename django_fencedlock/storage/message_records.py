@@ -69,7 +69,7 @@ class MessageRecords(Records):
             outcome="",
             kept_until=ServerTime(message.kept),
         )
-        while True:
+        for is_last in (False, True):
             try:
                 with transaction.atomic(using=self.using):
                     # Unlike save(), this sends no signals.
@@ -84,6 +84,9 @@ class MessageRecords(Records):
                 # A sweep may have deleted the row meanwhile.
                 if found := self._newest(message.nonce):
                     return found[1]
+                if is_last:
+                    raise
+        raise AssertionError  # pragma: no cover
 
     def finish(self, message: Message, outcome: str) -> bool:
         """Record the outcome; False if another delivery has begun since, or ended."""
@@ -98,12 +101,12 @@ class MessageRecords(Records):
         return self.query("end of a delivery", message.name, work)
 
     def newest(self, nonce: str, name: str) -> tuple[str, Begun] | None:
-        """Return the owner id of the newest delivery's run, and what is known of the message."""
+        """Return the newest delivery's owner id, and what is known of the message."""
         return self.query("look at a delivery", name, lambda: self._newest(nonce))
 
     def sweep(self, batches: int, until: Any = None) -> int:
         """
-        Delete the records that were kept long enough, except of active runs; return how many.
+        Delete old records, except of active runs; return how many.
 
         Args:
             until: Delete those that are kept until then at the longest, rather than until now.
@@ -118,7 +121,7 @@ class MessageRecords(Records):
         return self.delete("sweeping of deliveries", old.order_by("kept_until"), batches)
 
     def limit(self, most: int) -> Any:
-        """Return the `until` with which `sweep()` leaves the newest `most`; None if not needed."""
+        """Return the `until` with which `sweep()` leaves the newest `most`."""
 
         def work() -> Any:
             newest = self.rows("MessageRecord").order_by("-kept_until")

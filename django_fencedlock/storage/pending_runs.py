@@ -110,7 +110,7 @@ class PendingRuns(Records):
         unless_newer: EarlierRun | None = None,
     ) -> Begun | None:
         """
-        Count a trigger that didn't get the lock; its arguments are the latest now.
+        Count a trigger that didn't get the lock.
 
         Args:
             unless_newer: The run of a trigger that was counted before. It isn't counted again if
@@ -139,7 +139,7 @@ class PendingRuns(Records):
         delivery: message_records.Message | None = None,
     ) -> tuple[Begun | None, Claimed | None]:
         """
-        Count a trigger that got the lock, and claim all that is pending, with its arguments.
+        Count a trigger that got the lock, and claim all that is pending.
 
         One that was counted at an earlier delivery claims what is pending, if anything is.
         """
@@ -161,7 +161,7 @@ class PendingRuns(Records):
         return self._in_transaction("beginning of a run", place, work)
 
     def claim(self, place: Place, owner: str, grace: float) -> Claimed | None:
-        """Claim all that is pending, with the latest arguments; None if nothing is."""
+        """Claim all that is pending; None if nothing is."""
 
         def work() -> Claimed | None:
             row = self._locked(place)
@@ -170,7 +170,7 @@ class PendingRuns(Records):
         return self._in_transaction("beginning of a run", place, work)
 
     def end(self, place: Place, owner: str, number: int, grace: float) -> bool:
-        """Record that a run ended. False if another claimed later: then that one covers it."""
+        """Record that a run ended; False if another run claimed since."""
 
         def work() -> bool:
             mine = self._at(place).filter(owner=owner, done__lt=number)
@@ -180,7 +180,7 @@ class PendingRuns(Records):
         return self.query("end of a run", place.name, work)
 
     def waiting(self, name: str) -> list[Pending]:
-        """Return what is pending under a lock that was released, and that no run has begun."""
+        """Return what is pending under a lock and that no run has begun."""
         rows = self.rows("PendingRun").filter(name=name, wanted__gt=F("started"))
         return self.query("look for pending runs", name, lambda: list(map(_pending, rows)))
 
@@ -194,7 +194,7 @@ class PendingRuns(Records):
         return self.query("look for pending runs", place.name, work)
 
     def overdue(self, task_names: Sequence[str], queues: Sequence[str], most: int) -> list[Pending]:
-        """Return what is due, of these tasks and queues, and has no holder in the registry."""
+        """Return what is due of these tasks and queues, and has no holder."""
 
         def work() -> list[Pending]:
             live = self.rows("HeldLock").filter(name=OuterRef("name"), expires_at__gt=ServerTime())
@@ -210,7 +210,7 @@ class PendingRuns(Records):
         return self.query("look for pending runs", None, work)
 
     def reserve(self, pending: Pending, pause: float) -> bool:
-        """Keep other workers from a pending run for a while; False if it isn't due."""
+        """Keep other workers from a pending run; False if it isn't due."""
 
         def work() -> bool:
             due = self._open(pending).filter(due_at__lte=ServerTime())
@@ -219,13 +219,13 @@ class PendingRuns(Records):
         return self.query("look for pending runs", pending.place.name, work)
 
     def give_up(self, pending: Pending) -> bool:
-        """Stop looking after a pending run until a new trigger comes; whether this call did it."""
+        """Stop looking after a pending run until a new trigger comes."""
 
         rows, name = self._open(pending).filter(due_at__isnull=False), pending.place.name
         return self.query("look for pending runs", name, lambda: bool(rows.update(due_at=None)))
 
     def give_up_claimed(self, place: Place, number: int) -> bool:
-        """Do what `give_up()` does, for a run that claimed a number that too many others had."""
+        """Do what `give_up()` does, for a run that claimed it."""
         rows = self._at(place).filter(wanted=number, due_at__isnull=False)
         return self.query("end of a run", place.name, lambda: bool(rows.update(due_at=None)))
 
@@ -252,7 +252,7 @@ class PendingRuns(Records):
         return next(iter(self._at(place).select_for_update()), None)
 
     def _insert(self, place: Place, message: StoredMessage) -> Any:
-        """Return a new row without triggers, or the one that another transaction inserted."""
+        """Return a new row, or the one that another transaction inserted."""
         rows = self.rows("PendingRun")
         row = rows.model(
             name=place.name,
@@ -267,14 +267,16 @@ class PendingRuns(Records):
                 # Unlike save(), this sends no signals.
                 rows.bulk_create([row])
         except IntegrityError:
-            return self._locked(place)
+            if (found := self._locked(place)) is None:
+                raise
+            return found
         return row
 
     def _update(self, row: Any, **values: Any) -> None:
         self.rows("PendingRun").filter(name=row.name, task_name=row.task_name).update(**values)
 
     def _counted(self, row: Any, message: StoredMessage, grace: float) -> dict[str, Any]:
-        """Return the values of a row with one more trigger, whose arguments are the latest."""
+        """Return the values of a row with one more trigger."""
         is_looked_after = row.wanted > row.done and row.due_at is not None
         values = {} if is_looked_after else {"rescues": 0, "due_at": ServerTime(grace)}
         return {

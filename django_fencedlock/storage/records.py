@@ -57,11 +57,11 @@ class Statements:
 
     @property
     def now(self) -> str:
-        """The server's time as an expression, which needs the parameters of `times()`."""
+        """The server's time, which needs the parameters of `times()`."""
         return self.ledger.clock
 
     def later(self, key: str) -> str:
-        """Return the server's time plus the seconds that `times()` gets by this key."""
+        """Return the server's time plus seconds that `times()` gets by a key."""
         vendor = self.connection.vendor
         if vendor == "postgresql":
             return f"clock_timestamp() + %({key})s * interval '1 second'"
@@ -70,7 +70,7 @@ class Statements:
         return f"%({key})s"
 
     def times(self, **later: float) -> dict[str, Any]:
-        """Return the parameters of `now` and `later()`. Call it after a transaction has begun."""
+        """Return the parameters of `now` and `later()`, in a transaction."""
         vendor = self.connection.vendor
         if vendor == "postgresql":
             return dict(later)
@@ -82,7 +82,7 @@ class Statements:
 
 
 class Records:
-    """A table in the fence database of an alias, used through private connections."""
+    """A table in the fence database of an alias, on private connections."""
 
     def __init__(self, config: AliasConfig) -> None:
         self.config = config
@@ -98,7 +98,7 @@ class Records:
 
     def query(self, doing: str, name: str | None, work: Callable[[], T]) -> T:
         """
-        Call `work`, whose queries through Django's ORM use a private connection.
+        Call `work`, whose ORM queries use a private connection.
 
         It may be called twice: a lost answer doesn't show whether the query took effect.
         """
