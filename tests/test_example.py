@@ -115,17 +115,6 @@ def test_a_variable_that_cannot_be_followed_is_told(
 EXAMPLE = ROOT / "example_project"
 
 
-def test_every_variable_is_told() -> None:
-    used = {
-        variable
-        for path in EXAMPLE.rglob("*.py")
-        for variable in re.findall(r"\bEXAMPLE_[A-Z_]*[A-Z]\b", path.read_text())
-    }
-    told = set(re.findall(r"^\| `(EXAMPLE_\w+)`", (EXAMPLE / "README.md").read_text(), re.M))
-    # Which the demonstration sets for its own worker.
-    assert told == used - {"EXAMPLE_STAGE"}
-
-
 # The demonstration
 
 

@@ -9,9 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-import amqp
 import psycopg
-import pymysql
 import pytest
 import redis
 
@@ -147,51 +145,6 @@ def test_monitor_tells_commands_from_those_of_scripts(make_any_redis):
     assert ours[2].text == "GET key"
 
 
-def test_mariadb_keeps_what_was_committed_before_it_was_killed(make_mariadb):
-    server = make_mariadb()
-    server.execute("CREATE DATABASE d")
-    server.execute("CREATE TABLE d.t AS SELECT 1 AS i")
-    server.kill()
-    with pytest.raises(pymysql.OperationalError):
-        server.connect()
-    server.start()
-    assert server.execute("SELECT i FROM d.t") == ((1,),)
-    server.empty()
-    assert ("d",) not in server.execute("SHOW DATABASES")
-
-
-def test_pgbouncer_gives_each_transaction_any_session(make_pgbouncer, postgres):
-    bouncer = make_pgbouncer(postgres, pool_size=1)
-    with bouncer.connect() as one, bouncer.connect() as other:
-        pids = [c.execute("SELECT pg_backend_pid()").fetchone() for c in (one, other)]
-    assert pids[0] == pids[1]
-
-
-@pytest.mark.parametrize("end", ["kill", "stop"])
-def test_rabbitmq_keeps_persistent_messages(make_rabbitmq, end):
-    server = make_rabbitmq()
-    with server.connect() as connection:
-        channel = connection.channel()
-        channel.queue_declare("kept", durable=True, auto_delete=False)
-        message = amqp.Message("body", delivery_mode=2)
-        channel.basic_publish_confirm(message, routing_key="kept")
-    getattr(server, end)()
-    assert not server.answers()
-    server.start()
-    with server.connect() as connection:
-        assert connection.channel().basic_get("kept").body == "body"
-
-
-def test_paused_rabbitmq_hangs(make_rabbitmq):
-    server = make_rabbitmq()
-    server.pause()
-    with socket.create_connection((server.host, server.port)) as connection:
-        connection.sendall(b"AMQP\0\0\x09\x01")
-        assert is_silent(connection)
-        server.resume()
-        assert connection.recv(1) == b"\x01"
-
-
 def test_rabbitmq_leaves_no_process_and_nothing_at_home(make_rabbitmq):
     cookie = Path("~/.erlang.cookie").expanduser()
     before = cookie.exists()
@@ -214,17 +167,6 @@ class TestClock:
         watch.jump(60)
         assert server.execute("EXISTS", "lock") == 0
         assert abs(int(server.execute("TIME")[0]) - time.time() - 40) < 5
-
-    def test_clocks_that_nobody_sets_go_on(self, make_clock):
-        watch = make_clock()
-        watch.set(3600)
-        code = "import time; print(time.time(), time.monotonic())"
-        printed = subprocess.check_output(
-            [sys.executable, "-c", code], env={**os.environ, **watch.environment}, text=True
-        )
-        wall, monotonic = map(float, printed.split())
-        assert abs(wall - time.time() - 3600) < 60
-        assert abs(monotonic - time.monotonic()) < 60
 
 
 def test_proxy_delays_each_direction(echo):

@@ -192,8 +192,7 @@ def test_leaving_the_page_ends_its_processes(page, site):
     wait_until(lambda: not _referees_of(site), "the processes of the page to end")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_outlives_the_site(number):
+def test_no_process_outlives_the_site():
     site = run_site()  # with its reloader process
     try:
         visitor = Visitor(site.url)
@@ -204,7 +203,7 @@ def test_no_process_outlives_the_site(number):
         pids = [client(visitor, "A")["pid"], *_referees_of(site)]
         assert len(pids) == 2
     finally:
-        os.killpg(site.process.pid, number)
+        os.killpg(site.process.pid, signal.SIGKILL)
         site.process.wait(10)
     wait_until(lambda: not any(map(_runs, pids)), "the processes to end")
 

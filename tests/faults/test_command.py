@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.checker import Violation
 from tests.faults.command import _status
 from tests.faults.faults import BY_NAME
-from tests.faults.report import table
 from tests.faults.runs import BROKEN, CALM, HELD, VIOLATED, Plan, Result, _suffices
 
 
@@ -48,11 +46,3 @@ def test_a_run_in_which_too_little_happened_shows_nothing(what):
     assert _suffices(result.facts, result.plan)
     result.facts[what] = 0
     assert not _suffices(result.facts, result.plan)
-
-
-def test_the_table_sums_up_and_tells_what_was_left_out():
-    wrong = a_result(VIOLATED, violations=[Violation("I1", "twice")])
-    lines = table([a_result(HELD), wrong], {"fork on sqlite": "no fork"}).splitlines()
-    assert lines[2] == "| sqlite | pause | 2 | 40 | 60 | 6 | 4 | 2 | 1 | 0 | 0 | 0 |"
-    assert lines[3].startswith("| all | all | 2 | 40 |")
-    assert lines[4] == "not run: fork on sqlite: no fork"
