@@ -48,6 +48,7 @@ def redis_fenced(redis: Redis, postgres: Postgres) -> Once:
 
 def redis_registered(redis: Redis, postgres: Postgres) -> Once:
     """The same, with the row of the registry; rows are deleted by the hundred."""
+    from django_fencedlock.storage.dialect import seen_values
     from django_fencedlock.storage.postgresql import CLEAR_MANY, RECORD
 
     cursor = _cursor(postgres)
@@ -55,7 +56,7 @@ def redis_registered(redis: Redis, postgres: Postgres) -> Once:
     owners: list[str] = []
 
     def record(name: str, token: int, owner: str) -> None:
-        given = {**_row(name, "raw-redis"), "token": token, "owner": owner}
+        given = {**_row(name, "raw-redis"), **seen_values(None), "token": token, "owner": owner}
         cursor.execute(RECORD, given, prepare=True)
         names.append(given["name"])
         owners.append(owner)
