@@ -105,15 +105,16 @@ class SessionLocks:
     ) -> T:
         """Run `work` in the thread, before all other work or after it; `Job` explains `undo`."""
         try:
-            return jobs.ask(Job(work, undo), self._timeout, partial(self._send, first=first))
+            job = Job(partial(self._do, work), undo)
+            return jobs.ask(job, self._timeout, partial(self._send, first=first))
         except NoAnswer:
             for session in self._sessions():
                 session.cut_if_overdue()
             raise NoAnswer(f"no answer within {self._timeout:g} s") from None
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Run `work` in the thread, without waiting for it."""
-        self._send(Job(work))
+        """Run `work` in the thread next, without waiting for it."""
+        self._send(Job(partial(self._do, work)), first=True)
 
     def _send(self, job: Job[Any], *, first: bool = False) -> None:
         # Renewals come first: each grant may wait 0.25 s for a row that a transaction has locked.
@@ -193,13 +194,17 @@ class SessionLocks:
 
     def _run(self) -> None:
         while self._jobs:
-            job = self._jobs.popleft()
-            self._drop_closed()
-            job.run()
-            self._drop_closed()
+            self._jobs.popleft().run()
             if under_test() and not self.by_owner:
                 # The test runner is going to drop the database.
                 self._close_shared_if_idle()
+
+    def _do(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        finally:
+            # Before the answer: the caller finds that a lock is lost as soon as it has the answer.
+            self._drop_closed()
 
     def session(self) -> Session:
         """Return the shared session; open it if there is none, or if it ended while idle."""

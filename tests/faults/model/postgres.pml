@@ -1,9 +1,9 @@
 /*
- * Session locks of Postgres: backends/postgres_taking.py, postgres_home.py, postgres_statements.py.
+ * Session locks of PostgreSQL: backends/postgres/.
  *
- * A process has one session for what it holds, and the lock lives as long as the session. Threads
- * of a process share it, and the server lets a session have its own lock again: NO_TABLE shows
- * what becomes of that where the process doesn't look at its own table of holds first.
+ * A process has one session for its locks, and a lock lives as long as the session. The threads of
+ * a process share the session, and the server grants a session its own lock again: NO_TABLE shows
+ * the result if the process doesn't look at its own table of holds first.
  */
 #ifndef OWNERS
 #define OWNERS 3
@@ -21,7 +21,7 @@
 #ifndef FORCES
 #define FORCES 1
 #endif
-/* How often a session is ended without a word: a restart, an administrator, a contender. */
+/* How often a session ends: a restart, an administrator, the server's idle limit. */
 #ifndef LOSSES
 #define LOSSES 1
 #endif
@@ -38,11 +38,11 @@ byte losses = LOSSES;
 byte key_of, key_count;
 /* The registry's row. */
 byte row_of;
-/* Home._by_key: by process, the owner that holds the lock by what the process knows. */
+/* SessionLocks.by_key: by process, the owner that holds the lock as far as the process knows. */
 byte hold[PROCESSES + 1];
-/* Who is to give his lock back, since somebody took it from him. */
+/* The owner that has to release its lock, since the lock was released by force. */
 byte noted;
-/* A session that ended takes the process some time to notice. */
+/* The process notices the end of its session at the next renewal or request. */
 bool ended[PROCESSES + 1];
 
 /* TRY: pg_try_advisory_lock(), and the record of the grant in the same statement. */
@@ -52,8 +52,8 @@ inline try(p, o) {
     :: key_count == 0 || key_of == p ->
        if
        :: pins > 0 ->
-          /* The row has a lock_timeout. An error takes the grant back, and not the key: _granted()
-             lets go of it. Should it die before, the session goes, and the key with it. */
+          /* The row has a lock_timeout. An error undoes the records, but not the lock: _send()
+             unlocks it. If the process dies before, the session ends, and the lock with it. */
           printf("owner %d finds the fence pinned\n", o)
        :: pins == 0 ->
           give(o);
@@ -97,7 +97,7 @@ proctype Client(byte process) {
     :: atomic {
            begun < OWNERS -> begun++; me = begun; floor = completed
        };
-       /* TakesSessionLocks._try(), by the home's one thread: _bury_dead() comes before. */
+       /* PostgresBackend._try_on_session(), by the one thread, after _drop_closed(). */
        atomic {
            if
            :: ended[process] -> ended[process] = false; hold[process] = 0
@@ -122,7 +122,7 @@ proctype Client(byte process) {
        :: got == 0 -> goto next
        :: got != 0
        :: got != 0 && late > 0 ->
-          /* Home.ask() wasn't answered in time: Job.undo(), by the thread, whenever it comes. */
+          /* SessionLocks.ask() wasn't answered in time: the thread undoes the job later. */
           printf("owner %d gets no answer\n", me);
           atomic {
               late--;
@@ -137,7 +137,7 @@ proctype Client(byte process) {
        write(me);
        if
        :: atomic {
-              /* TakesSessionLocks._release(): only what is held until now. */
+              /* PostgresBackend._release(): only a lock that is still held. */
               if
 #ifdef NO_TABLE
               :: true -> unlock(process, me)
@@ -150,7 +150,7 @@ proctype Client(byte process) {
           }
        :: crashes > 0 ->
           atomic {
-              /* The process, with all its threads: it says nothing, and its session ends. */
+              /* The process, with all its threads, without a message: its session ends. */
               crashes--; printf("process %d dies\n", process); end_session(process)
           };
           break
@@ -161,11 +161,11 @@ next:
     od
 }
 
-/* PostgresBackend.take_away() */
+/* PostgresBackend.release(), for another process's lock */
 inline take_away(o) {
     if
     :: atomic {
-           /* Left to his keeper, who finds it noted: UNLOCK_LISTED. */
+           /* Left to its keeper, which finds the note: RENEW. */
            row_of == o && key_count > 0 ->
            take(o); noted = o
        }
@@ -194,7 +194,7 @@ proctype World() {
 end:
     do
     :: atomic {
-           /* postgres_hung.end_hung_holders(), a restart, an administrator. */
+           /* The server's idle limit, a restart, an administrator. */
            losses > 0 && key_count > 0 -> losses--;
            printf("the session of process %d ends\n", key_of); end_session(key_of)
        }
