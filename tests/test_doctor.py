@@ -194,7 +194,7 @@ class TestRedis:
         primary = make_redis()
         replica = make_redis(replica_of=primary)
         reports = examine(settings, BACKEND=REDIS, LOCATION=primary.url)
-        assert "has a replica, which lags" in told(reports, Level.NOTE)
+        assert "has replicas (1), which can lag" in told(reports, Level.NOTE)
         reports = examine(settings, BACKEND=REDIS, LOCATION=replica.url)
         assert "is a replica" in told(reports, Level.WARNING)
         assert worst(reports) is Level.ERROR

@@ -66,7 +66,7 @@ def _clock(where: str, client: Client, target: dict[str, Any]) -> Problem:
     before, began = time.time(), clock()
     seconds, micros = client.time(**target)
     ahead = seconds + micros / 1e6 - before - (clock() - began) / 2
-    found = clock_problem(ahead, f"{where}: ")
+    found = clock_problem(ahead, f"{where.removesuffix(',')}: ")
     return Problem("W005", found.message, found.hint) if found.id else found
 
 
