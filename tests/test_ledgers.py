@@ -51,8 +51,8 @@ def claim(connection, entry):
     return ledger_for(connection).claim(connection, entry)
 
 
-def record(connection, entry, token):
-    return ledger_for(connection).record(connection, entry, token)
+def record(connection, entry, token, seen=None):
+    return ledger_for(connection).record(connection, entry, token, seen)
 
 
 def newest(connection):
@@ -121,6 +121,17 @@ def test_a_newer_token_is_recorded_with_its_owner(connection, entry):
     assert record(connection, second, 7)
     assert newest(connection) == (7, second.owner.id)
     assert look(connection).owner == second.owner.id
+
+
+def test_a_token_is_recorded_over_the_very_fence_that_was_read(connection, entry):
+    first, second = entry(), entry()
+    record(connection, first, 5)
+    # A fence that a crash lost may have the same token again, or a lower one.
+    for seen in ((5, "f" * 32), (4, first.owner.id), (6, first.owner.id)):
+        assert not record(connection, second, 7, seen)
+        assert newest(connection) == (5, first.owner.id)
+    assert record(connection, second, 7, (5, first.owner.id))
+    assert newest(connection) == (7, second.owner.id)
 
 
 @pytest.mark.parametrize("other", [{"alias": "other"}, {"backend": "redis"}])

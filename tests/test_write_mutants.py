@@ -84,6 +84,7 @@ def killers_of_grants(settings: Any) -> Killers:
             *(*given, other),
         )
     yield tests.test_a_newer_token_is_recorded_with_its_owner, *given
+    yield tests.test_a_token_is_recorded_over_the_very_fence_that_was_read, *given
     yield tests.test_a_takeover_has_the_next_token_and_its_owner, *given
 
 
@@ -196,7 +197,7 @@ OPERATOR = re.compile(r"(?<= )(?:<=|<>|<|=|>|AND|OR|IN)(?= )")
         (r"UPDATE .tests_invoice.*? WHERE ", 8, killers_of_writes),
         (r"INSERT INTO .tests_ledgerline.*? WHERE ", 5, killers_of_writes),
         (r"SELECT .* FROM django_fencedlock_fence WHERE ", 5, killers_of_writes),
-        (r"INSERT INTO django_fencedlock_fence.* WHERE ", 1, killers_of_grants),
+        (r"UPDATE django_fencedlock_fence SET .* WHERE ", 7, killers_of_grants),
         (r"SELECT 1 FROM django_fencedlock_heldlock WHERE ", 7, killers_of_grants),
         (r"UPDATE django_fencedlock_heldlock SET alias.* WHERE ", 5, killers_of_grants),
     ],
