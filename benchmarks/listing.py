@@ -100,7 +100,7 @@ def _report(step: int, page: Callable[[], object], server: int, report: Report, 
     asked = len(queries)
     report.add(WORK, OURS, "queries", asked, COUNTED, at=step)
     for who, ask in (
-        ("all of their holders", lambda: (backend.holders(names), backend.waiting(names))),
+        ("all of their holders", lambda: backend.holders(names)),
         ("the admin's page", page),
     ):
         found = [_measure(ask, server) for _ in range(TRIES)]
