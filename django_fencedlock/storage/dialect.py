@@ -55,43 +55,18 @@ class Entry:
     def values(self) -> dict[str, Any]:
         """The values of `COLUMNS`, by column."""
         owner = self.owner
-        return {
-            "name": self.name,
-            "alias": self.alias,
-            "backend": self.backend,
-            "owner": owner.id,
-            "fenced": self.fenced,
-            "host": owner.host,
-            "boot_id": owner.boot_id,
-            "pid_namespace": owner.pid_namespace,
-            "pid": owner.pid,
-            "pid_started": owner.pid_started,
-            "thread": owner.thread,
-            "task_name": owner.task_name,
-            "task_id": owner.task_id,
-            "session_pid": self.session_pid,
-            "session_started": self.session_started,
-            "session_key": self.session_key,
-        }
+        lock = (self.name, self.alias, self.backend, owner.id, self.fenced)
+        process = (owner.host, owner.boot_id, owner.pid_namespace, owner.pid, owner.pid_started)
+        task = (owner.thread, owner.task_name, owner.task_id)
+        session = (self.session_pid, self.session_started, self.session_key)
+        return dict(zip(COLUMNS, (*lock, *process, *task, *session), strict=True))
 
 
 COLUMNS = (
-    "name",
-    "alias",
-    "backend",
-    "owner",
-    "fenced",
-    "host",
-    "boot_id",
-    "pid_namespace",
-    "pid",
-    "pid_started",
-    "thread",
-    "task_name",
-    "task_id",
-    "session_pid",
-    "session_started",
-    "session_key",
+    *("name", "alias", "backend", "owner", "fenced"),
+    *("host", "boot_id", "pid_namespace", "pid", "pid_started"),
+    *("thread", "task_name", "task_id"),
+    *("session_pid", "session_started", "session_key"),
 )
 TIMES = ("acquired_at", "renewed_at", "expires_at")
 CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
@@ -146,23 +121,6 @@ class Row:
         return self.live and (self.alias, self.backend) != (alias, backend)
 
 
-class Held(Protocol):
-    """A name and the owner of its lock: a lease, or what is known of another process's."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def owner(self) -> str: ...
-
-
-class Renewed(Held, Protocol):
-    """A lock that is renewed."""
-
-    @property
-    def ttl(self) -> float: ...
-
-
 class Claimed(Protocol):
     """A claim or a grant of a lock service."""
 
@@ -209,16 +167,6 @@ class Ledger(ABC):
             Whether the row was taken, and the token.
         """
 
-    def is_held(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
-        """Look whether another owner has the row: a write locks it even if it changes nothing."""
-        with self.cursor(connection) as cursor:
-            cursor.execute(
-                f"SELECT 1 FROM {HELD} WHERE name = %(name)s AND owner <> %(owner)s "
-                f"AND expires_at > {self.clock}",
-                {"name": entry.name, "owner": entry.owner.id, **self.parameters(connection)},
-            )
-            return cursor.fetchone() is not None
-
     @abstractmethod
     def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
         """Take the name's row if it is free, expired or this owner's, and leave the fence alone."""
@@ -239,7 +187,7 @@ class Ledger(ABC):
         """
 
     @abstractmethod
-    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Renewed]) -> set[str]:
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
         """Renew rows by their owners, except locked ones. Return the owners."""
 
     @abstractmethod
@@ -343,12 +291,12 @@ class Ledger(ABC):
             found = cursor.fetchone()
         return None if found is None else (found[0], found[1])
 
-    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
+    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> int:
         """Delete rows by their owners; returns how many there were."""
         with preparing_cursor(connection) as cursor:
             return self.clear_by(cursor, leases)
 
-    def clear_by(self, cursor: Any, leases: Sequence[Held]) -> int:
+    def clear_by(self, cursor: Any, leases: Sequence[Claimed]) -> int:
         """See clear()."""
         if len(leases) == 1:
             cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
@@ -361,7 +309,7 @@ class Ledger(ABC):
             cleared += cursor.rowcount
         return cleared
 
-    def missing(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> set[str]:
+    def missing(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
         """Return the owners whose rows are gone, or have another owner now."""
         found: set[str] = set()
         with connection.cursor() as cursor:
@@ -424,7 +372,7 @@ def listed(prefix: str, values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
     return ", ".join(f"%({key})s" for key in given), given
 
 
-def batches(leases: Sequence[Held]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def batches(leases: Sequence[Claimed]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """
     Cut `leases` into (names, owners, parameters) for statements with two IN lists.
 
@@ -478,7 +426,7 @@ class PortableLedger(Ledger):
                 self._overwrite(cursor, given, "")
             return True
 
-    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Renewed]) -> set[str]:
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
         kept = self._renew(connection, leases, self.lock_free_rows)
         locked = [lease for lease in leases if lease.owner not in kept]
         if locked and self.lock_rows:
@@ -491,7 +439,7 @@ class PortableLedger(Ledger):
         return kept
 
     def _renew(
-        self, connection: BaseDatabaseWrapper, leases: Sequence[Renewed], lock: str
+        self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed], lock: str
     ) -> set[str]:
         kept: set[str] = set()
         with self.transaction(connection) as cursor:
@@ -534,7 +482,7 @@ class PortableLedger(Ledger):
         )
         return bool(cursor.rowcount)
 
-    def _lock_rows(self, cursor: Any, leases: Sequence[Held], lock: str) -> set[str]:
+    def _lock_rows(self, cursor: Any, leases: Sequence[Claimed], lock: str) -> set[str]:
         """Lock rows, by the end of a SELECT that does so; returns their owners."""
         found: set[str] = set()
         for names, owners, given in batches(leases):
@@ -585,5 +533,5 @@ class PortableLedger(Ledger):
         return cursor.fetchone() is not None
 
 
-def _ttl(lease: Renewed) -> float:
+def _ttl(lease: Claimed) -> float:
     return lease.ttl

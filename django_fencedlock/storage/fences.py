@@ -33,7 +33,6 @@ from .dialect import (
     HELD,
     Claimed,
     Entry,
-    Held,
     Ledger,
     Newest,
     Row,
@@ -94,7 +93,7 @@ class Fences:
         ledger.enter(used, self.entry(grant))
         return True
 
-    def clear(self, held: Sequence[Held]) -> None:
+    def clear(self, held: Sequence[Claimed]) -> None:
         """Delete rows by their owners."""
         self._run(lambda ledger, used: ledger.clear(used, held))
 

@@ -14,11 +14,10 @@ from .dialect import (
     HELD,
     LOCK_WAIT,
     TAKEN_OVER,
+    Claimed,
     Entry,
-    Held,
     Ledger,
     Newest,
-    Renewed,
     seen_values,
     session_words,
 )
@@ -202,7 +201,7 @@ class PostgresLedger(Ledger):
             cursor.execute(RECORD, given)
             return cursor.fetchone() is not None
 
-    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Held]) -> int:
+    def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> int:
         if len(leases) == 1:
             return super().clear(connection, leases)
         given = {
@@ -213,7 +212,7 @@ class PostgresLedger(Ledger):
             cursor.execute(CLEAR_MANY, given)
             return int(cursor.rowcount)
 
-    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Renewed]) -> set[str]:
+    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
         given = {
             "names": array([lease.name for lease in leases]),
             "owners": array([lease.owner for lease in leases]),

@@ -11,12 +11,12 @@ from functools import cache
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .dialect import Entry, Held, Ledger, Row
+from .dialect import Entry, Ledger, Row
 from .mysql import MySQLLedger
 from .postgresql import PostgresLedger
 from .sqlite import SQLiteLedger
 
-__all__ = ["Entry", "Held", "Ledger", "Row", "ledger_for"]
+__all__ = ["Entry", "Ledger", "Row", "ledger_for"]
 
 _LEDGERS: dict[str, type[Ledger]] = {
     "postgresql": PostgresLedger,
