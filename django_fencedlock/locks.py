@@ -21,7 +21,7 @@ from .backends.interface import Claim, Wait
 from .core import aio, names, runtime
 from .core.grants import FIRST_PAUSE, LONGEST_PAUSE, new_claim
 from .core.identity import Holder, LocalHolder, current_holder
-from .core.manager import Service, give_back_left_over, service
+from .core.manager import Service, give_back_left_over, service, services
 from .core.runtime import clock
 from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
 from .lease import Duration, Lease, enter, leave
@@ -102,8 +102,7 @@ class Lock:
         self, blocking: bool = True, *, blocking_timeout: Duration | None = None
     ) -> Lease | None:
         """See acquire(). Release it with ``await lease.arelease()``."""
-        claim, wait = self._ask(self._service, blocking, blocking_timeout)
-        who = current_holder()
+        claim, who, wait = self._ask(self._service, blocking, blocking_timeout)
         lease = self._service.enter_again(claim, who)
         if lease is None:
             handover = _Handover(self._service, wait)
@@ -129,10 +128,10 @@ class Lock:
 
     def __enter__(self) -> Lease:
         _forbid_in_event_loop(self.name, f"async with lock({self.name!r})")
-        started, control = clock(), service(self.backend)
-        claim, wait = self._ask(control, True, None)
+        started, control = clock(), services.get(self.backend) or service(self.backend)
+        claim, who, wait = self._ask(control, True, None)
         try:
-            lease = self._take(control, claim, wait)
+            lease = self._take(control, claim, who, wait)
             if lease is None:
                 raise control.refusal(self.name, clock() - started, self.fenced, wait.held)
             self._entered.append(lease)
@@ -163,7 +162,8 @@ class Lock:
             left_to_run_out(logger, lease.name, exc, about(lease))
         finally:
             leave(lease)
-        _raise_loss(lease, error)
+        if error is None and lease.lost:
+            _raise_loss(lease, error)
 
     async def __aenter__(self) -> Lease:
         started = clock()
@@ -238,8 +238,8 @@ class Lock:
 
     def _ask(
         self, control: Service, blocking: bool, blocking_timeout: Duration | None
-    ) -> tuple[Claim, Wait]:
-        """Return a new claim of the code that runs here, and how long it waits."""
+    ) -> tuple[Claim, LocalHolder, Wait]:
+        """Return a new claim of the code that runs here, its holder, and how long it waits."""
         config = control.config
         timeout = config.blocking_timeout
         if not blocking:
@@ -251,12 +251,12 @@ class Lock:
         elif self._blocking_timeout is not None:
             timeout = self._blocking_timeout
         ttl = config.ttl if self._ttl is None else self._ttl
-        return new_claim(self.name, ttl, self.fenced), Wait(timeout)
+        return new_claim(self.name, ttl, self.fenced), current_holder(), Wait(timeout)
 
-    def _take(self, control: Service, claim: Claim, wait: Wait) -> Lease | None:
+    def _take(self, control: Service, claim: Claim, who: LocalHolder, wait: Wait) -> Lease | None:
         began = clock()
         try:
-            lease = control.acquire(claim, wait, pattern=self.pattern)
+            lease = control.acquire(claim, wait, who, pattern=self.pattern)
             if lease is not None:
                 enter(lease)
             return lease

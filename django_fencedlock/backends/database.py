@@ -61,17 +61,17 @@ class DatabaseBackend(Backend):
     def _try(self, claim: Claim, patience: float) -> Granted | Held:
         since = clock()
         # On SQLite the keeper can't renew while the caller's own transaction has the file.
-        home = connections[self.config.fence_database]
+        home = _Home(connections[self.config.fence_database])
         entry = entry_of(claim, self.config.alias, self.label)
         try:
-            found = self._run(partial(self._claim, home, entry), patience)
+            found = self._run(partial(self._claim, home.connection, entry), patience)
         except Error as exc:
             self._raise_unless_held(claim, exc)
             return Held()
         if isinstance(found, Row):
             return self._held(found)
         taken, token = found
-        return Granted(token, since, _Home(home)) if taken else Held()
+        return Granted(token, since, home) if taken else Held()
 
     def _claim(
         self,

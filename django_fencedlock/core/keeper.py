@@ -389,9 +389,10 @@ class Keeper:
         return min(times, default=None)
 
     def _due_after(self, lease: Lease) -> float:
-        due = lease.deadline - lease.ttl * (1 - 1 / BEATS)
-        # Nothing more is due then but to note its end.
-        return due if due <= lease.renewed_until else lease.deadline
+        deadline = lease._since + lease.ttl
+        due = deadline - lease.ttl * (1 - 1 / BEATS)
+        # After max_hold, only its end is noted.
+        return due if lease.max_hold is None or due <= lease.renewed_until else deadline
 
     def _rouse(self, due: float) -> None:
         """See to it that the thread runs, and wakes by `due`."""

@@ -129,8 +129,16 @@ class Service:
             if tells:
                 self.tell_refused(claim.name, pattern, waited)
             return None
-        self._keep(lease)
-        self._emit(Kind.ACQUIRED, lease.name, lease, waited=waited)
+        try:
+            self.keeper.keep(lease)
+        except BaseException:
+            # No thread would renew it, nor release it: the caller doesn't get it.
+            self._forget(lease)
+            self.keeper.forget(lease)
+            self._drop(lease)
+            raise
+        facts = {"waited": waited}
+        emit(Kind.ACQUIRED, type(self.backend), self.config.alias, lease.name, lease, **facts)
         return lease
 
     def _lease(self, claim: Claim, grant: Grant, since: float, home: BaseDatabaseWrapper) -> Lease:
@@ -158,23 +166,13 @@ class Service:
     def tell_refused(self, name: str, pattern: str, waited: float) -> None:
         self._emit(Kind.REFUSED, name, None, pattern=pattern, waited=waited)
 
-    def _keep(self, lease: Lease) -> None:
-        try:
-            self.keeper.keep(lease)
-        except BaseException:
-            # No thread would renew it, nor release it: the caller doesn't get it.
-            self._forget(lease)
-            self.keeper.forget(lease)
-            self._drop(lease)
-            raise
-
     def _drop(self, lease: Lease) -> None:
         """Release a lease that the caller never got."""
         lease.released = True
         self.grants.release(grant_of(lease))
 
     def _forget(self, lease: Lease) -> None:
-        who = lease.who
+        who = lease._who() if lease._who is not None else None
         if who is not None and who.leases.get((self, lease.name)) is lease:
             del who.leases[self, lease.name]
 
@@ -270,7 +268,8 @@ class Service:
         return pinned_atomic(lease, using)
 
     def release(self, lease: Lease, who: LocalHolder | None = None) -> bool:
-        if lease.who is not (who or current_holder()):
+        holder = lease._who() if lease._who is not None else None
+        if holder is not (who or current_holder()):
             if not lease.wait_until_left():
                 raise NotTheHolder(
                     f"Lock {lease.name!r} was acquired by another thread, greenlet or task. Only "
@@ -330,7 +329,7 @@ class Service:
         lease.released = True
         if lease._why_lost:
             return False
-        self._emit(Kind.RELEASED, lease.name, lease)
+        emit(Kind.RELEASED, type(self.backend), self.config.alias, lease.name, lease)
         return True
 
     def _clear_row(self, lease: Lease, grant: Grant) -> None:
@@ -451,14 +450,14 @@ class Service:
         emit(kind, type(self.backend), self.config.alias, name, lease, **facts)
 
 
-_services: dict[str, Service] = {}
+services: dict[str, Service] = {}
 #: Those of former settings too, which may have leases out.
 _living: weakref.WeakSet[Service] = weakref.WeakSet()
 
 
 def service(alias: str) -> Service:
     """The service of an alias, made when it is first asked for."""
-    return _services.get(alias) or _services.setdefault(alias, Service(alias))
+    return services.get(alias) or services.setdefault(alias, Service(alias))
 
 
 def give_back_left_over(since: float) -> None:
@@ -495,7 +494,7 @@ def drop_leases_of_test(**kwargs: object) -> None:
 def _forget_settings(*, setting: str, **kwargs: object) -> None:
     # Leases that are out go on with the service that gave them.
     if setting in ("FENCEDLOCK", "DATABASES", "CACHES"):
-        _services.clear()
+        services.clear()
 
 
 def tidy_at_exit() -> None:

@@ -19,7 +19,6 @@ from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
 from ..core.identity import Holder, Owner, Process
-from .connections import preparing_cursor
 
 #: What is in the way of a grant, where the database doesn't name the session.
 OPEN_TRANSACTION = "an open transaction"
@@ -293,7 +292,7 @@ class Ledger(ABC):
 
     def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> int:
         """Delete rows by their owners; returns how many there were."""
-        with preparing_cursor(connection) as cursor:
+        with connection.cursor() as cursor:
             return self.clear_by(cursor, leases)
 
     def clear_by(self, cursor: Any, leases: Sequence[Claimed]) -> int:

@@ -203,7 +203,8 @@ class PostgresLedger(Ledger):
 
     def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> int:
         if len(leases) == 1:
-            return super().clear(connection, leases)
+            with preparing_cursor(connection) as cursor:
+                return self.clear_by(cursor, leases)
         given = {
             "names": array([lease.name for lease in leases]),
             "owners": array([lease.owner for lease in leases]),

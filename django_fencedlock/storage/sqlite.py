@@ -51,7 +51,8 @@ class SQLiteLedger(PortableLedger):
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
         with self.transaction(connection) as cursor:
             given = entry.values() | self.times(connection, entry.ttl)
-            if not self._insert(cursor, given) and not self._take_over(cursor, given):
+            cursor.execute(self._insertion, given)
+            if not cursor.rowcount and not self._take_over(cursor, given):
                 return False, None
             return True, self._draw(cursor, given) if entry.fenced else None
 
