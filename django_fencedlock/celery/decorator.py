@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -23,7 +22,7 @@ from .policy import (
     Policy,
     policy,
 )
-from .run import Run, is_converted
+from .run import wrap
 
 if TYPE_CHECKING:
     from django.db.models import Model
@@ -122,17 +121,9 @@ def _decorate(
 ) -> Callable[..., Any]:
     _require_wrappable(function)
     single = Single(function, checked, name, arguments)
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if is_converted(single):
-            return function(*args, **kwargs)
-        return Run(single, args, kwargs).perform()
-
-    # Celery checks the arguments of .delay() by it, and doesn't follow __wrapped__.
-    run.__signature__ = single.signature  # type: ignore[attr-defined]
-    mark(run, single)
-    return run
+    wrapped = wrap(single)
+    mark(wrapped, single)
+    return wrapped
 
 
 def _require_wrappable(function: Callable[..., Any]) -> None:

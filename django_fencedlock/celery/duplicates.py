@@ -98,7 +98,6 @@ class Delivery:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._records = MessageRecords(call.service.config)
         self._began = False
         self.message = Message(
             nonce=nonce(call.request, call.title),
@@ -107,6 +106,7 @@ class Delivery:
             task_id=call.request.id or "",
             kept=kept(call.task.app),
         )
+        self._records = MessageRecords(call.service.config)
 
     def before_waiting(self, seen: Sequence[Holder]) -> None:
         """
@@ -152,7 +152,8 @@ class Delivery:
     def begin(self) -> Skip | None:
         """Record that the run begins. Call it with the lock."""
         begun = self._ask(self._records.begin, self.message)
-        return None if begun is None else self.judge(begun)
+        self._began = begun is not None and not begun.outcome
+        return None if begun is None or self._began else self.judge(begun)
 
     def judge(self, begun: Begun) -> Skip | None:
         """Return why a message with the record `begun` isn't run; None if it is."""

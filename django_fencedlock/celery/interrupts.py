@@ -91,8 +91,10 @@ def run_interruptible(lease: Lease, body: Callable[[], T]) -> T:
         target.pass_on()
 
 
-def run_body(body: Callable[[], T]) -> T:
-    """Run a body that only a time limit or the worker's end may interrupt."""
+def run_body(body: Callable[[], T], lease: Lease | None = None) -> T:
+    """Run `body`; if `lease` is given and lost, interrupt it."""
+    if lease is not None:
+        return run_interruptible(lease, body)
     return _run(body, clock(), open_blocks())
 
 
@@ -399,8 +401,8 @@ class DeferredTimeLimit:
 
     def __init__(self) -> None:
         #: A limit that is deferred ends a wait for the lock.
-        self.cancel = Wait()
-        self._deferred: tuple[int, FrameType | None] | None = None
+        self.wait: Wait | None = None
+        self.deferred: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> DeferredTimeLimit:
         self._defer()
@@ -433,11 +435,12 @@ class DeferredTimeLimit:
         if _SOFT_LIMIT is None or signal.getsignal(_SOFT_LIMIT) != self._note:
             return
         signal.signal(_SOFT_LIMIT, pool.soft_timeout_sighandler)
-        if self._deferred is not None:
-            deferred, self._deferred = self._deferred, None
+        if self.deferred is not None:
+            deferred, self.deferred = self.deferred, None
             pool.soft_timeout_sighandler(*deferred)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._deferred = number, frame
+        self.deferred = number, frame
         # In another thread: this one may be inside of the wait that is to be cancelled.
-        runtime.start(self.cancel.cancel)
+        if self.wait is not None:
+            runtime.start(self.wait.cancel)

@@ -72,7 +72,7 @@ class Single:
         self, task: AnyTask | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> LockName:
         """Return the name of a call's lock; `args` don't have the task itself."""
-        function = self.function
+        function, pattern = self.function, self._pattern()
         title = task.name if task is not None else f"{function.__module__}.{function.__qualname__}"
         bound_to_task = task is not None and is_bound(task)
         arguments = self._parameters.bind((task, *args) if bound_to_task else args, kwargs)
@@ -80,7 +80,7 @@ class Single:
             del arguments[next(iter(self.signature.parameters))]
         if self.policy.sensitive:
             arguments = redact(arguments, self.policy.sensitive)
-        return LockName(self._name(task, title, arguments), title, self._pattern() or title)
+        return LockName(self._name(task, title, arguments), title, pattern or title)
 
     def redact_message(self, task: AnyTask, headers: dict[str, Any], body: Any) -> None:
         """Replace sensitive arguments in what Celery logs and sends in events."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -70,6 +71,7 @@ class Run:
             self._coalescing = Coalescing(self, self._delivery)
         #: Arguments from the message of another trigger, instead of the run's own.
         self._latest: Arguments | None = None
+        self._is_released = False
         #: Whether the run is ending normally, so that it can look for more work.
         self._ends_normally = False
 
@@ -92,7 +94,8 @@ class Run:
                 try:
                     return self._perform()
                 finally:
-                    self._release_left_over()
+                    if not self._is_released:
+                        self._release_left_over()
             finally:
                 running_task.reset(mark)
 
@@ -178,10 +181,12 @@ class Run:
     def _run_body(self, lease: Lease) -> Any:
         error: BaseException | None = None
         try:
+            # A greenlet can't be interrupted by a signal or an asynchronous exception.
+            aborts = self.policy.on_lost == "abort" and not runtime.is_patched("_thread")
             with self._entered():
                 enter(lease)
                 try:
-                    result = self._interruptible(lease)
+                    result = interrupts.run_body(self._call, lease if aborts else None)
                 finally:
                     leave(lease)
             self._raise_loss(lease)
@@ -205,10 +210,14 @@ class Run:
 
     def _try_to_acquire(self) -> None:
         self._refuse_own_lock()
-        started = clock()
+        started, patience = clock(), 0.0
+        if self.policy.on_conflict == "wait":
+            given = self.policy.blocking_timeout
+            patience = self.service.config.blocking_timeout if given is None else given
         claim = new_claim(self.name, self.ttl, self.policy.fenced, owner=self.owner)
-        wait = Wait(self._patience(), self._on_refusal)
-        self._time_limit.cancel.on_cancel(wait.cancel)
+        self._time_limit.wait = wait = Wait(patience, self._on_refusal)
+        if self._time_limit.deferred is not None:
+            wait.cancel()
         lease = self.service.acquire(
             claim,
             wait,
@@ -232,12 +241,6 @@ class Run:
         duplicates.postpone_until_publisher_ends(self, seen)
         if self.policy.on_conflict == "wait" and self._delivery is not None:
             self._delivery.before_waiting(seen)
-
-    def _patience(self) -> float:
-        if self.policy.on_conflict != "wait":
-            return 0.0
-        timeout = self.policy.blocking_timeout
-        return self.service.config.blocking_timeout if timeout is None else timeout
 
     def _refuse_own_lock(self) -> None:
         """Refuse to wait for a lock that the calling code holds."""
@@ -264,6 +267,7 @@ class Run:
     def _release(self, lease: Lease) -> None:
         try:
             self.service.release(lease, self._who)
+            self._is_released = True
         except BackendUnavailable as exc:
             # The work is done, and the lock expires.
             logs.left_to_run_out(logger, lease.name, exc, self.facts())
@@ -281,12 +285,6 @@ class Run:
             raise lease.loss()
 
     # The body
-
-    def _interruptible(self, lease: Lease) -> Any:
-        # A greenlet can't be interrupted by a signal or an asynchronous exception.
-        if self.policy.on_lost == "abort" and not runtime.is_patched("_thread"):
-            return interrupts.run_interruptible(lease, self._call)
-        return interrupts.run_body(self._call)
 
     def _run_without_lock(self, reason: str) -> Any:
         title, name, extra = self.title, self.name, self.facts(reason)
@@ -359,14 +357,21 @@ class Run:
         )
 
 
-def is_converted(single: Single) -> bool:
-    """Return whether a run makes this call, with converted arguments."""
-    run = _converting.get()
-    if run is None or run.single is not single:
-        return False
-    # A further call, within the body, is a run of its own.
-    _converting.set(None)
-    return True
+def wrap(single: Single) -> Callable[..., Any]:
+    """Return the function that Celery calls instead of the task's own."""
+
+    @functools.wraps(single.function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        converting = _converting.get()
+        if converting is None or converting.single is not single:
+            return Run(single, args, kwargs).perform()
+        # A run makes this call, with converted arguments. Another one, within the body, is a run.
+        _converting.set(None)
+        return single.function(*args, **kwargs)
+
+    # Celery checks the arguments of .delay() by it, and doesn't follow __wrapped__.
+    run.__signature__ = single.signature  # type: ignore[attr-defined]
+    return run
 
 
 def outcome(error: BaseException | None, task: Any, request: Any) -> str:

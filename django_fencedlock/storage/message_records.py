@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from django.db import IntegrityError, transaction
-from django.db.models import BooleanField, Exists, ExpressionWrapper, F, OuterRef, Q
+from django.db.models import BooleanField, Exists, ExpressionWrapper, F, OuterRef, Q, Value
 
 from .records import Records, ServerTime
 from .text import in_ascii
@@ -57,15 +57,17 @@ class MessageRecords(Records):
 
     def insert(self, message: Message) -> Begun:
         """Do what `begin()` does, as a part of another query."""
+        # For people only.
+        task_id = in_ascii(message.task_id)[:100]
         rows = self.rows("MessageRecord")
         row = rows.model(
             nonce=message.nonce,
             name=message.name,
             owner=message.owner,
-            # For people only.
-            task_id=in_ascii(message.task_id)[:100],
+            task_id=task_id,
             tries=1,
             began_at=ServerTime(),
+            finished_at=Value(None),
             outcome="",
             kept_until=ServerTime(message.kept),
         )

@@ -41,7 +41,8 @@ class ServerTime(Expression):
         if connection.vendor == "mysql":
             return "(UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND)", [round(self.plus * 1_000_000)]
         # SQLite has no clock of its own. This is read after BEGIN IMMEDIATE, which may wait.
-        return "%s", [utc_text(datetime.now(UTC) + timedelta(seconds=self.plus))]
+        now = datetime.now(UTC).replace(tzinfo=None)
+        return "%s", [str(now + timedelta(seconds=self.plus))]
 
 
 class Statements:
