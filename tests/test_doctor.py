@@ -215,7 +215,7 @@ class TestRedis:
         factory = {"CLIENT_FACTORY": "django_fencedlock.ops.doctor.cluster_of_test"}
         reports = examine(settings, BACKEND=REDIS, OPTIONS=factory)
         assert worst(reports) == Level.NOTE, told(reports)
-        assert f"node {server.host}:{server.port}: its clock" in told(reports)
+        assert f"(node {server.host}:{server.port}): its clock" in told(reports)
         assert "Hands over" in told(reports)
 
     def test_valkey_is_named(self, settings, valkey_server):

@@ -29,7 +29,7 @@ def problems(client: Client, alias: str) -> Iterator[Problem]:
     where = f"The Redis of FENCEDLOCK[{alias!r}]"
     if is_cluster(client):
         for node in client.get_primaries():
-            yield from _problems(f"{where}, node {node.name},", client, {"target_nodes": node})
+            yield from _problems(f"{where} (node {node.name})", client, {"target_nodes": node})
         return
     yield from _problems(where, client, {})
     if client.info("cluster").get("cluster_enabled"):
