@@ -167,4 +167,5 @@ def messages(problems: Iterable[Problem], obj: Any = None) -> list[CheckMessage]
             problem.message, hint=problem.hint or None, obj=obj, id=f"{APP}.{problem.id}"
         )
         for problem in problems
+        if problem.level is not Level.OK
     ]

@@ -13,6 +13,7 @@ import uuid
 
 import pytest
 import redis
+from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from redis.crc import key_slot
 
@@ -34,6 +35,7 @@ from tests.test_backend_interface import BackendInterface, claim, grant, take
 #: Seconds that a busy machine may add to a time limit.
 SLACK = 0.3
 NAME = "lock"
+BACKEND = "django_fencedlock.backends.redis.RedisBackend"
 
 
 @pytest.fixture(params=["redis", "valkey"])
@@ -49,7 +51,7 @@ def make_any_redis(request):
 def config_of(url="", alias="default", prefix=None, **options):
     return AliasConfig(
         alias=alias,
-        backend="django_fencedlock.backends.redis.RedisBackend",
+        backend=BACKEND,
         location=url,
         ttl=30,
         blocking_timeout=10,
@@ -1183,6 +1185,13 @@ def test_what_a_server_reports_of_itself_is_checked(backend, values, expected):
             return {"redis_version": "7.2"} | values
 
     assert expected in {problem.id for problem in health.problems(Client(), "default")}
+
+
+@pytest.mark.django_db
+def test_check_with_a_database_reports_the_problems_of_the_server(server, settings):
+    settings.FENCEDLOCK = {"default": {"BACKEND": BACKEND, "LOCATION": server.url}}
+    found = checks.run_checks(databases=["default"], tags=[checks.Tags.database])
+    assert {each.id for each in found} == {"django_fencedlock.I001"}
 
 
 def test_a_clock_that_differs_is_w005(backend, monkeypatch):
