@@ -24,7 +24,13 @@ from ..exceptions import (
     LockNotAcquired,
 )
 from ..lease import Lease, current_lease
-from ..storage.connections import has_own_block, in_transaction, query_once, test_connection
+from ..storage.connections import (
+    has_own_block,
+    in_transaction,
+    is_of_test,
+    query_once,
+    test_connection,
+)
 from ..storage.dialect import whose
 from ..storage.fences import Fences
 from ..storage.vendors import Ledger, Row, ledger_for
@@ -317,15 +323,22 @@ class Grants:
             alias=self.backend.config.alias,
         )
 
-    def refuse_as_in_production(self, claim: Claim, home: BaseDatabaseWrapper) -> None:
+    def limit_in_test(
+        self, claim: Claim, wait: Wait, home: BaseDatabaseWrapper, of_another_process: bool
+    ) -> None:
         """
-        Refuse a lock inside the code's own ``atomic()`` on SQLite, though a test could grant it.
+        Within a ``TestCase``, don't wait, and refuse what would be refused outside of one.
 
-        Outside of a ``TestCase`` the grant is written by another connection, which has to wait for
-        that transaction.
+        On SQLite that is a lock inside the code's own ``atomic()``: the grant would be written by
+        another connection, which has to wait for that transaction.
         """
-        writes = claim.fenced or self.backend.records_unfenced
-        if home.vendor == "sqlite" and writes and self.backend.excludes and has_own_block(home):
+        if not home.in_atomic_block or not is_of_test(home):
+            return
+        # Only this very thread could release the lock.
+        wait.deadline = self._clock()
+        if of_another_process or home.vendor != "sqlite" or not has_own_block(home):
+            return
+        if self.backend.excludes and (claim.fenced or self.backend.records_unfenced):
             raise self.backend.inside_transaction(claim.name)
 
     def refusal(

@@ -104,11 +104,7 @@ class Service:
         self.grants.refuse_to_wait_for_caller(claim, wait, who)
         started = self._clock()
         home = connections[self.config.fence_database]
-        if home.in_atomic_block and is_of_test(home):
-            if not of_another_process:
-                self.grants.refuse_as_in_production(claim, home)
-            # Only this very thread could release the lock.
-            wait.deadline = started
+        self.grants.limit_in_test(claim, wait, home, of_another_process)
         try:
             answer = self.grants.acquire(claim, wait)
             lease = None if isinstance(answer, Held) else self._lease(claim, *answer, home)
@@ -132,10 +128,7 @@ class Service:
         try:
             self.keeper.keep(lease)
         except BaseException:
-            # No thread would renew it, nor release it: the caller doesn't get it.
-            self._forget(lease)
-            self.keeper.forget(lease)
-            self._drop(lease)
+            self._drop_unkept(lease)
             raise
         facts = {"waited": waited}
         emit(Kind.ACQUIRED, type(self.backend), self.config.alias, lease.name, lease, **facts)
@@ -165,6 +158,12 @@ class Service:
 
     def tell_refused(self, name: str, pattern: str, waited: float) -> None:
         self._emit(Kind.REFUSED, name, None, pattern=pattern, waited=waited)
+
+    def _drop_unkept(self, lease: Lease) -> None:
+        """Release a lease that no thread would renew: the caller doesn't get it."""
+        self._forget(lease)
+        self.keeper.forget(lease)
+        self._drop(lease)
 
     def _drop(self, lease: Lease) -> None:
         """Release a lease that the caller never got."""
