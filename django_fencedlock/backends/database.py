@@ -81,7 +81,7 @@ class DatabaseBackend(Backend):
         connection: BaseDatabaseWrapper,
     ) -> tuple[bool, int | None] | Row:
         # A claim locks SQLite's file, also one that is refused, and all other writers wait for it.
-        # If the caller's own transaction has the file, that is an error, whoever holds the lock.
+        # If the caller's own transaction has the file, that is an error, even if the lock is held.
         if self._one_writer and not (home.in_atomic_block and is_open(home)):
             row = ledger.look(connection, entry.name)
             if row is not None and row.live and row.owner != entry.owner.id:

@@ -362,6 +362,15 @@ def query_once(using: str, timeout: float, work: Callable[[BaseDatabaseWrapper],
         once.close()
 
 
+def query_outside(using: str, timeout: float, work: Callable[[BaseDatabaseWrapper], T]) -> T | None:
+    """
+    Like `query_once()`, for the question of which transaction blocks another one.
+
+    It returns None within a ``TestCase``: the test's own transaction would seem to block.
+    """
+    return query_once(using, timeout, work) if test_connection(using) is None else None
+
+
 @contextlib.contextmanager
 def time_limited(using: str, timeout: float) -> Iterator[None]:
     """

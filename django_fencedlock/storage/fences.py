@@ -25,7 +25,7 @@ from .connections import (
     NoAnswer,
     pool,
     query_once,
-    test_connection,
+    query_outside,
 )
 from .dialect import (
     BATCH,
@@ -295,11 +295,7 @@ def notes(connection: BaseDatabaseWrapper, owners: Sequence[str]) -> dict[str, N
 def told(using: str, owners: Sequence[str]) -> dict[str, str]:
     """Return, by owner id, who released the lock by force, as far as it is known."""
     try:
-        lent = test_connection(using)
-        if lent is not None:
-            found = notes(lent, owners)
-        else:
-            found = query_once(using, EXPLAINED, lambda private: notes(private, owners))
+        found = query_once(using, EXPLAINED, lambda private: notes(private, owners))
     except Error:
         # The loss itself is known; and projects with unfenced locks alone need no tables.
         logger.debug("It is unknown whether locks were released by force", exc_info=True)
@@ -446,10 +442,10 @@ BRIEFLY = 2.0
 
 def tables_locked_by(using: str) -> str:
     """Describe the session that has a table locked; empty if none has, or if it is unknown."""
-    if test_connection(using) is not None:
-        return ""
     try:
-        return query_once(using, BRIEFLY, lambda own: ledger_for(own).tables_locked_by(own)) or ""
+        return (
+            query_outside(using, BRIEFLY, lambda own: ledger_for(own).tables_locked_by(own)) or ""
+        )
     except Error:
         logger.debug("It is unknown which session has a table locked", exc_info=True)
         return ""
@@ -457,11 +453,8 @@ def tables_locked_by(using: str) -> str:
 
 def pinned_by(using: str, name: str) -> str:
     """Describe the open transaction that has a fence locked; empty if none, or if unknown."""
-    if test_connection(using) is not None:
-        # From outside, the test's own transaction would seem to be in the way.
-        return ""
     try:
-        return query_once(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name)) or ""
+        return query_outside(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name)) or ""
     except Error:
         logger.debug("It is unknown which transaction has a fence locked", exc_info=True)
         return ""
