@@ -134,7 +134,10 @@ class RedisBackend(Backend):
                 *(self.config.alias, len(failed), len(grants), shorten_error(failed[0])),
                 extra=logs.facts(alias=self.config.alias, reason=shorten_error(failed[0])),
             )
-        return list(map(_renewal, answers))
+        kept = {False: Renewal.LOST, True: Renewal.KEPT}
+        return [
+            Renewal.UNKNOWN if isinstance(each, Exception) else kept[bool(each)] for each in answers
+        ]
 
     def release(self, grant: Grant) -> bool:
         keys, _, counter = self._handle(grant)
@@ -249,12 +252,6 @@ def _read_lock(value: bytes | str | None, expires: int, waiting: int | None = No
         # The key was set by other software.
         return Held(expires_in=expires_in, waiting=waiting)
     return Held(owner, identity, int(token) or None, expires_in, waiting)
-
-
-def _renewal(answer: object) -> Renewal:
-    if isinstance(answer, Exception):
-        return Renewal.UNKNOWN
-    return Renewal.KEPT if answer else Renewal.LOST
 
 
 def _text(value: bytes | str | None) -> str:

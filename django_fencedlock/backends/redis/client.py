@@ -31,7 +31,6 @@ Sentinel: Any = redis.sentinel.Sentinel
 SentinelConnectionPool: Any = redis.sentinel.SentinelConnectionPool
 
 _UNLIMITED = 2**31
-_SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 _FORMS = (
     "Write it in one of these forms: redis://[user:password@]host:6379/0, rediss://... for TLS, "
     "unix:///path/to/socket?db=0, or redis+sentinel://[user:password@]host1:26379,host2:26379/"
@@ -99,7 +98,7 @@ def _limits(timeout: float) -> dict[str, Any]:
 
 
 def _pool_of_url(url: str, timeout: float) -> Any:
-    if urlsplit(url).scheme in _SENTINEL_SCHEMES:
+    if urlsplit(url).scheme in ("redis+sentinel", "rediss+sentinel"):
         return _pool_of_sentinels(url, timeout)
     options = {"max_connections": _UNLIMITED, **_limits(timeout), **parse_url(url)}
     if options.get("connection_class") is UnixDomainSocketConnection:
