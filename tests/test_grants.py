@@ -203,6 +203,27 @@ def test_the_fence_is_read_before_the_service_is_asked(make, stub, monkeypatch):
     assert fence() == (asked[2].token, asked[2].owner)
 
 
+def test_a_number_is_not_recorded_over_a_fence_that_a_crash_set_back(make, stub, monkeypatch):
+    """Both would act as the holder: the number is above the fence of before the crash."""
+    former, present = make(NoTokens), make(NoTokens)
+    Fence.objects.create(name="x", token=3, owner="w")
+    claim, successors = new_claim("x", 30), []
+    granted = former.backend.acquire(claim, Wait())
+    verify = former.backend.verify
+
+    def then_crash(grant):
+        held = verify(grant)
+        if not successors:
+            Fence.objects.all().delete()
+            stub.locks.clear()
+            successors.append(take(present))
+        return held
+
+    monkeypatch.setattr(former.backend, "verify", then_crash)
+    assert former._confirm(claim, granted, former.fences) is None
+    assert fence() == (1, successors[0].owner)
+
+
 def test_a_number_is_recorded_only_over_the_fence_that_was_read(step):
     """Also by the token alone: a crash of the database may have set it back."""
     first, other = take(step), new_claim("x", 30)
