@@ -7,7 +7,7 @@ import pytest
 from django_fencedlock import conf, lock
 from django_fencedlock.models import HeldLock
 from django_fencedlock.storage.dialect import BATCH
-from django_fencedlock.storage.expired import KEPT, ExpiredRows
+from django_fencedlock.storage.unfenced import KEPT, ExpiredRows
 from django_fencedlock.test.processes import another_thread
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])

@@ -36,7 +36,6 @@ LAYERS: dict[int, list[str]] = {
         *(
             "storage.dialect",
             "storage.errors",
-            "storage.expired",
             "storage.fenced_atomic",
             "storage.fences",
         ),

@@ -1,4 +1,10 @@
-"""Registry rows of unfenced locks, written in the background after the first renewal."""
+"""
+Registry rows without a live fenced lock.
+
+Those of unfenced locks are written in the background after the first renewal. Those whose locks
+expired long ago are deleted: a process that is killed deletes no row, and one whose name is never
+locked again would stay for ever.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +24,28 @@ from ..core.runtime import forks
 from ..lease import Lease
 from .background_writer import BackgroundWriter, writer
 from .dialect import Entry
+from .records import Records, ServerTime
 from .text import fit_holder
 from .vendors import ledger_for
 
 #: Limit of rows that wait to be written, and of rows that are written at once.
 MAX_QUEUED, BATCH = 10_000, 400
+#: Seconds for which an expired row is kept, so that the admin can show it.
+KEPT = 3600.0
+
+#: A session lock lives as long as its session, whatever its row says.
+_NO_SESSION = "NOT EXISTS (SELECT 1 FROM pg_stat_activity a WHERE a.pid = session_pid)"
+
+
+class ExpiredRows(Records):
+    """The expired rows of one fence database, of every alias."""
+
+    def sweep(self, batches: int) -> int:
+        """Delete those that expired `KEPT` seconds ago; return how many."""
+        old = self.rows("HeldLock").filter(expires_at__lte=ServerTime(-KEPT))
+        if connections[self.using].vendor == "postgresql":
+            old = old.extra(where=[_NO_SESSION])
+        return self.delete("sweeping of held locks", old, batches)
 
 
 class _Alias:
