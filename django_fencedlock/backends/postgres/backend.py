@@ -88,8 +88,10 @@ class PostgresBackend(Backend):
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
         key = self._key(claim.name)
         held = self._try(claim, key)
-        if isinstance(held, Granted) or held.alias or not wait.left:
+        if isinstance(held, Granted) or held.alias:
             return held
+        if not wait.left:
+            return held if held.owner else self._look(claim.name)
         wait.refused(held)
         with self._local.turn(key, wait, partial(wait.refused, held)) as is_first:
             while is_first and wait.left:
@@ -103,17 +105,19 @@ class PostgresBackend(Backend):
                 if isinstance(answer, Granted) or answer.alias:
                     return answer
                 held = answer if answer.owner else held
-        return held
+        return held if held.owner else self._look(claim.name)
+
+    def _look(self, name: str) -> Held:
+        """Look up a holder that isn't in the registry: an unfenced lock, or another program's."""
+        with contextlib.suppress(BackendUnavailable):
+            return self.holders([name]).get(name, Held())
+        return Held()
 
     def _try(self, claim: Claim, key: int) -> Granted | Held:
-        answer = self._of_this_process(claim, key)
-        if answer is None:
-            work = partial(self._try_on_session, claim, key)
-            answer = self._ask("acquiring", work, claim.name, self._undo)
-        if isinstance(answer, Held) and not answer.owner:
-            # It isn't in the registry: an unfenced lock, or another application's.
-            answer = self.holders([claim.name]).get(claim.name, answer)
-        return answer
+        if answer := self._of_this_process(claim, key):
+            return answer
+        work = partial(self._try_on_session, claim, key)
+        return self._ask("acquiring", work, claim.name, self._undo)
 
     def _of_this_process(self, claim: Claim, key: int) -> Granted | Held | None:
         hold = self._local.by_key.get(key)
@@ -249,10 +253,7 @@ class PostgresBackend(Backend):
             if clock() > limit:
                 error = NoAnswer(f"no answer within {self._timeout:g} s")
                 raise self.unavailable("wait", error, claim.name)
-            held = Held()
-            with contextlib.suppress(BackendUnavailable):
-                held = self.holders([claim.name]).get(claim.name, held)
-            wait.refused(held)
+            wait.refused(self._look(claim.name))
         return True
 
     def _interrupt(self, job: Job[Any], used: list[Session], stay: float = 0.0) -> None:
@@ -409,12 +410,12 @@ class PostgresBackend(Backend):
         keys = array([self._key(name) for name in names])
         given = {"names": array(list(names)), "keys": keys}
         try:
-            rows = self._on_pool("look", None, partial(_look, sql.HOLDERS, given))
+            rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS, given))
         except BackendUnavailable as exc:
             if not is_table_missing(exc):
                 raise
             # Unfenced locks need no tables.
-            rows = self._on_pool("look", None, partial(_look, sql.HOLDERS_UNRECORDED, given))
+            rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS_UNRECORDED, given))
         holders = {}
         for name, pid, application, waiting, *row in rows:
             held = Held(identity=read_application_name(application))
@@ -468,7 +469,7 @@ def _idle(seconds: float) -> str:
     return f"{min(round(seconds * 1000), 2**31 - 1)}ms"
 
 
-def _look(
+def _fetch(
     statement: str, given: Mapping[str, Any], private: BaseDatabaseWrapper
 ) -> list[tuple[Any, ...]]:
     with private.cursor() as cursor:
@@ -487,12 +488,12 @@ def _clear_row(grant: Grant, private: BaseDatabaseWrapper) -> bool:
     given = {"name": grant.name, "owner": grant.owner}
     began = clock()
     while True:
-        ((cleared, session, *process),) = _look(sql.EVICT, given, private)
+        ((cleared, session, *process),) = _fetch(sql.EVICT, given, private)
         waited = clock() - began
         if session is None or waited > 2 * ENDS_WITHIN or not is_process_gone(Process(*process)):
             return bool(cleared)
         if waited > ENDS_WITHIN:
-            _look(sql.END_ORPHAN, given, private)
+            _fetch(sql.END_ORPHAN, given, private)
         time.sleep(0.005)
 
 

@@ -22,7 +22,7 @@ from .sessions import Session, open_session
 T = TypeVar("T")
 
 #: Seconds between two calls of `Wait.refused()`.
-TICK = 1.0
+TICK = 1.5
 
 #: What a parent process has, with its sessions. Closing one would end it for the parent.
 _of_parents: list[Any] = []
