@@ -41,8 +41,6 @@ TYPES = {
     "session_started": "timestamptz",
     "session_key": "bigint",
     "token": "bigint",
-    "times": "bigint",
-    "age": "double precision",
     "ttl": "double precision",
 }
 VALUES = ", ".join(f"%({column})s::{TYPES.get(column, 'text')}" for column in COLUMNS)
@@ -161,16 +159,6 @@ def _quoted(item: object) -> str:
     if item is None:
         return "NULL"
     return '"' + str(item).replace("\\", r"\\").replace('"', r"\"") + '"'
-
-
-def unnested(columns: Sequence[str]) -> str:
-    """
-    The rows w of a FROM, whose columns are parameters made by `array()`.
-
-    A row for each place, whose values are parameters of their own, takes the driver far longer.
-    """
-    arrays = ", ".join(f"%({column})s::{TYPES.get(column, 'text')}[]" for column in columns)
-    return f"unnest({arrays}) AS w({', '.join(columns)})"
 
 
 class PostgresLedger(Ledger):
