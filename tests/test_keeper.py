@@ -821,6 +821,49 @@ def test_a_lease_that_is_due_sooner_wakes_the_thread(threaded, service):
     wait_until(lambda: service.batches, "a renewal")
 
 
+def test_an_interrupt_as_the_thread_starts_leaves_no_later_lease_unrenewed(
+    threaded, service, monkeypatch
+):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(runtime, "start", _interrupt)
+        threaded.keep_for(0.3)
+    threaded.keep_for(0.3)
+    wait_until(lambda: service.batches, "a renewal")
+
+
+def test_an_interrupt_as_the_thread_is_woken_leaves_no_later_lease_unrenewed(threaded, service):
+    tick, ticked = threaded.tick, []
+    threaded.tick = lambda: ticked.append(tick()) or ticked[-1]
+    threaded.keep_for(600)
+    wait_until(lambda: ticked, "the thread's first look")
+    wake, threaded._wake = threaded._wake, Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        threaded.keep_for(0.3)
+    threaded._wake = wake
+    threaded.keep_for(0.6)
+    wait_until(lambda: service.batches, "a renewal")
+
+
+class Interrupted:
+    """A queue whose caller is interrupted before it puts anything."""
+
+    def put(self, item):
+        raise KeyboardInterrupt
+
+
+def _interrupt(*args):
+    raise KeyboardInterrupt
+
+
+def test_a_second_thread_ends_at_once(threaded, service):
+    threaded.keep_for(0.3)
+    wait_until(lambda: service.batches, "a renewal")
+    other = threading.Thread(target=threaded._run, daemon=True)
+    other.start()
+    other.join(10)
+    assert not other.is_alive()
+
+
 def test_an_error_that_nobody_foresaw_does_not_end_the_thread(threaded, service, caplog):
     tick, failed = threaded.tick, []
 

@@ -395,22 +395,25 @@ class Keeper:
         return due if lease.max_hold is None or due <= lease.renewed_until else deadline
 
     def _rouse(self, due: float) -> None:
-        """See to it that the thread runs, and wakes by `due`."""
+        """
+        See to it that the thread runs, and wakes by `due`.
+
+        An interrupt between any two lines leaves no note of what wasn't done: no later lease would
+        be renewed. RuntimeError: there are too many threads, or the interpreter ends.
+        """
         with self._lock:
-            start, self._runs = not self._runs, True
-            sooner = due < self._wakes_at
-            self._wakes_at = min(due, self._wakes_at)
-        if start:
-            try:
+            if not self._runs:
                 runtime.start(self._run)
-            except RuntimeError:
-                # There are too many, or the interpreter ends: the next lease tries again.
-                self._runs = False
-                raise
-        elif sooner:
-            self._wake.put(None)
+            elif due < self._wakes_at:
+                self._wake.put(None)
+                self._wakes_at = due
 
     def _run(self) -> None:
+        with self._lock:
+            if self._runs:
+                # Another one was started before it could note that it runs.
+                return
+            self._runs = True
         threading.current_thread().name = f"fencedlock-keeper-{self._backend.config.alias}"
         wake = self._wake
         wait: float | None = 0.0
