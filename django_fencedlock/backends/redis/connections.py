@@ -49,10 +49,12 @@ class Spare:
             done = True
             raise
         finally:
-            # An exception before the answer was read would leave it to the next request.
-            if not done:
+            if done:
+                self._idle.append(client)
+            else:
+                # The next request would read this answer, or wait for a lock of the driver's.
                 client.connection.disconnect()
-            self._idle.append(client)
+                client.close()
 
     def close(self, keep: int = 0) -> None:
         """Close all idle connections but `keep`."""
