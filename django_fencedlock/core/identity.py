@@ -8,11 +8,11 @@ import errno
 import functools
 import json
 import os
+import secrets
 import select
 import socket
 import sys
 import threading
-import uuid
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -261,7 +261,7 @@ class Holder:
 def new_owner(task: tuple[str, str] | None = None) -> Owner:
     """Make a new owner; `task` replaces `running_task`."""
     thread = threading.current_thread().name
-    return Owner(uuid.uuid4().hex, *_place(*here.get(), thread, *(task or running_task.get())))
+    return Owner(secrets.token_hex(16), *_place(*here.get(), thread, *(task or running_task.get())))
 
 
 @lru_cache(256)

@@ -101,7 +101,9 @@ class Keeper:
         """Renew `lease` from now on."""
         with self._lock:
             self._due[lease] = due = self._due_after(lease)
-        self._rouse(due)
+            sleeps_too_long = not self._runs or due < self._wakes_at
+        if sleeps_too_long:
+            self._rouse(due)
 
     def drop(self, lease: Lease) -> None:
         """
@@ -223,7 +225,10 @@ class Keeper:
             self._ask_registry()
         with self._lock:
             upcoming = self._next()
-            self._wakes_at = math.inf if upcoming is None else upcoming
+            # The thread sleeps as long as it planned to when a lease is released early: otherwise
+            # the next one would have to wake it.
+            if upcoming is not None or self._wakes_at <= self._clock():
+                self._wakes_at = math.inf if upcoming is None else upcoming
         return None if upcoming is None else max(0.0, upcoming - self._clock())
 
     def _take_batch(self) -> tuple[list[Lease], list[Lease]]:
@@ -427,6 +432,8 @@ class Keeper:
                     return
             try:
                 wait = self.tick()
+                if wait is None and self._wakes_at < math.inf:
+                    wait = max(0.0, self._wakes_at - self._clock())
             except Exception as exc:
                 # Without this thread every lease of the process would expire.
                 alias = self._backend.config.alias

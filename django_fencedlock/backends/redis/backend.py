@@ -64,12 +64,14 @@ class RedisBackend(Backend):
         self._connections: dict[int, tuple[object, Connections]] = {}
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
-        with self._requests("acquiring", claim.name):
+        try:
             answer = self._claim(claim, "0" if wait.left else "")
             if isinstance(answer, Granted):
                 return answer
             held, arrival = answer
             return self._queue(claim, wait, held, arrival) if arrival else held
+        except RedisError as exc:
+            raise self.unavailable("acquiring", exc, claim.name) from exc
 
     def _claim(self, claim: Claim, arrival: str) -> Granted | tuple[Held, str]:
         """
@@ -142,14 +144,17 @@ class RedisBackend(Backend):
     def release(self, grant: Grant) -> bool:
         keys, _, counter = self._handle(grant)
         floor = (grant.token or 0,) if grant.fenced else ()
-        with self._requests("release", grant.name):
+        try:
             return self._release(keys, grant.owner, counter, *floor)
+        except RedisError as exc:
+            raise self.unavailable("release", exc, grant.name) from exc
 
     def _release(self, keys: Keys, owner: str, counter: str = "", *floor: int) -> bool:
         answer = self._here.run(RELEASE, keys, owner, counter, *floor)
-        # The lock is released, whatever becomes of the waiter that got it.
-        with contextlib.suppress(*RedisError):
-            self._recheck(keys, answer)
+        if isinstance(answer, list):
+            # The lock is released, whatever becomes of the waiter that got it.
+            with contextlib.suppress(*RedisError):
+                self._recheck(keys, answer)
         return bool(answer != 0)
 
     def _recheck(self, keys: Keys, handed: Any) -> None:

@@ -6,8 +6,8 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import redis
 from redis.exceptions import ClusterError, NoScriptError, ReadOnlyError, ResponseError
@@ -16,7 +16,6 @@ from ..interface import Wait
 from .client import Client, RedisError, copy_pool, is_cluster, never_retry
 from .scripts import BEAT, WAKE, Script
 
-T = TypeVar("T")
 Command = Sequence[object]
 
 #: Seconds between a failed blocking pop and the next try.
@@ -35,14 +34,14 @@ class Spare:
         self._pool = pool
         self._idle: deque[Client] = deque()
 
-    def use(self, work: Callable[[Client], T]) -> T:
+    def execute(self, *command: object) -> Any:
         try:
             client = self._idle.pop()
         except IndexError:
             client = redis.Redis(connection_pool=self._pool, single_connection_client=True)
         done = False
         try:
-            answer = work(client)
+            answer = client.execute_command(*command)
             done = True
             return answer
         except ResponseError:
@@ -81,7 +80,7 @@ class Connections:
         try:
             if self._spare is None:
                 return self.client.execute_command(*command)
-            return self._spare.use(lambda client: client.execute_command(*command))
+            return self._spare.execute(*command)
         except ResponseError as exc:
             found = self._checked(exc)
             if found is exc:
@@ -170,8 +169,7 @@ class Mailbox:
         limit = max(0.001, round(min(seconds, self._wait.left), 3))
         try:
             if not self._wait.cancelled:
-                spare = self._connections.spare_to_wait(self._key)
-                spare.use(lambda client: client.blpop([self._key], limit))
+                self._connections.spare_to_wait(self._key).execute("BLPOP", self._key, limit)
         except RedisError:
             time.sleep(min(PAUSE, limit))
 
