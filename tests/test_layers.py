@@ -29,13 +29,11 @@ LAYERS: dict[int, list[str]] = {
             "conf",
             "core.aio",
             "core.events",
-            "core.transactions",
             "signals",
         ),
         *("storage.background_writer", "storage.connections", "storage.message_records"),
         *(
             "storage.dialect",
-            "storage.errors",
             "storage.fenced_atomic",
             "storage.fences",
         ),

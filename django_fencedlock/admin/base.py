@@ -27,9 +27,8 @@ from django.utils.translation import gettext_lazy as _
 from .. import conf, exceptions
 from ..ops.registry import ANSWERED, fence_databases, words_of
 from ..storage.connections import time_limited
-from ..storage.errors import is_table_missing
 from ..storage.tables import ExactCharField
-from ..storage.text import can_store, show_blanks
+from ..storage.text import can_store, is_table_missing, show_blanks
 
 #: A method of a page that returns what a column shows of a row.
 Value = Callable[[Any, Any], Any]

@@ -15,7 +15,7 @@ from ..core.runtime import clock
 from ..exceptions import BackendUnavailable
 from ..storage.connections import in_transaction, is_of_test, is_open, pool
 from ..storage.dialect import entry_of
-from ..storage.errors import is_table_missing
+from ..storage.text import is_table_missing
 from ..storage.vendors import Entry, Ledger, Row, ledger_for
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ..conf import AliasConfig, Problem, unknown
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable, InsideTransaction
-from ..storage.errors import describe_error
+from ..storage.text import describe_error
 
 
 @dataclass(frozen=True, slots=True)

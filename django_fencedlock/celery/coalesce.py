@@ -20,8 +20,8 @@ from kombu.serialization import dumps, loads, prepare_accept_content
 from .. import logs
 from ..conf import AliasConfig
 from ..core.names import MAX_LENGTH
-from ..core.transactions import open_connections, when_all_ended
 from ..exceptions import BackendUnavailable, FencedLockError
+from ..storage.connections import open_connections, when_all_ended
 from ..storage.pending_runs import Claimed, EarlierRun, Pending, PendingRuns, Place, StoredMessage
 from .duplicates import NUMBER, REPRS, SERVE, Call, Delivery, number, route
 from .names import single_of

@@ -38,11 +38,11 @@ from ..exceptions import BackendUnavailable, FencedLockError, SettingsError
 from ..storage import connections, history
 from ..storage.background_writer import writer
 from ..storage.dialect import BATCH
-from ..storage.errors import is_table_missing
 from ..storage.fences import Fences
 from ..storage.history import EventRow
 from ..storage.message_records import MessageRecords
 from ..storage.pending_runs import PendingRuns
+from ..storage.text import is_table_missing
 from ..storage.unfenced import ExpiredRows
 from ..storage.vendors import ledger_for
 from .coalesce import serve_overdue

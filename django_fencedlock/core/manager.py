@@ -30,13 +30,15 @@ from ..storage import history, unfenced
 from ..storage.background_writer import writer
 from ..storage.connections import (
     is_of_test,
+    open_connections,
     test_connection,
     test_has_ended,
     under_test,
+    when_all_ended,
 )
 from ..storage.fenced_atomic import pinned_atomic
 from ..storage.fences import Fences, told
-from . import aio, runtime, transactions
+from . import aio, runtime
 from .events import Kind, emit, subscribe
 from .grants import Grants, grant_of, holder_of
 from .identity import Holder, LocalHolder, current_holder
@@ -282,7 +284,7 @@ class Service:
             return True
         open_now: list[BaseDatabaseWrapper] = []
         if not lease.lent and any(each.in_atomic_block for each in connections.all(True)):
-            open_now = transactions.open_connections()
+            open_now = open_connections()
         if open_now:
             self._put_off(lease, open_now)
             return True
@@ -297,7 +299,7 @@ class Service:
         """
         if not lease.put_off:
             lease.put_off = True
-            transactions.when_all_ended(open_now, lambda: self._finish_if_left(lease))
+            when_all_ended(open_now, lambda: self._finish_if_left(lease))
 
     def _finish_if_left(self, lease: Lease) -> None:
         lease.put_off = False

@@ -24,7 +24,6 @@ from ..core.manager import Service, service
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable, ReleaseBlocked
 from ..storage.dialect import Newest, whose
-from ..storage.errors import is_table_missing
 from ..storage.fences import (
     Fences,
     Revoked,
@@ -33,7 +32,7 @@ from ..storage.fences import (
     pinned_by,
     tables_locked_by,
 )
-from ..storage.text import escape_control
+from ..storage.text import escape_control, is_table_missing
 from ..storage.vendors import Row, ledger_for
 
 logger = logging.getLogger(__name__)

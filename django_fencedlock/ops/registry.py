@@ -19,9 +19,9 @@ from ..core.identity import Holder, describe_place
 from ..core.manager import service
 from ..exceptions import BackendUnavailable, SettingsError
 from ..storage.connections import time_limited
-from ..storage.errors import describe_error
 from ..storage.fences import named, pinned_by
 from ..storage.tables import HeldLock, LockEvent
+from ..storage.text import describe_error
 from ..storage.vendors import ledger_for
 
 T = TypeVar("T")

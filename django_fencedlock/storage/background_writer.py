@@ -13,7 +13,7 @@ from django.db import Error, connections
 
 from ..core.runtime import Worker, allocate_lock, clock, forks, original
 from .connections import ConnectionPool, under_test
-from .errors import is_table_missing
+from .text import is_table_missing
 from .vendors import ledger_for
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
 from .connections import SQLITE_BUSY_TIMEOUT, in_transaction, pool, test_connection
 from .dialect import BATCH, utc_text
-from .errors import describe_error
 from .sqlite import machine_time
+from .text import describe_error
 from .vendors import ledger_for
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Text from other sources, made safe to show and to store."""
+"""Text from other sources, made safe to show and to store; and what errors of a database say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import shlex
 import unicodedata
 from typing import Any
 
+from django.apps import apps
+from django.db import DatabaseError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 #: Stands for a secret, and for a blank that would be invisible.
@@ -83,3 +85,32 @@ def fit_column(connection: BaseDatabaseWrapper, text: str, length: int | None = 
 def fit_holder(connection: BaseDatabaseWrapper, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a registry row, with the holder's texts escaped by `fit_column()`."""
     return values | {each: fit_column(connection, values[each]) for each in _HOLDER_COLUMNS}
+
+
+def shorten_error(exc: BaseException) -> str:
+    """Return the message of an error: some list all their connections."""
+    text = str(exc).strip()
+    return text if len(text) <= 500 else f"{text[:500]}..."
+
+
+def is_table_missing(exc: BaseException | None) -> bool:
+    """Return whether an error, or its cause, says that the package's tables are missing."""
+    # SQLite: "no such table"; Postgres: "does not exist"; MySQL: "doesn't exist".
+    while exc is not None:
+        text = str(exc)
+        ours = isinstance(exc, DatabaseError) and "django_fencedlock_" in text
+        if ours and ("no such table" in text or "exist" in text):
+            return True
+        exc = exc.__cause__
+    return False
+
+
+def describe_error(exc: BaseException, database: str) -> str:
+    """Return the message of an error; for missing tables, with the command that makes them."""
+    if not is_table_missing(exc):
+        return shorten_error(exc)
+    missing = shorten_error(exc).partition("\n")[0]
+    command = f"manage.py migrate django_fencedlock --database {database}"
+    if apps.is_installed("django_fencedlock"):
+        return f"{missing}. Run: {command}"
+    return f"{missing}. Add 'django_fencedlock' to INSTALLED_APPS, and run: {command}"

@@ -22,8 +22,8 @@ from ...core.runtime import clock
 from ...exceptions import BackendUnavailable
 from ...storage.connections import pool
 from ...storage.dialect import Entry
-from ...storage.errors import is_table_missing
 from ...storage.postgresql import array, sqlstate
+from ...storage.text import is_table_missing
 from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
 try:

@@ -14,7 +14,7 @@ from ...conf import AliasConfig, Problem
 from ...core import runtime
 from ...core.runtime import clock
 from ...exceptions import BackendUnavailable
-from ...storage.errors import shorten_error
+from ...storage.text import shorten_error
 from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 from . import client as clients
 from . import health

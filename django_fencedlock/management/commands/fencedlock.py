@@ -30,8 +30,7 @@ from ...ops.force_release import (
     held_by,
 )
 from ...problems import Level, Problem
-from ...storage.errors import describe_error
-from ...storage.text import escape_control, for_shell
+from ...storage.text import describe_error, escape_control, for_shell
 
 #: The exit code if a service or database was unavailable, or the action failed.
 FAILED = 2
