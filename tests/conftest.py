@@ -52,8 +52,10 @@ _SLOW_FIXTURES = {
     *("make_postgres", "make_mariadb", "make_pgbouncer", "make_rabbitmq", "make_clock"),
     *("mariadb", "pgbouncer", "rabbitmq", "browser", "process", "child_environment"),
 }
-#: or that repeats on another server what PostgreSQL, SQLite and Redis show.
+#: or that repeats on another server what PostgreSQL, SQLite and Redis show,
 _SLOW_PARAMETERS = {"mariadb", "valkey"}
+#: or on PostgreSQL what it shows on SQLite.
+_SLOW_BESIDE_SQLITE = "postgres"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -67,9 +69,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    on_sqlite = {_without_parameters(item) for item in items if "default" in _parameters(item)}
     for item in items:
         _leave_mariadb_alone(item)
-        if _is_slow(item):
+        repeats = _SLOW_BESIDE_SQLITE in _parameters(item)
+        if _is_slow(item) or (repeats and _without_parameters(item) in on_sqlite):
             item.add_marker("slow")
     yield
     # xdist hands out classes and modules in this order. A long one at the end would run alone.
@@ -331,6 +335,10 @@ def _parameters(item: pytest.Item) -> set[str]:
     """Return the texts that a test is parametrised with."""
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return {each for each in values if isinstance(each, str)}
+
+
+def _without_parameters(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 def _leave_mariadb_alone(item: pytest.Item) -> None:

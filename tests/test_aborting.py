@@ -287,11 +287,13 @@ def sweep(**options):
     assert min(outcomes.values()) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [{}, {"nested": True}, {"nested": True, "outer": False}])
 def test_no_instruction_around_a_body_lets_an_abort_escape(place, nested):
     place(lambda: sweep(**nested))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_time_limit_that_strikes_leaves_nothing_to_be_struck(place, nested):
     def work():
@@ -301,6 +303,7 @@ def test_a_time_limit_that_strikes_leaves_nothing_to_be_struck(place, nested):
     place(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("pause", [None, time.sleep])
 def test_aborts_at_random_moments_hit_their_own_run_alone(place, pause, nested):
@@ -314,12 +317,14 @@ def test_aborts_at_random_moments_hit_their_own_run_alone(place, pause, nested):
     assert set(outcomes) == {"aborted", "ended"}, outcomes
 
 
+@pytest.mark.slow
 def test_several_threads_are_struck_at_once():
     with busy_switching(), late_strikes():
         outcomes = hammer.hammer_threads(4, RUNS // 4, pause=time.sleep)
     assert set(outcomes) == {"aborted", "ended"}, outcomes
 
 
+@pytest.mark.slow
 def test_the_hammer_hits():
     """An abort that isn't meant for one run hits others."""
 

@@ -83,6 +83,7 @@ class TestOnPostgres:
             lease.release()
         assert sum(seen.values()) == ours(seen) == 1
 
+    @pytest.mark.slow
     def test_a_thousand_leases_are_renewed_by_one_statement(self, on, postgres):
         backend = on("postgres").backend
         leases = [lock(f"n{place}").acquire() for place in range(1000)]
@@ -145,6 +146,7 @@ class TestOnMariaDB:
             drops = [f"DROP TRIGGER IF EXISTS audit_{event}" for event in ("insert", "update")]
             execute("mariadb", *drops, "DROP TABLE IF EXISTS audit")
 
+    @pytest.mark.slow
     def test_a_thousand_leases_are_renewed_by_a_few_statements(self, on, mariadb):
         backend = on("mariadb").backend
         leases = [lock(f"n{place}").acquire() for place in range(1000)]

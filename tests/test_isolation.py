@@ -23,7 +23,10 @@ from django_fencedlock.storage.vendors import Entry, ledger_for
 
 from .models import Account, LedgerLine
 
-pytestmark = pytest.mark.django_db(transaction=True, databases=["postgres", "mariadb"])
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.django_db(transaction=True, databases=["postgres", "mariadb"]),
+]
 
 COMMITTED, REPEATABLE, SERIALIZABLE = "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"
 LEVELS = [

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import asgiref
 import greenlet
+import pytest
 from asgiref.sync import SyncToAsync, async_to_sync, sync_to_async
 
 from django_fencedlock.core.identity import current_holder
@@ -71,6 +72,7 @@ def test_calls_within_a_call_leave_it_as_it_was():
     assert outer()
 
 
+@pytest.mark.slow
 def test_the_holder_is_found_at_once_among_5000_tasks():
     def measure():
         began = time.perf_counter()

@@ -190,6 +190,7 @@ def test_a_database_that_is_away_keeps_a_fenced_lock_from_being_freed(
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+@pytest.mark.slow
 @pytest.mark.parametrize("fenced", [True, False])
 def test_a_session_lock_tells_how_to_end_its_session(settings, postgres, fenced):
     settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}

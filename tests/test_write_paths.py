@@ -51,12 +51,12 @@ class Everything:
     db_for_write = db_for_read
 
 
-def on(alias, *marks):
-    marks = [pytest.mark.django_db(transaction=True, databases=[alias]), *marks]
+def on(alias):
+    marks = pytest.mark.django_db(transaction=True, databases=[alias])
     return pytest.param(alias, marks=marks, id=alias)
 
 
-@pytest.fixture(params=[on("default"), on("postgres", pytest.mark.slow), on("mariadb")])
+@pytest.fixture(params=[on("default"), on("postgres"), on("mariadb")])
 def database(request, settings):
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": request.param}}
     settings.DATABASE_ROUTERS = [Everything(request.param)]
@@ -442,11 +442,14 @@ paths(
     deserialised=lambda account: _loaded("tests.ledgerline", account=account.pk).object.save(),
 )
 
+slow = pytest.mark.slow
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 
 
 @every_path
-@pytest.mark.parametrize("is_pinned", [False, True], ids=["", "in its transaction"])
+@pytest.mark.parametrize(
+    "is_pinned", [False, pytest.param(True, marks=slow)], ids=["", "in its transaction"]
+)
 def test_under_its_lease_the_row_is_written(database, path, is_pinned):
     row = path.make()
     before = path.found()
@@ -492,7 +495,7 @@ def test_under_an_overtaken_lease_nothing_is_written(database, path):
 
 
 @every_path
-@pytest.mark.parametrize("policy", ["allow", "warn"])
+@pytest.mark.parametrize("policy", [pytest.param("allow", marks=slow), "warn"])
 def test_a_write_without_lock_that_is_allowed_leaves_the_fence(
     database, settings, path, policy, caplog
 ):
@@ -509,6 +512,7 @@ def test_a_write_without_lock_that_is_allowed_leaves_the_fence(
     assert path.fences() <= {0 if path.is_new else 5}
 
 
+@slow
 @every_path
 def test_a_policy_that_does_not_exist_allows_no_write(database, settings, path):
     row = path.make()
