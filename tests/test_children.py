@@ -75,23 +75,6 @@ def look_until(watch, condition):
 
 class TestChildWatch:
     @pytest.mark.slow
-    def test_a_child_that_is_killed(self, watch, ended):
-        with child_of(watch) as child:
-            watch.look(timeout=1)
-            child.kill()
-            look_until(watch, lambda: ended)
-        assert ended == [child.identity]
-
-    @pytest.mark.slow
-    def test_a_child_that_lives(self, watch, ended):
-        with child_of(watch), child_of(watch) as killed:
-            killed.kill()
-            look_until(watch, lambda: ended)
-            for _ in range(5):
-                watch.look(timeout=0.02)
-            assert ended == [killed.identity]
-
-    @pytest.mark.slow
     def test_a_child_that_had_ended_before_anybody_looked(self, watch, ended):
         with child_of(watch) as child:
             child.kill()
@@ -240,14 +223,6 @@ class TestLeftLocks:
         wait_until(lambda: len(service.released) == 4, "both aliases, twice", 30)
         assert {alias for alias, _ in service.released} == {"default", "other"}
 
-    def test_a_service_that_is_away_is_asked_again(self, release):
-        service = Service()
-        service.away = True
-        release(service)
-        wait_until(lambda: service.tries > 4, "several tries", 30)
-        service.away = False
-        wait_until(lambda: service.released, "the end of it", 30)
-
     def test_but_not_for_longer_than_the_ttl(self, release, settings):
         settings.FENCEDLOCK = {"default": {"TTL": 1}}
         service = Service()
@@ -255,17 +230,6 @@ class TestLeftLocks:
         made = release(service)
         wait_until(lambda: not made.looks, "it to give up", 30)
         assert service.released == []
-
-    def test_one_service_delays_no_other(self, release, settings):
-        settings.FENCEDLOCK = {"default": {}, "other": {}}
-        slow, quick = Service(), Service()
-        slow.gate.clear()
-        try:
-            release(lambda ended, alias: (slow if alias == "default" else quick)(ended, alias))
-            wait_until(lambda: quick.released, "the other one", 30)
-            assert slow.released == []
-        finally:
-            slow.gate.set()
 
     def test_children_that_end_meanwhile_are_looked_up_together(self, release):
         service = Service()

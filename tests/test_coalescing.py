@@ -166,21 +166,6 @@ class TestWhatTheOrderIsGoodFor:
         with pytest.raises(Broken, match="wait for a rescue"):
             Explorer(2, order=order).explore()
 
-    def test_counting_after_the_second_try(self, monkeypatch):
-        refused = Coalescing.refused
-
-        def late(self):
-            if not hasattr(self, "tried") and not self._is_last_try:
-                self._is_last_try = True
-                return None
-            self._is_last_try = False
-            refused(self)
-            return "coalesced"
-
-        monkeypatch.setattr(Coalescing, "refused", late)
-        with pytest.raises(Broken, match="wait for a rescue"):
-            Explorer(2).explore()
-
     def test_striking_off_what_was_only_begun(self, monkeypatch):
         begin = Coalescing.begin
 
@@ -192,18 +177,6 @@ class TestWhatTheOrderIsGoodFor:
         monkeypatch.setattr(Coalescing, "begin", hasty)
         with pytest.raises(Broken, match="are lost"):
             Explorer(2, kills=1).explore()
-
-    def test_striking_off_what_a_message_that_serves_could_not_get(self, monkeypatch):
-        refused = Coalescing.refused
-
-        def careless(self):
-            if self._call.request.headers.get("fencedlock_serve"):
-                PendingRun.objects.update(done=F("wanted"))
-            return refused(self)
-
-        monkeypatch.setattr(Coalescing, "refused", careless)
-        with pytest.raises(Broken, match="are lost"):
-            Explorer(2, kills=1, late=True).explore()
 
     @pytest.mark.slow
     def test_running_with_its_own_arguments_after_it_was_counted(self, monkeypatch):
@@ -223,13 +196,6 @@ class TestWhatTheOrderIsGoodFor:
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.usefixtures("here")
 class TestTasks:
-    def test_a_lone_one_runs_and_nothing_follows(self):
-        with sending() as sent:
-            assert deliver(rebuild, 1).result == 1
-            assert deliver(rebuild, 2).result == 2
-        assert ran == [1, 2]
-        assert sent == []
-
     def test_triggers_become_one_further_run_with_the_latest_arguments(self):
         meanwhile(*(coalesced(rebuild, value) for value in (2, 3, 4)))
         with sending() as sent:
@@ -616,16 +582,6 @@ class TestRescue:
         overdue()
         assert self.look() == []
 
-    def test_leaves_to_another_what_he_has_claimed_meanwhile(self, monkeypatch):
-        with lock(NAME):
-            meanwhile(coalesced(rebuild, 1))
-            within.pop()()
-        overdue()
-        monkeypatch.setattr(PendingRuns, "reserve", lambda *args: False)
-        with sending() as sent:
-            assert Maintenance(app).look() == 0
-        assert sent == []
-
     def test_a_task_of_an_unknown_alias_is_in_nobodys_way(self):
         lost = app.task(name="coalescing.lost", shared=False)(
             single_instance(NAME, on_conflict="coalesce", backend="nowhere")(print)
@@ -664,11 +620,6 @@ class TestRescue:
             for thread in threads:
                 thread.join()
         assert sum(found) == len(sent) == 1
-
-    def test_leaves_alone_what_is_held(self):
-        overdue()
-        with lock(NAME):
-            assert self.look() == []
 
     def test_leaves_alone_what_its_app_does_not_have(self):
         PendingRun.objects.update(task_name="gone.task")

@@ -155,104 +155,6 @@ def test_leases_acquired_at_different_times_soon_share_one_batch(keeper, service
     assert service.batches == [5, 5]
 
 
-def test_a_thousand_leases_are_one_batch(keeper, service, clock, lease):
-    for place in range(1000):
-        keeper.keep(lease(name=f"n{place}"))
-    clock.now += 10
-    keeper.tick()
-    assert service.batches == [1000]
-
-
-def test_a_refused_lease_is_lost_at_once(keeper, service, clock, lease, losses):
-    kept = lease()
-    keeper.keep(kept)
-    service.answer = Renewal.LOST
-    clock.now += 10
-    assert keeper.tick() is None
-    assert [found for found, _ in losses] == [kept]
-
-
-def test_a_service_that_is_silent_loses_the_lease_when_its_ttl_is_over(
-    keeper, service, clock, lease, losses
-):
-    keeper.keep(lease(ttl=30))
-    service.answer = Renewal.UNKNOWN
-    end = clock.now + 30
-    while clock.now < end - 0.01:
-        assert losses == []
-        clock.now += max(keeper.tick(), 0.001)
-    keeper.tick()
-    assert len(losses) == 1
-    assert clock.now < end + 1.1
-
-
-def test_a_renewal_counts_from_before_the_request(keeper, service, clock, lease):
-    kept = lease(ttl=30)
-    keeper.keep(kept)
-    renew = service.renew
-
-    def slow(leases):
-        clock.now += 4
-        return renew(leases)
-
-    service.renew = slow
-    clock.now += 10
-    keeper.tick()
-    assert kept.remaining() == pytest.approx(26)
-
-
-def test_an_error_of_the_backend_counts_as_silence(keeper, service, clock, lease, losses):
-    keeper.keep(lease(ttl=30))
-    service.answer = RuntimeError("driver")
-    clock.now += 10
-    assert keeper.tick() == pytest.approx(1)
-    assert losses == []
-    service.answer = Renewal.KEPT
-    clock.now += 1
-    keeper.tick()
-    assert losses == []
-
-
-def test_a_pause_longer_than_the_ttl_costs_nothing_if_nobody_came(
-    keeper, service, clock, lease, losses
-):
-    kept = lease(ttl=30)
-    keeper.keep(kept)
-    clock.now += 500
-    assert kept.expired
-    keeper.tick()
-    assert not kept.expired
-    assert losses == []
-
-
-def test_a_dropped_lease_is_renewed_no_more(keeper, service, clock, lease):
-    kept = lease()
-    keeper.keep(kept)
-    keeper.drop(kept)
-    clock.now += 10
-    keeper.tick()
-    assert service.batches == []
-
-
-def test_a_release_waits_for_the_batch_that_has_its_lease(keeper, service, clock, lease):
-    """A renewal that reached the service after the release would take the lock again."""
-    kept, order = lease(), []
-    keeper.keep(kept)
-    dropping = threading.Thread(target=lambda: (keeper.drop(kept), order.append("dropped")))
-
-    def renew(leases):
-        dropping.start()
-        dropping.join(0.1)
-        order.append("renewed")
-        return [Renewal.KEPT]
-
-    service.renew = renew
-    clock.now += 10
-    keeper.tick()
-    dropping.join(5)
-    assert order == ["renewed", "dropped"]
-
-
 def test_a_batch_that_a_lease_is_not_in_delays_no_release(keeper, service, clock, lease):
     early, late = lease(), None
     keeper.keep(early)
@@ -494,28 +396,12 @@ def test_a_lock_that_can_not_be_given_back_disturbs_no_others(keeper, service, c
     assert not kept.expired
 
 
-def test_what_the_holder_released_in_time_is_not_ended(keeper, service, clock, lease, losses):
-    service.supports_ttl = False
-    kept = lease(max_hold=5)
-    keeper.keep(kept)
-    keeper.drop(kept)
-    clock.now += 100
-    keeper.tick()
-    assert losses == service.released == []
-
-
 def test_a_session_that_died_after_max_hold_tells_why(keeper, service, clock, lease, losses):
     kept = lease(ttl=30, max_hold=5)
     keeper.keep(kept)
     clock.now += 31
     service.lost([kept.owner_id])
     assert "max_hold=5 s" in losses[0][1]
-
-
-def test_a_child_after_fork_keeps_nothing(keeper, lease):
-    keeper.keep(lease())
-    keeper.after_fork()
-    assert keeper.tick() is None
 
 
 def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(

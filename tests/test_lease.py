@@ -35,18 +35,6 @@ def make(now):
     return make
 
 
-def test_the_ttl_counts_from_before_the_request(make, now):
-    lease = make(since=95.0)
-    assert lease.remaining() == 25
-    now[0] += 25
-    assert lease.expired
-    assert not lease.lost
-
-
-def test_check_passes_while_the_lease_is_good(make):
-    assert make().check() is None
-
-
 def test_check_says_why_an_expired_lease_is_no_good(make, now):
     lease = make()
     now[0] += 31.5
@@ -62,13 +50,6 @@ def test_check_says_why_a_lost_lease_was_lost(make):
     with pytest.raises(LeaseLost, match=r"invoice:42.*token 7.*somebody else came") as caught:
         lease.check()
     assert (caught.value.name, caught.value.token) == ("invoice:42", 7)
-
-
-def test_a_released_lease_fails_its_check(make):
-    lease = make()
-    lease.released = True
-    with pytest.raises(LeaseLost, match="it was released"):
-        lease.check()
 
 
 def test_callbacks_run_once_and_in_order(make):

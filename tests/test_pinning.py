@@ -27,7 +27,7 @@ from django_fencedlock.exceptions import (
     Unfenced,
     WrongDatabase,
 )
-from django_fencedlock.models import Fence, Fencing, HeldLock
+from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.storage.connections import private
 from django_fencedlock.storage.fenced_atomic import grant_of, is_pinned
 from django_fencedlock.storage.vendors import Entry, ledger_for
@@ -630,6 +630,7 @@ class TestWhatTheWaitersErrorSays:
             assert f"held by {lease.holder}" in str(service("default").refusal("x", 1.0))
 
 
+@pytest.mark.slow
 class TestACommitWithoutAnAnswer:
     @pytest.fixture(params=["postgres", "mariadb"])
     def proxied(self, request, make_proxy, make_alias, on):
@@ -703,43 +704,3 @@ class TestACommitWithoutAnAnswer:
             accounts(database).create()
             transaction.on_commit(fail, using=database)
         assert accounts(database).exists()
-
-
-class TestHighWater:
-    """What the weaker mode lets happen, and what it doesn't."""
-
-    def schedule(self, monkeypatch, mode):
-        monkeypatch.setattr(Invoice, "fencing", Fencing(mode=mode))
-        invoice = Invoice.objects.using("postgres").create()
-        former = invoice.fencing.lock().acquire()
-        invoice.amount = 10
-        invoice.save(lease=former)
-        abandon(former)
-        newer = Elsewhere(lambda: invoice.fencing.lock().acquire()).outcome()
-        service("default").keeper.forget(newer)
-        read = Invoice.objects.using("postgres").get()
-        return invoice, former, read, newer
-
-    def add(self, invoice, amount, lease):
-        invoice.amount += amount
-        invoice.save(lease=lease)
-
-    def test_an_update_of_the_former_holder_can_get_lost(self, on_postgres, monkeypatch):
-        invoice, former, read, newer = self.schedule(monkeypatch, "high_water")
-        self.add(invoice, 100, former)  # Accepted, though a newer grant was recorded.
-        self.add(read, 5, newer)
-        assert Invoice.objects.using("postgres").get().amount == 15
-        # Once the newer one has written, the former one can't: the row's token never goes down.
-        with pytest.raises(StaleFence, match="under token 2 already"):
-            self.add(invoice, 100, former)
-        found = Invoice.objects.using("postgres").get()
-        assert (found.amount, found.fence) == (15, 2)
-        former.release()
-
-    def test_serialised_refuses_it_from_the_grant_on(self, on_postgres, monkeypatch):
-        invoice, former, read, newer = self.schedule(monkeypatch, "serialised")
-        with pytest.raises(StaleFence, match="the newest token is 2"):
-            self.add(invoice, 100, former)
-        self.add(read, 5, newer)
-        assert Invoice.objects.using("postgres").get().amount == 15
-        former.release()

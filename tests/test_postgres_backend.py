@@ -1,14 +1,11 @@
 """The postgres backend on real servers: the interface's tests, and what is its own."""
 
 import contextlib
-import ctypes
 import itertools
 import os
-import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +14,7 @@ from textwrap import dedent
 
 import pytest
 from django.core.management import call_command
-from django.db import close_old_connections, connections
+from django.db import connections
 
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.postgres import PostgresBackend, holding
@@ -212,15 +209,6 @@ class TestStatements:
 
 
 class TestGrants:
-    def test_a_grant_is_recorded(self, backend, peer, name):
-        first = take(backend, claim(name))
-        assert backend.release(first)
-        assert not row_of(name).exists()
-        second = take(peer, claim(name))
-        fence = Fence.objects.using(ALIAS).get(name=name)
-        assert (fence.token, fence.owner) == (2, second.owner)
-        assert row_of(name).get().owner == second.owner
-
     def test_a_refused_try_changes_and_locks_no_row(self, postgres, backend, peer, name):
         taken = take(backend, claim(name))
         before = row_of(name).values().get()
@@ -229,10 +217,6 @@ class TestGrants:
         assert row_of(name).values().get() == before
         assert backend.renew([taken]) == [Renewal.KEPT]
         assert Fence.objects.using(ALIAS).get(name=name).token == 1
-
-    def test_threads_of_one_process_exclude_each_other(self, backend, name, threads):
-        asked = [threads(backend.acquire, claim(name), Wait()) for _ in range(8)]
-        assert sum(isinstance(each.result(), Granted) for each in asked) == 1
 
     @pytest.mark.parametrize("other", [{"alias": "other"}, {"backend": "redis"}])
     @pytest.mark.parametrize("seconds", [0, 20])
@@ -295,14 +279,6 @@ class TestGrants:
         with pytest.raises(BackendUnavailable, match="read-only"):
             backend.acquire(claim(name), Wait())
         assert not peer.holders([name])
-
-    def test_django_may_close_its_connections(self, backend, peer, name):
-        connections[ALIAS].ensure_connection()
-        taken = take(backend, claim(name))
-        close_old_connections()
-        connections.close_all()
-        assert refused(peer, name)
-        assert backend.verify(taken)
 
 
 class TestRenewals:
@@ -480,20 +456,6 @@ class TestWaiting:
             peer.release(taken)
             assert take(peer, claim(name)).token == 2
 
-    def test_an_error_while_queued_leaves_the_queue(self, postgres, backend, peer, name):
-        taken, seen = take(peer, claim(name)), []
-
-        def refuse(held):
-            seen.append(held)
-            if len(seen) == 2:
-                raise LookupError
-
-        with pytest.raises(LookupError):
-            backend.acquire(claim(name), Wait(20, refuse))
-        assert not sessions(postgres, "wait_event = 'advisory'")
-        peer.release(taken)
-        assert take(peer, claim(name)).token == 2
-
 
 class TestLosses:
     def test_the_end_of_a_session_loses_its_locks_at_the_next_renewal(
@@ -617,13 +579,6 @@ class TestPausedHolders:
             peer.release(taken)
             assert waits(backend, name).token == 3
 
-    def test_a_renewed_lock_is_kept(self, backend, peer, name):
-        taken, end = take(backend, claim(name, ttl=0.6)), time.monotonic() + 2
-        while time.monotonic() < end:
-            assert backend.renew([taken]) == [Renewal.KEPT]
-            time.sleep(0.2)
-        assert refused(peer, name)
-
 
 @pytest.mark.slow
 class TestProcesses:
@@ -647,12 +602,6 @@ class TestProcesses:
         with child(code) as process:
             assert said(process) == "0 True KEPT"
             assert refused(backend, name)
-
-    def test_a_process_that_is_killed_frees_its_locks(self, backend, name):
-        with child(f"take(backend, claim({name!r})); say('held'); sys.stdin.read()") as process:
-            assert said(process) == "held"
-            process.kill()
-            assert waits(backend, name, 5).token == 2
 
     def test_a_killed_process_is_evicted_although_its_child_has_the_session(self, backend, name):
         code = f"""
@@ -728,16 +677,6 @@ class TestProcesses:
         with child(code, gevent=True) as process:
             assert said(process) == "done"
             waiting(postgres, 0)
-
-    def test_interrupted_threads_lose_no_other_lock(self, postgres, peer, name):
-        taken = take(peer, claim(f"{name}:waited"))
-        with child(f"say(interrupt_threads(backend, {name!r})); sys.stdin.read()") as process:
-            assert said(process) == "[<Renewal.KEPT: 'the service renewed it'>] True False"
-            waiting(postgres, 0)
-            names = [f"{name}:{number}" for number in range(3)]
-            wait_until(lambda: not peer.holders(names), "the releases")
-            assert peer.verify(taken)
-            assert refused(peer, f"{name}:kept")
 
 
 class TestJobs:
@@ -920,63 +859,6 @@ def route_to(server, database=None):
     connections[alias].close()
     del connections[alias]
     del connections.settings[alias]
-
-
-class Interrupt(BaseException):
-    pass
-
-
-def interrupt_threads(backend, name, times=200):
-    """
-    Interrupt threads that acquire, wait and release, while another lock is held.
-
-    In a process of its own: CPython may raise the exception in a thread that the target starts.
-    """
-    kept = take(backend, claim(f"{name}:kept"))
-    interrupts, stop, inside, renewals = [], threading.Event(), set(), set()
-
-    def attempt():
-        sent = claim(f"{name}:{random.randrange(3)}")
-        inside.add(threading.get_ident())
-        try:
-            backend.acquire(sent, Wait(0.01))
-            backend.acquire(claim(f"{name}:waited"), Wait(random.choice([0, 0.02])))
-        finally:
-            backend.release(Grant(sent.name, sent.owner))
-
-    def release_rest():
-        for hold in list(backend._local.by_owner.values()):
-            if hold is not kept.handle:
-                backend.release(Grant(hold.claim.name, hold.claim.owner))
-
-    def work():
-        while not stop.is_set():
-            try:
-                while not stop.is_set():
-                    attempt()
-            except Interrupt:
-                interrupts.append(1)
-            except BackendUnavailable:
-                pass
-            release_rest()
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for each in threads:
-        each.start()
-    while len(interrupts) < times:
-        time.sleep(random.random() * 0.005)
-        renewals.update(backend.renew([kept]))
-        target = random.choice(threads).ident
-        # One at a time, and only where it is caught.
-        if target in inside:
-            inside.discard(target)
-            send = ctypes.pythonapi.PyThreadState_SetAsyncExc
-            send(ctypes.c_ulong(target), ctypes.py_object(Interrupt))
-    stop.set()
-    for each in threads:
-        each.join(20)
-    release_rest()
-    return f"{[*renewals]} {backend.verify(kept)} {backend._local._mutex.locked()}"
 
 
 _PRELUDE = """

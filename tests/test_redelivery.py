@@ -1,7 +1,6 @@
 """One message, delivered more than once."""
 
 import contextlib
-import re
 import threading
 import time
 import uuid
@@ -24,8 +23,6 @@ from django_fencedlock.core.identity import LocalHolder, new_owner
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired
 from django_fencedlock.models import HeldLock, MessageRecord
-from django_fencedlock.storage import connections as sessions
-from django_fencedlock.storage.dialect import HELD
 from django_fencedlock.storage.message_records import SETTLED, Message, MessageRecords
 from django_fencedlock.test import hold_lock, lose_lease
 from tests.deliveries import app, deliver, deliver_sent, sending
@@ -102,34 +99,6 @@ def let_pass():
     for row in MessageRecord.objects.all():
         row.finished_at -= timedelta(seconds=SETTLED)
         row.save()
-
-
-@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-class TestCost:
-    """Statements of a run on PostgreSQL, each a round trip."""
-
-    @pytest.fixture(autouse=True)
-    def keep_connections(self, settings, monkeypatch):
-        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
-        monkeypatch.setattr(sessions, "under_test", lambda: False)
-        yield
-        sessions.close_all()
-
-    def asked(self, postgres, task):
-        deliver(task, 1, **message())
-        with postgres.statements() as seen:
-            deliver(task, 1, **message())
-        assert ran == [1, 1]
-        # What is told in the background may fall into that time.
-        tables = f"{HELD}|django_fencedlock_messagerecord"
-        counted = {sql: times for sql, times in seen.items() if re.search(tables, sql)}
-        return sorted(sql.split()[0] for sql, times in counted.items() for _ in range(times))
-
-    def test_without_a_record_its_lock_alone(self, postgres):
-        assert self.asked(postgres, early) == ["DELETE", "WITH"]
-
-    def test_a_record_takes_one_at_the_beginning_and_one_at_the_end(self, postgres):
-        assert self.asked(postgres, late) == ["DELETE", "INSERT", "UPDATE", "WITH"]
 
 
 class TestAfterItsEnd:
@@ -295,17 +264,6 @@ class TestWhileItRuns:
         return sent
 
     def test_what_a_receiver_publishes_meanwhile_is_a_message_of_its_own(self, running):
-        def audit(sender, **kwargs):
-            if sender == late.name:
-                late_raise.delay(2)
-
-        told = message()
-        sent = self._sent_when_deferred(running, told, audit)
-        named = {each.headers["task"]: each.headers[DELIVERY] for each in sent}
-        assert named[late.name] == told["headers"][DELIVERY]
-        assert named[late_raise.name] != told["headers"][DELIVERY]
-
-    def test_so_is_one_of_the_same_task(self, running):
         def audit(sender, headers, **kwargs):
             if headers["id"] == told["id"]:
                 late.delay(2)
@@ -388,11 +346,6 @@ class TestWhileItRuns:
         with sending() as sent, soon(lease_back, lease):
             assert deliver(late_wait, 1, **told).result == 1
         assert sent == []
-
-    def test_who_waits_for_nobody_runs(self):
-        told = message()
-        record(told, DEAD)
-        assert deliver(late_wait, 1, **told).result == 1
 
     def test_one_that_ended_long_ago_is_no_conflict_of_anybody(self, running):
         told = message()

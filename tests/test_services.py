@@ -1,7 +1,6 @@
 """What comes between a lock service and the caller's code: pauses, slow answers and none."""
 
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,45 +20,6 @@ from django_fencedlock.exceptions import BackendUnavailable
 from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-@pytest.fixture
-def pause_after_grant(monkeypatch):
-    """Have the process sleep past the ttl after its grant, and `meanwhile` happen."""
-    backend = service("default").backend
-    acquire = backend.acquire
-
-    def install(meanwhile=lambda: None):
-        def slow(claim, wait):
-            answer = acquire(claim, wait)
-            time.sleep(0.1)
-            meanwhile()
-            return answer
-
-        monkeypatch.setattr(backend, "acquire", slow)
-        return acquire
-
-    return install
-
-
-def test_a_grant_that_ran_out_is_renewed_if_nobody_came(pause_after_grant):
-    pause_after_grant()
-    lease = lock("x", ttl=0.08).acquire(blocking=False)
-    assert lease is not None
-    assert not lease.expired
-    lease.release()
-
-
-def test_a_grant_that_somebody_else_has_by_now_is_not_handed_out(pause_after_grant):
-    taken = []
-
-    def take_over():
-        taken.append(acquire(new_claim("x", 30), Wait()))
-
-    acquire = pause_after_grant(take_over)
-    assert lock("x", ttl=0.08).acquire(blocking=False) is None
-    assert [grant.token for grant in taken] == [2]
-    assert lock("x").holder() is not None  # the successor's lock wasn't given back
 
 
 def test_a_row_is_the_holders_from_before_it_was_asked_for(monkeypatch):

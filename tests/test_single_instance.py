@@ -16,13 +16,12 @@ from kombu.serialization import dumps, loads
 from django_fencedlock import LeaseLost, LockNotAcquired, current_lease, lock
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.celery import SkippedRun, lock_name, run, single_instance
-from django_fencedlock.celery.duplicates import CONFLICTS, DELIVERY
+from django_fencedlock.celery.duplicates import CONFLICTS
 from django_fencedlock.core import grants
 from django_fencedlock.core.identity import current_holder
 from django_fencedlock.core.manager import Service, service
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, SettingsError
 from django_fencedlock.models import HeldLock, PendingRun
-from django_fencedlock.signals import lock_lost
 from django_fencedlock.test import (
     assert_locked,
     assert_not_locked,
@@ -78,14 +77,6 @@ class TestTheDecorator:
             return when
 
         assert nightly() == "now"
-
-    def test_with_empty_brackets(self, app):
-        @app.task(name="shop.nightly", shared=False)
-        @single_instance()
-        def nightly():
-            assert_locked("shop.nightly()")
-
-        nightly()
 
     @pytest.mark.parametrize("terms", [{}, {"ttl": 5}])
     def test_a_callable_that_names_locks(self, task, terms):
@@ -261,13 +252,6 @@ class TestCalls:
 
         assert outer() == (1, "outer")
 
-    def test_delivered(self, task):
-        charge = task()
-        results = [charge.delay(), charge.delay(43)]
-        for _ in results:
-            deliver(charge.app)
-        assert [result.get(timeout=5) for result in results] == [1, 1]
-
     def test_delivered_twice_each_has_an_owner_of_its_own(self, task):
         owners = []
 
@@ -336,22 +320,6 @@ class TestErrors:
             fails()
         assert_not_locked("x")
         assert current_lease() is None
-
-    def test_autoretry_takes_the_lock_anew(self, app):
-        tokens = []
-
-        @app.task(autoretry_for=(ValueError,), max_retries=2, default_retry_delay=0, shared=False)
-        @single_instance("x")
-        def fails():
-            tokens.append(current_lease().token)
-            raise ValueError
-
-        result = fails.delay()
-        for _ in range(3):
-            deliver(app)
-        assert tokens == [1, 2, 3]
-        with pytest.raises(ValueError):  # noqa: PT011
-            result.get(timeout=5)
 
     def test_a_lost_lease_fails_the_task(self, app):
         @app.task(shared=False)
@@ -491,15 +459,6 @@ class TestSkips:
             threaded(charge)
         assert caught.value.holder.owner == holders[0].owner_id
 
-    def test_come_through_a_result_backend(self, task):
-        charge = task()
-        result = charge.delay()
-        with hold_lock("invoice:42"):
-            deliver(charge.app)
-        found = result.get(timeout=5)
-        assert result.successful()
-        assert SkippedRun.of(found).lock == "invoice:42"
-
     @pytest.mark.parametrize(
         "through",
         [
@@ -546,13 +505,6 @@ class TestRetries:
         with hold_lock("invoice:42"):
             deliver(charge.app)
         assert waiting(charge.app) == 1
-
-    def test_are_known_as_the_same_message(self, task):
-        charge = task(on_conflict="retry", retry_countdown=0)
-        charge.delay()
-        with hold_lock("invoice:42"):
-            deliveries = [deliver(charge.app).headers[DELIVERY] for _ in range(3)]
-        assert len(set(deliveries)) == 1
 
     def test_end_after_so_many(self, task):
         charge = task(on_conflict="retry", retry_countdown=0, max_conflict_retries=3)
@@ -637,14 +589,6 @@ class TestRetries:
 
 
 class TestABackendThatIsDown:
-    def test_fails_the_task(self, task, settings):
-        settings.FENCEDLOCK = {"default": DOWN}
-        charge = task()
-        result = charge.delay()
-        deliver(charge.app)
-        with pytest.raises(BackendUnavailable):
-            result.get(timeout=5)
-
     def test_works_with_autoretry(self, task, settings):
         charge = task(options={"autoretry_for": (BackendUnavailable,), "default_retry_delay": 0})
         settings.FENCEDLOCK = {"default": DOWN}
@@ -760,23 +704,6 @@ def test_what_strikes_between_the_grant_and_the_body_leaves_no_lock(monkeypatch)
     with pytest.raises(SoftTimeLimitExceeded):
         single_instance("x")(lambda: None)()
     assert_not_locked("x")
-
-
-def test_lost_and_acquired_are_told_by_signals(task):
-    told = []
-
-    def receive(name, lease, reason, **kwargs):
-        told.append(name)
-
-    lock_lost.connect(receive)
-
-    @single_instance("x", on_lost="ignore")
-    def loses():
-        lose_lease(current_lease())
-
-    loses()
-    lock_lost.disconnect(receive)
-    assert told == ["x"]
 
 
 @pytest.mark.django_db(transaction=True)

@@ -254,9 +254,6 @@ class TestByCall:
             'shop.charge(invoice_id=1, currency="USD", rest=[2], note=None, more={"key": [3]})'
         )
 
-    def test_without_parameters(self, made):
-        assert lock_name(made(lambda: None)) == "shop.charge()"
-
     def test_one_call_has_one_name_however_it_is_written(self, made):
         task = made(charge)
         names = {
@@ -347,9 +344,6 @@ class TestByTemplate:
         task = made(lambda invoice, when: None, "i:{invoice[id]}:{when:%Y-%m}")
         assert lock_name(task, {"id": 4}, date(2026, 7, 1)) == "i:4:2026-07"
 
-    def test_a_constant(self, made):
-        assert lock_name(made(charge, "nightly"), 1) == "nightly"
-
     def test_the_worker_finds_the_same_name(self, made):
         task = made(lambda a, b, c, d: None, "{a}:{b}:{c}:{d}")
         given = (A_UUID, BERLIN, Currency.EUR, Decimal("1.10"))
@@ -408,9 +402,6 @@ class TestByCallable:
     def test_of_the_tasks_id(self, made):
         task = made(lambda: current_lease().name, lambda task, arguments: f"run:{task.request.id}")
         assert task.apply(task_id="x-1").get() == "run:x-1"
-
-    def test_a_lambda(self, made):
-        assert lock_name(made(charge, lambda task, arguments: "x"), 1) == "x"
 
     @pytest.mark.parametrize("name", [None, 3, "", "x" * 201, "a\0b"])
     def test_what_it_returns_has_to_be_a_name(self, made, name):
@@ -486,23 +477,9 @@ class TestKindsOfTasks:
         with pytest.raises(TypeError, match="self"):
             lock_name(task, 1)
 
-    def test_with_autoretry(self, made):
-        task = made(lambda pk: None, autoretry_for=(ValueError,))
-        assert lock_name(task, 1) == "shop.charge(pk=1)"
-
     def test_bound_with_autoretry(self, made):
         task = made(lambda self, pk: None, autoretry_for=(ValueError,), bind=True)
         assert lock_name(task, 1) == "shop.charge(pk=1)"
-
-    def test_of_classes(self, celery_app):
-        class Charge(celery_app.Task):
-            name = "shop.charge"
-
-            @single_instance("invoice:{pk}")
-            def run(self, pk):
-                pass
-
-        assert lock_name(celery_app.register_task(Charge()), 1) == "invoice:1"
 
     def test_of_a_base_class(self, celery_app, made):
         class Base(celery_app.Task):

@@ -107,10 +107,3 @@ def test_a_retry_runs_though_its_own_run_was_killed(make_worker, journal, key):
     os.kill(first.pid, signal.SIGKILL)
     wait_until(lambda: len(journal.spans(key)) == 2, "the retry", 20)
     wait_until(lambda: is_free(key), "the end of the retry", 5)
-
-
-@pytest.mark.parametrize("alias", ["default", "redis"])
-def test_many_at_once_run_one_by_one(any_worker, journal, key, alias):
-    results = [task("wait", alias).delay(key, number, seconds=0.01) for number in range(12)]
-    assert [result.get(timeout=30) for result in results] == list(range(12))
-    assert len(journal.assert_no_overlap(key)) == 12

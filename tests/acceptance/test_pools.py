@@ -57,16 +57,6 @@ def test_bodies_run_one_by_one(pool_worker, journal, key, policy, alias):
     assert is_free(key, alias)
 
 
-@pytest.mark.parametrize("alias", ["default", "sessions", "redis"])
-def test_one_process_excludes_itself(one_process, journal, key, alias):
-    first = task("skip", alias).delay(key, 1, gate=True)
-    (span,) = journal.wait_for_begun(key)
-    assert was_skipped(task("skip", alias).delay(key, 2)).token == span.token
-    journal.open_gate(key)
-    assert first.get(timeout=10) == 1
-    assert len(journal.spans(key)) == 1
-
-
 @pytest.mark.parametrize("alias", ["default", "rows", "sessions", "redis"])
 def test_connections_that_celery_closes_are_none_of_the_lock(one_process, journal, key, alias):
     """It closes all of Django's before and after each task; other tasks run beside this one."""

@@ -70,17 +70,6 @@ def test_a_fenced_row_is_written_by_one_at_a_time(worker, key):
 # Without a worker
 
 
-def test_a_plain_call_takes_the_lock(worker, journal, key):
-    result = task("skip").delay(key, gate=True)
-    journal.wait_for_begun(key)
-    assert SkippedRun.of(task("skip")(key))
-    journal.open_gate(key)
-    result.get(timeout=10)
-    assert task("skip")(key, 42) == 42
-    assert journal.spans(key)[-1].lock == key
-    assert is_free(key)
-
-
 # The lock service is down
 
 

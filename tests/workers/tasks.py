@@ -171,13 +171,6 @@ _define("max_hold")(single_instance("{key}", ttl=1, max_hold=1, on_lost="abort")
 _define("skip", "down")(single_instance("{key}", backend="down")(run))
 
 
-@_define("unnamed")
-@single_instance
-def unnamed(self: Any, key: str, value: Any = None, *, gate: bool = False) -> Any:
-    """Has a lock for each set of arguments."""
-    return run(self, key, value, gate=gate)
-
-
 @_define("total")
 @single_instance("{key}-total")
 def total(self: Task, results: Any, key: str) -> Any:
