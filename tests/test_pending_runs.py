@@ -5,6 +5,12 @@ import uuid
 from dataclasses import replace
 
 import pytest
+from django.db.models.sql.compiler import (
+    SQLCompiler,
+    SQLDeleteCompiler,
+    SQLInsertCompiler,
+    SQLUpdateCompiler,
+)
 
 from django_fencedlock import conf, lock
 from django_fencedlock.models import MessageRecord, PendingRun
@@ -22,6 +28,7 @@ from tests.test_message_records import at_once
 
 GRACE = 30.0
 PLACE = Place("invoice:1", "app.charge")
+WRITES = (SQLDeleteCompiler, SQLInsertCompiler, SQLUpdateCompiler)
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
 
@@ -34,6 +41,23 @@ def runs(using):
 @pytest.fixture
 def rows(using):
     return PendingRun.objects.using(using)
+
+
+@pytest.fixture
+def remembered(monkeypatch):
+    """Keep the answers to all queries of the ORM, but those that lock rows, as some packages do."""
+    execute, answers = SQLCompiler.execute_sql, {}
+
+    def remember(compiler, *args, **kwargs):
+        if compiler.query.select_for_update or isinstance(compiler, WRITES):
+            return execute(compiler, *args, **kwargs)
+        key = str(compiler.as_sql())
+        if key not in answers:
+            found = execute(compiler, *args, **kwargs)
+            answers[key] = found if found is None else list(found)
+        return answers[key]
+
+    monkeypatch.setattr(SQLCompiler, "execute_sql", remember)
 
 
 def stored(body="a"):
@@ -225,6 +249,21 @@ class TestMessages:
                 * 4
             )
             assert runs.numbers(PLACE).wanted == number
+
+
+def test_no_cache_of_queries_is_asked(runs, remembered):
+    me, first = owner(), message()
+    records = MessageRecords(conf.config())
+    assert runs.numbers(PLACE) is None
+    assert runs.overdue(["app.charge"], [], 10) == runs.waiting(PLACE.name) == []
+    assert records.newest(first.nonce, PLACE.name) is None
+
+    records.begin(first)
+    runs.count(PLACE, stored(), -1)
+    assert runs.numbers(PLACE) == Numbers(wanted=1, done=0)
+    assert len(runs.overdue(["app.charge"], [], 10)) == len(runs.waiting(PLACE.name)) == 1
+    assert records.newest(first.nonce, PLACE.name)[0] == first.owner
+    assert runs.claim(PLACE, me, GRACE).number == 1
 
 
 class TestLookingAfter:

@@ -133,12 +133,8 @@ class MessageRecords(Records):
 
     def _newest(self, nonce: str) -> tuple[str, Begun] | None:
         is_past = Q(finished_at__lte=ServerTime(-SETTLED))
-        found = (
-            self.rows("MessageRecord")
-            .filter(nonce=nonce)
-            .annotate(is_past=ExpressionWrapper(is_past, BooleanField()))
-            .values_list("owner", "tries", "outcome", "is_past")
-        )
-        for owner, tries, outcome, past in found:
-            return owner, Begun(tries, outcome, bool(past))
+        rows = self.rows("MessageRecord").filter(nonce=nonce)
+        rows = rows.annotate(is_past=ExpressionWrapper(is_past, BooleanField()))
+        for row in self.fetch(rows, "owner", "tries", "outcome", "is_past"):
+            return row.owner, Begun(row.tries, row.outcome, bool(row.is_past))
         return None

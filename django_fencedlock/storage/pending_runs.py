@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from django.db import IntegrityError, transaction
-from django.db.models import Case, Exists, F, OuterRef, When
+from django.db.models import Case, Exists, F, OuterRef, QuerySet, When
 
 from . import message_records
 from .message_records import Begun, MessageRecords
@@ -96,6 +96,8 @@ class Numbers:
 
 
 _MESSAGE = tuple(each.name for each in fields(StoredMessage))
+#: What `Pending` needs.
+_COLUMNS = ("id", "name", "task_name", "wanted", "started", "tries", "rescues", *_MESSAGE)
 
 
 class PendingRuns(Records):
@@ -182,13 +184,13 @@ class PendingRuns(Records):
     def waiting(self, name: str) -> list[Pending]:
         """Return what is pending under a lock and that no run has begun."""
         rows = self.rows("PendingRun").filter(name=name, wanted__gt=F("started"))
-        return self.query("look for pending runs", name, lambda: list(map(_pending, rows)))
+        return self.query("look for pending runs", name, lambda: self._pending(rows))
 
     def numbers(self, place: Place) -> Numbers | None:
         """Return the numbers of a row; None if there is none, or none any more."""
 
         def work() -> Numbers | None:
-            found = self._at(place).values_list("wanted", "done")
+            found = self.fetch(self._at(place), "wanted", "done")
             return next((Numbers(*row) for row in found), None)
 
         return self.query("look for pending runs", place.name, work)
@@ -205,7 +207,7 @@ class PendingRuns(Records):
                 task_name__in=task_names,
                 queue__in=("", *queues),
             )
-            return list(map(_pending, due.order_by("due_at")[:most]))
+            return self._pending(due.order_by("due_at")[:most])
 
         return self.query("look for pending runs", None, work)
 
@@ -244,6 +246,9 @@ class PendingRuns(Records):
 
     def _at(self, place: Place) -> Any:
         return self.rows("PendingRun").filter(name=place.name, task_name=place.task_name)
+
+    def _pending(self, rows: QuerySet[Any]) -> list[Pending]:
+        return list(map(_pending, self.fetch(rows, *_COLUMNS)))
 
     def _open(self, pending: Pending) -> Any:
         return self.rows("PendingRun").filter(pk=pending.id, wanted__gt=F("done"))
@@ -309,4 +314,4 @@ def _pending(row: Any) -> Pending:
     place = Place(row.name, row.task_name)
     # What was tried is the number that was begun last.
     tries = row.tries if row.started == row.wanted else 0
-    return Pending(row.pk, place, row.wanted, tries, row.rescues, _message(row))
+    return Pending(row.id, place, row.wanted, tries, row.rescues, _message(row))

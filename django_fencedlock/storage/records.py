@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from django.apps import apps
@@ -104,6 +105,18 @@ class Records:
         It may be called twice: a lost answer doesn't show whether the query took effect.
         """
         return self._repeat(doing, name, lambda: pool(self.using, self._timeout).run_orm(work))
+
+    def fetch(self, rows: QuerySet[Any], *columns: str) -> list[Any]:
+        """
+        Return these columns of the rows, as attributes, within `query()`.
+
+        The queryset itself may be given old rows by django-cachalot or django-cacheops.
+        """
+        sql, params = rows.values_list(*columns).query.get_compiler(self.using).as_sql()
+        with connections[self.using].cursor() as cursor:
+            cursor.execute(sql, params)
+            found = cursor.fetchall()
+        return [SimpleNamespace(**dict(zip(columns, values, strict=True))) for values in found]
 
     def run(self, doing: str, name: str | None, work: Callable[[Statements], T]) -> T:
         """Call `work` with the statements of a private connection; see `query()`."""
