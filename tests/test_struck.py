@@ -17,11 +17,13 @@ from django_fencedlock.backends import database
 from django_fencedlock.backends.postgres import backend as postgres_backend
 from django_fencedlock.backends.postgres import holding, jobs
 from django_fencedlock.backends.redis import backend as redis_backend
-from django_fencedlock.core import grants, manager
+from django_fencedlock.core import grants, keeper, manager
 from django_fencedlock.core.grants import Grants
 from django_fencedlock.core.identity import current_holder
-from django_fencedlock.core.manager import Service, service
+from django_fencedlock.core.manager import Service, give_back_left_over, service
+from django_fencedlock.core.runtime import clock
 from django_fencedlock.storage import connections as sessions
+from tests.servers.process import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -140,6 +142,29 @@ def take_struck(how, place, name="x{}", timeout=0, begins=Grants.acquire):
         lease.release()
     connections.close_all()
     return was_struck
+
+
+def test_no_line_of_a_release_leaves_a_lock(backend, monkeypatch):
+    monkeypatch.setattr(keeper, "FIRST_DOUBT", 0.01)
+    for place in itertools.count(1):
+        with ThreadPoolExecutor(1) as thread:
+            was_struck = thread.submit(release_struck, place).result()
+            wait_until(lambda place=place: not backend.holders([f"x{place}"]), "a free lock", 5)
+            assert not thread.submit(lambda: current_holder().leases).result()
+        if not was_struck:
+            break
+    assert place > 20
+
+
+def release_struck(place):
+    began, lease = clock(), lock(f"x{place}").acquire()
+    with (strike := Strike(place, Service.release)):
+        lease.release()
+    strike.end()
+    # As after each body of a task.
+    give_back_left_over(began)
+    connections.close_all()
+    return strike.left <= 0
 
 
 @pytest.mark.parametrize("backend", ["redis"], indirect=True)

@@ -312,17 +312,19 @@ class Service:
             )
 
     def _finish(self, lease: Lease) -> bool:
-        self._forget(lease)
-        self.keeper.drop(lease)
         grant = grant_of(lease)
         try:
+            self.keeper.drop(lease)
             kept = self.backend.release(grant)
-        except BackendUnavailable:
-            lease.released = True
+        except BaseException:
+            # No answer, or an interrupt, maybe before the request was sent.
             self.keeper.doubt(grant)
+            lease.released = True
             unfenced.rows.ended(lease)
             raise
         finally:
+            # Only now: give_back_left_over() finds it until then.
+            self._forget(lease)
             if lease.lent or self.grants.fences is not None:
                 self._clear_row(lease, grant)
         if not kept:
@@ -354,7 +356,7 @@ class Service:
         )
         logger.warning("%s", words, extra=logs.about(lease, held_for=lease.held_for()))
         try:
-            self.release(lease)
+            self._finish(lease)
         except Exception as exc:
             # Nothing would catch it in this thread.
             logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
