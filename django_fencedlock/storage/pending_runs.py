@@ -191,7 +191,7 @@ class PendingRuns(Records):
 
         def work() -> Numbers | None:
             found = self.fetch(self._at(place), "wanted", "done")
-            return next((Numbers(*row) for row in found), None)
+            return next((Numbers(row.wanted, row.done) for row in found), None)
 
         return self.query("look for pending runs", place.name, work)
 
