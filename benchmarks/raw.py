@@ -182,7 +182,7 @@ def _cursor(postgres: Postgres) -> Any:
 
 def _row(name: str, alias: str) -> dict[str, Any]:
     from django_fencedlock.core.identity import new_owner
-    from django_fencedlock.storage.vendors import Entry
+    from django_fencedlock.storage.dialect import Entry
 
     if not _rows:
         entry = Entry(name="", alias="", backend="raw", owner=new_owner(), ttl=30)

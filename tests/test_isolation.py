@@ -19,7 +19,8 @@ from django_fencedlock.core.identity import new_owner
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.storage import fences
 from django_fencedlock.storage.connections import private
-from django_fencedlock.storage.vendors import Entry, ledger_for
+from django_fencedlock.storage.dialect import Entry
+from django_fencedlock.storage.vendors import ledger_for
 
 from .models import Account, LedgerLine
 

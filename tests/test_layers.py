@@ -38,11 +38,10 @@ LAYERS: dict[int, list[str]] = {
             "storage.fences",
         ),
         *(
-            "storage.mysql",
             "storage.pending_runs",
             "storage.postgresql",
         ),
-        *("storage.records", "storage.sqlite", "storage.tables", "storage.vendors"),
+        *("storage.records", "storage.rows", "storage.tables", "storage.vendors"),
     ],
     2: ["backends.database", "backends.postgres", "backends.redis"],
     3: [

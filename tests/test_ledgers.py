@@ -15,7 +15,8 @@ from django_fencedlock.core.identity import new_owner
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage import postgresql
 from django_fencedlock.storage.connections import private
-from django_fencedlock.storage.vendors import Entry, ledger_for
+from django_fencedlock.storage.dialect import Entry
+from django_fencedlock.storage.vendors import ledger_for
 from tests.servers.process import wait_until
 
 NAME = "invoice:42"

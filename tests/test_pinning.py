@@ -29,8 +29,9 @@ from django_fencedlock.exceptions import (
 )
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.storage.connections import private
+from django_fencedlock.storage.dialect import Entry
 from django_fencedlock.storage.fenced_atomic import grant_of, is_pinned
-from django_fencedlock.storage.vendors import Entry, ledger_for
+from django_fencedlock.storage.vendors import ledger_for
 
 from .models import Account, Invoice, LedgerLine
 from .servers import shared

@@ -15,7 +15,8 @@ from django_fencedlock.storage.connections import (
     ConnectionPool,
     preparing_cursor,
 )
-from django_fencedlock.storage.vendors import Entry, ledger_for
+from django_fencedlock.storage.dialect import Entry
+from django_fencedlock.storage.vendors import ledger_for
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 

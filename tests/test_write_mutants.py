@@ -20,7 +20,7 @@ from django_fencedlock import current_lease
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.models import Fence, HeldLock, writes
 from django_fencedlock.storage import fenced_atomic
-from django_fencedlock.storage.vendors import Entry
+from django_fencedlock.storage.dialect import Entry
 from tests import (
     test_ledgers,
     test_pinning,

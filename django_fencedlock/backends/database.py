@@ -14,9 +14,10 @@ from ..conf import AliasConfig, Problem, location_problems, timeout_problems
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable
 from ..storage.connections import in_transaction, is_of_test, is_open, pool
-from ..storage.dialect import entry_of
+from ..storage.dialect import Entry, Ledger, entry_of
+from ..storage.rows import Row
 from ..storage.text import is_table_missing
-from ..storage.vendors import Entry, Ledger, Row, ledger_for
+from ..storage.vendors import ledger_for
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
 T = TypeVar("T")

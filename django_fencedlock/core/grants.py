@@ -31,9 +31,10 @@ from ..storage.connections import (
     query_outside,
     test_connection,
 )
-from ..storage.dialect import whose
+from ..storage.dialect import Ledger, whose
 from ..storage.fences import Fences
-from ..storage.vendors import Ledger, Row, ledger_for
+from ..storage.rows import Row
+from ..storage.vendors import ledger_for
 from .events import Kind, emit
 from .identity import (
     Holder,

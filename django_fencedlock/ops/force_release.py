@@ -23,7 +23,7 @@ from ..core.identity import Holder
 from ..core.manager import Service, service
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable, ReleaseBlocked
-from ..storage.dialect import Newest, whose
+from ..storage.dialect import whose
 from ..storage.fences import (
     Fences,
     Revoked,
@@ -32,8 +32,9 @@ from ..storage.fences import (
     pinned_by,
     tables_locked_by,
 )
+from ..storage.rows import Newest, Row
 from ..storage.text import escape_control, is_table_missing
-from ..storage.vendors import Row, ledger_for
+from ..storage.vendors import ledger_for
 
 logger = logging.getLogger(__name__)
 

@@ -1,24 +1,22 @@
-"""What every ledger does, and the parts of it that are the same in every dialect of SQL."""
+"""The SQL of the fences and the registry: what dialects share, and the dialect of SQLite."""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Protocol
-from zoneinfo import ZoneInfo
+from typing import Any
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.utils import timezone
-from django.utils.dateparse import parse_datetime
 
-from ..core.identity import Holder, Owner, Process
+from ..core.identity import Owner, Process
+from .connections import set_busy_timeout
+from .rows import Claimed, Newest, Row, as_time
 
 #: What is in the way of a grant, where the database doesn't name the session.
 OPEN_TRANSACTION = "an open transaction"
@@ -30,10 +28,6 @@ LOCK_WAIT = 250
 # package's root leads here before Django has loaded its apps.
 FENCE = "django_fencedlock_fence"
 HELD = "django_fencedlock_heldlock"
-
-
-#: The token and the owner of a name's newest grant; (0, "") if there is none.
-Newest = tuple[int, str]
 
 
 # Each lock makes one, and a frozen one takes five times as long to make.
@@ -71,72 +65,8 @@ TIMES = ("acquired_at", "renewed_at", "expires_at")
 CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
 #: What a new owner's row takes over from the old one's: everything but the key.
 TAKEN_OVER = (*COLUMNS[1:], *TIMES)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What the registry says of a name."""
-
-    alias: str
-    backend: str
-    owner: str
-    fenced: bool
-    token: int | None
-    host: str
-    boot_id: str
-    pid_namespace: str
-    pid: int
-    pid_started: int
-    thread: str
-    task_name: str
-    task_id: str
-    acquired_at: datetime
-    expires_at: datetime
-    #: The time of the database when the row was read.
-    read_at: datetime
-
-    @property
-    def live(self) -> bool:
-        return self.expires_at > self.read_at
-
-    @property
-    def place(self) -> Owner:
-        """The owner, and where it runs."""
-        where = (self.host, self.boot_id, self.pid_namespace, self.pid, self.pid_started)
-        return Owner(self.owner, *where, self.thread, self.task_name, self.task_id)
-
-    def holder(self) -> Holder:
-        return Holder(
-            owner=self.owner,
-            description=str(self.place),
-            alias=self.alias,
-            token=self.token,
-            acquired_at=self.acquired_at,
-            expires_at=self.expires_at,
-        )
-
-    def conflicts_with(self, alias: str, backend: str) -> bool:
-        """Whether the name is live at another lock service."""
-        return self.live and (self.alias, self.backend) != (alias, backend)
-
-
-class Claimed(Protocol):
-    """A claim or a grant of a lock service."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def owner(self) -> str: ...
-
-    @property
-    def ttl(self) -> float: ...
-
-    @property
-    def fenced(self) -> bool: ...
-
-    @property
-    def identity(self) -> str: ...
+VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
+INTO_HELD = f"{HELD} ({', '.join((*COLUMNS, *TIMES))})"
 
 
 def entry_of(claim: Claimed, alias: str, label: str) -> Entry:
@@ -150,12 +80,26 @@ _READ_COLUMNS = ", ".join(f"h.{column}" for column in ("name", *_READ))
 
 
 class Ledger(ABC):
-    """Reads and writes the fences and the registry in one dialect of SQL."""
+    """
+    Reads and writes the fences and the registry in one dialect of SQL.
 
-    #: The server's time in UTC, as an expression; may name the parameter ``now``.
+    Each call is one short transaction of its own on a private connection, or a part of the caller's
+    on the connection that a test lends. Here a call takes a statement for each step.
+    """
+
+    #: The server's time in UTC, as an expression; and that time plus the parameter ``ttl``.
     clock: str
+    expiry: str
     #: What `pinned_by` finds.
     obstacle = "a transaction under a former grant is still open on {using!r}"
+    #: How a transaction of our own begins.
+    begin = "BEGIN"
+    #: An INSERT that does nothing if the name is there.
+    insert_or_ignore: str
+    #: Its values.
+    if_absent = "VALUES ({})"
+    #: What makes a SELECT lock its rows; and pass over those that are locked.
+    lock_rows = lock_free_rows = ""
 
     @abstractmethod
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
@@ -165,29 +109,6 @@ class Ledger(ABC):
         Returns:
             Whether the row was taken, and the token.
         """
-
-    @abstractmethod
-    def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
-        """Take the name's row if it is free, expired or this owner's, and leave the fence alone."""
-
-    @abstractmethod
-    def record(
-        self,
-        connection: BaseDatabaseWrapper,
-        entry: Entry,
-        token: int,
-        seen: Newest | None = None,
-    ) -> bool:
-        """
-        Record a grant and its row of the registry, if the token is newer than the fence's.
-
-        False as well if the name is live at another lock service, or if the fence isn't the one
-        that was `seen`.
-        """
-
-    @abstractmethod
-    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
-        """Renew rows by their owners, except locked ones. Return the owners."""
 
     @abstractmethod
     def is_row_locked(self, error: Error) -> bool:
@@ -212,14 +133,10 @@ class Ledger(ABC):
         """Describe the session that has a table of the package locked, if it is known."""
         return None
 
-    def parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
-        """Parameters that `clock` needs."""
-        return {}
-
     @contextlib.contextmanager
     def transaction(self, connection: BaseDatabaseWrapper) -> Iterator[Any]:
         """Open a transaction; within a test's own, a part of that."""
-        with self.cursor(connection) as cursor:
+        with connection.cursor() as cursor:
             if connection.in_atomic_block:
                 yield cursor
                 return
@@ -231,13 +148,6 @@ class Ledger(ABC):
                 with contextlib.suppress(Error):
                     cursor.execute("ROLLBACK")
                 raise
-
-    #: How a transaction of our own begins.
-    begin = "BEGIN"
-
-    def cursor(self, connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
-        """The cursor for a transaction's statements, which name their parameters."""
-        return connection.cursor()
 
     def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
         """Set how long statements wait for a file that is locked, where files are."""
@@ -256,7 +166,7 @@ class Ledger(ABC):
                     f"SELECT {_READ_COLUMNS}, f.token, {self.clock} FROM {HELD} h "
                     f"LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner "
                     f"WHERE h.name IN ({inside})",
-                    {**given, **self.parameters(connection)},
+                    {**given, **self.times()},
                 )
                 for name, *values, token, now in cursor.fetchall():
                     rows[name] = _row(values, token, now, connection)
@@ -265,7 +175,7 @@ class Ledger(ABC):
     def now(self, connection: BaseDatabaseWrapper) -> datetime:
         """The time by which rows of the registry expire."""
         with connection.cursor() as cursor:
-            cursor.execute(f"SELECT {self.clock}", self.parameters(connection))
+            cursor.execute(f"SELECT {self.clock}", self.times())
             return as_time(cursor.fetchone()[0], connection)
 
     def left_by(
@@ -310,99 +220,13 @@ class Ledger(ABC):
 
     def missing(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
         """Return the owners whose rows are gone, or have another owner now."""
-        found: set[str] = set()
         with connection.cursor() as cursor:
-            for names, owners, given in batches(leases):
-                cursor.execute(
-                    f"SELECT owner FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})",
-                    given,
-                )
-                found.update(owner for (owner,) in cursor.fetchall())
-        return {lease.owner for lease in leases} - found
-
-
-def _row(
-    values: Sequence[Any], token: int | None, now: Any, connection: BaseDatabaseWrapper
-) -> Row:
-    named = dict(zip(_READ, values, strict=True))
-    for column in ("acquired_at", "expires_at"):
-        named[column] = as_time(named[column], connection)
-    # SQLite and MySQL have numbers for it.
-    named["fenced"] = bool(named["fenced"])
-    return Row(**named, token=token, read_at=as_time(now, connection))
-
-
-def whose(blocker: str) -> str:
-    """What an error adds about the session that is in the way; empty if nothing is known of it."""
-    return "" if blocker in ("", OPEN_TRANSACTION) else f": {blocker}"
-
-
-def session_words(number: int, program: str | None, state: str | None, seconds: float) -> str:
-    """Describe a session of the server for people."""
-    by = f" of {program!r}" if program else ""
-    return f"server session {number}{by}, {state or 'state unknown'}, begun {seconds:.1f} s ago"
-
-
-def as_time(value: Any, connection: BaseDatabaseWrapper) -> datetime:
-    """The time, in UTC, that a driver or Django read from a table."""
-    found = parse_datetime(value) if isinstance(value, str) else value
-    assert isinstance(found, datetime)
-    if connection.vendor != "postgresql":
-        # It is stored in UTC. Django takes it for local time if the database has a TIME_ZONE.
-        return found.replace(tzinfo=UTC)
-    if timezone.is_naive(found):
-        # With USE_TZ = False, Django cuts the zone off.
-        found = found.replace(tzinfo=ZoneInfo(connection.timezone_name))
-    return found.astimezone(UTC)
-
-
-def utc_text(moment: datetime) -> str:
-    """A time as SQLite, MariaDB and MySQL store it: in UTC, since local time repeats an hour."""
-    return str(moment.astimezone(UTC).replace(tzinfo=None))
-
-
-#: Rows of one statement. Databases limit its parameters; SQLite's limit was 999 for long.
-BATCH = 400
-
-
-def listed(prefix: str, values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-    """The inside of an IN (...), and its parameters."""
-    given = {f"{prefix}{place}": value for place, value in enumerate(values)}
-    return ", ".join(f"%({key})s" for key in given), given
-
-
-def batches(leases: Sequence[Claimed]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """
-    Cut `leases` into (names, owners, parameters) for statements with two IN lists.
-
-    An owner holds one name only, so no wrong pair of the two lists is ever found.
-    """
-    for start in range(0, len(leases), BATCH):
-        part = leases[start : start + BATCH]
-        names, given = listed("n", [lease.name for lease in part])
-        owners, more = listed("o", [lease.owner for lease in part])
-        yield names, owners, given | more
-
-
-def seen_values(seen: Newest | None) -> dict[str, Any]:
-    """The parameters that a record compares the fence with."""
-    token, owner = seen or (None, None)
-    return {"seen": token, "writer": owner}
-
-
-VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
-INTO_HELD = f"{HELD} ({', '.join((*COLUMNS, *TIMES))})"
-
-
-class PortableLedger(Ledger):
-    """What is alike on databases that take a statement for each step."""
-
-    #: The server's time plus the parameter ``ttl``, as an expression.
-    expiry: str
+            return {lease.owner for lease in leases} - self._owners(cursor, leases)
 
     def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
+        """Take the name's row if it is free, expired or this owner's, and leave the fence alone."""
         with self.transaction(connection) as cursor:
-            given = {**self.values(connection, entry), **self.times(connection, entry.ttl)}
+            given = {**self.values(connection, entry), **self.times(entry.ttl)}
             return self._insert(cursor, given) or self._take_over(cursor, given)
 
     def record(
@@ -412,10 +236,16 @@ class PortableLedger(Ledger):
         token: int,
         seen: Newest | None = None,
     ) -> bool:
+        """
+        Record a grant and its row of the registry, if the token is newer than the fence's.
+
+        False as well if the name is live at another lock service, or if the fence isn't the one
+        that was `seen`.
+        """
         with self.transaction(connection) as cursor:
             given = {
                 **self.values(connection, entry),
-                **self.times(connection, entry.ttl),
+                **self.times(entry.ttl),
                 "token": token,
                 **seen_values(seen),
             }
@@ -426,6 +256,7 @@ class PortableLedger(Ledger):
             return True
 
     def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
+        """Renew rows by their owners, except locked ones. Return the owners."""
         kept = self._renew(connection, leases, self.lock_free_rows)
         locked = [lease for lease in leases if lease.owner not in kept]
         if locked and self.lock_rows:
@@ -444,8 +275,8 @@ class PortableLedger(Ledger):
         with self.transaction(connection) as cursor:
             for ttl, group in groupby(sorted(leases, key=_ttl), key=_ttl):
                 mine = list(group)
-                free = self._lock_rows(cursor, mine, lock)
-                times = self.times(connection, ttl)
+                free = self._owners(cursor, mine, lock)
+                times = self.times(ttl)
                 for names, owners, given in batches([each for each in mine if each.owner in free]):
                     cursor.execute(
                         f"UPDATE {HELD} SET renewed_at = {self.clock}, expires_at = {self.expiry} "
@@ -456,12 +287,12 @@ class PortableLedger(Ledger):
         return kept
 
     def values(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
-        """The values of a row, as the columns can have them."""
+        """The values of a row, as the columns can store them."""
         return entry.values()
 
-    @abstractmethod
-    def times(self, connection: BaseDatabaseWrapper, ttl: float) -> dict[str, Any]:
+    def times(self, ttl: float = 0.0) -> dict[str, Any]:
         """The parameters of `clock` and `expiry`."""
+        return {"ttl": ttl}
 
     def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
         """Make the proposed token the newest; False if it isn't newer, or the fence has changed."""
@@ -481,8 +312,8 @@ class PortableLedger(Ledger):
         )
         return bool(cursor.rowcount)
 
-    def _lock_rows(self, cursor: Any, leases: Sequence[Claimed], lock: str) -> set[str]:
-        """Lock rows, by the end of a SELECT that does so; returns their owners."""
+    def _owners(self, cursor: Any, leases: Sequence[Claimed], lock: str = "") -> set[str]:
+        """Return the owners of those whose rows are there; `lock` may end the SELECT."""
         found: set[str] = set()
         for names, owners, given in batches(leases):
             cursor.execute(
@@ -491,13 +322,6 @@ class PortableLedger(Ledger):
             )
             found.update(owner for (owner,) in cursor.fetchall())
         return found
-
-    #: An INSERT that does nothing if the name is there.
-    insert_or_ignore: str
-    #: Its values.
-    if_absent = "VALUES ({})"
-    #: What makes a SELECT lock its rows; and pass over those that are locked.
-    lock_rows = lock_free_rows = ""
 
     def _insert(self, cursor: Any, given: dict[str, Any]) -> bool:
         cursor.execute(self._insertion, given)
@@ -532,5 +356,123 @@ class PortableLedger(Ledger):
         return cursor.fetchone() is not None
 
 
+def _row(
+    values: Sequence[Any], token: int | None, now: Any, connection: BaseDatabaseWrapper
+) -> Row:
+    named = dict(zip(_READ, values, strict=True))
+    for column in ("acquired_at", "expires_at"):
+        named[column] = as_time(named[column], connection)
+    # SQLite and MySQL have numbers for it.
+    named["fenced"] = bool(named["fenced"])
+    return Row(**named, token=token, read_at=as_time(now, connection))
+
+
+def whose(blocker: str) -> str:
+    """What an error adds about the session that is in the way; empty if nothing is known of it."""
+    return "" if blocker in ("", OPEN_TRANSACTION) else f": {blocker}"
+
+
+#: Rows of one statement. Databases limit its parameters; SQLite's limit was 999 for long.
+BATCH = 400
+
+
+def listed(prefix: str, values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+    """The inside of an IN (...), and its parameters."""
+    given = {f"{prefix}{place}": value for place, value in enumerate(values)}
+    return ", ".join(f"%({key})s" for key in given), given
+
+
+def batches(leases: Sequence[Claimed]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """
+    Cut `leases` into (names, owners, parameters) for statements with two IN lists.
+
+    An owner holds one name only, so no wrong pair of the two lists is ever found.
+    """
+    for start in range(0, len(leases), BATCH):
+        part = leases[start : start + BATCH]
+        names, given = listed("n", [lease.name for lease in part])
+        owners, more = listed("o", [lease.owner for lease in part])
+        yield names, owners, given | more
+
+
 def _ttl(lease: Claimed) -> float:
     return lease.ttl
+
+
+def seen_values(seen: Newest | None) -> dict[str, Any]:
+    """The parameters that a record compares the fence with."""
+    token, owner = seen or (None, None)
+    return {"seen": token, "writer": owner}
+
+
+_DRAW = (
+    f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
+    "ON CONFLICT (name) DO UPDATE SET token = token + (owner <> excluded.owner), "
+    "owner = excluded.owner"
+)
+_DRAWN = f"SELECT token FROM {FENCE} WHERE name = %(name)s"
+
+
+def utc_text(moment: datetime) -> str:
+    """A time as SQLite, MariaDB and MySQL store it: in UTC, since local time repeats an hour."""
+    return str(moment.astimezone(UTC).replace(tzinfo=None))
+
+
+def machine_time() -> datetime:
+    """The time by which rows expire: that of this machine, as SQLite has no other."""
+    return datetime.now(UTC)
+
+
+class SQLiteLedger(Ledger):
+    """The ledger on SQLite, whose file has one writer at a time."""
+
+    # The server's clock is this machine's. It is read after BEGIN IMMEDIATE, which may wait.
+    clock = "%(now)s"
+    expiry = "%(expiry)s"
+    begin = "BEGIN IMMEDIATE"
+    insert_or_ignore = "INSERT OR IGNORE"
+    # Not of this lock's holder, maybe: every writer keeps all others out.
+    obstacle = "another transaction is writing to {using!r}, which has one writer at a time"
+
+    def times(self, ttl: float = 0.0) -> dict[str, Any]:
+        now = machine_time()
+        return {"now": utc_text(now), "expiry": utc_text(now + timedelta(seconds=ttl))}
+
+    def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
+        set_busy_timeout(connection, seconds)
+
+    def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
+        with self.transaction(connection) as cursor:
+            given = entry.values() | self.times(entry.ttl)
+            cursor.execute(self._insertion, given)
+            if not cursor.rowcount and not self._take_over(cursor, given):
+                return False, None
+            return True, self._draw(cursor, given) if entry.fenced else None
+
+    def _draw(self, cursor: Any, given: dict[str, Any]) -> int:
+        """Raise the fence by one, unless this owner did so before, and return its token."""
+        cursor.execute(_DRAW, given)
+        cursor.execute(_DRAWN, given)
+        token: int = cursor.fetchone()[0]
+        return token
+
+    def is_row_locked(self, error: Error) -> bool:
+        # "database is locked", or "database table is locked" with a shared cache.
+        return "is locked" in str(error)
+
+    def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
+        row = self.look(connection, name)
+        if row is not None and row.live:
+            return None
+        self.patience(connection, 0)
+        try:
+            with self.transaction(connection):
+                return None
+        except Error as exc:
+            if self.is_row_locked(exc):
+                return "SQLite doesn't tell whose it is"
+            raise
+
+    def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
+        # A full disk, an interrupt, or OR ROLLBACK in a statement.
+        return not connection.connection.in_transaction

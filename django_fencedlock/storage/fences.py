@@ -27,20 +27,9 @@ from .connections import (
     query_once,
     query_outside,
 )
-from .dialect import (
-    BATCH,
-    FENCE,
-    HELD,
-    Claimed,
-    Entry,
-    Ledger,
-    Newest,
-    Row,
-    as_time,
-    entry_of,
-    listed,
-)
+from .dialect import BATCH, FENCE, HELD, Entry, Ledger, entry_of, listed
 from .records import Records, Statements
+from .rows import Claimed, Newest, Row, as_time
 from .text import fit_column
 from .vendors import ledger_for
 

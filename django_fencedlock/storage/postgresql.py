@@ -14,13 +14,11 @@ from .dialect import (
     HELD,
     LOCK_WAIT,
     TAKEN_OVER,
-    Claimed,
     Entry,
     Ledger,
-    Newest,
     seen_values,
-    session_words,
 )
+from .rows import Claimed, Newest
 
 # The limits are set within the statement that they are for: a SET of the session would leak to
 # other clients through a pooler. The statement that follows has to read from s, or it never runs.
@@ -161,8 +159,15 @@ def _quoted(item: object) -> str:
     return '"' + str(item).replace("\\", r"\\").replace('"', r"\"") + '"'
 
 
+def session_words(number: int, program: str | None, state: str | None, seconds: float) -> str:
+    """Describe a session of the server for people."""
+    by = f" of {program!r}" if program else ""
+    return f"server session {number}{by}, {state or 'state unknown'}, begun {seconds:.1f} s ago"
+
+
 class PostgresLedger(Ledger):
     clock = "clock_timestamp()"
+    expiry = "clock_timestamp() + %(ttl)s * interval '1 second'"
 
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
         if not entry.fenced:

@@ -18,8 +18,7 @@ from django.db.models import DateTimeField, Expression, Model, QuerySet
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
 from .connections import SQLITE_BUSY_TIMEOUT, in_transaction, pool, test_connection
-from .dialect import BATCH, utc_text
-from .sqlite import machine_time
+from .dialect import BATCH, machine_time, utc_text
 from .text import describe_error
 from .vendors import ledger_for
 

@@ -1,22 +1,98 @@
-"""
-The SQL of the tables; here that of the fences and the registry, in each dialect.
-
-A `Ledger` speaks the dialect of one database. Each call is one short transaction of its own on a
-private connection, or a part of the caller's on the connection that a test lends.
-"""
+"""Which ledger speaks a database's dialect; and the one of MariaDB and MySQL."""
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
+from typing import Any
 
+from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .dialect import Entry, Ledger, Row
-from .mysql import MySQLLedger
+from .dialect import CLEAR, FENCE, HELD, Entry, Ledger, SQLiteLedger
 from .postgresql import PostgresLedger
-from .sqlite import SQLiteLedger
+from .text import fit_holder
 
-__all__ = ["Entry", "Ledger", "Row", "ledger_for"]
+#: MariaDB answers NOWAIT with the first, MySQL with the last.
+LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT = 1205, 1213, 3572
+
+IS_THERE = f"SELECT 1 FROM {HELD} x WHERE x.name = %(name)s"
+
+
+class MySQLLedger(Ledger):
+    """The ledger on MariaDB and MySQL."""
+
+    clock = "UTC_TIMESTAMP(6)"
+    expiry = "UTC_TIMESTAMP(6) + INTERVAL %(micros)s MICROSECOND"
+    insert_or_ignore = "INSERT IGNORE"
+    # IGNORE alone locks a live row, and the renewals of that row leave it out. The UPDATE that
+    # follows unlocks at once what it doesn't change (under READ COMMITTED).
+    if_absent = f"SELECT {{}} FROM DUAL WHERE NOT EXISTS ({IS_THERE})"
+    lock_rows = " FOR UPDATE"
+    lock_free_rows = " FOR UPDATE SKIP LOCKED"
+
+    def values(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
+        return fit_holder(connection, entry.values())
+
+    def times(self, ttl: float = 0.0) -> dict[str, Any]:
+        return {"micros": round(ttl * 1_000_000)}
+
+    def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
+        # Two statements that commit by themselves, for half the round trips of a transaction, and
+        # because INSERT IGNORE followed by UPDATE in one would make concurrent claims deadlock.
+        given = {**self.values(connection, entry), **self.times(entry.ttl)}
+        with connection.cursor() as cursor:
+            if not self._insert(cursor, given) and not self._take_over(cursor, given):
+                return False, None
+            if not entry.fenced:
+                return True, None
+            try:
+                token = self._draw(cursor, given)
+            except BaseException:
+                # The row is committed already, and would exclude all others for a whole ttl.
+                with contextlib.suppress(Error):
+                    cursor.execute(CLEAR, given)
+                raise
+            return token is not None, token
+
+    def _draw(self, cursor: Any, given: dict[str, Any]) -> int | None:
+        """
+        Raise the fence by one for the row's owner, unless it did so before. Return its token.
+
+        None if the row has another owner by now.
+
+        The row is locked meanwhile, so tokens rise in the order in which the row was taken.
+        """
+        # LAST_INSERT_ID(x) brings x back with the answer, on the insert's path as well. Assignments
+        # take effect from left to right: the owner who is compared is the one that was there.
+        cursor.execute(
+            f"INSERT INTO {FENCE} (name, token, owner) "
+            f"SELECT h.name, LAST_INSERT_ID(1), h.owner FROM {HELD} h "
+            "WHERE h.name = %(name)s AND h.owner = %(owner)s FOR UPDATE "
+            f"ON DUPLICATE KEY UPDATE token = "
+            f"LAST_INSERT_ID({FENCE}.token + ({FENCE}.owner <> VALUES(owner))), "
+            "owner = VALUES(owner)",
+            given,
+        )
+        if not cursor.rowcount:
+            return None
+        # A trigger on the fences that fills an AUTO_INCREMENT has the answer bring 0.
+        return cursor.lastrowid or self._token_of(cursor, given)
+
+    def _token_of(self, cursor: Any, given: dict[str, Any]) -> int | None:
+        cursor.execute(
+            f"SELECT token FROM {FENCE} WHERE name = %(name)s AND owner = %(owner)s", given
+        )
+        row = cursor.fetchone()
+        return row[0] if row else None
+
+    def is_row_locked(self, error: Error) -> bool:
+        return bool(error.args) and error.args[0] in (LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT)
+
+    def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
+        # A deadlock does; waiting too long does only if innodb_rollback_on_timeout is set.
+        return self.is_row_locked(error)
+
 
 _LEDGERS: dict[str, type[Ledger]] = {
     "postgresql": PostgresLedger,

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from django_fencedlock.core import grants, keeper, manager
 from django_fencedlock.core.identity import new_owner
-from django_fencedlock.storage.vendors import Entry, ledger_for
+from django_fencedlock.storage.dialect import Entry
+from django_fencedlock.storage.vendors import ledger_for
 from tests.faults.simulation.server import Clock, Fault, Tables
 from tests.faults.simulation.world import (
     ACTS,

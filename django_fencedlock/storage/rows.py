@@ -1,0 +1,96 @@
+"""What the tables say of a name: the types of what is read, and the times in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Protocol
+from zoneinfo import ZoneInfo
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils import timezone
+from django.utils.dateparse import parse_datetime
+
+from ..core.identity import Holder, Owner
+
+#: The token and the owner of a name's newest grant; (0, "") if there is none.
+Newest = tuple[int, str]
+
+
+class Claimed(Protocol):
+    """A claim or a grant of a lock service."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def ttl(self) -> float: ...
+
+    @property
+    def fenced(self) -> bool: ...
+
+    @property
+    def identity(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the registry says of a name."""
+
+    alias: str
+    backend: str
+    owner: str
+    fenced: bool
+    token: int | None
+    host: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    pid_started: int
+    thread: str
+    task_name: str
+    task_id: str
+    acquired_at: datetime
+    expires_at: datetime
+    #: The time of the database when the row was read.
+    read_at: datetime
+
+    @property
+    def live(self) -> bool:
+        return self.expires_at > self.read_at
+
+    @property
+    def place(self) -> Owner:
+        """The owner, and where it runs."""
+        where = (self.host, self.boot_id, self.pid_namespace, self.pid, self.pid_started)
+        return Owner(self.owner, *where, self.thread, self.task_name, self.task_id)
+
+    def holder(self) -> Holder:
+        return Holder(
+            owner=self.owner,
+            description=str(self.place),
+            alias=self.alias,
+            token=self.token,
+            acquired_at=self.acquired_at,
+            expires_at=self.expires_at,
+        )
+
+    def conflicts_with(self, alias: str, backend: str) -> bool:
+        """Whether the name is live at another lock service."""
+        return self.live and (self.alias, self.backend) != (alias, backend)
+
+
+def as_time(value: Any, connection: BaseDatabaseWrapper) -> datetime:
+    """The time, in UTC, that a driver or Django read from a table."""
+    found = parse_datetime(value) if isinstance(value, str) else value
+    assert isinstance(found, datetime)
+    if connection.vendor != "postgresql":
+        # It is stored in UTC. Django takes it for local time if the database has a TIME_ZONE.
+        return found.replace(tzinfo=UTC)
+    if timezone.is_naive(found):
+        # With USE_TZ = False, Django cuts the zone off.
+        found = found.replace(tzinfo=ZoneInfo(connection.timezone_name))
+    return found.astimezone(UTC)
