@@ -49,14 +49,14 @@ class DatabaseBackend(Backend):
         self._one_writer = connections[config.fence_database].vendor == "sqlite"
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
+        with contextlib.suppress(_FileLocked):
+            return self._try(claim, min(self._timeout, wait.seconds or BRIEFLY, BRIEFLY))
         # A try that doesn't wait for a holder does wait for SQLite's file: that is no holder.
-        patience = min(self._timeout, wait.left or self._timeout)
-        first = min(patience, BRIEFLY)
-        for seconds in (first, patience - first):
-            # Another owner may have been granted the lock meanwhile: a claim looks first.
-            with contextlib.suppress(_FileLocked):
-                if seconds > 0:
-                    return self._try(claim, seconds)
+        rest = min(self._timeout, wait.left if wait.seconds else self._timeout - BRIEFLY)
+        # Another owner may have been granted the lock meanwhile: a claim looks first.
+        with contextlib.suppress(_FileLocked):
+            if rest > 0:
+                return self._try(claim, rest)
         return Held()
 
     def _try(self, claim: Claim, patience: float) -> Granted | Held:

@@ -6,7 +6,7 @@ import enum
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..conf import AliasConfig, Problem, unknown
@@ -90,31 +90,29 @@ class Renewal(enum.Enum):
     UNKNOWN = "the service did not answer"
 
 
+@dataclass(slots=True, eq=False)
 class Wait:
     """How long an acquire may wait, whether it was cancelled, and what a refusal calls."""
 
-    def __init__(
-        self,
-        seconds: float = 0.0,
-        refused: Callable[[Held], object] = lambda held: None,
-        now: Callable[[], float] = clock,
-    ) -> None:
-        self._now = now
-        self.deadline = now() + seconds
-        #: A backend that queues calls it at the first refusal, and at least every two seconds
-        #: while queued, without leaving the queue. It may release a dead holder's lock, and it may
-        #: raise: then the backend leaves the queue and lets the exception through.
-        self.refused = refused
-        #: The last refusal, for the error that says who holds the lock. Set by the core.
-        self.held: Held | None = None
-        self._lock = threading.Lock()
-        self._cancelled = False
-        self._hooks: list[Callable[[], object]] = []
+    #: 0 means: try once and do not wait.
+    seconds: float = 0.0
+    #: A backend that queues calls it at the first refusal, and at least every two seconds while
+    #: queued, without leaving the queue. It may release a dead holder's lock, and it may raise:
+    #: then the backend leaves the queue and lets the exception through.
+    refused: Callable[[Held], object] = lambda held: None
+    now: Callable[[], float] = clock
+    #: The local clock at the beginning.
+    since: float = field(default_factory=clock)
+    #: The last refusal, for the error that says who holds the lock. Set by the core.
+    held: Held | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _cancelled: bool = field(default=False, init=False)
+    _hooks: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     @property
     def left(self) -> float:
-        """Seconds left; 0 means: try once and do not wait."""
-        return 0.0 if self._cancelled else max(0.0, self.deadline - self._now())
+        """Seconds left."""
+        return 0.0 if self._cancelled else max(0.0, self.since + self.seconds - self.now())
 
     @property
     def cancelled(self) -> bool:

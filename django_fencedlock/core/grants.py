@@ -336,7 +336,7 @@ class Grants:
         if not home.in_atomic_block or not is_of_test(home):
             return
         # Only this very thread could release the lock.
-        wait.deadline = self._clock()
+        wait.seconds = 0.0
         if of_another_process or home.vendor != "sqlite" or not has_own_block(home):
             return
         if self.backend.excludes and (claim.fenced or self.backend.records_unfenced):

@@ -170,7 +170,7 @@ def _fail_at_once(control: Service, name: str) -> Iterator[None]:
 
     def try_once(claim: Claim, wait: Wait) -> tuple[Grant, float] | Held:
         if claim.name == name:
-            wait.deadline = min(wait.deadline, clock())
+            wait.seconds = 0.0
         return acquire(claim, wait)
 
     with mock.patch.object(control.grants, "acquire", try_once):

@@ -139,7 +139,7 @@ class World:
     def _acquire(self, process: Process, step: Step) -> None:
         name = NAMES[step.name]
         had = process.leases.get(name)
-        wait = Wait(step.seconds, now=self.clock)
+        wait = Wait(step.seconds, now=self.clock, since=self.clock())
         lease = process.service.acquire(new_claim(name, TTL), wait, process.who)
         if lease is None:
             self.seen["refused"] += 1
