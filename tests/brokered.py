@@ -6,7 +6,6 @@ from celery.worker.request import Request
 
 
 def waiting(app: Any) -> int:
-    """Count the messages in the queue."""
     with app.connection_for_read() as connection:
         return _queue(app, connection).queue_declare().message_count
 

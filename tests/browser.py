@@ -5,7 +5,6 @@ A real browser for the tests of pages: Chromium, without a window, driven throug
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
@@ -51,7 +50,6 @@ class Browser:
         self.complaints()
 
     def show(self, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """Set the width of the page and its colour scheme."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._cdp("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -77,11 +75,9 @@ class Browser:
         self._cdp("Network.setCookie", name="sessionid", value=cookie.value, url=url)
 
     def one(self, selector: str) -> Any:
-        """Return the first element of a CSS selector."""
         return self.driver.find_element("css selector", selector)
 
     def all(self, selector: str) -> list[Any]:
-        """Return the elements of a CSS selector."""
         return self.driver.find_elements("css selector", selector)
 
     def run(self, script: str, *arguments: Any) -> Any:
@@ -89,7 +85,6 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def wait(self, condition: Any, message: str = "") -> Any:
-        """Wait until ``condition(browser)`` is true, and return it."""
         return WebDriverWait(self.driver, PATIENCE, 0.05).until(lambda _: condition(self), message)
 
     def scrolls_sideways(self) -> bool:
@@ -102,10 +97,6 @@ class Browser:
         said = [each["message"] for each in log if each["level"] in ("WARNING", "SEVERE")]
         # Every browser asks for one; an admin has none.
         return [message for message in said if "/favicon.ico" not in message]
-
-    def screenshot(self, path: str | Path) -> None:
-        """Save what the window shows."""
-        self.driver.save_screenshot(str(path))
 
     def close(self) -> None:
         """End the browser and its driver."""

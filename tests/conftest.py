@@ -194,7 +194,6 @@ rabbitmq = _shared(shared.rabbitmq)
 
 @pytest.fixture(scope="session")
 def shared_browser() -> Iterator[Browser]:
-    """Return the browser that the tests share."""
     with contextlib.closing(_optional(Browser)) as browser:
         yield browser
 

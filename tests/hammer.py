@@ -31,7 +31,6 @@ def a_lease(name="x"):
 
 
 def is_within_run():
-    """Whether this thread or greenlet is within a run, by what the runs have noted."""
     return interrupts._thread_id() in interrupts._innermost
 
 
@@ -59,7 +58,6 @@ class Hammer:
             self.work_through()
 
     def work_through(self):
-        """Run until one escapes."""
         try:
             while self.left > 0:
                 self.left -= 1
@@ -181,7 +179,6 @@ strikers = Strikers()
 
 
 def hammer_threads(count, runs, **options):
-    """Hammer `count` threads at once."""
     hammers = [Hammer(runs, seed=place, **options) for place in range(count)]
     workers = [threading.Thread(target=hammer.work) for hammer in hammers]
     for worker in workers:

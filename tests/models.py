@@ -39,8 +39,6 @@ class Docket(FencedModel):
 
 
 class LedgerLine(FencedModel):
-    """Its lock is its account's."""
-
     fencing = Fencing("account:{account_id}")
 
     account = models.ForeignKey(Account, on_delete=models.CASCADE)
@@ -145,8 +143,6 @@ class Remark(FencedModel):
 
 
 class Seat(FencedModel):
-    """Has a composite primary key."""
-
     pk = models.CompositePrimaryKey("row", "number")
     row = models.CharField(max_length=5)
     number = models.IntegerField()

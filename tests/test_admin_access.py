@@ -302,7 +302,6 @@ def faults_of_fenced(scene: Scene, step: Step) -> Iterator[str]:
 
 
 def new_row(model: str) -> tuple[Any, str]:
-    """A row, with the name of its lock."""
     account = Account.objects.create()
     row = FENCED[model](account=account)
     with row.fencing.lock() if model == "ledgerline" else contextlib.nullcontext():

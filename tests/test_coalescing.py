@@ -28,6 +28,7 @@ from django_fencedlock.storage.message_records import SETTLED, MessageRecords
 from django_fencedlock.storage.pending_runs import PendingRuns
 from tests.deliveries import QUEUE, Done, app, deliver, deliver_sent, sending
 from tests.interleavings import ORDER, Broken, Explorer
+from tests.threads import elsewhere
 
 NAME = "index"
 ran: list[object] = []
@@ -84,20 +85,8 @@ def meanwhile(*calls):
     """Have a body make calls from another thread."""
 
     def make_them(self=None):
-        def run():
-            try:
-                for call in calls:
-                    call()
-            except BaseException as exc:
-                failed.append(exc)
-            connections.close_all()
-
-        failed = []
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        for error in failed:
-            raise error
+        for call in calls:
+            elsewhere(call)
 
     within.append(make_them)
 

@@ -60,7 +60,6 @@ def run_json(*arguments):
 
 @pytest.fixture
 def dead_redis(settings, make_redis):
-    """Kill the Redis of the default alias, while it has lock "x"."""
     server = make_redis()
     settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
     lock("x").acquire()

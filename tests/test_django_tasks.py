@@ -18,7 +18,6 @@ PAGE = Path(__file__).resolve().parent.parent / "docs/django_tasks.md"
 @tasks.task
 @lock("report:{pk}", blocking_timeout=0)
 def build(pk, fresh=False):
-    """Build."""
     assert_locked(f"report:{pk}")
     return current_lease().token
 

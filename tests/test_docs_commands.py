@@ -13,8 +13,6 @@ import pytest
 from django.core.management import get_commands, load_command_class
 from django.db import connection
 
-from django_fencedlock import lock
-from django_fencedlock.models import Fence
 from tests.models import Invoice
 from tests.test_docs import FOLLOWED, PAGES, ROOT, Block, _blocks
 
@@ -24,8 +22,9 @@ ALL += [ROOT / "benchmarks/README.md", ROOT / "migrations/README.md"]
 TRIED = {
     # By test_alert_rules.py, with Prometheus' own tool.
     "metrics.md": "yaml",
-    # Here.
+    # By faults/test_runbooks.py.
     "restore.md": "sql",
+    # Here.
     "outside_the_database.md": "sql",
     # By test_existing_tables.py.
     "existing_tables.md": "diff",
@@ -80,17 +79,6 @@ def test_every_block_is_tried_somewhere() -> None:
 def test_a_command_that_does_not_exist_is_found(command: str) -> None:
     with pytest.raises(AssertionError):
         _examine(shlex.split(command))
-
-
-@pytest.mark.django_db(transaction=True)
-def test_the_sql_after_a_restore_lifts_all_fences() -> None:
-    with lock("x") as lease:
-        pass
-    with connection.cursor() as cursor:
-        cursor.execute(_sql("restore.md"))
-    assert list(Fence.objects.values_list("token", "owner")) == [(lease.token + 1000000, "")]
-    with lock("x") as successor:
-        assert successor.token > lease.token + 1000000
 
 
 @pytest.mark.django_db

@@ -64,6 +64,5 @@ def metrics() -> Iterator[set[str]]:
 
 
 def _named(pattern: str, known: set[str]) -> dict[str, set[str]]:
-    """What pages name by a pattern, and isn't known."""
     found = {page: set(re.findall(pattern, text)) - known for page, text in TEXTS.items()}
     return {page: names for page, names in found.items() if names}

@@ -110,11 +110,6 @@ def test_a_variable_that_cannot_be_followed_is_told(
     assert told in done.stderr
 
 
-# Its pages
-
-EXAMPLE = ROOT / "example_project"
-
-
 # The demonstration
 
 

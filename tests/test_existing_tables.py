@@ -28,7 +28,6 @@ def before_fields():
 
 
 def step(name):
-    """The operations of one of the page's migrations."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     (code,) = [each for each in blocks if each.startswith(f"# billing/migrations/{name}.py\n")]
     found = {}

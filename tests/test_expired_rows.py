@@ -19,7 +19,6 @@ def rows(using):
 
 
 def add(rows, *names, ago, **facts):
-    """Rows that expired so many seconds ago."""
     then = datetime.now(UTC) - timedelta(seconds=ago)
     times = dict.fromkeys(("acquired_at", "renewed_at", "expires_at"), then)
     facts = {"fenced": True, "pid": 1, "pid_started": 1, "alias": "default", **times, **facts}

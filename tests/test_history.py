@@ -372,23 +372,6 @@ class TestProcess:
         )
         assert len(found) == 4
 
-    def test_a_child_writes_its_own_events_only(self, run):
-        found = run(
-            "lose('x')\n"
-            "child = os.fork()\n"
-            "if not child:\n"
-            "    assert not writer._jobs\n"
-            "    assert not writer._worker._runs\n"
-            "    lose('y')\n"
-            "    until(lambda: not writer._jobs)\n"
-            "    until(lambda: not writer._worker._runs)\n"
-            "    os._exit(0)\n"
-            "assert os.waitpid(child, 0)[1] == 0\n"
-        )
-        assert sorted(found) == [
-            *(("granted", "x", 1), ("granted", "y", 1), ("lost", "x", 1), ("lost", "y", 1)),
-        ]
-
 
 def test_at_the_exit_nothing_is_left_open(writing, settings, monkeypatch):
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}

@@ -184,7 +184,6 @@ def lock_row(cursor, name, table="heldlock"):
 
 @contextlib.contextmanager
 def locked(connection, name, table="heldlock"):
-    """Lock a row in a transaction of another session."""
     with own(connection) as session, session.cursor() as cursor:
         cursor.execute("BEGIN")
         lock_row(cursor, name, table)

@@ -3,6 +3,7 @@
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
@@ -229,20 +230,14 @@ def fill(deliveries, rows, number):
 
 def at_once(calls):
     """Make the calls in threads that begin together; returns what they returned."""
-    start, answers, errors = threading.Barrier(len(calls)), [], []
+    start = threading.Barrier(len(calls))
 
     def make(call):
         start.wait()
         try:
-            answers.append(call())
-        except Exception as exc:
-            errors.append(exc)
-        connections.close_all()
+            return call()
+        finally:
+            connections.close_all()
 
-    threads = [threading.Thread(target=make, args=[call]) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    return answers
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(make, calls))

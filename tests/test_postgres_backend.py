@@ -132,13 +132,11 @@ def sessions(postgres, state="true"):
 
 
 def waiting(postgres, count):
-    """Wait until so many sessions wait for an advisory lock."""
     condition = "wait_event_type = 'Lock' AND wait_event = 'advisory'"
     wait_until(lambda: len(sessions(postgres, condition)) == count, f"{count} waiting sessions")
 
 
 def queued(backend, name, count):
-    """Wait until so many threads of a process are queued for a name."""
     queues, key = backend._local._queues, backend._key(name)
     wait_until(lambda: len(queues.get(key, ())) == count, f"{count} queued threads")
 

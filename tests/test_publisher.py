@@ -1,13 +1,11 @@
 """A message whose publisher still holds its lock: a retry, a replacement, a step of a workflow."""
 
 import contextlib
-import threading
 import uuid
 from datetime import UTC, datetime
 
 import pytest
 from celery import chain, chord, current_app, group
-from django.db import connections
 from kombu.exceptions import OperationalError
 
 from django_fencedlock import lock, signals
@@ -19,6 +17,7 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import MessageRecord
 from django_fencedlock.test.processes import another_thread
 from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
+from tests.threads import elsewhere
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -78,25 +77,6 @@ def conflicts():
     signals.lock_not_acquired.disconnect(note)
 
 
-def in_thread(function, *args, **kwargs):
-    """Do what another worker does meanwhile."""
-
-    def run():
-        try:
-            done.append(function(*args, **kwargs))
-        except BaseException as exc:
-            failed.append(exc)
-        connections.close_all()
-
-    done, failed = [], []
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]
-
-
 def publish(task, action, **request):
     """
     Have a body publish something, which another worker gets while the body still holds its lock.
@@ -112,7 +92,7 @@ def publish(task, action, **request):
         finally:
             for message in sent:
                 with sending() as further:
-                    done.append(in_thread(deliver_sent, message))
+                    done.append(elsewhere(deliver_sent, message))
                 copies.extend(further)
 
     within.append(act)

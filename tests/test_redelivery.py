@@ -26,6 +26,7 @@ from django_fencedlock.models import HeldLock, MessageRecord
 from django_fencedlock.storage.message_records import SETTLED, Message, MessageRecords
 from django_fencedlock.test import hold_lock, lose_lease
 from tests.deliveries import app, deliver, deliver_sent, sending
+from tests.threads import elsewhere
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -415,7 +416,7 @@ class TestWhileItRuns:
 
     def test_a_plain_lock_of_that_name_is_an_ordinary_conflict(self):
         with lock(NAME):
-            assert SkippedRun.of(deliver_elsewhere(late, 1).result).reason == "held"
+            assert SkippedRun.of(elsewhere(deliver, late, 1, **message()).result).reason == "held"
 
 
 class TestCallsWithin:
@@ -545,7 +546,7 @@ class TestWithoutAnAnswer:
         table_away()
         assert deliver(open_, 1, **message()).result == 1
         with lock(NAME, fenced=False):
-            assert SkippedRun.of(deliver_elsewhere(open_, 1).result).reason == "held"
+            assert SkippedRun.of(elsewhere(deliver, open_, 1, **message()).result).reason == "held"
         assert "without a record of its message" in caplog.text
 
     def test_a_run_that_ended_is_a_success_all_the_same(self, table_away, monkeypatch, caplog):
@@ -590,17 +591,3 @@ def lease_back(lease):
 
 def broken(*args):
     raise OSError("no broker")
-
-
-def deliver_elsewhere(task, *args):
-    """Deliver in another thread, which holds nothing."""
-    found = []
-
-    def run():
-        found.append(deliver(task, *args, **message()))
-        connections.close_all()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return found[0]

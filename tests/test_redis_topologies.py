@@ -56,7 +56,6 @@ class Sentinels:
         return all(it["num-other-sentinels"] == "2" and it["num-slaves"] == "1" for it in known)
 
     def primary(self) -> int:
-        """The port of the server that all of them take for the primary; else 0."""
         ports = {self._asked(sentinel)["port"] for sentinel in self._all}
         return int(ports.pop()) if len(ports) == 1 else 0
 
@@ -181,7 +180,6 @@ def _slot(name: str) -> int:
 
 
 def _name_on(number: int) -> str:
-    """The name of a lock that this node has."""
     names = (f"lock:{count}" for count in itertools.count())
     return next(name for name in names if _slot(name) * 3 // SLOTS == number)
 

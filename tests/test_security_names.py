@@ -33,6 +33,7 @@ from django_fencedlock.models import HeldLock
 from django_fencedlock.storage import connections
 from django_fencedlock.storage.text import show_blanks
 from tests.servers import shared
+from tests.threads import elsewhere
 
 DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
 POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
@@ -89,16 +90,6 @@ def command(*arguments):
     with contextlib.suppress(SystemExit):
         call_command("fencedlock", *arguments, stdout=out, stderr=out)
     return out.getvalue()
-
-
-def elsewhere(work):
-    """What another thread, which is another holder, gets of it."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(work()))
-    thread.start()
-    thread.join(20)
-    (answer,) = found
-    return answer
 
 
 def texts_of(answer):

@@ -4,22 +4,19 @@ import functools
 import inspect
 import json
 import pickle
-import threading
 from types import SimpleNamespace
 
 import pytest
 from celery import Celery, shared_task
-from celery.exceptions import MaxRetriesExceededError, Reject, Retry, SoftTimeLimitExceeded
-from django.db import connections, transaction
+from celery.exceptions import MaxRetriesExceededError, Reject, Retry
+from django.db import transaction
 from kombu.serialization import dumps, loads
 
 from django_fencedlock import LeaseLost, LockNotAcquired, current_lease, lock
-from django_fencedlock.backends.database import DatabaseBackend
-from django_fencedlock.celery import SkippedRun, lock_name, run, single_instance
+from django_fencedlock.celery import SkippedRun, lock_name, single_instance
 from django_fencedlock.celery.duplicates import CONFLICTS
 from django_fencedlock.core import grants
-from django_fencedlock.core.identity import current_holder
-from django_fencedlock.core.manager import Service, service
+from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, SettingsError
 from django_fencedlock.models import HeldLock, PendingRun
 from django_fencedlock.test import (
@@ -30,6 +27,7 @@ from django_fencedlock.test import (
     lose_lease,
 )
 from tests.brokered import deliver, waiting
+from tests.threads import elsewhere
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -341,27 +339,6 @@ class TestErrors:
         with pytest.raises(LeaseLost, match="at the release"):
             loses()
 
-    @pytest.mark.parametrize(
-        ("within", "method", "before"),
-        [
-            (DatabaseBackend, "acquire", True),
-            (Service, "acquire", False),
-            (Service, "release", True),
-            (DatabaseBackend, "release", True),
-            (DatabaseBackend, "release", False),
-            (Service, "release", False),
-        ],
-    )
-    def test_what_strikes_beside_the_body_leaves_no_lock(self, monkeypatch, within, method, before):
-        """The end of the worker, or an abort of the caller: neither is put off."""
-        struck = functools.partial(strike, getattr(within, method), before, [])
-        monkeypatch.setattr(within, method, lambda *args, **kwargs: struck(*args, **kwargs))
-        with pytest.raises(SystemExit):
-            single_instance("x")(lambda: None)()
-        monkeypatch.undo()
-        assert service("default").lease_of("x", current_holder()) is None
-        assert_not_locked("x")
-
     def test_a_block_of_the_caller_keeps_its_lock(self):
         with lock("x") as lease:
             single_instance("x")(lambda: None)()
@@ -392,45 +369,14 @@ class TestErrors:
         settings.FENCEDLOCK = {"default": {}, "other": {}}
         charge = task(backend="other")
         with lock("invoice:42"), pytest.raises(AliasConflict):
-            threaded(charge)
+            elsewhere(charge)
 
     def test_a_name_that_lives_under_another_alias_is_no_trigger(self, task, settings):
         settings.FENCEDLOCK = {"default": {}, "other": {}}
         charge = task(backend="other", on_conflict="coalesce")
         with lock("invoice:42"), pytest.raises(AliasConflict):
-            threaded(charge)
+            elsewhere(charge)
         assert PendingRun.objects.count() == 0
-
-
-def strike(method, before, struck, self, *args, **kwargs):
-    """Have the process told to exit as a method is called, once, or as it returns."""
-    if before and not struck:
-        struck.append(True)
-        raise SystemExit
-    result = method(self, *args, **kwargs)
-    if not struck:
-        struck.append(True)
-        raise SystemExit
-    return result
-
-
-def threaded(function):
-    """Call a function in a thread of its own, which is another holder."""
-    caught = []
-
-    def run():
-        try:
-            function()
-        except Exception as exc:
-            caught.append(exc)
-        finally:
-            connections.close_all()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if caught:
-        raise caught[0]
 
 
 class TestSkips:
@@ -456,7 +402,7 @@ class TestSkips:
         monkeypatch.setattr(grants, "time", SimpleNamespace(sleep=pass_on))
         charge = task(on_conflict="wait", blocking_timeout=1)
         with pytest.raises(LockNotAcquired) as caught:
-            threaded(charge)
+            elsewhere(charge)
         assert caught.value.holder.owner == holders[0].owner_id
 
     @pytest.mark.parametrize(
@@ -692,18 +638,6 @@ class TestCost:
 
 def ours(statements):
     return sum(count for sql, count in statements.items() if "django_fencedlock" in sql)
-
-
-def test_what_strikes_between_the_grant_and_the_body_leaves_no_lock(monkeypatch):
-    """A signal may have its handler run before any line: here, the first one that has the lock."""
-
-    def struck(*args):
-        raise SoftTimeLimitExceeded
-
-    monkeypatch.setattr(run.Run, "_hold", struck)
-    with pytest.raises(SoftTimeLimitExceeded):
-        single_instance("x")(lambda: None)()
-    assert_not_locked("x")
 
 
 @pytest.mark.django_db(transaction=True)

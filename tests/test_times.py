@@ -52,7 +52,6 @@ def zone(request, database):
 
 
 def from_now(moment):
-    """Seconds from now."""
     assert moment.utcoffset() == timedelta(0)
     return (moment - datetime.now(UTC)).total_seconds()
 

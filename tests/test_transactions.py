@@ -130,16 +130,3 @@ def test_a_fence_pinned_by_an_open_transaction_is_a_lock_that_is_held(settings):
             lock("x", blocking_timeout=0.1).__enter__()
     with lock("x") as lease:
         assert lease.token == 2
-
-
-class TestInsideATestCase:
-    """A test's own transaction: whatever is recorded there is looked up there."""
-
-    @pytest.mark.django_db(databases=["default", "postgres"])
-    @pytest.mark.parametrize("database", ["default", "postgres"])
-    def test_the_holder_is_seen(self, settings, database):
-        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": database}}
-        with lock("x") as lease:
-            assert lock("x").holder().owner == lease.owner_id
-            assert lease.verify()
-        assert lock("x").holder() is None

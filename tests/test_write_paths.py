@@ -159,7 +159,6 @@ class Path(NamedTuple):
         return {row["fence"] for row in rows_of(self.model.fencing.table)}
 
     def found(self):
-        """Return what is in the tables, without the fences."""
         rows = [row for table in self.tables for row in rows_of(table)]
         return [{key: value for key, value in row.items() if key != "fence"} for row in rows]
 

@@ -5,11 +5,8 @@ import copy
 import datetime
 import json
 import pickle
-import threading
 
 import pytest
-from django.contrib import admin
-from django.contrib.auth.models import User
 from django.core import serializers
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
@@ -18,7 +15,6 @@ from django.db.models import F
 from django.db.models.functions import Lower
 from django.db.models.signals import post_delete, post_save, pre_delete, pre_save
 from django.test.utils import CaptureQueriesContext
-from django.urls import path
 
 from django_fencedlock import current_lease, lock
 from django_fencedlock.exceptions import LockRequired, StaleFence, StaleObject, VersionConflict
@@ -43,19 +39,9 @@ from tests.test_write_paths import (
     statements,
     upsert,
 )
+from tests.threads import elsewhere
 
 __all__ = ["database", "invoice"]
-
-site = admin.AdminSite()
-
-
-@admin.register(Invoice, site=site)
-class InvoiceAdmin(admin.ModelAdmin):
-    list_display = ("pk", "amount")
-    list_editable = ("amount",)
-
-
-urlpatterns = [path("admin/", site.urls)]
 
 
 @contextlib.contextmanager
@@ -1002,29 +988,21 @@ def _given_writes(row, lease):
 
 
 def test_a_lease_can_be_given(database, invoice, given):
-    done = []
-
     def work():
         """A thread has no context of its own that has the lease."""
-        try:
-            assert current_lease() is None
-            all_refused(LockRequired, (Invoice,), invoice.save)
-            pk = invoice.pk
-            writes = _given_writes(invoice, given)
-            for how in ("save", "asave", "update", "bulk_update", "update_or_create", "delete"):
-                writes[how]()
-            rows = Invoice.objects.using_lease(given)
-            rows.create(pk=pk, amount=7)
-            writes["queryset"]()
-            rows.get_or_create(pk=pk)
-            done.extend(values_of(Invoice, "fence"))
-        finally:
-            connections.close_all()
+        assert current_lease() is None
+        all_refused(LockRequired, (Invoice,), invoice.save)
+        pk = invoice.pk
+        writes = _given_writes(invoice, given)
+        for how in ("save", "asave", "update", "bulk_update", "update_or_create", "delete"):
+            writes[how]()
+        rows = Invoice.objects.using_lease(given)
+        rows.create(pk=pk, amount=7)
+        writes["queryset"]()
+        rows.get_or_create(pk=pk)
+        return values_of(Invoice, "fence")
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done == [(1,)]
+    assert elsewhere(work) == [(1,)]
 
 
 def test_a_given_lease_is_the_one_that_counts(database, invoice):
@@ -1093,42 +1071,6 @@ def test_high_water_refuses_only_what_a_newer_holder_has_written_to(database):
         all_refused(StaleFence, (m.Meter,), set_(meter, reading=9).save, meter.delete)
     with meter.fencing.lock(), refused(StaleObject, m.Meter, match="read before the lock"):
         set_(meter, reading=9).save()
-
-
-# The admin
-
-
-@pytest.fixture
-def browser(database, settings, client):
-    settings.ROOT_URLCONF = __name__
-    client.force_login(User.objects.create_superuser("ada"))
-    return client
-
-
-@pytest.mark.parametrize("what", ["form", "list", "selected", "delete"])
-def test_the_admin_writes_under_a_lease_as_well(browser, invoice, what):
-    url, pk = "/admin/tests/invoice/", invoice.pk
-    form = {"amount": 99, "note": "n", "account": invoice.account_id}
-    formset = {"form-TOTAL_FORMS": 1, "form-INITIAL_FORMS": 1, "form-0-id": pk, "_save": "Save"}
-    chosen = {"action": "delete_selected", "_selected_action": pk, "post": "yes"}
-    url, data = {
-        "form": (f"{url}{pk}/change/", form),
-        "list": (url, {**formset, "form-0-amount": 99}),
-        "selected": (url, chosen),
-        "delete": (f"{url}{pk}/delete/", {"post": "yes"}),
-    }[what]
-    page = browser.get(f"/admin/tests/invoice/{pk}/change/").content.decode()
-    assert 'name="amount"' in page
-    assert "fence" not in page
-    with refused(LockRequired):
-        browser.post(url, data)
-    with invoice.fencing.lock() as lease:
-        overtake(lease)
-        with refused():
-            browser.post(url, data)
-    with invoice.fencing.lock():
-        assert browser.post(url, data).status_code == 302
-    assert values_of(Invoice, "amount") == ([(99,)] if what in ("form", "list") else [])
 
 
 # Statements that Postgres prepares

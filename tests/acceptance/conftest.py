@@ -69,7 +69,6 @@ def locks(django_db_setup: None) -> dict[str, Any]:
 def worker_environment(
     locks: dict[str, Any], child_environment: Callable[[], dict[str, str]]
 ) -> dict[str, str]:
-    """Return the environment of workers."""
     shared.postgres()
     return {
         **child_environment(),
@@ -123,7 +122,6 @@ def same_locks(settings: Any, locks: dict[str, Any], journal: Journal) -> None:
 
 @pytest.fixture(scope="session")
 def brokers_redis() -> Iterator[Redis]:
-    """Return a Redis with a database for each broker."""
     with contextlib.closing(Redis.launch(finding.redis(), "--databases", "1000")) as server:
         yield server
 
@@ -209,7 +207,6 @@ def make_beat(
 def shared_workers(
     make_broker: Callable[[str], Broker], worker_environment: dict[str, str], journal: Journal
 ) -> Iterator[Callable[[str, str], Worker]]:
-    """Return a function that returns the one worker of a pool and a broker."""
     workers: dict[tuple[str, str], Worker] = {}
 
     def get(pool: str, kind: str) -> Worker:
@@ -229,7 +226,6 @@ def shared_workers(
 def shared_worker(
     shared_workers: Callable[[str, str], Worker], use: Callable[[Any], Any]
 ) -> Callable[..., Worker]:
-    """Return a function that returns the worker of a pool and a broker. Leave it as it is."""
     return lambda pool="prefork", broker="redis": use(shared_workers(pool, broker))
 
 

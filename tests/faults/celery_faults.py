@@ -20,7 +20,6 @@ def pause_worker(lab: Lab) -> None:
 
 
 def kill_worker(lab: Lab) -> None:
-    """Kill the worker with all its children."""
     lab.await_holder()
     lab.note("kill worker")
     lab.crew.kill_all()

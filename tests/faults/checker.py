@@ -72,7 +72,6 @@ class _Index:
         self.by_stamp = {each.stamp: each for each in history.of("write")}
 
     def committed(self) -> Iterator[tuple[Entry, Operation]]:
-        """Yield each committed write with the operation that it came of."""
         for entries in self.writes.values():
             for entry in entries:
                 if entry.stamp in self.by_stamp:

@@ -141,7 +141,6 @@ class Client:
             self.think()
 
     def write_by_atomic(self, lease: Lease, pk: int) -> None:
-        """Read and write a plain row in a transaction under the lease."""
         block = lease.atomic(self.using) if self.fenced else transaction.atomic(self.using)
         with self.writing("plain", lease, None) as stamp, self.committing(block):
             read = Plain.objects.using(self.using).get(pk=pk).count

@@ -92,7 +92,6 @@ class History:
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def of(self, kind: str, *outcomes: str) -> list[Operation]:
-        """Return the operations of a kind, as they were asked for."""
         found = [each for each in self.operations if each.kind == kind]
         if outcomes:
             found = [each for each in found if each.outcome in outcomes]

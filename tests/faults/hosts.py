@@ -109,7 +109,6 @@ class Crew:
         self.pids = {name: pid for name, pid in self.pids.items() if _alive([pid])}
 
     def kill(self, name: str) -> None:
-        """Kill a client with SIGKILL, and wait for its end."""
         pid = self.pids.get(name)
         if pid is None:
             return

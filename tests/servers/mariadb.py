@@ -60,7 +60,6 @@ class MariaDB(DatabaseServer):
         return server
 
     def connect(self, database: str | None = None, **options: Any) -> pymysql.Connection:
-        """Return a new connection, in autocommit."""
         address = {"host": self.host, "port": self.port}
         login = {"user": self.user, "password": self.password, "database": database}
         options = {"autocommit": True, "connect_timeout": 5} | options

@@ -71,12 +71,10 @@ class PgBouncer(Server):
         return f"postgresql://{self.postgres.user}@{self.host}:{self.port}/{self.postgres.database}"
 
     def django(self, database: str | None = None) -> dict[str, Any]:
-        """Return the entry for Django's DATABASES."""
         address = {"HOST": self.host, "PORT": str(self.port), "PASSWORD": ""}
         return self.postgres.django(database) | address
 
     def connect(self, **options: Any) -> psycopg.Connection:
-        """Return a new connection, in autocommit."""
         # A prepared statement belongs to a session; here the next one may be another.
         options = {"autocommit": True, "connect_timeout": 5, "prepare_threshold": None} | options
         return psycopg.connect(self.url, **options)

@@ -69,7 +69,6 @@ class Postgres(DatabaseServer):
         return server
 
     def connect(self, database: str | None = None, **options: Any) -> psycopg.Connection:
-        """Return a new connection, in autocommit."""
         options = {"autocommit": True, "connect_timeout": 5} | options
         return psycopg.connect(self.url_of(database or self.database), **options)
 
@@ -80,7 +79,6 @@ class Postgres(DatabaseServer):
             return cursor.fetchall() if cursor.description else []
 
     def create_database(self) -> str:
-        """Create an empty database and return its name."""
         name = f"fencedlock_{os.getpid()}_{next(_names)}"
         self.execute(f"CREATE DATABASE {name}")
         return name

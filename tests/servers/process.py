@@ -57,7 +57,6 @@ def free_port(besides: int = 0) -> int:
 
 
 def accepts_connections(port: int) -> bool:
-    """Return whether a process accepts connections on a loopback port."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:
@@ -128,7 +127,6 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Return the pid of the running server."""
         if self._popen is None:
             raise RuntimeError(f"{self._command[0]} is not running.")
         return self._popen.pid

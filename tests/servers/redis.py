@@ -98,7 +98,6 @@ class Redis(Server):
             return False
 
     def execute(self, *command: Any, timeout: float = 5) -> Any:
-        """Execute one command on a connection of its own."""
         with self.client(socket_timeout=timeout, single_connection_client=True) as client:
             return client.execute_command(*command)
 
@@ -152,7 +151,6 @@ class Redis(Server):
             seen.pop()
 
     def wait_for_sync(self) -> None:
-        """Wait until this replica holds what its primary holds."""
         wait_until(
             lambda: self.info("replication").get("master_link_status") == "up",
             f"{self!r} to follow its primary",

@@ -49,12 +49,10 @@ def postgres() -> Postgres:
 
 
 def redis() -> Redis:
-    """Return the shared Redis."""
     return _shared("redis", Redis, lambda: Redis.launch(finding.redis()))
 
 
 def valkey() -> Redis:
-    """Return the shared Valkey."""
     return _shared(
         "valkey",
         lambda url: Redis(url, flavour="valkey"),
@@ -63,7 +61,6 @@ def valkey() -> Redis:
 
 
 def mariadb() -> MariaDB:
-    """Return the shared MariaDB."""
     return _shared("mariadb", MariaDB, lambda: MariaDB.launch(finding.mariadb()))
 
 
@@ -74,7 +71,6 @@ def pgbouncer() -> PgBouncer:
 
 
 def rabbitmq() -> RabbitMQ:
-    """Return the shared RabbitMQ."""
     return _shared("rabbitmq", RabbitMQ, lambda: RabbitMQ.launch(finding.rabbitmq()))
 
 

@@ -27,7 +27,6 @@ def server_user() -> pwd.struct_passwd:
 
 
 def reachable(path: Path) -> bool:
-    """Tell whether the server user can read what is at *path*."""
     if server_user().pw_uid == os.getuid():
         return True
     return all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents)
@@ -44,7 +43,6 @@ def root() -> Path:
 
 
 def new_directory(name: str) -> Path:
-    """Return an empty directory of the server user's."""
     directory = root() / f"{name}-{next(_numbers)}"
     directory.mkdir(mode=0o700)
     os.chown(directory, server_user().pw_uid, server_user().pw_gid)

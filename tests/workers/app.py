@@ -22,7 +22,6 @@ READY = "FENCEDLOCK_TEST_CELERY_READY"
 
 
 def make(settings: dict[str, Any]) -> Celery:
-    """Make an app, which has the tasks of ``tests.workers.tasks``."""
     made = Celery(MAIN, set_as_current=False)
     made.conf.update(settings, include=["tests.workers.tasks"])
     return made

@@ -103,7 +103,6 @@ class Journal:
             os.close(descriptor)
 
     def wait_at_gate(self, key: str) -> None:
-        """Block until the gate of *key* is open."""
         deadline = time.monotonic() + PATIENCE
         while not self._gate(key).exists():
             if time.monotonic() > deadline:

@@ -32,7 +32,6 @@ class Mishap(Exception):
 
 
 def task(kind: str, alias: str = "default") -> Any:
-    """Return a task of the current app, which is one that `app.make()` made."""
     return current_app.tasks[_names[kind, alias]]
 
 

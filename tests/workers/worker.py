@@ -78,7 +78,6 @@ class _Celery:
         os.kill(self.pid, number)
 
     def wait_for_end(self, timeout: float = 20) -> None:
-        """Wait until the main process has ended by itself, and with it its children."""
         family = _family(self.pid)
         wait_until(lambda: not self.process.running, "the end of a Celery program", timeout)
         wait_until(lambda: not _alive(family), "the end of its children", 5)
