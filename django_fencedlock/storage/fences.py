@@ -28,7 +28,7 @@ from .connections import (
     query_outside,
 )
 from .dialect import BATCH, FENCE, HELD, Entry, Ledger, entry_of, listed
-from .records import Records, Statements
+from .records import Records
 from .rows import Claimed, Newest, Row, as_time
 from .text import fit_column
 from .vendors import ledger_for
@@ -247,23 +247,18 @@ class Revoking(Records):
         given = {"name": name, "owner": owner, "fenced": fenced, "by": by, "again": again}
         given |= {"proposed": proposed or 0, "token": token, "writer": writer}
 
-        def work(statements: Statements) -> Revoked:
+        def work(connection: BaseDatabaseWrapper) -> Revoked:
             try:
-                return _revoke(statements, given)
+                return _revoke(connection, given)
             except IntegrityError:
                 # The fence, or the note, was made at this very moment.
-                return _revoke(statements, given)
+                return _revoke(connection, given)
 
         return self.run("forced release", name, work)
 
     def forget(self) -> int:
         """Delete some of the notes that are no longer needed."""
-
-        def work(statements: Statements) -> int:
-            with statements.cursor(atomic=True) as cursor:
-                return _forget(statements, cursor)
-
-        return self.run("tidying up of forced releases", None, work)
+        return self.run("tidying up of forced releases", None, _forget)
 
 
 def notes(connection: BaseDatabaseWrapper, owners: Sequence[str]) -> dict[str, Note]:
@@ -292,59 +287,54 @@ def told(using: str, owners: Sequence[str]) -> dict[str, str]:
     return {owner: str(note) for owner, note in found.items()}
 
 
-def _revoke(statements: Statements, given: dict[str, Any]) -> Revoked:
-    connection = statements.connection
-    own = not connection.in_atomic_block
-    with statements.cursor(atomic=True) as cursor:
+def _revoke(connection: BaseDatabaseWrapper, given: dict[str, Any]) -> Revoked:
+    ledger, own = ledger_for(connection), not connection.in_atomic_block
+    with ledger.transaction(connection) as cursor:
         if own and connection.vendor == "postgresql":
             cursor.execute(f"SELECT set_config('lock_timeout', '{PATIENCE}s', true)")
         note = notes(connection, [given["owner"]]).get(given["owner"])
         if note is not None and not given["again"]:
             # Done before: a second forced release raises nothing, unless the holder came back.
             given["token"] = -1
-        raised, token = _raise(cursor, given)
+        raised, token = _raise(connection, cursor, given)
         if note is not None:
             return Revoked(token, note, is_new=raised)
         cursor.execute(
             f"INSERT INTO {FORCED} (owner, name, released_by, released_at) "
-            f"VALUES (%(owner)s, %(name)s, %(by)s, {statements.now})",
-            {**given, **statements.times(), "by": fit_column(connection, given["by"], 200)},
+            f"VALUES (%(owner)s, %(name)s, %(by)s, {ledger.clock})",
+            {**given, **ledger.times(), "by": fit_column(connection, given["by"], 200)},
         )
         return Revoked(token, notes(connection, [given["owner"]])[given["owner"]], is_new=True)
 
 
-def _raise(cursor: Any, given: dict[str, Any]) -> tuple[bool, int | None]:
+def _raise(
+    connection: BaseDatabaseWrapper, cursor: Any, given: dict[str, Any]
+) -> tuple[bool, int | None]:
     """Raise the fence, unless it is above the holder; return whether that was done, and it."""
     if not given["fenced"]:
         return False, None
     cursor.execute(_RAISE, given)
     raised = bool(cursor.rowcount)
-    found = _newest(cursor, given)
-    if found is None and given["proposed"]:
+    newest = ledger_for(connection).newest(connection, given["name"])
+    if newest is None and given["proposed"]:
         cursor.execute(_MAKE, given)
         return True, given["proposed"] + 1
-    return raised, found
+    return raised, newest and newest[0]
 
 
-def _newest(cursor: Any, given: dict[str, Any]) -> int | None:
-    cursor.execute(f"SELECT token FROM {FENCE} WHERE name = %(name)s", given)
-    found = cursor.fetchone()
-    return None if found is None else int(found[0])
-
-
-def _forget(statements: Statements, cursor: Any) -> int:
-    # Not while its holder may return: only the note ends a session lock.
-    over = (
-        f"released_at < {statements.later('ago')} AND NOT EXISTS "
-        f"(SELECT 1 FROM {HELD} h WHERE h.owner = {FORCED}.owner)"
-    )
-    cursor.execute(
-        f"SELECT owner FROM {FORCED} WHERE {over} LIMIT {BATCH}", statements.times(ago=-KEPT)
-    )
-    found = [owner for (owner,) in cursor.fetchall()]
-    if found:
-        inside, given = listed("o", found)
-        cursor.execute(f"DELETE FROM {FORCED} WHERE owner IN ({inside})", given)
+def _forget(connection: BaseDatabaseWrapper) -> int:
+    ledger = ledger_for(connection)
+    with ledger.transaction(connection) as cursor:
+        # Not while its holder may return: only the note ends a session lock.
+        cursor.execute(
+            f"SELECT owner FROM {FORCED} WHERE released_at < {ledger.expiry} AND NOT EXISTS "
+            f"(SELECT 1 FROM {HELD} h WHERE h.owner = {FORCED}.owner) LIMIT {BATCH}",
+            ledger.times(-KEPT),
+        )
+        found = [owner for (owner,) in cursor.fetchall()]
+        if found:
+            inside, given = listed("o", found)
+            cursor.execute(f"DELETE FROM {FORCED} WHERE owner IN ({inside})", given)
     return len(found)
 
 
@@ -431,21 +421,19 @@ BRIEFLY = 2.0
 
 def tables_locked_by(using: str) -> str:
     """Describe the session that has a table locked; empty if none has, or if it is unknown."""
-    try:
-        return (
-            query_outside(using, BRIEFLY, lambda own: ledger_for(own).tables_locked_by(own)) or ""
-        )
-    except Error:
-        logger.debug("It is unknown which session has a table locked", exc_info=True)
-        return ""
+    return _described(using, lambda own: ledger_for(own).tables_locked_by(own))
 
 
 def pinned_by(using: str, name: str) -> str:
     """Describe the open transaction that has a fence locked; empty if none, or if unknown."""
+    return _described(using, lambda own: ledger_for(own).pinned_by(own, name))
+
+
+def _described(using: str, ask: Callable[[BaseDatabaseWrapper], str | None]) -> str:
     try:
-        return query_outside(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name)) or ""
+        return query_outside(using, BRIEFLY, ask) or ""
     except Error:
-        logger.debug("It is unknown which transaction has a fence locked", exc_info=True)
+        logger.debug("It is unknown which session is in the way", exc_info=True)
         return ""
 
 

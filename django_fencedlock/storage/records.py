@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from django.db.models import DateTimeField, Expression, Model, QuerySet
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
 from .connections import SQLITE_BUSY_TIMEOUT, in_transaction, pool, test_connection
-from .dialect import BATCH, machine_time, utc_text
+from .dialect import BATCH
 from .text import describe_error
 from .vendors import ledger_for
 
@@ -43,43 +42,6 @@ class ServerTime(Expression):
         # SQLite has no clock of its own. This is read after BEGIN IMMEDIATE, which may wait.
         now = datetime.now(UTC).replace(tzinfo=None)
         return "%s", [str(now + timedelta(seconds=self.plus))]
-
-
-class Statements:
-    """Runs statements in the dialect of one connection."""
-
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
-        self.connection = connection
-        self.ledger = ledger_for(connection)
-
-    def cursor(self, *, atomic: bool) -> AbstractContextManager[Any]:
-        """Return a cursor in a transaction of its own."""
-        return self.ledger.transaction(self.connection)
-
-    @property
-    def now(self) -> str:
-        """The server's time, which needs the parameters of `times()`."""
-        return self.ledger.clock
-
-    def later(self, key: str) -> str:
-        """Return the server's time plus seconds that `times()` gets by a key."""
-        vendor = self.connection.vendor
-        if vendor == "postgresql":
-            return f"clock_timestamp() + %({key})s * interval '1 second'"
-        if vendor == "mysql":
-            return f"UTC_TIMESTAMP(6) + INTERVAL %({key})s MICROSECOND"
-        return f"%({key})s"
-
-    def times(self, **later: float) -> dict[str, Any]:
-        """Return the parameters of `now` and `later()`, in a transaction."""
-        vendor = self.connection.vendor
-        if vendor == "postgresql":
-            return dict(later)
-        if vendor == "mysql":
-            return {key: round(wait * 1_000_000) for key, wait in later.items()}
-        now = machine_time()
-        moments = {key: utc_text(now + timedelta(seconds=wait)) for key, wait in later.items()}
-        return {"now": utc_text(now), **moments}
 
 
 class Records:
@@ -117,13 +79,13 @@ class Records:
             found = cursor.fetchall()
         return [SimpleNamespace(**dict(zip(columns, values, strict=True))) for values in found]
 
-    def run(self, doing: str, name: str | None, work: Callable[[Statements], T]) -> T:
-        """Call `work` with the statements of a private connection; see `query()`."""
+    def run(self, doing: str, name: str | None, work: Callable[[BaseDatabaseWrapper], T]) -> T:
+        """Call `work` with a private connection; see `query()`."""
         patience = SQLITE_BUSY_TIMEOUT if in_transaction(self.using) else self._patience
 
         def once() -> T:
             private = pool(self.using, self._timeout)
-            return private.run(lambda found: work(Statements(found)), busy_timeout=patience)
+            return private.run(work, busy_timeout=patience)
 
         return self._repeat(doing, name, once)
 
