@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -677,6 +678,20 @@ class TestProcesses:
             waiting(postgres, 0)
 
 
+class TestTurns:
+    """The queue of the threads of one process."""
+
+    @pytest.mark.parametrize("method", ["append", "remove"])
+    def test_an_interrupted_thread_keeps_no_place(self, make, method):
+        locks = make()._local
+        locks._queues[1] = queue = deque_that_is_interrupted(method)
+        with contextlib.suppress(Interrupt), locks.turn(1, Wait(5), lambda: None):
+            pass
+        assert queue.interrupted
+        with locks.turn(1, Wait(5), lambda: None) as is_first:
+            assert is_first
+
+
 class TestJobs:
     def test_work_whose_caller_has_left_is_skipped(self):
         done = []
@@ -857,6 +872,32 @@ def route_to(server, database=None):
     connections[alias].close()
     del connections[alias]
     del connections.settings[alias]
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def deque_that_is_interrupted(method):
+    """Return a queue one of whose calls a signal interrupts: after an append, before a remove."""
+
+    class Queue(deque):
+        interrupted = False
+
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if name != method or self.interrupted:
+                return found
+            self.interrupted = True
+
+            def call(*args):
+                if method == "append":
+                    found(*args)
+                raise Interrupt
+
+            return call
+
+    return Queue()
 
 
 _PRELUDE = """

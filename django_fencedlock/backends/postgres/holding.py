@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,27 @@ class Hold:
         return Held(claim.owner, claim.identity, token, session_pid=self.session.pid)
 
 
+class _Place:
+    """
+    The place of a thread in a queue, which has a weak reference to it.
+
+    An exception from outside may interrupt the thread as it leaves: the next one looks each `TICK`.
+    """
+
+    def __init__(self) -> None:
+        # An Event that was interrupted may stay locked, and then the next set() never returns.
+        self._bell = threading.Lock()
+        self._bell.acquire()
+
+    def wait(self, seconds: float) -> bool:
+        return self._bell.acquire(timeout=seconds)
+
+    def wake(self) -> None:
+        """Wake the thread, from any thread, any number of times."""
+        with contextlib.suppress(RuntimeError):
+            self._bell.release()
+
+
 class SessionLocks:
     """
     The session locks that this process holds in one database.
@@ -88,7 +110,7 @@ class SessionLocks:
         self._waiters: set[Session] = set()
         self._opening = 0
         self._idle: list[Session] = []
-        self._queues: dict[int, deque[threading.Event]] = {}
+        self._queues: dict[int, deque[weakref.ref[_Place]]] = {}
 
     def after_fork(self) -> None:
         _of_parents.append(vars(self).copy())
@@ -151,26 +173,31 @@ class SessionLocks:
     @contextlib.contextmanager
     def turn(self, key: int, wait: Wait, refused: Callable[[], object]) -> Iterator[bool]:
         """Queue behind earlier threads of this process; yield whether the turn came in time."""
-        mine = threading.Event()
-        with self._mutex:
-            queue = self._queues.setdefault(key, deque())
-            queue.append(mine)
-            is_first = queue[0] is mine
+        mine = _Place()
+        place = weakref.ref(mine)
         try:
-            if is_first:
-                mine.set()
-            wait.on_cancel(mine.set)
-            while not mine.wait(min(TICK, wait.left)) and wait.left:
-                refused()
-            yield mine.is_set() and not wait.cancelled
-        finally:
             with self._mutex:
-                queue.remove(mine)
-                following = queue[0] if queue else None
-                if not queue:
-                    del self._queues[key]
-            if following is not None:
-                following.set()
+                self._queues.setdefault(key, deque()).append(place)
+            wait.on_cancel(mine.wake)
+            while not (is_first := self._first(key) is mine) and wait.left:
+                if not mine.wait(min(TICK, wait.left)) and wait.left:
+                    refused()
+            yield is_first and not wait.cancelled
+        finally:
+            with self._mutex, contextlib.suppress(KeyError, ValueError):
+                self._queues[key].remove(place)
+            if (following := self._first(key)) is not None:
+                following.wake()
+
+    def _first(self, key: int) -> _Place | None:
+        with self._mutex:
+            queue = self._queues.get(key, ())
+            while queue:
+                if (first := queue[0]()) is not None:
+                    return first
+                queue.popleft()
+            self._queues.pop(key, None)
+        return None
 
     def close(self) -> None:
         """Close the sessions that hold nothing."""
