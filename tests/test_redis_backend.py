@@ -17,7 +17,8 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
-from django_fencedlock.backends.redis import RedisBackend, client, health
+from django_fencedlock.backends.redis import RedisBackend, client
+from django_fencedlock.backends.redis.backend import server_problems
 from django_fencedlock.backends.redis.scripts import (
     BEAT,
     CLAIM,
@@ -1100,7 +1101,7 @@ def test_what_a_server_reports_of_itself_is_checked(backend, values, expected):
         def info(self, *sections):
             return {"redis_version": "7.2"} | values
 
-    assert expected in {problem.id for problem in health.problems(Client(), "default")}
+    assert expected in {problem.id for problem in server_problems(Client(), "default")}
 
 
 @pytest.mark.django_db
@@ -1111,5 +1112,5 @@ def test_check_with_a_database_reports_the_problems_of_the_server(server, settin
 
 
 def test_a_clock_that_differs_is_w005(backend, monkeypatch):
-    monkeypatch.setattr(health.time, "time", lambda: time.monotonic())
+    monkeypatch.setattr(time, "time", lambda: time.monotonic())
     assert "W005" in ids(backend)
