@@ -378,6 +378,33 @@ def test_an_owner_that_gets_the_lock_in_the_end_is_not_released(step):
     assert not doubts(step)
 
 
+def test_a_release_without_an_answer_ends_the_acquire(step, monkeypatch):
+    """The keeper repeats it at any time: it would release what the same owner got later."""
+    release, record, keeper = step.backend.release, step.fences.record, step._keeper
+
+    def fail(grant):
+        raise BackendUnavailable("no answer", name="x", alias="default")
+
+    def locked(*args):
+        monkeypatch.setattr(step.backend, "release", fail)
+        raise OperationalError("locked")
+
+    def recorded(*args):
+        monkeypatch.setattr(step.backend, "release", release)
+        keeper._release_doubts([grant for grant, *_ in keeper.doubts.values()])
+        return record(*args)
+
+    tries = iter([locked, recorded])
+    monkeypatch.setattr(step.fences, "record", lambda *args: next(tries)(*args))
+    monkeypatch.setattr(step.fences, "is_row_locked", lambda error: True)
+    monkeypatch.setattr(grants_module.connections["default"], "vendor", "other")
+    monkeypatch.setattr(grants_module.time, "sleep", lambda seconds: None)
+    claim = new_claim("x", 30)
+    with pytest.raises(BackendUnavailable):
+        step.acquire(claim, Wait(10))
+    assert doubts(step) == {claim.owner}
+
+
 def test_a_database_that_fails_leaves_no_lock(step, stub, settings, monkeypatch):
     def fail(*args):
         raise OperationalError("gone")

@@ -151,7 +151,12 @@ class Grants:
             self.release(grant)
             raise
         if found is None:
-            self.release(grant)
+            try:
+                # Its failure ends the acquire: a doubt is released by its owner, at any time, and
+                # would release what this owner got by a later try.
+                self.backend.release(grant)
+            finally:
+                self._keeper.clear_row(grant)
         else:
             # Of an earlier try of this owner, which must not be released now.
             self._keeper.doubts.pop(claim.owner, None)
