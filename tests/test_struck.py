@@ -4,13 +4,14 @@ Code that is struck while it takes a lock, by a time limit or an abort: no lock 
 Nobody would know of such a lock; and one of a PostgreSQL session lasts as long as its process.
 """
 
+import contextlib
 import itertools
 import linecache
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from django.db import connections
+from django.db import connections, transaction
 
 from django_fencedlock import lock, locks
 from django_fencedlock.backends import database
@@ -156,11 +157,23 @@ def test_no_line_of_a_release_leaves_a_lock(backend, monkeypatch):
     assert place > 20
 
 
-def release_struck(place):
+@pytest.mark.parametrize("backend", ["redis"], indirect=True)
+def test_no_line_of_a_release_in_a_transaction_leaves_a_lock(backend):
+    for place in itertools.count(1):
+        with ThreadPoolExecutor(1) as thread:
+            was_struck = thread.submit(release_struck, place, transaction.atomic()).result()
+            assert not backend.holders([f"x{place}"]), place
+        if not was_struck:
+            break
+    assert place > 10
+
+
+def release_struck(place, block=None):
     began, lease = clock(), lock(f"x{place}").acquire()
-    with (strike := Strike(place, Service.release)):
-        lease.release()
-    strike.end()
+    with block or contextlib.nullcontext():
+        with (strike := Strike(place, Service.release)):
+            lease.release()
+        strike.end()
     # As after each body of a task.
     give_back_left_over(began)
     connections.close_all()

@@ -298,12 +298,13 @@ class Service:
         the lease pins the fence, so that this very code couldn't take the lock again.
         """
         if not lease.put_off:
-            lease.put_off = True
             when_all_ended(open_now, lambda: self._finish_if_left(lease))
+            # Only now: after an interrupt, give_back_left_over() passes over what is put off.
+            lease.put_off = True
 
     def _finish_if_left(self, lease: Lease) -> None:
         lease.put_off = False
-        if lease.entries <= 0 and lease.is_of_this_process() and not self._finish(lease):
+        if lease.entries <= 0 and lease.is_open() and not self._finish(lease):
             logger.warning(
                 "Lock %r was lost before the transaction under it ended; fenced writes of that "
                 "transaction were rejected, if there was a newer grant",

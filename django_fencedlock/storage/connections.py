@@ -128,8 +128,11 @@ class _Ending:
 
 
 class _Hook:
+    #: None if an interrupt ended __init__().
+    _ending: _Ending | None = None
+
     def __init__(self, ending: _Ending) -> None:
-        self._ending: _Ending | None = ending
+        self._ending = ending
 
     def __call__(self) -> None:
         ending, self._ending = self._ending, None
