@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError
 from django.db.models import BooleanField, Exists, ExpressionWrapper, F, OuterRef, Q, Value
 
 from .records import Records, ServerTime
@@ -71,24 +71,18 @@ class MessageRecords(Records):
             outcome="",
             kept_until=ServerTime(message.kept),
         )
-        for is_last in (False, True):
-            try:
-                with transaction.atomic(using=self.using):
-                    # Unlike save(), this sends no signals.
-                    rows.bulk_create([row])
+        # A sweep may delete a row that is there before it is read.
+        for _ in range(2):
+            if self.add(row):
                 return Begun(1, "")
-            except IntegrityError:
-                # Not again for the same run, which may come twice if an answer was lost.
-                unfinished = rows.filter(nonce=message.nonce, outcome="")
-                unfinished.exclude(owner=message.owner).update(
-                    tries=F("tries") + 1, owner=message.owner, kept_until=ServerTime(message.kept)
-                )
-                # A sweep may have deleted the row meanwhile.
-                if found := self._newest(message.nonce):
-                    return found[1]
-                if is_last:
-                    raise
-        raise AssertionError  # pragma: no cover
+            # Not again for the same run, which may come twice if an answer was lost.
+            unfinished = rows.filter(nonce=message.nonce, outcome="")
+            unfinished.exclude(owner=message.owner).update(
+                tries=F("tries") + 1, owner=message.owner, kept_until=ServerTime(message.kept)
+            )
+            if found := self._newest(message.nonce):
+                return found[1]
+        raise IntegrityError(f"message {message.nonce!r} has a record that can't be read")
 
     def finish(self, message: Message, outcome: str) -> bool:
         """Record the outcome; False if another delivery has begun since, or ended."""

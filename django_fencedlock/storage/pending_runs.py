@@ -267,15 +267,11 @@ class PendingRuns(Records):
             **asdict(message),
             updated_at=ServerTime(),
         )
-        try:
-            with transaction.atomic(using=self.using):
-                # Unlike save(), this sends no signals.
-                rows.bulk_create([row])
-        except IntegrityError:
-            if (found := self._locked(place)) is None:
-                raise
-            return found
-        return row
+        if self.add(row):
+            return row
+        if (found := self._locked(place)) is None:
+            raise IntegrityError(f"lock {place.name!r} has a pending run that can't be read")
+        return found
 
     def _update(self, row: Any, **values: Any) -> None:
         self.rows("PendingRun").filter(name=row.name, task_name=row.task_name).update(**values)

@@ -13,6 +13,8 @@ from django.apps import apps
 from django.db import Error, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import DateTimeField, Expression, Model, QuerySet
+from django.db.models.constants import OnConflict
+from django.db.models.sql import InsertQuery
 
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
@@ -78,6 +80,20 @@ class Records:
             cursor.execute(sql, params)
             found = cursor.fetchall()
         return [SimpleNamespace(**dict(zip(columns, values, strict=True))) for values in found]
+
+    def add(self, row: Model) -> bool:
+        """
+        Insert a row within `query()`, unless its key is there; return whether it was inserted.
+
+        One statement that needs no transaction, and sends no signals.
+        """
+        query = InsertQuery(type(row), on_conflict=OnConflict.IGNORE)
+        columns = row._meta.local_concrete_fields
+        query.insert_values([each for each in columns if each is not row._meta.auto_field], [row])
+        ((sql, params),) = query.get_compiler(self.using).as_sql()
+        with connections[self.using].cursor() as cursor:
+            cursor.execute(sql, params)
+            return bool(cursor.rowcount == 1)
 
     def run(self, doing: str, name: str | None, work: Callable[[BaseDatabaseWrapper], T]) -> T:
         """Call `work` with a private connection; see `query()`."""
