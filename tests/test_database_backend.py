@@ -261,13 +261,22 @@ class TestOnSQLite:
         connection.connection.set_trace_callback(lambda text: seen.append(text.split()[0]))
         return seen
 
-    def test_acquire_is_a_look_and_a_transaction_of_three_statements_and_release_one(self, seen):
+    def test_acquire_is_a_look_and_a_transaction_of_two_statements_and_release_one(self, seen):
         with lock("x"):
             pass
-        assert seen == [
-            *("SELECT", "BEGIN", "INSERT", "INSERT", "SELECT", "COMMIT"),
-            "DELETE",
-        ]
+        assert seen == ["SELECT", "BEGIN", "INSERT", "INSERT", "COMMIT", "DELETE"]
+
+    def test_the_token_is_read_by_a_statement_of_its_own_before_sqlite_3_35(
+        self, seen, monkeypatch
+    ):
+        [connection] = service("default").backend._sessions._idle
+        monkeypatch.setattr(connection.features, "can_return_columns_from_insert", False)
+        with lock("x") as lease, lock("y"):
+            pass
+        with lock("x") as again:
+            assert again.token == lease.token + 1
+        acquire = ["SELECT", "BEGIN", "INSERT", "INSERT", "SELECT", "COMMIT"]
+        assert seen == [*acquire, *acquire, "DELETE", "DELETE", *acquire, "DELETE"]
 
     def test_a_refusal_only_reads(self, seen):
         service("default").backend.acquire(new_claim("x", 30), Wait())

@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 from datetime import UTC, datetime
 
+import psycopg
 import pytest
 from django.db import DataError, connections
 
@@ -13,9 +14,9 @@ from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.connections import (
     PREPARE_THRESHOLD,
     ConnectionPool,
-    preparing_cursor,
 )
 from django_fencedlock.storage.dialect import Entry
+from django_fencedlock.storage.postgresql import preparing_cursor
 from django_fencedlock.storage.vendors import ledger_for
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -217,7 +218,7 @@ class TestThroughAPooler:
         def prepare(connection):
             make(connection)
             connection.connection.prepare_threshold = PREPARE_THRESHOLD
-            connection._fencedlock_prepares = True
+            connection._fencedlock_prepares = psycopg.Cursor(connection.connection)
 
         monkeypatch.setattr(sessions, "_prepare_statements", prepare)
         with pool_of(route) as pool, contextlib.closing(connections[route].copy()) as other:

@@ -94,9 +94,9 @@ class Grants:
             The grant and the local time that its ttl counts from, or who holds the lock.
         """
         refusal = _Refusal(self, claim, wait)
+        wait.refused = refusal.note
         try:
-            with refusal:
-                return self._acquire(claim, wait, refusal)
+            return self._acquire(claim, wait, refusal)
         except BackendUnavailable:
             # The service may carry the claim out later on.
             self._keeper.doubt(grant_of(claim))
@@ -106,6 +106,8 @@ class Grants:
         except BaseException:
             self.drop(claim)
             raise
+        finally:
+            wait.refused = refusal.tell
 
     def _acquire(self, claim: Claim, wait: Wait, refusal: _Refusal) -> tuple[Grant, float] | Held:
         pause = FIRST_PAUSE
@@ -406,17 +408,11 @@ class Grants:
 
 
 class _Refusal:
-    """What is done about the refusals of one acquire; ``with`` puts it into `Wait.refused`."""
+    """What is done about the refusals of one acquire."""
 
     def __init__(self, grants: Grants, claim: Claim, wait: Wait) -> None:
         self._grants, self._claim, self._wait = grants, claim, wait
-        self._tell: Callable[[Held], object] | None = wait.refused
-
-    def __enter__(self) -> None:
-        self._refused, self._wait.refused = self._wait.refused, self.note
-
-    def __exit__(self, *error: object) -> None:
-        self._wait.refused = self._refused
+        self.tell, self._is_told = wait.refused, False
 
     def note(self, held: Held) -> bool:
         """Evict the holder if its process is gone, and return whether that was done."""
@@ -426,9 +422,9 @@ class _Refusal:
             raise self._grants._conflict(claim.name, held.alias, held.label, holder)
         if self._grants.evict_if_gone(claim.name, held, claim.fenced):
             return True
-        tell, self._tell = self._tell, None
-        if tell is not None:
-            tell(held)
+        if not self._is_told:
+            self._is_told = True
+            self.tell(held)
         return False
 
 

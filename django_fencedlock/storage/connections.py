@@ -14,7 +14,6 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,8 +34,8 @@ PREPARE_THRESHOLD = 5
 #: Seconds to wait for SQLite's file if the caller's own transaction may have it locked.
 SQLITE_BUSY_TIMEOUT = 0.25
 
-#: Attributes of private connections.
-_PREPARES, _BUSY_TIMEOUT = "_fencedlock_prepares", "_fencedlock_busy_timeout"
+#: Attributes of private connections; the first is a cursor that prepares its statements.
+PREPARES, _BUSY_TIMEOUT = "_fencedlock_prepares", "_fencedlock_busy_timeout"
 # invalid_sql_statement_name, duplicate_prepared_statement: another session prepared it.
 _ANOTHER_SESSION = ("26000", "42P05")
 # feature_not_supported: "cached plan must not change result type", after a migration.
@@ -249,12 +248,12 @@ class ConnectionPool:
             busy_timeout: Seconds to wait for SQLite's file. By default not long, if the caller's
                 own transaction may have locked it.
         """
-        test = test_connection(self.using)
-        if test is not None:
-            return work(test)
-        if connections[self.using].vendor == "sqlite":
+        home = connections[self.using]
+        if is_of_test(home):
+            return work(home)
+        if home.vendor == "sqlite":
             if busy_timeout is None:
-                busy_timeout = SQLITE_BUSY_TIMEOUT if in_transaction(self.using) else self.timeout
+                busy_timeout = SQLITE_BUSY_TIMEOUT if is_open(home) else self.timeout
             work = partial(_run_busy, work, busy_timeout)
         place: list[bool] = []
         spare: list[bool] = []
@@ -475,37 +474,6 @@ def set_busy_timeout(connection: BaseDatabaseWrapper, seconds: float) -> None:
 # Prepared statements. Planning takes most of a grant's time on PostgreSQL: 389 us, against 140.
 
 
-def preparing_cursor(
-    connection: BaseDatabaseWrapper, *, prepare: bool | None = None
-) -> AbstractContextManager[Any]:
-    """
-    Return a cursor whose statements PostgreSQL prepares, where that is possible.
-
-    The types of parameters must be clear from the statement. Without prepared statements
-    (`prepare` is False), the server plans for the present length of an array.
-    """
-    if getattr(connection, _PREPARES, False):
-        return contextlib.nullcontext(_PreparingCursor(connection, prepare))
-    return connection.cursor()
-
-
-class _PreparingCursor:
-    """A psycopg cursor that prepares statements, and raises Django's errors."""
-
-    def __init__(self, connection: BaseDatabaseWrapper, prepare: bool | None) -> None:
-        from psycopg import Cursor
-
-        raw = Cursor(connection.connection)
-        errors = connection.wrap_database_errors
-        self.execute = errors(partial(raw.execute, prepare=prepare))
-        self.fetchone, self.fetchall = errors(raw.fetchone), errors(raw.fetchall)
-        self._raw = raw
-
-    @property
-    def rowcount(self) -> int:
-        return int(self._raw.rowcount)
-
-
 def _prepare_statements(connection: BaseDatabaseWrapper) -> None:
     """Prepare the statements of a new connection, if it is psycopg's and without a pooler."""
     if connection.vendor != "postgresql":
@@ -519,9 +487,11 @@ def _prepare_statements(connection: BaseDatabaseWrapper) -> None:
         # A pooler invents a pid for its clients.
         if first.fetchone()[0] == raw.info.backend_pid:
             raw.prepare_threshold = PREPARE_THRESHOLD
-            setattr(connection, _PREPARES, True)
+            from psycopg import Cursor
+
+            setattr(connection, PREPARES, Cursor(raw))
 
 
 def _is_of_prepared(connection: BaseDatabaseWrapper, error: Error, states: tuple[str, ...]) -> bool:
-    prepares = bool(getattr(connection, _PREPARES, False))
+    prepares = getattr(connection, PREPARES, None) is not None
     return prepares and getattr(error.__cause__, "sqlstate", None) in states

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .connections import preparing_cursor
+from .connections import PREPARES
 from .dialect import (
     COLUMNS,
     FENCE,
     HELD,
     LOCK_WAIT,
     TAKEN_OVER,
+    DriverCursor,
     Entry,
     Ledger,
     seen_values,
@@ -163,6 +166,19 @@ def session_words(number: int, program: str | None, state: str | None, seconds: 
     """Describe a session of the server for people."""
     by = f" of {program!r}" if program else ""
     return f"server session {number}{by}, {state or 'state unknown'}, begun {seconds:.1f} s ago"
+
+
+def preparing_cursor(
+    connection: BaseDatabaseWrapper, *, prepare: bool | None = None
+) -> AbstractContextManager[Any]:
+    """
+    Return a cursor whose statements PostgreSQL prepares, where that is possible.
+
+    The types of parameters must be clear from the statement. Without prepared statements
+    (`prepare` is False), the server plans for the present length of an array.
+    """
+    raw = getattr(connection, PREPARES, None)
+    return connection.cursor() if raw is None else DriverCursor(connection, raw, prepare=prepare)
 
 
 class PostgresLedger(Ledger):
