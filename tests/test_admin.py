@@ -21,7 +21,6 @@ from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import LocalHolder, running_task
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import HeldLock, LockEvent
-from django_fencedlock.test import lose_lease
 from tests.servers import Redis
 from tests.servers.process import wait_until
 from tests.test_command import run, run_json
@@ -345,13 +344,6 @@ def test_events(client: Client) -> None:
     assert "lost \N{MULTIPLICATION SIGN} 2" in html
     for path in ("add/", f"{LockEvent.objects.first().pk}/delete/"):  # type: ignore[union-attr]
         assert client.get(EVENTS + path).status_code == 403
-
-
-def test_a_lost_lease(page: Callable[..., str]) -> None:
-    lease = lock("invoice:42").acquire()
-    assert lease is not None
-    lose_lease(lease)
-    assert states(page()) == {}
 
 
 @override_settings(USE_TZ=False)

@@ -23,12 +23,12 @@ GEVENT = """
 
 @pytest.fixture
 def run_green(child_environment):
-    def run(body, database, **alias):
+    def run(body, database):
         script = f"""
             import django, time
             from django.conf import settings
             django.setup()
-            settings.FENCEDLOCK = {{"default": {{"FENCE_DATABASE": {database!r}, **{alias!r}}}}}
+            settings.FENCEDLOCK = {{"default": {{"FENCE_DATABASE": {database!r}}}}}
             from django_fencedlock import LockNotAcquired, current_lease, lock
         """
         code = "".join(map(textwrap.dedent, (GEVENT, script, body)))
@@ -118,33 +118,6 @@ def test_a_generator_of_a_greenlet_that_has_ended_gives_the_lock_back(run_green)
         assert not lock("x").holder()
         """,
         "postgres",
-    )
-
-
-def test_greenlets_have_session_locks_at_the_same_time(run_green):
-    """All of them ask one thread of the system, at once; and who waits keeps nobody waiting."""
-    run_green(
-        """
-        from gevent import sleep, spawn
-
-        def work(number):
-            for turn in range(5):
-                with lock(f"x{number}") as lease:
-                    sleep(0)
-                    assert lease.verify()
-            with lock("all", blocking_timeout=20):
-                sleep(0.01)
-                done.append(number)
-
-        done = []
-        greenlets = [spawn(work, number) for number in range(10)]
-        end = time.monotonic() + 20
-        while len(done) < 10 and time.monotonic() < end:
-            sleep(0.01)
-        assert sorted(done) == list(range(10)), done
-        """,
-        "postgres",
-        BACKEND="django_fencedlock.backends.postgres.PostgresBackend",
     )
 
 

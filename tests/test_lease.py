@@ -113,62 +113,47 @@ def test_the_clock_is_the_one_that_counts_a_machines_sleep_and_nobody_sets():
 
 class TestCurrentLease:
     def test_the_innermost_lease_is_found_first(self, make):
-        def body():
-            outer, inner = make(name="outer"), make(name="inner")
-            enter(outer)
-            enter(inner)
-            assert current_lease() is inner
-            assert current_lease("outer") is outer
-            assert current_lease("other") is None
-            leave(inner)
-            assert current_lease() is outer
-
-        contextvars.Context().run(body)
+        outer, inner = make(name="outer"), make(name="inner")
+        enter(outer)
+        enter(inner)
+        assert current_lease() is inner
+        assert current_lease("outer") is outer
+        assert current_lease("other") is None
+        leave(inner)
+        assert current_lease() is outer
 
     def test_a_lease_left_out_of_turn_is_gone(self, make):
-        def body():
-            outer, inner = make(name="outer"), make(name="inner")
-            enter(outer)
-            enter(inner)
-            leave(outer)
-            assert current_lease("outer") is None
-            assert current_lease() is inner
-
-        contextvars.Context().run(body)
+        outer, inner = make(name="outer"), make(name="inner")
+        enter(outer)
+        enter(inner)
+        leave(outer)
+        assert current_lease("outer") is None
+        assert current_lease() is inner
 
     def test_a_lease_entered_twice_is_left_twice(self, make):
-        def body():
-            lease = make()
-            enter(lease)
-            enter(lease)
-            leave(lease)
-            assert current_lease() is lease
-            leave(lease)
-            assert current_lease() is None
-
-        contextvars.Context().run(body)
+        lease = make()
+        enter(lease)
+        enter(lease)
+        leave(lease)
+        assert current_lease() is lease
+        leave(lease)
+        assert current_lease() is None
 
     def test_a_copied_context_sees_it_until_it_is_released(self, make):
-        def body():
-            lease = make()
-            enter(lease)
-            copy = contextvars.copy_context()
-            assert copy.run(current_lease) is lease
-            lease.released = True
-            assert copy.run(current_lease) is None
-
-        contextvars.Context().run(body)
+        lease = make()
+        enter(lease)
+        copy = contextvars.copy_context()
+        assert copy.run(current_lease) is lease
+        lease.released = True
+        assert copy.run(current_lease) is None
 
     def test_a_lost_lease_is_still_found(self, make):
         """A write under it has to be refused as stale, not passed as without_lock."""
 
-        def body():
-            lease = make()
-            enter(lease)
-            lease.mark_lost("gone")
-            assert current_lease() is lease
-
-        contextvars.Context().run(body)
+        lease = make()
+        enter(lease)
+        lease.mark_lost("gone")
+        assert current_lease() is lease
 
     def test_leases_that_another_context_gave_back_do_not_pile_up(self, make):
         def body():

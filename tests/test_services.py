@@ -276,13 +276,6 @@ class TestASlowAnswer:
             lease.renew(ttl=5)
         assert lease.remaining() == 5
 
-    def test_a_longer_ttl_without_an_answer_is_not_relied_on(self, scripted):
-        lease = self.take(scripted)
-        scripted.backend.renewal = Renewal.UNKNOWN
-        with pytest.raises(BackendUnavailable):
-            lease.renew(ttl=50)
-        assert (lease.ttl, lease.remaining()) == (30, 30)
-
 
 def test_what_a_coroutine_is_granted_as_it_is_cancelled_is_given_back():
     found = service("default")
