@@ -66,7 +66,6 @@ def deliver(
 
 
 def deliver_sent(sent: Sent, **more: Any) -> Done:
-    """Deliver what was published."""
     ours = {key: value for key, value in sent.headers.items() if key.startswith("fencedlock_")}
     facts = {"retries": sent.headers["retries"], "eta": sent.headers["eta"], "id": sent.id}
     return deliver(app.tasks[sent.task], *sent.args, headers=ours, **{**facts, **more})

@@ -251,7 +251,6 @@ _VARYING = r" at 0x[0-9a-f]+|/\S+/|\b(?:django_fencedlock|django_suite_column)[.
 
 
 def explanation(test: str) -> str | None:
-    """Why `test` may fail."""
     return next((why for known, why in EXPECTED.items() if re.search(known, test)), None)
 
 

@@ -27,7 +27,6 @@ HEADER = """\
 
 
 def names() -> list[str]:
-    """Return the names of the package's migrations, in order."""
     loader = MigrationLoader(None)
     return sorted(name for app, name in loader.disk_migrations if app == APP)
 

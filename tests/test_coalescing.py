@@ -82,7 +82,6 @@ def here():
 
 
 def meanwhile(*calls):
-    """Have a body make calls from another thread."""
 
     def make_them(self=None):
         for call in calls:
@@ -155,6 +154,7 @@ class TestWhatTheOrderIsGoodFor:
         with pytest.raises(Broken, match="wait for a rescue"):
             Explorer(2, order=order).explore()
 
+    @pytest.mark.slow
     def test_striking_off_what_was_only_begun(self, monkeypatch):
         begin = Coalescing.begin
 

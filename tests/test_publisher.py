@@ -66,7 +66,6 @@ def here():
 
 @pytest.fixture
 def conflicts():
-    """The conflicts that are counted."""
     seen = []
 
     def note(sender, name, **kwargs):

@@ -46,7 +46,6 @@ def begin(closing):
 
 
 def played(simulation):
-    """Play a simulation's scenario, and return its final state."""
     player = Player(simulation, pace=0.01)
     player.play()
     wait_until(lambda: not player.doing, "the scenario to end", 60)

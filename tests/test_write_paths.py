@@ -113,7 +113,6 @@ def set_(row, **values):
 
 
 def leased(model, **values):
-    """Create a row under its lease."""
     with model(**values).fencing.lock():
         return model.objects.create(**values)
 

@@ -9,12 +9,7 @@ from typing import Any
 
 
 class Visitor:
-    """
-    An HTTP client of a site. Addresses are relative to the first page.
-
-    Args:
-        url: The first page, from which there is a token.
-    """
+    """An HTTP client of a site. Addresses are relative to the first page."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -191,7 +191,6 @@ def make_worker(
 def make_beat(
     worker_environment: dict[str, str], use: Callable[[Any], Any], closing: Callable[[Any], Any]
 ) -> Callable[[Worker, Any], Beat]:
-    """Start a beat that sends to a worker."""
 
     def make(worker: Worker, schedule: Any) -> Beat:
         beat = use(closing(Beat(worker, worker_environment, schedule)))

@@ -33,13 +33,7 @@ WAYS = {"save": 6, "held": 2, "update": 2, "atomic": 3, "gauge": 2}
 
 
 class Client:
-    """
-    One client.
-
-    Args:
-        name: Of its account, and for its seed.
-        lab: What the lab says: seed, ttl, rows, using, directory, fenced, starve, fork.
-    """
+    """One client."""
 
     def __init__(self, name: str, lab: dict[str, Any]) -> None:
         self.scribe = Scribe(Path(lab["directory"]), name)

@@ -114,15 +114,12 @@ class Scribe:
         return number
 
     def commit(self, number: int) -> None:
-        """Note that a write's COMMIT is asked for."""
         self.write(number=number, event="commit")
 
     def answer(self, number: int, outcome: str, **facts: Any) -> None:
-        """Note the answer."""
         self.write(number=number, event=outcome, **facts)
 
     def write(self, **line: Any) -> None:
-        """Append a line."""
         os.write(self._descriptor, (json.dumps({"at": now(), **line}) + "\n").encode())
 
 

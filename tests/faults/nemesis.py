@@ -133,7 +133,6 @@ def pause(lab: Lab) -> None:
 
 
 def pause_many(lab: Lab) -> None:
-    """Pause most clients at once."""
     lab.crew.fill()
     who = lab.random.sample(list(lab.crew.pids), max(1, len(lab.crew.pids) - 1))
     with lab.crew.paused(*who):

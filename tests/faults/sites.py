@@ -41,7 +41,6 @@ class Site:
         raise NotImplementedError
 
     def database(self, far: bool) -> dict[str, Any]:
-        """Return the entry in DATABASES."""
         raise NotImplementedError
 
     def lab(self, far: bool = False) -> dict[str, Any]:

@@ -90,8 +90,6 @@ WEAK = [
 
 @dataclass
 class Found:
-    """What a search found."""
-
     states: int
     #: What happened, step by step, until a promise was broken; empty if none was.
     steps: list[str]

@@ -29,15 +29,7 @@ LINGERS = 30
 
 
 class Workers:
-    """
-    A worker whose children are the clients of a run. See Crew.
-
-    Args:
-        lab: The worker's settings; ``celery``, ``task`` and ``on_lost`` are for Celery.
-        directory: For its log and accounts.
-        size: How many children it has.
-        rows: How many locks there are.
-    """
+    """A worker whose children are the clients of a run. See Crew."""
 
     def __init__(self, lab: Mapping[str, Any], directory: Path, size: int, rows: int) -> None:
         self._broker = Redis.launch(finding.redis())
@@ -114,7 +106,6 @@ class Workers:
 
     @contextlib.contextmanager
     def all_paused(self) -> Iterator[None]:
-        """Pause the worker with all its children."""
         self._process.pause()
         try:
             yield

@@ -18,12 +18,7 @@ _SOURCE = Path(__file__).with_name("clock.c")
 
 
 def compiler() -> str:
-    """
-    Return what compiles the library that such clocks need.
-
-    Raises:
-        ServerMissing: There is none.
-    """
+    """Return what compiles the library that such clocks need."""
     found = shutil.which("cc") or shutil.which("gcc")
     if sys.platform != "linux" or not found:
         raise ServerMissing("A C compiler (on Linux)", "apt-get install gcc libc6-dev")

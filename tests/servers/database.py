@@ -29,12 +29,10 @@ class DatabaseServer(Server):
         return self.url_of(self.database)
 
     def url_of(self, database: str) -> str:
-        """Return the address of one of the databases."""
         secret = f":{self.password}" if self.password else ""
         return f"{self.engine}://{self.user}{secret}@{self.host}:{self.port}/{database}"
 
     def django(self, database: str | None = None) -> dict[str, Any]:
-        """Return the entry for Django's DATABASES."""
         return {
             "ENGINE": f"django.db.backends.{self.engine}",
             "NAME": database or self.database,

@@ -34,13 +34,7 @@ class MariaDB(DatabaseServer):
 
     @classmethod
     def launch(cls, found: Found, *arguments: str) -> "MariaDB":
-        """
-        Start a server of our own.
-
-        Args:
-            found: The program.
-            arguments: More of the command line, such as ``"--max-connections=20"``.
-        """
+        """Start a server of our own."""
         directory = workspace.new_directory("mariadb")
         data = directory / "data"
         run_as_server_user("cp", "-R", _template(found), data)
@@ -66,7 +60,6 @@ class MariaDB(DatabaseServer):
         return pymysql.connect(**address, **login, **options)
 
     def execute(self, sql: str, *parameters: Any, database: str | None = None) -> tuple[Any, ...]:
-        """Execute one statement on a connection of its own and return the rows."""
         with self.connect(database) as connection, connection.cursor() as cursor:
             cursor.execute(sql, parameters or None)
             return cursor.fetchall()

@@ -41,13 +41,7 @@ class Postgres(DatabaseServer):
 
     @classmethod
     def launch(cls, found: Found, **options: str) -> "Postgres":
-        """
-        Start a server of our own.
-
-        Args:
-            found: The program.
-            options: Settings of postgresql.conf, such as ``max_connections="20"``.
-        """
+        """Start a server of our own."""
         directory = workspace.new_directory("postgres")
         data = directory / "data"
         run_as_server_user("cp", "-R", _template(found), data)
@@ -73,7 +67,6 @@ class Postgres(DatabaseServer):
         return psycopg.connect(self.url_of(database or self.database), **options)
 
     def execute(self, sql: str, *parameters: Any, database: str | None = None) -> list[tuple]:
-        """Execute one statement on a connection of its own and return the rows."""
         with self.connect(database) as connection:
             cursor = connection.execute(sql, parameters or None)
             return cursor.fetchall() if cursor.description else []

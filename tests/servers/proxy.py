@@ -75,7 +75,6 @@ class Proxy:
         self._target = (host, port)
 
     def close(self) -> None:
-        """Close everything and stop listening."""
         self._run(self._shut_down())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

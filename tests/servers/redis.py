@@ -72,7 +72,6 @@ class Redis(Server):
 
     @property
     def socket(self) -> Path | None:
-        """Return the path of the unix socket, if it is known."""
         return self.directory and self.directory / "socket"
 
     def start(self) -> None:

@@ -9,14 +9,7 @@ class ServerNotOurs(Exception):
 
 
 class Server:
-    """
-    A server on loopback, or one named in the environment.
-
-    Args:
-        host: Where it listens.
-        port: Where it listens.
-        process: The process behind it, if it is ours.
-    """
+    """A server on loopback, or one named in the environment."""
 
     name = "server"
 
@@ -57,7 +50,6 @@ class Server:
         self.process.terminate()
 
     def restart(self) -> None:
-        """Stop the server cleanly and start it again."""
         self.stop()
         self.start()
 

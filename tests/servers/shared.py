@@ -44,7 +44,6 @@ def report() -> list[str]:
 
 
 def postgres() -> Postgres:
-    """Return the shared PostgreSQL."""
     return _shared("postgres", Postgres, lambda: Postgres.launch(finding.postgres()))
 
 

@@ -13,14 +13,7 @@ _numbers = itertools.count(1)
 
 
 class Broker:
-    """
-    Messages and results that no other test sees.
-
-    Args:
-        url: The broker.
-        results: Where results go.
-        options: Transport options.
-    """
+    """Messages and results that no other test sees."""
 
     kind = ""
 
@@ -54,8 +47,6 @@ class Broker:
 
 
 class RedisBroker(Broker):
-    """A database of a Redis."""
-
     kind = "redis"
     _databases = itertools.count(1)
 
@@ -66,7 +57,6 @@ class RedisBroker(Broker):
         super().__init__(self._address, self._address, **often)
 
     def client(self) -> redis.Redis:
-        """Return a client of the database."""
         return redis.Redis.from_url(self._address, decode_responses=True, socket_timeout=5)
 
     def depth(self) -> int:

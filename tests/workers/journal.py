@@ -50,23 +50,13 @@ class Span:
             raise AttributeError(name) from None
 
     def overlaps(self, later: "Span", killed: float | None = None) -> bool:
-        """
-        Tell whether a span that began later began too early.
-
-        Args:
-            killed: When this one was killed, if it was.
-        """
+        """Tell whether a span that began later began too early."""
         end = self.ended or killed
         return end is None or later.begun < end
 
 
 class Journal:
-    """
-    A file with a line for each begin and end of a body.
-
-    Args:
-        path: The file; None for the one that the environment names.
-    """
+    """A file with a line for each begin and end of a body."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or Path(os.environ[VARIABLE])
@@ -116,7 +106,6 @@ class Journal:
         self._gate(key).touch()
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return all lines."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 # Tests ask often, and a journal of many tests is long.
@@ -147,20 +136,13 @@ class Journal:
         return [line for line in self.lines() if line["key"] == key and line["event"] == event]
 
     def wait_for_begun(self, key: str, count: int = 1, timeout: float = 20) -> list[Span]:
-        """Wait until so many bodies of a key have begun."""
         return self._wait(key, count, timeout, "begun")
 
     def wait_for_ended(self, key: str, count: int = 1, timeout: float = 20) -> list[Span]:
-        """Wait until so many bodies of a key have ended."""
         return self._wait(key, count, timeout, "ended")
 
     def assert_no_overlap(self, key: str, killed: dict[str, float] | None = None) -> list[Span]:
-        """
-        Fail if two bodies of a key ran at once, or tokens didn't rise from run to run.
-
-        Args:
-            killed: When runs were killed that have no end.
-        """
+        """Fail if two bodies of a key ran at once, or tokens didn't rise from run to run."""
         spans = self.spans(key)
         for earlier, later in itertools.pairwise(spans):
             at = (killed or {}).get(earlier.run)

@@ -12,7 +12,6 @@ from .journal import now
 
 
 def is_free(key: str, alias: str = "default") -> bool:
-    """Tell whether nobody has a lock."""
     backend = "redis" if alias == "unfenced" else alias
     return lock(key, backend=backend, fenced=alias != "unfenced").holder() is None
 

@@ -173,7 +173,6 @@ _define("skip", "down")(single_instance("{key}", backend="down")(run))
 @_define("total")
 @single_instance("{key}-total")
 def total(self: Task, results: Any, key: str) -> Any:
-    """The body of a chord."""
     with Journal().body(f"{key}-total"):
         return results
 

@@ -84,7 +84,6 @@ class _Celery:
         self.process.kill()
 
     def stop(self, timeout: float = 20) -> None:
-        """Have it finish what it is at, and end."""
         self.send(signal.SIGTERM)
         self.wait_for_end(timeout)
 
@@ -144,7 +143,6 @@ class Worker(_Celery):
         return f"<a worker with the pool {self.pool} on {self.broker.kind}>"
 
     def children(self) -> list[int]:
-        """Return the pids of the pool's processes."""
         return [pid for pid, parent, state in _processes() if parent == self.pid and state != "Z"]
 
     def close(self) -> None:
