@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 from django.db import connections, transaction
 from django.db.models import QuerySet
+from django.db.models.signals import post_delete, pre_delete
 
 from django_fencedlock import conf, lock
 from django_fencedlock.exceptions import BackendUnavailable
@@ -142,25 +143,38 @@ class TestSweeping:
             assert deliveries.sweep(5) == 0
         assert deliveries.sweep(5) == 1
 
+    @pytest.mark.parametrize("using", ["default"], indirect=True)
+    def test_sends_no_signals(self, deliveries):
+        """As all writes here: a receiver for every model may write, or raise."""
+        seen = []
+        for signal in (pre_delete, post_delete):
+            signal.connect(receive := lambda sender, **facts: seen.append(sender), weak=False)
+            try:
+                deliveries.begin(message(kept=-1))
+                assert deliveries.sweep(5)
+            finally:
+                signal.disconnect(receive)
+        assert seen == []
+
     # On SQLite nothing can: a sweep has the file.
     @pytest.mark.parametrize("using", ["postgres", "mariadb"], indirect=True)
     def test_a_delivery_that_begins_meanwhile_is_not_lost(self, deliveries, rows, monkeypatch):
         old = message(kept=-1)
         deliveries.begin(old)
 
-        def after_it_came_again(rows):
+        def after_it_came_again(rows, using):
             # The sweep has the row: the delivery waits, and begins anew once it is deleted.
             threads.append(thread := threading.Thread(target=begin_again))
             thread.start()
             time.sleep(0.1)
-            return delete(rows)
+            return delete(rows, using)
 
         def begin_again():
             begun.append(deliveries.begin(replace(another(old), kept=DAY)))
             connections.close_all()
 
-        threads, begun, delete = [], [], QuerySet.delete
-        monkeypatch.setattr(QuerySet, "delete", after_it_came_again)
+        threads, begun, delete = [], [], QuerySet._raw_delete
+        monkeypatch.setattr(QuerySet, "_raw_delete", after_it_came_again)
         assert deliveries.sweep(1) == 1
         threads[0].join()
         assert begun[0].is_first

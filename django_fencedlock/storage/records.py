@@ -113,7 +113,8 @@ class Records:
                 # Locked, so that none is changed between the two statements.
                 found = old.select_for_update().values_list("pk", flat=True)
                 keys = list(found[:BATCH])
-                self.rows(old.model.__name__).filter(pk__in=keys).delete()
+                # delete() would send signals, to receivers for every model as well.
+                self.rows(old.model.__name__).filter(pk__in=keys)._raw_delete(self.using)
             return len(keys)
 
         deleted = 0
