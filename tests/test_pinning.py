@@ -28,7 +28,7 @@ from django_fencedlock.exceptions import (
     WrongDatabase,
 )
 from django_fencedlock.models import Fence, HeldLock
-from django_fencedlock.storage.connections import private
+from django_fencedlock.storage.connections import private, set_busy_timeout
 from django_fencedlock.storage.dialect import Entry
 from django_fencedlock.storage.fenced_atomic import grant_of, is_pinned
 from django_fencedlock.storage.vendors import ledger_for
@@ -425,7 +425,7 @@ def test_sqlite_locks_the_file_at_the_beginning(on, monkeypatch, mode):
     monkeypatch.setattr(connection, "transaction_mode", mode)
     account = Account.objects.create()
     with lock("x") as lease, contextlib.closing(private("default", 5)) as other:
-        ledger_for(other).patience(other, 0)
+        set_busy_timeout(other, 0)
         with CaptureQueriesContext(connection) as seen, lease.atomic():
             with pytest.raises(OperationalError, match="is locked"), other.cursor() as cursor:
                 cursor.execute("UPDATE tests_account SET balance = 1")

@@ -173,7 +173,7 @@ class HeldLockAdmin(ReleasingAdmin):
         row = kwargs.get("obj")
         if row is not None:
             names = dict(LockEvent.Kind.choices)
-            context["events"] = [(e, names[e.kind]) for e in history(row._state.db, row.name)]
+            context["events"] = [(e, names[e["kind"]]) for e in history(row._state.db, row.name)]
             if self.has_release_permission(request):
                 context["release_url"] = self.url(request, "release", name=row.pk)
         return super().render_change_form(request, context, *args, **kwargs)

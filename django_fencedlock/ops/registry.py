@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from django.db import Error, connections
-from django.db.models import Sum
+from django.db.models import F, Sum
 
 from .. import conf
 from ..backends.interface import Held
@@ -136,12 +136,7 @@ def entries(
     holders = _holders(rows, unanswered)
     refused = _asked_of(partial(_refused, database), [row.name for row in rows])
     for row in rows:
-        yield _entry(
-            row,
-            now,
-            holders,
-            refused=refused.get(row.name, 0),
-        )
+        yield _entry(row, now, holders, refused=refused.get(row.name, 0))
 
 
 def states(database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]) -> list[State]:
@@ -178,27 +173,22 @@ def _refused(database: str, names: Sequence[str]) -> dict[str, int]:
     return dict(found.values_list("name").annotate(Sum("times")))
 
 
+#: What a listed lock has from its row.
+_COLUMNS = (
+    *("name", "alias", "backend", "token", "fenced", "owner"),
+    *("host", "pid", "thread", "task_name", "task_id"),
+    *("acquired_at", "renewed_at", "expires_at"),
+)
+
+
 def _entry(row: HeldLock, now: datetime, holders: Holders, *, refused: int) -> ListedLock:
     remaining, ttl = _left(row, now)
     state = _state(row, now, holders)
     held = holders.get(row.alias, {}).get(row.name)
     return ListedLock(
-        name=row.name,
-        alias=row.alias,
-        backend=row.backend,
+        **{column: getattr(row, column) for column in _COLUMNS},
         state=state,
-        token=row.token,  # type: ignore[attr-defined]
-        fenced=row.fenced,
-        owner=row.owner,
         holder=describe_place(row.host, row.pid, row.thread, row.task_name, row.task_id),
-        host=row.host,
-        pid=row.pid,
-        thread=row.thread,
-        task_name=row.task_name,
-        task_id=row.task_id,
-        acquired_at=row.acquired_at,
-        renewed_at=row.renewed_at,
-        expires_at=row.expires_at,
         held_for=(now - row.acquired_at).total_seconds(),
         remaining=remaining,
         part_left=max(0.0, min(1.0, remaining / ttl)) if ttl > 0 else 0.0,
@@ -256,21 +246,6 @@ class Asked:
 
 
 @dataclass
-class Happened:
-    """An event of a lock's history."""
-
-    at: datetime
-    kind: str
-    alias: str
-    token: int | None
-    #: The holder at that time.
-    holder: str
-    note: str
-    #: So often within about a second.
-    times: int
-
-
-@dataclass
 class Portrait:
     """All that is known of a lock name."""
 
@@ -279,7 +254,7 @@ class Portrait:
     entries: list[ListedLock] = field(default_factory=list)
     services: list[Asked] = field(default_factory=list)
     #: The newest first.
-    history: list[Happened] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
     #: Why a database couldn't be asked, by its alias.
     away: dict[str, str] = field(default_factory=dict)
 
@@ -317,19 +292,11 @@ def _draw(found: Portrait, database: str, silent: dict[str, str]) -> None:
     found.history += history(database, name)
 
 
-def history(database: str, name: str) -> Iterator[Happened]:
-    """Tell what happened to a lock lately; the newest first."""
-    rows = LockEvent.objects.using(database).filter(name=name)
-    for row in rows.order_by("-happened_at", "-id")[:MOST_EVENTS]:
-        yield Happened(
-            at=row.happened_at,
-            kind=row.kind,
-            alias=row.alias,
-            token=row.token,
-            holder=row.holder,
-            note=row.note,
-            times=row.times,
-        )
+def history(database: str, name: str) -> list[dict[str, Any]]:
+    """Return the events of a lock, each with its time as "at"; the newest first."""
+    rows = LockEvent.objects.using(database).filter(name=name).order_by("-happened_at", "-id")
+    columns = ("kind", "alias", "token", "holder", "note", "times")
+    return list(rows.values(*columns, at=F("happened_at"))[:MOST_EVENTS])
 
 
 def _asked(alias: str, name: str, silent: dict[str, str]) -> Asked:

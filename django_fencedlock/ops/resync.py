@@ -12,7 +12,7 @@ from django.db import Error, IntegrityError, connections, router
 from .. import conf
 from ..models.fenced import FencedModel
 from ..storage.connections import ConnectionPool
-from ..storage.fences import lift, too_low
+from ..storage.fences import RESYNC_PATIENCE, lift, too_low
 from ..storage.vendors import ledger_for
 
 #: Rows that are read at once, and fences that are raised in one transaction.
@@ -122,7 +122,7 @@ def _resync(
 def _raise(pool: ConnectionPool, low: Mapping[str, int]) -> Iterator[str]:
     """Raise all fences that no transaction locks, and return the names of the others."""
     try:
-        pool.run(lambda own: lift(own, low))
+        pool.run(lambda own: lift(own, low), busy_timeout=RESYNC_PATIENCE)
     except Error as exc:
         # A grant created the fence's row at the same moment.
         created = isinstance(exc, IntegrityError)

@@ -183,9 +183,6 @@ class Ledger(ABC):
         """A cursor for the statements of each lock, which name their parameters."""
         return connection.cursor()
 
-    def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
-        """Set how long statements wait for a file that is locked, where files are."""
-
     def look(self, connection: BaseDatabaseWrapper, name: str) -> Row | None:
         """Read the name's row and the token of its owner."""
         return self.look_at(connection, [name]).get(name)
@@ -500,9 +497,6 @@ class SQLiteLedger(Ledger):
         connection.ensure_connection()
         return _SQLiteCursor(connection, connection.connection.cursor())
 
-    def patience(self, connection: BaseDatabaseWrapper, seconds: float) -> None:
-        set_busy_timeout(connection, seconds)
-
     def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
         with self.transaction(connection) as cursor:
             given = entry.values() | self.times(entry.ttl)
@@ -527,7 +521,7 @@ class SQLiteLedger(Ledger):
         row = self.look(connection, name)
         if row is not None and row.live:
             return None
-        self.patience(connection, 0)
+        set_busy_timeout(connection, 0)
         try:
             with self.transaction(connection):
                 return None

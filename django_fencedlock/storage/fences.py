@@ -405,7 +405,6 @@ def lift(connection: BaseDatabaseWrapper, highest: Mapping[str, int]) -> None:
     """
     low = too_low(connection, highest)
     ledger = ledger_for(connection)
-    ledger.patience(connection, RESYNC_PATIENCE)
     with ledger.transaction(connection) as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(f"SELECT set_config('lock_timeout', '{RESYNC_PATIENCE}s', true)")

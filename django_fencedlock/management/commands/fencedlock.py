@@ -379,10 +379,11 @@ def _details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
         if entry.waiting:
             yield "waiting", str(entry.waiting)
     for head, each in zip(chain(["history"], repeat("")), found.history, strict=False):
-        times = f" {each.times} times" if each.times > 1 else ""
-        token = "" if each.token is None else f", token {each.token}"
-        note = f": {each.note}" if each.note else ""
-        yield head, f"{each.at:%Y-%m-%d %H:%M:%S} {each.kind}{times}{token}, {each.holder}{note}"
+        times = f" {each['times']} times" if each["times"] > 1 else ""
+        token = "" if each["token"] is None else f", token {each['token']}"
+        note = f": {each['note']}" if each["note"] else ""
+        when = f"{each['at']:%Y-%m-%d %H:%M:%S}"
+        yield head, f"{when} {each['kind']}{times}{token}, {each['holder']}{note}"
 
 
 def _time(at: datetime) -> str:

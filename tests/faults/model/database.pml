@@ -1,5 +1,5 @@
 /*
- * Row leases: backends/database.py, with fences/postgresql.py and fences/sqlite.py.
+ * Row leases: backends/database.py, with storage/postgresql.py and storage/dialect.py.
  *
  * The row of `HeldLock` is the lease, judged by the server's clock, and one statement (on SQLite
  * and MariaDB: one transaction) takes it and draws the token.
