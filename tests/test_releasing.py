@@ -15,6 +15,7 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock
 from django_fencedlock.ops.force_release import Outcome, held_by
+from django_fencedlock.storage import connections as storage_connections
 from django_fencedlock.storage import fences
 from tests.models import Invoice
 from tests.servers.process import wait_until
@@ -212,6 +213,36 @@ def test_an_owner_that_is_not_in_the_registry_is_not_said_to_have_changed(settin
         done = force_release("x", by="me", owner=lease.owner_id)
         assert done.outcome is Outcome.NEEDS_END_OF_SESSION
         assert lease.verify()
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+def test_a_raise_outlasts_a_crash(settings, postgres, monkeypatch):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+    private, seen = storage_connections.private, []
+
+    def watch(execute, sql, params, many, context):
+        if sql == "COMMIT":
+            with context["connection"].cursor() as cursor:
+                cursor.execute("SHOW synchronous_commit")
+                seen.append(cursor.fetchone()[0])
+        return execute(sql, params, many, context)
+
+    def watched(*args):
+        made = private(*args)
+        # As on a server where it is off.
+        options = made.settings_dict["OPTIONS"]
+        options["options"] = f"{options.get('options', '')} -c synchronous_commit=off"
+        made.execute_wrappers.append(watch)
+        return made
+
+    lock("x").acquire()
+    monkeypatch.setattr(storage_connections, "private", watched)
+    force_release("x", by="me")
+    # Raised before the release, and after it.
+    assert seen[:2] == ["on", "on"]
+    seen.clear()
+    storage_connections.query_once("postgres", 5, lambda used: fences.lift(used, {"x": 9}))
+    assert seen == ["on"]
 
 
 class TestAHolderThatRecordsItsGrantMeanwhile:

@@ -173,7 +173,7 @@ def _postgres(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
     if _value(connection, "SELECT current_setting('synchronous_commit')") == "off":
         yield note(
             "synchronous_commit is off: a crash can undo the last commits of your own writes. "
-            "Grants set it on for themselves, so tokens stay unique."
+            "Grants and raised fences set it on for themselves, so tokens stay unique."
         )
     # A pooler reports a process id of its own. psycopg 2 and 3 have the same attribute.
     info = getattr(cast(Any, connection.connection), "info", None)

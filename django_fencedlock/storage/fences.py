@@ -187,6 +187,12 @@ OR token = %(token)s AND owner = %(writer)s)
 """
 _MAKE = f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, %(proposed)s + 1, '')"
 
+# How a transaction that raises a fence begins on PostgreSQL. It is reported once it has committed,
+# so a crash must not undo it, whatever the server's setting is.
+_DURABLE = (
+    "SELECT set_config('lock_timeout', '{}s', true), set_config('synchronous_commit', 'on', true)"
+)
+
 #: Whether a lock was released by force, as a condition on its owner id.
 IS_FORCED = f"EXISTS (SELECT 1 FROM {FORCED} r WHERE r.owner = {{owner}})"
 
@@ -291,7 +297,7 @@ def _revoke(connection: BaseDatabaseWrapper, given: dict[str, Any]) -> Revoked:
     ledger, own = ledger_for(connection), not connection.in_atomic_block
     with ledger.transaction(connection) as cursor:
         if own and connection.vendor == "postgresql":
-            cursor.execute(f"SELECT set_config('lock_timeout', '{PATIENCE}s', true)")
+            cursor.execute(_DURABLE.format(PATIENCE))
         note = notes(connection, [given["owner"]]).get(given["owner"])
         if note is not None and not given["again"]:
             # Done before: a second forced release raises nothing, unless the holder came back.
@@ -407,7 +413,7 @@ def lift(connection: BaseDatabaseWrapper, highest: Mapping[str, int]) -> None:
     ledger = ledger_for(connection)
     with ledger.transaction(connection) as cursor:
         if connection.vendor == "postgresql":
-            cursor.execute(f"SELECT set_config('lock_timeout', '{RESYNC_PATIENCE}s', true)")
+            cursor.execute(_DURABLE.format(RESYNC_PATIENCE))
         # In the order of their names: two processes would wait for each other otherwise.
         for name in sorted(low):
             given = {"name": name, "highest": highest[name], "token": highest[name] + 1}
