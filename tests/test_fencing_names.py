@@ -30,7 +30,6 @@ from tests.models import (
     Colour,
     Contract,
     Deed,
-    Filtered,
     Invoice,
     LedgerLine,
     Parcel,
@@ -329,16 +328,6 @@ def test_validation_asks_the_database_nothing(django_assert_num_queries):
         Contract(text="x").full_clean()
     with django_assert_num_queries(0):
         contract.full_clean()
-
-
-@pytest.mark.django_db
-def test_a_model_may_have_a_manager_of_its_own():
-    assert isinstance(Filtered.objects, FencedManager)
-    assert Filtered._default_manager is not Filtered._base_manager
-    small = Filtered.objects.create(amount=1)
-    small.refresh_from_db()
-    assert not Filtered.objects.exists()
-    assert Filtered._base_manager.get() == small
 
 
 @pytest.mark.django_db(databases=["default", "postgres", "mariadb"])

@@ -17,7 +17,7 @@ from example_project.simulator.player import _STEPS, Player
 from example_project.simulator.readings import latest
 from example_project.simulator.scenarios import SCENARIOS
 from example_project.simulator.simulation import Refused, Simulation
-from tests.servers.process import wait_until
+from tests.servers.process import _alive, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -55,13 +55,6 @@ def played(simulation):
 
 def kinds(simulation, who):
     return [event["kind"] for event in simulation.log.after(0) if event["who"] == who]
-
-
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 # Scenarios
@@ -207,7 +200,7 @@ def test_nothing_is_left_behind(backend, begin, request):
     assert left()
     simulation.close()
     assert not left()
-    assert all(is_gone(pid) for pid in pids)
+    assert not _alive(pids)
     assert not world.directory.exists()
 
 
@@ -230,7 +223,7 @@ time.sleep(60)
         *pids, directory = server.stdout.readline().decode().split()
         server.kill()
     assert len(pids) == 3
-    wait_until(lambda: all(map(is_gone, pids)), "the processes to end with their server")
+    wait_until(lambda: not _alive(list(map(int, pids))), "the processes to end with their server")
     wait_until(lambda: not Path(directory).exists(), "the referee to tidy up")
 
 

@@ -15,7 +15,7 @@ from django.test import RequestFactory, override_settings
 from selenium.webdriver import ActionChains, Keys
 
 from example_project.simulator.views import for_this_machine
-from tests.servers.process import free_port, wait_until
+from tests.servers.process import _alive, free_port, wait_until
 from tests.visitor import Visitor
 
 pytestmark = pytest.mark.slow
@@ -205,7 +205,7 @@ def test_no_process_outlives_the_site():
     finally:
         os.killpg(site.process.pid, signal.SIGKILL)
         site.process.wait(10)
-    wait_until(lambda: not any(map(_runs, pids)), "the processes to end")
+    wait_until(lambda: not _alive(pids), "the processes to end")
 
 
 def client(visitor, name):
@@ -225,13 +225,6 @@ def _referees_of(site):
         except OSError:
             continue
     return found
-
-
-def _runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # Who may

@@ -6,12 +6,11 @@ import random
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from django_fencedlock.celery import SkippedRun
-from tests.servers.process import wait_until
+from tests.servers.process import _alive, wait_until
 from tests.workers.journal import now
 from tests.workers.looks import was_skipped
 from tests.workers.tasks import task
@@ -150,7 +149,7 @@ def kill_a_body(journal, names, killed, trigger):
             if span.ended is None and now() - span.begun < 0.2 and span.run not in killed:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(span.pid, signal.SIGKILL)
-                wait_until(partial(is_dead, span.pid), "a child to die")
+                wait_until(lambda span=span: not _alive([span.pid]), "a child to die")
                 (same,) = [each for each in journal.spans(span.key) if each.run == span.run]
                 if same.ended is None:
                     hit.append(span.run)
@@ -162,13 +161,6 @@ def kill_a_body(journal, names, killed, trigger):
 
     wait_until(kill_one, "a body to be killed", 30)
     return hit[0]
-
-
-def is_dead(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def is_served(journal, name, number):

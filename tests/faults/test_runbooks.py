@@ -12,7 +12,7 @@ from django.core.management import call_command
 from django.db import connections
 
 from django_fencedlock import LeaseLost, StaleFence, lock
-from django_fencedlock.backends.interface import Grant, Wait
+from django_fencedlock.backends.interface import Wait
 from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, HeldLock
@@ -43,15 +43,6 @@ def redis_gone_back(settings, make_redis, make_clock):
 def test_a_clock_set_back_keeps_a_dead_holders_lock(redis_gone_back):
     time.sleep(TTL)
     assert lock("x").acquire(blocking_timeout=TTL) is None
-
-
-def test_freeing_by_hand_takes_nothing_from_who_came_since(redis_gone_back):
-    held = lock("x").holder()
-    backend = service("default").backend
-    assert backend.release(Grant("x", held.owner))
-    with lock("x", blocking_timeout=5) as lease:
-        assert not backend.release(Grant("x", held.owner))
-        assert lease.verify()
 
 
 # docs/restore.md; `resync` itself has tests of its own, on every database
