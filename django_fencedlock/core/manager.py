@@ -269,8 +269,9 @@ class Service:
         return pinned_atomic(lease, using)
 
     def release(self, lease: Lease, who: LocalHolder | None = None) -> bool:
-        holder = lease._who() if lease._who is not None else None
-        if holder is not (who or current_holder()):
+        # A variable must not refer to the holder: a call of asyncio.to_thread() has ended when
+        # nothing does.
+        if lease._who is None or lease._who() is not (who or current_holder()):
             if not lease.wait_until_left():
                 raise NotTheHolder(
                     f"Lock {lease.name!r} was acquired by another thread, greenlet or task. Only "
