@@ -106,9 +106,7 @@ class Lock:
         lease = self._service.enter_again(claim, who)
         if lease is None:
             handover = _Handover(self._service, wait)
-            acquire = functools.partial(
-                self._service.acquire, claim, who=who, pattern=self.pattern, since=clock()
-            )
+            acquire = functools.partial(self._service.acquire, claim, who=who, pattern=self.pattern)
             try:
                 lease = await self._atake(wait, handover, acquire)
             except BaseException:
@@ -275,7 +273,7 @@ class Lock:
         self, wait: Wait, handover: _Handover, acquire: Callable[..., Lease | None]
     ) -> Lease | None:
         """Ask in threads: the first waiter of a lock waits in one, or tries if there is none."""
-        service, began, pause = self._service, clock(), FIRST_PAUSE
+        service, pause = self._service, FIRST_PAUSE
         acquire_waiting = functools.partial(handover.take, functools.partial(acquire, wait=wait))
         if wait.left <= 0 or await service.is_lent():
             return await service.in_thread(acquire_waiting, kind=aio.TRY)
@@ -284,12 +282,12 @@ class Lock:
                 waiting = aio.wait_in_thread(acquire_waiting)
                 if waiting is not None:
                     return await aio.answer(waiting)
-                once = functools.partial(acquire, tells=False)
+                once = functools.partial(acquire, wait=Wait(since=wait.since), tells=False)
                 if lease := await service.in_thread(handover.take, once, kind=aio.TRY):
                     return lease
                 await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.5)))
                 pause = min(LONGEST_PAUSE, pause * 1.5)
-        waited = clock() - began
+        waited = clock() - wait.since
         await service.in_thread(service.tell_refused, self.name, self.pattern, waited, kind=aio.TRY)
         return None
 

@@ -84,7 +84,6 @@ class Service:
         *,
         pattern: str = "",
         max_hold: float | None = None,
-        since: float | None = None,
         tells: bool = True,
         of_another_process: bool = False,
     ) -> Lease | None:
@@ -95,16 +94,15 @@ class Service:
         lock that is entered again keeps its `max_hold`.
 
         Args:
-            since: When the caller began to wait, on the local clock; without it, now.
             tells: Whether a refusal is an event: not if the caller tries again.
             of_another_process: In a test, the claim stands for one of another process, which isn't
                 inside the transaction of the code under test.
         """
-        wait, who = wait or Wait(), who or current_holder()
+        wait = wait or Wait(now=self._clock, since=self._clock())
+        who = who or current_holder()
         if lease := self.enter_again(claim, who):
             return lease
         self.grants.refuse_to_wait_for_caller(claim, wait, who)
-        started = self._clock()
         home = connections[self.config.fence_database]
         self.grants.limit_in_test(claim, wait, home, of_another_process)
         try:
@@ -122,7 +120,7 @@ class Service:
                 lease.released = True
             self.grants.drop(claim)
             raise
-        waited = self._clock() - (started if since is None else since)
+        waited = self._clock() - wait.since
         if lease is None:
             if tells:
                 self.tell_refused(claim.name, pattern, waited)
