@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -676,6 +677,31 @@ class TestProcesses:
         with child(code, gevent=True) as process:
             assert said(process) == "done"
             waiting(postgres, 0)
+
+
+class TestInterrupts:
+    def test_a_late_one_cancels_no_later_wait(self, backend, peer, name, threads, monkeypatch):
+        take(peer, claim(name))
+        take(peer, claim(f"{name}:other"))
+        given_back, go_on = threading.Event(), threading.Event()
+        give_back = backend._local.give_back
+
+        def slowly(session, *more):
+            give_back(session, *more)
+            if not given_back.is_set():
+                given_back.set()
+                go_on.wait(5)
+
+        monkeypatch.setattr(backend._local, "give_back", slowly)
+        first = Wait(0.3)
+        waiter = threads(backend.acquire, claim(name), first)
+        assert given_back.wait(5)
+        # Its time is up, and its session is free; the thread hasn't said so yet.
+        following = threads(refused, backend, f"{name}:other", 1.0)
+        first.cancel()
+        assert following.result(10)
+        go_on.set()
+        assert isinstance(waiter.result(10), Held)
 
 
 class TestTurns:

@@ -263,8 +263,7 @@ class PostgresBackend(Backend):
             end, sleep = clock() + self._timeout, runtime.original("time", "sleep")
             # Repeated: the statement may not have reached the server yet.
             while not job.done:
-                for session in used:
-                    session.interrupted = True
+                for session in self._local.interrupt(used):
                     session.cancel() if clock() < end else session.cut()
                 sleep(0.02)
 
@@ -302,7 +301,8 @@ class PostgresBackend(Backend):
             session.close()
             raise
         if isinstance(answer, Held):
-            self._local.give_back(session)
+            # Before the answer: a late interrupt must not cancel the session's next wait.
+            self._local.give_back(session, used)
         return answer
 
     # Renew, verify, release

@@ -284,11 +284,20 @@ class SessionLocks:
                 self._opening -= 1
         return session
 
-    def give_back(self, session: Session) -> None:
-        """Put back a session that waited, and holds nothing."""
+    def interrupt(self, used: Sequence[Session]) -> Sequence[Session]:
+        """Return the sessions that a wait still uses; no other wait will use them."""
+        with self._mutex:
+            for session in used:
+                session.interrupted = True
+            return [*used]
+
+    def give_back(self, session: Session, used: list[Session] | None = None) -> None:
+        """Put back a session that waited, and holds nothing; `used` is cleared."""
         if session is self._shared:
             return
         with self._mutex:
+            if used is not None:
+                used.clear()
             keep = not (session.closed or session.interrupted or under_test())
             keep = keep and len(self._idle) < MAX_IDLE
             if keep:
