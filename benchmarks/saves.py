@@ -30,7 +30,7 @@ from tests.servers import MariaDB, Postgres, ServerMissing, finding
 
 SAVES, ROWS = 100, 1000
 #: What a fenced save should cost at most, as a ratio to a plain one.
-AIMS = {"sqlite": 2.0, "postgres": 2.0, "mariadb": 2.0}
+AIMS = {"sqlite": 1.10, "postgres": 1.25, "mariadb": 1.25}
 
 Run = Callable[[], object]
 Group = Mapping[str, Run]

@@ -309,9 +309,7 @@ def _text_fields_of_name(model: Model) -> Iterator[Any]:
         parts = model.fencing.parts  # type: ignore[attr-defined]
     except (AttributeError, ImproperlyConfigured, ValueError):
         return  # E020 and E021 report it.
-    for part in parts:
-        if part.field is not None and is_text(part.field):
-            yield part.field
+    yield from (part.field for part in parts if part.field is not None and is_text(part.field))
 
 
 def _columns_of(connection: BaseDatabaseWrapper, table: str) -> set[str]:

@@ -106,51 +106,46 @@ class FencedModel(GuardedModel):
 
     adelete.alters_data = True  # type: ignore[attr-defined]
 
-    def _fence_guard(
-        self, table: Any, using: str, doing: Doing, is_first: bool = False
-    ) -> Guard | None:
+    def _fence_guard(self, table: Any, using: str, doing: Doing, is_first: bool) -> Guard | None:
         given = _lease_given_to(self)
-        fencing: FencingOf = self.fencing
+        fencing: FencingOf = type(self).fencing
         compares = is_first and not fencing.finds_rows
         if table is not fencing.table and not compares:
             return None
-        write = Write(fencing, using, None, {}, doing)
-        if fencing.may_need_lease(given):
-            write = self._write(fencing, using, doing, given)
+        write = self._write(fencing, using, doing, given)
         if compares and write.grant is not None:
             # SQL can't compare the names, so the row is read before its first table is written.
             row = self._row(fencing.table, using).first()
-            if row is not None and row.fencing.name_to_write() != write.name:
+            if row is not None and type(row).fencing.name_to_write(row) != write.name:
                 raise write.moved(self.pk, row.fence)
         return FenceGuard(self, write) if table is fencing.table else None
 
     def _guard_dependent(self, using: str, origin: Any) -> None:
-        fencing, given = self.fencing, _lease_given_to(origin)
-        if self._meta.concrete_model is not fencing.table or not fencing.may_need_lease(given):
+        fencing, given = type(self).fencing, _lease_given_to(origin)
+        if self._meta.concrete_model is not fencing.table:
             return  # The row of the fence's own table is collected as well.
-        if given is not None and given.name != fencing.name():
+        if given is not None and given.name != fencing.name_of_row(self):
             given = None
         guard = FenceGuard(self, self._write(fencing, using, Doing.DELETING, given))
         if not guard.keeps and not guard.is_met(using):
             self._claim_row(fencing.table, using, [guard])
 
     def _write(self, fencing: FencingOf, using: str, doing: Doing, given: Lease | None) -> Write:
-        name = fencing.name_to_write()
+        if not fencing.may_need_lease(given):
+            return Write(fencing, using, None, {}, doing)
+        name = fencing.name_to_write(self)
         if doing is Doing.ADDING:
             return write_for_new_row(fencing, name, using, given, doing)
         if doing is Doing.LOADING and given is None and name not in held_names():
             # The object of a fixture has the columns of its own table alone.
             row = None if fencing.finds_rows else self._row(fencing.table, using).first()
-            name = None if row is None else row.fencing.name_to_write()
+            name = None if row is None else type(row).fencing.name_to_write(row)
             if name not in held_names():
                 # It may overwrite the row, and leaves the fence as it is.
                 return Write(fencing, using, None, {}, doing)
-        columns = {}
-        for field in fencing.compared:
-            is_key = (field,) == fencing.pk
-            columns[field.attname] = (
-                self._key_in(fencing.table) if is_key else getattr(self, field.attname)
-            )
+        columns = {field.attname: getattr(self, field.attname) for field in fencing.compared}
+        if (key := fencing.pk[0].attname) in columns and len(fencing.pk) == 1:
+            columns[key] = self._key_in(fencing.table)
         return write_for(fencing, name, columns, using, given, doing)
 
 

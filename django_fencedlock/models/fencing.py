@@ -103,7 +103,7 @@ class Part(NamedTuple):
         if self.field is None:
             return self.text
         value = _text(self.field, values[self.field.attname], self.form)
-        for character in dict.fromkeys(("%", self.end) if self.end else ()):
+        for character in dict.fromkeys(("%", self.end)) if self.end else ():
             value = value.replace(character, f"%{ord(character):02X}")
         return self.text + value
 
@@ -164,23 +164,25 @@ class FencingOf:
 
     def name(self) -> str | None:
         """Return the name of this row's lock; None while a field that it is made of is empty."""
+        return self.name_of_row(self._instance)
+
+    def name_of_row(self, row: Any) -> str | None:
         template = self.spec.template
         if callable(template):
-            found = template(self._instance)
+            found = template(row)
             return None if found is None else names.validate(found)
-        instance: Any = self._instance
-        values = {column: getattr(instance, column) for column in self.columns or ()}
+        values = {column: getattr(row, column) for column in self.columns or ()}
         if None in values.values() and len(self.pk) == 1:
             # A child that was made by hand has its key in its own table's column alone.
             key = self.pk[0].attname
             if key in values and values[key] is None:
-                values[key] = instance.pk
+                values[key] = row.pk
         return self.name_of(values)
 
-    def name_to_write(self) -> str | None:
+    def name_to_write(self, row: Any) -> str | None:
         """Return the name for a write; None as well if it is invalid and no lock is needed."""
         try:
-            return self.name()
+            return self.name_of_row(row)
         except (TypeError, ValueError):
             if self.spec.without_lock == "allow":
                 return None
@@ -198,7 +200,7 @@ class FencingOf:
         keys: dict[str | None, list[Any]] = {}
         columns: dict[str | None, Mapping[str, Any]] = {}
         for obj in objs:
-            name = obj.fencing.name_to_write()
+            name = type(obj).fencing.name_to_write(obj)
             keys.setdefault(name, []).append(obj.pk)
             if self.columns is not None and self.finds_rows:
                 columns[name] = {column: getattr(obj, column) for column in self.columns}

@@ -13,7 +13,7 @@ from django.db.models.base import ModelBase
 
 from ..lease import Lease
 from ..storage.fences import is_newest
-from .base import GuardedQuerySet, SaveHooks, WatchingManager, handed_over, is_fast_delete, watch
+from .base import GuardedQuerySet, SaveHooks, handed_over, is_fast_delete, watch
 from .fencing import FencingOf, Rows
 from .fields import REJECTED, Exactly, confused_texts, is_rejected, is_text, may_confuse
 from .writes import (
@@ -104,7 +104,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         for obj in objs:
             if self._is_versioned:
                 obj.version += 1
-            if tokens and (token := tokens.get(obj.fencing.name_to_write())) is not None:
+            if tokens and (token := tokens.get(type(obj).fencing.name_to_write(obj))) is not None:
                 obj.fence = token
         return count
 
@@ -211,7 +211,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             return None
         writes = self._gather(self._rows(), doing)
         objs = self._objects
-        names = [] if objs is None else [obj.fencing.name_to_write() for obj in objs]
+        names = [] if objs is None else [type(obj).fencing.name_to_write(obj) for obj in objs]
         if objs is not None:
             writes = as_read(writes, objs, names)
         # Objects that have a name have that of their row, and move it to no other lock.
@@ -290,14 +290,12 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         using = self._database()
         if not self._is_covered():
             return [Write(self._fencing, using, None, {})] * len(objs)
-        found: dict[str | None, Write] = {}
-        writes = []
-        for obj in objs:
-            name = obj.fencing.name_to_write()
-            if name not in found:
-                found[name] = write_for_new_row(obj.fencing, name, using, self._lease, "Creating")
-            writes.append(found[name])
-        return writes
+        names = [type(obj).fencing.name_to_write(obj) for obj in objs]
+        found = {
+            name: write_for_new_row(obj.fencing, name, using, self._lease, "Creating")
+            for name, obj in dict(zip(names, objs, strict=True)).items()
+        }
+        return [found[name] for name in names]
 
     def _require_comparable(
         self, objs: Sequence[Any], writes: Sequence[Write], unique_fields: Sequence[str] | None
@@ -316,7 +314,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         for obj, write in zip(objs, writes, strict=True):
             if write.grant is None:
                 # Adding is free, overwriting isn't.
-                find_lease(fencing, obj.fencing.name_to_write(), None, "Overwriting")
+                find_lease(fencing, type(obj).fencing.name_to_write(obj), None, "Overwriting")
         if not leases_of(writes):
             return
         if not fencing.spec.serialised:
@@ -442,12 +440,15 @@ class FencedManager(_Manager[_Row]):
     # Written out for type checkers, which don't see what from_queryset() copies.
     def using_lease(self, lease: Lease) -> FencedQuerySet[_Row]:
         """Write under `lease`, whatever the context holds."""
-        rows: Any = self.get_queryset()
-        return rows.using_lease(lease)  # type: ignore[no-any-return]
+        return self.get_queryset().using_lease(lease)  # type: ignore
 
 
 class BaseRows(FencedQuerySet[Any]):
-    """Rows that Django looks up for itself, as in cascades."""
+    """Rows that Django looks up for itself: for cascades, saves and related rows."""
+
+    def filter(self, *args: Any, **kwargs: Any) -> Self:
+        watch(self.model)
+        return super().filter(*args, **kwargs)
 
     def __bool__(self) -> bool:
         # Before SET_DEFAULT and SET(), Django asks whether there are rows. If that fetched them,
@@ -457,7 +458,7 @@ class BaseRows(FencedQuerySet[Any]):
         return super().__bool__()
 
 
-class BaseRowsManager(WatchingManager.from_queryset(BaseRows)):  # type: ignore[misc]
+class BaseRowsManager(models.Manager.from_queryset(BaseRows)):  # type: ignore[misc]
     """The manager of Django's own look-ups, `_guarded_rows`."""
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from django.db.models import F, Q
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import F
 
 from ..exceptions import VersionConflict
 from .base import Doing, Guard
@@ -54,8 +55,9 @@ class VersionGuard(Guard):
             raise self._conflict("its version wasn't loaded with it, so it can't be compared")
         self.updated = (self.loaded or 0) + 1
 
-    def condition(self) -> Q:
-        return Q(version=self.loaded)
+    def condition(self, table: str, connection: BaseDatabaseWrapper) -> tuple[str, list[Any]]:
+        column = self.instance._meta.get_field("version").column
+        return f"{table}.{connection.ops.quote_name(column)} = %s", [self.loaded]
 
     def failed(self) -> Exception:
         return self._conflict("its version was rejected")

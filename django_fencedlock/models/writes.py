@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from django.db import connections, models
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import BooleanField, Case, Expression, F, Q, Value, When
+from django.db.models import Case, F, Q, Value, When
 
 from .. import logs, signals
 from ..core.identity import Holder
@@ -70,22 +70,14 @@ class Write(NamedTuple):
         assert grant is not None
         label, token = model._meta.label, grant.token
         facts = {"name": grant.name, "alias": grant.alias, "token": token}
-        own = logs.facts(
-            owner=grant.owner,
-            holder=holder and str(holder),
-            model=label,
-            pk=pk,
-            row_token=row_fence,
-            **facts,
-        )
+        facts |= {"pk": pk, "row_token": row_fence}
+        own = logs.facts(owner=grant.owner, holder=holder and str(holder), model=label, **facts)
         logger.error(
             "Rejected a stale write: model=%s pk=%r lock=%r row_token=%s writer_token=%s holder=%s",
             *(label, pk, grant.name, row_fence, token, holder or "unknown"),
             extra=own,
         )
-        signals.send(
-            signals.stale_write_rejected, model, pk=pk, row_token=row_fence, holder=holder, **facts
-        )
+        signals.send(signals.stale_write_rejected, model, holder=holder, **facts)
         row = label if pk is None else f"{label} pk={pk!r}"
         return kind(
             f"{self.doing} {row} under token {token} of lock {grant.name!r} was rejected: {why}.",
@@ -239,10 +231,11 @@ def accepted_fences(write: Write, row: Any) -> tuple[int, ...] | None:
         raise write.error(f"{why}read the whole row under the lock", pk=row.pk, kind=StaleObject)
     assert write.grant is not None
     # Not above the token: such a row is a newer holder's, or the fences were lost.
-    accepted = {loaded} if loaded <= write.token else set()
-    if write.grant.owner in read_under and row._state.db == write.using:
-        accepted.add(write.token)
-    return tuple(sorted(accepted)) or (REJECTED,)
+    token = write.grant.token
+    accepted: tuple[int, ...] = (loaded,) if loaded <= token else ()
+    if loaded != token and write.grant.owner in read_under and row._state.db == write.using:
+        accepted += (token,)
+    return accepted or (REJECTED,)
 
 
 class FenceGuard(Guard):
@@ -268,8 +261,26 @@ class FenceGuard(Guard):
     def inserted(self) -> Any:
         return inserted_fence(self.write)
 
-    def condition(self) -> Expression:
-        return _RowCondition(self)
+    def condition(self, table: str, connection: BaseDatabaseWrapper) -> tuple[str, list[Any]]:
+        write, fencing, quote = self.write, self.write.fencing, connection.ops.quote_name
+        fence = f"{table}.{quote(fencing.fence_column)}"
+        given: list[Any] = [write.token] if self.fences is None else [*self.fences]
+        places = ", ".join(["%s"] * len(given))
+        parts = [f"{fence} <= %s" if self.fences is None else f"{fence} IN ({places})"]
+        for field in fencing.compared:
+            if field.attname not in write.columns:
+                continue  # A new row, which may replace an old one of its key.
+            # Another holder may have moved the row to another lock meanwhile.
+            column, value = f"{table}.{quote(str(field.column))}", "%s"
+            if field.attname in fencing.texts:
+                column, value = exactly(connection, column), exactly(connection, value)
+            parts.append(f"{column} = {value}")
+            given.append(field.get_db_prep_value(write.columns[field.attname], connection))
+        if (grant := write.pin(connection)) is not None:
+            select, more = pin_sql(connection, grant)
+            parts.append(f"({select})")
+            given += more
+        return " AND ".join(parts), given
 
     def is_met(self, using: str) -> bool:
         """Whether a row that was read in this transaction needs no statement to be checked."""
@@ -280,7 +291,7 @@ class FenceGuard(Guard):
 
     def overwrote(self) -> None:
         if self.keeps and self.write.doing is Doing.ADDING:
-            find_lease(self.write.fencing, self.write.fencing.name(), None, Doing.SAVING)
+            find_lease(self.write.fencing, self.instance.fencing.name(), None, Doing.SAVING)
 
     def failed(self) -> Exception:
         return rejected([self.write], self.instance.pk)
@@ -307,43 +318,6 @@ class FenceGuard(Guard):
                 "it again under the lock"
             )
             raise write.error(why, pk=pk, row_fence=fence, kind=StaleObject)
-
-
-class _RowCondition(Expression):
-    """The condition of one row: a single expression, as a `Q` for each part takes 60 us more."""
-
-    output_field = BooleanField()
-    conditional = True
-
-    def __init__(self, guard: FenceGuard) -> None:
-        super().__init__()
-        self.guard = guard
-
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> tuple[str, tuple[Any, ...]]:
-        guard, write, quote = self.guard, self.guard.write, connection.ops.quote_name
-        table = quote(write.fencing.table._meta.db_table)
-        fence = f"{table}.{quote(write.fencing.fence_column)}"
-        given: list[Any] = [write.token] if guard.fences is None else [*guard.fences]
-        places = ", ".join(["%s"] * len(given))
-        parts = [f"{fence} <= %s" if guard.fences is None else f"{fence} IN ({places})"]
-        for field in write.fencing.compared:
-            if field.attname not in write.columns:
-                continue  # A new row, which may replace an old one of its key.
-            # Another holder may have moved the row to another lock meanwhile.
-            column, value = f"{table}.{quote(str(field.column))}", "%s"
-            if field.attname in write.fencing.texts:
-                column, value = exactly(connection, column), exactly(connection, value)
-            parts.append(f"{column} = {value}")
-            given.append(field.get_db_prep_value(write.columns[field.attname], connection))
-        if (grant := write.pin(connection)) is not None:
-            select, more = pin_sql(connection, grant)
-            parts.append(f"({select})")
-            given += more
-        return f"({' AND '.join(parts)})", tuple(given)
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        return (self.__class__, id(self.guard))
 
 
 def as_read(
