@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import unicodedata
-from typing import Any
 
 from django.apps import apps
 from django.db import DatabaseError
@@ -20,7 +19,6 @@ _SECRET_OPTION = re.compile(
     r"([?&][^=&]*(?:pass|secret|token|key)[^=&]*=)[^&]*?(?=&|['\"\]})]*$)",
     re.IGNORECASE | re.DOTALL,
 )
-_HOLDER_COLUMNS = ("host", "thread", "task_name", "task_id")
 
 
 def escape_control(text: str) -> str:
@@ -80,11 +78,6 @@ def can_store(connection: BaseDatabaseWrapper, text: str) -> bool:
 def fit_column(connection: BaseDatabaseWrapper, text: str, length: int | None = None) -> str:
     """Escape characters that the database can't store, and cut the text to `length`."""
     return (text if can_store(connection, text) else in_ascii(text))[:length]
-
-
-def fit_holder(connection: BaseDatabaseWrapper, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a registry row, with the holder's texts escaped by `fit_column()`."""
-    return values | {each: fit_column(connection, values[each]) for each in _HOLDER_COLUMNS}
 
 
 def shorten_error(exc: BaseException) -> str:

@@ -25,7 +25,6 @@ from ..lease import Lease
 from .background_writer import BackgroundWriter, writer
 from .dialect import Entry
 from .records import Records, ServerTime
-from .text import fit_holder
 from .vendors import ledger_for
 
 #: Limit of rows that wait to be written, and of rows that are written at once.
@@ -89,7 +88,8 @@ class _Alias:
         rows, connection = model._base_manager.using(self.database), connections[self.database]
         if ended:
             self._of(rows, ended).delete()
-        now = ledger_for(connection).now(connection)
+        ledger = ledger_for(connection)
+        now = ledger.now(connection)
         known = set(self._of(rows, renewed).values_list("owner", flat=True))
         by_ttl: defaultdict[float, list[Lease]] = defaultdict(list)
         for lease in renewed:
@@ -105,7 +105,7 @@ class _Alias:
         rows.bulk_create(
             [
                 model(
-                    **fit_holder(connection, self._entry(lease).values()),
+                    **ledger.values(connection, self._entry(lease)),
                     acquired_at=now - timedelta(seconds=lease.held_for()),
                     renewed_at=now,
                     expires_at=now + timedelta(seconds=lease.ttl),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import cache
 from typing import Any
 
 from django.db import Error
@@ -11,10 +10,12 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .dialect import CLEAR, FENCE, HELD, Entry, Ledger, SQLiteLedger
 from .postgresql import PostgresLedger
-from .text import fit_holder
+from .text import fit_column
 
 #: MariaDB answers NOWAIT with the first, MySQL with the last.
 LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT = 1205, 1213, 3572
+#: Columns with texts that the database may be unable to store.
+_TEXTS = ("host", "thread", "task_name", "task_id")
 
 IS_THERE = f"SELECT 1 FROM {HELD} x WHERE x.name = %(name)s"
 
@@ -32,7 +33,8 @@ class MySQLLedger(Ledger):
     lock_free_rows = " FOR UPDATE SKIP LOCKED"
 
     def values(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
-        return fit_holder(connection, entry.values())
+        values = entry.values()
+        return values | {each: fit_column(connection, values[each]) for each in _TEXTS}
 
     def times(self, ttl: float = 0.0) -> dict[str, Any]:
         return {"micros": round(ttl * 1_000_000)}
@@ -94,18 +96,13 @@ class MySQLLedger(Ledger):
         return self.is_row_locked(error)
 
 
-_LEDGERS: dict[str, type[Ledger]] = {
-    "postgresql": PostgresLedger,
-    "sqlite": SQLiteLedger,
-    "mysql": MySQLLedger,
+_LEDGERS: dict[str, Ledger] = {
+    "postgresql": PostgresLedger(),
+    "sqlite": SQLiteLedger(),
+    "mysql": MySQLLedger(),
 }
-
-
-@cache
-def _ledger(vendor: str) -> Ledger:
-    return _LEDGERS[vendor]()
 
 
 def ledger_for(connection: BaseDatabaseWrapper) -> Ledger:
     """The ledger that speaks this connection's dialect."""
-    return _ledger(connection.vendor)
+    return _LEDGERS[connection.vendor]
