@@ -489,6 +489,22 @@ class TestLosses:
         assert lost == [first.owner]
         assert take(backend, claim(name)).token == 2
 
+    def test_an_idle_session_of_a_waiter_is_used_again_unless_it_ended(
+        self, postgres, backend, peer, name
+    ):
+        def wait():
+            assert refused(backend, name, 0.05)
+            (session,) = backend._local._idle
+            return session
+
+        take(peer, claim(name))
+        first = wait()
+        assert wait() is first
+        postgres.execute(f"SELECT pg_terminate_backend({first.pid})")
+        wait_until(lambda: first.pid not in sessions(postgres), "the end of the session")
+        assert wait() is not first
+        assert first.closed
+
     def test_a_restart_loses_all_and_the_next_grant_has_the_next_token(
         self, make_postgres, make_alias, make, name
     ):
