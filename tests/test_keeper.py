@@ -198,6 +198,18 @@ def test_nor_is_it_renewed_again(keeper, service, clock, lease):
     assert service.batches == [1]
 
 
+def test_a_lease_wakes_no_thread_that_will_wake_in_time(keeper, lease):
+    released = lease()
+    keeper.keep(released)
+    keeper.drop(released)
+    keeper.tick()
+    keeper._wake.get()
+    keeper.keep(lease())
+    assert keeper._wake.empty()
+    keeper.keep(lease(ttl=3))
+    assert not keeper._wake.empty()
+
+
 def test_a_dead_session_loses_its_owners_at_once_and_no_others(keeper, service, lease, losses):
     dead, alive = lease(name="dead"), lease(name="alive")
     keeper.keep(dead)
