@@ -11,7 +11,7 @@ from django.db import connections, transaction
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, LockNotAcquired, lock
-from django_fencedlock.backends.interface import Renewal, Wait
+from django_fencedlock.backends.interface import Held, Renewal, Wait
 from django_fencedlock.core import grants
 from django_fencedlock.core.grants import grant_of, new_claim
 from django_fencedlock.core.identity import new_owner
@@ -201,6 +201,14 @@ class TestOnSQLite:
         # Who doesn't wait for a holder does wait for the file, as for any answer.
         assert 0 <= seconds() - (timeout or 0.5) < 1
         assert lock("x").holder() is None
+
+    def test_the_last_try_of_a_wait_that_is_over_waits_for_the_file_but_briefly(self, on):
+        backend = on("default", TIMEOUT=5).backend
+        over = Wait(1.0)
+        over.since -= 60
+        with held_file(), took() as seconds:
+            assert backend.acquire(new_claim("x", 30), over) == Held()
+        assert seconds() < 2
 
     def test_a_file_that_is_let_go_meanwhile_is_no_obstacle(self, on):
         on("default", TIMEOUT=0.3)
