@@ -168,3 +168,16 @@ class TestCurrentLease:
             assert [len(each) for each in held] < [10]
 
         contextvars.Context().run(body)
+
+    def test_the_leases_of_a_context_are_seldom_looked_at(self, make, monkeypatch):
+        looks, is_open = [], Lease.is_open
+        monkeypatch.setattr(Lease, "is_open", lambda lease: looks.append(1) or is_open(lease))
+        kept = []
+
+        def body():
+            for number in range(1000):
+                kept.append(make(name=f"many:{number}"))
+                enter(kept[-1])
+            assert len(looks) < 2000
+
+        contextvars.Context().run(body)

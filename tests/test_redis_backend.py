@@ -290,6 +290,25 @@ def test_an_interrupt_in_the_driver_leaves_no_lock_of_the_driver_held(backend):
     assert answers == [b"second"]
 
 
+def test_a_request_of_another_thread_has_a_connection_of_its_own(backend):
+    here, answers, key = backend._here, [], f"{backend.config.key_prefix}:list"
+    waiter = threading.Thread(target=lambda: answers.append(here.execute("BLPOP", key, 5)))
+    waiter.start()
+    wait_until(lambda: "blpop" in str(here.execute("CLIENT", "LIST")), "a thread that waits")
+    assert here.execute("ECHO", "mine") == b"mine"
+    here.execute("RPUSH", key, "its own")
+    waiter.join(10)
+    assert [tuple(each) for each in answers] == [(key.encode(), b"its own")]
+
+
+def test_an_error_of_the_server_keeps_the_connection(backend):
+    here = backend._here
+    name = here.execute("CLIENT", "ID")
+    with pytest.raises(redis.ResponseError):
+        here.execute("EVAL", "return redis.error_reply('no')", 0)
+    assert here.execute("CLIENT", "ID") == name
+
+
 def test_a_connection_that_the_server_closed_is_opened_again(backend, store):
     held = take(backend, mine())
     for each in store.client.client_list():

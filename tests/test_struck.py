@@ -18,6 +18,7 @@ from django_fencedlock.backends import database
 from django_fencedlock.backends.postgres import backend as postgres_backend
 from django_fencedlock.backends.postgres import holding, jobs
 from django_fencedlock.backends.redis import backend as redis_backend
+from django_fencedlock.backends.redis import connections as redis_connections
 from django_fencedlock.core import grants, keeper, manager
 from django_fencedlock.core.grants import Grants
 from django_fencedlock.core.identity import current_holder
@@ -44,6 +45,8 @@ FILES = {
         holding,
         jobs,
         redis_backend,
+        redis_connections,
+        keeper,
     )
 }
 
@@ -89,10 +92,14 @@ class Strike:
 
 @pytest.fixture
 def backend(backend):
-    """Return the backend, which has its connections."""
+    """Yield the backend, which has its connections."""
     with lock("first"):
         pass
-    return service("default").backend
+    found = service("default").backend
+    yield found
+    if isinstance(found, database.DatabaseBackend):
+        # A strike before a call of C, which no signal does, loses a place of the pool.
+        found._sessions._room = [True] * sessions.MAX_CONNECTIONS
 
 
 @pytest.mark.parametrize("how", ["acquire", "with"])
