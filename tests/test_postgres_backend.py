@@ -1,8 +1,10 @@
 """The postgres backend on real servers: the interface's tests, and what is its own."""
 
 import contextlib
+import ctypes
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -733,6 +735,16 @@ class TestTurns:
         with locks.turn(1, Wait(5), lambda: None) as is_first:
             assert is_first
 
+    def test_interrupted_threads_lose_no_other_lock(self, postgres, peer, name):
+        taken = take(peer, claim(f"{name}:waited"))
+        with child(f"say(interrupt_threads(backend, {name!r})); sys.stdin.read()") as process:
+            assert said(process) == "[<Renewal.KEPT: 'the service renewed it'>] True False"
+            waiting(postgres, 0)
+            names = [f"{name}:{number}" for number in range(3)]
+            wait_until(lambda: not peer.holders(names), "the releases")
+            assert peer.verify(taken)
+            assert refused(peer, f"{name}:kept")
+
 
 class TestJobs:
     def test_work_whose_caller_has_left_is_skipped(self):
@@ -940,6 +952,59 @@ def deque_that_is_interrupted(method):
             return call
 
     return Queue()
+
+
+def interrupt_threads(backend, name, times=200):
+    """
+    Interrupt threads that acquire, wait and release, while another lock is held.
+
+    In a process of its own: CPython may raise the exception in a thread that the target starts.
+    """
+    kept = take(backend, claim(f"{name}:kept"))
+    interrupts, stop, inside, renewals = [], threading.Event(), set(), set()
+
+    def attempt():
+        sent = claim(f"{name}:{random.randrange(3)}")
+        inside.add(threading.get_ident())
+        try:
+            backend.acquire(sent, Wait(0.01))
+            backend.acquire(claim(f"{name}:waited"), Wait(random.choice([0, 0.02])))
+        finally:
+            backend.release(Grant(sent.name, sent.owner))
+
+    def release_rest():
+        for hold in list(backend._local.by_owner.values()):
+            if hold is not kept.handle:
+                backend.release(Grant(hold.claim.name, hold.claim.owner))
+
+    def work():
+        while not stop.is_set():
+            try:
+                while not stop.is_set():
+                    attempt()
+            except Interrupt:
+                interrupts.append(1)
+            except BackendUnavailable:
+                pass
+            release_rest()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for each in threads:
+        each.start()
+    while len(interrupts) < times:
+        time.sleep(random.random() * 0.005)
+        renewals.update(backend.renew([kept]))
+        target = random.choice(threads).ident
+        # One at a time, and only where it is caught.
+        if target in inside:
+            inside.discard(target)
+            send = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            send(ctypes.c_ulong(target), ctypes.py_object(Interrupt))
+    stop.set()
+    for each in threads:
+        each.join(20)
+    release_rest()
+    return f"{[*renewals]} {backend.verify(kept)} {backend._local._mutex.locked()}"
 
 
 _PRELUDE = """
