@@ -70,13 +70,13 @@ class Write(NamedTuple):
         assert grant is not None
         label, token = model._meta.label, grant.token
         facts = {"name": grant.name, "alias": grant.alias, "token": token}
-        facts |= {"pk": pk, "row_token": row_fence}
-        own = logs.facts(owner=grant.owner, holder=holder and str(holder), model=label, **facts)
+        who = logs.facts(owner=grant.owner, holder=holder and str(holder), **facts)
         logger.error(
             "Rejected a stale write: model=%s pk=%r lock=%r row_token=%s writer_token=%s holder=%s",
             *(label, pk, grant.name, row_fence, token, holder or "unknown"),
-            extra=own,
+            extra=who | logs.facts(model=label, pk=pk, row_token=row_fence),
         )
+        facts |= {"pk": pk, "row_token": row_fence}
         signals.send(signals.stale_write_rejected, model, holder=holder, **facts)
         row = label if pk is None else f"{label} pk={pk!r}"
         return kind(
