@@ -111,9 +111,8 @@ class TestLeases:
         # A script for each lease, all in one pipeline.
         scripts = 100 if on.startswith("redis") else 0
         assert count("leases", curve, who, "commands to renew all", 100) == scripts
-        # The rows of unfenced locks are renewed by one statement, in the background.
         statements = count("leases", curve, who, "statements to renew all", 100)
-        assert statements <= (1 if on == "redis, unfenced" else 2)
+        assert statements <= (0 if on == "redis, unfenced" else 2)
         assert count("leases", "100 leases, ttl 3 s", who, "threads") <= 4
 
 
