@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from django.apps import apps
-from django.db import Error, connections, transaction
+from django.db import Error, IntegrityError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import DateTimeField, Expression, Model, QuerySet
 from django.db.models.constants import OnConflict
@@ -87,12 +87,20 @@ class Records:
 
         One statement that needs no transaction, and sends no signals.
         """
-        query = InsertQuery(type(row), on_conflict=OnConflict.IGNORE)
+        # MySQL's INSERT IGNORE would store a value that its column rejects, cut or empty. An error
+        # of a plain INSERT undoes that statement alone there.
+        is_mysql = connections[self.using].vendor == "mysql"
+        query = InsertQuery(type(row), on_conflict=None if is_mysql else OnConflict.IGNORE)
         columns = row._meta.local_concrete_fields
         query.insert_values([each for each in columns if each is not row._meta.auto_field], [row])
         ((sql, params),) = query.get_compiler(self.using).as_sql()
         with connections[self.using].cursor() as cursor:
-            cursor.execute(sql, params)
+            try:
+                cursor.execute(sql, params)
+            except IntegrityError:
+                if not is_mysql:
+                    raise
+                return False
             return bool(cursor.rowcount == 1)
 
     def run(self, doing: str, name: str | None, work: Callable[[BaseDatabaseWrapper], T]) -> T:
