@@ -166,6 +166,22 @@ def test_a_process_paused_before_recording_is_refused_and_leaves_its_successor_a
     assert present.backend.verify(successor)
 
 
+def test_nothing_is_recorded_once_the_ttl_has_passed(make, monkeypatch):
+    """Its lock may be another owner's by then, though the service said otherwise before."""
+    step = make(NoTokens)
+    claim = new_claim("x", 30)
+    granted, verify = step.backend.acquire(claim, Wait()), step.backend.verify
+
+    def paused(grant):
+        found = verify(grant)
+        monkeypatch.setattr(step, "_clock", lambda: granted.since + 30)
+        return found
+
+    monkeypatch.setattr(step.backend, "verify", paused)
+    assert step._confirm(claim, granted, step.fences) is None
+    assert not Fence.objects.filter(name="x").exists()
+
+
 def test_the_same_if_the_service_lost_its_data_meanwhile(make, stub):
     former, present = make(NoTokens), make(NoTokens)
     claim = new_claim("x", 30)

@@ -29,13 +29,14 @@ WRITES = {
 }
 
 
+@pytest.mark.parametrize("other", [{"owner": "f" * 32}, {"token": 9}], ids=["owner", "token"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_the_former_owner_of_a_token_is_refused(database, write):
+def test_a_write_needs_the_fences_token_and_its_owner(database, write, other):
     account = Account.objects.using(database).create()
     with LedgerLine.fencing.lock(account=account) as lease:
         line = LedgerLine(account=account, amount=1)
         line.save(using=database)
-        Fence.objects.using(database).filter(name=lease.name).update(owner="f" * 32)
+        Fence.objects.using(database).filter(name=lease.name).update(**other)
         with pytest.raises(StaleFence):
             write(lease, line)
     assert [each.amount for each in LedgerLine.objects.using(database).all()] == [1]

@@ -57,7 +57,9 @@ def killers_of_writes(settings: Any) -> Killers:
     yield paths.test_a_loaded_object_whose_row_is_gone_is_refused, on, invoice(), "save"
     for write in ("save", "update", "insert", "atomic"):
         write = test_same_token.WRITES[write]
-        yield test_same_token.test_the_former_owner_of_a_token_is_refused, on, write
+        for other in ({"owner": "f" * 32}, {"token": 9}):
+            test = test_same_token.test_a_write_needs_the_fences_token_and_its_owner
+            yield test, on, write, other
     inside = test_pinning.TestWhatIsInside()
     yield inside.test_the_fence_is_looked_at_once, on
     yield inside.test_a_save_under_another_lease_is_checked, on
