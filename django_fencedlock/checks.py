@@ -30,7 +30,8 @@ def check_services(databases: Sequence[str] | None = None, **kwargs: Any) -> lis
     """Check the lock services, with ``check --database ALIAS``."""
     if not databases or any(problem.is_error for problem in conf.problems()):
         return []
-    return messages(_live_problems(databases))
+    asked = [alias for alias in conf.aliases() if conf.config(alias).fence_database in databases]
+    return messages(problem for alias in asked for problem in service(alias).backend.check())
 
 
 @register(Tags.models)
@@ -87,12 +88,6 @@ def _task_problems() -> list[Problem]:
     return list(task_checks.problems(celery_apps))
 
 
-def _live_problems(databases: Sequence[str]) -> Iterator[Problem]:
-    for alias in conf.aliases():
-        if conf.config(alias).fence_database in databases:
-            yield from service(alias).backend.check()
-
-
 def _celery_apps() -> list[Any]:
     """Return the Celery apps of this process, with their tasks imported."""
     if "celery.app.base" not in sys.modules:
@@ -125,32 +120,17 @@ def _import_tasks(app: Any) -> None:
 
 
 def _cachalot() -> bool:
-    def chosen(kind: str) -> set[str]:
-        whole = APP in _setting(f"CACHALOT_{kind}_APPS", ())
-        return _tables() if whole else set(_setting(f"CACHALOT_{kind}_TABLES", ()))
-
-    cached = _tables() - chosen("UNCACHABLE")
-    if _setting("CACHALOT_ONLY_CACHABLE_APPS", ()) or _setting("CACHALOT_ONLY_CACHABLE_TABLES", ()):
-        cached &= chosen("ONLY_CACHABLE")
-    return bool(_setting("CACHALOT_ENABLED", True) and cached)
+    only = _setting("CACHALOT_ONLY_CACHABLE_APPS", ())
+    included = APP in only if only else not _setting("CACHALOT_ONLY_CACHABLE_TABLES", ())
+    excluded = APP in _setting("CACHALOT_UNCACHABLE_APPS", ())
+    return bool(_setting("CACHALOT_ENABLED", True) and included and not excluded)
 
 
 def _cacheops() -> bool:
-    profiles = {key.lower(): value for key, value in _setting("CACHEOPS", {}).items()}
-    defaults = _setting("CACHEOPS_DEFAULTS", {})
-
-    def is_cached(model: str) -> bool:
-        # The first key decides, even if its value is None.
-        keys = (key for key in (f"{APP}.{model}", f"{APP}.*", "*.*") if key in profiles)
-        profile = profiles.get(next(keys, ""))
-        return profile is not None and bool({**defaults, **profile}.get("ops"))
-
-    names = [str(model._meta.model_name) for model in apps.get_app_config(APP).get_models()]
-    return bool(_setting("CACHEOPS_ENABLED", True)) and any(map(is_cached, names))
-
-
-def _tables() -> set[str]:
-    return {model._meta.db_table for model in apps.get_app_config(APP).get_models()}
+    profiles = _setting("CACHEOPS", {})
+    profile = profiles.get(f"{APP}.*", profiles.get("*.*"))
+    cached = profile is not None and {**_setting("CACHEOPS_DEFAULTS", {}), **profile}.get("ops")
+    return bool(_setting("CACHEOPS_ENABLED", True) and cached)
 
 
 def _setting(name: str, default: Any) -> Any:

@@ -96,22 +96,13 @@ def abort_signal() -> int:
     return int(_valid("FENCEDLOCK_ABORT_SIGNAL"))
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_HISTORY
-
-
-def _own_signals() -> list[int]:
-    """Return the signals that neither the system nor Celery uses."""
-    found = [int(signal.SIGUSR2)] if hasattr(signal, "SIGUSR2") else [0]
-    if hasattr(signal, "SIGRTMIN"):
-        found += range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
-    return found
-
-
-def _default_signal() -> int:
-    # Some projects and Celery set-ups use SIGUSR2. macOS has no real-time signals.
-    return signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else _own_signals()[-1]
-
+# Signals that neither the system nor Celery uses. macOS has no real-time signals. SIGUSR2 isn't the
+# default where there are: some projects and Celery set-ups use it.
+_SIGNALS = [int(getattr(signal, "SIGUSR2", 0))]
+_DEFAULT_SIGNAL = _SIGNALS[0]
+if hasattr(signal, "SIGRTMIN"):
+    _SIGNALS += range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+    _DEFAULT_SIGNAL = signal.SIGRTMIN + 5
 
 #: The settings beside FENCEDLOCK: default, whether a value is valid, and the problem of others.
 _SIMPLE: dict[str, tuple[Any, Callable[[Any], bool], Problem]] = {
@@ -121,18 +112,13 @@ _SIMPLE: dict[str, tuple[Any, Callable[[Any], bool], Problem]] = {
         Problem("E012", "", f"Set it to one of {', '.join(map(repr, WITHOUT_LOCK))}."),
     ),
     "FENCEDLOCK_ABORT_SIGNAL": (
-        _default_signal(),
-        lambda value: value in _own_signals(),
-        Problem(
-            "E015",
-            "",
-            "Use signal.SIGUSR2, or one from signal.SIGRTMIN to signal.SIGRTMAX: Celery and the "
-            "system use the others.",
-        ),
+        _DEFAULT_SIGNAL,
+        lambda value: value in _SIGNALS,
+        Problem("E015", "", "Use signal.SIGUSR2, or one from signal.SIGRTMIN to signal.SIGRTMAX."),
     ),
     "FENCEDLOCK_HISTORY": (
         HISTORY,
-        _is_count,
+        lambda value: type(value) is int and 0 <= value <= MOST_HISTORY,
         Problem("E016", "", f"Set it to an int from 0, which switches it off, to {MOST_HISTORY}."),
     ),
 }
@@ -184,9 +170,8 @@ def problems() -> Iterator[Problem]:
     """Yield all problems of the settings, without asking a server."""
     broken = list(shape_problems())
     yield from broken
-    if not broken:
-        for alias, given in _settings().items():
-            yield from alias_problems(alias, given)
+    for alias, given in {} if broken else _settings().items():
+        yield from alias_problems(alias, given)
     for name in dir(settings):
         if name.startswith("FENCEDLOCK") and name not in SETTINGS:
             yield Problem("W003", f"Nothing reads the setting {name}.", unknown(name, SETTINGS))
@@ -214,17 +199,11 @@ def shape_problems() -> Iterator[Problem]:
         return
     for alias, given in found.items():
         if not isinstance(given, Mapping):
-            yield Problem(
-                "E001",
-                f"FENCEDLOCK[{alias!r}] is {shown(given)}.",
-                f"Make it a dict with some of the keys {', '.join(DEFAULTS)}.",
-            )
+            hint = f"Make it a dict with some of the keys {', '.join(DEFAULTS)}."
+            yield Problem("E001", f"{_where(alias)} is {shown(given)}.", hint)
     if found and DEFAULT_ALIAS not in found:
-        yield Problem(
-            "E001",
-            f"FENCEDLOCK has no alias 'default'; it has {', '.join(map(repr, found))}.",
-            "Add one: locks use it unless they name another.",
-        )
+        what = f"FENCEDLOCK has no alias 'default'; it has {', '.join(map(repr, found))}."
+        yield Problem("E001", what, "Add one: locks use it unless they name another.")
 
 
 def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
@@ -234,7 +213,7 @@ def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
     if broken:
         return
     try:
-        backend = backend_class({**DEFAULTS, **given}["BACKEND"])
+        backend = backend_class(given.get("BACKEND", DEFAULTS["BACKEND"]))
     except ImproperlyConfigured as exc:
         yield Problem("E005", f"{_where(alias, 'BACKEND')}: {exc}")
     except (ImportError, TypeError) as exc:
@@ -252,20 +231,9 @@ def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
 def location_problems(config: AliasConfig) -> Iterator[Problem]:
     """Yield a problem if LOCATION is set for a backend that uses FENCE_DATABASE only."""
     if config.location:
-        yield Problem(
-            "E007",
-            f"{config.where('LOCATION')} is {shown(config.location)}, which this backend can't "
-            "use.",
-            "Leave it out; FENCE_DATABASE names the database.",
-        )
-
-
-def timeout_problems(config: AliasConfig) -> Iterator[Problem]:
-    """Yield the problems of the option "TIMEOUT"."""
-    try:
-        config.timeout  # noqa: B018
-    except (TypeError, ValueError) as exc:
-        yield Problem("E003", str(exc))
+        what = f"{config.where('LOCATION')} is {shown(config.location)}"
+        hint = "Leave it out; FENCE_DATABASE names the database."
+        yield Problem("E007", f"{what}, which this backend can't use.", hint)
 
 
 def shown(value: object) -> str:
@@ -290,24 +258,20 @@ def unknown(key: str, known: Any) -> str:
 
 
 def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
-    for key in given:
-        if key not in DEFAULTS:
-            yield Problem(
-                "E002", f"{_where(alias)} has an unknown key {key!r}.", unknown(str(key), DEFAULTS)
-            )
+    for key in set(given).difference(DEFAULTS):
+        what = f"{_where(alias)} has an unknown key {key!r}."
+        yield Problem("E002", what, unknown(str(key), DEFAULTS))
     whole = {**DEFAULTS, **given}
-    for key, options in (("TTL", {}), ("BLOCKING_TIMEOUT", {"zero": True})):
+    for key in ("TTL", "BLOCKING_TIMEOUT"):
         try:
-            seconds(whole[key], _where(alias, key), **options)
+            seconds(whole[key], _where(alias, key), zero=key == "BLOCKING_TIMEOUT")
         except (TypeError, ValueError) as exc:
             yield Problem("E003", str(exc))
     for key in ("BACKEND", "LOCATION", "KEY_PREFIX", "FENCE_DATABASE"):
         if not isinstance(whole[key], str):
             yield Problem("E002", f"{_where(alias, key)} is {shown(whole[key])}.", "Make it a str.")
-    if not isinstance(whole["OPTIONS"], Mapping):
-        yield Problem(
-            "E008", f"{_where(alias, 'OPTIONS')} is {shown(whole['OPTIONS'])}.", "Make it a dict."
-        )
+    if not isinstance(options := whole["OPTIONS"], Mapping):
+        yield Problem("E008", f"{_where(alias, 'OPTIONS')} is {shown(options)}.", "Make it a dict.")
     where, database = _where(alias, "FENCE_DATABASE"), whole["FENCE_DATABASE"]
     if database not in settings.DATABASES:
         yield Problem(
@@ -325,16 +289,9 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _read(alias: str, given: Mapping[str, Any]) -> AliasConfig:
     whole = {**DEFAULTS, **given}
-    return AliasConfig(
-        alias=alias,
-        backend=whole["BACKEND"],
-        location=whole["LOCATION"],
-        ttl=seconds(whole["TTL"], "TTL"),
-        blocking_timeout=seconds(whole["BLOCKING_TIMEOUT"], "BLOCKING_TIMEOUT", zero=True),
-        key_prefix=whole["KEY_PREFIX"],
-        fence_database=whole["FENCE_DATABASE"],
-        options=dict(whole["OPTIONS"]),
-    )
+    whole["TTL"] = seconds(whole["TTL"], "TTL")
+    whole["BLOCKING_TIMEOUT"] = seconds(whole["BLOCKING_TIMEOUT"], "BLOCKING_TIMEOUT", zero=True)
+    return AliasConfig(alias, **{key.lower(): value for key, value in whole.items()})
 
 
 def _settings() -> Mapping[str, Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import get_annotations
 from typing import TYPE_CHECKING, Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -18,8 +19,11 @@ class FencedLockError(Exception):
     settings catch those, and a retry under the same lease fails again.
     """
 
-    #: The names of its attributes.
+    #: The names of the attributes that a subclass declares.
     fields: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.fields = (*cls.fields, *get_annotations(cls))
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -41,7 +45,6 @@ def _rebuild(kind: type[FencedLockError], message: str, facts: dict[str, Any]) -
 class LockNotAcquired(FencedLockError):
     """Another holder has the lock, and the time to wait for it is over."""
 
-    fields = ("name", "alias", "holder")
     name: str
     alias: str
     holder: Holder | None
@@ -54,7 +57,6 @@ class AliasConflict(LockNotAcquired):
 class BackendUnavailable(FencedLockError):
     """The lock service could not be reached, or did not answer in time."""
 
-    fields = ("name", "alias")
     name: str | None
     alias: str
 
@@ -62,7 +64,6 @@ class BackendUnavailable(FencedLockError):
 class ReleaseBlocked(FencedLockError):
     """An open transaction has the fence of a lock locked, so the lock isn't released."""
 
-    fields = ("name", "alias", "holder", "blocker")
     name: str
     alias: str
     holder: Holder | None
@@ -72,7 +73,6 @@ class ReleaseBlocked(FencedLockError):
 class InsideTransaction(FencedLockError):
     """The caller's own open transaction makes this grant useless or impossible."""
 
-    fields = ("name", "alias")
     name: str
     alias: str
 
@@ -80,7 +80,6 @@ class InsideTransaction(FencedLockError):
 class LeaseLost(FencedLockError):
     """The lease was held, and is lost."""
 
-    fields = ("name", "owner", "token", "holder")
     name: str
     owner: str
     token: int | None
@@ -90,7 +89,6 @@ class LeaseLost(FencedLockError):
 class LockRequired(FencedLockError):
     """A fenced write was tried without a lease of the row's lock name."""
 
-    fields = ("name", "held")
     name: str
     held: tuple[str, ...]
 
@@ -98,7 +96,6 @@ class LockRequired(FencedLockError):
 class StaleFence(FencedLockError):
     """A newer grant of the lock name exists; the write was rejected."""
 
-    fields = ("name", "owner", "token", "holder")
     name: str
     owner: str
     token: int
@@ -116,7 +113,6 @@ class StaleObject(StaleFence):
 class OutcomeUnknown(FencedLockError):
     """A COMMIT failed, and may or may not have taken effect."""
 
-    fields = ("name", "owner", "token")
     name: str
     owner: str
     token: int
@@ -125,7 +121,6 @@ class OutcomeUnknown(FencedLockError):
 class WrongDatabase(FencedLockError):
     """A row or a transaction isn't in the database of its lock's fences."""
 
-    fields = ("name", "database")
     name: str
     database: str
 
@@ -133,7 +128,6 @@ class WrongDatabase(FencedLockError):
 class VersionConflict(FencedLockError):
     """The row was changed since this object was loaded."""
 
-    fields = ("model", "pk", "version")
     model: str
     pk: Any
     version: int
@@ -142,14 +136,12 @@ class VersionConflict(FencedLockError):
 class NotTheHolder(FencedLockError, RuntimeError):
     """Other code tried to release a lease while its holder is running."""
 
-    fields = ("name",)
     name: str
 
 
 class Unfenced(FencedLockError):
     """A token was requested of a lock with ``fenced=False``."""
 
-    fields = ("name",)
     name: str
 
 

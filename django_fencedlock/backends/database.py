@@ -10,7 +10,7 @@ from typing import TypeVar
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..conf import AliasConfig, Problem, location_problems, timeout_problems
+from ..conf import AliasConfig, Problem, location_problems
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable
 from ..storage.connections import in_transaction, is_of_test, is_open, pool
@@ -174,7 +174,6 @@ class DatabaseBackend(Backend):
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:
         yield from super().problems(config)
         yield from location_problems(config)
-        yield from timeout_problems(config)
 
     def close(self) -> None:
         self._sessions.close()

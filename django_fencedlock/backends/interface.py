@@ -249,6 +249,11 @@ class Backend(ABC):
                     f"{config.where('OPTIONS')} has an unknown key {key!r}.",
                     unknown(str(key), cls.option_names),
                 )
+        if "TIMEOUT" in cls.option_names:
+            try:
+                config.timeout  # noqa: B018
+            except (TypeError, ValueError) as exc:
+                yield Problem("E003", str(exc))
 
     def check(self) -> Iterator[Problem]:
         """Problems that only the service can reveal. For `check --database` and doctor."""

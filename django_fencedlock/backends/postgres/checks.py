@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from django.conf import settings
 from django.db import Error, connections
 
-from ...conf import AliasConfig, Problem, location_problems, timeout_problems
+from ...conf import AliasConfig, Problem, location_problems
 from . import statements as sql
 from .sessions import Session, connect
 
@@ -16,7 +16,6 @@ def settings_problems(config: AliasConfig) -> Iterator[Problem]:
     """Find problems of the settings without asking a server."""
     options, where = config.options, config.where("OPTIONS")
     yield from location_problems(config)
-    yield from timeout_problems(config)
     for option in ("MAX_LOCKS", "MAX_WAITERS"):
         count = options.get(option, 1)
         if not isinstance(count, int) or isinstance(count, bool) or count <= 0:

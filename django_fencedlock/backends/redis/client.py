@@ -18,7 +18,7 @@ from redis.backoff import NoBackoff
 from redis.connection import SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
 
-from ...conf import TIMEOUT, AliasConfig, Problem, shown, timeout_problems
+from ...conf import TIMEOUT, AliasConfig, Problem, shown
 from ...storage.text import HIDDEN, without_secrets
 
 #: What the driver raises. An unreachable Cluster raises an error of another family.
@@ -166,7 +166,6 @@ def problems(config: AliasConfig) -> Iterator[Problem]:
         if why := _fault_of_factory(path):
             what = f"{where}['CLIENT_FACTORY'] is {shown(path)}: {without_secrets(why)}."
             yield Problem("E008", what, _FACTORY)
-    yield from timeout_problems(config)
 
 
 def _url_problems(config: AliasConfig) -> Iterator[Problem]:
