@@ -1,11 +1,13 @@
-"""Rows of the registry that dead processes leave behind."""
+"""Rows of the registry that no live fenced lock has."""
 
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from django.db import DataError
 
 from django_fencedlock import conf, lock
 from django_fencedlock.models import HeldLock
+from django_fencedlock.storage import unfenced
 from django_fencedlock.storage.dialect import BATCH
 from django_fencedlock.storage.unfenced import KEPT, ExpiredRows
 from django_fencedlock.test.processes import another_thread
@@ -61,3 +63,9 @@ def test_a_row_whose_session_lives_stays(postgres, settings):
         add(rows, "dead", ago=KEPT + 60, session_pid=2**30)
         assert ExpiredRows(conf.config()).sweep(1) == 1
     assert names(rows) == ["hung"]
+
+
+def test_mariadb_stores_no_row_of_an_unfenced_lock_that_it_would_have_to_cut():
+    with lock("report", fenced=False) as lease, pytest.raises(DataError):
+        unfenced.write("mariadb", [(lease, "x" * 31)])
+    assert not HeldLock.objects.using("mariadb").exists()

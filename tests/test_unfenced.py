@@ -13,6 +13,8 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.ops.registry import State, listing
+from django_fencedlock.storage import unfenced
+from django_fencedlock.storage.connections import ConnectionPool
 from django_fencedlock.storage.unfenced import rows as unfenced_rows
 
 pytestmark = [
@@ -57,7 +59,7 @@ def test_one_that_was_renewed_is_in_the_registry_until_its_release(writing, rows
 def test_a_short_one_gets_no_row(writing, rows):
     with lock("report", fenced=False):
         pass
-    assert not unfenced_rows.aliases
+    assert not unfenced_rows.labels
 
 
 def test_a_row_is_renewed_with_its_lease(writing, rows):
@@ -134,15 +136,15 @@ def test_one_whose_release_gets_no_answer(writing, rows, monkeypatch):
 
 def test_one_that_ends_while_it_is_written(writing, rows, monkeypatch):
     lease = lock("report", fenced=False, ttl=60).acquire()
-    renew_all()
-    (job,) = unfenced_rows.aliases.values()
-    write = job._write
 
-    def release_and_write(*leases):
+    def write_and_release(*args):
+        write(*args)
         lease.release()
-        write(*leases)
 
-    monkeypatch.setattr(job, "_write", release_and_write)
+    write = unfenced.write
+    with monkeypatch.context() as patched:
+        patched.setattr(unfenced, "write", write_and_release)
+        renew_all()
     writing.flush()
     writing.flush()
     assert not rows.exists()
@@ -151,7 +153,7 @@ def test_one_that_ends_while_it_is_written(writing, rows, monkeypatch):
 def test_many_at_once(writing, rows):
     leases = [lock(f"report {number}", fenced=False, ttl=60).acquire() for number in range(100)]
     renew_all()
-    own = mock.patch.object(writing, "run", lambda database, work: work())
+    own = mock.patch.object(ConnectionPool, "run_orm", lambda pool, work, timeout: work())
     with own, CaptureQueriesContext(connections[rows.db]) as queries:
         writing.flush()
     assert sum("INSERT" in each["sql"] for each in queries) <= 3

@@ -39,7 +39,6 @@ from ..storage import connections, history
 from ..storage.background_writer import writer
 from ..storage.dialect import BATCH
 from ..storage.fences import Fences
-from ..storage.history import EventRow
 from ..storage.message_records import MessageRecords
 from ..storage.pending_runs import PendingRuns
 from ..storage.text import is_table_missing
@@ -333,7 +332,7 @@ def _release(config: conf.AliasConfig, child: Process, held: list[tuple[str, str
             if released:
                 facts = {"owner": owner, "pid": child.pid}
                 emit(Kind.EVICTED, type(backend), alias, name, None, **facts)
-                rows.append(EventRow(history.death(name, alias, child.pid)))
+                rows.append((clock(), history.death(name, alias, child.pid)))
     finally:
         with contextlib.suppress(BackendUnavailable, Error):
             backend.close()

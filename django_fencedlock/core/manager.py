@@ -509,7 +509,7 @@ def tidy_at_exit() -> None:
             each.backend.close()
 
 
-subscribe(history.on_event, Kind.ACQUIRED, Kind.RELEASED)
-subscribe(unfenced.on_event, Kind.RENEWED)
+subscribe(history.history.on_event, Kind.ACQUIRED, Kind.RELEASED, Kind.LOST, Kind.EVICTED)
+subscribe(unfenced.rows.on_event, Kind.RENEWED)
 setting_changed.connect(_forget_settings, dispatch_uid="django_fencedlock.core.manager")
 atexit.register(tidy_at_exit)

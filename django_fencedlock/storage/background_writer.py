@@ -6,24 +6,24 @@ import atexit
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 from django.db import Error, connections
 
-from ..core.runtime import Worker, allocate_lock, clock, forks, original
+from ..core.runtime import Worker, allocate_lock, forks, original
 from .connections import ConnectionPool, under_test
 from .text import is_table_missing
 from .vendors import ledger_for
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 #: Seconds between two writes.
 INTERVAL = 1.0
-#: Seconds until a job is tried again after an error.
-RETRY_AFTER = 60.0
+#: Limit of items that one function has queued for a database, and of those written at once.
+MAX_QUEUED, BATCH = 10_000, 400
 #: Seconds for one write. The interpreter's exit waits as long.
 WRITE_TIMEOUT = 2.0
 #: Seconds to wait for SQLite's file: grants and releases go first.
@@ -31,38 +31,31 @@ SQLITE_BUSY_TIMEOUT = 0.1
 #: Seconds that a fork waits for a write to end; longer than a write waits for SQLite's file.
 FORK_TIMEOUT = 0.2
 
-
-class Job(Protocol):
-    """A bounded amount of data for one database."""
-
-    database: str
-
-    def write(self) -> bool:
-        """Write a part of the data, by Django's ORM. Return whether more is left."""
-
-    def forget(self) -> None:
-        """Drop the data."""
+#: Called with a database and queued items. It uses Django's ORM, on a private connection.
+Write = Callable[[str, list[Any]], object]
 
 
 class BackgroundWriter:
-    """Writes queued jobs about once a second; no lock waits for it, or fails with it."""
+    """Writes queued items about once a second; no lock waits for it, or fails with it."""
 
     def __init__(self) -> None:
         self._worker = Worker("fencedlock-writer")
         self._pools: dict[str, ConnectionPool] = {}
-        #: With the time before which a job isn't tried.
-        self._jobs: dict[Job, float] = {}
+        #: Called before each write. They may queue items, and return whether to call them again.
+        self.sources: list[Callable[[], bool]] = []
         self.after_fork()
         forks.register(self)
         atexit.register(self.finish)
 
     def after_fork(self) -> None:
-        """Leave the parent's jobs to the parent."""
-        self.forget()
-        self._failing: set[Job] = set()
+        """Leave the parent's items to the parent."""
+        self._queues: dict[tuple[str, Write], deque[Any]] = {}
+        self._failing: set[str] = set()
         self._writing = allocate_lock()
         self._forking_thread: int | None = None
         self._disabled = False
+        #: Whether the thread will write what is queued now.
+        self.is_due = False
 
     def disable(self) -> None:
         """Write nothing in this process: it may fork at any time. Its children do write."""
@@ -72,40 +65,42 @@ class BackgroundWriter:
         """Return whether nothing may be queued: after `disable()`, and in tests."""
         return self._disabled or under_test()
 
-    def put(self, job: Job) -> bool:
-        """Queue `job`, unless it is queued already. Return whether a thread will write it."""
-        self._jobs.setdefault(job, 0.0)
-        if self._worker.waiting:
-            return self._worker.start()
-        return self._worker.put(self._write_soon)
+    def put(self, database: str, write: Write, item: Any) -> None:
+        """Queue an item for `write`. With too many, the oldest is dropped."""
+        key = (database, write)
+        queue = self._queues.get(key) or self._queues.setdefault(key, deque(maxlen=MAX_QUEUED))
+        queue.append(item)
+        self.start()
+
+    def start(self) -> None:
+        """Make the thread write within about a second."""
+        if not self.is_due:
+            # Set before: the thread may write, and reset it, at once.
+            self.is_due = True
+            if self._worker.waiting:
+                self.is_due = self._worker.start()
+            elif not self._worker.put(self._write_soon):
+                self.is_due = False
 
     def forget(self) -> None:
-        """Drop all jobs."""
-        for job in list(self._jobs):
-            job.forget()
-        self._jobs.clear()
+        """Drop all items."""
+        self._queues.clear()
 
     def flush(self) -> bool:
-        """Write all jobs that are due. Return whether some are left."""
-        for job, due in list(self._jobs.items()):
-            if due <= clock():
-                self._jobs.pop(job, None)
-                self._write(job)
-        return bool(self._jobs)
+        """Write a batch of each function's items. Return whether some are left."""
+        more = [source() for source in self.sources]
+        for (database, write), queue in list(self._queues.items()):
+            items = [queue.popleft() for _ in range(min(BATCH, len(queue)))]
+            if items and not self._write(database, partial(write, database, items)):
+                queue.extendleft(reversed(items))
+        return any(more) or any(self._queues.values())
 
     def finish(self) -> None:
         """Write once more at the interpreter's exit."""
-        if self._jobs and not self.is_off() and self._writing.acquire(timeout=WRITE_TIMEOUT):
+        if not self.is_off() and self._writing.acquire(timeout=WRITE_TIMEOUT):
             with contextlib.suppress(Exception):
                 self.flush()
             self.close()
-
-    def run(self, database: str, work: Callable[[], T]) -> T:
-        """Run `work` on a connection of the writer's own, so that no lock waits for it."""
-        pool = self._pools.get(database)
-        if pool is None:
-            pool = self._pools.setdefault(database, ConnectionPool(database, WRITE_TIMEOUT))
-        return pool.run_orm(work, SQLITE_BUSY_TIMEOUT)
 
     def close(self) -> None:
         """Close idle connections."""
@@ -126,40 +121,42 @@ class BackgroundWriter:
     def _write_soon(self) -> None:
         original("time", "sleep")(INTERVAL)
         with self._writing:
+            # Before the items are read: those that are added from now on start the thread again.
+            self.is_due = False
             more = self.flush()
             if not more:
                 self.close()
         if more:
-            self._worker.put(self._write_soon)
+            self.start()
 
-    def _write(self, job: Job) -> None:
+    def _write(self, database: str, write: Callable[[], object]) -> bool:
+        """Return whether the items were written or dropped; False to try again."""
+        # A connection of the writer's own, so that no lock waits for it.
+        if (pool := self._pools.get(database)) is None:
+            pool = self._pools[database] = ConnectionPool(database, WRITE_TIMEOUT)
         try:
-            if job.write():
-                self._jobs.setdefault(job, 0.0)
+            pool.run_orm(write, SQLITE_BUSY_TIMEOUT)
         except Error as exc:
-            locked = ledger_for(connections[job.database]).is_row_locked(exc)
-            self._jobs[job] = 0.0 if locked else clock() + RETRY_AFTER
-            if not locked and job not in self._failing:
-                self._failing.add(job)
-                self._log(job, exc)
+            if ledger_for(connections[database]).is_row_locked(exc):
+                return False
+            if database not in self._failing:
+                self._failing.add(database)
+                # Projects with unfenced locks alone need no tables.
+                logger.log(
+                    logging.INFO if is_table_missing(exc) else logging.WARNING,
+                    "The history of locks and the rows of unfenced locks can't be written to %r "
+                    "(%s: %s). They are dropped. Locks still work.",
+                    database,
+                    type(exc).__name__,
+                    str(exc).strip(),
+                )
         except Exception:
-            logger.exception("A background write to %r failed", job.database)
+            logger.exception("A background write to %r failed", database)
         else:
-            if job in self._failing:
-                self._failing.discard(job)
-                logger.info("Background writes to %r succeed again", job.database)
-
-    def _log(self, job: Job, exc: Error) -> None:
-        # Projects with unfenced locks alone need no tables.
-        logger.log(
-            logging.INFO if is_table_missing(exc) else logging.WARNING,
-            "The history of locks and the rows of unfenced locks can't be written to %r (%s: %s). "
-            "Locks still work. The next try is in %d s.",
-            job.database,
-            type(exc).__name__,
-            str(exc).strip(),
-            RETRY_AFTER,
-        )
+            if database in self._failing:
+                self._failing.discard(database)
+                logger.info("Background writes to %r succeed again", database)
+        return True
 
 
 writer = BackgroundWriter()
