@@ -23,8 +23,8 @@ from ..core.names import MAX_LENGTH
 from ..exceptions import BackendUnavailable, FencedLockError
 from ..storage.connections import open_connections, when_all_ended
 from ..storage.pending_runs import Claimed, EarlierRun, Pending, PendingRuns, Place, StoredMessage
-from .duplicates import NUMBER, REPRS, SERVE, Call, Delivery, number, route
-from .names import single_of
+from .duplicates import NUMBER, REPRS, SERVE, Delivery, number, route
+from .names import Call, single_of
 from .policy import Policy, Skip
 
 if TYPE_CHECKING:

@@ -13,20 +13,18 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from celery import Signature, _state, current_app
 from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish
 from celery.states import READY_STATES
 
-from ..core.identity import Holder, Owner, shorten_task_id
-from ..core.manager import Service
+from ..core.identity import Holder, shorten_task_id
 from ..exceptions import BackendUnavailable
-from ..lease import Lease
 from ..storage.message_records import Begun, Message, MessageRecords
-from .names import single_of
-from .policy import Policy, Skip
+from .names import Call, single_of
+from .policy import Skip
 
 if TYPE_CHECKING:
     from .names import AnyTask
@@ -63,30 +61,6 @@ SHORTEST = 5.0
 UNDECIDED = 1.0
 #: Seconds until a postponed message comes again: at first, and at most. They double each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-
-
-class Call(Protocol):
-    """What this module and `coalesce` use of a `Run`."""
-
-    task: Any
-    #: Celery's request. Other threads can't look it up.
-    request: Any
-    policy: Policy
-    service: Service
-    owner: Owner
-    lease: Lease | None
-    #: The task's name, and the lock's.
-    title: str
-    name: str
-    ttl: float
-    #: The arguments, without the task itself.
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    #: Whether neither a message nor ``apply()`` caused the call.
-    is_called_directly: bool
-
-    def facts(self, reason: str | None = None) -> dict[str, Any]:
-        """Return the ``extra`` of a log record about this call."""
 
 
 class HolderGone(Exception):

@@ -1,4 +1,4 @@
-"""Lock names of tasks, and the `Single` that a decorated function has."""
+"""Calls of tasks under `single_instance`, and the names of their locks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from celery.utils.saferepr import saferepr
 from django.db.models import Model
 from django.utils.crypto import salted_hmac
 
-from .. import conf
+from .. import conf, logs
 from ..core import names
+from ..core.identity import new_owner
+from ..core.manager import Service, service
+from ..lease import Lease
 from ..storage.text import HIDDEN
 from .policy import TERMS, Policy
 
@@ -115,6 +118,46 @@ def is_bound(task: Any) -> bool:
     """Return whether the task's function gets the task as its first argument."""
     # autoretry_for replaces the method by a function.
     return inspect.ismethod(getattr(task, "_orig_run", task.run))
+
+
+class Call:
+    """A call of a task: a delivery, a retry or a direct call, with its own owner."""
+
+    def __init__(
+        self,
+        single: Single,
+        task: AnyTask | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        request: Any,
+    ) -> None:
+        self.single = single
+        self.policy = single.policy
+        self.task: Any = task
+        #: The arguments, without the task itself.
+        self.args, self.kwargs = args, kwargs
+        self.name, self.title, self.pattern = single.name(task, args, kwargs)
+        #: Celery's request. Other threads can't look it up.
+        self.request = request
+        #: Whether neither a message nor ``apply()`` caused the call.
+        self.is_called_directly = request is None or bool(request.called_directly)
+        self.task_id = "" if request is None else request.id or ""
+        # Made before the lock is asked for: a time limit may come between grant and return.
+        self.owner = new_owner((self.title, self.task_id))
+        self.service: Service = service(self.policy.backend)
+        self.ttl = self.policy.ttl or self.service.config.ttl
+        self.lease: Lease | None = None
+
+    def facts(self, reason: str | None = None) -> dict[str, Any]:
+        """Return the ``extra`` of a log record about this call."""
+        return logs.facts(
+            name=self.name,
+            alias=self.policy.backend,
+            token=self.lease.token if self.lease and self.lease.fenced else None,
+            owner=self.owner.id,
+            task=self.title,
+            reason=reason,
+        )
 
 
 # The four ways to name a lock

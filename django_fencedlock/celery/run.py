@@ -17,15 +17,14 @@ from .. import logs, signals
 from ..backends.interface import Held, Wait
 from ..core import runtime
 from ..core.grants import holder_of, new_claim
-from ..core.identity import current_holder, new_owner, running_task
-from ..core.manager import Service, service
+from ..core.identity import current_holder, running_task
 from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
-from ..lease import Lease, enter, leave
+from ..lease import enter, leave
 from . import duplicates, interrupts
 from .coalesce import Arguments, Coalescing
 from .duplicates import CONFLICTS, RUN, HolderGone
-from .names import Single
+from .names import Call, Single
 from .policy import Skip, SkippedRun
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ _running: ContextVar[tuple[Run, ...]] = ContextVar("fencedlock_runs", default=()
 _converting: ContextVar[Run | None] = ContextVar("fencedlock_converting", default=None)
 
 
-class Run:
+class Run(Call):
     """
     One run of a task: a delivery, a retry or a call, with its own owner.
 
@@ -46,24 +45,12 @@ class Run:
     """
 
     def __init__(self, single: Single, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.single = single
-        self.policy = single.policy
-        self.task: Any
-        self.task, self.args = single.task_of(args)
-        self.kwargs = kwargs
-        self.name, self.title, self._pattern = single.name(self.task, self.args, kwargs)
+        task, arguments = single.task_of(args)
+        request = None if task is None else _request_of(task)
+        super().__init__(single, task, arguments, kwargs, request)
         #: All that the function gets, which may begin with the task.
         self._all_args = args
-        self.request: Any = None if self.task is None else _request_of(self.task)
-        self.is_called_directly = self.request is None or bool(self.request.called_directly)
-        task_id = None if self.request is None else self.request.id
-        self._task_and_id = self.title, task_id or ""
-        # Made before the lock is asked for: a time limit may come between grant and return.
-        self.owner = new_owner(self._task_and_id)
         self._who = current_holder()
-        self.service: Service = service(self.policy.backend)
-        self.ttl = self.policy.ttl or self.service.config.ttl
-        self.lease: Lease | None = None
         self._time_limit = interrupts.DeferredTimeLimit()
         self._delivery = duplicates.delivery_of(self)
         self._coalescing: Coalescing | None = None
@@ -71,37 +58,30 @@ class Run:
             self._coalescing = Coalescing(self, self._delivery)
         #: Arguments from the message of another trigger, instead of the run's own.
         self._latest: Arguments | None = None
-        self._is_released = False
-        #: Whether the run is ending normally, so that it can look for more work.
+        #: Whether the run has its lock and isn't killed, so that it can look for more work.
         self._ends_normally = False
-
-    def facts(self, reason: str | None = None) -> dict[str, Any]:
-        """Return the ``extra`` of a log record about this run."""
-        return logs.facts(
-            name=self.name,
-            alias=self.policy.backend,
-            token=self.lease.token if self.lease and self.lease.fenced else None,
-            owner=self.owner.id,
-            task=self.title,
-            reason=reason,
-        )
 
     def perform(self) -> Any:
         """Run the task, or do what ``on_conflict`` says; return its result."""
         with self._time_limit:
-            mark = running_task.set(self._task_and_id)
+            mark = running_task.set((self.title, self.task_id))
             try:
                 try:
-                    return self._perform()
+                    result = self._perform()
                 finally:
-                    if not self._is_released:
-                        self._release_left_over()
+                    self._release()
+                    # Triggers that were counted meanwhile rely on it.
+                    if self._coalescing is not None and self._ends_normally:
+                        self._coalescing.released()
+                self._raise_loss()
+                return result
             finally:
                 running_task.reset(mark)
 
     def _perform(self) -> Any:
         try:
-            skip = self._look() or self._acquire()
+            skip = self._coalescing.before() if self._coalescing is not None else None
+            skip = skip or self._acquire()
         except AliasConflict:
             # Two lock services for one name: an error of the settings, not a conflict of runs.
             raise
@@ -111,85 +91,25 @@ class Run:
             if self.policy.on_backend_error != "run":
                 raise
             return self._run_without_lock(str(exc))
-        if skip is not None:
-            return SkippedRun.made(self.name, skip)
+        if skip is None and self._coalescing is not None:
+            skip, self._latest = self._coalescing.begin()
+        elif skip is None and self._delivery is not None:
+            skip = self._delivery.begin()
+        return self._run_body() if skip is None else SkippedRun.made(self.name, skip)
+
+    def _run_body(self) -> Any:
         assert self.lease is not None
-        return self._hold(self.lease)
-
-    def _look(self) -> Skip | None:
-        """Look whether there is work, before the lock is asked for."""
-        return None if self._coalescing is None else self._coalescing.before()
-
-    def _acquire(self) -> Skip | None:
-        """
-        Acquire the lock.
-
-        Raises:
-            LockNotAcquired: Another holder has it.
-            Ignore: The message comes again later.
-        """
-        while True:
-            try:
-                self._try_to_acquire()
-                return None
-            except AliasConflict:
-                raise
-            except LockNotAcquired as refusal:
-                try:
-                    if skip := self._look_after_refusal(refusal):
-                        return skip
-                except HolderGone:
-                    pass
-
-    def _look_after_refusal(self, refusal: LockNotAcquired) -> Skip | None:
-        """Return why there is nothing to run; None to try again at once."""
-        skip: Skip | None = None
-        if self._delivery is not None and refusal.holder is not None:
-            skip = self._delivery.conflict(refusal.holder)
-        if skip is not None:
-            return skip
-        if self._coalescing is None:
-            raise refusal
-        return self._coalescing.refused()
-
-    def _hold(self, lease: Lease) -> Any:
-        try:
-            skip = self._begin()
-            result = SkippedRun.made(self.name, skip) if skip else self._run_body(lease)
-        finally:
-            self._release(lease)
-            # Triggers that were counted meanwhile rely on it, unless this process is being killed.
-            if self._coalescing is not None and self._ends_normally:
-                self._coalescing.released()
-        self._raise_loss(lease)
-        return result
-
-    def _begin(self) -> Skip | None:
-        """Record that the run begins, now that it has the lock."""
-        skip: Skip | None = None
-        try:
-            if self._coalescing is not None:
-                skip, self._latest = self._coalescing.begin()
-            elif self._delivery is not None:
-                skip = self._delivery.begin()
-        except Exception:
-            self._ends_normally = True
-            raise
-        self._ends_normally = skip is not None
-        return skip
-
-    def _run_body(self, lease: Lease) -> Any:
         error: BaseException | None = None
         try:
             # A greenlet can't be interrupted by a signal or an asynchronous exception.
             aborts = self.policy.on_lost == "abort" and not runtime.is_patched("_thread")
             with self._entered():
-                enter(lease)
+                enter(self.lease)
                 try:
-                    result = interrupts.run_body(self._call, lease if aborts else None)
+                    result = interrupts.run_body(self._call, self.lease if aborts else None)
                 finally:
-                    leave(lease)
-            self._raise_loss(lease)
+                    leave(self.lease)
+            self._raise_loss()
             return result
         except BaseException as exc:
             error = exc
@@ -208,48 +128,37 @@ class Run:
 
     # The lock
 
-    def _try_to_acquire(self) -> None:
-        self._refuse_own_lock()
-        started, patience = clock(), 0.0
-        if self.policy.on_conflict == "wait":
-            given = self.policy.blocking_timeout
-            patience = self.service.config.blocking_timeout if given is None else given
-        claim = new_claim(self.name, self.ttl, self.policy.fenced, owner=self.owner)
-        self._time_limit.wait = wait = Wait(patience, self._on_refusal)
-        if self._time_limit.deferred is not None:
-            wait.cancel()
-        lease = self.service.acquire(
-            claim,
-            wait,
-            self._who,
-            pattern=self._pattern,
-            max_hold=self.policy.max_hold,
-            # A plain call may run in any process; a message is for a worker.
-            of_another_process=not self.is_called_directly,
-        )
-        if lease is None:
-            waited = clock() - started
-            raise self.service.refusal(self.name, waited, claim.fenced, wait.held)
-        self.lease = lease
-        if self.request is not None:
-            # A message that the task publishes from now on may have to wait for this lock.
-            setattr(self.request, RUN, self.owner.id)
+    def _acquire(self) -> Skip | None:
+        """
+        Acquire the lock; return why there is nothing to run.
 
-    def _on_refusal(self, held: Held) -> None:
-        """Look at the holder, if it is known, when the first try was refused."""
-        seen = [holder_of(held, self.policy.backend)] if held.owner else []
-        duplicates.postpone_until_publisher_ends(self, seen)
-        if self.policy.on_conflict == "wait" and self._delivery is not None:
-            self._delivery.before_waiting(seen)
+        Raises:
+            LockNotAcquired: Another holder has it.
+            Ignore: The message comes again later.
+        """
+        while refusal := self._refuse_own_lock() or self._try_to_acquire():
+            try:
+                skip: Skip | None = None
+                if self._delivery is not None and refusal.holder is not None:
+                    skip = self._delivery.conflict(refusal.holder)
+                if skip is None:
+                    if self._coalescing is None:
+                        raise refusal
+                    skip = self._coalescing.refused()
+            except HolderGone:
+                continue
+            if skip is not None:
+                return skip
+        return None
 
-    def _refuse_own_lock(self) -> None:
-        """Refuse to wait for a lock that the calling code holds."""
+    def _refuse_own_lock(self) -> LockNotAcquired | None:
+        """Return the error of a call that would wait for the code that made it."""
         held = self.service.lease_of(self.name, self._who)
-        if held is None or (self.is_called_directly and not self._is_nested()):
-            return
-        if not self.service.backend.excludes:
-            return
-        raise LockNotAcquired(
+        if held is None or not self.service.backend.excludes:
+            return None
+        if self.is_called_directly and not self._is_nested():
+            return None
+        return LockNotAcquired(
             f"Lock {self.name!r} is held by the code that called {self.title}, which can't "
             "continue before this call returns. Call it after the lock was released.",
             name=self.name,
@@ -264,25 +173,53 @@ class Run:
             for outer in _running.get()
         )
 
-    def _release(self, lease: Lease) -> None:
+    def _try_to_acquire(self) -> LockNotAcquired | None:
+        started, patience = clock(), 0.0
+        if self.policy.on_conflict == "wait":
+            given = self.policy.blocking_timeout
+            patience = self.service.config.blocking_timeout if given is None else given
+        claim = new_claim(self.name, self.ttl, self.policy.fenced, owner=self.owner)
+        self._time_limit.wait = wait = Wait(patience, self._on_refusal)
+        if self._time_limit.deferred is not None:
+            wait.cancel()
+        self.lease = self.service.acquire(
+            claim,
+            wait,
+            self._who,
+            pattern=self.pattern,
+            max_hold=self.policy.max_hold,
+            # A plain call may run in any process; a message is for a worker.
+            of_another_process=not self.is_called_directly,
+        )
+        if self.lease is None:
+            return self.service.refusal(self.name, clock() - started, claim.fenced, wait.held)
+        self._ends_normally = True
+        if self.request is not None:
+            # A message that the task publishes from now on may have to wait for this lock.
+            setattr(self.request, RUN, self.owner.id)
+        return None
+
+    def _on_refusal(self, held: Held) -> None:
+        """Look at the holder, if it is known, when the first try was refused."""
+        seen = [holder_of(held, self.policy.backend)] if held.owner else []
+        duplicates.postpone_until_publisher_ends(self, seen)
+        if self.policy.on_conflict == "wait" and self._delivery is not None:
+            self._delivery.before_waiting(seen)
+
+    def _release(self) -> None:
+        if self.lease is None:
+            return
         try:
-            self.service.release(lease, self._who)
-            self._is_released = True
+            self.service.release(self.lease, self._who)
         except BackendUnavailable as exc:
             # The work is done, and the lock expires.
-            logs.left_to_run_out(logger, lease.name, exc, self.facts())
+            logs.left_to_run_out(logger, self.name, exc, self.facts())
 
-    def _release_left_over(self) -> None:
-        """Release the lock if a time limit prevented that."""
-        lease = self.lease or self.service.lease_of(self.name, self._who)
-        if lease is not None and lease.owner_id == self.owner.id and lease.is_open():
-            self._release(lease)
-
-    def _raise_loss(self, lease: Lease) -> None:
+    def _raise_loss(self) -> None:
         """Fail if the lock was lost: the result would say that the task ran alone."""
-        if lease.lost and self.policy.on_lost != "ignore":
-            lease.explain()
-            raise lease.loss()
+        if self.lease is not None and self.lease.lost and self.policy.on_lost != "ignore":
+            self.lease.explain()
+            raise self.lease.loss()
 
     # The body
 
@@ -292,10 +229,10 @@ class Run:
         signals.send(
             signals.lock_bypassed,
             type(self.service.backend),
-            name=self.name,
+            name=name,
             alias=self.policy.backend,
-            pattern=self._pattern,
-            task=self.title,
+            pattern=self.pattern,
+            task=title,
             reason=reason,
         )
         with self._entered():
