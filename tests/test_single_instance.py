@@ -534,6 +534,60 @@ class TestRetries:
         assert "reject requeue=False: no broker" in caplog.text
 
 
+class TestLinks:
+    """A skipped run has succeeded; one that was refused has failed, unless it comes again."""
+
+    @pytest.fixture
+    def after(self, app):
+        """Tasks to link, which note what they were called with."""
+        called = []
+
+        @app.task(name="shop.linked", shared=False)
+        def linked(result, word):
+            called.append((word, SkippedRun.of(result) or result))
+
+        return SimpleNamespace(
+            called=called, terms={"link": linked.s("link"), "link_error": linked.si(None, "error")}
+        )
+
+    def call(self, charge, after):
+        """Deliver a call to a worker while its lock is held; return the names of all links."""
+        charge.apply_async((1,), **after.terms)
+        with hold_lock("invoice:1"):
+            deliver(charge.app)
+        while waiting(charge.app):
+            deliver(charge.app)
+        return [word for word, _ in after.called]
+
+    @pytest.mark.parametrize(("policy", "reason"), [("skip", "held"), ("coalesce", "coalesced")])
+    def test_a_skipped_run_calls_the_link_with_the_reason(self, task, after, policy, reason):
+        assert self.call(task(on_conflict=policy), after) == ["link"]
+        assert after.called[0][1].reason == reason
+
+    @pytest.mark.parametrize("policy", ["raise", "wait"])
+    def test_a_refused_run_calls_the_errback(self, task, after, policy):
+        terms = {"blocking_timeout": 0} if policy == "wait" else {}
+        assert self.call(task(on_conflict=policy, **terms), after) == ["error"]
+
+    def test_a_retry_calls_the_link_once_it_has_run(self, task, after):
+        charge = task(on_conflict="retry", retry_countdown=0)
+        assert self.call(charge, after) == ["link"]
+        assert isinstance(after.called[0][1], int)
+
+    def test_the_last_retry_calls_the_errback(self, task, after):
+        charge = task(on_conflict="retry", retry_countdown=0, max_conflict_retries=0)
+        assert self.call(charge, after) == ["error"]
+
+
+def test_an_expired_message_takes_no_lock(task, monkeypatch):
+    charge = task()
+    asked = []
+    monkeypatch.setattr(grants.Grants, "acquire", lambda *given: asked.append(given))
+    result = charge.apply_async((1,), expires=-1)
+    deliver(charge.app)
+    assert (asked, result.state) == ([], "REVOKED")
+
+
 class TestABackendThatIsDown:
     def test_works_with_autoretry(self, task, settings):
         charge = task(options={"autoretry_for": (BackendUnavailable,), "default_retry_delay": 0})
