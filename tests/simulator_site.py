@@ -12,11 +12,7 @@ ROOT_URLCONF = __name__
 STATIC_URL = "static/"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = [
-    "django.contrib.staticfiles",
-    "django_fencedlock",
-    "example_project.simulator",
-]
+INSTALLED_APPS = ["django.contrib.staticfiles", "django_fencedlock", "example_project.simulator"]
 MIDDLEWARE = ["django.middleware.csrf.CsrfViewMiddleware"]
 TEMPLATES = [{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}]
 DATABASES = {

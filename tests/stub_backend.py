@@ -6,15 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from django_fencedlock.backends.interface import (
-    Backend,
-    Claim,
-    Grant,
-    Granted,
-    Held,
-    Renewal,
-    Wait,
-)
+from django_fencedlock.backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.core.runtime import clock
 
 

@@ -27,10 +27,7 @@ from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.test import hold_lock
 from tests.models import Account, Invoice, LedgerLine
 
-pytestmark = [
-    pytest.mark.django_db(transaction=True),
-    pytest.mark.urls("tests.test_admin_access"),
-]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.urls("tests.test_admin_access")]
 
 FENCED: dict[str, Any] = {"invoice": Invoice, "ledgerline": LedgerLine}
 OURS: dict[str, Any] = {"heldlock": HeldLock, "fence": Fence, "lockevent": LockEvent}

@@ -53,10 +53,7 @@ def watch(ended, monkeypatch):
 @contextlib.contextmanager
 def child_of(watch):
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         try:
             child.identity = Process.read(child.stdout.readline().strip())

@@ -499,8 +499,7 @@ class TestMessagesAgain:
         told = self.failed()
         with lock(NAME):
             meanwhile(
-                coalesced(late, 2, **self.told()),
-                coalesced(late, 1, **told, redelivered=True),
+                coalesced(late, 2, **self.told()), coalesced(late, 1, **told, redelivered=True)
             )
             within.pop()()
         overdue()

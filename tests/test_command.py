@@ -109,7 +109,7 @@ class TestList:
         assert head.split("  ")[0] == "NAME"
         columns = [head.index(word) for word in ("STATE", "HOLDER", "ALIAS", "TOKEN")]
         assert [one[at:].split("  ")[0] for at in columns] == [
-            *("held", str(lease.holder), "default", str(lease.token)),
+            *("held", str(lease.holder), "default", str(lease.token))
         ]
         assert "unfenced" in two
         assert "\x1b" not in out
@@ -373,7 +373,7 @@ class TestDoctor:
         assert code == 0
         assert found["level"] == "note"
         assert [each["about"] for each in found["reports"]] == [
-            *("settings, models and tasks", "database 'default'", "alias 'other' (database)"),
+            *("settings, models and tasks", "database 'default'", "alias 'other' (database)")
         ]
         assert found["reports"][2]["problems"][0]["message"].startswith("Round trip")
 

@@ -232,9 +232,7 @@ def test_the_demo_ends_as_told(demos: dict[str, Demo]) -> None:
 
 
 @needs_pauses
-def test_the_demo_on_servers_that_it_starts_and_the_site_that_stays(
-    demos: dict[str, Demo],
-) -> None:
+def test_the_demo_on_servers_that_it_starts_and_the_site_that_stays(demos: dict[str, Demo]) -> None:
     demo = demos["servers"]
     site = demo.hear("The site is at").split()[-1]
     assert {"(PostgreSQL),", "(RedisBackend),"} <= set(demo.said.split())

@@ -14,10 +14,7 @@ from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock
 from tests.models import Account, Contract, Invoice, LedgerLine, Ticket
 
-pytestmark = [
-    pytest.mark.django_db(transaction=True),
-    pytest.mark.urls("tests.test_fenced_admin"),
-]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.urls("tests.test_fenced_admin")]
 
 site = admin.AdminSite()
 

@@ -12,10 +12,10 @@ READ = [(5, 2), (6, 0), (6, 1)]
 RETURNING = ["returning_fields"] if django.VERSION >= (6, 0) else []
 PARAMETERS = {
     models.Model._save_table: [
-        *("raw", "cls", "force_insert", "force_update", "using", "update_fields"),
+        *("raw", "cls", "force_insert", "force_update", "using", "update_fields")
     ],
     models.Model._do_update: [
-        *("base_qs", "using", "pk_val", "values", "update_fields", "forced_update", *RETURNING),
+        *("base_qs", "using", "pk_val", "values", "update_fields", "forced_update", *RETURNING)
     ],
     models.Model._do_insert: ["manager", "using", "fields", "returning_fields", "raw"],
     models.QuerySet._raw_delete: ["using"],

@@ -67,12 +67,7 @@ def test_a_lost_lease_is_a_warning(records):
     known = facts(record)
     assert known.pop("held_for") >= 0
     assert "no longer knows" in known.pop("reason")
-    assert known == {
-        "name": "x",
-        "alias": "default",
-        "token": lease.token,
-        "owner": lease.owner_id,
-    }
+    assert known == {"name": "x", "alias": "default", "token": lease.token, "owner": lease.owner_id}
 
 
 def test_a_lost_lease_without_a_token(records):

@@ -94,9 +94,7 @@ def test_a_grant_writes_no_unused_index() -> None:
 
 @pytest.fixture(params=["sqlite", "postgres", "mariadb"])
 def migrated(
-    request: pytest.FixtureRequest,
-    make_alias: Callable[[dict[str, Any]], str],
-    tmp_path: Path,
+    request: pytest.FixtureRequest, make_alias: Callable[[dict[str, Any]], str], tmp_path: Path
 ) -> Iterator[str]:
     """Return the alias of a migrated database that no other test uses."""
     if request.param == "sqlite":

@@ -697,11 +697,7 @@ class TestACommitWithoutAnAnswer:
         def fail():
             raise OperationalError("of a hook")
 
-        with (
-            lock("x") as lease,
-            pytest.raises(OperationalError, match="of a hook"),
-            lease.atomic(),
-        ):
+        with lock("x") as lease, pytest.raises(OperationalError, match="of a hook"), lease.atomic():
             accounts(database).create()
             transaction.on_commit(fail, using=database)
         assert accounts(database).exists()

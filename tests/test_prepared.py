@@ -11,10 +11,7 @@ from django.db import DataError, connections
 from django_fencedlock.backends.interface import Grant
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.storage import connections as sessions
-from django_fencedlock.storage.connections import (
-    PREPARE_THRESHOLD,
-    ConnectionPool,
-)
+from django_fencedlock.storage.connections import PREPARE_THRESHOLD, ConnectionPool
 from django_fencedlock.storage.dialect import Entry
 from django_fencedlock.storage.postgresql import preparing_cursor
 from django_fencedlock.storage.vendors import ledger_for
@@ -47,12 +44,7 @@ def pool_of(alias):
 
 def entry(**options):
     return Entry(
-        name="x",
-        alias="default",
-        backend="database",
-        owner=new_owner(),
-        ttl=30.0,
-        **options,
+        name="x", alias="default", backend="database", owner=new_owner(), ttl=30.0, **options
     )
 
 

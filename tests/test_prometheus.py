@@ -193,10 +193,7 @@ def test_receivers_are_connected_only_while_installed():
 
 
 def test_the_app_installs_them_in_the_default_registry(settings):
-    settings.INSTALLED_APPS = [
-        *settings.INSTALLED_APPS,
-        "django_fencedlock.contrib.prometheus",
-    ]
+    settings.INSTALLED_APPS = [*settings.INSTALLED_APPS, "django_fencedlock.contrib.prometheus"]
     try:
         assert apps.get_app_config("fencedlock_prometheus").label
         with lock("x"):

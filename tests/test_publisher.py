@@ -161,9 +161,7 @@ class TestRetry:
             ours = {DELIVERY: message.headers[DELIVERY], "tenant": "acme", FOLLOWS: lease.owner_id}
             route = {"exchange": "topics", "routing_key": "a.b", "priority": 7}
             done = deliver(
-                skip,
-                1,
-                **{**first, "headers": ours, "retries": 1, "delivery_info": route},
+                skip, 1, **{**first, "headers": ours, "retries": 1, "delivery_info": route}
             )
             thread.call(lease.release)
         (copy,) = sent

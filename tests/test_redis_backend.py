@@ -19,13 +19,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.redis import RedisBackend, client
 from django_fencedlock.backends.redis.backend import server_problems
-from django_fencedlock.backends.redis.scripts import (
-    BEAT,
-    CLAIM,
-    RECHECK,
-    RELEASE,
-    Keys,
-)
+from django_fencedlock.backends.redis.scripts import BEAT, CLAIM, RECHECK, RELEASE, Keys
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable

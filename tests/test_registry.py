@@ -96,11 +96,7 @@ def test_a_service_that_does_not_answer_is_said(settings, make_redis):
     server = make_redis()
     settings.FENCEDLOCK = {
         "default": {},
-        "jobs": {
-            "BACKEND": REDIS,
-            "LOCATION": server.url,
-            "OPTIONS": {"TIMEOUT": 1},
-        },
+        "jobs": {"BACKEND": REDIS, "LOCATION": server.url, "OPTIONS": {"TIMEOUT": 1}},
     }
     with lock("near"):
         lease = lock("far", backend="jobs", ttl=60).acquire()

@@ -73,10 +73,7 @@ def test_a_late_write_is_rejected_and_its_client_starts_again(backend, begin):
 
 @pytest.mark.parametrize(
     ("scenario", "fencing", "expected"),
-    [
-        ("high-water", "high_water", (1, 2, 0, 1)),
-        ("high-water", "serialised", (1, 1, 1, 0)),
-    ],
+    [("high-water", "high_water", (1, 2, 0, 1)), ("high-water", "serialised", (1, 1, 1, 0))],
 )
 def test_what_fencing_is_for(scenario, fencing, expected, begin):
     mirror = played(begin(scenario=scenario, fencing=fencing))

@@ -428,8 +428,7 @@ class TestByModel:
             single_instance(Invoice, pk="invoce")(charge)
 
     @pytest.mark.parametrize(
-        "arguments",
-        [{}, {"amount": "invoice_id"}, {"pk": "invoice_id", "note": "note"}],
+        "arguments", [{}, {"amount": "invoice_id"}, {"pk": "invoice_id", "note": "note"}]
     )
     def test_what_does_not_name_a_row_is_an_error_at_once(self, arguments):
         with pytest.raises(TypeError, match=r'write @single_instance\(Invoice, id="invoice_id"\)'):

@@ -130,10 +130,7 @@ def load(label, pk=None, **fields):
 def upsert(row):
     target = {} if connections[row._state.db].vendor == "mysql" else {"unique_fields": ["pk"]}
     type(row).objects.bulk_create(
-        [type(row)(pk=row.pk, amount=99)],
-        update_conflicts=True,
-        update_fields=["amount"],
-        **target,
+        [type(row)(pk=row.pk, amount=99)], update_conflicts=True, update_fields=["amount"], **target
     )
 
 

@@ -79,13 +79,7 @@ class Story:
 
     def ask(self, lease, kind, outcome, left=0.5, lost=False, **facts):
         return self.operation(
-            kind,
-            lease.client,
-            outcome,
-            token=lease.token,
-            owner=lease.owner,
-            left=left,
-            lost=lost,
+            kind, lease.client, outcome, token=lease.token, owner=lease.owner, left=left, lost=lost
         )
 
     def release(self, lease):

@@ -36,11 +36,7 @@ class PgBouncer(Server):
 
     @classmethod
     def launch(
-        cls,
-        found: Found,
-        postgres: Postgres,
-        pool_mode: str = "transaction",
-        pool_size: int = 5,
+        cls, found: Found, postgres: Postgres, pool_mode: str = "transaction", pool_size: int = 5
     ) -> "PgBouncer":
         """Start a server of our own."""
         directory = workspace.new_directory("pgbouncer")

@@ -53,9 +53,7 @@ def redis() -> Redis:
 
 def valkey() -> Redis:
     return _shared(
-        "valkey",
-        lambda url: Redis(url, flavour="valkey"),
-        lambda: Redis.launch(finding.valkey()),
+        "valkey", lambda url: Redis(url, flavour="valkey"), lambda: Redis.launch(finding.valkey())
     )
 
 
