@@ -290,8 +290,6 @@ def prepare(using: str, rows: int) -> None:
 
 def collect(using: str) -> dict[str, Any]:
     """Return the trail, and the counters at the end."""
-    from django_fencedlock.models import Fence, HeldLock
-
     from .models import Trail
 
     fields = ("pk", "kind", "name", "before", "after", "token", "stamp")
@@ -301,9 +299,4 @@ def collect(using: str) -> dict[str, Any]:
         for pk, count in _bare(model).using(using).values_list("pk", "count")
     ]
     trail = Trail.objects.using(using).order_by("pk").values_list(*fields)
-    return {
-        "trail": list(trail),
-        "counts": counts,
-        "held": HeldLock.objects.using(using).count(),
-        "fences": Fence.objects.using(using).count(),
-    }
+    return {"trail": list(trail), "counts": counts}

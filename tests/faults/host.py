@@ -23,7 +23,7 @@ def main() -> None:
     import django
 
     django.setup()
-    from . import client, loaded
+    from . import client
     from .settings import LAB
 
     # No process waits for the clients, and a zombie would look alive.
@@ -32,9 +32,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if order["do"] == "client":
-            job: Callable[[], Any] = _running(client.Client, order["name"], LAB)
-        elif order["do"] == "load":
-            job = _running(loaded.LoadedClient, order["name"], LAB)
+            job: Callable[[], Any] = _running(order["name"], LAB)
         elif order["do"] == "prepare":
             job = _writing(order["to"], lambda: client.prepare(LAB["using"], LAB["rows"]))
         else:
@@ -71,9 +69,11 @@ def _fork(job: Callable[[], Any]) -> int:
         os._exit(status)
 
 
-def _running(kind: Callable[..., Any], name: str, lab: Any) -> Callable[[], None]:
+def _running(name: str, lab: Any) -> Callable[[], None]:
+    from .client import Client
+
     # Created in the process itself: no other process may hold its account open.
-    return lambda: kind(name, lab).run()
+    return lambda: Client(name, lab).run()
 
 
 def _writing(path: str, job: Callable[[], Any]) -> Callable[[], None]:

@@ -42,9 +42,9 @@ class Host:
         )
         self._hear()
 
-    def client(self, name: str, order: str = "client") -> int:
+    def client(self, name: str) -> int:
         """Start a client and return its pid."""
-        return self._order(do=order, name=name)
+        return self._order(do="client", name=name)
 
     def ask(self, what: str, path: Path) -> Any:
         """Run something in a separate process, and return its output."""
@@ -83,9 +83,8 @@ class Host:
 class Crew:
     """The clients of a run. Dead ones are replaced."""
 
-    def __init__(self, hosts: list[Host], size: int, order: str = "client") -> None:
+    def __init__(self, hosts: list[Host], size: int) -> None:
         self._hosts = hosts
-        self._order = order
         self._size = size
         self._born = 0
         # Two things may go wrong at once.
@@ -101,7 +100,7 @@ class Crew:
             for place in set(range(self._size)) - {int(name.split("-")[1]) for name in pids}:
                 name = f"client-{place}-{self._born}"
                 self._born += 1
-                pids[name] = self._hosts[place % len(self._hosts)].client(name, self._order)
+                pids[name] = self._hosts[place % len(self._hosts)].client(name)
             self.pids = pids
 
     def bury(self) -> None:

@@ -25,8 +25,7 @@ class Site:
     name = ""
     backend = _DATABASE
 
-    def __init__(self, **settings: str) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self.proxies: list[Proxy] = []
         self._clock: Clock | None = None
@@ -82,14 +81,6 @@ class Site:
         """Return the servers that the site is made of."""
         return []
 
-    def sessions(self) -> int:
-        """Return how many connections the servers have."""
-        return 0
-
-    def keys(self) -> int:
-        """Return how many keys there are in a lock service that has keys."""
-        return 0
-
     def close(self) -> None:
         self._stack.close()
 
@@ -133,7 +124,7 @@ class OnPostgres(Site):
     settings: ClassVar[dict[str, str]] = {}
 
     def start(self) -> None:
-        server = Postgres.launch(finding.postgres(), **self.settings, **self._settings)
+        server = Postgres.launch(finding.postgres(), **self.settings)
         self.postgres: Postgres = self._keep(server)
         self.postgres_proxy = self._proxy(self.postgres.host, self.postgres.port)
 
@@ -154,10 +145,6 @@ class OnPostgres(Site):
 
     def versions(self) -> list[str]:
         return [str(finding.postgres())]
-
-    def sessions(self) -> int:
-        sql = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'"
-        return int(self.postgres.execute(sql)[0][0]) - 1
 
 
 class PostgresRows(OnPostgres):
@@ -238,12 +225,6 @@ class OnRedis(OnPostgres):
     def versions(self) -> list[str]:
         return [*super().versions(), str(self._find())]
 
-    def sessions(self) -> int:
-        return super().sessions() + int(self.redis.info("clients")["connected_clients"]) - 1
-
-    def keys(self) -> int:
-        return int(self.redis.execute("DBSIZE"))
-
 
 class OnValkey(OnRedis):
     """The same on a Valkey."""
@@ -259,9 +240,7 @@ class OnMariaDB(Site):
     _numbers = 0
 
     def start(self) -> None:
-        room = self._settings.get("max_connections", "151")
-        server = MariaDB.launch(finding.mariadb(), f"--max-connections={room}")
-        self.mariadb: MariaDB = self._keep(server)
+        self.mariadb: MariaDB = self._keep(MariaDB.launch(finding.mariadb()))
         self.mariadb_proxy = self._proxy(self.mariadb.host, self.mariadb.port)
 
     @property
@@ -282,10 +261,6 @@ class OnMariaDB(Site):
 
     def versions(self) -> list[str]:
         return [str(finding.mariadb())]
-
-    def sessions(self) -> int:
-        sql = "SELECT COUNT(*) FROM information_schema.processlist WHERE user = 'root'"
-        return int(self.mariadb.execute(sql)[0][0]) - 1
 
 
 _ALL: tuple[type[Site], ...] = (

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.faults import checker, command, load
+from tests.faults import checker, command
 from tests.faults.faults import FAULTS
 
 PAGE = (Path(__file__).parent.parent.parent / "docs/fault_lab.md").read_text()
@@ -26,5 +26,5 @@ def test_every_promise_is_there():
 
 def test_every_option_is_there():
     named = set(re.findall(r"`(--[a-z]+)`", PAGE))
-    known = {*command._parser()._option_string_actions, *load._parser()._option_string_actions}
+    known = {*command._parser()._option_string_actions}
     assert named == known - {"-h", "--help"}
