@@ -7,8 +7,6 @@ counted, there is a little more, which the bounds leave room for.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,7 @@ import pytest
 from benchmarks import contestants, page
 from benchmarks.__main__ import PARTS
 from benchmarks.report import OURS, Figure
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.scripts import run_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -30,15 +27,7 @@ class _Found(dict[str, list[Figure]]):
 
     def __missing__(self, part: str) -> list[Figure]:
         path = self._folder / f"{part}.json"
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks", "--short", "--json", path, part],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stdout
+        run_python("-m", "benchmarks", "--short", "--json", path, part)
         self[part] = [Figure(**each) for each in json.loads(path.read_text())["parts"][part]]
         return self[part]
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -21,6 +19,7 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.storage import connections
 from django_fencedlock.storage.dialect import LOCK_WAIT
+from tests.scripts import python
 from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.skipif(not worker.can_watch(), reason="this system has no pidfd")
@@ -52,15 +51,10 @@ def watch(ended, monkeypatch):
 
 @contextlib.contextmanager
 def child_of(watch):
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        try:
-            child.identity = Process.read(child.stdout.readline().strip())
-            assert child.identity.pid == child.pid
-            yield child
-        finally:
-            child.kill()
+    with python(code=CHILD) as child:
+        child.identity = Process.read(child.stdout.readline().strip())
+        assert child.identity.pid == child.pid
+        yield child
 
 
 def look_until(watch, condition):

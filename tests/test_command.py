@@ -26,6 +26,7 @@ from django_fencedlock.ops import doctor, resync
 from django_fencedlock.ops.registry import State
 from django_fencedlock.problems import Level
 from tests.models import Invoice
+from tests.scripts import run_python
 from tests.sessions import as_in_another_process
 from tests.test_docs import ROOT, _table
 from tests.test_resync import restored, written
@@ -271,13 +272,13 @@ class TestRelease:
             out, _, code = run("release", "invoice:1", "--owner", "0" * 32, "--yes")
             assert code == 1
             assert "has changed hands" in out
-        former = lock("invoice:1").acquire()
+        former, kept = lock("invoice:1").acquire(), []
 
         class Slow(Terminal):
             def readline(self):
                 former.release()
                 with ThreadPoolExecutor(1) as another:
-                    another.submit(lock("invoice:1").acquire).result()
+                    kept.append(another.submit(lock("invoice:1").acquire).result())
                     another.submit(connections.close_all)
                 return "y\n"
 
@@ -460,13 +461,7 @@ def test_only_terminals_get_colours(child_environment, settings):
 @pytest.mark.slow
 def test_the_page_has_every_action_state_and_level():
     page = ROOT / "docs/commands.md"
-    out = subprocess.run(
-        [sys.executable, "-m", "example_project", "manage", "fencedlock", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stdout
+    out = run_python("-m", "example_project", "manage", "fencedlock", "--help").stdout
     actions = {row[0] for row in _table(page, "| action | what it does | exit code |")}
     assert actions == {"list", "show", "release", "doctor", "resync"}
     assert all(f"\n    {action}" in out for action in actions), out

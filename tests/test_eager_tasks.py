@@ -1,8 +1,5 @@
 """Tasks in users' tests: run at once, each with its lock and its policy."""
 
-import subprocess
-import sys
-import textwrap
 from contextlib import ExitStack, nullcontext
 
 import pytest
@@ -17,6 +14,7 @@ from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.test import assert_not_locked, disable_locking, eager_tasks, hold_lock
+from tests.scripts import run_python
 
 pytest_plugins = ["django_fencedlock.test.fixtures"]
 
@@ -247,12 +245,11 @@ def test_an_unavailable_service(task, settings):
 
 @pytest.mark.slow
 def test_the_helpers_import_celery_only_if_they_need_it():
-    script = """
+    code = """
         import sys
         import django_fencedlock.test.fixtures, django_fencedlock.test
         assert "celery" not in sys.modules
         django_fencedlock.test.eager_tasks().__enter__()
         assert "celery" in sys.modules
     """
-    code = textwrap.dedent(script)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_python(code=code)

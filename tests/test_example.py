@@ -14,13 +14,13 @@ import pytest
 
 from example_project import servers
 from example_project.demo import DemoFailed, show
+from tests.scripts import ROOT, run_python
 from tests.servers import Postgres, Redis, shared
 from tests.servers.process import wait_until
 from tests.visitor import Visitor
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent
 
 needs_pauses = pytest.mark.skipif(
     not hasattr(signal, "SIGSTOP"), reason="processes can't be paused here"
@@ -39,23 +39,10 @@ def _environment(directory: Path) -> dict[str, str]:
     return {**ours, "EXAMPLE_DATA": str(directory / "data"), "PYTHONUNBUFFERED": "1"}
 
 
-def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "example_project", *arguments]
-
-
 def _manage(environment: dict[str, str], *arguments: str) -> str:
     """Run a command of Django's; return all that it said."""
-    done = subprocess.run(
-        _command("manage", *arguments),
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    done = run_python("-m", "example_project", "manage", *arguments, env=environment)
+    return done.stdout + done.stderr
 
 
 # The project
@@ -98,14 +85,8 @@ def test_its_tests_pass_with_locks_on_redis(
 def test_a_variable_that_cannot_be_followed_is_told(
     environment: dict[str, str], variable: str, value: str, told: str
 ) -> None:
-    done = subprocess.run(
-        _command("manage", "check"),
-        cwd=ROOT,
-        env={**environment, variable: value},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = ("-m", "example_project", "manage", "check")
+    done = run_python(*command, check=False, env=environment, **{variable: value})
     assert done.returncode != 0
     assert told in done.stderr
 
@@ -137,7 +118,7 @@ class Demo:
         self.environment = _environment(self.temporary) | variables
         with heeded(signal.SIGINT, signal.SIGHUP):
             self.process = subprocess.Popen(
-                _command("demo", *options),
+                [sys.executable, "-m", "example_project", "demo", *options],
                 cwd=ROOT,
                 env=self.environment,
                 stdout=subprocess.PIPE,

@@ -1,12 +1,12 @@
 """Under gevent, in processes of their own: patching is for good."""
 
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_python
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,14 +32,7 @@ def run_green(child_environment):
             from django_fencedlock import LockNotAcquired, current_lease, lock
         """
         code = "".join(map(textwrap.dedent, (GEVENT, script, body)))
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=child_environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
+        run_python(code=code, env=child_environment())
 
     return run
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 from datetime import timedelta
 from unittest import mock
 
@@ -23,6 +21,7 @@ from django_fencedlock.test.contract import acts
 from django_fencedlock.test.contract.dying import kill
 from django_fencedlock.test.processes import AnotherProcess, Surroundings
 from tests.models import Invoice
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 
@@ -319,14 +318,7 @@ class TestProcess:
         alias = make_alias({"ENGINE": "django.db.backends.sqlite3", "NAME": str(path)})
 
         def run(code):
-            done = subprocess.run(
-                [sys.executable, "-c", PROGRAM, str(path), code],
-                env={k: v for k, v in os.environ.items() if k != "DJANGO_SETTINGS_MODULE"},
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
-            assert done.returncode == 0, done.stderr
+            done = run_python(path, code, code=PROGRAM, DJANGO_SETTINGS_MODULE=None)
             assert "Traceback" not in done.stderr, done.stderr
             return events_in(alias)
 

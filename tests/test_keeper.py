@@ -1,10 +1,7 @@
 """The keeper's timing, with a clock of the test's own and no thread; and its threads."""
 
 import gc
-import os
-import subprocess
 import sys
-import textwrap
 import threading
 import weakref
 
@@ -20,6 +17,7 @@ from django_fencedlock.core.keeper import CLEAR_AFTER, DOUBTED, Keeper
 from django_fencedlock.core.runtime import clock as real_clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.lease import Lease
+from tests.scripts import run_python
 from tests.servers.process import wait_until
 
 
@@ -674,11 +672,7 @@ class TestWorkers:
     @pytest.mark.slow
     def test_a_child_has_its_own_and_the_end_of_a_process_waits_for_reports(self):
         script = """
-            import os
-            import time
-
-            import django
-
+            import os, time, django
             django.setup()
             from django_fencedlock import lock
             from django_fencedlock.core.runtime import notify, worker
@@ -699,12 +693,8 @@ class TestWorkers:
             os.waitpid(child, 0)
             notify(say, "end")
         """
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
-            env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
-            capture_output=True,
-            text=True,
-            timeout=60,
+        done = run_python(
+            code=script, DJANGO_SETTINGS_MODULE="tests.settings", PYTHONWARNINGS="ignore"
         )
         assert done.stdout == "parent, child, end", done.stderr
 

@@ -1,11 +1,8 @@
 """A project that forgot the app, or its tables: each error says what to do."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.scripts import run_python
 
 SET_UP = """
 import django
@@ -96,13 +93,5 @@ def _last_line(apps: list[str], code: str) -> str:
 def _run(code: str) -> str | None:
     """What a program says when it fails."""
     # In development mode, Python tells of databases in memory, which Django doesn't close.
-    apart = ("DJANGO_SETTINGS_MODULE", "PYTHONDEVMODE")
-    variables = {k: v for k, v in os.environ.items() if k not in apart}
-    root = str(Path(__file__).resolve().parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**variables, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python(code=code, check=False, DJANGO_SETTINGS_MODULE=None, PYTHONDEVMODE=None)
     return done.stderr if done.returncode else None

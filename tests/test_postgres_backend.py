@@ -6,14 +6,11 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -30,6 +27,7 @@ from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
+from tests.scripts import python, run_python
 from tests.servers.process import wait_until
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 
@@ -910,7 +908,7 @@ class TestChecks:
             "(problem,) = alias_problems('default', {'BACKEND': backend})\n"
             "print(problem.id, problem)"
         )
-        shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        shown = run_python(code=code)
         assert shown.stdout.startswith("E005"), shown
         assert "django-fencedlock[postgres]" in shown.stdout
 
@@ -1035,18 +1033,8 @@ def child(code, *, gevent=False, pool=False):
     if pool:
         database["OPTIONS"] = {"pool": True}
     prelude = _PRELUDE.format(gevent=gevent, database=database, tests=__name__)
-    process = subprocess.Popen(
-        [sys.executable, "-c", prelude + dedent(code)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-    )
-    try:
+    with python(code=prelude + dedent(code)) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def said(process):

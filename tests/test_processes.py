@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 
 from django_fencedlock.core import identity as processes
 from django_fencedlock.core.identity import PidFd, Process, this_process
+from tests.scripts import python
 from tests.servers.process import wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no pidfd")
@@ -39,18 +38,8 @@ def state_of(pid):
 
 @pytest.fixture
 def child():
-    with start("import time; time.sleep(60)") as started:
+    with python(code="import time; time.sleep(60)") as started:
         yield started
-
-
-@contextlib.contextmanager
-def start(code):
-    child = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.wait()
 
 
 def identity(child):
@@ -66,7 +55,7 @@ class TestIsGone:
         assert is_gone(who) is True
 
     def test_one_whose_other_threads_run_is_not(self):
-        with start(WITHOUT_MAIN_THREAD) as child:
+        with python(code=WITHOUT_MAIN_THREAD) as child:
             who = identity(child)
             wait_until(lambda: state_of(child.pid) == "Z", "the main thread to end", 10)
             assert is_gone(who) is False
@@ -78,13 +67,13 @@ class TestIsGone:
 
     @pytest.mark.skipif(not os.access(NEXT_PID, os.W_OK), reason="only root may choose a pid")
     def test_one_whose_pid_was_used_again_is(self):
-        with start("") as first:
+        with python(code="") as first:
             former = identity(first)
         for _ in range(50):
             # The start of a process is known to a hundredth of a second.
             time.sleep(0.02)
             NEXT_PID.write_text(str(former.pid - 1))
-            with start("import time; time.sleep(60)") as second:
+            with python(code="import time; time.sleep(60)") as second:
                 if second.pid == former.pid:
                     assert is_gone(former) is True
                     assert is_gone(identity(second)) is False

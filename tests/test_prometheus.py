@@ -1,8 +1,6 @@
 """The metrics, as Prometheus would read them."""
 
 import re
-import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -22,6 +20,7 @@ from django_fencedlock.exceptions import BackendUnavailable, StaleFence
 from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock, lose_lease
 from tests.models import Invoice, LedgerLine, Stock
+from tests.scripts import run_python
 from tests.test_docs import ROOT, _table
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -216,9 +215,7 @@ from django.conf import settings
 settings.configure(INSTALLED_APPS=["django_fencedlock", "django_fencedlock.contrib.prometheus"])
 django.setup()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_python(code=script, check=False)
     assert "ImproperlyConfigured" in done.stderr
     assert "pip install 'django-fencedlock[prometheus]'" in done.stderr
 

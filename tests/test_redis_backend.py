@@ -2,10 +2,7 @@
 
 import contextlib
 import itertools
-import os
 import random
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -23,6 +20,7 @@ from django_fencedlock.backends.redis.scripts import BEAT, CLAIM, RECHECK, RELEA
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
+from tests.scripts import run_python
 from tests.servers.process import wait_until
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 
@@ -781,28 +779,20 @@ backend = RedisBackend(config_of(sys.argv[1], prefix=sys.argv[2]))
 
 
 @pytest.fixture
-def start_process(child_environment, server, backend):
+def run_process(child_environment, server, backend):
     """Run a piece of Python in a process of its own."""
-    with contextlib.ExitStack() as stack:
 
-        def start(text, before=""):
-            code = before + SET_UP + textwrap.dedent(text)
-            child = subprocess.Popen(
-                [sys.executable, "-c", code, server.url, backend.config.key_prefix],
-                env=child_environment(),
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(child)
-            stack.callback(child.kill)
-            return child
+    def run(text, before=""):
+        code = before + SET_UP + textwrap.dedent(text)
+        place = (server.url, backend.config.key_prefix)
+        return run_python(*place, code=code, env=child_environment()).stdout
 
-        yield start
+    return run
 
 
 @pytest.mark.slow
-def test_a_fork_leaves_the_parents_connections_alone(start_process):
-    child = start_process(
+def test_a_fork_leaves_the_parents_connections_alone(run_process):
+    told = run_process(
         """
         held = take(backend, mine())
         assert isinstance(backend.acquire(mine(), Wait(0.01)), Held)
@@ -817,13 +807,13 @@ def test_a_fork_leaves_the_parents_connections_alone(start_process):
         print(backend.release(held), flush=True)
         """
     )
-    assert child.stdout.readline() == "True\n"
+    assert told == "True\n"
 
 
-def test_a_thread_under_gevent_uses_no_connection_of_a_thread_that_has_ended(start_process):
+def test_a_thread_under_gevent_uses_no_connection_of_a_thread_that_has_ended(run_process):
     """The system gives the id of a thread that has ended to the next one."""
     pytest.importorskip("gevent")
-    child = start_process(
+    told = run_process(
         """
         import gevent
         from django_fencedlock.core import runtime
@@ -846,7 +836,7 @@ def test_a_thread_under_gevent_uses_no_connection_of_a_thread_that_has_ended(sta
         """,
         before="from gevent import monkey; monkey.patch_all()\n",
     )
-    assert child.stdout.readline() == f"{[True] * 6}\n"
+    assert told == f"{[True] * 6}\n"
 
 
 # Servers that don't answer
@@ -1047,7 +1037,7 @@ def test_unknown_options_and_bad_durations_are_named():
 
 
 def test_a_missing_driver_is_named_with_its_extra():
-    text = """
+    code = """
         import sys
         sys.modules["redis"] = None
         try:
@@ -1055,12 +1045,7 @@ def test_a_missing_driver_is_named_with_its_extra():
         except Exception as exc:
             print(type(exc).__name__, exc)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)],
-        env={**os.environ, "DJANGO_SETTINGS_MODULE": "django.conf.global_settings"},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python(code=code, DJANGO_SETTINGS_MODULE="django.conf.global_settings")
     assert done.stdout.startswith(ImproperlyConfigured.__name__), done.stderr
     assert "pip install 'django-fencedlock[redis]'" in done.stdout
 

@@ -1,10 +1,9 @@
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import run_python
 from tests.servers import Postgres, Redis, ServerNotOurs, workspace
 from tests.servers.process import _family, _processes, wait_until
 
@@ -42,13 +41,8 @@ assert servers[0].execute("SELECT 1") == [(1,)], "the fork took the servers alon
 """
 
 
-def run_script(end, root):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _SCRIPT + end],
-        cwd=root,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def run_script(end):
+    done = run_python(code=_SCRIPT + end, check=False)
     directory, *pids = done.stdout.split()
     return done.returncode, Path(directory), {int(pid) for pid in pids}
 
@@ -57,16 +51,16 @@ def running(pids):
     return {pid for pid, _, state in _processes() if pid in pids and state != "Z"}
 
 
-def test_nothing_is_left_behind(pytestconfig):
-    code, directory, pids = run_script("", pytestconfig.rootpath)
+def test_nothing_is_left_behind():
+    code, directory, pids = run_script("")
     assert code == 0
     assert not running(pids)
     assert not directory.exists()
 
 
-def test_killed_test_process_leaves_no_server_and_the_next_one_sweeps(pytestconfig):
+def test_killed_test_process_leaves_no_server_and_the_next_one_sweeps():
     end = "os.kill(os.getpid(), signal.SIGKILL)"
-    code, directory, pids = run_script(end, pytestconfig.rootpath)
+    code, directory, pids = run_script(end)
     assert code == -signal.SIGKILL
     wait_until(lambda: not running(pids), "the servers to die along")
     assert directory.exists()

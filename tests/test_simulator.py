@@ -1,10 +1,7 @@
 """The simulator's engine, on real processes and the services themselves."""
 
 import contextlib
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,11 +14,10 @@ from example_project.simulator.player import _STEPS, Player
 from example_project.simulator.readings import latest
 from example_project.simulator.scenarios import SCENARIOS
 from example_project.simulator.simulation import Refused, Simulation
+from tests.scripts import python
 from tests.servers.process import _alive, wait_until
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -215,10 +211,8 @@ simulation.pause("A")
 print(*simulation.pids().values(), simulation._referee.pid, simulation._world.directory, flush=True)
 time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as server:
-        assert server.stdout is not None
-        *pids, directory = server.stdout.readline().decode().split()
-        server.kill()
+    with python(code=code) as server:
+        *pids, directory = server.stdout.readline().split()
     assert len(pids) == 3
     wait_until(lambda: not _alive(list(map(int, pids))), "the processes to end with their server")
     wait_until(lambda: not Path(directory).exists(), "the referee to tidy up")
@@ -330,28 +324,18 @@ def test_the_most_important_event_is_shown():
 
 @pytest.mark.parametrize("name", ["redis", "postgres"])
 def test_a_started_server_ends_with_its_parent(name):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop(f"EXAMPLE_{name.upper()}_URL", None)
     code = f"""
 from example_project import servers
 assert servers.{name}() == servers.{name}()
 print(servers.{name}(), servers._running[0]._directory, flush=True)
 input()
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as starter:
-        assert starter.stdout is not None
+    with python(code=code, **{f"EXAMPLE_{name.upper()}_URL": None}) as starter:
         url, directory = starter.stdout.readline().split()
         asks = _asks_redis if name == "redis" else _asks_postgres
         assert asks(url)
         # Other users of this machine need the password.
         assert not asks(re.sub(":[^:]+@", ":guessed@", url))
-        starter.kill()
     wait_until(lambda: not asks(url), f"{name} to end")
     wait_until(lambda: not Path(directory).exists(), "its files to be gone")
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from itertools import count
@@ -16,6 +15,7 @@ from django_fencedlock import checks, conf
 from django_fencedlock.celery import checks as task_checks
 from django_fencedlock.celery import single_instance
 from django_fencedlock.checks import check_tasks
+from tests.scripts import run_python
 
 _numbers = count(1)
 
@@ -314,17 +314,12 @@ class TestInAProject:
         return self
 
     def check(self, *arguments):
-        done = subprocess.run(
-            [sys.executable, *(arguments or ("-m", "django", "check"))],
+        done = run_python(
+            *(arguments or ("-m", "django", "check")),
+            check=False,
             cwd=self.path,
-            env={
-                **os.environ,
-                "DJANGO_SETTINGS_MODULE": "proj.settings",
-                "PYTHONPATH": os.pathsep.join([str(self.path), *sys.path]),
-            },
-            capture_output=True,
-            text=True,
-            timeout=60,
+            DJANGO_SETTINGS_MODULE="proj.settings",
+            PYTHONPATH=os.pathsep.join([str(self.path), *sys.path]),
         )
         return done.returncode, done.stdout + done.stderr
 

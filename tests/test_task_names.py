@@ -1,8 +1,6 @@
 """The names of tasks' locks: the same for one call everywhere, another for any other."""
 
 import base64
-import subprocess
-import sys
 from collections import OrderedDict, namedtuple
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -22,6 +20,7 @@ from django_fencedlock import current_lease
 from django_fencedlock.celery import lock_name, single_instance
 from django_fencedlock.celery.names import canonical
 from tests.models import Document, Invoice, LedgerLine
+from tests.scripts import run_python
 
 A_UUID = UUID("5f6f4b8e-8f4e-4c1a-9a55-0d9bb6d7a1c2")
 BERLIN = datetime(2026, 7, 1, 12, tzinfo=ZoneInfo("Europe/Berlin"))
@@ -290,17 +289,7 @@ class TestByCall:
             "from django_fencedlock.celery.names import canonical\n"
             "print(canonical({'a': {'x', 'y', 'z', 1, None}, 'b': date(2026, 7, 1)}))"
         )
-        found = {
-            subprocess.run(
-                [sys.executable, "-c", script],
-                env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=60,
-            ).stdout
-            for seed in ("1", "2", "3")
-        }
+        found = {run_python(code=script, PYTHONHASHSEED=seed).stdout for seed in ("1", "2", "3")}
         assert len(found) == 1
 
     def test_long_names_are_cut_and_told_apart(self, made):

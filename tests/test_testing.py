@@ -1,8 +1,6 @@
 """Locks in tests, and the helpers of ``django_fencedlock.test``."""
 
 import os
-import subprocess
-import sys
 import textwrap
 import time
 
@@ -35,6 +33,7 @@ from django_fencedlock.test import (
 )
 from django_fencedlock.test.processes import another_thread
 from tests.models import Invoice
+from tests.scripts import run_python
 from tests.servers import shared
 
 pytest_plugins = ["django_fencedlock.test.fixtures"]
@@ -481,26 +480,19 @@ def run_tests(directory, tests, database, **fencedlock):
     settings = SETTINGS.format(database=database, fencedlock={"default": fencedlock})
     directory.joinpath("their_settings.py").write_text(textwrap.dedent(settings))
     directory.joinpath("test_theirs.py").write_text(textwrap.dedent(tests))
-    return subprocess.run(
-        [sys.executable, "-m", "django", "test", "--verbosity=2"],
+    return run_python(
+        *("-m", "django", "test", "--verbosity=2"),
         cwd=directory,
-        env={
-            **os.environ,
-            "DJANGO_SETTINGS_MODULE": "their_settings",
-            "PYTHONPATH": os.pathsep.join([str(directory), os.getcwd()]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+        DJANGO_SETTINGS_MODULE="their_settings",
+        PYTHONPATH=os.pathsep.join([str(directory), os.getcwd()]),
+    ).stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [":memory:", "db.sqlite3"])
 def test_a_test_case_on_an_in_memory_sqlite(tmp_path, name):
-    done = run_tests(tmp_path, TESTS, {"ENGINE": "django.db.backends.sqlite3", "NAME": name})
-    assert done.returncode == 0, done.stderr
-    assert "Ran 2 tests" in done.stderr
+    told = run_tests(tmp_path, TESTS, {"ENGINE": "django.db.backends.sqlite3", "NAME": name})
+    assert "Ran 2 tests" in told
 
 
 @pytest.mark.slow
@@ -509,8 +501,7 @@ def test_a_test_database_can_be_destroyed_afterwards(tmp_path, postgres, backend
     test_name = f"test_theirs_{os.getpid()}"
     entry = {**postgres.django(), "TEST": {"NAME": test_name}}
     tests = textwrap.dedent(TESTS) + textwrap.dedent(REAL_TRANSACTIONS)
-    done = run_tests(tmp_path, tests, entry, BACKEND=f"django_fencedlock.backends.{backend}")
-    assert done.returncode == 0, done.stderr
-    assert "Ran 3 tests" in done.stderr
+    told = run_tests(tmp_path, tests, entry, BACKEND=f"django_fencedlock.backends.{backend}")
+    assert "Ran 3 tests" in told
     found = postgres.execute("SELECT 1 FROM pg_database WHERE datname = %s", test_name)
     assert not found
