@@ -229,19 +229,18 @@ def _keep_for(ttl: float, leases: list[Any]) -> None:
 
     keeper = service(leases[0].alias).keeper
     for lease in leases:
-        lease.extend_from(clock(), ttl)
+        lease.ttl, lease.deadline = ttl, clock() + ttl
         keeper.keep(lease)
 
 
 def _beat() -> None:
     """Renew all leases once more, now."""
-    from django_fencedlock.core.grants import grant_of
     from django_fencedlock.core.manager import service
 
     assert _held
     kept_by = service(_held[0].alias)
     held = [lease for lease in _held if not lease.lost]
-    kept_by.backend.renew([grant_of(lease) for lease in held])
+    kept_by.backend.renew([lease.grant for lease in held])
     # As the keeper does: the fence says nothing about an unfenced lock.
     kept_by.keeper.compare([lease for lease in held if lease.fenced])
 

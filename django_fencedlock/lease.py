@@ -12,8 +12,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from . import logs
 from .core.identity import Owner
@@ -61,71 +62,63 @@ class Lease:
 
     def __init__(
         self,
-        *,
-        name: str,
-        alias: str,
-        owner: str,
-        token: int | None,
-        ttl: float,
-        since: float,
+        grant: Any,
         control: Control,
-        identity: str = "",
+        *,
+        since: float,
+        alias: str = "default",
         database: str = "default",
-        handle: Any = None,
+        who: LocalHolder | None = None,
+        pattern: str = "",
+        max_hold: float | None = None,
         clock: Callable[[], float] = clock,
     ) -> None:
-        self.name = name
-        self.alias = alias
+        #: What the backend is asked about.
+        self.grant = grant
+        self.name: str = grant.name
         #: The unique id of this acquisition.
-        self.owner_id = owner
-        #: Where its holder runs, as the lock service knows it.
-        self.identity = identity
-        self.ttl = ttl
-        #: What the code wrote of the name, if that is a template; metrics go by it.
-        self.pattern = ""
+        self.owner_id: str = grant.owner
+        self.fenced: bool = grant.fenced
+        self.alias = alias
         #: The alias of the database where the fence is.
         self.database = database
-        #: For the backend alone: where the lock lives.
-        self.handle = handle
-        #: What the backend is asked about.
-        self.grant: Any = None
+        #: What the code wrote of the name, if that is a template; metrics go by it.
+        self.pattern = pattern
+        #: Seconds from the grant after which nothing renews it any more.
+        self.max_hold = max_hold
+        #: When it was asked for, and when its ttl is over, on the local clock.
+        self.granted_at = since
+        self.deadline: float = since + grant.ttl
         #: How many times it was entered and not yet left.
         self.entries = 1
         #: The claim that entered it again last.
         self.entered_by: object = None
         #: Its release waits for the end of the caller's transaction.
         self.put_off = False
-        #: It was recorded within a test's own transaction: no other process can get or renew it.
-        self.lent = False
-        #: Returns whether that test has ended, and the lease with it.
-        self.is_over: Callable[[], bool] | None = None
-        #: Seconds from the grant after which nothing renews it any more.
-        self.max_hold: float | None = None
+        #: Set if it was recorded within a test's own transaction, so that no other process can get
+        #: or renew it: returns whether that transaction has ended, and the lease with it.
+        self.lent: Callable[[], bool] | None = None
         self.released = False
-        self._token = token
+        self.why_lost = ""
+        #: The reason is the one that is most likely; the database may have a better one.
+        self.loss_is_guessed = False
+        if who is not None:
+            self._who = weakref.ref(who)
         self._control = control
         self._clock = clock
         self._pid = os.getpid()
-        #: When it was asked for, on the local clock.
-        self.granted_at = self._since = since
-        self._why_lost = ""
-        #: The reason is the one that is most likely; the database may have a better one.
-        self.loss_is_guessed = False
         self._callbacks: list[Callable[[Lease], object]] = []
         self._interrupts: list[Callable[[Lease], object]] = []
 
     @property
     def holder(self) -> Owner:
         """The holder: where it runs, as text for people."""
-        return Owner.read(self.owner_id, self.identity)
+        return Owner.read(self.owner_id, self.grant.identity)
 
     @property
     def who(self) -> LocalHolder | None:
         """The task, greenlet, thread or call that may acquire it again; None once it is gone."""
         return None if self._who is None else self._who()
-
-    def belongs_to(self, who: LocalHolder) -> None:
-        self._who = weakref.ref(who)
 
     def is_left(self) -> bool:
         """Whether the code that acquired it has ended, so that any other code may release it."""
@@ -151,34 +144,34 @@ class Lease:
         return True
 
     @property
+    def ttl(self) -> float:
+        """How long it lasts after a grant or a renewal, in seconds."""
+        return float(self.grant.ttl)
+
+    @ttl.setter
+    def ttl(self, seconds: float) -> None:
+        self.grant = replace(self.grant, ttl=seconds)
+
+    @property
     def token(self) -> int:
         """The fencing token of this grant. It never changes."""
-        if self._token is None:
+        if self.grant.token is None:
             raise Unfenced(
                 f"Lock {self.name!r} was taken with fenced=False, so this lease has no token; "
                 "take it without fenced=False to get one.",
                 name=self.name,
             )
-        return self._token
-
-    @property
-    def fenced(self) -> bool:
-        return self._token is not None
+        return cast(int, self.grant.token)
 
     @property
     def lost(self) -> bool:
         """Whether the lock service refused this lease, or could not be asked for too long."""
-        return bool(self._why_lost) or not self.is_of_this_process()
+        return bool(self.why_lost) or not self.is_of_this_process()
 
     @property
     def expired(self) -> bool:
         """Whether the ttl is over on the local clock. A renewal may still succeed."""
         return self.remaining() <= 0
-
-    @property
-    def deadline(self) -> float:
-        """When the ttl is over, on the local clock."""
-        return self._since + self.ttl
 
     @property
     def renewed_until(self) -> float:
@@ -208,7 +201,7 @@ class Lease:
         """Whether this process has it, and hasn't released it."""
         if self.released or not self.is_of_this_process():
             return False
-        return self.is_over is None or not self.is_over()
+        return self.lent is None or not self.lent()
 
     def check(self) -> None:
         """
@@ -221,8 +214,8 @@ class Lease:
             raise self._loss("it was released")
         if not self.is_of_this_process():
             raise self._loss(f"it belongs to the parent process {self._pid}; acquire it again")
-        if self._why_lost:
-            raise self._loss(self._why_lost)
+        if self.why_lost:
+            raise self.loss()
         if self.expired:
             ago = self._clock() - self.deadline
             raise self._loss(
@@ -292,11 +285,6 @@ class Lease:
         if self.lost:
             self.run_callbacks()
 
-    def off_lost(self, callback: Callable[[Lease], object]) -> None:
-        """Take back what `on_lost()` was given, if it wasn't called yet."""
-        with contextlib.suppress(ValueError):
-            self._callbacks.remove(callback)
-
     def interrupt_by(self, interrupt: Callable[[Lease], object]) -> None:
         """
         Call `interrupt(lease)` at the very moment of the loss, before any callback.
@@ -307,43 +295,24 @@ class Lease:
         if self.lost:
             self._run(self._interrupts)
 
-    def interrupt_no_more_by(self, interrupt: Callable[[Lease], object]) -> None:
-        """Take back what `interrupt_by()` was given, if it wasn't called yet."""
-        with contextlib.suppress(ValueError):
-            self._interrupts.remove(interrupt)
-
-    def extend_from(self, since: float, ttl: float | None = None) -> None:
-        """Note that the service renewed this lease by a request sent at `since`."""
-        if ttl is not None:
-            self.ttl = ttl
-        self._since = since
-
-    def end_by(self, deadline: float) -> None:
-        """Note that the service may let the lock go at `deadline` already."""
-        self._since = min(self._since, deadline - self.ttl)
+    def off_lost(self, callback: Callable[[Lease], object]) -> None:
+        """Take back what is to be called at the loss, if it wasn't called yet."""
+        for callbacks in (self._callbacks, self._interrupts):
+            with contextlib.suppress(ValueError):
+                callbacks.remove(callback)
 
     def mark_lost(self, why: str, *, guessed: bool = False) -> bool:
         """Note the loss and interrupt the body; return whether this call was the first to do so."""
-        if self._why_lost or self.released:
+        if self.why_lost or self.released:
             return False
         self.loss_is_guessed = guessed
-        self._why_lost = why
+        self.why_lost = why
         self._run(self._interrupts)
         return True
 
     def run_callbacks(self) -> None:
         """Call what `on_lost()` was given."""
         self._run(self._callbacks)
-
-    @property
-    def why_lost(self) -> str:
-        """The reason of the loss; empty if it isn't lost."""
-        return self._why_lost
-
-    def explain_loss(self, why: str | None) -> None:
-        """Note what the database says about the loss; None if it says nothing."""
-        self.loss_is_guessed = False
-        self._why_lost = why or self._why_lost
 
     def explain(self) -> None:
         """Find out the reason of the loss if it is guessed so far. Asks the database."""
@@ -352,14 +321,14 @@ class Lease:
 
     def loss(self) -> LeaseLost:
         """Return the error of this lease's loss."""
-        return self._loss(self._why_lost or "the lock service no longer knows this holder")
+        return self._loss(self.why_lost or "the lock service no longer knows this holder")
 
     def _loss(self, why: str) -> LeaseLost:
         return LeaseLost(
-            f"The lease of lock {self.name!r} ({self._grant()}) is gone: {why}.",
+            f"The lease of lock {self.name!r} ({self._described()}) is gone: {why}.",
             name=self.name,
             owner=self.owner_id,
-            token=self._token,
+            token=self.grant.token,
         )
 
     def _run(self, callbacks: list[Callable[[Lease], object]]) -> None:
@@ -375,19 +344,19 @@ class Lease:
                     "A callback for the loss of lock %r failed", self.name, extra=logs.about(self)
                 )
 
-    def _grant(self) -> str:
-        return "unfenced" if self._token is None else f"token {self._token}"
+    def _described(self) -> str:
+        return f"token {self.grant.token}" if self.fenced else "unfenced"
 
     def __del__(self) -> None:
         # The holder has ended: as long as it lives, it refers to its leases.
-        if self._who is None or self.lent or self._why_lost or sys.is_finalizing():
+        if self._who is None or self.lent or self.why_lost or sys.is_finalizing():
             return
         if self.is_open():
             self._control.abandon(self)
 
     def __repr__(self) -> str:
         state = "released" if self.released else "lost" if self.lost else "held"
-        return f"<Lease {self.name!r} {self._grant()} {state}, {self.remaining():.1f} s left>"
+        return f"<Lease {self.name!r} {self._described()} {state}, {self.remaining():.1f} s left>"
 
     def __reduce__(self) -> Any:
         raise TypeError(

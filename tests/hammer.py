@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from unittest import mock
 
+from django_fencedlock.backends.interface import Grant
 from django_fencedlock.celery import interrupts
 from django_fencedlock.celery.interrupts import Abort
 from django_fencedlock.core import runtime
@@ -25,9 +26,7 @@ from django_fencedlock.lease import Lease
 
 def a_lease(name="x"):
     """A lease that belongs to no service."""
-    return Lease(
-        name=name, alias="default", owner=new_owner(), token=1, ttl=60, since=clock(), control=None
-    )
+    return Lease(Grant(name, new_owner().id, 60, token=1), None, since=clock())
 
 
 def is_within_run():

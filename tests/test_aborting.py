@@ -624,7 +624,7 @@ def test_a_bodys_own_database_error_is_no_loss(place):
     lease = a_lease()
 
     def body():
-        in_thread(lambda: setattr(lease, "_why_lost", "taken away"))
+        in_thread(lambda: setattr(lease, "why_lost", "taken away"))
         raise ProgrammingError("no such column")
 
     with pytest.raises(ProgrammingError):

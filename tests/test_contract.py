@@ -84,7 +84,7 @@ class TestPostgres(Configured, LockContract, WaitingContract):
         return {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}
 
     def interrupt_holder(self, lease):
-        shared.postgres().execute("SELECT pg_terminate_backend(%s)", lease.handle.session.pid)
+        shared.postgres().execute("SELECT pg_terminate_backend(%s)", lease.grant.handle.session.pid)
 
     def waiters(self, name):
         # One per process in the server, the others in the process, behind that one.

@@ -13,7 +13,7 @@ from django.utils import timezone
 from django_fencedlock import LeaseLost, LockNotAcquired, lock
 from django_fencedlock.backends.interface import Held, Renewal, Wait
 from django_fencedlock.core import grants
-from django_fencedlock.core.grants import grant_of, new_claim
+from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
@@ -88,7 +88,7 @@ class TestOnPostgres:
         backend = on("postgres").backend
         leases = [lock(f"n{place}").acquire() for place in range(1000)]
         with postgres.statements() as seen:
-            assert backend.renew([grant_of(lease) for lease in leases]) == [Renewal.KEPT] * 1000
+            assert backend.renew([lease.grant for lease in leases]) == [Renewal.KEPT] * 1000
         assert sum(seen.values()) == 1
         for lease in leases:
             lease.release()
@@ -102,11 +102,11 @@ class TestOnPostgres:
                 .select_for_update(of=("self",))
                 .filter(name="locked")
             )
-            assert backend.renew([grant_of(free), grant_of(locked)]) == [
+            assert backend.renew([free.grant, locked.grant]) == [
                 Renewal.KEPT,
                 Renewal.UNKNOWN,
             ]
-        assert backend.renew([grant_of(free), grant_of(locked)]) == [Renewal.KEPT, Renewal.KEPT]
+        assert backend.renew([free.grant, locked.grant]) == [Renewal.KEPT, Renewal.KEPT]
 
 
 @pytest.mark.django_db(transaction=True, databases=["mariadb"])
@@ -151,7 +151,7 @@ class TestOnMariaDB:
         backend = on("mariadb").backend
         leases = [lock(f"n{place}").acquire() for place in range(1000)]
         with mariadb.statements() as seen:
-            assert backend.renew([grant_of(lease) for lease in leases]) == [Renewal.KEPT] * 1000
+            assert backend.renew([lease.grant for lease in leases]) == [Renewal.KEPT] * 1000
         assert sum(seen.values()) == 8  # BEGIN, three chunks of SELECT and UPDATE, COMMIT
         for lease in leases:
             lease.release()
@@ -188,7 +188,7 @@ class TestOnSQLite:
             time.sleep(2)
             assert not lease.lost
             lease.check()
-        assert held.backend.renew([grant_of(lease)]) == [Renewal.KEPT]
+        assert held.backend.renew([lease.grant]) == [Renewal.KEPT]
         assert lease.release()
 
     @pytest.mark.parametrize("timeout", [0, 0.3, 1.2])
@@ -295,7 +295,7 @@ class TestOnSQLite:
     def test_a_release_waits_for_the_file_as_long_as_any_request(self, on):
         held = on("default")
         lease = lock("x").acquire()
-        assert held.backend.renew([grant_of(lease)]) == [Renewal.KEPT]
+        assert held.backend.renew([lease.grant]) == [Renewal.KEPT]
         with held_file(seconds=0.7):
             assert lease.release()
 

@@ -482,5 +482,5 @@ def test_a_lock_whose_release_got_no_answer_leaves_no_row_and_a_doubt(leased, mo
     service.keeper.clear()
     assert not HeldLock.objects.exists()
     assert set(service.keeper.doubts) == {lease.owner_id}
-    service.keeper._release_doubts([grant_of(lease)])
+    service.keeper._release_doubts([lease.grant])
     assert not service.backend.holders(["x"])

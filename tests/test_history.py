@@ -80,7 +80,7 @@ class TestLosses:
         assert events_in(database) == [("granted", "x", 1), ("lost", "x", 1)]
         (event,) = LockEvent.objects.using(database).filter(kind="lost")
         assert (event.token, event.holder) == (1, str(lease.holder))
-        assert event.note == lease._why_lost
+        assert event.note == lease.why_lost
 
     def test_one_that_is_noticed_at_the_release(self, writing):
         lease = lock("x").acquire()

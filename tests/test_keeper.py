@@ -11,7 +11,6 @@ from django_fencedlock import signals
 from django_fencedlock.backends.interface import Grant, Renewal
 from django_fencedlock.core import keeper as keeper_module
 from django_fencedlock.core import runtime
-from django_fencedlock.core.grants import grant_of
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.keeper import CLEAR_AFTER, DOUBTED, Keeper
 from django_fencedlock.core.runtime import clock as real_clock
@@ -107,23 +106,18 @@ def noting(losses):
     return lambda leases: losses.extend((lease, lease.why_lost) for lease in leases)
 
 
+def a_lease(name, ttl, clock=real_clock, **given):
+    grant = Grant(name, new_owner().id, ttl, token=1)
+    return Lease(grant, None, since=clock(), clock=clock, **given)
+
+
 @pytest.fixture
 def lease(clock):
     # The keeper keeps no lease to which nothing else refers.
     everything = []
 
     def make(ttl=30.0, name="x", max_hold=None):
-        made = Lease(
-            name=name,
-            alias="default",
-            owner=new_owner().id,
-            token=1,
-            ttl=ttl,
-            since=clock(),
-            control=None,
-            clock=clock,
-        )
-        made.max_hold = max_hold
+        made = a_lease(name, ttl, clock, max_hold=max_hold)
         everything.append(made)
         return made
 
@@ -223,7 +217,7 @@ def test_the_rows_of_released_leases_are_deleted_together_soon_after(
     for each in released:
         keeper.keep(each)
         keeper.drop(each)
-        keeper.clear_row(grant_of(each))
+        keeper.clear_row(each.grant)
     keeper.tick()
     assert registry.cleared == []
     clock.now += CLEAR_AFTER
@@ -268,7 +262,7 @@ def test_a_renewal_by_the_holder_puts_the_keepers_off(keeper, service, clock, le
     kept = lease(ttl=30)
     keeper.keep(kept)
     clock.now += 9
-    kept.extend_from(clock.now, 60)
+    kept.ttl, kept.deadline = 60, clock.now + 60
     keeper.postpone(kept)
     assert keeper.tick() == pytest.approx(20)
 
@@ -295,7 +289,7 @@ def test_a_shorter_ttl_that_the_holder_got_meanwhile_counts(keeper, service, clo
 
     def renew(leases):
         # What lease.renew(5) does, which comes to the service last, and is answered first.
-        kept.extend_from(clock.now, 5)
+        kept.ttl, kept.deadline = 5, clock.now + 5
         return [Renewal.KEPT]
 
     service.renew = renew
@@ -365,7 +359,7 @@ def test_what_was_held_for_too_long_is_not_renewed_though_its_end_is_near(
     keeper.keep(endless)
     clock.now += 10
     keeper.tick()
-    assert asked == [[grant_of(endless)]]
+    assert asked == [[endless.grant]]
     # Nor is it lost before its ttl is over.
     assert losses == []
 
@@ -421,15 +415,7 @@ def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(
     monkeypatch.setattr("django_fencedlock.core.keeper.CLEAR_AFTER", 0.0)
     keeper = Keeper(service, losses.extend)
     for round_ in range(2):
-        kept = Lease(
-            name="x",
-            alias="default",
-            owner=new_owner().id,
-            token=1,
-            ttl=0.06,
-            since=real_clock(),
-            control=None,
-        )
+        kept = a_lease("x", 0.06)
         keeper.keep(kept)
         wait_until(lambda before=round_: len(service.batches) > before, "a renewal")
         keeper.drop(kept)
@@ -444,15 +430,7 @@ def threaded(service, registry, losses):
     kept = []
 
     def keep(ttl):
-        lease = Lease(
-            name=f"n{len(kept)}",
-            alias="default",
-            owner=new_owner().id,
-            token=1,
-            ttl=ttl,
-            since=real_clock(),
-            control=None,
-        )
+        lease = a_lease(f"n{len(kept)}", ttl)
         kept.append(lease)
         keeper.keep(lease)
 
@@ -499,7 +477,7 @@ def test_a_slow_registry_delays_no_renewal_and_has_one_job_at_most(
     monkeypatch.setattr(registry, work, busy)
     threaded.keep_for(0.3)
     threaded.drop(threaded.kept[0])
-    threaded.clear_row(grant_of(threaded.kept[0]))
+    threaded.clear_row(threaded.kept[0].grant)
     threaded.keep_for(0.3)
     assert busy.began.wait(60)
     renewed_again(service)
@@ -528,7 +506,7 @@ def test_rows_are_renewed_of_what_is_fenced_kept_and_not_released(
     keeper, service, registry, clock, lease
 ):
     fenced, unfenced = lease(), lease(name="unfenced")
-    unfenced._token = None
+    unfenced.fenced = False
     for each in (fenced, unfenced):
         keeper.keep(each)
     clock.now += 10
@@ -568,7 +546,7 @@ def test_a_service_that_records_grants_itself_has_no_rows_renewed(service, clock
     clock.now += 10
     keeper.tick()
     keeper.drop(kept)
-    keeper.clear_row(grant_of(kept))
+    keeper.clear_row(kept.grant)
     clock.now += CLEAR_AFTER
     assert keeper.tick() is None
     assert not keeper._renewed
@@ -586,7 +564,7 @@ def test_a_lease_that_a_newer_grant_came_after_is_released_and_lost(
     keeper.tick()
     assert overtaken.lost
     assert [found for found, _ in losses] == [overtaken]
-    assert service.released == [grant_of(overtaken)]
+    assert service.released == [overtaken.grant]
     assert not kept.lost
 
 
@@ -600,7 +578,7 @@ def test_rows_are_deleted_though_others_could_not_be_renewed(
     kept, released = lease(), lease(name="y")
     keeper._renewed = {kept: None}
     keeper._due = dict.fromkeys(keeper._renewed, 1e9)
-    keeper.clear_row(grant_of(released))
+    keeper.clear_row(released.grant)
     with pytest.raises(RuntimeError):
         keeper._tend_registry()
     assert registry.cleared == [[released.owner_id]]

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from django_fencedlock import LeaseLost, current_lease
+from django_fencedlock.backends.interface import Grant
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.lease import Lease, enter, leave
@@ -19,18 +20,9 @@ def now():
 
 @pytest.fixture
 def make(now):
-    def make(**changes):
-        given = {
-            "name": "invoice:42",
-            "alias": "default",
-            "owner": new_owner(),
-            "token": 7,
-            "ttl": 30.0,
-            "since": now[0],
-            "control": None,
-            "clock": lambda: now[0],
-        }
-        return Lease(**{**given, **changes})
+    def make(name="invoice:42"):
+        grant = Grant(name, new_owner().id, 30.0, token=7)
+        return Lease(grant, None, since=now[0], clock=lambda: now[0])
 
     return make
 
@@ -92,7 +84,7 @@ def test_the_body_is_interrupted_before_any_callback_runs(make):
     lease.on_lost(lambda lost: seen.append("callback"))
     lease.interrupt_by(lambda lost: seen.append("interrupt"))
     lease.interrupt_by(taken_back := lambda lost: 1 / 0)
-    lease.interrupt_no_more_by(taken_back)
+    lease.off_lost(taken_back)
     lease.mark_lost("gone")
     assert seen == ["interrupt"]
     lease.interrupt_by(lambda lost: seen.append("late interrupt"))

@@ -69,7 +69,7 @@ def test_a_lock_whose_service_forgot_it_is_free(backend, redis_server, postgres)
     if backend == "redis":
         redis_server.empty()
     else:
-        lease.handle.session.raw.close()
+        lease.grant.handle.session.raw.close()
     # It may be this very look that finds the session dead.
     wait_until(lambda: states() == {"x": State.FREE}, "the lock to be free")
     service("default").drop_all()

@@ -8,7 +8,6 @@ from django.test.utils import CaptureQueriesContext
 
 from django_fencedlock import force_release, lock
 from django_fencedlock.core import runtime
-from django_fencedlock.core.grants import grant_of
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
@@ -115,7 +114,7 @@ def test_one_that_is_lost(writing, rows):
         writing.flush()
         assert not rows.exists()
         service("default").drop_all()
-        lease._why_lost = ""
+        lease.why_lost = ""
 
 
 def test_one_whose_release_gets_no_answer(writing, rows, monkeypatch):
@@ -131,7 +130,7 @@ def test_one_whose_release_gets_no_answer(writing, rows, monkeypatch):
         lease.release()
     writing.flush()
     assert not rows.exists()
-    service("default").backend.release(grant_of(lease))
+    service("default").backend.release(lease.grant)
 
 
 def test_one_that_ends_while_it_is_written(writing, rows, monkeypatch):

@@ -85,7 +85,7 @@ def run_interruptible(lease: Lease, body: Callable[[], T]) -> T:
             raise
     finally:
         target.close()
-        lease.interrupt_no_more_by(target.lost)
+        lease.off_lost(target.lost)
         if target.interrupted:
             clean_up(began, blocks)
         target.pass_on()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Protocol
 
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -23,7 +22,7 @@ from ..exceptions import (
     InsideTransaction,
     LockNotAcquired,
 )
-from ..lease import Lease, current_lease
+from ..lease import current_lease
 from ..storage.connections import (
     has_own_block,
     in_transaction,
@@ -45,6 +44,7 @@ from .identity import (
     is_process_gone,
     new_owner,
 )
+from .keeper import Keeper
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +57,6 @@ ATTEMPTS = 4
 BRIEFLY = 0.5
 
 
-class Keeps(Protocol):
-    """What the core step asks of the keeper."""
-
-    doubts: dict[str, Any]
-
-    def doubt(self, grant: Grant) -> None: ...
-    def clear_row(self, grant: Grant) -> None: ...
-
-
 class Grants:
     """
     Gets the grants of one alias.
@@ -75,7 +66,7 @@ class Grants:
     """
 
     def __init__(
-        self, backend: Backend, fences: Fences | None, keeper: Keeps, clock: Callable[[], float]
+        self, backend: Backend, fences: Fences | None, keeper: Keeper, clock: Callable[[], float]
     ) -> None:
         self.backend = backend
         #: None for a backend that records grants itself.
@@ -434,33 +425,17 @@ def new_claim(name: str, ttl: float, fenced: bool = True, *, owner: Owner | None
     return Claim(name, owner.id, ttl, owner.identity, fenced)
 
 
-def grant_of(asked: Claim | Lease, granted: Granted | None = None) -> Grant:
-    """Return the grant of a claim or of a lease, as a backend is asked about it."""
-    if isinstance(asked, Lease):
-        if asked.grant is None or asked.grant.ttl != asked.ttl:
-            token = asked.token if asked.fenced else None
-            asked.grant = Grant(
-                asked.name,
-                asked.owner_id,
-                asked.ttl,
-                token,
-                asked.fenced,
-                identity=asked.identity,
-                handle=asked.handle,
-            )
-        found: Grant = asked.grant
-        return found
-    token = granted.token if granted and asked.fenced else None
-    handle = granted.handle if granted else None
+def grant_of(claim: Claim, granted: Granted | None = None) -> Grant:
+    """Return the grant of a claim, as a backend is asked about it."""
     return Grant(
-        asked.name,
-        asked.owner,
-        asked.ttl,
-        token,
-        asked.fenced,
-        asked.shared,
-        asked.identity,
-        handle,
+        claim.name,
+        claim.owner,
+        claim.ttl,
+        token=granted.token if granted and claim.fenced else None,
+        fenced=claim.fenced,
+        shared=claim.shared,
+        identity=claim.identity,
+        handle=granted.handle if granted else None,
     )
 
 

@@ -21,7 +21,6 @@ from ..lease import Lease
 from ..storage.fences import Fences
 from . import runtime
 from .events import Kind, emit
-from .grants import grant_of
 from .runtime import clock, notify
 
 logger = logging.getLogger(__name__)
@@ -192,7 +191,7 @@ class Keeper:
         # Only now, when it is marked as lost: another owner may get it at once. A session lives on
         # when its locks are renewed no more, and keeps them.
         try:
-            self._backend.release(grant_of(lease))
+            self._backend.release(lease.grant)
         except Exception as exc:
             notify(
                 logger.warning,
@@ -299,7 +298,7 @@ class Keeper:
             return []
         by_owner = {lease.owner_id: lease for lease in leases}
         try:
-            overtaken = self._fences.renew([grant_of(lease) for lease in leases])
+            overtaken = self._fences.renew([lease.grant for lease in leases])
         except Error as exc:
             # The service has renewed the leases, and the fence rejects the writes of those
             # overtaken.
@@ -346,7 +345,7 @@ class Keeper:
         since = self._clock()
         ttls = [lease.ttl for lease in batch]
         try:
-            answers = self._backend.renew([grant_of(lease) for lease in batch])
+            answers = self._backend.renew([lease.grant for lease in batch])
         except Exception as exc:
             notify(
                 logger.warning,
@@ -364,7 +363,7 @@ class Keeper:
     def _note(self, lease: Lease, answer: Renewal, since: float, ttl: float) -> None:
         if answer is Renewal.KEPT:
             # Its holder's own renewal may have come after it, with a shorter ttl.
-            lease.extend_from(since, min(ttl, lease.ttl))
+            lease.deadline = since + min(ttl, lease.ttl)
         elif answer is Renewal.LOST:
             return
         elif lease.expired:
@@ -394,8 +393,8 @@ class Keeper:
         return min(times, default=None)
 
     def _due_after(self, lease: Lease) -> float:
-        deadline = lease._since + lease.ttl
-        due = deadline - lease.ttl * (1 - 1 / BEATS)
+        deadline = lease.deadline
+        due = deadline - lease.grant.ttl * (1 - 1 / BEATS)
         # After max_hold, only its end is noted.
         return due if lease.max_hold is None or due <= lease.renewed_until else deadline
 

@@ -40,7 +40,7 @@ from ..storage.fenced_atomic import pinned_atomic
 from ..storage.fences import Fences, told
 from . import aio, runtime
 from .events import Kind, emit, subscribe
-from .grants import Grants, grant_of, holder_of
+from .grants import Grants, holder_of
 from .identity import Holder, LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
 from .runtime import clock
@@ -107,17 +107,32 @@ class Service:
         self.grants.limit_in_test(claim, wait, home, of_another_process)
         try:
             answer = self.grants.acquire(claim, wait)
-            lease = None if isinstance(answer, Held) else self._lease(claim, *answer, home)
-            if lease is not None:
-                lease.pattern, lease.max_hold = pattern, max_hold
+            lease = None
+            if not isinstance(answer, Held):
+                grant, since = answer
+                lent = home.in_atomic_block and is_of_test(home)
+                if home.in_atomic_block and not lent:
+                    self.grants.require_visible(grant, home)
+                lease = Lease(
+                    grant,
+                    cast(Any, self),
+                    since=since,
+                    alias=self.config.alias,
+                    database=self.config.fence_database,
+                    who=who,
+                    pattern=pattern,
+                    max_hold=max_hold,
+                    clock=self._clock,
+                )
+                lease.lent = test_has_ended(home) if lent else None
                 who.leases[self, lease.name] = lease
-                lease.belongs_to(who)
         except FencedLockError:
             raise
         except BaseException:
             # An exception from outside, maybe between the grant and the note of it.
-            if (lease := who.leases.pop((self, claim.name), None)) is not None:
+            if lease is not None:
                 lease.released = True
+                who.leases.pop((self, claim.name), None)
             self.grants.drop(claim)
             raise
         waited = self._clock() - wait.since
@@ -134,28 +149,6 @@ class Service:
         emit(Kind.ACQUIRED, type(self.backend), self.config.alias, lease.name, lease, **facts)
         return lease
 
-    def _lease(self, claim: Claim, grant: Grant, since: float, home: BaseDatabaseWrapper) -> Lease:
-        lent = home.in_atomic_block and is_of_test(home)
-        if home.in_atomic_block and not lent:
-            self.grants.require_visible(grant, home)
-        lease = Lease(
-            name=claim.name,
-            alias=self.config.alias,
-            owner=claim.owner,
-            token=grant.token,
-            ttl=claim.ttl,
-            since=since,
-            control=cast(Any, self),
-            identity=claim.identity,
-            database=self.config.fence_database,
-            handle=grant.handle,
-            clock=self._clock,
-        )
-        lease.grant = grant
-        if lent:
-            lease.lent, lease.is_over = True, test_has_ended(home)
-        return lease
-
     def tell_refused(self, name: str, pattern: str, waited: float) -> None:
         self._emit(Kind.REFUSED, name, None, pattern=pattern, waited=waited)
 
@@ -168,7 +161,7 @@ class Service:
     def _drop(self, lease: Lease) -> None:
         """Release a lease that the caller never got."""
         lease.released = True
-        self.grants.release(grant_of(lease))
+        self.grants.release(lease.grant)
 
     def _forget(self, lease: Lease) -> None:
         who = lease._who() if lease._who is not None else None
@@ -211,7 +204,7 @@ class Service:
     # What a lease asks for
 
     def verify(self, lease: Lease) -> bool:
-        if self.backend.verify(grant_of(lease)):
+        if self.backend.verify(lease.grant):
             return not lease.lost
         self.lose(lease, "the lock service no longer knows this holder")
         return False
@@ -220,25 +213,25 @@ class Service:
         if lease.held_too_long:
             self.keeper.end(lease)
             raise lease.loss()
-        before = lease.ttl
-        if ttl is not None:
-            lease.ttl = conf.seconds(ttl, "ttl")
-        since = self._clock()
+        before, since = lease.ttl, self._clock()
+        asked = before if ttl is None else conf.seconds(ttl, "ttl")
+        # The service may count a shorter ttl from now on, whether or not its answer comes.
+        lease.ttl, lease.deadline = asked, min(lease.deadline, since + asked)
+        answer = Renewal.UNKNOWN
         try:
             answer = self._renew(lease)
-        except BaseException:
-            self._leave_open(lease, since, before)
-            raise
+        finally:
+            if answer is not Renewal.KEPT:
+                lease.ttl = min(asked, before)
+                self.keeper.postpone(lease)
         self._emit(Kind.RENEWED, "", None, leases=[lease], answers=[answer])
         if answer is Renewal.KEPT:
-            lease.extend_from(since)
+            lease.deadline = since + asked
             self.keeper.postpone(lease)
             return
         if answer is Renewal.LOST:
-            lease.ttl = before
             self.lose(lease, REFUSED)
             raise lease.loss()
-        self._leave_open(lease, since, before)
         raise BackendUnavailable(
             f"The lease of lock {lease.name!r} couldn't be renewed: lock service "
             f"{lease.alias!r} didn't answer. {lease.remaining():.1f} s of it are left.",
@@ -248,20 +241,10 @@ class Service:
 
     def _renew(self, lease: Lease) -> Renewal:
         """Renew a lease for its holder, who waits for the answer of the fence database too."""
-        (answer,) = self.backend.renew([grant_of(lease)])
+        (answer,) = self.backend.renew([lease.grant])
         if answer is Renewal.KEPT and lease.fenced and self.keeper.compare([lease]):
             return Renewal.LOST
         return answer
-
-    def _leave_open(self, lease: Lease, since: float, before: float) -> None:
-        """Reckon with a renewal that was asked for at `since` and may have been done, or not."""
-        asked, lease.ttl = lease.ttl, before
-        # It may have taken effect, with a ttl shorter than the one that was left.
-        lease.end_by(since + asked)
-        if asked < before:
-            # Or it does so later, after the keeper's next renewal.
-            lease.extend_from(lease.deadline - asked, asked)
-        self.keeper.postpone(lease)
 
     def atomic(self, lease: Lease, using: str | None) -> contextlib.AbstractContextManager[None]:
         return pinned_atomic(lease, using)
@@ -312,7 +295,7 @@ class Service:
             )
 
     def _finish(self, lease: Lease) -> bool:
-        grant = grant_of(lease)
+        grant = lease.grant
         try:
             self.keeper.drop(lease)
             kept = self.backend.release(grant)
@@ -330,7 +313,7 @@ class Service:
         if not kept:
             self.lose(lease, "the lock service no longer knew this holder at the release")
         lease.released = True
-        if lease._why_lost:
+        if lease.why_lost:
             return False
         emit(Kind.RELEASED, type(self.backend), self.config.alias, lease.name, lease)
         return True
@@ -426,7 +409,8 @@ class Service:
         if guessed:
             reasons = told(self.config.fence_database, [lease.owner_id for lease in guessed])
             for lease in guessed:
-                lease.explain_loss(reasons.get(lease.owner_id))
+                lease.why_lost = reasons.get(lease.owner_id) or lease.why_lost
+                lease.loss_is_guessed = False
 
     def lose(self, lease: Lease, why: str) -> None:
         """Note a loss that the caller's thread noticed, and report it from there."""

@@ -64,7 +64,7 @@ def write(database: str, items: list[tuple[Lease, str]]) -> None:
                     continue
                 old.append(row.owner)
             if lease.is_open() and not lease.lost:
-                session = getattr(lease.handle, "session_columns", {})
+                session = getattr(lease.grant.handle, "session_columns", {})
                 entry = Entry(
                     lease.name, lease.alias, label, lease.holder, lease.ttl, False, **session
                 )

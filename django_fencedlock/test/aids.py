@@ -21,7 +21,7 @@ from django.test import override_settings
 from .. import conf
 from ..backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 from ..core import names
-from ..core.grants import grant_of, new_claim
+from ..core.grants import new_claim
 from ..core.identity import Holder, LocalHolder, new_owner
 from ..core.manager import Service, service
 from ..core.runtime import clock
@@ -91,7 +91,7 @@ def expire_lease(lease: Lease) -> None:
     try:
         _renew_for_a_moment(lease)
     finally:
-        lease.extend_from(clock() - ttl, ttl)
+        lease.ttl, lease.deadline = ttl, clock()
     time.sleep(2 * _SHORT)
 
 
@@ -104,7 +104,7 @@ def lose_lease(lease: Lease) -> None:
     """
     control = _service_of(lease)
     control.keeper.forget(lease)
-    control.backend.release(grant_of(lease))
+    control.backend.release(lease.grant)
     with _held(control, lease.name, lease.fenced, let_wait=False):
         control.verify(lease)
 
@@ -196,10 +196,10 @@ def _renew_for_a_moment(lease: Lease) -> None:
     control.keeper.forget(lease)
     connection = test_connection(control.config.fence_database) if lease.lent else None
     if connection is not None:
-        ledger_for(connection).renew(connection, [grant_of(lease)])
+        ledger_for(connection).renew(connection, [lease.grant])
     # The server would end a session whose only lock has so short a ttl.
     if control.backend.supports_ttl and (connection is None or not control.backend.records_grants):
-        control.backend.renew([grant_of(lease)])
+        control.backend.renew([lease.grant])
 
 
 def _holder(name: str, control: Service) -> Holder | None:

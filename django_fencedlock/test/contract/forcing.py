@@ -9,7 +9,6 @@ import pytest
 
 from ... import signals
 from ...backends.interface import Renewal
-from ...core.grants import grant_of
 from ...core.runtime import clock
 from ...exceptions import LeaseLost, LockNotAcquired, ReleaseBlocked, StaleFence
 from ...lease import Lease
@@ -54,10 +53,10 @@ class ForcedReleaseContract(Contract):
     def test_a_renewal_does_not_undo_it(self, name: str, thread: AnotherThread) -> None:
         lease = self.take(name)
         self.force(name)
-        assert self.service.backend.renew([grant_of(lease)]) == [Renewal.LOST]
+        assert self.service.backend.renew([lease.grant]) == [Renewal.LOST]
         assert not lease.lost
         assert self.is_free_for(thread, name)
-        assert self.service.backend.renew([grant_of(lease)]) == [Renewal.LOST]
+        assert self.service.backend.renew([lease.grant]) == [Renewal.LOST]
         assert lease.release() is False
         assert self.is_free_for(thread, name)
 
@@ -270,7 +269,7 @@ class ForcedReleaseContract(Contract):
         lease.release()
         again = self.take(name)
         assert again.token > lease.token + 1
-        assert self.service.backend.renew([grant_of(again)]) == [Renewal.KEPT]
+        assert self.service.backend.renew([again.grant]) == [Renewal.KEPT]
         with pytest.raises(LockNotAcquired):
             self.refused(name)
         assert again.release()

@@ -12,7 +12,7 @@ import pytest
 
 from ... import signals
 from ...backends.interface import Renewal
-from ...core.grants import grant_of, new_claim
+from ...core.grants import new_claim
 from ...core.runtime import clock
 from ...exceptions import LeaseLost
 from ...lease import Lease, current_lease
@@ -67,9 +67,9 @@ class LossContract(Contract):
         assert successor is not None
         assert thread.call(successor.release)
         backend = self.service.backend
-        assert not backend.verify(grant_of(former))
-        assert backend.renew([grant_of(former)]) == [Renewal.LOST]
-        assert not backend.release(grant_of(former))
+        assert not backend.verify(former.grant)
+        assert backend.renew([former.grant]) == [Renewal.LOST]
+        assert not backend.release(former.grant)
         assert self.is_free(name)
 
     def test_the_keeper_notices_the_loss_and_reports_it_once(
