@@ -59,7 +59,6 @@ class Actor:
     #: Attributes of its Coalescing.
     claimed: Any = None
     is_counted: bool | None = None
-    is_last_try: bool | None = None
     #: Triggers that it covers once it has ended.
     covers: frozenset[str] = frozenset()
 
@@ -73,7 +72,6 @@ class Actor:
             self.step,
             claimed,
             self.is_counted,
-            self.is_last_try,
             self.covers,
         )
 
@@ -190,7 +188,6 @@ class Explorer:
             actor,
             claimed=steps._claimed,
             is_counted=steps._is_counted,
-            is_last_try=steps._is_last_try,
         )
         actors = list(world.actors)
         if actor.step == "over":
@@ -232,8 +229,7 @@ class Explorer:
             delivery = SimpleNamespace(message=message, judge=lambda begun: None)
         steps = Coalescing(run, delivery)
         if actor.is_counted is not None:
-            steps._claimed = actor.claimed
-            steps._is_counted, steps._is_last_try = actor.is_counted, actor.is_last_try
+            steps._claimed, steps._is_counted = actor.claimed, actor.is_counted
         return run, steps
 
     # The steps

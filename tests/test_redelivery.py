@@ -6,7 +6,6 @@ import time
 import uuid
 from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 from celery import current_app
@@ -17,7 +16,6 @@ from django.db import connections
 from django_fencedlock import conf, current_lease, lock
 from django_fencedlock.celery import SkippedRun, duplicates, single_instance
 from django_fencedlock.celery.duplicates import DELIVERY, NUMBER, kept, nonce
-from django_fencedlock.core import grants
 from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import LocalHolder, new_owner
 from django_fencedlock.core.manager import service
@@ -60,6 +58,7 @@ late = make("late")
 late_coalesce = make("late_coalesce", {"on_conflict": "coalesce"})
 late_retry = make("late_retry", {"on_conflict": "retry"})
 late_wait = make("late_wait", {"on_conflict": "wait", "blocking_timeout": 30})
+late_brief = make("late_brief", {"on_conflict": "wait", "blocking_timeout": 0.05})
 late_raise = make("late_raise", {"on_conflict": "raise"})
 early = make("early", acks_late=False)
 nesting = make("nesting", {"name": "{value}"})
@@ -241,7 +240,7 @@ class TestWhileItRuns:
         for lease in leases:
             service("default").release(lease, lease.who)
 
-    @pytest.mark.parametrize("task", [late, late_raise], ids=["skip", "raise"])
+    @pytest.mark.parametrize("task", [late, late_raise, late_brief], ids=["skip", "raise", "wait"])
     def test_a_second_delivery_comes_later_as_the_same_message(self, running, task):
         told = message()
         running(told)
@@ -312,14 +311,6 @@ class TestWhileItRuns:
         assert {copy.headers[DELIVERY] for copy in sent} == {told["headers"][DELIVERY]}
         assert [deliver_sent(copy).state for copy in sent] == ["SUCCESS", "IGNORED"]
         assert ran == [1]
-
-    def test_who_would_wait_for_it_comes_later_at_once(self, running, monkeypatch):
-        told = message()
-        running(told)
-        monkeypatch.setattr(grants, "time", SimpleNamespace(sleep=broken))
-        with sending() as sent:
-            assert deliver(late_wait, 1, **told).state == "IGNORED"
-        assert len(sent) == 1
 
     @pytest.mark.parametrize("task", [late, late_wait])
     def test_a_delivery_whose_process_is_gone_is_in_nobodys_way(self, running, task):

@@ -22,6 +22,7 @@ from ..conf import AliasConfig
 from ..core.names import MAX_LENGTH
 from ..exceptions import BackendUnavailable, FencedLockError
 from ..storage.connections import open_connections, when_all_ended
+from ..storage.message_records import Begun
 from ..storage.pending_runs import Claimed, EarlierRun, Pending, PendingRuns, Place, StoredMessage
 from .duplicates import NUMBER, REPRS, SERVE, Delivery, number, route
 from .names import Call, single_of
@@ -76,32 +77,27 @@ class Coalescing:
         self._claimed: Claimed | None = None
         #: The run's own trigger is counted already, so it only does what is pending.
         self._is_counted = number(call.request, SERVE) > 0
-        self._is_last_try = self._is_counted
-        self._retried = _retried(call.request)
+        # A sender may write any number; the column has a limit.
+        claimed = min(number(call.request, NUMBER), 2**63 - 1) if call.request.retries else 0
+        #: The run that this one retries, if that claimed triggers.
+        self._retried = EarlierRun(number=claimed) if claimed > 0 else None
 
     def before(self) -> Skip | None:
         """Return why the run doesn't need the lock at all; None if it does."""
-        if self._is_counted:
-            numbers = self._pending.numbers(self._place)
-            return None if numbers is not None and numbers.is_open else Skip.SERVED
-        if self._retried is None:
+        if not self._is_counted and self._retried is None:
             return None
         numbers = self._pending.numbers(self._place)
-        if numbers is None or numbers.wanted <= self._retried.number:
-            return None
-        # Triggers came after the run that this one retries, so their arguments are the latest.
-        self._is_counted = self._is_last_try = True
-        return None if numbers.is_open else Skip.SERVED
+        if not self._is_counted and self._retried is not None:
+            if numbers is None or numbers.wanted <= self._retried.number:
+                return None
+            # Triggers came after the run that this one retries, so their arguments are the latest.
+            self._is_counted = True
+        return None if numbers is not None and numbers.is_open else Skip.SERVED
 
     def refused(self) -> Skip | None:
         """Leave the work to the next run; None to try the lock once more."""
-        if self._is_last_try:
-            return Skip.COALESCED
         # First count, then try: the holder may have looked before this trigger was counted.
-        if skip := self._count():
-            return skip
-        self._is_last_try = True
-        return None
+        return Skip.COALESCED if self._is_counted else self._count()
 
     def begin(self) -> tuple[Skip | None, Arguments | None]:
         """
@@ -112,7 +108,7 @@ class Coalescing:
         """
         skip, claimed = self._claim()
         if claimed is None:
-            return skip, None
+            return skip or Skip.SERVED, None
         if claimed.tries > MOST_TRIES:
             if self._pending.give_up_claimed(self._place, claimed.number):
                 report_given_up(self._place, claimed.tries - 1)
@@ -132,7 +128,7 @@ class Coalescing:
         call = self._call
         try:
             number = self._claimed.number
-            self._pending.end(self._place, call.owner.id, number, in_queue(call.ttl))
+            self._pending.end(self._place, call.owner.id, number, max(call.ttl, IN_QUEUE))
         except BackendUnavailable as exc:
             extra = call.facts(str(exc))
             logger.warning(
@@ -156,40 +152,37 @@ class Coalescing:
         message = pack(self._call)
         delivery = None if self._delivery is None else self._delivery.message
         begun = self._pending.count(self._place, message, GRACE, delivery, self._retried)
-        if self._delivery is not None and begun is not None and begun.outcome:
-            if skip := self._delivery.judge(begun):
-                return skip
-            self._count_failed(message)
-        self._is_counted = True
-        return None
+        skip = self._judge(begun, message)
+        self._is_counted = skip is None
+        return skip
 
-    def _count_failed(self, message: StoredMessage) -> None:
-        """Count again the trigger of a run that failed without storing its result."""
-        assert self._delivery is not None
-        failed = EarlierRun(owner=self._delivery.newest_owner())
-        self._pending.count(self._place, message, GRACE, unless_newer=failed)
-
-    def _claim(self) -> tuple[Skip, Claimed | None]:
-        owner = self._call.owner.id
-        if self._retried and not self._is_counted and (skip := self._count()):
-            return skip, None
-        if self._is_counted:
-            return Skip.SERVED, self._pending.claim(self._place, owner, GRACE)
-        message = pack(self._call)
-        delivery = None if self._delivery is None else self._delivery.message
-        begun, claimed = self._pending.begin(self._place, owner, message, GRACE, delivery)
+    def _judge(self, begun: Begun | None, message: StoredMessage) -> Skip | None:
+        """Return why the message isn't run; count it again if its run failed."""
         if self._delivery is None or begun is None:
-            return Skip.SERVED, claimed
-        found = self._delivery.judge(begun)
-        if begun.outcome and found is None:
-            self._count_failed(message)
-            claimed = self._pending.claim(self._place, owner, GRACE)
-        return found or Skip.SERVED, claimed
+            return None
+        skip = self._delivery.judge(begun)
+        if begun.outcome and skip is None:
+            failed = EarlierRun(owner=self._delivery.newest_owner())
+            self._pending.count(self._place, message, GRACE, unless_newer=failed)
+        return skip
+
+    def _claim(self) -> tuple[Skip | None, Claimed | None]:
+        owner, skip = self._call.owner.id, None
+        if self._retried and not self._is_counted:
+            skip = self._count()
+        elif not self._is_counted:
+            message = pack(self._call)
+            delivery = None if self._delivery is None else self._delivery.message
+            begun, claimed = self._pending.begin(self._place, owner, message, GRACE, delivery)
+            skip = self._judge(begun, message)
+            if begun is None or not begun.outcome:
+                return skip, claimed
+        return skip, None if skip else self._pending.claim(self._place, owner, GRACE)
 
     def _remember(self, claimed: Claimed) -> None:
         """Store in the request which triggers the run covers, for a retry of it."""
         request = self._call.request
-        if request is not None and not self._call.is_called_directly:
+        if not self._call.is_called_directly:
             headers = {**(request.headers or {}), NUMBER: claimed.number}
             headers.pop(SERVE, None)
             request.headers = headers
@@ -204,33 +197,26 @@ class Coalescing:
             logger.warning("Triggers under lock %r have to wait: %s", name, exc, extra=extra)
 
 
-def _retried(request: Any) -> EarlierRun | None:
-    """Return the run that a request retries, if that claimed triggers."""
-    claimed = number(request, NUMBER) if request is not None and request.retries else 0
-    # A sender may write any number; the column has a limit.
-    return EarlierRun(number=min(claimed, 2**63 - 1)) if claimed > 0 else None
-
-
 # Messages for pending runs
 
 
-def serve(app: Celery, pending: Pending, **options: Any) -> bool:
-    """Publish a message for a pending run, if its task is one of this app."""
+def serve(app: Celery, pending: Pending, **more: Any) -> bool:
+    """
+    Publish a message for a pending run, if its task is one of this app.
+
+    It has no chain, chord or group.
+    """
     task: Any = app.tasks.get(pending.place.task_name)
-    if task is None or not coalesces(task):
-        return False
-    send(task, pending, **options)
-    return True
-
-
-def coalesces(task: Any) -> bool:
     single = single_of(task)
-    return single is not None and single.policy.on_conflict == "coalesce"
-
-
-def in_queue(ttl: float) -> float:
-    """Return the seconds that a message has before another is sent."""
-    return max(ttl, IN_QUEUE)
+    if single is None or single.policy.on_conflict != "coalesce":
+        return False
+    args, kwargs = unpack(task, pending.message)
+    # Only what pack() stores: in a row from elsewhere, a header may name another task.
+    given = json.loads(pending.message.options)
+    options = {name: value for name, value in given.items() if name in _OPTIONS}
+    headers = {**_headers(options.pop("headers", {})), SERVE: pending.number}
+    task.apply_async(tuple(args), kwargs, headers=headers, **options, **more)
+    return True
 
 
 def serve_overdue(app: Celery, config: AliasConfig, policies: dict[str, Policy]) -> int:
@@ -272,39 +258,22 @@ def _reserve(runs: PendingRuns, pending: Pending, ttl: float) -> bool:
             report_given_up(pending.place, pending.tries, pending.rescues)
         return False
     # Reserved first: if this process dies now, another worker looks again after the pause.
-    pause = min(LONGEST_PAUSE, in_queue(ttl) * 2.0**pending.rescues)
+    pause = min(LONGEST_PAUSE, max(ttl, IN_QUEUE) * 2.0**pending.rescues)
     return runs.reserve(pending, pause)
 
 
-def report_given_up(place: Place, tries: int, rescues: int = 0) -> None:
+def report_given_up(place: Place, tries: int, messages: int = 0) -> None:
     """Log once that workers no longer look after a pending run."""
-    if tries >= MOST_TRIES:
-        why = (
-            f"{tries} runs began and none ended, so its worker seems to be killed each time. Look "
-            "for what kills it (memory, time limits)"
-        )
-    else:
-        why = (
-            f"{rescues} messages were sent and no run began. See whether workers take from its "
-            "queue, and whether its lock has another name now"
-        )
     logger.error(
-        "Gave up task %s under lock %r: %s; then call the task again.",
+        "Gave up task %s under lock %r: %d runs began and none ended, and %d more messages were "
+        "sent. See what kills its worker (memory, time limits), and whether a worker takes from "
+        "its queue; then call the task again.",
         place.task_name,
         place.name,
-        why,
+        tries,
+        messages,
         extra=logs.facts(name=place.name, task=place.task_name),
     )
-
-
-def send(task: AnyTask, pending: Pending, **more: Any) -> None:
-    """Publish the message of a pending run, without chain, chord and group."""
-    args, kwargs = unpack(task, pending.message)
-    # Only what pack() stores: in a row from elsewhere, a header may name another task.
-    given = json.loads(pending.message.options)
-    options = {name: value for name, value in given.items() if name in _OPTIONS}
-    headers = {**_headers(options.pop("headers", {})), SERVE: pending.number}
-    task.apply_async(tuple(args), kwargs, headers=headers, **options, **more)
 
 
 def pack(call: Call) -> StoredMessage:
@@ -359,7 +328,7 @@ def arguments(call: Call) -> Arguments:
 
 def _options(request: Any) -> dict[str, Any]:
     """Return the options of a trigger's message that the next one has as well."""
-    if request is None or request.called_directly:
+    if request.called_directly:
         return {}
     hard, soft = request.timelimit or (None, None)
     options = {

@@ -12,22 +12,20 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from celery import Signature, _state, current_app
 from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish
 from celery.states import READY_STATES
 
+from ..backends.interface import Held
 from ..core.identity import Holder, shorten_task_id
 from ..exceptions import BackendUnavailable
 from ..storage.message_records import Begun, Message, MessageRecords
 from .names import Call, single_of
 from .policy import Skip
-
-if TYPE_CHECKING:
-    from .names import AnyTask
 
 logger = logging.getLogger(__name__)
 
@@ -82,25 +80,11 @@ class Delivery:
         )
         self._records = MessageRecords(call.service.config)
 
-    def before_waiting(self, seen: Sequence[Holder]) -> None:
-        """
-        Don't wait in the queue for another delivery of the same message.
-
-        This one would get the lock before a worker has stored the other one's result.
-        """
-        found = self._newest()
-        if found is None or found[1].outcome:
-            return
-        holder = seen[0] if seen else self._call.service.holder(self._call.name)
-        if holder is not None and holder.owner == found[0]:
-            self._come_later("runs")
-
     def conflict(self, holder: Holder) -> Skip | None:
         """
-        Look whether another delivery of the same message has the lock.
+        Come later if another delivery of the same message has the lock.
 
-        If it has, publish a copy that comes later, and raise `Ignore`: the first delivery does
-        the work, and if it dies, the copy does.
+        That delivery does the work; if it dies, the copy does.
 
         Raises:
             HolderGone: It isn't known whether it was, and the holder has gone meanwhile.
@@ -239,7 +223,7 @@ def kept(app: Any) -> float:
     return max(KEPT, 2.0 * timeout)
 
 
-def postpone_until_publisher_ends(call: Call, seen: Sequence[Holder]) -> None:
+def postpone_until_publisher_ends(call: Call, held: Held) -> None:
     """
     Postpone the message if the run that published it still holds the lock.
 
@@ -251,22 +235,17 @@ def postpone_until_publisher_ends(call: Call, seen: Sequence[Holder]) -> None:
     publisher = (call.request.headers or {}).get(FOLLOWS)
     if not publisher:
         return
-    holder = seen[0] if seen else _holder(call)
+    owner = held.owner
+    if not owner and (holder := call.service.holder(call.name)):
+        owner = holder.owner
     # Without a known holder, it may have been the publisher. A publisher that has released the
     # lock never holds it again, so another holder is an ordinary conflict.
-    if holder is not None and holder.owner not in ("", publisher):
+    if owner not in ("", publisher):
         return
     times = max(0, number(call.request, POSTPONED))
     pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(times, 16))
     why = f"the run that published the message still holds lock {call.name!r}"
     postpone(call, pause * random.uniform(0.5, 1.0), {POSTPONED: times + 1}, why)
-
-
-def _holder(call: Call) -> Holder | None:
-    try:
-        return call.service.holder(call.name)
-    except BackendUnavailable:
-        return None
 
 
 # Publishing a message again
@@ -342,9 +321,8 @@ def number(request: Any, header: str) -> int:
 
 def _identify(sender: str = "", headers: Any = None, body: Any = None, **kwargs: Any) -> None:
     """Give each message of our tasks an identity, as it is published."""
-    task = _single_task(sender) if headers is not None else None
-    single = None if task is None else single_of(task)
-    if task is None or single is None:
+    task = _task_of_any_app(sender)
+    if headers is None or (single := single_of(task)) is None:
         return
     given = headers.get(DELIVERY)
     if isinstance(given, _Copied):
@@ -371,16 +349,13 @@ def _followed_run(name: str, headers: Any, body: Any) -> str:
     return owner if name != task.name or facts.get("id") == task.request.id or is_step else ""
 
 
-def _single_task(name: str) -> AnyTask | None:
+def _task_of_any_app(name: str) -> Any:
     """Return the task of that name, of any app."""
-    found: Any = current_app.tasks.get(name) or next(_tasks_of_other_apps(name), None)
-    return found  # type: ignore[no-any-return]
-
-
-def _tasks_of_other_apps(name: str) -> Iterator[Any]:
-    state: Any = _state
+    if (task := current_app.tasks.get(name)) is not None:
+        return task
     # `app.tasks` would make each app create all its tasks.
-    return (app._tasks[name] for app in state._get_active_apps() if name in app._tasks)
+    apps = _state._get_active_apps()  # type: ignore[attr-defined]
+    return next((app._tasks[name] for app in apps if name in app._tasks), None)
 
 
 before_task_publish.connect(_identify, dispatch_uid="django_fencedlock.celery.duplicates")

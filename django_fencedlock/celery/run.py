@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial, wraps
 from typing import Any
 
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 
 from .. import logs, signals
-from ..backends.interface import Held, Wait
+from ..backends.interface import Wait
 from ..core import runtime
-from ..core.grants import holder_of, new_claim
+from ..core.grants import new_claim
 from ..core.identity import current_holder, running_task
 from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
@@ -179,7 +179,9 @@ class Run(Call):
             given = self.policy.blocking_timeout
             patience = self.service.config.blocking_timeout if given is None else given
         claim = new_claim(self.name, self.ttl, self.policy.fenced, owner=self.owner)
-        self._time_limit.wait = wait = Wait(patience, self._on_refusal)
+        self._time_limit.wait = wait = Wait(
+            patience, partial(duplicates.postpone_until_publisher_ends, self)
+        )
         if self._time_limit.deferred is not None:
             wait.cancel()
         self.lease = self.service.acquire(
@@ -198,13 +200,6 @@ class Run(Call):
             # A message that the task publishes from now on may have to wait for this lock.
             setattr(self.request, RUN, self.owner.id)
         return None
-
-    def _on_refusal(self, held: Held) -> None:
-        """Look at the holder, if it is known, when the first try was refused."""
-        seen = [holder_of(held, self.policy.backend)] if held.owner else []
-        duplicates.postpone_until_publisher_ends(self, seen)
-        if self.policy.on_conflict == "wait" and self._delivery is not None:
-            self._delivery.before_waiting(seen)
 
     def _release(self) -> None:
         if self.lease is None:
@@ -297,7 +292,7 @@ class Run(Call):
 def wrap(single: Single) -> Callable[..., Any]:
     """Return the function that Celery calls instead of the task's own."""
 
-    @functools.wraps(single.function)
+    @wraps(single.function)
     def run(*args: Any, **kwargs: Any) -> Any:
         converting = _converting.get()
         if converting is None or converting.single is not single:
