@@ -73,6 +73,14 @@ class TestOnPostgres:
         monkeypatch.setattr(grants, "is_process_gone", lambda process: True)
         assert lock("x").acquire(blocking=False).token == 2
 
+    def test_a_repeated_refusal_is_one_statement(self, on, postgres):
+        backend, wait = on("postgres").backend, Wait(10)
+        backend.acquire(new_claim("x", 30), Wait())
+        wait.held = backend.acquire(new_claim("x", 30), wait)
+        with postgres.statements() as seen:
+            assert isinstance(backend.acquire(new_claim("x", 30), wait), Held)
+        assert sum(seen.values()) == ours(seen) == 1
+
     def test_acquire_and_release_are_one_statement_each(self, on, postgres):
         on("postgres")
         lock("warm").acquire().release()

@@ -50,22 +50,22 @@ class DatabaseBackend(Backend):
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
         with contextlib.suppress(_FileLocked):
-            return self._try(claim, min(self._timeout, wait.seconds or BRIEFLY, BRIEFLY))
+            return self._try(claim, wait, min(self._timeout, wait.seconds or BRIEFLY, BRIEFLY))
         # A try that doesn't wait for a holder does wait for SQLite's file: that is no holder.
         rest = min(self._timeout, wait.left if wait.seconds else self._timeout - BRIEFLY)
         # Another owner may have been granted the lock meanwhile: a claim looks first.
         with contextlib.suppress(_FileLocked):
             if rest > 0:
-                return self._try(claim, rest)
+                return self._try(claim, wait, rest)
         return Held()
 
-    def _try(self, claim: Claim, patience: float) -> Granted | Held:
+    def _try(self, claim: Claim, wait: Wait, patience: float) -> Granted | Held:
         since = clock()
         # On SQLite the keeper can't renew while the caller's own transaction has the file.
         home = _Home(connections[self.config.fence_database])
         entry = entry_of(claim, self.config.alias, self.label)
         try:
-            found = self._run(partial(self._claim, home.connection, entry), patience)
+            found = self._run(partial(self._claim, home.connection, wait, entry), patience)
         except Error as exc:
             self._raise_unless_held(claim, exc)
             return Held()
@@ -77,13 +77,18 @@ class DatabaseBackend(Backend):
     def _claim(
         self,
         home: BaseDatabaseWrapper,
+        wait: Wait,
         entry: Entry,
         ledger: Ledger,
         connection: BaseDatabaseWrapper,
     ) -> tuple[bool, int | None] | Row:
-        # A claim locks SQLite's file, also one that is refused, and all other writers wait for it.
-        # If the caller's own transaction has the file, that is an error, even if the lock is held.
-        if self._one_writer and not (home.in_atomic_block and is_open(home)):
+        # A refused claim writes to the row, and locks SQLite's file for all other writers. If the
+        # caller's own transaction has the file, that is an error, even if the lock is held.
+        if self._one_writer:
+            looks_first = not (home.in_atomic_block and is_open(home))
+        else:
+            looks_first = wait.held is not None
+        if looks_first:
             row = ledger.look(connection, entry.name)
             if row is not None and row.live and row.owner != entry.owner.id:
                 return row
