@@ -245,41 +245,12 @@ def test_an_error_before_the_answer_was_read_leaves_it_to_no_other_request(backe
 
     take(backend, mine("other"))
     here = backend._here
-    one = here._spare._idle[0].connection
+    one = here._spare._idle[0]
     monkeypatch.setattr(one, "read_response", interrupt)
     with pytest.raises(Interrupt):
         here.execute("ECHO", "first")
     monkeypatch.undo()
     assert here.execute("ECHO", "second") == b"second"
-
-
-def test_an_interrupt_in_the_driver_leaves_no_lock_of_the_driver_held(backend):
-    """The driver locks a client of one connection just before its `try`."""
-
-    class Locked:
-        def __init__(self, lock):
-            self.lock = lock
-
-        def acquire(self):
-            self.lock.acquire()
-            raise KeyboardInterrupt
-
-        def release(self):
-            self.lock.release()
-
-    take(backend, mine("other"))
-    here = backend._here
-    (client,) = here._spare._idle
-    client.single_connection_lock = Locked(client.single_connection_lock)
-    with pytest.raises(KeyboardInterrupt):
-        here.execute("ECHO", "first")
-    answers = []
-    other = threading.Thread(
-        target=lambda: answers.append(here.execute("ECHO", "second")), daemon=True
-    )
-    other.start()
-    other.join(10)
-    assert answers == [b"second"]
 
 
 def test_a_request_of_another_thread_has_a_connection_of_its_own(backend):

@@ -24,44 +24,45 @@ PAUSE = 0.1
 
 class Spare:
     """
-    Clients with one connection each, which callers use in turn.
+    Connections that callers use in turn.
 
-    The driver's pool checks a connection each time before it hands it out, which takes about as
-    long as the request itself.
+    The driver's pool checks a connection each time before it hands it out, and its clients measure
+    each request, which takes about as long as the request itself.
     """
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self._idle: deque[Client] = deque()
+        self._idle: deque[Any] = deque()
 
     def execute(self, *command: object) -> Any:
         try:
-            client = self._idle.pop()
+            connection = self._idle.pop()
         except IndexError:
-            client = redis.Redis(connection_pool=self._pool, single_connection_client=True)
+            connection = self._pool.make_connection()
+
+        def ask() -> Any:
+            connection.send_command(*command)
+            return connection.read_response()
+
         done = False
         try:
-            answer = client.execute_command(*command)
+            answer = connection.retry.call_with_retry(ask, lambda error: connection.disconnect())
             done = True
             return answer
         except ResponseError:
             done = True
             raise
         finally:
-            if done:
-                self._idle.append(client)
-            else:
-                # The next request would read this answer, or wait for a lock of the driver's.
-                client.connection.disconnect()
-                client.close()
+            if not done:
+                # The next request would read this answer.
+                connection.disconnect()
+            self._idle.append(connection)
 
     def close(self, keep: int = 0) -> None:
         """Close all idle connections but `keep`."""
         with contextlib.suppress(IndexError):
             while len(self._idle) > keep:
-                client = self._idle.pop()
-                client.connection.disconnect()
-                client.close()
+                self._idle.pop().disconnect()
 
 
 class Connections:
