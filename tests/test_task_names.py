@@ -96,8 +96,8 @@ class TestCanonicalForm:
             (Decimal("1.10"), "Decimal(1.1)"),
             (Decimal("-1e3"), "Decimal(-1000)"),
             (Decimal("1.50e-7"), "Decimal(0.00000015)"),
-            (Decimal("1e400"), "Decimal(1E400)"),
-            (Decimal("-12e-400"), "Decimal(-12E-400)"),
+            (Decimal("1e400"), "Decimal(1E+400)"),
+            (Decimal("-12e-400"), "Decimal(-1.2E-399)"),
             (Decimal("-0.00"), "Decimal(0)"),
             (Decimal("NaN"), "Decimal(NaN)"),
             (Decimal("1" * 40), f"Decimal({'1' * 40})"),
@@ -105,8 +105,8 @@ class TestCanonicalForm:
             (datetime(2026, 7, 1, 12), "datetime(2026-07-01T12:00:00)"),
             (date(2026, 7, 1), "date(2026-07-01)"),
             (time(12, 30), "time(12:30:00)"),
-            (timedelta(days=1, microseconds=5), "timedelta(86400.000005)"),
-            (timedelta(microseconds=-5), "timedelta(-0.000005)"),
+            (timedelta(days=1, microseconds=5), "timedelta(1 day, 0:00:00.000005)"),
+            (timedelta(microseconds=-5), "timedelta(-1 day, 23:59:59.999995)"),
             (b"ab\xff", f"bytes({base64.b64encode(b'ab' + bytes([255])).decode()})"),
             (bytearray(b"x"), "bytes(eA==)"),
             (memoryview(b"x"), "bytes(eA==)"),
@@ -413,7 +413,7 @@ class TestByModel:
         assert lock_name(task, 7) == LedgerLine.fencing.lock(account_id=7).name
 
     def test_a_parameter_that_is_not_there(self):
-        with pytest.raises(TypeError, match="has no parameter 'invoce'"):
+        with pytest.raises(TypeError, match=r"which parameters of charge\(\) name the row"):
             single_instance(Invoice, pk="invoce")(charge)
 
     @pytest.mark.parametrize(
@@ -462,8 +462,11 @@ class TestKindsOfTasks:
 
     def test_bound_and_named_by_the_task_itself(self, made):
         task = made(lambda self, pk: None, "x:{self}", bind=True)
-        with pytest.raises(TypeError, match="self"):
+        with pytest.raises(TypeError, match="isn't the same everywhere"):
             lock_name(task, 1)
+        assert lock_name(made(lambda self, pk: None, "{self.name}:{pk}", bind=True), 1) == (
+            "shop.charge:1"
+        )
 
     def test_bound_with_autoretry(self, made):
         task = made(lambda self, pk: None, autoretry_for=(ValueError,), bind=True)

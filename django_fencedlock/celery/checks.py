@@ -43,38 +43,43 @@ def problems(apps: Iterable[Celery]) -> Iterator[Problem]:
         for task in app.tasks.values():
             if (single := single_of(task)) is None:
                 continue
-            case = _Case(app, task, single.policy)
-            for check in (_arguments, _redeliveries, _limits, _waits, _aborts):
-                for problem in check(case):
-                    names = found.setdefault(problem, [])
-                    # A shared task is a task of every app.
-                    if task.name not in names:
-                        names.append(task.name)
+            for problem in _task_problems(app, task, single.policy):
+                names = found.setdefault(problem, [])
+                # A shared task is a task of every app.
+                if task.name not in names:
+                    names.append(task.name)
     for problem, names in found.items():
         tasks = f"Task{'s' if len(names) > 1 else ''} {', '.join(sorted(names)[:SHOWN])}"
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         yield replace(problem, message=f"{tasks}{more}: {problem.message}")
 
 
+def _task_problems(app: Celery, task: Any, policy: Policy) -> Iterator[Problem]:
+    if conf.lacks(policy.backend):
+        yield Problem(
+            "E030",
+            f"backend={policy.backend!r} is no alias in FENCEDLOCK.",
+            conf.unknown(policy.backend, conf.aliases()),
+        )
+    # Settings that can't be read are reported by their own check.
+    with contextlib.suppress(SettingsError):
+        case = _Case(app, task, policy, conf.config(policy.backend))
+        for check in (_arguments, _redeliveries, _limits, _waits, _aborts):
+            yield from check(case)
+
+
 @dataclass(frozen=True)
 class _Case:
-    """A task, its app and its policy."""
+    """A task, its app, its policy and its alias."""
 
     app: Any
     task: Any
     policy: Policy
+    alias: conf.AliasConfig
 
     @property
-    def alias(self) -> conf.AliasConfig | None:
-        """The settings of its alias; None if they are wrong."""
-        try:
-            return conf.config(self.policy.backend)
-        except SettingsError:
-            return None
-
-    @property
-    def ttl(self) -> float | None:
-        return self.policy.ttl or (self.alias.ttl if self.alias else None)
+    def ttl(self) -> float:
+        return self.policy.ttl or self.alias.ttl
 
     def setting(self, name: str) -> Any:
         """Return the task's own value, or else its app's."""
@@ -108,12 +113,6 @@ class _Case:
 
 def _arguments(case: _Case) -> Iterator[Problem]:
     policy = case.policy
-    if conf.lacks(policy.backend):
-        yield Problem(
-            "E030",
-            f"backend={policy.backend!r} is no alias in FENCEDLOCK.",
-            conf.unknown(policy.backend, conf.aliases()),
-        )
     if policy.on_conflict == "coalesce" and serializer_of(case.task) in PICKLES:
         yield Problem(
             "E031",
@@ -121,7 +120,7 @@ def _arguments(case: _Case) -> Iterator[Problem]:
             "who can write there could run any code.",
             'Give the task another serializer, such as "json".',
         )
-    if policy.max_hold is not None and case.ttl and policy.max_hold < case.ttl:
+    if policy.max_hold is not None and policy.max_hold < case.ttl:
         yield Problem(
             "W035",
             f"max_hold of {policy.max_hold:g} s, and a ttl of {case.ttl:g} s, for which the "
@@ -132,8 +131,7 @@ def _arguments(case: _Case) -> Iterator[Problem]:
         yield Problem(
             "I030",
             "only the result shows that a run was skipped, and results are ignored.",
-            "Ignore this if no code needs it. Otherwise keep the result, or connect the signal "
-            "lock_not_acquired.",
+            "Ignore this if no code needs it, keep the result, or connect lock_not_acquired.",
         )
 
 
@@ -158,9 +156,8 @@ def _redeliveries(case: _Case) -> Iterator[Problem]:
             yield Problem(
                 "W031",
                 f"pauses of up to {pause:g} s between conflicts, and a broker that delivers again "
-                f"what isn't acknowledged within {visible:g} s: a worker that waits for the time "
-                "of a message has not acknowledged it.",
-                "Lower retry_countdown (pauses grow to twelve times of it), or raise "
+                f"what isn't acknowledged within {visible:g} s, such as a message that waits.",
+                "Lower retry_countdown, of which a pause is up to twelve times, or raise "
                 "broker_transport_options['visibility_timeout'].",
             )
     # The app's setting may be meant for those of its tasks that acknowledge late.
@@ -168,16 +165,14 @@ def _redeliveries(case: _Case) -> Iterator[Problem]:
     if rejects and not late:
         yield Problem(
             "W036",
-            "reject_on_worker_lost without acks_late has no effect: the message of a run that was "
-            "killed is gone, and so is its work.",
+            "reject_on_worker_lost without acks_late has no effect: a killed run's work is lost.",
             "Give acks_late=True as well.",
         )
     if policy.redelivery == "run" and policy.on_conflict == "skip" and late:
         yield Problem(
             "W037",
-            'redelivery="run" and on_conflict="skip" with acks_late: when a worker dies, its '
-            "message is delivered again while the dead run's lock still lasts, is skipped, and so "
-            "is lost.",
+            'redelivery="run" and on_conflict="skip" with acks_late: the message of a dead worker '
+            "comes again while its lock still lasts, and is skipped and lost.",
             'Leave redelivery at "defer", or use on_conflict="retry".',
         )
 
@@ -195,8 +190,6 @@ def _limits(case: _Case) -> Iterator[Problem]:
 
 def _waits(case: _Case) -> Iterator[Problem]:
     alias, policy, ttl = case.alias, case.policy, case.ttl
-    if alias is None or ttl is None:
-        return
     has_timeout = "TIMEOUT" in conf.backend_class(alias.backend).option_names
     if has_timeout and ttl < REQUESTS * alias.timeout:
         yield Problem(
@@ -222,20 +215,17 @@ def _waits(case: _Case) -> Iterator[Problem]:
 def _aborts(case: _Case) -> Iterator[Problem]:
     if case.policy.on_lost != "abort":
         return
-    with contextlib.suppress(SettingsError):
-        number = conf.abort_signal()
-        found = signal.getsignal(number)
-        if found not in (signal.SIG_DFL, interrupts.on_signal):
-            yield Problem(
-                "W038",
-                f'on_lost="abort" interrupts a body by signal {int(number)}, which has the handler '
-                f"{found!r} in this process.",
-                "Set FENCEDLOCK_ABORT_SIGNAL to an unused signal.",
-            )
     if case.pool == "gevent" or runtime.is_patched("_thread"):
         yield Problem(
             "W039",
             'on_lost="abort" can\'t interrupt a greenlet: under gevent it is the same as "raise".',
-            'Use another pool, or on_lost="raise" with lease.check() between the steps of the '
-            "body.",
+            'Use another pool, or on_lost="raise" with lease.check() in the body.',
+        )
+    number = conf.abort_signal()
+    if (found := signal.getsignal(number)) not in (signal.SIG_DFL, interrupts.on_signal):
+        yield Problem(
+            "W038",
+            f'on_lost="abort" interrupts a body by signal {int(number)}, which has the handler '
+            f"{found!r} in this process.",
+            "Set FENCEDLOCK_ABORT_SIGNAL to an unused signal.",
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from datetime import UTC, date, datetime, time, timedelta
-from decimal import Decimal
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
@@ -198,20 +199,9 @@ def _name_by_call(task: AnyTask | None, title: str, arguments: Mapping[str, Any]
 
 def _by_template(text: str, function: Callable[..., Any]) -> Naming:
     template = names.Template(text, function)
-    parameters = inspect.signature(function).parameters
-
-    def name(task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
-        try:
-            return template.fill(arguments)
-        except KeyError as exc:
-            if exc.args[0] in arguments or exc.args[0] not in parameters:
-                raise
-            raise TypeError(
-                f"Lock name {text!r} has {{{exc.args[0]}}}, which is the task itself. To name a "
-                "lock by the task, give a callable (task, arguments) -> name."
-            ) from None
-
-    return name
+    # A bound task's first parameter is the task, which isn't among the arguments.
+    first = next(iter(inspect.signature(function).parameters), "")
+    return lambda task, _, arguments: template.fill({first: task, **arguments})
 
 
 def _by_model(
@@ -226,27 +216,23 @@ def _by_model(
     fields, fencing = model._meta.concrete_fields, model.fencing
     columns = {"pk": [field.attname for field in fencing.pk]}
     columns |= {field.name: [field.attname] for field in fields}
-    for key, parameter in parameters.items():
+    for key in parameters:
         if key not in columns and not any(key == field.attname for field in fields):
             raise _unknown(model.__name__, key)
-        if parameter not in known:
-            raise TypeError(
-                f"{start}, {key}={parameter!r}): {function.__qualname__}() has no parameter "
-                f"{parameter!r}; it has {', '.join(known) or 'none'}."
-            )
     if fencing.columns is None:
         raise TypeError(
             f"{start}): its lock is named by a callable, which needs a row. Give a callable "
             "(task, arguments) -> name instead of the model."
         )
-    if {column for key in parameters for column in columns.get(key, [key])} != {*fencing.columns}:
+    given = {column for key in parameters for column in columns.get(key, [key])}
+    if given != {*fencing.columns} or not {*parameters.values()} <= {*known}:
         raise TypeError(
             f"{start}) needs to know which parameters of {function.__qualname__}() name the row: "
             f"write {start}, {_example(fencing.columns, known)})."
         )
 
     def name(task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
-        values = {key: arguments[str(given)] for key, given in parameters.items()}
+        values = {key: arguments[str(parameter)] for key, parameter in parameters.items()}
         return str(fencing.lock(**values).name)
 
     return name, lambda: str(fencing.pattern)
@@ -327,8 +313,8 @@ def _row(row: Model) -> str:
 
 
 def _scalar(value: Any) -> str:
-    if isinstance(value, UUID):
-        return f"UUID({value})"
+    if isinstance(value, UUID | timedelta):
+        return f"{type(value).__name__}({value})"
     if isinstance(value, Decimal):
         return f"Decimal({_number(value)})"
     if isinstance(value, datetime):
@@ -337,10 +323,6 @@ def _scalar(value: Any) -> str:
         return f"datetime({moment.isoformat()})"
     if isinstance(value, date | time):
         return f"{type(value).__name__}({value.isoformat()})"
-    if isinstance(value, timedelta):
-        # total_seconds() is a float, which long durations share with their neighbours.
-        whole, rest = divmod(abs(value) // timedelta.resolution, 10**6)
-        return f"timedelta({'-' if value < timedelta(0) else ''}{whole}.{rest:06d})"
     if isinstance(value, bytes | bytearray | memoryview):
         return f"bytes({base64.b64encode(bytes(value)).decode()})"
     raise TypeError(
@@ -351,17 +333,13 @@ def _scalar(value: Any) -> str:
 
 
 def _number(value: Decimal) -> str:
-    if not value.is_finite():
-        return str(value)
-    # normalize() would round to the context's precision.
-    sign, digits, exponent = value.as_tuple()
-    text = "".join(map(str, digits)).lstrip("0")
-    while text.endswith("0"):
-        text, exponent = text[:-1], exponent + 1  # type: ignore[operator]
-    if not text:
-        return "0"
-    number = f"{'-' if sign else ''}{text}E{exponent}"
-    return f"{Decimal(number):f}" if abs(exponent) <= _READABLE else number  # type: ignore[arg-type]
+    if not value or not value.is_finite():
+        return str(value) if value else "0"
+    # Precise enough to round nothing.
+    context = Context(prec=len(value.as_tuple().digits), Emax=MAX_EMAX, Emin=MIN_EMIN)
+    number = value.normalize(context)
+    exponent = int(number.as_tuple().exponent)
+    return f"{number:f}" if abs(exponent) <= _READABLE else str(number)
 
 
 # Sensitive arguments
@@ -375,18 +353,15 @@ def redact(arguments: Mapping[str, Any], sensitive: Collection[str]) -> dict[str
 
 
 def _digest(key: str, value: Any) -> str:
-    try:
-        text = canonical(value)
-    except TypeError:
-        text = ""
-    if not text:
-        # Outside the except block: the first error shows the value.
-        raise TypeError(
-            f"A lock name can't be made of {key!r}, a {type(value).__name__}: its text "
-            "isn't the same everywhere. Pass a plain value."
-        )
-    # With the project's secret key: a plain digest of a card's number can be found by trial.
-    return f"#{salted_hmac(_SALT, text, algorithm='sha256').hexdigest()[:_DIGEST]}"
+    with contextlib.suppress(TypeError):
+        # With the project's secret key: a plain digest of a card's number can be found by trial.
+        digest = salted_hmac(_SALT, canonical(value), algorithm="sha256").hexdigest()
+        return f"#{digest[:_DIGEST]}"
+    # Outside the block: the suppressed error shows the value.
+    raise TypeError(
+        f"A lock name can't be made of {key!r}, a {type(value).__name__}: its text isn't the same "
+        "everywhere. Pass a plain value."
+    )
 
 
 def redact_message(
