@@ -80,7 +80,7 @@ def test_an_end_is_past_after_a_while(deliveries, rows):
         row.finished_at -= timedelta(seconds=ago)
         row.save()
         known = Begun(1, "failure", is_past)
-        assert deliveries.newest(first.nonce, first.name) == (first.owner, known)
+        assert deliveries.newest(first) == (first.owner, known)
         assert deliveries.begin(another(first)) == known
 
 

@@ -20,6 +20,12 @@ from django_fencedlock.celery import single_instance
 def task(): pass
 task()
 """
+FORCED = """
+from django_fencedlock import conf
+from django_fencedlock.backends.interface import Grant
+from django_fencedlock.storage.fences import Revoking
+Revoking(conf.config()).revoke(Grant("x", "o"), "ada", proposed=1)
+"""
 MODEL = "from django_fencedlock.models import FencedModel"
 COMMAND = "from django.core.management import call_command; call_command('fencedlock', 'list')"
 ADMIN = """
@@ -67,7 +73,7 @@ MIGRATE = "manage.py migrate django_fencedlock"
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("code", [LOCKS, TASK, MODEL])
+@pytest.mark.parametrize("code", [LOCKS, TASK, MODEL, FORCED])
 def test_a_missing_app_is_named(code: str) -> None:
     told = _last_line([], code)
     assert ". Add 'django_fencedlock' to INSTALLED_APPS, and run: " + MIGRATE in told

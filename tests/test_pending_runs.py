@@ -5,6 +5,7 @@ import uuid
 from dataclasses import replace
 
 import pytest
+from django.db import connections
 from django.db.models.sql.compiler import (
     SQLCompiler,
     SQLDeleteCompiler,
@@ -14,6 +15,7 @@ from django.db.models.sql.compiler import (
 
 from django_fencedlock import conf, lock
 from django_fencedlock.models import MessageRecord, PendingRun
+from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.dialect import BATCH
 from django_fencedlock.storage.message_records import Message, MessageRecords
 from django_fencedlock.storage.pending_runs import (
@@ -256,13 +258,13 @@ def test_no_cache_of_queries_is_asked(runs, remembered):
     records = MessageRecords(conf.config())
     assert runs.numbers(PLACE) is None
     assert runs.overdue(["app.charge"], [], 10) == runs.waiting(PLACE.name) == []
-    assert records.newest(first.nonce, PLACE.name) is None
+    assert records.newest(first) is None
 
     records.begin(first)
     runs.count(PLACE, stored(), -1)
     assert runs.numbers(PLACE) == Numbers(wanted=1, done=0)
     assert len(runs.overdue(["app.charge"], [], 10)) == len(runs.waiting(PLACE.name)) == 1
-    assert records.newest(first.nonce, PLACE.name)[0] == first.owner
+    assert records.newest(first)[0] == first.owner
     assert runs.claim(PLACE, me, GRACE).number == 1
 
 
@@ -295,7 +297,7 @@ class TestLookingAfter:
             place = Place(f"n{number}", "app.charge")
             runs.count(place, stored("a"), -1)
             (open_,) = [each for each in runs.overdue(self.NAMES, [], 10) if each.place == place]
-            claimed = at_once([lambda open_=open_: runs.reserve(open_, GRACE)] * 4)
+            claimed = at_once([lambda open_=open_: runs.reserve(open_.place, GRACE)] * 4)
             assert sum(claimed) == 1
         assert runs.overdue(self.NAMES, [], 10) == []
 
@@ -304,23 +306,23 @@ class TestLookingAfter:
         (open_,) = runs.overdue(self.NAMES, [], 10)
         me = owner()
         runs.end(PLACE, me, runs.claim(PLACE, me, -1).number, -1)
-        assert not runs.reserve(open_, GRACE)
-        assert not runs.give_up(open_)
+        assert not runs.reserve(open_.place, GRACE)
+        assert not runs.give_up(open_.place, open_.number)
 
     def test_rescues_are_counted_until_a_run_begins(self, runs):
         runs.count(PLACE, stored("a"), -1)
         for rescues in range(3):
             (open_,) = runs.overdue(self.NAMES, [], 10)
             assert open_.rescues == rescues
-            assert runs.reserve(open_, -1)
+            assert runs.reserve(open_.place, -1)
         runs.claim(PLACE, owner(), -1)
         assert runs.overdue(self.NAMES, [], 10)[0].rescues == 0
 
     def test_what_was_given_up_is_left_alone_until_a_new_trigger(self, runs):
         runs.count(PLACE, stored("a"), -1)
-        runs.reserve(runs.overdue(self.NAMES, [], 10)[0], -1)
+        runs.reserve(PLACE, -1)
         (open_,) = runs.overdue(self.NAMES, [], 10)
-        assert sum(at_once([lambda: runs.give_up(open_)] * 4)) == 1
+        assert sum(at_once([lambda: runs.give_up(open_.place, open_.number)] * 4)) == 1
         assert runs.overdue(self.NAMES, [], 10) == []
         runs.count(PLACE, stored("b"), -1)
         assert runs.overdue(self.NAMES, [], 10)[0].rescues == 0
@@ -403,3 +405,50 @@ def test_the_number_of_statements(using, runs, request):
     assert max(found.pop(act) for act in ("begin", "count", "claim")) <= 6
     assert found.pop("begin with a message") <= 9
     assert set(found.values()) == {1}
+
+
+@pytest.mark.parametrize("using", ["postgres"], indirect=True)
+def test_a_stored_message_outlasts_a_crash_and_a_paused_process_delays_none(
+    using, runs, monkeypatch
+):
+    """On a server that commits without waiting for its disk. A trigger tells what a COMMIT has."""
+    private = sessions.private
+
+    def lazy(*args):
+        made = private(*args)
+        made.settings_dict["OPTIONS"]["options"] = "-c synchronous_commit=off"
+        return made
+
+    monkeypatch.setattr(sessions, "private", lazy)
+    me, first = owner(), message()
+    records = MessageRecords(conf.config())
+    with connections[using].cursor() as cursor:
+        cursor.execute(WATCH_COMMITS)
+        try:
+            runs.count(PLACE, stored(), -1)
+            assert runs.reserve(PLACE, GRACE)
+            assert runs.claim(PLACE, me, GRACE).number == 1
+            assert runs.end(PLACE, me, 1, GRACE)
+            runs.begin(PLACE, me, stored(), GRACE, first)
+            assert not records.begin(replace(first, owner=me)).is_first
+            assert records.finish(replace(first, owner=me), "success")
+            cursor.execute("SELECT durable, idle FROM commits")
+            found = cursor.fetchall()
+        finally:
+            cursor.execute("DROP FUNCTION watch_commit CASCADE; DROP TABLE commits")
+    assert len(found) >= 7
+    assert set(found) == {("on", "2s")}
+
+
+WATCH_COMMITS = """
+CREATE TABLE commits (durable text, idle text);
+CREATE FUNCTION watch_commit() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    INSERT INTO commits VALUES (current_setting('synchronous_commit'),
+        current_setting('idle_in_transaction_session_timeout'));
+    RETURN NULL;
+END $$;
+CREATE CONSTRAINT TRIGGER watch AFTER INSERT OR UPDATE ON django_fencedlock_pendingrun
+    DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION watch_commit();
+CREATE CONSTRAINT TRIGGER watch AFTER INSERT OR UPDATE ON django_fencedlock_messagerecord
+    DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION watch_commit();
+"""

@@ -9,7 +9,7 @@ from django.db import connections
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, StaleFence, force_release, lock
-from django_fencedlock.backends.interface import Wait
+from django_fencedlock.backends.interface import Grant, Wait
 from django_fencedlock.core.grants import grant_of, new_claim
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
@@ -56,8 +56,8 @@ def test_somebody_has_to_do_it():
 def test_the_first_who_did_it_is_told_of():
     lease = lock("x").acquire()
     config = fences.Revoking(lease._control.config)
-    one = config.revoke("x", lease.owner_id, "one", fenced=True, proposed=lease.token)
-    other = config.revoke("x", lease.owner_id, "other", fenced=True, proposed=lease.token)
+    one = config.revoke(grant_of(lease), "one", proposed=lease.token)
+    other = config.revoke(grant_of(lease), "other", proposed=lease.token)
     assert (one.is_new, other.is_new) == (True, False)
     assert other.note == one.note
     assert (one.token, other.token) == (2, 2)
@@ -70,7 +70,7 @@ def test_the_first_who_did_it_is_told_of():
 def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
     lease = lock("x").acquire()
     config = fences.Revoking(lease._control.config)
-    one = config.revoke("x", lease.owner_id, "one", fenced=True, proposed=lease.token)
+    one = config.revoke(grant_of(lease), "one", proposed=lease.token)
     looks = iter([dict])
 
     def notes_of_a_moment_before(*given):
@@ -78,7 +78,7 @@ def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
 
     revoking_notes = fences.notes
     monkeypatch.setattr(fences, "notes", notes_of_a_moment_before)
-    other = config.revoke("x", lease.owner_id, "other", fenced=True, proposed=lease.token)
+    other = config.revoke(grant_of(lease), "other", proposed=lease.token)
     assert (other.is_new, other.note, other.token) == (False, one.note, 2)
 
 
@@ -87,8 +87,8 @@ def test_a_holder_whose_grant_is_about_to_be_recorded_is_above_no_fence():
     """Its token is the lock service's; the fence is behind it, or isn't there yet."""
     with lock("x") as lease:
         config = fences.Revoking(lease._control.config)
-        assert config.revoke("x", "somebody", "me", fenced=True, proposed=7).token == 8
-        assert config.revoke("y", "somebody else", "me", fenced=True, proposed=7).token == 8
+        assert config.revoke(Grant("x", "somebody"), "me", proposed=7).token == 8
+        assert config.revoke(Grant("y", "somebody else"), "me", proposed=7).token == 8
         assert set(Fence.objects.values_list("name", "token", "owner")) == {
             ("x", 8, ""),
             ("y", 8, ""),
@@ -101,7 +101,7 @@ def test_a_newer_grant_is_not_fenced_off():
     former.release()
     with lock("x") as lease:
         found = fences.Revoking(lease._control.config).revoke(
-            "x", former.owner_id, "me", fenced=True, proposed=former.token
+            grant_of(former), "me", proposed=former.token
         )
         assert found.token == lease.token
         assert Fence.objects.get().owner == lease.owner_id
@@ -183,7 +183,7 @@ def test_a_database_that_is_away_keeps_a_fenced_lock_from_being_freed(
     def fail(*args):
         connections["default"].cursor().execute("SELECT nothing")
 
-    monkeypatch.setattr(fences, "_revoke", fail)
+    monkeypatch.setattr(fences, "durable", fail)
     with pytest.raises(BackendUnavailable, match="forced release"):
         force_release("x", by="me")
     assert lease.verify()
@@ -220,19 +220,20 @@ def test_a_raise_outlasts_a_crash(settings, postgres, monkeypatch):
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
     private, seen = storage_connections.private, []
 
-    def watch(execute, sql, params, many, context):
-        if sql == "COMMIT":
-            with context["connection"].cursor() as cursor:
-                cursor.execute("SHOW synchronous_commit")
-                seen.append(cursor.fetchone()[0])
-        return execute(sql, params, many, context)
-
     def watched(*args):
         made = private(*args)
         # As on a server where it is off.
         options = made.settings_dict["OPTIONS"]
         options["options"] = f"{options.get('options', '')} -c synchronous_commit=off"
-        made.execute_wrappers.append(watch)
+        commit = made._commit
+
+        def watch():
+            with made.cursor() as cursor:
+                cursor.execute("SHOW synchronous_commit")
+                seen.append(cursor.fetchone()[0])
+            commit()
+
+        made._commit = watch
         return made
 
     lock("x").acquire()
@@ -241,7 +242,7 @@ def test_a_raise_outlasts_a_crash(settings, postgres, monkeypatch):
     # Raised before the release, and after it.
     assert seen[:2] == ["on", "on"]
     seen.clear()
-    storage_connections.query_once("postgres", 5, lambda used: fences.lift(used, {"x": 9}))
+    storage_connections.query_once("postgres", 5, lambda used: fences.lift("postgres", {"x": 9}))
     assert seen == ["on"]
 
 

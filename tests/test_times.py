@@ -96,7 +96,7 @@ class TestEachZone:
         rows = ForcedRelease.objects.using(database)
         rows.create(owner="o", name="x", released_by="me", released_at=moment)
         assert rows.get(released_at=moment).released_at == moment
-        assert notes(connections[database], ["o"])["o"].at == moment
+        assert notes(database, ["o"])["o"].at == moment
 
     def test_the_other_tables_have_utc(self, database):
         lock("x").acquire()

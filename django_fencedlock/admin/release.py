@@ -10,7 +10,6 @@ from django.contrib import admin, messages
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.auth.models import AbstractBaseUser
 from django.core.exceptions import BadRequest, PermissionDenied
-from django.db import connections
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
@@ -102,7 +101,7 @@ def _questions(rows: Sequence[HeldLock]) -> Iterator[dict[str, Any]]:
         return
     using = rows[0]._state.db or "default"
     listed = list(entries(using, rows, {}))
-    before = notes(connections[using], [entry.owner for entry in listed])
+    before = notes(using, [entry.owner for entry in listed])
     for row, entry in zip(rows, listed, strict=True):
         ttl = (entry.expires_at - entry.renewed_at).total_seconds()
         yield {

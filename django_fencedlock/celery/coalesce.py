@@ -110,7 +110,7 @@ class Coalescing:
         if claimed is None:
             return skip or Skip.SERVED, None
         if claimed.tries > MOST_TRIES:
-            if self._pending.give_up_claimed(self._place, claimed.number):
+            if self._pending.give_up(self._place, claimed.number):
                 report_given_up(self._place, claimed.tries - 1)
             return Skip.GIVEN_UP, None
         self._claimed = claimed
@@ -254,12 +254,12 @@ def serve_overdue(app: Celery, config: AliasConfig, policies: dict[str, Policy])
 def _reserve(runs: PendingRuns, pending: Pending, ttl: float) -> bool:
     """Reserve a pending run for a while; give it up after many tries."""
     if pending.tries >= MOST_TRIES or pending.rescues >= MOST_RESCUES:
-        if runs.give_up(pending):
+        if runs.give_up(pending.place, pending.number):
             report_given_up(pending.place, pending.tries, pending.rescues)
         return False
     # Reserved first: if this process dies now, another worker looks again after the pause.
     pause = min(LONGEST_PAUSE, max(ttl, IN_QUEUE) * 2.0**pending.rescues)
-    return runs.reserve(pending, pause)
+    return runs.reserve(pending.place, pause)
 
 
 def report_given_up(place: Place, tries: int, messages: int = 0) -> None:

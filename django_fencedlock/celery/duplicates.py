@@ -151,7 +151,7 @@ class Delivery:
         return "" if found is None else found[0]
 
     def _newest(self) -> tuple[str, Begun] | None:
-        return self._ask(self._records.newest, self.message.nonce, self.message.name)
+        return self._ask(self._records.newest, self.message)
 
     def _ask(self, question: Callable[..., T | None], *args: Any) -> T | None:
         """Ask the database; without an answer, go on if the policy allows that."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from django.db import Error, connections
@@ -243,22 +243,15 @@ def _revoked_again(found: HeldBy, by: str, revoked: Revoked, seen: Newest | None
             extra=logs.facts(name=found.name, alias=found.alias, owner=found.owner),
         )
         return revoked
-    return replace(revoked, token=again.token) if again and again.is_new else revoked
+    return revoked._replace(token=again.token) if again and again.is_new else revoked
 
 
 def _revoke(found: HeldBy, by: str, seen: Newest | None, *, again: bool = False) -> Revoked | None:
     """Raise the fence and note who did it; None for an unfenced lock without tables."""
     holder, config = found.holder, service(found.alias).config
     try:
-        return Revoking(config).revoke(
-            found.name,
-            holder.owner,
-            by,
-            fenced=found.fenced,
-            proposed=holder.token,
-            seen=seen,
-            again=again,
-        )
+        held = Grant(found.name, found.owner, fenced=found.fenced)
+        return Revoking(config).revoke(held, by, proposed=holder.token, seen=seen, again=again)
     except BackendUnavailable as exc:
         cause = exc.__cause__
         connection = connections[config.fence_database]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.apps import apps
-from django.db import Error, IntegrityError, connections, router
+from django.db import Error, connections, router
 
 from .. import conf
 from ..models.fenced import FencedModel
@@ -110,7 +110,7 @@ def _batches(model: type[FencedModel], database: str, done: Resynced) -> Iterato
 def _resync(
     pool: ConnectionPool, highest: Mapping[str, int], done: Resynced, dry_run: bool
 ) -> None:
-    low = {name: highest[name] for name in pool.run(lambda own: too_low(own, highest))}
+    low = pool.run_orm(lambda: too_low(pool.using, highest))
     if not low:
         return
     locked = set() if dry_run else set(_raise(pool, low))
@@ -122,17 +122,13 @@ def _resync(
 def _raise(pool: ConnectionPool, low: Mapping[str, int]) -> Iterator[str]:
     """Raise all fences that no transaction locks, and return the names of the others."""
     try:
-        pool.run(lambda own: lift(own, low), busy_timeout=RESYNC_PATIENCE)
+        pool.run_orm(lambda: lift(pool.using, low), RESYNC_PATIENCE)
     except Error as exc:
-        # A grant created the fence's row at the same moment.
-        created = isinstance(exc, IntegrityError)
-        if not created and not ledger_for(connections[pool.using]).is_row_locked(exc):
+        if not ledger_for(connections[pool.using]).is_row_locked(exc):
             raise
         if len(low) > 1:
             # One locked fence must not keep the others low.
             for name, token in low.items():
                 yield from _raise(pool, {name: token})
-        elif created:
-            yield from _raise(pool, low)
         else:
             yield from low

@@ -404,10 +404,10 @@ def close_all() -> None:
 
 
 def query_once(using: str, timeout: float, work: Callable[[BaseDatabaseWrapper], T]) -> T:
-    """Run `work` within `timeout` seconds, on a connection that is closed afterwards."""
+    """Run `work`, also by the ORM, in `timeout` seconds, on a connection that is closed then."""
     once = ConnectionPool(using, timeout)
     try:
-        return once.run(work)
+        return once.run_orm(lambda: work(connections[using]))
     finally:
         once.close()
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
-from django.db import Error, IntegrityError, connections
+from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import BooleanField, Expression
+from django.db.models import BooleanField, Exists, Expression, OuterRef, Q, Value
+from django.db.models.functions import Greatest
 from django.db.models.sql.compiler import SQLCompiler
 
 from ..conf import AliasConfig
@@ -27,8 +27,8 @@ from .connections import (
     query_once,
     query_outside,
 )
-from .dialect import BATCH, FENCE, HELD, Entry, Ledger, entry_of, listed
-from .records import Records
+from .dialect import FENCE, Entry, Ledger, entry_of
+from .records import Records, ServerTime, durable, fetch, insert, private_query, rows_of
 from .rows import Claimed, Newest, Row, as_time
 from .text import fit_column
 from .vendors import ledger_for
@@ -167,38 +167,19 @@ def is_newest(using: str, grant: WriteGrant) -> bool:
         return cursor.fetchone() is not None
 
 
-FORCED = "django_fencedlock_forcedrelease"
-
 #: Seconds that a note is kept, and longer while its holder still has a row.
 KEPT = 14 * 24 * 3600.0
-#: Seconds that one try waits for a fence that a transaction has locked. (On MySQL, one.)
-PATIENCE = 0.5
-#: Seconds to find out whether a lock was released by force.
-EXPLAINED = 2.0
+#: Seconds that a forced release and a resync wait for a fence that is locked. (On MySQL, one.)
+PATIENCE, RESYNC_PATIENCE = 0.5, 2.0
+#: Seconds to find out whether a lock was released by force, or which session is in the way.
+BRIEFLY = 2.0
 
-# No owner is "": no lease has the newest grant then. A proposed token above the fence's is one that
-# the holder is about to record. Without a proposal, the holder is about to record the number that
-# follows the fence that it has read.
-_RAISE = f"""
-UPDATE {FENCE}
-SET token = CASE WHEN token < %(proposed)s THEN %(proposed)s ELSE token END + 1, owner = ''
-WHERE name = %(name)s AND (owner = %(owner)s OR token < %(proposed)s
-OR token = %(token)s AND owner = %(writer)s)
-"""
-_MAKE = f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, %(proposed)s + 1, '')"
-
-# How a transaction that raises a fence begins on PostgreSQL. It is reported once it has committed,
-# so a crash must not undo it, whatever the server's setting is.
-_DURABLE = (
-    "SELECT set_config('lock_timeout', '{}s', true), set_config('synchronous_commit', 'on', true)"
-)
-
+FORCED = "django_fencedlock_forcedrelease"
 #: Whether a lock was released by force, as a condition on its owner id.
 IS_FORCED = f"EXISTS (SELECT 1 FROM {FORCED} r WHERE r.owner = {{owner}})"
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """Who released a lock by force, and when."""
 
     by: str
@@ -208,8 +189,7 @@ class Note:
         return f"it was released by force, by {self.by}, at {self.at:%Y-%m-%d %H:%M:%S %Z}"
 
 
-@dataclass(frozen=True, slots=True)
-class Revoked:
+class Revoked(NamedTuple):
     """What became of a holder's grant."""
 
     #: The fence's, which is above the holder's; None if the lock wasn't fenced.
@@ -222,24 +202,18 @@ class Revoked:
 class Revoking(Records):
     """The forced releases of one alias."""
 
-    def __init__(self, config: AliasConfig) -> None:
-        super().__init__(config)
-        # A person waits for a page or a command.
-        self._patience = min(self._timeout, 2.0)
-
+    @private_query("forced release")
     def revoke(
         self,
-        name: str,
-        owner: str,
+        held: Claimed,
         by: str,
         *,
-        fenced: bool,
         proposed: int | None,
         seen: Newest | None = None,
         again: bool = False,
     ) -> Revoked:
         """
-        Raise the fence above every grant of `owner`, and note who did it.
+        Raise the fence above every grant of the owner, and note who did it.
 
         `BackendUnavailable` is raised, in time, if a transaction has the fence locked.
 
@@ -249,99 +223,64 @@ class Revoking(Records):
                 first raise has set. The owner may be about to record the number that follows it.
             again: This is the second raise of one forced release.
         """
-        token, writer = seen or (-1, "")
-        given = {"name": name, "owner": owner, "fenced": fenced, "by": by, "again": again}
-        given |= {"proposed": proposed or 0, "token": token, "writer": writer}
+        with durable(self.using, PATIENCE):
+            note = notes(self.using, [held.owner]).get(held.owner)
+            # Done before: a second forced release raises nothing, unless the holder came back.
+            last = seen if note is None or again else None
+            is_new = held.fenced and self._raise(held, proposed or 0, last or (-1, ""))
+            if note is None:
+                by = fit_column(connections[self.using], by, 200)
+                values = {"name": held.name, "released_by": by, "released_at": ServerTime()}
+                added = insert(self.using, "ForcedRelease", owner=held.owner, **values)
+                is_new = is_new or added is not None
+                note = notes(self.using, [held.owner])[held.owner]
+            fence = fetch(rows_of("Fence", self.using).filter(name=held.name), "token")
+            return Revoked(fence[0].token if held.fenced and fence else None, note, is_new)
 
-        def work(connection: BaseDatabaseWrapper) -> Revoked:
-            try:
-                return _revoke(connection, given)
-            except IntegrityError:
-                # The fence, or the note, was made at this very moment.
-                return _revoke(connection, given)
-
-        return self.run("forced release", name, work)
+    def _raise(self, held: Claimed, proposed: int, last: Newest) -> bool:
+        # A proposed token above the fence's is one that the holder is about to record. Without a
+        # proposal, it is about to record the number that follows the fence that it has read.
+        below = Q(owner=held.owner) | Q(token__lt=proposed) | Q(token=last[0], owner=last[1])
+        token = Greatest("token", Value(proposed)) + 1
+        return _raise_or_make(self.using, held.name, below, token, proposed and proposed + 1)
 
     def forget(self) -> int:
-        """Delete some of the notes that are no longer needed."""
-        return self.run("tidying up of forced releases", None, _forget)
+        """Delete some of the notes that are no longer needed; return how many."""
+        # Not while its holder may return: only the note ends a session lock.
+        held = self.rows("HeldLock").filter(owner=OuterRef("owner"))
+        old = self.rows("ForcedRelease").filter(~Exists(held), released_at__lt=ServerTime(-KEPT))
+        return self.delete("tidying up of forced releases", old, 1)
 
 
-def notes(connection: BaseDatabaseWrapper, owners: Sequence[str]) -> dict[str, Note]:
+def _raise_or_make(using: str, name: str, below: Q, token: Any, first: int) -> bool:
+    """Raise a fence that is `below`, or make a missing one with token `first`, unless that is 0."""
+    # No lease has the owner "", so none has the newest grant any more, whatever its token.
+    low = rows_of("Fence", using).filter(below, name=name)
+    return bool(
+        low.update(token=token, owner="")
+        or (first and insert(using, "Fence", name=name, token=first, owner=""))
+        # Another transaction may have made it at this very moment.
+        or (first and low.update(token=token, owner=""))
+    )
+
+
+def notes(using: str, owners: Sequence[str]) -> dict[str, Note]:
     """Return the notes, by owner id, of the owners whose lock was released by force."""
-    found: dict[str, Note] = {}
-    with connection.cursor() as cursor:
-        for start in range(0, len(owners), BATCH):
-            inside, given = listed("o", owners[start:][:BATCH])
-            cursor.execute(
-                f"SELECT owner, released_by, released_at FROM {FORCED} WHERE owner IN ({inside})",
-                given,
-            )
-            for owner, by, at in cursor.fetchall():
-                found[owner] = Note(by, as_time(at, connection))
-    return found
+    rows = rows_of("ForcedRelease", using).filter(owner__in=owners)
+    found = fetch(rows, "owner", "released_by", "released_at") if owners else []
+    connection = connections[using]
+    return {row.owner: Note(row.released_by, as_time(row.released_at, connection)) for row in found}
 
 
 def told(using: str, owners: Sequence[str]) -> dict[str, str]:
     """Return, by owner id, who released the lock by force, as far as it is known."""
     try:
-        found = query_once(using, EXPLAINED, lambda private: notes(private, owners))
-    except Error:
+        found = query_once(using, BRIEFLY, lambda private: notes(using, owners))
+    except (Error, LookupError):
         # The loss itself is known; and projects with unfenced locks alone need no tables.
         logger.debug("It is unknown whether locks were released by force", exc_info=True)
         return {}
     return {owner: str(note) for owner, note in found.items()}
-
-
-def _revoke(connection: BaseDatabaseWrapper, given: dict[str, Any]) -> Revoked:
-    ledger, own = ledger_for(connection), not connection.in_atomic_block
-    with ledger.transaction(connection) as cursor:
-        if own and connection.vendor == "postgresql":
-            cursor.execute(_DURABLE.format(PATIENCE))
-        note = notes(connection, [given["owner"]]).get(given["owner"])
-        if note is not None and not given["again"]:
-            # Done before: a second forced release raises nothing, unless the holder came back.
-            given["token"] = -1
-        raised, token = _raise(connection, cursor, given)
-        if note is not None:
-            return Revoked(token, note, is_new=raised)
-        cursor.execute(
-            f"INSERT INTO {FORCED} (owner, name, released_by, released_at) "
-            f"VALUES (%(owner)s, %(name)s, %(by)s, {ledger.clock})",
-            {**given, **ledger.times(), "by": fit_column(connection, given["by"], 200)},
-        )
-        return Revoked(token, notes(connection, [given["owner"]])[given["owner"]], is_new=True)
-
-
-def _raise(
-    connection: BaseDatabaseWrapper, cursor: Any, given: dict[str, Any]
-) -> tuple[bool, int | None]:
-    """Raise the fence, unless it is above the holder; return whether that was done, and it."""
-    if not given["fenced"]:
-        return False, None
-    cursor.execute(_RAISE, given)
-    raised = bool(cursor.rowcount)
-    newest = ledger_for(connection).newest(connection, given["name"])
-    if newest is None and given["proposed"]:
-        cursor.execute(_MAKE, given)
-        return True, given["proposed"] + 1
-    return raised, newest and newest[0]
-
-
-def _forget(connection: BaseDatabaseWrapper) -> int:
-    ledger = ledger_for(connection)
-    with ledger.transaction(connection) as cursor:
-        # Not while its holder may return: only the note ends a session lock.
-        cursor.execute(
-            f"SELECT owner FROM {FORCED} WHERE released_at < {ledger.expiry} AND NOT EXISTS "
-            f"(SELECT 1 FROM {HELD} h WHERE h.owner = {FORCED}.owner) LIMIT {BATCH}",
-            ledger.times(-KEPT),
-        )
-        found = [owner for (owner,) in cursor.fetchall()]
-        if found:
-            inside, given = listed("o", found)
-            cursor.execute(f"DELETE FROM {FORCED} WHERE owner IN ({inside})", given)
-    return len(found)
 
 
 class Overtaken(NamedTuple):
@@ -367,61 +306,27 @@ def overtaken(connection: BaseDatabaseWrapper, grant: WriteGrant) -> Overtaken |
     if row is not None and row.owner == owner:
         holder = row.holder()
         return Overtaken(f"{why}, granted to {holder}", holder)
-    note = notes(connection, [grant.owner]).get(grant.owner)
+    note = notes(connection.alias, [grant.owner]).get(grant.owner)
     return Overtaken(f"{why}: {note}" if note else why)
 
 
-#: Seconds to wait for a fence that a transaction has locked. (On MySQL, one.)
-RESYNC_PATIENCE = 2
-
-# No lease has the owner "", so none has the newest grant any more, whatever its
-# token. A grant in between has raised the token by itself, and isn't touched if that was enough.
-_LIFT = f"""
-UPDATE {FENCE} SET token = %(token)s, owner = '' WHERE name = %(name)s AND token < %(highest)s
-"""
-_MAKE_WITH_TOKEN = f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, %(token)s, '')"
+def too_low(using: str, highest: Mapping[str, int]) -> dict[str, int]:
+    """Return those of the given tokens, by name, that are above the name's fence."""
+    tokens = rows_of("Fence", using).filter(name__in=list(highest))
+    found = {row.name: row.token for row in fetch(tokens, "name", "token")}
+    return {name: token for name, token in highest.items() if found.get(name, -1) < token}
 
 
-def too_low(connection: BaseDatabaseWrapper, highest: Mapping[str, int]) -> dict[str, int | None]:
-    """The names whose fence is below the token given for it, with its own; None if it is gone."""
-    tokens = _tokens(connection, list(highest))
-    return {
-        name: tokens.get(name)
-        for name in highest
-        if name not in tokens or tokens[name] < highest[name]
-    }
-
-
-def _tokens(connection: BaseDatabaseWrapper, names: Sequence[str]) -> dict[str, int]:
-    tokens: dict[str, int] = {}
-    with connection.cursor() as cursor:
-        for start in range(0, len(names), BATCH):
-            inside, given = listed("n", names[start:][:BATCH])
-            cursor.execute(f"SELECT name, token FROM {FENCE} WHERE name IN ({inside})", given)
-            tokens |= dict(cursor.fetchall())
-    return tokens
-
-
-def lift(connection: BaseDatabaseWrapper, highest: Mapping[str, int]) -> None:
+def lift(using: str, highest: Mapping[str, int]) -> None:
     """
     Raise the fences of some names above the tokens given, unless they are by now.
 
-    All of them or none. Raises an ``IntegrityError`` if one that was gone was made meanwhile, and
-    what `Ledger.is_row_locked()` knows if one is locked.
+    All of them or none; raises what `Ledger.is_row_locked()` knows if one is locked.
     """
-    low = too_low(connection, highest)
-    ledger = ledger_for(connection)
-    with ledger.transaction(connection) as cursor:
-        if connection.vendor == "postgresql":
-            cursor.execute(_DURABLE.format(RESYNC_PATIENCE))
+    with durable(using, RESYNC_PATIENCE):
         # In the order of their names: two processes would wait for each other otherwise.
-        for name in sorted(low):
-            given = {"name": name, "highest": highest[name], "token": highest[name] + 1}
-            cursor.execute(_MAKE_WITH_TOKEN if low[name] is None else _LIFT, given)
-
-
-#: Seconds for finding it out.
-BRIEFLY = 2.0
+        for name, token in sorted(highest.items()):
+            _raise_or_make(using, name, Q(token__lt=token), token + 1, token + 1)
 
 
 def tables_locked_by(using: str) -> str:

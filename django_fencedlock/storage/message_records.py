@@ -13,7 +13,7 @@ from typing import Any
 from django.db import IntegrityError
 from django.db.models import BooleanField, Exists, ExpressionWrapper, F, OuterRef, Q, Value
 
-from .records import Records, ServerTime
+from .records import MessageTime, Records, ServerTime, fetch, insert, private_query, rows_of
 from .text import in_ascii
 
 #: Seconds after which an end is past: the worker has stored the result, or never will.
@@ -48,57 +48,66 @@ class Begun:
         return self.tries == 1 and not self.outcome
 
 
-class MessageRecords(Records):
-    """The messages of one alias."""
-
-    def begin(self, message: Message) -> Begun:
-        """Record that a delivery begins, unless an earlier one has ended."""
-        return self.query("beginning of a delivery", message.name, lambda: self.insert(message))
-
-    def insert(self, message: Message) -> Begun:
-        """Do what `begin()` does, as a part of another query."""
-        # For people only.
-        task_id = in_ascii(message.task_id)[:100]
-        rows = self.rows("MessageRecord")
-        row = rows.model(
+def begin(using: str, message: Message) -> Begun:
+    """Do what `MessageRecords.begin()` does, as a part of another query."""
+    # A sweep may delete a row that is there before it is read.
+    for _ in range(2):
+        if insert(
+            using,
+            "MessageRecord",
             nonce=message.nonce,
             name=message.name,
             owner=message.owner,
-            task_id=task_id,
+            # For people only.
+            task_id=in_ascii(message.task_id)[:100],
             tries=1,
-            began_at=ServerTime(),
+            began_at=MessageTime(),
             finished_at=Value(None),
             outcome="",
             kept_until=ServerTime(message.kept),
+        ):
+            return Begun(1, "")
+        # Not again for the same run, which may come twice if an answer was lost.
+        unfinished = rows_of("MessageRecord", using).filter(nonce=message.nonce, outcome="")
+        unfinished.exclude(owner=message.owner).update(
+            tries=F("tries") + 1, owner=message.owner, kept_until=MessageTime(message.kept)
         )
-        # A sweep may delete a row that is there before it is read.
-        for _ in range(2):
-            if self.add(row):
-                return Begun(1, "")
-            # Not again for the same run, which may come twice if an answer was lost.
-            unfinished = rows.filter(nonce=message.nonce, outcome="")
-            unfinished.exclude(owner=message.owner).update(
-                tries=F("tries") + 1, owner=message.owner, kept_until=ServerTime(message.kept)
-            )
-            if found := self._newest(message.nonce):
-                return found[1]
-        raise IntegrityError(f"message {message.nonce!r} has a record that can't be read")
+        if found := _newest(using, message):
+            return found[1]
+    raise IntegrityError(f"message {message.nonce!r} has a record that can't be read")
 
+
+def _newest(using: str, message: Message) -> tuple[str, Begun] | None:
+    is_past = Q(finished_at__lte=ServerTime(-SETTLED))
+    rows = rows_of("MessageRecord", using).filter(nonce=message.nonce)
+    rows = rows.annotate(is_past=ExpressionWrapper(is_past, BooleanField()))
+    for row in fetch(rows, "owner", "tries", "outcome", "is_past"):
+        return row.owner, Begun(row.tries, row.outcome, bool(row.is_past))
+    return None
+
+
+class MessageRecords(Records):
+    """The messages of one alias."""
+
+    @private_query("beginning of a delivery")
+    def begin(self, message: Message) -> Begun:
+        """Record that a delivery begins, unless an earlier one has ended."""
+        return begin(self.using, message)
+
+    @private_query("end of a delivery")
     def finish(self, message: Message, outcome: str) -> bool:
         """Record the outcome; False if another delivery has begun since, or ended."""
-
-        def work() -> bool:
-            mine = self.rows("MessageRecord").filter(nonce=message.nonce, outcome="")
-            changed = mine.filter(owner=message.owner).update(
-                finished_at=ServerTime(), outcome=outcome, kept_until=ServerTime(message.kept)
+        mine = self.rows("MessageRecord").filter(nonce=message.nonce, outcome="")
+        return bool(
+            mine.filter(owner=message.owner).update(
+                finished_at=MessageTime(), outcome=outcome, kept_until=ServerTime(message.kept)
             )
-            return bool(changed)
+        )
 
-        return self.query("end of a delivery", message.name, work)
-
-    def newest(self, nonce: str, name: str) -> tuple[str, Begun] | None:
+    @private_query("look at a delivery")
+    def newest(self, message: Message) -> tuple[str, Begun] | None:
         """Return the newest delivery's owner id, and what is known of the message."""
-        return self.query("look at a delivery", name, lambda: self._newest(nonce))
+        return _newest(self.using, message)
 
     def sweep(self, batches: int, until: Any = None) -> int:
         """
@@ -107,7 +116,6 @@ class MessageRecords(Records):
         Args:
             until: Delete those that are kept until then at the longest, rather than until now.
         """
-
         live = self.rows("HeldLock").filter(
             name=OuterRef("name"), owner=OuterRef("owner"), expires_at__gt=ServerTime()
         )
@@ -116,19 +124,8 @@ class MessageRecords(Records):
         )
         return self.delete("sweeping of deliveries", old.order_by("kept_until"), batches)
 
+    @private_query("sweeping of deliveries")
     def limit(self, most: int) -> Any:
         """Return the `until` with which `sweep()` leaves the newest `most`."""
-
-        def work() -> Any:
-            newest = self.rows("MessageRecord").order_by("-kept_until")
-            return next(iter(newest.values_list("kept_until", flat=True)[most : most + 1]), None)
-
-        return self.query("sweeping of deliveries", None, work)
-
-    def _newest(self, nonce: str) -> tuple[str, Begun] | None:
-        is_past = Q(finished_at__lte=ServerTime(-SETTLED))
-        rows = self.rows("MessageRecord").filter(nonce=nonce)
-        rows = rows.annotate(is_past=ExpressionWrapper(is_past, BooleanField()))
-        for row in self.fetch(rows, "owner", "tries", "outcome", "is_past"):
-            return row.owner, Begun(row.tries, row.outcome, bool(row.is_past))
-        return None
+        newest = self.rows("MessageRecord").order_by("-kept_until")
+        return next(iter(newest.values_list("kept_until", flat=True)[most : most + 1]), None)

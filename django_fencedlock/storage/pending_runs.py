@@ -9,33 +9,28 @@ nothing is done before a run that covers it has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError
 from django.db.models import Case, Exists, F, OuterRef, QuerySet, When
 
 from . import message_records
-from .message_records import Begun, MessageRecords
-from .records import Records, ServerTime
-
-T = TypeVar("T")
+from .message_records import Begun
+from .records import MessageTime, Records, ServerTime, fetch, insert, private_query
 
 #: Seconds for which a row without a pending run is kept.
 KEPT = 86400.0
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """What a pending run belongs to: a task, and a lock."""
 
     name: str
     task_name: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoredMessage:
+class StoredMessage(NamedTuple):
     """The message of a trigger, for the table. All of it is plain ASCII."""
 
     content_type: str
@@ -45,9 +40,12 @@ class StoredMessage:
     #: Empty if it is unknown.
     queue: str = ""
 
+    @classmethod
+    def of(cls, row: Any) -> StoredMessage:
+        return cls(*(getattr(row, column) for column in cls._fields))
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
+
+class Claimed(NamedTuple):
     """What a run claimed: all triggers up to a number."""
 
     number: int
@@ -56,8 +54,7 @@ class Claimed:
     message: StoredMessage | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierRun:
+class EarlierRun(NamedTuple):
     """A run that claimed a trigger, and ended without the work being done."""
 
     #: The number that it claimed, if it is known; else its owner id.
@@ -71,11 +68,9 @@ class EarlierRun:
         return bool(row.owner == self.owner and row.wanted == row.started)
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(NamedTuple):
     """A pending run that no holder is known to look after."""
 
-    id: int
     place: Place
     number: int
     tries: int
@@ -83,8 +78,7 @@ class Pending:
     message: StoredMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
+class Numbers(NamedTuple):
     """The numbers of a row."""
 
     wanted: int
@@ -95,14 +89,10 @@ class Numbers:
         return self.wanted > self.done
 
 
-_MESSAGE = tuple(each.name for each in fields(StoredMessage))
-#: What `Pending` needs.
-_COLUMNS = ("id", "name", "task_name", "wanted", "started", "tries", "rescues", *_MESSAGE)
-
-
 class PendingRuns(Records):
     """The pending runs of one alias."""
 
+    @private_query("count of a trigger", atomic=True)
     def count(
         self,
         place: Place,
@@ -121,17 +111,14 @@ class PendingRuns(Records):
         Returns:
             What is known of its message. One that was counted at an earlier delivery isn't again.
         """
+        begun = None if delivery is None else message_records.begin(self.using, delivery)
+        if begun is None or begun.is_first:
+            row = self._locked(place) or self._insert(place, message)
+            if not row.wanted or unless_newer is None or unless_newer.claimed_newest(row):
+                self._count(row, message, grace)
+        return begun
 
-        def work() -> Begun | None:
-            begun = None if delivery is None else MessageRecords(self.config).insert(delivery)
-            if begun is None or begun.is_first:
-                row = self._locked(place) or self._insert(place, message)
-                if not row.wanted or unless_newer is None or unless_newer.claimed_newest(row):
-                    self._update(row, **self._counted(row, message, grace))
-            return begun
-
-        return self._in_transaction("count of a trigger", place, work)
-
+    @private_query("beginning of a run", atomic=True)
     def begin(
         self,
         place: Place,
@@ -145,148 +132,98 @@ class PendingRuns(Records):
 
         One that was counted at an earlier delivery claims what is pending, if anything is.
         """
+        begun = None if delivery is None else message_records.begin(self.using, delivery)
+        if begun is not None and begun.outcome:
+            return begun, None
+        row = self._locked(place)
+        # Counted before, unless that was under another policy of the task.
+        if begun is not None and not begun.is_first and row is not None:
+            return begun, self._claim(row, owner, grace)
+        row = row or self._insert(place, message)
+        number = row.wanted + 1
+        self._count(row, message, grace, started=number, tries=1, owner=owner)
+        return begun, Claimed(number, 1)
 
-        def work() -> tuple[Begun | None, Claimed | None]:
-            begun = None if delivery is None else MessageRecords(self.config).insert(delivery)
-            if begun is not None and begun.outcome:
-                return begun, None
-            row = self._locked(place)
-            # Counted before, unless that was under another policy of the task.
-            if begun is not None and not begun.is_first and row is not None:
-                return begun, self._claim(row, owner, grace)
-            row = row or self._insert(place, message)
-            number = row.wanted + 1
-            values = self._counted(row, message, grace)
-            self._update(row, **values, started=number, tries=1, owner=owner)
-            return begun, Claimed(number, 1)
-
-        return self._in_transaction("beginning of a run", place, work)
-
+    @private_query("beginning of a run", atomic=True)
     def claim(self, place: Place, owner: str, grace: float) -> Claimed | None:
         """Claim all that is pending; None if nothing is."""
+        row = self._locked(place)
+        return None if row is None else self._claim(row, owner, grace)
 
-        def work() -> Claimed | None:
-            row = self._locked(place)
-            return None if row is None else self._claim(row, owner, grace)
-
-        return self._in_transaction("beginning of a run", place, work)
-
+    @private_query("end of a run")
     def end(self, place: Place, owner: str, number: int, grace: float) -> bool:
         """Record that a run ended; False if another run claimed since."""
+        mine = self._at(place).filter(owner=owner, done__lt=number)
+        due_at = Case(When(wanted__gt=number, then=ServerTime(grace)), default=ServerTime(KEPT))
+        return bool(mine.update(due_at=due_at, done=number, updated_at=MessageTime()))
 
-        def work() -> bool:
-            mine = self._at(place).filter(owner=owner, done__lt=number)
-            due_at = Case(When(wanted__gt=number, then=ServerTime(grace)), default=ServerTime(KEPT))
-            return bool(mine.update(due_at=due_at, done=number, updated_at=ServerTime()))
-
-        return self.query("end of a run", place.name, work)
-
+    @private_query("look for pending runs")
     def waiting(self, name: str) -> list[Pending]:
         """Return what is pending under a lock and that no run has begun."""
-        rows = self.rows("PendingRun").filter(name=name, wanted__gt=F("started"))
-        return self.query("look for pending runs", name, lambda: self._pending(rows))
+        return _pending(self.rows("PendingRun").filter(name=name, wanted__gt=F("started")))
 
+    @private_query("look for pending runs")
     def numbers(self, place: Place) -> Numbers | None:
         """Return the numbers of a row; None if there is none, or none any more."""
+        found = fetch(self._at(place), "wanted", "done")
+        return next((Numbers(row.wanted, row.done) for row in found), None)
 
-        def work() -> Numbers | None:
-            found = self.fetch(self._at(place), "wanted", "done")
-            return next((Numbers(row.wanted, row.done) for row in found), None)
-
-        return self.query("look for pending runs", place.name, work)
-
+    @private_query("look for pending runs")
     def overdue(self, task_names: Sequence[str], queues: Sequence[str], most: int) -> list[Pending]:
         """Return what is due of these tasks and queues, and has no holder."""
+        live = self.rows("HeldLock").filter(name=OuterRef("name"), expires_at__gt=ServerTime())
+        due = self.rows("PendingRun").filter(
+            ~Exists(live),
+            due_at__lte=ServerTime(),
+            wanted__gt=F("done"),
+            task_name__in=task_names,
+            queue__in=("", *queues),
+        )
+        return _pending(due.order_by("due_at")[:most])
 
-        def work() -> list[Pending]:
-            live = self.rows("HeldLock").filter(name=OuterRef("name"), expires_at__gt=ServerTime())
-            due = self.rows("PendingRun").filter(
-                ~Exists(live),
-                due_at__lte=ServerTime(),
-                wanted__gt=F("done"),
-                task_name__in=task_names,
-                queue__in=("", *queues),
-            )
-            return self._pending(due.order_by("due_at")[:most])
-
-        return self.query("look for pending runs", None, work)
-
-    def reserve(self, pending: Pending, pause: float) -> bool:
+    @private_query("look for pending runs")
+    def reserve(self, place: Place, pause: float) -> bool:
         """Keep other workers from a pending run; False if it isn't due."""
+        due = self._at(place).filter(wanted__gt=F("done"), due_at__lte=ServerTime())
+        return bool(due.update(due_at=MessageTime(pause), rescues=F("rescues") + 1))
 
-        def work() -> bool:
-            due = self._open(pending).filter(due_at__lte=ServerTime())
-            return bool(due.update(due_at=ServerTime(pause), rescues=F("rescues") + 1))
-
-        return self.query("look for pending runs", pending.place.name, work)
-
-    def give_up(self, pending: Pending) -> bool:
+    @private_query("look for pending runs")
+    def give_up(self, place: Place, number: int) -> bool:
         """Stop looking after a pending run until a new trigger comes."""
-
-        rows, name = self._open(pending).filter(due_at__isnull=False), pending.place.name
-        return self.query("look for pending runs", name, lambda: bool(rows.update(due_at=None)))
-
-    def give_up_claimed(self, place: Place, number: int) -> bool:
-        """Do what `give_up()` does, for a run that claimed it."""
-        rows = self._at(place).filter(wanted=number, due_at__isnull=False)
-        return self.query("end of a run", place.name, lambda: bool(rows.update(due_at=None)))
+        rows = self._at(place).filter(wanted=number, done__lt=number, due_at__isnull=False)
+        return bool(rows.update(due_at=None))
 
     def forget(self, batches: int) -> int:
         """Delete rows that had no pending run for long; return how many."""
-
         rows = self.rows("PendingRun").filter(wanted=F("done"), due_at__lte=ServerTime())
         return self.delete("sweeping of pending runs", rows.order_by("due_at"), batches)
 
-    def _in_transaction(self, doing: str, place: Place, work: Callable[[], T]) -> T:
-        def atomically() -> T:
-            with transaction.atomic(using=self.using):
-                return work()
-
-        return self.query(doing, place.name, atomically)
-
-    def _at(self, place: Place) -> Any:
+    def _at(self, place: Any) -> QuerySet[Any]:
         return self.rows("PendingRun").filter(name=place.name, task_name=place.task_name)
 
-    def _pending(self, rows: QuerySet[Any]) -> list[Pending]:
-        return list(map(_pending, self.fetch(rows, *_COLUMNS)))
-
-    def _open(self, pending: Pending) -> Any:
-        return self.rows("PendingRun").filter(pk=pending.id, wanted__gt=F("done"))
-
     def _locked(self, place: Place) -> Any:
-        return next(iter(self._at(place).select_for_update()), None)
+        rows = self._at(place).annotate(now=MessageTime())
+        return next(iter(rows.select_for_update()), None)
 
     def _insert(self, place: Place, message: StoredMessage) -> Any:
         """Return a new row, or the one that another transaction inserted."""
-        rows = self.rows("PendingRun")
-        row = rows.model(
-            name=place.name,
-            task_name=place.task_name,
+        row = insert(
+            self.using,
+            "PendingRun",
+            **place._asdict(),
+            **message._asdict(),
             alias=self.config.alias,
             **dict.fromkeys(("wanted", "started", "done", "tries", "rescues"), 0),
-            **asdict(message),
-            updated_at=ServerTime(),
+            updated_at=MessageTime(),
         )
-        if self.add(row):
-            return row
-        if (found := self._locked(place)) is None:
+        if (found := row or self._locked(place)) is None:
             raise IntegrityError(f"lock {place.name!r} has a pending run that can't be read")
         return found
 
-    def _update(self, row: Any, **values: Any) -> None:
-        self.rows("PendingRun").filter(name=row.name, task_name=row.task_name).update(**values)
-
-    def _counted(self, row: Any, message: StoredMessage, grace: float) -> dict[str, Any]:
-        """Return the values of a row with one more trigger."""
-        is_looked_after = row.wanted > row.done and row.due_at is not None
-        values = {} if is_looked_after else {"rescues": 0, "due_at": ServerTime(grace)}
-        return {
-            **values,
-            **asdict(message),
-            "alias": self.config.alias,
-            "wanted": row.wanted + 1,
-            "updated_at": ServerTime(),
-        }
+    def _count(self, row: Any, message: StoredMessage, grace: float, **values: Any) -> None:
+        """Store one more trigger."""
+        values |= {**message._asdict(), "alias": self.config.alias, "wanted": row.wanted + 1}
+        self._update(row, grace, values)
 
     def _claim(self, row: Any, owner: str, grace: float) -> Claimed | None:
         if row.wanted <= row.done:
@@ -296,18 +233,27 @@ class PendingRuns(Records):
         else:
             # The same run may come twice, if an answer was lost.
             tries = row.tries if row.owner == owner else row.tries + 1
-        values: dict[str, Any] = {} if row.due_at is not None else {"due_at": ServerTime(grace)}
-        values |= {"tries": tries, "rescues": 0, "started": row.wanted, "owner": owner}
-        self._update(row, **values, updated_at=ServerTime())
-        return Claimed(row.wanted, tries, _message(row))
+        values = {"tries": tries, "rescues": 0, "started": row.wanted, "owner": owner}
+        self._update(row, grace, values)
+        return Claimed(row.wanted, tries, StoredMessage.of(row))
+
+    def _update(self, row: Any, grace: float, values: dict[str, Any]) -> None:
+        """Change a row; after `grace`, workers look after its run, unless they do already."""
+        if row.wanted <= row.done or row.due_at is None:
+            values |= {"rescues": 0, "due_at": MessageTime(grace)}
+        self._at(row).update(**values, updated_at=MessageTime())
 
 
-def _message(row: Any) -> StoredMessage:
-    return StoredMessage(*(getattr(row, name) for name in _MESSAGE))
-
-
-def _pending(row: Any) -> Pending:
-    place = Place(row.name, row.task_name)
-    # What was tried is the number that was begun last.
-    tries = row.tries if row.started == row.wanted else 0
-    return Pending(row.id, place, row.wanted, tries, row.rescues, _message(row))
+def _pending(rows: QuerySet[Any]) -> list[Pending]:
+    columns = ("name", "task_name", "wanted", "started", "tries", "rescues")
+    return [
+        Pending(
+            Place(row.name, row.task_name),
+            row.wanted,
+            # What was tried is the number that was begun last.
+            row.tries if row.started == row.wanted else 0,
+            row.rescues,
+            StoredMessage.of(row),
+        )
+        for row in fetch(rows, *columns, *StoredMessage._fields)
+    ]

@@ -23,13 +23,12 @@ from .dialect import (
 )
 from .rows import Claimed, Newest
 
+#: Whatever the server's setting is, the commit outlasts a crash: otherwise a token could be granted
+#: again, or a stored message be lost.
+DURABLE = "set_config('synchronous_commit', 'on', true)"
 # The limits are set within the statement that they are for: a SET of the session would leak to
 # other clients through a pooler. The statement that follows has to read from s, or it never runs.
-# synchronous_commit is on for grants: after a crash, a token could be granted again otherwise.
-LIMITS = (
-    f"s AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_WAIT}', true), "
-    "set_config('synchronous_commit', 'on', true))"
-)
+LIMITS = f"s AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_WAIT}', true), {DURABLE})"
 # A renewal or a deletion that a crash undoes costs nothing.
 LAZY_LIMITS = LIMITS.replace("'on'", "'off'")
 

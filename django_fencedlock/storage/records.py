@@ -1,13 +1,15 @@
-"""Queries on the other tables, beside the caller's transaction."""
+"""Queries of Django's ORM on the package's tables, beside the caller's transaction."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from django.apps import apps
 from django.db import Error, IntegrityError, connections, transaction
@@ -18,15 +20,19 @@ from django.db.models.sql import InsertQuery
 
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
-from .connections import SQLITE_BUSY_TIMEOUT, in_transaction, pool, test_connection
+from .connections import pool, test_connection
 from .dialect import BATCH
+from .postgresql import DURABLE
 from .text import describe_error
 from .vendors import ledger_for
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: How often a transaction is tried that lost a deadlock, or waited for a row for too long.
 TRIES = 4
+#: After how long PostgreSQL ends the transaction of a process that paused, which has a row locked.
+_NOT_PAUSED = "set_config('idle_in_transaction_session_timeout', '2s', true)"
 
 
 class ServerTime(Expression):
@@ -46,72 +52,117 @@ class ServerTime(Expression):
         return "%s", [str(now + timedelta(seconds=self.plus))]
 
 
+class MessageTime(ServerTime):
+    """
+    The server's time, for a row that represents a message.
+
+    A transaction that writes or locks such a row outlasts a crash, since its message is
+    acknowledged then. It costs no further statement.
+    """
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
+        sql, params = super().as_sql(compiler, connection)
+        if connection.vendor == "postgresql":
+            sql = f"CASE WHEN ({DURABLE} || {_NOT_PAUSED}) IS NOT NULL THEN {sql} END"
+        return sql, params
+
+
+def rows_of(model: str, using: str) -> QuerySet[Any]:
+    """Return the rows of a model of the package in a database."""
+    found: type[Model] = apps.get_model("django_fencedlock", model)
+    return found._base_manager.using(using)
+
+
+def fetch(rows: QuerySet[Any], *columns: str) -> list[Any]:
+    """
+    Return these columns of the rows, as attributes.
+
+    The queryset itself may be given old rows by django-cachalot or django-cacheops.
+    """
+    sql, params = rows.values_list(*columns).query.get_compiler(rows.db).as_sql()
+    with connections[rows.db].cursor() as cursor:
+        cursor.execute(sql, params)
+        found = cursor.fetchall()
+    return [SimpleNamespace(**dict(zip(columns, values, strict=True))) for values in found]
+
+
+def insert(using: str, model: str, **values: Any) -> Model | None:
+    """
+    Insert a row and return it; None if its key is there.
+
+    One statement that needs no transaction, and sends no signals.
+    """
+    row: Model = rows_of(model, using).model(**values)
+    # MySQL's INSERT IGNORE would store a value that its column rejects, cut or empty. An error of
+    # a plain INSERT undoes that statement alone there.
+    is_mysql = connections[using].vendor == "mysql"
+    query = InsertQuery(type(row), on_conflict=None if is_mysql else OnConflict.IGNORE)
+    columns = row._meta.local_concrete_fields
+    query.insert_values([each for each in columns if each is not row._meta.auto_field], [row])
+    ((sql, params),) = query.get_compiler(using).as_sql()
+    with connections[using].cursor() as cursor:
+        try:
+            cursor.execute(sql, params)
+        except IntegrityError:
+            if not is_mysql:
+                raise
+            return None
+        return row if cursor.rowcount == 1 else None
+
+
+@contextlib.contextmanager
+def durable(using: str, lock_timeout: float) -> Iterator[None]:
+    """
+    Open a transaction that raises fences; within a test's own, a part of that.
+
+    It is reported once it has committed, so a crash must not undo it.
+    """
+    connection = connections[using]
+    limits = connection.vendor == "postgresql" and not connection.in_atomic_block
+    with transaction.atomic(using=using):
+        if limits:
+            with connection.cursor() as cursor:
+                cursor.execute(
+                    f"SELECT set_config('lock_timeout', '{lock_timeout}s', true), {DURABLE}"
+                )
+        yield
+
+
 class Records:
     """A table in the fence database of an alias, on private connections."""
 
     def __init__(self, config: AliasConfig) -> None:
         self.config = config
         self.using = config.fence_database
-        self._timeout = config.timeout
-        #: Seconds to wait for SQLite's file.
-        self._patience = self._timeout
 
     def rows(self, model: str) -> QuerySet[Any]:
         """Return the rows of a model, for use within `query()`."""
-        found: type[Model] = apps.get_model("django_fencedlock", model)
-        return found._base_manager.using(self.using)
+        return rows_of(model, self.using)
 
     def query(self, doing: str, name: str | None, work: Callable[[], T]) -> T:
         """
         Call `work`, whose ORM queries use a private connection.
 
-        It may be called twice: a lost answer doesn't show whether the query took effect.
+        It may be called several times: a lost answer doesn't show whether the query took effect.
         """
-        return self._repeat(doing, name, lambda: pool(self.using, self._timeout).run_orm(work))
-
-    def fetch(self, rows: QuerySet[Any], *columns: str) -> list[Any]:
-        """
-        Return these columns of the rows, as attributes, within `query()`.
-
-        The queryset itself may be given old rows by django-cachalot or django-cacheops.
-        """
-        sql, params = rows.values_list(*columns).query.get_compiler(self.using).as_sql()
-        with connections[self.using].cursor() as cursor:
-            cursor.execute(sql, params)
-            found = cursor.fetchall()
-        return [SimpleNamespace(**dict(zip(columns, values, strict=True))) for values in found]
-
-    def add(self, row: Model) -> bool:
-        """
-        Insert a row within `query()`, unless its key is there; return whether it was inserted.
-
-        One statement that needs no transaction, and sends no signals.
-        """
-        # MySQL's INSERT IGNORE would store a value that its column rejects, cut or empty. An error
-        # of a plain INSERT undoes that statement alone there.
-        is_mysql = connections[self.using].vendor == "mysql"
-        query = InsertQuery(type(row), on_conflict=None if is_mysql else OnConflict.IGNORE)
-        columns = row._meta.local_concrete_fields
-        query.insert_values([each for each in columns if each is not row._meta.auto_field], [row])
-        ((sql, params),) = query.get_compiler(self.using).as_sql()
-        with connections[self.using].cursor() as cursor:
+        for left in reversed(range(TRIES)):
             try:
-                cursor.execute(sql, params)
-            except IntegrityError:
-                if not is_mysql:
-                    raise
-                return False
-            return bool(cursor.rowcount == 1)
-
-    def run(self, doing: str, name: str | None, work: Callable[[BaseDatabaseWrapper], T]) -> T:
-        """Call `work` with a private connection; see `query()`."""
-        patience = SQLITE_BUSY_TIMEOUT if in_transaction(self.using) else self._patience
-
-        def once() -> T:
-            private = pool(self.using, self._timeout)
-            return private.run(work, busy_timeout=patience)
-
-        return self._repeat(doing, name, once)
+                return pool(self.using, self.config.timeout).run_orm(work)
+            except (Error, LookupError) as exc:
+                connection = connections[self.using]
+                # SQLite has waited already; in a test, the transaction has failed.
+                is_final = connection.vendor == "sqlite" or test_connection(self.using)
+                is_locked = isinstance(exc, Error) and ledger_for(connection).is_row_locked(exc)
+                if not left or is_final or not is_locked:
+                    about = "" if name is None else f" of lock {name!r}"
+                    raise BackendUnavailable(
+                        f"Fence database {self.using!r} failed at the {doing}{about}: "
+                        f"{type(exc).__name__}: {describe_error(exc, self.using)}",
+                        name=name,
+                        alias=self.config.alias,
+                    ) from exc
+                time.sleep(random.uniform(0.005, 0.05))
+        raise AssertionError  # pragma: no cover
 
     def delete(self, doing: str, old: QuerySet[Any], batches: int) -> int:
         """Delete these rows, at most so many batches of them; return how many."""
@@ -133,21 +184,22 @@ class Records:
                 break
         return deleted
 
-    def _repeat(self, doing: str, name: str | None, once: Callable[[], T]) -> T:
-        for left in reversed(range(TRIES)):
-            try:
-                return once()
-            except Error as exc:
-                connection = connections[self.using]
-                # SQLite has waited already; in a test, the transaction has failed.
-                is_final = connection.vendor == "sqlite" or test_connection(self.using)
-                if not left or is_final or not ledger_for(connection).is_row_locked(exc):
-                    about = "" if name is None else f" of lock {name!r}"
-                    raise BackendUnavailable(
-                        f"Fence database {self.using!r} failed at the {doing}{about}: "
-                        f"{type(exc).__name__}: {describe_error(exc, self.using)}",
-                        name=name,
-                        alias=self.config.alias,
-                    ) from exc
-                time.sleep(random.uniform(0.005, 0.05))
-        raise AssertionError  # pragma: no cover
+
+def private_query(
+    doing: str, *, atomic: bool = False
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Run a method of `Records` as a `query()`, about the lock that its first argument names."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            records: Any = args[0]
+            name = getattr(args[1], "name", None) if len(args) > 1 else None
+            work = functools.partial(method, *args, **kwargs)
+            if atomic:
+                work = transaction.atomic(using=records.using)(work)
+            return records.query(doing, name, work)  # type: ignore[no-any-return]
+
+        return run
+
+    return decorate

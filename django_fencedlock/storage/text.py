@@ -91,8 +91,10 @@ def is_table_missing(exc: BaseException | None) -> bool:
     # SQLite: "no such table"; Postgres: "does not exist"; MySQL: "doesn't exist".
     while exc is not None:
         text = str(exc)
-        ours = isinstance(exc, DatabaseError) and "django_fencedlock_" in text
-        if ours and ("no such table" in text or "exist" in text):
+        if isinstance(exc, DatabaseError) and "django_fencedlock_" in text:
+            return "no such table" in text or "exist" in text
+        # From apps.get_model().
+        if isinstance(exc, LookupError) and "'django_fencedlock'" in text:
             return True
         exc = exc.__cause__
     return False
@@ -102,7 +104,7 @@ def describe_error(exc: BaseException, database: str) -> str:
     """Return the message of an error; for missing tables, with the command that makes them."""
     if not is_table_missing(exc):
         return shorten_error(exc)
-    missing = shorten_error(exc).partition("\n")[0]
+    missing = shorten_error(exc).partition("\n")[0].rstrip(".")
     command = f"manage.py migrate django_fencedlock --database {database}"
     if apps.is_installed("django_fencedlock"):
         return f"{missing}. Run: {command}"
