@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -70,69 +68,14 @@ END
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Trigger:
-    """The trigger of one table: which of its columns it watches."""
-
-    fence: str = ""
-    version: str = ""
-    #: The columns that name a row's lock; none if the primary key does.
-    naming: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, model: type[Model], named_by: Iterable[str] = ()) -> Trigger:
-        """Return the trigger for the columns that are in the model's own table."""
-        columns = {type(field): str(field.column) for field in model._meta.local_fields}
-        fence, version = columns.get(FenceField, ""), columns.get(VersionField, "")
-        return cls(fence, version, _columns(model, named_by) if fence else ())
-
-    def __bool__(self) -> bool:
-        return bool(self.fence or self.version)
-
-    def among(self, columns: Collection[str]) -> Trigger:
-        """Return the trigger for those of the columns that exist."""
-        return Trigger(
-            fence=self.fence if self.fence in columns else "",
-            version=self.version if self.version in columns else "",
-            naming=tuple(each for each in self.naming if each in columns),
-        )
-
-    @property
-    def arguments(self) -> str:
-        """The arguments of the function, as SQL."""
-        names = (self.fence, self.version, *self.naming)
-        return ", ".join("'{}'".format(name.replace("'", "''")) for name in names)
-
-    @property
-    def suspicion(self) -> str:
-        """The condition for calling the function: all other UPDATEs cost next to nothing."""
-        parts = [f'NEW."{self.fence}" < OLD."{self.fence}"'] if self.fence else []
-        if self.version:
-            parts.append(f'NEW."{self.version}" <= OLD."{self.version}"')
-        return " OR ".join(parts)
-
-    @property
-    def comment(self) -> str:
-        """A digest that differs by columns and by release."""
-        whole = "\n".join([BODY, self.suspicion, self.fence, self.version, *self.naming])
-        digest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
-        return f"django_fencedlock {digest}"
-
-    def create(self, table: str) -> list[str]:
-        """Return the statements that create or replace the trigger of a (quoted) table."""
-        # AFTER, not BEFORE: it costs less, generated columns have their values, other triggers
-        # can't change the row any more, and a stale bulk statement has met its CHECK constraint.
-        return [
-            f"CREATE OR REPLACE FUNCTION {NAME}() RETURNS trigger LANGUAGE plpgsql "
-            f"AS $fencedlock${BODY}$fencedlock$",
-            f"CREATE OR REPLACE TRIGGER {NAME} AFTER UPDATE ON {table} FOR EACH ROW "
-            f"WHEN ({self.suspicion}) EXECUTE FUNCTION {NAME}({self.arguments})",
-            f"COMMENT ON TRIGGER {NAME} ON {table} IS '{self.comment}'",
-        ]
+def arguments_of(model: type[Model], named_by: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return what the trigger of a model's own table is given; see `BODY`."""
+    columns = {type(field): str(field.column) for field in model._meta.local_fields}
+    fence, version = columns.get(FenceField, ""), columns.get(VersionField, "")
+    return (fence, version, *(_naming_columns(model, named_by) if fence else ()))
 
 
-def _columns(model: type[Model], named_by: Iterable[str]) -> tuple[str, ...]:
-    """Return the columns that name the lock; none if it is the primary key."""
+def _naming_columns(model: type[Model], named_by: Iterable[str]) -> tuple[str, ...]:
     meta: Any = model._meta
     own = meta.local_concrete_fields
     chosen: set[Any] = set()
@@ -151,7 +94,24 @@ def _columns(model: type[Model], named_by: Iterable[str]) -> tuple[str, ...]:
     return tuple(str(field.column) for field in own if field in chosen)
 
 
-def drop(table: str) -> list[str]:
+def _create(table: str, arguments: Sequence[str]) -> list[str]:
+    """Return the statements that create or replace the trigger of a (quoted) table."""
+    fence, version, *_ = arguments
+    given = ", ".join("'{}'".format(name.replace("'", "''")) for name in arguments)
+    # All other UPDATEs cost next to nothing.
+    suspicious = [f'NEW."{fence}" < OLD."{fence}"'] * bool(fence)
+    suspicious += [f'NEW."{version}" <= OLD."{version}"'] * bool(version)
+    # AFTER, not BEFORE: it costs less, generated columns have their values, other triggers can't
+    # change the row any more, and a stale bulk statement has met its CHECK constraint.
+    return [
+        f"CREATE OR REPLACE FUNCTION {NAME}() RETURNS trigger LANGUAGE plpgsql "
+        f"AS $fencedlock${BODY}$fencedlock$",
+        f"CREATE OR REPLACE TRIGGER {NAME} AFTER UPDATE ON {table} FOR EACH ROW "
+        f"WHEN ({' OR '.join(suspicious)}) EXECUTE FUNCTION {NAME}({given})",
+    ]
+
+
+def _drop(table: str) -> list[str]:
     """Return the statements that drop a table's trigger, and the function after the last one."""
     return [
         f"DROP TRIGGER IF EXISTS {NAME} ON {table}",
@@ -163,6 +123,8 @@ def drop(table: str) -> list[str]:
 class _TriggerOperation(Operation):
     category = OperationCategory.SQL
     creates: bool
+    description: str
+    fragment: str
 
     def __init__(self, model_name: str, *, named_by: Iterable[str] = ()) -> None:
         if isinstance(named_by, str):
@@ -173,6 +135,13 @@ class _TriggerOperation(Operation):
     def deconstruct(self) -> tuple[str, list[Any], dict[str, Any]]:
         given = {"named_by": list(self.named_by)} if self.named_by else {}
         return type(self).__name__, [self.model_name], given
+
+    def describe(self) -> str:
+        return self.description.format(self.model_name)
+
+    @property
+    def migration_name_fragment(self) -> str:
+        return self.fragment.format(self.model_name.lower())
 
     def state_forwards(self, app_label: str, state: Any) -> None:
         """No model changes by it."""
@@ -196,17 +165,18 @@ class _TriggerOperation(Operation):
         model: type[Model] = state.apps.get_model(app_label, self.model_name)
         if not self.allow_migrate_model(connection.alias, model):
             return
-        name = model._meta.db_table
-        table = editor.quote_name(name)
+        table = editor.quote_name(model._meta.db_table)
+        statements = _drop(table)
         if create:
-            trigger = Trigger.of(model, self.named_by)
-            if not trigger:
+            arguments = arguments_of(model, self.named_by)
+            if not any(arguments):
                 raise ImproperlyConfigured(
-                    f"{type(self).__name__}({self.model_name!r}): its table {name!r} has neither a "
+                    f"{type(self).__name__}({self.model_name!r}): its table {table} has neither a "
                     "fence nor a version at this point of the migrations. Put it after the column "
                     "is added, and under inheritance name the parent that has the column."
                 )
-        for statement in trigger.create(table) if create else drop(table):
+            statements = _create(table, arguments)
+        for statement in statements:
             # None, since there are percent signs in it.
             editor.execute(statement, params=None)
 
@@ -235,13 +205,8 @@ class FenceTrigger(_TriggerOperation):
     """
 
     creates = True
-
-    def describe(self) -> str:
-        return f"Reject raw UPDATEs of {self.model_name} that lower its fence (PostgreSQL alone)"
-
-    @property
-    def migration_name_fragment(self) -> str:
-        return f"{self.model_name.lower()}_fence_trigger"
+    description = "Reject raw UPDATEs of {} that lower its fence (PostgreSQL alone)"
+    fragment = "{}_fence_trigger"
 
 
 class RemoveFenceTrigger(_TriggerOperation):
@@ -252,10 +217,5 @@ class RemoveFenceTrigger(_TriggerOperation):
     """
 
     creates = False
-
-    def describe(self) -> str:
-        return f"Remove the fence trigger of {self.model_name} (PostgreSQL alone)"
-
-    @property
-    def migration_name_fragment(self) -> str:
-        return f"remove_{self.model_name.lower()}_fence_trigger"
+    description = "Remove the fence trigger of {} (PostgreSQL alone)"
+    fragment = "remove_{}_fence_trigger"

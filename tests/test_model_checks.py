@@ -219,14 +219,10 @@ class TestManagers:
         assert found(of_type("One", FencedModel, trash), of_type("Two", FencedModel, plain)) == {}
 
     def test_fenced_managers_of_every_make_are_in_order(self):
-        class OldStyle(models.Manager):
-            def get_queryset(self):
-                return FencedQuerySet(self.model, using=self._db)
-
         class Mine(FencedQuerySet):
             pass
 
-        made = [FencedManager.from_queryset(Mine)(), Mine.as_manager(), OldStyle()]
+        made = [FencedManager.from_queryset(Mine)(), Mine.as_manager()]
         for number, manager in enumerate(made):
             assert found(of_type(f"Line{number}", FencedModel, objects=manager)) == {}
 

@@ -28,11 +28,6 @@ Model = type[models.Model]
 #: The values of on_delete by which the database writes the rows itself, from Django 6.1 on.
 _DATABASE_RULES = ("DB_CASCADE", "DB_SET_NULL", "DB_SET_DEFAULT")
 
-_USE_FENCED_MANAGER = (
-    "Make it with FencedManager, or FencedManager.from_queryset(...) of a subclass of "
-    "FencedQuerySet, from django_fencedlock.models."
-)
-
 
 def model_problems(chosen: Iterable[Model]) -> Iterator[Problem]:
     """Check those of the chosen models that are fenced or versioned."""
@@ -51,8 +46,7 @@ def has_fence(model: Model) -> bool:
 
 
 def _fencing_problems(model: Model) -> Iterator[Problem]:
-    spec = inspect.getattr_static(model, "fencing", None)
-    label = model._meta.label
+    label, spec = model._meta.label, _spec_of(model)
     if not isinstance(spec, Fencing):
         yield Problem(
             "E021",
@@ -69,7 +63,15 @@ def _fencing_problems(model: Model) -> Iterator[Problem]:
             f"The locks of {label} are named by {spec.template!r}: {str(exc).rstrip('.')}.",
             f"Use {{pk}} and the model's columns: {', '.join(columns)}.",
         )
-    yield from _second_lock_problems(model, spec)
+    table: Any = model._meta.get_field("fence").model
+    of_table = _spec_of(table)
+    if isinstance(of_table, Fencing) and _locks(spec, table) != _locks(of_table, table):
+        yield Problem(
+            "E026",
+            f"{label}.fencing differs from that of {table._meta.label}, whose table has the fence: "
+            "two locks of one row have tokens that can't be compared.",
+            f"Remove the attribute from {label}, or use that template and mode.",
+        )
     if conf.lacks(spec.backend):
         yield Problem(
             "E022",
@@ -80,20 +82,13 @@ def _fencing_problems(model: Model) -> Iterator[Problem]:
         yield from _router_problems(model, spec)
 
 
-def _second_lock_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
-    table: Any = model._meta.get_field("fence").model
-    of_table = inspect.getattr_static(table, "fencing", None)
-    if not isinstance(of_table, Fencing) or table._meta.concrete_model is model:
-        return
-    default = f"{table._meta.label_lower}:{{pk}}"
-    if (spec.template or default) != (of_table.template or default) or spec.mode != of_table.mode:
-        label, owner = model._meta.label, table._meta.label
-        yield Problem(
-            "E026",
-            f"{label}.fencing differs from that of {owner}, whose table has the fence: two locks "
-            "of one row have tokens that can't be compared.",
-            f"Remove the attribute from {label}, or use the template and mode of {owner}.",
-        )
+def _spec_of(model: Model) -> Any:
+    return inspect.getattr_static(model, "fencing", None)
+
+
+def _locks(spec: Fencing, table: Model) -> tuple[Any, str]:
+    """Return what decides which lock a row has, and what its token says."""
+    return spec.template or f"{table._meta.label_lower}:{{pk}}", spec.mode
 
 
 def _router_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
@@ -137,13 +132,14 @@ def _column_problems(model: Model) -> Iterator[Problem]:
 
 def _manager_problems(model: Model) -> Iterator[Problem]:
     label, default, base = model._meta.label, model._default_manager, model._base_manager
-    if not _is_fenced(default):
+    if not issubclass(getattr(default, "_queryset_class", object), FencedQuerySet):
         yield Problem(
             "W020",
             f"The default manager of {label}, {default.name!r}, isn't fenced: its update(), "
             "bulk_*() and delete(), those of related managers, and the admin's actions write "
             "without checking fence and version.",
-            _USE_FENCED_MANAGER,
+            "Make it with FencedManager, or FencedManager.from_queryset(...) of a subclass of "
+            "FencedQuerySet, from django_fencedlock.models.",
         )
     if not isinstance(base, BaseRowsManager):
         yield Problem(
@@ -160,35 +156,27 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
         for manager in getattr(getattr(owner, "_meta", None), "local_managers", ())
         if manager.name == "objects" and not manager.auto_created
     ]
-    if not managers or managers[0][0] is not GuardedModel:
+    if managers and managers[0][0] is not GuardedModel:
         return  # It is the model's own, or that of a class that combines both.
     for owner, manager in managers[1:]:
-        kind = type(manager).__name__
-        if type(manager) is not models.Manager:
+        if (kind := type(manager)) is not models.Manager:
             yield Problem(
                 "W027",
-                f"{label}.objects is the FencedManager of the package, and hides the {kind} of "
-                f"{owner.__name__}: rows that it leaves out, such as deleted ones, are found.",
-                f"Write objects in {label}, made of both: class Both({kind}, FencedManager). If it "
-                "has its own queryset, make one of both as well.",
+                f"{label}.objects is the FencedManager of the package, and hides the "
+                f"{kind.__name__} of {owner.__name__}: rows that it leaves out, such as deleted "
+                "ones, are found.",
+                f"Write objects in {label}, made of both: class Both({kind.__name__}, "
+                "FencedManager). If it has its own queryset, make one of both as well.",
             )
-
-
-def _is_fenced(manager: Any) -> bool:
-    if issubclass(getattr(manager, "_queryset_class", object), FencedQuerySet):
-        return True
-    try:
-        return isinstance(manager.get_queryset(), FencedQuerySet)
-    except Exception:
-        return False  # It needs a request or a tenant.
 
 
 def _database_rule_problems(model: Model) -> Iterator[Problem]:
     rules = {getattr(models, name, None): name for name in _DATABASE_RULES}
     for field in model._meta.local_fields:
-        rule = rules.get(getattr(field.remote_field, "on_delete", None))
-        if rule is not None and field.remote_field is not None:
-            target = field.remote_field.model._meta.label
+        remote: Any = field.remote_field
+        rule = rules.get(getattr(remote, "on_delete", None))
+        if remote is not None and rule is not None:
+            target = remote.model._meta.label
             yield Problem(
                 "W022",
                 f"{model._meta.label}.{field.name} has on_delete={rule}: when a row of {target} "
@@ -261,10 +249,8 @@ def _constraint_problems(
     for model in tables:
         table = model._meta.db_table
         columns = _columns_of(connection, table)
-        if not columns:
-            continue
         with connection.cursor() as cursor:
-            present = connection.introspection.get_constraints(cursor, table)
+            present = columns and connection.introspection.get_constraints(cursor, table)
         for field in _stamps(model):
             name = constraint_name(model, field.name)
             if field.column in columns and name not in present:
@@ -286,30 +272,30 @@ def _collation_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
         if issubclass(model, FencedModel) and router.allow_migrate_model(connection.alias, model)
         for field in _text_fields_of_name(model)
     }
+    exact = {"postgresql": "C", "sqlite": "BINARY"}.get(connection.vendor)
     for (table, column), (model, field) in naming.items():
         if column not in _columns_of(connection, table):
             continue
         if confused := confused_texts(connection, table, column):
             target = target_of(field)
-            collation = {"postgresql": "C", "sqlite": "BINARY"}.get(connection.vendor)
-            collation = collation or exact_collation(connection)
             yield Problem(
                 "W026",
                 f"Column {column!r} of {table!r} names locks of {model._meta.label}, and database "
                 f"{connection.alias!r} takes {confused} there: what counts as one value would have "
                 "two locks.",
                 f"Give {target.model._meta.label}.{target.name} a collation that compares every "
-                f"character, as db_collation={collation!r}, and migrate.",
+                f"character, as db_collation={exact or exact_collation(connection)!r}, and "
+                "migrate.",
             )
 
 
-def _text_fields_of_name(model: Model) -> Iterator[Any]:
+def _text_fields_of_name(model: Model) -> list[Any]:
     """Return the text columns that a model's locks are named by."""
     try:
         parts = model.fencing.parts  # type: ignore[attr-defined]
     except (AttributeError, ImproperlyConfigured, ValueError):
-        return  # E020 and E021 report it.
-    yield from (part.field for part in parts if part.field is not None and is_text(part.field))
+        return []  # E020 and E021 report it.
+    return [part.field for part in parts if part.field is not None and is_text(part.field)]
 
 
 def _columns_of(connection: BaseDatabaseWrapper, table: str) -> set[str]:
@@ -326,12 +312,8 @@ def _columns_of(connection: BaseDatabaseWrapper, table: str) -> set[str]:
 #: By app and lower-case name of a model, the `named_by` of its trigger.
 Declared = dict[tuple[str, str], tuple[str, ...]]
 
-_COLUMNS = """
-SELECT array_agg(attname::text) FROM pg_attribute
-WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
-"""
 _TRIGGER = """
-SELECT t.tgenabled IN ('O', 'A'), obj_description(t.oid, 'pg_trigger'), p.prosrc
+SELECT t.tgenabled IN ('O', 'A'), t.tgargs, p.prosrc
 FROM pg_trigger t JOIN pg_proc p ON p.oid = t.tgfoid
 WHERE t.tgrelid = to_regclass(%s) AND t.tgname = %s
 """
@@ -355,8 +337,7 @@ def _naming_fields(model: Model, declared: Sequence[str]) -> tuple[str, ...]:
     """Return the `named_by` that a trigger should have; none if the key names the locks."""
     if not has_fence(model):
         return ()
-    fencing = model.fencing  # type: ignore[attr-defined]
-    own = model._meta.local_concrete_fields
+    fencing, own = model.fencing, model._meta.local_concrete_fields  # type: ignore[attr-defined]
     if fencing.columns is None:
         # Only the callable knows. What the migration said is kept, as far as it still holds.
         known = {"pk", *(name for field in own for name in (field.name, field.attname))}
@@ -400,18 +381,18 @@ def _follow(app: str, steps: Iterable[Any], declared: Declared) -> None:
 def _state_of_trigger(
     connection: BaseDatabaseWrapper, model: Model, named_by: Sequence[str]
 ) -> str:
-    """Return what is wrong with a model's trigger; empty if nothing is, or there is no table."""
-    quoted = connection.ops.quote_name(model._meta.db_table)
-    columns = _row(connection, _COLUMNS, [quoted])[0]
-    wanted = operations.Trigger.of(model, named_by).among(columns or ())
-    if not wanted:
+    """Return what is wrong with a model's trigger; empty if nothing is, or migrations are due."""
+    table = model._meta.db_table
+    wanted = operations.arguments_of(model, named_by)
+    if not {*filter(None, wanted)} <= _columns_of(connection, table):
         return ""
-    if not (found := _row(connection, _TRIGGER, [quoted, operations.NAME])):
+    given = [connection.ops.quote_name(table), operations.NAME]
+    if not (found := _row(connection, _TRIGGER, given)):
         return "isn't there"
-    enabled, comment, body = found
+    enabled, arguments, body = found
     if not enabled:
         return "is disabled"
-    if comment != wanted.comment or body != operations.BODY:
+    if bytes(arguments).decode().split("\0")[:-1] != [*wanted] or body != operations.BODY:
         return "is another than that of this release for the table's columns and its lock's name"
     return ""
 
