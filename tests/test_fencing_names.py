@@ -140,23 +140,20 @@ class Slug(models.CharField):
 
 
 @pytest.mark.parametrize(
-    ("field", "why"),
+    "field",
     [
-        (
-            models.GeneratedField(
-                expression=Lower("title"),
-                output_field=models.CharField(max_length=20),
-                db_persist=True,
-            ),
-            "which the database computes",
+        models.GeneratedField(
+            expression=Lower("title"),
+            output_field=models.CharField(max_length=20),
+            db_persist=True,
         ),
-        (models.DateField(auto_now=True), "whose value is made when the row is saved"),
-        (models.DateTimeField(auto_now_add=True), "whose value is made when the row is saved"),
-        (Slug(max_length=20), "whose value is made when the row is saved"),
+        models.DateField(auto_now=True),
+        models.DateTimeField(auto_now_add=True),
+        Slug(max_length=20),
     ],
 )
 @isolate_apps("tests")
-def test_a_value_that_is_made_when_the_row_is_saved_names_no_lock(field, why):
+def test_a_value_that_is_made_when_the_row_is_saved_names_no_lock(field):
     """It would give the row to another lock, under whose lease nobody asked for."""
 
     class Entry(FencedModel):
@@ -173,7 +170,7 @@ def test_a_value_that_is_made_when_the_row_is_saved_names_no_lock(field, why):
         lambda: Entry(title="A").fencing.lock(),
         lambda: Entry.objects.all().delete(),
     ):
-        with pytest.raises(ImproperlyConfigured, match=f"names {{slug}}, {why}"):
+        with pytest.raises(ImproperlyConfigured, match=r"names {slug}, whose value is made"):
             use()
 
 

@@ -116,7 +116,7 @@ class FencedModel(GuardedModel):
         if compares and write.grant is not None:
             # SQL can't compare the names, so the row is read before its first table is written.
             row = self._row(fencing.table, using).first()
-            if row is not None and type(row).fencing.name_to_write(row) != write.name:
+            if row is not None and type(row).fencing.name_of_row(row) != write.name:
                 raise write.moved(self.pk, row.fence)
         return FenceGuard(self, write) if table is fencing.table else None
 
@@ -133,19 +133,17 @@ class FencedModel(GuardedModel):
     def _write(self, fencing: FencingOf, using: str, doing: Doing, given: Lease | None) -> Write:
         if not fencing.may_need_lease(given):
             return Write(fencing, using, None, {}, doing)
-        name = fencing.name_to_write(self)
+        name = fencing.name_of_row(self)
         if doing is Doing.ADDING:
             return write_for_new_row(fencing, name, using, given, doing)
         if doing is Doing.LOADING and given is None and name not in held_names():
             # The object of a fixture has the columns of its own table alone.
             row = None if fencing.finds_rows else self._row(fencing.table, using).first()
-            name = None if row is None else type(row).fencing.name_to_write(row)
+            name = None if row is None else type(row).fencing.name_of_row(row)
             if name not in held_names():
                 # It may overwrite the row, and leaves the fence as it is.
                 return Write(fencing, using, None, {}, doing)
-        columns = {field.attname: getattr(self, field.attname) for field in fencing.compared}
-        if (key := fencing.pk[0].attname) in columns and len(fencing.pk) == 1:
-            columns[key] = self._key_in(fencing.table)
+        columns = {each.attname: fencing.value_of(self, each.attname) for each in fencing.compared}
         return write_for(fencing, name, columns, using, given, doing)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from datetime import UTC, datetime
 from decimal import Decimal
 from string import Formatter
@@ -74,7 +75,11 @@ class Fencing:
     def __get__(self, instance: Model | None, owner: type[Model]) -> FencingOf:
         if (found := self._of_models.get(owner)) is None:
             found = self._of_models[owner] = FencingOf(self, owner)
-        return found if instance is None else found.of_row(instance)
+        if instance is None:
+            return found
+        of_row = copy(found)
+        of_row._instance = instance
+        return of_row
 
 
 def _require_known(argument: str, value: str, known: Sequence[str]) -> None:
@@ -114,51 +119,39 @@ class FencingOf:
     _instance: Model | None = None
 
     def __init__(self, spec: Fencing, model: type[Model]) -> None:
+        self.spec, self.model = spec, model
         meta: Any = model._meta
-        by_callable = callable(spec.template)
-        self.spec = spec
-        self.model = model
         fence = meta.get_field("fence")
         self.fence_column = fence.column
         #: The model whose table has the fence column: under inheritance, a parent.
         self.table: Any = fence.model._meta.concrete_model
+        self.pk: tuple[models.Field[Any, Any], ...] = tuple(self.table._meta.pk_fields)
         default = f"{self.table._meta.label_lower}:{{pk}}"
         #: The template of the names; empty if a callable makes them.
         self.pattern = "" if callable(spec.template) else spec.template or default
-        self.pk: tuple[models.Field[Any, Any], ...] = tuple(self.table._meta.pk_fields)
-        self.parts = [] if by_callable else _parts(model, self.table, self.pattern)
-        named = {part.field.attname: part.field for part in self.parts if part.field is not None}
+        self.parts = _parts(model, self.table, self.pattern)
+        fields = {part.field.attname: part.field for part in self.parts if part.field is not None}
         #: The attributes that the name is made of; None if only a callable knows.
-        self.columns = None if by_callable else tuple(named)
+        self.columns = None if callable(spec.template) else tuple(fields)
         #: The attributes among them that are texts.
-        self.texts = {column for column, field in named.items() if is_text(field)}
+        self.texts = {column for column, field in fields.items() if is_text(field)}
         local = self.table._meta.local_concrete_fields
-        #: Whether all of them are in the fence's own table.
-        self.is_local = all(field in local for field in named.values())
-        rounded = [part.field for part in self.parts if not part.is_exact]
-        #: Whether rows of one lock have the same values in them, so that SQL finds rows by these.
-        #: If not, each row's name is made from the row itself.
-        self.finds_rows = self.is_local and not rounded and not by_callable
-        #: The fields among them that a write compares, in the fence's own table. Of the primary
-        #: key, texts alone: other keys are equal only if they are the same.
+        exact = [part.field for part in self.parts if part.is_exact]
+        #: Whether each row has a lock of its own, named by its primary key.
+        self.is_of_own_pk = all(field in exact for field in self.pk)
+        #: Whether rows of one lock have the same values in columns of the fence's own table, so
+        #: that SQL finds rows by these. If not, each row's name is made from the row itself.
+        self.finds_rows = self.columns is not None and all(
+            field in local and field in exact for field in fields.values()
+        )
+        #: The fields that a write compares, in the fence's own table. Of the primary key, texts
+        #: alone: other keys are equal only if they are the same.
         self.compared = [
             field
-            for column, field in named.items()
-            if field in local
-            and field not in rounded
-            and (field not in self.pk or column in self.texts)
+            for column, field in fields.items()
+            if field in local and field in exact
+            if field not in self.pk or column in self.texts
         ]
-
-    def of_row(self, instance: Model) -> FencingOf:
-        found = object.__new__(FencingOf)
-        found.__dict__.update(self.__dict__, _instance=instance)
-        return found
-
-    @property
-    def is_of_own_pk(self) -> bool:
-        """Whether each row has a lock of its own, named by its primary key."""
-        exact = [part.field for part in self.parts if part.is_exact]
-        return all(field in exact for field in self.pk)
 
     # Names
 
@@ -171,22 +164,14 @@ class FencingOf:
         if callable(template):
             found = template(row)
             return None if found is None else names.validate(found)
-        values = {column: getattr(row, column) for column in self.columns or ()}
-        if None in values.values() and len(self.pk) == 1:
-            # A child that was made by hand has its key in its own table's column alone.
-            key = self.pk[0].attname
-            if key in values and values[key] is None:
-                values[key] = row.pk
-        return self.name_of(values)
+        return self.name_of({column: self.value_of(row, column) for column in self.columns or ()})
 
-    def name_to_write(self, row: Any) -> str | None:
-        """Return the name for a write; None as well if it is invalid and no lock is needed."""
-        try:
-            return self.name_of_row(row)
-        except (TypeError, ValueError):
-            if self.spec.without_lock == "allow":
-                return None
-            raise
+    def value_of(self, row: Any, column: str) -> Any:
+        value = getattr(row, column)
+        if value is None and column == self.pk[0].attname:
+            # A child that was made by hand has its key in its own table's column alone.
+            return row.pk
+        return value
 
     def name_of(self, values: Mapping[str, Any]) -> str | None:
         """Return the name of the lock of rows with these values, by attribute."""
@@ -200,7 +185,7 @@ class FencingOf:
         keys: dict[str | None, list[Any]] = {}
         columns: dict[str | None, Mapping[str, Any]] = {}
         for obj in objs:
-            name = type(obj).fencing.name_to_write(obj)
+            name = type(obj).fencing.name_of_row(obj)
             keys.setdefault(name, []).append(obj.pk)
             if self.columns is not None and self.finds_rows:
                 columns[name] = {column: getattr(obj, column) for column in self.columns}
@@ -220,22 +205,19 @@ class FencingOf:
             keys += [constraint.fields for constraint in meta.total_unique_constraints]
             keys += [*meta.unique_together, ["pk"]]
 
-        def columns(name: str) -> list[str]:
+        def columns(name: str) -> set[str]:
             fields = meta.pk_fields if name == "pk" else [meta.get_field(name)]
-            return [field.attname for field in fields]
+            return {field.attname for field in fields}
 
-        return all(
-            set(self.columns) <= {each for name in key for each in columns(name)} for key in keys
-        )
+        return all(set(self.columns) <= set().union(*map(columns, key)) for key in keys)
 
     def naming_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of the values of an update() that are for columns of the lock's name."""
+        fields = {key: field for key in values if (field := _field(self.model, key))}
         return {
             field.attname: value_in(field, values[key])
-            for field in self.model._meta.concrete_fields
+            for key, field in fields.items()
             if field.attname in (self.columns or ())
-            for key in (field.name, field.attname)
-            if key in values
         }
 
     # Locks
@@ -245,14 +227,11 @@ class FencingOf:
         options = {key: arguments.pop(key) for key in _LOCK_OPTIONS if key in arguments}
         options.setdefault("backend", self.spec.backend)
         label = self.model.__name__
-        if self._instance is None:
-            name = self._name_from(arguments)
-        elif not arguments:
-            name = self.name()
-        else:
+        if self._instance is not None and arguments:
             given = ", ".join(sorted(arguments))
             instead = f"remove {given}, or write {label}.fencing.lock(...)."
             raise TypeError(f"fencing.lock() of a row names itself; {instead}")
+        name = self._name_from(arguments) if self._instance is None else self.name()
         if name is None:
             empty = ", ".join(self.columns or ()) or "its name"
             raise ValueError(f"This {label} has no lock yet: {empty} is empty. Save it first.")
@@ -261,8 +240,8 @@ class FencingOf:
         return found
 
     def _name_from(self, arguments: Mapping[str, Any]) -> str | None:
-        label, columns = self.model.__name__, self.columns
-        if columns is None:
+        label = self.model.__name__
+        if self.columns is None:
             why = f"is named by a callable, which needs a row: write {self.usage()}"
             raise TypeError(f"The lock of {label} {why}.")
         values: dict[str, Any] = {}
@@ -272,14 +251,15 @@ class FencingOf:
                 if len(whole) != len(self.pk):
                     why = f"the primary key has {len(self.pk)} columns"
                     raise TypeError(f"{label}.fencing.lock(pk={value!r}): {why}.")
-                for field, part in zip(self.pk, whole, strict=True):
-                    values[field.attname] = value_in(field, part)
+                values |= {
+                    f.attname: value_in(f, part) for f, part in zip(self.pk, whole, strict=True)
+                }
             else:
                 found = _field(self.model, key)
-                values[key if found is None else found.attname] = value_in(found, value)
-        if set(values) != set(columns):
+                values[found.attname if found else key] = value_in(found, value)
+        if set(values) != set(self.columns):
             raise TypeError(
-                f"The lock of {label} is named by {', '.join(columns) or 'nothing'}; "
+                f"The lock of {label} is named by {', '.join(self.columns) or 'nothing'}; "
                 f"lock() was given {', '.join(arguments) or 'nothing'}. Write {self.usage()}."
             )
         return self.name_of(values)
@@ -323,10 +303,11 @@ def _parts(model: type[Model], table: Any, template: str) -> list[Part]:
         else:
             parts.append(Part(text, field, form or ""))
     for part in parts:
-        if part.field is not None and part.field not in pk and (why := _made_late(part.field)):
-            named = f"{label} names {{{part.field.name}}}, {why}"
-            remedy = "Its lock has to be known before that: name it by columns that the code sets."
-            raise ImproperlyConfigured(f"{named}. {remedy}")
+        if part.field is not None and part.field not in pk and _is_made_late(part.field):
+            raise ImproperlyConfigured(
+                f"{label} names {{{part.field.name}}}, whose value is made when the row is saved. "
+                "Its lock has to be known before that: name it by columns that the code sets."
+            )
     for place, (part, after) in enumerate(itertools.pairwise(parts)):
         if part.field is not None and after.field is not None:
             end = next((each for each in after.text if not each.isalnum()), "")
@@ -340,16 +321,12 @@ def _parts(model: type[Model], table: Any, template: str) -> list[Part]:
     return parts
 
 
-def _made_late(field: Any) -> str:
-    """Return where a field's value comes from, if it is made only when the row is written."""
-    if getattr(field, "generated", False):
-        return "which the database computes"
+def _is_made_late(field: Any) -> bool:
+    """Whether a field's value is made only when the row is written."""
     times = (models.DateField, models.DateTimeField, models.TimeField)
     plain = [models.Field.pre_save, *(each.pre_save for each in times)]
-    is_stamp = getattr(field, "auto_now", False) or getattr(field, "auto_now_add", False)
-    if is_stamp or type(field).pre_save not in plain:
-        return "whose value is made when the row is saved"
-    return ""
+    flags = ("generated", "auto_now", "auto_now_add")
+    return any(getattr(field, flag, False) for flag in flags) or type(field).pre_save not in plain
 
 
 def _field(model: type[Model], name: str) -> models.Field[Any, Any] | None:

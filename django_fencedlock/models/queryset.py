@@ -104,7 +104,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         for obj in objs:
             if self._is_versioned:
                 obj.version += 1
-            if tokens and (token := tokens.get(type(obj).fencing.name_to_write(obj))) is not None:
+            if tokens and (token := tokens.get(type(obj).fencing.name_of_row(obj))) is not None:
                 obj.fence = token
         return count
 
@@ -211,7 +211,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             return None
         writes = self._gather(self._rows(), doing)
         objs = self._objects
-        names = [] if objs is None else [type(obj).fencing.name_to_write(obj) for obj in objs]
+        names = [] if objs is None else [type(obj).fencing.name_of_row(obj) for obj in objs]
         if objs is not None:
             writes = as_read(writes, objs, names)
         # Objects that have a name have that of their row, and move it to no other lock.
@@ -253,8 +253,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         if columns == ():
             return [(fencing.name_of({}), {})]
         rows = self._plain_rows()
-        finds_rows = fencing.finds_rows or self._objects is None
-        if columns is None or not fencing.is_local or not finds_rows:
+        if columns is None or not fencing.finds_rows:
             return fencing.rows_of(rows)
         # Texts that the database takes for equal are still the names of different locks.
         exact = {f"_exact_{column}": Exactly(F(column)) for column in fencing.texts}
@@ -290,7 +289,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         using = self._database()
         if not self._is_covered():
             return [Write(self._fencing, using, None, {})] * len(objs)
-        names = [type(obj).fencing.name_to_write(obj) for obj in objs]
+        names = [type(obj).fencing.name_of_row(obj) for obj in objs]
         found = {
             name: write_for_new_row(obj.fencing, name, using, self._lease, "Creating")
             for name, obj in dict(zip(names, objs, strict=True)).items()
@@ -314,7 +313,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         for obj, write in zip(objs, writes, strict=True):
             if write.grant is None:
                 # Adding is free, overwriting isn't.
-                find_lease(fencing, type(obj).fencing.name_to_write(obj), None, "Overwriting")
+                find_lease(fencing, type(obj).fencing.name_of_row(obj), None, "Overwriting")
         if not leases_of(writes):
             return
         if not fencing.spec.serialised:
