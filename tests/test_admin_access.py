@@ -5,7 +5,6 @@ A request that isn't allowed acquires no lock, releases none, and names neither 
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -234,8 +233,8 @@ class Scene:
         self.client.cookies.pop("messages", None)
         if step.data is None:
             return self.client.get(url)
-        mark = json.dumps([NAME, "default", lease.owner_id]) if lease else ""
-        values = {PK: row.pk, ACCOUNT: getattr(row, "account_id", ""), LOCK: mark}
+        owner = lease.owner_id if lease else ""
+        values = {PK: row.pk, ACCOUNT: getattr(row, "account_id", ""), LOCK: owner}
         data = {key: values.get(value, value) for key, value in step.data.items()}
         if self.visitor.has_csrf_token:
             self.client.cookies["csrftoken"] = data["csrfmiddlewaretoken"] = "a" * 32

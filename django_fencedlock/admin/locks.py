@@ -11,12 +11,10 @@ from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.translation import gettext as _now
 from django.utils.translation import gettext_lazy as _
-from django.utils.translation import ngettext
 
 from ..models import Fence, HeldLock, LockEvent
-from ..ops.registry import State, entries, history, states
+from ..ops.registry import State, duration, entries, history, states
 from ..storage.vendors import ledger_for
 from .base import (
     EMPTY,
@@ -227,11 +225,11 @@ class HeldLockAdmin(ReleasingAdmin):
 
     @column(_("held for"), ordering="-acquired_at")
     def held_for(self, row: Any) -> str:
-        return format_duration(row.entry.held_for)
+        return duration(row.entry.held_for)
 
     @column(_("lease left"), ordering="expires_at")
     def lease_left(self, row: Any) -> SafeString:
-        left = format_duration(max(0.0, row.entry.remaining))
+        left = duration(max(0.0, row.entry.remaining))
         return format_html(
             '<meter class="fencedlock-left" min="0" low="0.33" optimum="1" max="1" value="{}" '
             'aria-label="{}"></meter> <span class="fencedlock-small">{}</span>',
@@ -244,7 +242,7 @@ class HeldLockAdmin(ReleasingAdmin):
 
     @column(_("writes rejected"))
     def rejected(self, row: Any) -> Any:
-        count = row.entry.refused
+        count = row.entry.rejected
         if not count:
             return EMPTY
         if not row.events_url:
@@ -283,17 +281,3 @@ class LockEventAdmin(ReadOnlyAdmin):
     @column(_("token"), ordering="token")
     def token_number(self, row: LockEvent) -> Any:
         return EMPTY if row.token is None else row.token
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration in its two largest units."""
-    whole = int(seconds)
-    if whole < 60:
-        return ngettext("%d second", "%d seconds", whole) % whole
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return _now("%(minutes)d min %(seconds)02d s") % {"minutes": minutes, "seconds": rest}
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return _now("%(hours)d h %(minutes)02d min") % {"hours": hours, "minutes": minutes}
-    return _now("%(days)d d %(hours)d h") % {"days": hours // 24, "hours": hours % 24}

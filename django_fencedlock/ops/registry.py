@@ -1,7 +1,8 @@
-"""The registry as people read it: each held lock with what its lock service says of it now."""
+"""The held locks of the registry, each with what its lock service says of it now."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,30 +26,25 @@ from ..storage.text import describe_error
 from ..storage.vendors import ledger_for
 
 T = TypeVar("T")
-#: By alias and name, as far as the services could be asked.
+#: By alias and name; without the services that are unavailable.
 Holders = dict[str, dict[str, Held]]
 
-#: So many locks are asked of in one request.
+#: Locks in one request.
 BATCH = 10_000
 #: Seconds for one query of the pages and commands that list locks.
 ANSWERED = 5.0
+#: Limit of events that are shown.
+MOST_EVENTS = 100
 
 
 class State(StrEnum):
-    """What is the matter with a lock of the registry."""
+    """The state of a lock of the registry; docs/commands.md explains each."""
 
-    #: The service says that the holder of the registry has it.
     HELD = "held"
-    #: So it does, and less than a third of its ttl is left: renewals fail, or are overdue.
     EXPIRING = "expiring"
-    #: Its time is over, without a new holder: the process may be dead, or paused and come back.
     EXPIRED = "expired"
-    #: The service says that another holder has it.
     LOST = "lost"
-    #: Its time isn't over, and the service says that it is free: released a moment ago, or
-    #: its session ended, or the service forgot it.
     FREE = "free"
-    #: The service couldn't be asked.
     UNKNOWN = "unknown"
 
 
@@ -75,19 +71,19 @@ class ListedLock:
     #: Seconds, by the clock of the database.
     held_for: float
     remaining: float
-    #: What part of the ttl that is.
+    #: `remaining` as a part of the ttl.
     part_left: float
-    #: How many wait for it, where its lock service has a queue.
-    waiting: int = 0
-    #: How many writes under former grants were refused, as far as the history goes back.
-    refused: int = 0
-    #: Who has it instead, if it is lost.
-    taken_by: str = ""
+    #: The number of waiters, where its lock service has a queue.
+    waiting: int
+    #: The number of rejected writes under former grants in the history.
+    rejected: int
+    #: The present holder, if the lock is lost.
+    taken_by: str
 
 
 @dataclass
 class Listing:
-    """The locks of the registry, and the lock services that couldn't be asked."""
+    """The locks of the registry, and the unavailable lock services."""
 
     entries: list[ListedLock] = field(default_factory=list)
     #: By alias.
@@ -97,52 +93,59 @@ class Listing:
 def listing(aliases: Sequence[str] = ()) -> Listing:
     """Read the registries of all aliases, or of some."""
     found = Listing()
+    away: dict[str, str] = {}
     wanted = aliases or conf.aliases()
     for database in fence_databases(wanted):
         rows = HeldLock.objects.using(database).order_by("name")
         if aliases:
             rows = rows.filter(alias__in=aliases)
-        try:
-            with time_limited(database, ANSWERED):
-                found.entries += list(entries(database, list(rows), found.unanswered))
-        except Error as exc:
-            why = f"its fence database {database!r} can't be asked: {words_of(exc, database)}"
-            for alias in wanted:
-                if conf.config(alias).fence_database == database:
-                    found.unanswered.setdefault(alias, why)
+        with _reading(database, away):
+            found.entries += entries(database, list(rows), found.unanswered)
+    for alias in wanted:
+        if why := away.get(database := conf.config(alias).fence_database):
+            why = f"its fence database {database!r} can't be asked: {why}"
+            found.unanswered.setdefault(alias, why)
     return found
 
 
+@contextlib.contextmanager
+def _reading(database: str, away: dict[str, str]) -> Iterator[None]:
+    """Limit the time of each query; note in `away` why the database can't be read."""
+    try:
+        with time_limited(database, ANSWERED):
+            yield
+    except Error as exc:
+        away[database] = words_of(exc, database)
+
+
 def words_of(error: Error, database: str) -> str:
-    """What is the matter with a database, and what to do about it."""
+    """Return what is wrong with a database, and the remedy."""
     return describe_error(named(error, database), database)
 
 
 def fence_databases(aliases: Sequence[str]) -> list[str]:
-    """The databases that have the fences of these aliases, each once."""
+    """Return the databases that have the fences of these aliases, each once."""
     return list(dict.fromkeys(conf.config(alias).fence_database for alias in aliases))
 
 
 def entries(
     database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]
-) -> Iterator[ListedLock]:
+) -> list[ListedLock]:
     """
-    Tell how things stand with `rows`, in their order; each service is asked once.
+    Return the states of `rows`, in their order; each service is asked once.
 
-    `unanswered` has the aliases that weren't reached before, and gets those that aren't now.
+    Aliases in `unanswered` aren't asked; those that are unavailable now are added to it.
     """
     connection = connections[database]
     now = ledger_for(connection).now(connection)
     holders = _holders(rows, unanswered)
-    refused = _asked_of(partial(_refused, database), [row.name for row in rows])
-    for row in rows:
-        yield _entry(row, now, holders, refused=refused.get(row.name, 0))
+    rejected = _asked_of(partial(_rejected, database), [row.name for row in rows])
+    return [_entry(row, now, holders, rejected.get(row.name, 0)) for row in rows]
 
 
 def states(database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]) -> list[State]:
-    """Tell the states of `rows`, in their order, and no more; each service is asked once."""
-    connection = connections[database]
-    now = ledger_for(connection).now(connection)
+    """Return the states of `rows` alone, as `entries()` does, for many rows."""
+    now = ledger_for(connections[database]).now(connections[database])
     holders = _holders(rows, unanswered)
     return [_state(row, now, holders) for row in rows]
 
@@ -168,12 +171,12 @@ def _asked_of(
     return found
 
 
-def _refused(database: str, names: Sequence[str]) -> dict[str, int]:
+def _rejected(database: str, names: Sequence[str]) -> dict[str, int]:
     found = LockEvent.objects.using(database).filter(kind=LockEvent.Kind.REJECTED, name__in=names)
     return dict(found.values_list("name").annotate(Sum("times")))
 
 
-#: What a listed lock has from its row.
+#: Columns of the row that a listed lock has, too.
 _COLUMNS = (
     *("name", "alias", "backend", "token", "fenced", "owner"),
     *("host", "pid", "thread", "task_name", "task_id"),
@@ -181,10 +184,10 @@ _COLUMNS = (
 )
 
 
-def _entry(row: HeldLock, now: datetime, holders: Holders, *, refused: int) -> ListedLock:
+def _entry(row: HeldLock, now: datetime, holders: Holders, rejected: int) -> ListedLock:
     remaining, ttl = _left(row, now)
-    state = _state(row, now, holders)
     held = holders.get(row.alias, {}).get(row.name)
+    state = _state(row, now, holders)
     return ListedLock(
         **{column: getattr(row, column) for column in _COLUMNS},
         state=state,
@@ -193,9 +196,15 @@ def _entry(row: HeldLock, now: datetime, holders: Holders, *, refused: int) -> L
         remaining=remaining,
         part_left=max(0.0, min(1.0, remaining / ttl)) if ttl > 0 else 0.0,
         waiting=(held.waiting if held else None) or 0,
-        refused=refused,
+        rejected=rejected,
         taken_by=str(holder_of(held, row.alias)) if held and state is State.LOST else "",
     )
+
+
+def _left(row: HeldLock, now: datetime) -> tuple[float, float]:
+    """Return the seconds left, and the ttl."""
+    ttl = row.expires_at - row.renewed_at
+    return (row.expires_at - now).total_seconds(), ttl.total_seconds()
 
 
 def _state(row: HeldLock, now: datetime, holders: Holders) -> State:
@@ -208,25 +217,14 @@ def _state(row: HeldLock, now: datetime, holders: Holders) -> State:
     if holder.owner != row.owner:
         return State.LOST
     if remaining <= 0:
-        # A session lock lives on past its time. A lease that does was renewed, and only the
-        # registry wasn't.
+        # A session lock outlives its ttl. A lease can't: only its registry row wasn't renewed.
         return State.HELD if service(row.alias).backend.supports_ttl else State.EXPIRED
     return State.EXPIRING if remaining < ttl / 3 else State.HELD
 
 
-def _left(row: HeldLock, now: datetime) -> tuple[float, float]:
-    """The seconds that are left, and those of the whole ttl."""
-    ttl = row.expires_at - row.renewed_at
-    return (row.expires_at - now).total_seconds(), ttl.total_seconds()
-
-
-#: Limit of events that are shown.
-MOST_EVENTS = 100
-
-
 @dataclass
 class KnownFence:
-    """What one database knows of a lock name."""
+    """The fence of a lock name in one database."""
 
     database: str
     token: int
@@ -240,7 +238,7 @@ class Asked:
     """What one lock service says of a lock name."""
 
     alias: str
-    backend: str
+    backend: str = ""
     holder: Holder | None = None
     error: str = ""
 
@@ -255,7 +253,7 @@ class Portrait:
     services: list[Asked] = field(default_factory=list)
     #: The newest first.
     history: list[dict[str, Any]] = field(default_factory=list)
-    #: Why a database couldn't be asked, by its alias.
+    #: The error of each unavailable database.
     away: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -272,24 +270,15 @@ def portrait(name: str) -> Portrait:
     found = Portrait(name)
     silent: dict[str, str] = {}
     for database in fence_databases(conf.aliases()):
-        try:
-            with time_limited(database, ANSWERED):
-                _draw(found, database, silent)
-        except Error as exc:
-            found.away[database] = words_of(exc, database)
+        with _reading(database, found.away):
+            connection = connections[database]
+            if newest := ledger_for(connection).newest(connection, name):
+                found.fences.append(KnownFence(database, *newest, pinned_by(database, name)))
+            rows = list(HeldLock.objects.using(database).filter(name=name))
+            found.entries += entries(database, rows, silent)
+            found.history += history(database, name)
     found.services += [_asked(alias, name, silent) for alias in conf.aliases()]
     return found
-
-
-def _draw(found: Portrait, database: str, silent: dict[str, str]) -> None:
-    """Add what one database knows; `silent` gets the aliases that don't answer, and why."""
-    connection, name = connections[database], found.name
-    newest = ledger_for(connection).newest(connection, name)
-    if newest is not None:
-        found.fences.append(KnownFence(database, *newest, pinned_by=pinned_by(database, name)))
-    rows = list(HeldLock.objects.using(database).filter(name=name))
-    found.entries += entries(database, rows, silent)
-    found.history += history(database, name)
 
 
 def history(database: str, name: str) -> list[dict[str, Any]]:
@@ -301,12 +290,21 @@ def history(database: str, name: str) -> list[dict[str, Any]]:
 
 def _asked(alias: str, name: str, silent: dict[str, str]) -> Asked:
     if alias in silent:
-        return Asked(alias, "", error=silent[alias])
+        return Asked(alias, error=silent[alias])
     try:
-        asked = service(alias)
-        holder = asked.holder(name)
-        # The database backend reads the rows that others have recorded, too.
-        mine = holder is not None and holder.alias == alias
-        return Asked(alias, asked.backend.label, holder if mine else None)
+        holder = service(alias).holder(name)
     except (BackendUnavailable, SettingsError) as exc:
-        return Asked(alias, "", error=str(exc))
+        return Asked(alias, error=str(exc))
+    # The database backend reads the rows of other aliases, too.
+    mine = holder is not None and holder.alias == alias
+    return Asked(alias, service(alias).backend.label, holder if mine else None)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours, days = (int(seconds // unit) for unit in (60, 3600, 86400))
+    if hours < 1:
+        return f"{minutes} min {int(seconds % 60)} s"
+    return f"{hours} h {minutes % 60} min" if days < 1 else f"{days} d {hours % 24} h"

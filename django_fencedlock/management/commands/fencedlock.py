@@ -7,11 +7,9 @@ import getpass
 import json
 import socket
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from itertools import chain, repeat, zip_longest
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -21,14 +19,8 @@ from ... import conf
 from ...core import names
 from ...exceptions import FencedLockError, SettingsError
 from ...ops import doctor, registry, resync
-from ...ops.force_release import (
-    HeldBy,
-    Outcome,
-    Release,
-    end_of_session,
-    force_release,
-    held_by,
-)
+from ...ops.force_release import HeldBy, Outcome, Release, consequences, force_release, held_by
+from ...ops.registry import duration
 from ...problems import Level, Problem
 from ...storage.text import describe_error, escape_control, for_shell
 
@@ -76,27 +68,22 @@ class Command(BaseCommand):
 
         action = _action(actions, "doctor", "test each lock service and its databases")
         _add_alias(action)
+        limit = "the time for each alias and each database (default: %(default)g)"
         action.add_argument(
-            "--timeout",
-            type=_seconds,
-            default=doctor.LIMIT,
-            metavar="SECONDS",
-            help="the time for each alias and each database (default: %(default)g)",
+            "--timeout", type=float, default=doctor.LIMIT, metavar="SECONDS", help=limit
         )
 
         action = _action(actions, "resync", "raise fences above the tokens of rows after a restore")
-        action.add_argument(
-            "models",
-            nargs="*",
-            metavar="app_label.Model",
-            help="fenced models (default: all)",
-        )
+        fenced = "fenced models (default: all)"
+        action.add_argument("models", nargs="*", metavar="app_label.Model", help=fenced)
         action.add_argument("--dry-run", action="store_true", help="only report the low fences")
 
     def handle(self, *args: Any, **options: Any) -> None:
         run: Callable[..., int] = getattr(self, f"_{options['action']}")
         self.as_json = options["format"] == "json"
         try:
+            for alias in options.get("alias", ()):
+                conf.config(alias)  # Raises an error for an unknown one.
             code = run(**options)
         except (SettingsError, LookupError, ValueError) as exc:
             raise CommandError(str(exc), returncode=FAILED) from exc
@@ -108,15 +95,15 @@ class Command(BaseCommand):
 
     # Actions; each returns the exit code.
 
-    def _list(self, alias: list[str] | None, state: list[str] | None, **options: Any) -> int:
-        found = registry.listing(_known(alias))
+    def _list(self, alias: list[str], state: list[str] | None, **options: Any) -> int:
+        found = registry.listing(alias)
         entries = [each for each in found.entries if not state or each.state in state]
         if self.as_json:
             locks = [asdict(each) for each in entries]
             self._json({"locks": locks, "unanswered": found.unanswered})
         elif entries:
             head = ("NAME", "STATE", "HOLDER", "ALIAS", "TOKEN", "HELD FOR", "LEFT")
-            self._table(options, head, [_cells(each) for each in entries])
+            self._table(head, [_cells(each) for each in entries])
         elif not found.unanswered:
             self.stdout.write("No locks.")
         self._unavailable(found.unanswered)
@@ -127,7 +114,7 @@ class Command(BaseCommand):
         if self.as_json:
             self._json(asdict(found))
         else:
-            self._table(options, ("LOCK", found.name), list(_details(found)))
+            self._table(("LOCK", found.name), list(_details(found)))
         if found.is_held:
             return 0
         return FAILED if found.unanswered else 1
@@ -135,7 +122,7 @@ class Command(BaseCommand):
     def _release(
         self,
         name: str,
-        alias: list[str] | None,
+        alias: list[str],
         owner: str | None,
         by: str,
         yes: bool,
@@ -143,7 +130,7 @@ class Command(BaseCommand):
     ) -> int:
         if self.as_json and not yes:
             raise ValueError("--format json can't ask for confirmation. Pass --yes to confirm.")
-        found, unanswered = find_holder(names.validate(name), _known(alias) or conf.aliases())
+        found, unanswered = find_holder(names.validate(name), alias or conf.aliases())
         self._unavailable(unanswered)
         if found is None and unanswered:
             raise CommandError(
@@ -152,7 +139,7 @@ class Command(BaseCommand):
                 returncode=FAILED,
             )
         if found is None:
-            done = Release(name, "" if alias is None else alias[0], Outcome.NOT_HELD)
+            done = Release(name, "".join(alias[:1]), Outcome.NOT_HELD)
         else:
             if not yes and found.owner and owner in (None, found.owner):
                 self._confirm(found, options.get("stdin") or sys.stdin)
@@ -166,7 +153,13 @@ class Command(BaseCommand):
         return 0 if done.done else 1
 
     def _confirm(self, found: HeldBy, stdin: Any) -> None:
-        for line in _consequences(found):
+        where = f"alias {found.alias!r}, {found.backend}"
+        expired = " Its lease has expired." if found.expired else ""
+        for line in (
+            f"Lock {found.name!r} ({where}) is held by {found.holder}.{expired}",
+            f"Its owner id is {found.owner}.",
+            *consequences(found.fenced, found.holder.session_pid),
+        ):
             self.stdout.write(escape_control(line))
         if not stdin.isatty():
             raise CommandError("Not a terminal; nothing was released. Pass --yes to confirm.")
@@ -174,26 +167,25 @@ class Command(BaseCommand):
         if stdin.readline().strip().lower() not in ("y", "yes"):
             raise CommandError("Nothing was released.")
 
-    def _doctor(self, alias: list[str] | None, timeout: float, **options: Any) -> int:
-        worst, reports, paint = Level.OK, [], self._paint(options)
-        for report in doctor.examine(_known(alias), timeout):
+    def _doctor(self, alias: list[str], timeout: float, **options: Any) -> int:
+        limit = conf.seconds(timeout, "--timeout")
+        worst, reports = Level.OK, []
+        for report in doctor.examine(alias, limit):
             worst = max(worst, report.level)
             reports.append(_plain(report))
             if not self.as_json:
-                self._write_report(report.about, reports[-1]["problems"], paint)
+                self._write_report(reports[-1])
         if self.as_json:
             self._json({"level": worst.label, "reports": reports})
         else:
             self.stdout.write(_VERDICTS[worst.exit_code])
         return worst.exit_code
 
-    def _write_report(
-        self, about: str, problems: list[dict[str, str]], paint: Callable[[str], str]
-    ) -> None:
-        self.stdout.write(about)
-        for each in problems:
+    def _write_report(self, report: dict[str, Any]) -> None:
+        self.stdout.write(report["about"])
+        for each in report["problems"]:
             level = each["level"]
-            self.stdout.write(f"  {paint(level)}{' ' * (8 - len(level))} {each['message']}")
+            self.stdout.write(f"  {self._paint(level)}{' ' * (8 - len(level))} {each['message']}")
             if each["hint"]:
                 self.stdout.write(f"{' ' * 11}-> {each['hint']}")
 
@@ -203,16 +195,16 @@ class Command(BaseCommand):
             for database in resync.databases_of(model):
                 results.append(result := resync.resync(model, database, dry_run=dry_run))
                 if not self.as_json:
-                    self._resynced(result, dry_run, options["verbosity"])
-        if not results and not self.as_json:
-            self.stdout.write("There are no fenced models.")
+                    self._write_resynced(result, dry_run, options["verbosity"])
         if self.as_json:
             self._json({"dry_run": dry_run, "models": [asdict(each) for each in results]})
+        elif not results:
+            self.stdout.write("There are no fenced models.")
         if any(each.error or each.locked for each in results):
             return FAILED
         return int(dry_run and any(each.low for each in results))
 
-    def _resynced(self, result: resync.Resynced, dry_run: bool, verbosity: int) -> None:
+    def _write_resynced(self, result: resync.Resynced, dry_run: bool, verbosity: int) -> None:
         where = f"{result.model} in {result.database!r}"
         if result.error:
             self.stderr.write(f"{where}: {result.error}")
@@ -242,18 +234,13 @@ class Command(BaseCommand):
         text = json.dumps(value, indent=2, default=_json_value).replace("\x7f", "\\u007f")
         self.stdout.write(text)
 
-    def _table(
-        self, options: dict[str, Any], head: Sequence[str], rows: Sequence[Sequence[str]]
-    ) -> None:
-        for line in table(head, rows, self._paint(options)):
+    def _table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        for line in table(head, rows, self._paint):
             self.stdout.write(line)
 
-    def _paint(self, options: dict[str, Any]) -> Callable[[str], str]:
-        """Return a function that colours the words for states and levels."""
-        on = self.stdout.isatty() or options["force_color"]
-        if not on or options["no_color"]:
-            return str
-        return lambda word: getattr(self.style, _STYLES[word])(word) if word in _STYLES else word
+    def _paint(self, word: str) -> str:
+        """Colour a word for a state or level, on a terminal."""
+        return str(getattr(self.style, _STYLES[word])(word)) if word in _STYLES else word
 
 
 def _action(actions: Any, name: str, what: str) -> CommandParser:
@@ -271,14 +258,7 @@ def _action(actions: Any, name: str, what: str) -> CommandParser:
 
 def _add_alias(action: CommandParser) -> None:
     what = "only this alias of FENCEDLOCK; may be repeated"
-    action.add_argument("--alias", action="append", help=what)
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
-    return value
+    action.add_argument("--alias", action="append", default=[], help=what)
 
 
 def current_user() -> str:
@@ -290,14 +270,6 @@ def current_user() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _known(aliases: list[str] | None) -> list[str]:
-    for alias in aliases or []:
-        if alias not in conf.aliases():
-            known = ", ".join(map(repr, conf.aliases()))
-            raise LookupError(f"FENCEDLOCK has no alias {alias!r}; it has {known}.")
-    return aliases or []
-
-
 def find_holder(name: str, aliases: Sequence[str]) -> tuple[HeldBy | None, dict[str, str]]:
     """Return the only holder, and the aliases that are unavailable."""
     found: list[HeldBy] = []
@@ -307,35 +279,14 @@ def find_holder(name: str, aliases: Sequence[str]) -> tuple[HeldBy | None, dict[
             each = held_by(name, alias)
         except FencedLockError as exc:
             unanswered[alias] = str(exc)
-            continue
-        if each is not None:
-            found.append(each)
+        else:
+            found += [each] if each else []
     if len(found) > 1:
         by = ", ".join(f"{each.holder} ({each.alias!r})" for each in found)
         raise LookupError(
             f"Lock {name!r} is held through several aliases: {by}. Name one with --alias."
         )
     return (found[0] if found else None), unanswered
-
-
-def _consequences(found: HeldBy) -> Iterator[str]:
-    over = ". Its lease has expired" if found.expired else ""
-    where = f"alias {found.alias!r}, {found.backend}"
-    yield f"Lock {found.name!r} ({where}) is held by {found.holder}{over}."
-    if found.owner:
-        yield f"Its owner id is {found.owner}."
-    if found.fenced:
-        yield "The fence is raised first: writes under the current token are rejected immediately."
-    else:
-        yield "The lock isn't fenced: writes of the holder will not be rejected."
-    if found.holder.session_pid is None:
-        yield "Then the lock is released. The holder notices at its next renewal."
-    elif found.owner:
-        yield "Then the holder's process releases the lock at its next renewal."
-    else:
-        yield "It isn't in the registry: only the end of its session releases it."
-    if found.holder.session_pid is not None:
-        yield end_of_session(found.holder).strip()
 
 
 def _cells(entry: registry.ListedLock) -> tuple[str, ...]:
@@ -378,12 +329,12 @@ def _details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
         yield "expires", f"{_time(entry.expires_at)}, {left} left"
         if entry.waiting:
             yield "waiting", str(entry.waiting)
-    for head, each in zip(chain(["history"], repeat("")), found.history, strict=False):
+    for each in found.history:
         times = f" {each['times']} times" if each["times"] > 1 else ""
         token = "" if each["token"] is None else f", token {each['token']}"
         note = f": {each['note']}" if each["note"] else ""
-        when = f"{each['at']:%Y-%m-%d %H:%M:%S}"
-        yield head, f"{when} {each['kind']}{times}{token}, {each['holder']}{note}"
+        what = f"{_time(each['at'])} {each['kind']}{times}{token}, {each['holder']}{note}"
+        yield "history" if each is found.history[0] else "", what
 
 
 def _time(at: datetime) -> str:
@@ -410,37 +361,9 @@ def table(
 ) -> list[str]:
     """Align columns, and colour the words of the second one."""
     # A lock name may hold control characters: none may move the cursor or colour the terminal.
-    head, *rows = [[escape_control(cell) for cell in row] for row in (head, *rows)]
-    widths = [max(map(_width, column)) for column in zip_longest(head, *rows, fillvalue="")]
-
-    def line(cells: Sequence[str]) -> str:
-        # Padded by the width on the screen: codes of colours have none.
-        padded = [
-            (paint(cell) if column == 1 else cell) + " " * (width - _width(cell))
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return "  ".join(padded).rstrip()
-
-    return [line(head), *map(line, rows)]
-
-
-def _width(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
-    return sum(
-        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1
-        for each in text
-    )
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in its two largest units."""
-    if seconds < 0:
-        return f"-{duration(-seconds)}"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
-    if hours < 1:
-        return f"{minutes} min {int(seconds % 60)} s"
-    if days < 1:
-        return f"{hours} h {minutes % 60} min"
-    return f"{days} d {hours % 24} h"
+    lines = [[escape_control(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        for column, (cell, width) in enumerate(zip(line, widths, strict=True)):
+            line[column] = (paint(cell) if column == 1 else cell) + " " * (width - len(cell))
+    return ["  ".join(line).rstrip() for line in lines]
