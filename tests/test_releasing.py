@@ -56,8 +56,8 @@ def test_somebody_has_to_do_it():
 def test_the_first_who_did_it_is_told_of():
     lease = lock("x").acquire()
     config = fences.Revoking(lease._control.config)
-    one = config.revoke(grant_of(lease), "one", proposed=lease.token)
-    other = config.revoke(grant_of(lease), "other", proposed=lease.token)
+    one = config.revoke(lease.grant, "one", proposed=lease.token)
+    other = config.revoke(lease.grant, "other", proposed=lease.token)
     assert (one.is_new, other.is_new) == (True, False)
     assert other.note == one.note
     assert (one.token, other.token) == (2, 2)
@@ -70,7 +70,7 @@ def test_the_first_who_did_it_is_told_of():
 def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
     lease = lock("x").acquire()
     config = fences.Revoking(lease._control.config)
-    one = config.revoke(grant_of(lease), "one", proposed=lease.token)
+    one = config.revoke(lease.grant, "one", proposed=lease.token)
     looks = iter([dict])
 
     def notes_of_a_moment_before(*given):
@@ -78,7 +78,7 @@ def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
 
     revoking_notes = fences.notes
     monkeypatch.setattr(fences, "notes", notes_of_a_moment_before)
-    other = config.revoke(grant_of(lease), "other", proposed=lease.token)
+    other = config.revoke(lease.grant, "other", proposed=lease.token)
     assert (other.is_new, other.note, other.token) == (False, one.note, 2)
 
 
@@ -101,7 +101,7 @@ def test_a_newer_grant_is_not_fenced_off():
     former.release()
     with lock("x") as lease:
         found = fences.Revoking(lease._control.config).revoke(
-            grant_of(former), "me", proposed=former.token
+            former.grant, "me", proposed=former.token
         )
         assert found.token == lease.token
         assert Fence.objects.get().owner == lease.owner_id
