@@ -31,8 +31,8 @@ class _Handle(NamedTuple):
     """What the requests of one grant need, computed once."""
 
     keys: Keys
-    #: What the lock key begins with while the grant holds the lock.
-    head: str
+    #: The lock key's value while the grant holds the lock.
+    value: str
     #: The value of the counter if no other owner came since; empty if it isn't fenced.
     counter: str
 
@@ -90,10 +90,8 @@ class RedisBackend(Backend):
             expires, arrival, handed, value = answer
             self._recheck(keys, handed)
             return _read_lock(value, expires), _text(arrival)
-        token = int(answer)
-        counter = f"{token}:{claim.owner}" if claim.fenced else ""
-        handle = _Handle(keys, f"{claim.owner}:{token}:", counter)
-        return Granted(token if claim.fenced else None, since, handle)
+        token = int(answer) if claim.fenced else None
+        return Granted(token, since, _handle(keys, claim.owner, token, claim.identity))
 
     def _queue(self, claim: Claim, wait: Wait, held: Held, arrival: str) -> Granted | Held:
         """Wait for messages until the lock is granted or the wait is over."""
@@ -124,9 +122,8 @@ class RedisBackend(Backend):
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
         calls = []
         for grant in grants:
-            keys, head, counter = self._handle(grant)
-            ttl = math.ceil(grant.ttl * 1000)
-            calls.append((keys[:2], (head, ttl, counter, grant.identity)))
+            keys, value, _ = self._handle(grant)
+            calls.append((keys[:2], (value, math.ceil(grant.ttl * 1000))))
         try:
             answers = self._here.run_batch(RENEW, calls) if calls else []
         except RedisError as exc:
@@ -145,14 +142,14 @@ class RedisBackend(Backend):
 
     def release(self, grant: Grant) -> bool:
         keys, _, counter = self._handle(grant)
-        floor = (grant.token or 0,) if grant.fenced else ()
+        fence = (counter, grant.token or 0) if grant.fenced else ()
         try:
-            return self._release(keys, grant.owner, counter, *floor)
+            return self._release(keys, grant.owner, *fence)
         except RedisError as exc:
             raise self.unavailable("release", exc, grant.name) from exc
 
-    def _release(self, keys: Keys, owner: str, counter: str = "", *floor: int) -> bool:
-        answer = self._here.run(RELEASE, keys, owner, counter, *floor)
+    def _release(self, keys: Keys, owner: str, *fence: object) -> bool:
+        answer = self._here.run(RELEASE, keys, owner, *fence)
         if isinstance(answer, list):
             # The lock is released, whatever becomes of the waiter that got it.
             with contextlib.suppress(*RedisError):
@@ -170,11 +167,11 @@ class RedisBackend(Backend):
             handed = self._here.run(RECHECK, keys, _text(handed[0]), _text(handed[1]))
 
     def verify(self, grant: Grant) -> bool:
-        keys, head, counter = self._handle(grant)
+        keys, value, counter = self._handle(grant)
         with self._requests("verification", grant.name):
             held, drawn = map(_text, self._here.execute("MGET", keys.lock, keys.counter))
         # An expired lease is the owner's if no other came since, as in RENEW.
-        return held.startswith(head) if held else bool(counter) and drawn in ("", counter)
+        return held == value if held else bool(counter) and drawn in ("", counter)
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
         every = [self._keys(name) for name in names]
@@ -237,11 +234,11 @@ class RedisBackend(Backend):
         return Keys.of(self.config.key_prefix, name)
 
     def _handle(self, grant: Grant) -> _Handle:
-        """Return a grant's handle; one that only knows the owner for another process's grant."""
+        """Return a grant's handle; another process's grant has none."""
         if isinstance(grant.handle, _Handle):
             return grant.handle
-        counter = f"{grant.token}:{grant.owner}" if grant.fenced and grant.token else ""
-        return _Handle(self._keys(grant.name), f"{grant.owner}:", counter)
+        token = grant.token if grant.fenced else None
+        return _handle(self._keys(grant.name), grant.owner, token, grant.identity)
 
     @contextlib.contextmanager
     def _requests(self, doing: str, name: str | None = None) -> Iterator[None]:
@@ -249,6 +246,10 @@ class RedisBackend(Backend):
             yield
         except RedisError as exc:
             raise self.unavailable(doing, exc, name) from exc
+
+
+def _handle(keys: Keys, owner: str, token: int | None, identity: str) -> _Handle:
+    return _Handle(keys, f"{owner}:{token or 0}:{identity}", f"{token}:{owner}" if token else "")
 
 
 def _read_lock(value: bytes | str | None, expires: int, waiting: int | None = None) -> Held:

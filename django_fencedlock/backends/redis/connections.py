@@ -18,6 +18,8 @@ from .scripts import BEAT, WAKE, Script
 
 Command = Sequence[object]
 
+#: Calls that one script serves, while no other client is served.
+AT_ONCE = 100
 #: Seconds between a failed blocking pop and the next try.
 PAUSE = 0.1
 
@@ -104,14 +106,23 @@ class Connections:
     def run_batch(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[object]]]
     ) -> list[Any]:
-        """Run a script once per call, in one batch; an answer may be an exception."""
-        given = [(len(keys), *keys, *args) for keys, args in calls]
-        answers = self.batch([("EVALSHA", script.sha, *each) for each in given])
-        unknown = [place for place, each in enumerate(answers) if isinstance(each, NoScriptError)]
-        again = self.batch([("EVAL", script.text, *given[place]) for place in unknown])
-        for place, answer in zip(unknown, again, strict=True):
-            answers[place] = answer
-        return answers
+        """
+        Run a script that takes many calls at once, and returns a list of their answers.
+
+        An answer may be an exception.
+        """
+        size = 1 if is_cluster(self.client) else AT_ONCE
+        parts = [calls[start : start + size] for start in range(0, len(calls), size)]
+        answers = self.batch([("EVALSHA", script.sha, *_join(part)) for part in parts])
+        found: list[Any] = []
+        for part, answer in zip(parts, answers, strict=True):
+            if isinstance(answer, ResponseError) and not isinstance(answer, ReadOnlyError):
+                # It may be about one of the calls, or the server doesn't have the script.
+                each = self.batch([("EVAL", script.text, *_join([call])) for call in part])
+                found += [one if isinstance(one, Exception) else one[0] for one in each]
+            else:
+                found += [answer] * len(part) if isinstance(answer, Exception) else answer
+        return found
 
     def spare_to_wait(self, key: str) -> Spare:
         """Return connections for blocking pops of a key. None of them serves requests."""
@@ -189,6 +200,11 @@ class Mailbox:
     def _push(self) -> None:
         with contextlib.suppress(*RedisError):
             self._connections.run(WAKE, [self._key])
+
+
+def _join(calls: Sequence[tuple[Sequence[str], Sequence[object]]]) -> list[object]:
+    keys = [key for keys, _ in calls for key in keys]
+    return [len(keys), *keys, *(arg for _, args in calls for arg in args)]
 
 
 def _pipeline(client: Client, commands: Sequence[Command]) -> list[Any]:

@@ -38,8 +38,6 @@ class Keys(NamedTuple):
     counter: str
     #: Sorted set of waiting owners by arrival, in microseconds of the server's clock.
     queue: str
-    #: Sorted set of waiting owners by the end of their last heartbeat.
-    alive: str
 
     @classmethod
     def of(cls, prefix: str, name: str) -> Keys:
@@ -48,10 +46,17 @@ class Keys(NamedTuple):
         if "}" in whole:
             # A tag ends at its first closing brace, and an empty tag doesn't count.
             tag = f"{{{blake2b(whole.encode(), digest_size=16).hexdigest()}}}:{whole}"
-        return cls(f"{tag}:lock", f"{tag}:seq", f"{tag}:queue", f"{tag}:alive")
+        return cls(f"{tag}:lock", f"{tag}:seq", f"{tag}:queue")
+
+    # The scripts build the following two by themselves: only waiting needs them.
+
+    @property
+    def alive(self) -> str:
+        """The sorted set of waiting owners by the end of their last heartbeat."""
+        return f"{self.queue}:"
 
     def mailbox(self, owner: str) -> str:
-        """Return the key of the list that wakes one waiter; the scripts build the same."""
+        """Return the key of the list that wakes one waiter."""
         return f"{self.queue}:{owner}"
 
 
@@ -74,6 +79,7 @@ local mine = held and string.sub(held, 1, #head) == head
 _QUEUE = f"""
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
+local heartbeats = KEYS[3] .. ':'
 
 local function draw(owner)
   local drawn, last = string.match(redis.call('GET', KEYS[2]) or '', '^(%d+):(.*)$')
@@ -86,14 +92,14 @@ end
 
 local function leave_queue(owner)
   redis.call('ZREM', KEYS[3], owner)
-  redis.call('ZREM', KEYS[4], owner)
+  redis.call('ZREM', heartbeats, owner)
 end
 
 local function first_alive()
   while true do
     local owner = redis.call('ZRANGE', KEYS[3], 0, 0)[1]
     if not owner then return nil end
-    local alive = tonumber(redis.call('ZSCORE', KEYS[4], owner) or 0)
+    local alive = tonumber(redis.call('ZSCORE', heartbeats, owner) or 0)
     if alive > now then return owner, alive end
     leave_queue(owner)
   end
@@ -144,9 +150,9 @@ if arrival and not mine then
     arrival = string.format('%.0f', math.max(now, (tonumber(last) or 0) + 1))
   end
   redis.call('ZADD', KEYS[3], arrival, ARGV[1])
-  redis.call('ZADD', KEYS[4], string.format('%.0f', now + {ALIVE * 1_000_000:.0f}), ARGV[1])
+  redis.call('ZADD', heartbeats, string.format('%.0f', now + {ALIVE * 1_000_000:.0f}), ARGV[1])
   redis.call('PEXPIRE', KEYS[3], {_QUEUE_TTL})
-  redis.call('PEXPIRE', KEYS[4], {_QUEUE_TTL})
+  redis.call('PEXPIRE', heartbeats, {_QUEUE_TTL})
 end
 local handed = {{}}
 if not held then
@@ -172,7 +178,7 @@ return {{redis.call('PTTL', KEYS[1]), arrival or '', handed, redis.call('GET', K
 """)
 
 # KEYS     as in Keys
-# ARGV     owner; the counter if no other owner came since, "" if unknown; only if fenced: a token
+# ARGV     owner; if fenced, the counter if no other owner came since, "" if unknown, and a token
 #          that the next one must exceed
 # Returns  1 if the owner had the lock or a place in the queue, else 0; or handed, as in ACQUIRE
 # An expired lease is the owner's if no other came since, as in RENEW. The owner leaves the counter:
@@ -182,7 +188,7 @@ RELEASE = Script(f"""
 local had = 1
 if not mine then
   had = redis.call('ZREM', KEYS[3], ARGV[1])
-  redis.call('ZREM', KEYS[4], ARGV[1])
+  redis.call('ZREM', KEYS[3] .. ':', ARGV[1])
   redis.call('DEL', KEYS[3] .. ':' .. ARGV[1])
   if held then return had end
 end
@@ -222,21 +228,30 @@ local owner, alive = first_alive()
 return owner and hand_to(owner, alive) or {{}}
 """)
 
-# KEYS     lock, counter
-# ARGV     what the lock key begins with; ttl in ms; the counter's value as in RELEASE; identity
-# Returns  1 if it was renewed, else 0
+# KEYS     lock and counter of each lease
+# ARGV     value of the lock key and ttl in ms of each lease
+# Returns  of each lease 1 if it was renewed, else 0
 # A fenced lease that expired is renewed if no other owner came since.
 RENEW = Script(f"""
-local held = redis.call('GET', KEYS[1])
-if held then
-  if string.sub(held, 1, #ARGV[1]) ~= ARGV[1] then return 0 end
-  return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+local answers = {{}}
+for last = 2, #KEYS, 2 do
+  local lock, counter, value, ttl = KEYS[last - 1], KEYS[last], ARGV[last - 1], ARGV[last]
+  local held = redis.call('GET', lock)
+  local renewed = 0
+  if held == value then
+    renewed = redis.call('PEXPIRE', lock, ttl)
+  elseif not held then
+    local owner, token = string.match(value, '^([^:]*):(%d+):')
+    local mine = token .. ':' .. owner
+    if token ~= '0' and (redis.call('GET', counter) or mine) == mine then
+      redis.call('SET', counter, mine, 'PX', {_COUNTER_TTL})
+      redis.call('SET', lock, value, 'PX', ttl)
+      renewed = 1
+    end
+  end
+  answers[last / 2] = renewed
 end
-local counter = redis.call('GET', KEYS[2])
-if ARGV[3] == '' or (counter and counter ~= ARGV[3]) then return 0 end
-redis.call('SET', KEYS[2], ARGV[3], 'PX', {_COUNTER_TTL})
-redis.call('SET', KEYS[1], ARGV[1] .. ARGV[4], 'PX', ARGV[2])
-return 1
+return answers
 """)
 
 # KEYS     counter
