@@ -90,6 +90,12 @@ def meanwhile(*calls):
     within.append(make_them)
 
 
+def while_held(*calls):
+    with lock(NAME):
+        for call in calls:
+            elsewhere(call)
+
+
 def coalesced(task, value, **more):
     """Trigger a run, which has to leave the work to the next one."""
     return lambda: reason(deliver(task, value, **more), "coalesced")
@@ -104,6 +110,14 @@ def reason(done, expected):
 def overdue():
     """Let the time pass in which the living leave a pending run alone."""
     PendingRun.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
+
+
+def rescued():
+    """Return the message that is sent for the pending run which nobody sees to."""
+    overdue()
+    with sending() as sent:
+        Maintenance(app).look()
+    return sent[0]
 
 
 @pytest.mark.slow
@@ -211,9 +225,7 @@ class TestTasks:
             deliver(late, 1)
             # Its pending run tells whether there is something to do, whoever has the lock.
             monkeypatch.setattr(MessageRecords, "newest", broken)
-            with lock(NAME):
-                meanwhile(lambda: reason(deliver_sent(sent[0], redelivered=True), "coalesced"))
-                within.pop()()
+            while_held(lambda: reason(deliver_sent(sent[0], redelivered=True), "coalesced"))
         assert len(sent) == 1
         assert PendingRun.objects.get().wanted == 2
         assert MessageRecord.objects.count() == 2
@@ -222,9 +234,7 @@ class TestTasks:
         meanwhile(coalesced(rebuild, 2))
         with sending() as sent:
             deliver(rebuild, 1)
-            with lock(NAME):
-                meanwhile(coalesced(rebuild, 3))
-                within.pop()()
+            while_held(coalesced(rebuild, 3))
             assert deliver_sent(sent[0]).result == 3
         assert ran == [1, 3]
 
@@ -233,9 +243,7 @@ class TestTasks:
         meanwhile(coalesced(converted, 2))
         with sending() as sent:
             assert deliver(converted, 1).result == "1!"
-            with lock(NAME):
-                meanwhile(coalesced(converted, 3))
-                within.pop()()
+            while_held(coalesced(converted, 3))
             # A call within the body is another run.
             within.append(lambda task: reason(Done(task(4), ""), "coalesced"))
             assert deliver_sent(sent[0]).result == "3!"
@@ -297,13 +305,8 @@ class TestTasks:
         ]
 
     def test_a_retry_keeps_its_count(self):
-        with sending() as sent:
-            with lock(NAME):
-                meanwhile(coalesced(rebuild, 1, retries=2))
-                within.pop()()
-            overdue()
-            Maintenance(app).look()
-        assert sent[0].headers["retries"] == 2
+        while_held(coalesced(rebuild, 1, retries=2))
+        assert rescued().headers["retries"] == 2
 
     @pytest.mark.parametrize("how", [ValueError("no"), SystemExit(1), Reject(requeue=True)])
     def test_however_it_ends_the_others_are_served(self, how):
@@ -383,9 +386,7 @@ class TestRetries:
 
     def test_a_retry_runs_for_newer_triggers_that_wait(self):
         again = self.retried()
-        with lock(NAME):
-            meanwhile(coalesced(rebuild, 2))
-            within.pop()()
+        while_held(coalesced(rebuild, 2))
         assert deliver_sent(again).result == 2
 
     def test_its_arguments_never_replace_those_of_a_newer_trigger(self):
@@ -398,13 +399,8 @@ class TestRetries:
             within.pop()()
 
         signals.lock_not_acquired.connect(trigger)
-        with lock(NAME):
-            meanwhile(lambda: reason(deliver_sent(again), "coalesced"))
-            within.pop()()
-        overdue()
-        with sending() as sent:
-            Maintenance(app).look()
-        assert deliver_sent(sent[0]).result == 2
+        while_held(lambda: reason(deliver_sent(again), "coalesced"))
+        assert deliver_sent(rescued()).result == 2
         assert ran == [1, 2]
 
 
@@ -417,26 +413,23 @@ class TestMessagesAgain:
     def die(self, *args):
         raise SystemExit(1)
 
-    def test_after_a_death_it_runs_with_the_latest_arguments(self):
-        told = self.told()
+    def died(self, told=None):
+        """Deliver a message whose run is killed; return what tells the message."""
+        told = told or self.told()
         within.append(self.die)
         with pytest.raises(SystemExit):
             deliver(late, 1, **told)
-        with lock(NAME):
-            meanwhile(coalesced(late, 2, **self.told()))
-            within.pop()()
+        return told
+
+    def test_after_a_death_it_runs_with_the_latest_arguments(self):
+        told = self.died()
+        while_held(coalesced(late, 2, **self.told()))
         assert deliver(late, 1, **told, redelivered=True).result == 2
         assert ran == [1, 2]
 
     def test_after_a_rescue_it_has_nothing_to_do(self):
-        told = self.told()
-        within.append(self.die)
-        with pytest.raises(SystemExit):
-            deliver(late, 1, **told)
-        overdue()
-        with sending() as sent:
-            Maintenance(app).look()
-        assert deliver_sent(sent[0]).result == 1
+        told = self.died()
+        assert deliver_sent(rescued()).result == 1
         reason(deliver(late, 1, **told, redelivered=True), "served")
         assert ran == [1, 1]
 
@@ -450,10 +443,7 @@ class TestMessagesAgain:
         assert ran == [1]
 
     def test_who_finds_it_done_looks_for_others_as_well(self, monkeypatch):
-        told = self.told()
-        within.append(self.die)
-        with pytest.raises(SystemExit):
-            deliver(late, 1, **told)
+        told = self.died()
         PendingRun.objects.update(done=F("wanted"))
         backend = service("default").backend
         release = backend.release
@@ -497,15 +487,8 @@ class TestMessagesAgain:
 
     def test_one_that_failed_does_not_replace_the_arguments_of_a_newer_trigger(self):
         told = self.failed()
-        with lock(NAME):
-            meanwhile(
-                coalesced(late, 2, **self.told()), coalesced(late, 1, **told, redelivered=True)
-            )
-            within.pop()()
-        overdue()
-        with sending() as sent:
-            Maintenance(app).look()
-        assert deliver_sent(sent[0]).result == 2
+        while_held(coalesced(late, 2, **self.told()), coalesced(late, 1, **told, redelivered=True))
+        assert deliver_sent(rescued()).result == 2
         assert ran == [1, 2]
 
     def test_a_finished_one_is_not_run_again(self):
@@ -516,10 +499,7 @@ class TestMessagesAgain:
 
     def test_a_coalesced_one_is_not_counted_again(self):
         told = self.told()
-        with lock(NAME):
-            for _ in range(3):
-                meanwhile(coalesced(late, 1, **told))
-                within.pop()()
+        while_held(*[coalesced(late, 1, **told)] * 3)
         assert PendingRun.objects.get().wanted == 1
 
     def test_messages_that_serve_are_not_on_record(self):
@@ -532,9 +512,7 @@ class TestMessagesAgain:
     def test_one_that_kills_its_worker_each_time_is_given_up(self, caplog):
         told = self.told()
         for _ in range(MOST_TRIES):
-            within.append(self.die)
-            with pytest.raises(SystemExit):
-                deliver(late, 1, **told)
+            self.died(told)
         for _ in range(2):
             reason(deliver(late, 1, **told), "given up")
         assert ran == [1] * MOST_TRIES
@@ -551,9 +529,7 @@ class TestRescue:
     @pytest.fixture(autouse=True)
     def left_over(self):
         """Leave a pending run behind that nobody sees to."""
-        with lock(NAME):
-            meanwhile(coalesced(rebuild, 7))
-            within.pop()()
+        while_held(coalesced(rebuild, 7))
 
     def look(self, rescue=None):
         with sending() as sent:

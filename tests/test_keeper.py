@@ -98,6 +98,12 @@ def keeper(service, registry, clock, losses, monkeypatch):
     monkeypatch.setattr(runtime.Worker, "put", lambda self, job: job())
     keeper = Keeper(service, noting(losses), clock, registry)
     keeper._runs = True  # the test ticks in the thread's place
+
+    def after(seconds):
+        clock.now += seconds
+        return keeper.tick()
+
+    keeper.after = after
     return keeper
 
 
@@ -111,27 +117,31 @@ def a_lease(name, ttl, clock=real_clock, **given):
     return Lease(grant, None, since=clock(), clock=clock, **given)
 
 
+def lost_of(losses):
+    return [found for found, _ in losses]
+
+
 @pytest.fixture
 def lease(clock):
     # The keeper keeps no lease to which nothing else refers.
     everything = []
 
-    def make(ttl=30.0, name="x", max_hold=None):
+    def make(ttl=30.0, name="x", max_hold=None, kept_by=None):
         made = a_lease(name, ttl, clock, max_hold=max_hold)
         everything.append(made)
+        if kept_by:
+            kept_by.keep(made)
         return made
 
     make.forget = everything.clear
     return make
 
 
-def test_a_lease_is_renewed_each_third_of_its_ttl(keeper, service, clock, lease):
-    kept = lease(ttl=30)
-    keeper.keep(kept)
+def test_a_lease_is_renewed_each_third_of_its_ttl(keeper, service, lease):
+    kept = lease(kept_by=keeper)
     assert keeper.tick() == pytest.approx(10)
     assert service.batches == []
-    clock.now += 10
-    assert keeper.tick() == pytest.approx(10)
+    assert keeper.after(10) == pytest.approx(10)
     assert service.batches == [1]
     assert kept.remaining() == pytest.approx(30)
 
@@ -140,10 +150,8 @@ def test_leases_acquired_at_different_times_soon_share_one_batch(keeper, service
     for _ in range(5):
         keeper.keep(lease(ttl=30))
         clock.now += 1
-    clock.now += 5
-    keeper.tick()
-    clock.now += 10
-    keeper.tick()
+    keeper.after(5)
+    keeper.after(10)
     assert service.batches == [5, 5]
 
 
@@ -151,8 +159,7 @@ def test_a_batch_that_a_lease_is_not_in_delays_no_release(keeper, service, clock
     early, late = lease(), None
     keeper.keep(early)
     clock.now += 10
-    late = lease()
-    keeper.keep(late)
+    late = lease(kept_by=keeper)
 
     def renew(leases):
         keeper.drop(late)  # would hang if it waited
@@ -163,36 +170,30 @@ def test_a_batch_that_a_lease_is_not_in_delays_no_release(keeper, service, clock
 
 
 def test_a_lease_released_while_its_renewal_was_under_way_is_not_lost(
-    keeper, service, clock, lease, losses
+    keeper, service, lease, losses
 ):
-    kept = lease()
-    keeper.keep(kept)
+    kept = lease(kept_by=keeper)
 
     def renew(leases):
         keeper.forget(kept)
         return [Renewal.LOST]
 
     service.renew = renew
-    clock.now += 10
-    keeper.tick()
+    keeper.after(10)
     assert losses == []
 
 
-def test_nor_is_it_renewed_again(keeper, service, clock, lease):
-    kept = lease()
-    keeper.keep(kept)
+def test_nor_is_it_renewed_again(keeper, service, lease):
+    kept = lease(kept_by=keeper)
     renew = service.renew
     service.renew = lambda leases: keeper.forget(kept) or renew(leases)
-    clock.now += 10
-    assert keeper.tick() is None
-    clock.now += 100
-    keeper.tick()
+    assert keeper.after(10) is None
+    keeper.after(100)
     assert service.batches == [1]
 
 
 def test_a_lease_wakes_no_thread_that_will_wake_in_time(keeper, lease):
-    released = lease()
-    keeper.keep(released)
+    released = lease(kept_by=keeper)
     keeper.drop(released)
     keeper.tick()
     keeper._wake.get()
@@ -207,12 +208,10 @@ def test_a_dead_session_loses_its_owners_at_once_and_no_others(keeper, service, 
     keeper.keep(dead)
     keeper.keep(alive)
     service.lost([dead.owner_id])
-    assert [found for found, _ in losses] == [dead]
+    assert lost_of(losses) == [dead]
 
 
-def test_the_rows_of_released_leases_are_deleted_together_soon_after(
-    keeper, registry, clock, lease
-):
+def test_the_rows_of_released_leases_are_deleted_together_soon_after(keeper, registry, lease):
     released = [lease(name=name) for name in "abc"]
     for each in released:
         keeper.keep(each)
@@ -220,8 +219,7 @@ def test_the_rows_of_released_leases_are_deleted_together_soon_after(
         keeper.clear_row(each.grant)
     keeper.tick()
     assert registry.cleared == []
-    clock.now += CLEAR_AFTER
-    keeper.tick()
+    keeper.after(CLEAR_AFTER)
     keeper.tick()
     assert registry.cleared == [[each.owner_id for each in released]]
 
@@ -242,9 +240,7 @@ def test_a_doubt_is_released_again_and_again_for_a_minute(keeper, service, clock
     assert service.batches == [0] * len(times)
 
 
-def test_a_service_that_is_away_is_asked_about_one_doubt_at_a_time(
-    keeper, service, clock, monkeypatch
-):
+def test_a_service_that_is_away_is_asked_about_one_doubt_at_a_time(keeper, service, monkeypatch):
     def fail(grant):
         service.released.append(grant)
         raise BackendUnavailable("no answer", name=grant.name, alias="default")
@@ -252,40 +248,33 @@ def test_a_service_that_is_away_is_asked_about_one_doubt_at_a_time(
     monkeypatch.setattr(service, "release", fail)
     for owner in "abc":
         keeper.doubt(Grant("x", owner))
-    clock.now += 1
-    keeper.tick()
+    keeper.after(1)
     assert len(service.released) == 1
     monkeypatch.undo()
 
 
 def test_a_renewal_by_the_holder_puts_the_keepers_off(keeper, service, clock, lease):
-    kept = lease(ttl=30)
-    keeper.keep(kept)
+    kept = lease(kept_by=keeper)
     clock.now += 9
     kept.ttl, kept.deadline = 60, clock.now + 60
     keeper.postpone(kept)
     assert keeper.tick() == pytest.approx(20)
 
 
-def test_the_ttl_that_was_sent_counts_if_the_holder_changes_it_meanwhile(
-    keeper, service, clock, lease
-):
-    kept = lease(ttl=30)
-    keeper.keep(kept)
+def test_the_ttl_that_was_sent_counts_if_the_holder_changes_it_meanwhile(keeper, service, lease):
+    kept = lease(kept_by=keeper)
 
     def renew(leases):
         kept.ttl = 300  # what lease.renew(300) does before it asks
         return [Renewal.KEPT]
 
     service.renew = renew
-    clock.now += 10
-    keeper.tick()
+    keeper.after(10)
     assert kept.remaining() == pytest.approx(30)
 
 
 def test_a_shorter_ttl_that_the_holder_got_meanwhile_counts(keeper, service, clock, lease):
-    kept = lease(ttl=30)
-    keeper.keep(kept)
+    kept = lease(kept_by=keeper)
 
     def renew(leases):
         # What lease.renew(5) does, which comes to the service last, and is answered first.
@@ -293,8 +282,7 @@ def test_a_shorter_ttl_that_the_holder_got_meanwhile_counts(keeper, service, clo
         return [Renewal.KEPT]
 
     service.renew = renew
-    clock.now += 10
-    keeper.tick()
+    keeper.after(10)
     assert kept.remaining() == pytest.approx(5)
 
 
@@ -309,8 +297,7 @@ def test_a_lease_is_renewed_until_its_max_hold_and_lost_when_its_ttl_is_over(
     keeper, service, clock, lease, losses
 ):
     start = clock.now
-    kept = lease(ttl=30, max_hold=60)
-    keeper.keep(kept)
+    kept = lease(max_hold=60, kept_by=keeper)
     drive(keeper, clock, start + 60)
     assert service.batches == [1] * 6
     drive(keeper, clock, start + 89.9)
@@ -318,21 +305,17 @@ def test_a_lease_is_renewed_until_its_max_hold_and_lost_when_its_ttl_is_over(
     assert losses == []
     kept.check()
     drive(keeper, clock, start + 90.1)
-    assert [found for found, _ in losses] == [kept]
+    assert lost_of(losses) == [kept]
     assert "held for longer than max_hold=60 s; it is no longer renewed" in losses[0][1]
     assert keeper.tick() is None
 
 
-def test_a_max_hold_shorter_than_a_third_of_the_ttl_renews_nothing(
-    keeper, service, clock, lease, losses
-):
-    kept = lease(ttl=30, max_hold=5)
-    keeper.keep(kept)
+def test_a_max_hold_shorter_than_a_third_of_the_ttl_renews_nothing(keeper, service, lease, losses):
+    kept = lease(max_hold=5, kept_by=keeper)
     assert keeper.tick() == pytest.approx(30)
-    clock.now += 30
-    assert keeper.tick() is None
+    assert keeper.after(30) is None
     assert service.batches == []
-    assert [found for found, _ in losses] == [kept]
+    assert lost_of(losses) == [kept]
 
 
 def test_what_was_held_for_too_long_is_not_renewed_along_with_others(
@@ -341,11 +324,11 @@ def test_what_was_held_for_too_long_is_not_renewed_along_with_others(
     asked = []
     service.renew = lambda leases: asked.append(list(leases)) or [Renewal.KEPT] * len(leases)
     bounded, endless = lease(name="bounded", max_hold=12), lease(name="endless")
-    keeper.keep(bounded)
-    keeper.keep(endless)
+    for each in (bounded, endless):
+        keeper.keep(each)
     drive(keeper, clock, clock.now + 60)
     assert [len(batch) for batch in asked] == [2, 1, 1, 1, 1, 1]
-    assert [found for found, _ in losses] == [bounded]
+    assert lost_of(losses) == [bounded]
 
 
 def test_what_was_held_for_too_long_is_not_renewed_though_its_end_is_near(
@@ -355,27 +338,23 @@ def test_what_was_held_for_too_long_is_not_renewed_though_its_end_is_near(
     service.renew = lambda leases: asked.append(list(leases)) or [Renewal.KEPT] * len(leases)
     keeper.keep(lease(name="bounded", max_hold=5))
     clock.now += 16
-    endless = lease(name="endless")
-    keeper.keep(endless)
-    clock.now += 10
-    keeper.tick()
+    endless = lease(name="endless", kept_by=keeper)
+    keeper.after(10)
     assert asked == [[endless.grant]]
     # Nor is it lost before its ttl is over.
     assert losses == []
 
 
-def test_a_pause_beyond_max_hold_is_not_renewed_away(keeper, service, clock, lease, losses):
-    kept = lease(ttl=30, max_hold=60)
-    keeper.keep(kept)
-    clock.now += 500
-    keeper.tick()
+def test_a_pause_beyond_max_hold_is_not_renewed_away(keeper, service, lease, losses):
+    kept = lease(max_hold=60, kept_by=keeper)
+    keeper.after(500)
     assert service.batches == []
-    assert [found for found, _ in losses] == [kept]
+    assert lost_of(losses) == [kept]
 
 
 @pytest.mark.parametrize("supports_ttl", [True, False])
 def test_a_lock_that_does_not_run_out_by_itself_is_given_back_once_it_is_lost(
-    keeper, service, clock, lease, supports_ttl
+    keeper, service, lease, supports_ttl
 ):
     service.supports_ttl = supports_ttl
     order = []
@@ -383,8 +362,7 @@ def test_a_lock_that_does_not_run_out_by_itself_is_given_back_once_it_is_lost(
     kept = lease(ttl=30, max_hold=5)
     kept.interrupt_by(lambda lease: order.append("lost"))
     keeper.keep(kept)
-    clock.now += 30
-    keeper.tick()
+    keeper.after(30)
     assert order == (["lost"] if supports_ttl else ["lost", "released"])
 
 
@@ -394,22 +372,20 @@ def test_a_lock_that_can_not_be_given_back_disturbs_no_others(keeper, service, c
 
     service.supports_ttl, service.release = False, release
     keeper.keep(lease(name="bounded", max_hold=5))
-    kept = lease(name="kept")
-    keeper.keep(kept)
+    kept = lease(name="kept", kept_by=keeper)
     drive(keeper, clock, clock.now + 40)
     assert not kept.expired
 
 
 def test_a_session_that_died_after_max_hold_tells_why(keeper, service, clock, lease, losses):
-    kept = lease(ttl=30, max_hold=5)
-    keeper.keep(kept)
+    kept = lease(max_hold=5, kept_by=keeper)
     clock.now += 31
     service.lost([kept.owner_id])
     assert "max_hold=5 s" in losses[0][1]
 
 
 def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(
-    monkeypatch, service, losses, lease
+    monkeypatch, service, losses
 ):
     monkeypatch.setattr("django_fencedlock.core.keeper.LINGER", 0.05)
     monkeypatch.setattr("django_fencedlock.core.keeper.CLEAR_AFTER", 0.0)
@@ -485,39 +461,32 @@ def test_a_slow_registry_delays_no_renewal_and_has_one_job_at_most(
 
 
 def test_renewals_are_reported_until_the_notifier_is_far_behind(
-    keeper, service, clock, lease, monkeypatch
+    keeper, service, lease, monkeypatch
 ):
     heard = []
     receiver = lambda leases, **facts: heard.append(leases)  # noqa: E731
     signals.leases_renewed.connect(receiver)
     try:
-        kept = lease()
-        keeper.keep(kept)
+        kept = lease(kept_by=keeper)
         for behind in (False, True):
             monkeypatch.setattr(keeper_module.runtime, "is_behind", lambda behind=behind: behind)
-            clock.now += 10
-            keeper.tick()
+            keeper.after(10)
     finally:
         signals.leases_renewed.disconnect(receiver)
     assert heard == [[kept]]
 
 
-def test_rows_are_renewed_of_what_is_fenced_kept_and_not_released(
-    keeper, service, registry, clock, lease
-):
+def test_rows_are_renewed_of_what_is_fenced_kept_and_not_released(keeper, service, registry, lease):
     fenced, unfenced = lease(), lease(name="unfenced")
     unfenced.fenced = False
     for each in (fenced, unfenced):
         keeper.keep(each)
-    clock.now += 10
-    keeper.tick()
+    keeper.after(10)
     service.answer = Renewal.UNKNOWN
-    clock.now += 10
-    keeper.tick()
+    keeper.after(10)
     service.answer = Renewal.KEPT
     service.renew = lambda leases: keeper.forget(fenced) or [Renewal.KEPT] * len(leases)
-    clock.now += 10
-    keeper.tick()
+    keeper.after(10)
     assert registry.rows == [[fenced.owner_id]]
 
 
@@ -525,8 +494,7 @@ def test_a_database_that_hangs_keeps_no_lease_from_being_collected(
     keeper, service, clock, lease, monkeypatch
 ):
     """One to which nothing else refers is to be released."""
-    kept = lease()
-    keeper.keep(kept)
+    kept = lease(kept_by=keeper)
     clock.now += 10
     with monkeypatch.context() as patch:
         patch.setattr(runtime.Worker, "put", lambda self, job: None)
@@ -541,8 +509,7 @@ def test_a_database_that_hangs_keeps_no_lease_from_being_collected(
 def test_a_service_that_records_grants_itself_has_no_rows_renewed(service, clock, lease):
     keeper = Keeper(service, print, clock)
     keeper._runs = True
-    kept = lease()
-    keeper.keep(kept)
+    kept = lease(kept_by=keeper)
     clock.now += 10
     keeper.tick()
     keeper.drop(kept)
@@ -554,23 +521,20 @@ def test_a_service_that_records_grants_itself_has_no_rows_renewed(service, clock
 
 
 def test_a_lease_that_a_newer_grant_came_after_is_released_and_lost(
-    keeper, service, registry, clock, lease, losses
+    keeper, service, registry, lease, losses
 ):
     overtaken, kept = lease(), lease(name="y")
     for each in (overtaken, kept):
         keeper.keep(each)
     registry.overtaken = [overtaken]
-    clock.now += 10
-    keeper.tick()
+    keeper.after(10)
     assert overtaken.lost
-    assert [found for found, _ in losses] == [overtaken]
+    assert lost_of(losses) == [overtaken]
     assert service.released == [overtaken.grant]
     assert not kept.lost
 
 
-def test_rows_are_deleted_though_others_could_not_be_renewed(
-    keeper, registry, clock, lease, monkeypatch
-):
+def test_rows_are_deleted_though_others_could_not_be_renewed(keeper, registry, lease, monkeypatch):
     def fail(grants):
         raise RuntimeError("driver")
 
@@ -607,7 +571,7 @@ def test_a_loss_that_no_thread_can_report_is_reported_later(
     clock.now += 10
     keeper.tick()
     wait_until(lambda: len(losses) == 2, "the reports")
-    assert [found for found, _ in losses] == [refused, other]
+    assert lost_of(losses) == [refused, other]
 
 
 class TestWorkers:
@@ -747,8 +711,7 @@ def test_an_error_that_nobody_foresaw_does_not_end_the_thread(threaded, service,
 
 
 def test_a_thread_does_not_end_while_a_lease_has_just_come(keeper, lease):
-    kept = lease()
-    keeper.keep(kept)
+    kept = lease(kept_by=keeper)
     assert not keeper._may_end()
     assert keeper._runs
     keeper.forget(kept)

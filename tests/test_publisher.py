@@ -15,7 +15,7 @@ from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.celery.duplicates import DELIVERY, FOLLOWS, LONGEST_PAUSE, POSTPONED
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import MessageRecord
-from django_fencedlock.test.processes import another_thread
+from django_fencedlock.test import hold_lock
 from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
 from tests.threads import elsewhere
 
@@ -156,14 +156,12 @@ class TestRetry:
         with sending() as sent:
             deliver(skip, 1, **first)
         (message,) = sent
-        with another_thread() as thread, sending() as sent:
-            lease = thread.call(lock(NAME).acquire)
+        with hold_lock(NAME) as lease, sending() as sent:
             ours = {DELIVERY: message.headers[DELIVERY], "tenant": "acme", FOLLOWS: lease.owner_id}
             route = {"exchange": "topics", "routing_key": "a.b", "priority": 7}
             done = deliver(
                 skip, 1, **{**first, "headers": ours, "retries": 1, "delivery_info": route}
             )
-            thread.call(lease.release)
         (copy,) = sent
         assert done.state == "IGNORED"
         assert copy.headers[DELIVERY] == message.headers[DELIVERY]
@@ -180,8 +178,7 @@ class TestRetry:
 
     def test_comes_again_ever_later_up_to_a_bound(self):
         pauses = []
-        with another_thread() as thread:
-            lease = thread.call(lock(NAME).acquire)
+        with hold_lock(NAME) as lease:
             headers = {FOLLOWS: lease.owner_id}
             for times in (None, 1, 4, 60, 10**400):
                 with sending() as sent:
@@ -190,7 +187,6 @@ class TestRetry:
                 eta = datetime.fromisoformat(sent[0].headers["eta"])
                 pauses.append((eta - datetime.now(UTC)).total_seconds())
                 assert sent[0].headers[POSTPONED] == (times or 0) + 1
-            thread.call(lease.release)
         assert 0 < pauses[0] <= 0.5
         assert pauses[0] < pauses[1] < pauses[2] < pauses[3]
         assert LONGEST_PAUSE / 2 - 5 < pauses[4] <= LONGEST_PAUSE
@@ -206,10 +202,8 @@ class TestRetry:
         within.append(retry)
         with sending() as sent:
             deliver(skip, 1)
-        with another_thread() as thread:
-            lease = thread.call(lock(NAME).acquire)
+        with hold_lock(NAME):
             done = deliver_sent(sent[0])
-            thread.call(lease.release)
         assert SkippedRun.of(done.result).reason == "held"
         assert conflicts == [NAME]
 
@@ -240,8 +234,7 @@ class TestRetry:
             deliver(late["skip"], 1)
             within.append(retry)
             deliver(skip, 1)
-        with another_thread() as thread:
-            lease = thread.call(lock(NAME).acquire)
+        with hold_lock(NAME) as lease:
 
             def fail(*args, **kwargs):
                 raise OperationalError("no broker")
@@ -253,7 +246,6 @@ class TestRetry:
                 message.headers[FOLLOWS] = lease.owner_id
                 assert deliver_sent(message).state == state
             assert "reject requeue=True" in caplog.text
-            thread.call(lease.release)
 
     def test_a_second_delivery_of_it_does_not_run_beside_the_copy(self):
         _, _, (copy,) = publish(late["skip"], retry)
@@ -280,16 +272,12 @@ class TestRetry:
 
 
 class TestReplacement:
-    def test_by_a_task_of_the_same_lock(self, conflicts):
-        first, (done,), (copy,) = publish(skip, lambda self: self.replace(next_step.si(2)))
+    @pytest.mark.parametrize("task", [next_step, skip], ids=["next_step", "itself"])
+    def test_by_a_task_of_the_same_lock(self, conflicts, task):
+        first, (done,), (copy,) = publish(skip, lambda self: self.replace(task.si(2)))
         assert (first.state, done.state) == ("IGNORED", "IGNORED")
         assert_runs(copy, 2)
         assert conflicts == []
-
-    def test_by_itself(self):
-        _, (done,), (copy,) = publish(skip, lambda self: self.replace(skip.si(2)))
-        assert done.state == "IGNORED"
-        assert_runs(copy, 2)
 
     @pytest.mark.parametrize(
         "workflow",
@@ -310,14 +298,13 @@ class TestReplacement:
 
 
 class TestStep:
-    def test_of_a_chain_that_the_body_published(self, conflicts):
-        _, (done,), (copy,) = publish(skip, lambda self: chain(skip.si(2), plain.si(3)).delay())
-        assert done.state == "IGNORED"
-        assert_runs(copy, 2)
-        assert conflicts == []
-
-    def test_another_task_of_the_same_lock(self, conflicts):
-        _, (done,), (copy,) = publish(skip, lambda self: next_step.delay(2))
+    @pytest.mark.parametrize(
+        "step",
+        [lambda self: chain(skip.si(2), plain.si(3)).delay(), lambda self: next_step.delay(2)],
+        ids=["of a chain", "another task of the same lock"],
+    )
+    def test_that_the_body_published(self, conflicts, step):
+        _, (done,), (copy,) = publish(skip, step)
         assert done.state == "IGNORED"
         assert_runs(copy, 2)
         assert conflicts == []

@@ -89,14 +89,10 @@ def message():
     return {"id": uuid.uuid4().hex, "headers": {DELIVERY: uuid.uuid4().hex}}
 
 
-def forget(told):
-    """Lose the result of a message, or never have stored it."""
+def forget(told, *, a_while_ago=True):
+    """Lose the result of a message, or never have stored it; by default, it ended a while ago."""
     app.AsyncResult(told["id"]).forget()
-
-
-def let_pass():
-    """Have the ends that are on record be of a while ago."""
-    for row in MessageRecord.objects.all():
+    for row in MessageRecord.objects.all() if a_while_ago else ():
         row.finished_at -= timedelta(seconds=SETTLED)
         row.save()
 
@@ -119,7 +115,7 @@ class TestAfterItsEnd:
         told = message()
         ends["how"] = end
         deliver(task, 1, **told)
-        forget(told)
+        forget(told, a_while_ago=False)
         began = time.monotonic()
         with sending() as sent:
             assert deliver(task, 1, **told, redelivered=True).state == "IGNORED"
@@ -134,7 +130,6 @@ class TestAfterItsEnd:
         told = message()
         deliver(task, 1, **told)
         forget(told)
-        let_pass()
         done = deliver(task, 1, **told, redelivered=True)
         assert SkippedRun.of(done.result).reason == "finished"
         assert ran == [1]
@@ -156,7 +151,6 @@ class TestAfterItsEnd:
         ends["how"] = ValueError("no")
         deliver(late, 1, **told)
         forget(told)
-        let_pass()
         assert deliver(late, 1, **told).state == "FAILURE"
         assert ran == [1, 1]
 
@@ -228,7 +222,8 @@ class TestWhileItRuns:
         """Have a delivery of a message run, as far as anybody can see."""
         leases = []
 
-        def begin(told, *, recorded=True, task_id=None):
+        def begin(told=None, *, recorded=True, task_id=None):
+            told = told or message()
             owner = replace(new_owner(), task_name="t", task_id=task_id or told["id"])
             lease = service("default").acquire(new_claim(NAME, 30, owner=owner), who=LocalHolder())
             leases.append(lease)
@@ -252,8 +247,12 @@ class TestWhileItRuns:
         assert copy.headers["eta"] is not None
         assert ran == []
 
-    def _sent_when_deferred(self, running, told, audit):
-        """What is published for a message that comes again while it runs, beside a receiver."""
+    def test_what_a_receiver_publishes_meanwhile_is_a_message_of_its_own(self, running):
+        def audit(sender, headers, **kwargs):
+            if headers["id"] == told["id"]:
+                late.delay(2)
+
+        told = message()
         running(told)
         before_task_publish.connect(audit)
         try:
@@ -261,40 +260,25 @@ class TestWhileItRuns:
                 assert deliver(late, 1, **told, redelivered=True).state == "IGNORED"
         finally:
             before_task_publish.disconnect(audit)
-        return sent
-
-    def test_what_a_receiver_publishes_meanwhile_is_a_message_of_its_own(self, running):
-        def audit(sender, headers, **kwargs):
-            if headers["id"] == told["id"]:
-                late.delay(2)
-
-        told = message()
-        sent = self._sent_when_deferred(running, told, audit)
         named = {each.headers["id"] == told["id"]: each.headers[DELIVERY] for each in sent}
         assert named[True] == told["headers"][DELIVERY]
         assert named[False] != told["headers"][DELIVERY]
 
-    def test_the_copy_finds_it_done(self, running):
+    @pytest.mark.parametrize("died", [False, True])
+    def test_the_copy_runs_only_if_the_first_died(self, running, died):
         told = message()
         lease = running(told)
         with sending() as sent:
             deliver(late, 1, **told)
-            MessageRecord.objects.update(outcome="success")
-            app.backend.store_result(told["id"], 1, "SUCCESS")
+            if not died:
+                MessageRecord.objects.update(outcome="success")
+                app.backend.store_result(told["id"], 1, "SUCCESS")
             service("default").release(lease, lease.who)
-            assert deliver_sent(sent[0]).state == "IGNORED"
-        assert ran == []
-
-    def test_the_copy_runs_if_the_first_died(self, running):
-        told = message()
-        lease = running(told)
-        with sending() as sent:
-            deliver(late, 1, **told)
-            service("default").release(lease, lease.who)
-            assert deliver_sent(sent[0]).result == 1
+            assert deliver_sent(sent[0]).state == ("SUCCESS" if died else "IGNORED")
+        assert ran == [1] * died
 
     def test_another_message_is_an_ordinary_conflict(self, running):
-        running(message())
+        running()
         with sending() as sent:
             done = deliver(late, 1, **message())
         assert SkippedRun.of(done.result).reason == "held"
@@ -303,7 +287,7 @@ class TestWhileItRuns:
     def test_it_is_the_same_message_after_a_conflict_too(self, running):
         """Delivered twice while another message runs, it comes again twice, and runs once."""
         told = message()
-        lease = running(message())
+        lease = running()
         with sending() as sent:
             for _ in range(2):
                 assert deliver(late_retry, 1, **told).state == "RETRY"
@@ -334,7 +318,7 @@ class TestWhileItRuns:
         """Though a delivery of its own began before, and died."""
         told = message()
         record(told, DEAD)
-        lease = running(message())
+        lease = running()
         with sending() as sent, soon(lease_back, lease):
             assert deliver(late_wait, 1, **told).result == 1
         assert sent == []
@@ -342,7 +326,7 @@ class TestWhileItRuns:
     def test_one_that_ended_long_ago_is_no_conflict_of_anybody(self, running):
         told = message()
         deliver(late, 1, **told)
-        running(message())
+        running()
         with sending() as sent:
             assert deliver(late, 1, **told).state == "IGNORED"
         assert sent == []
@@ -352,22 +336,18 @@ class TestWhileItRuns:
         ends["how"] = ValueError("no")
         deliver(late, 1, **told)
         forget(told)
-        let_pass()
-        running(message())
+        running()
         assert SkippedRun.of(deliver(late, 1, **told).result).reason == "held"
 
-    def test_the_run_of_a_third_delivery_is_known_by_its_task(self, running):
-        """The first died, and the second hasn't recorded yet that it runs."""
+    @pytest.mark.parametrize("known_by", ["task", "record"])
+    def test_the_run_of_another_delivery_is_known(self, running, known_by):
         told = message()
-        record(told, DEAD)
-        running(told, recorded=False)
-        with sending() as sent:
-            assert deliver(late, 1, **told).state == "IGNORED"
-        assert len(sent) == 1
-
-    def test_the_run_of_another_delivery_is_known_by_its_record(self, running):
-        told = message()
-        running(told, task_id="unknown")
+        if known_by == "task":
+            # The first died, and the second hasn't recorded yet that it runs.
+            record(told, DEAD)
+            running(told, recorded=False)
+        else:
+            running(told, task_id="unknown")
         with sending() as sent:
             assert deliver(late, 1, **told).state == "IGNORED"
         assert len(sent) == 1
@@ -375,7 +355,7 @@ class TestWhileItRuns:
     def test_a_message_whose_delivery_died_is_in_the_way_of_nobody(self, running):
         told = message()
         record(told, DEAD)
-        running(message())
+        running()
         with sending() as sent:
             assert SkippedRun.of(deliver(late, 1, **told).result).reason == "held"
         assert sent == []
@@ -387,16 +367,15 @@ class TestWhileItRuns:
             assert deliver(late, 1, **told).state == "IGNORED"
         assert len(sent) == 1
 
-    def test_a_retry_waits_for_the_run_that_it_retries_to_be_gone(self, running):
+    def test_a_retry_waits_for_the_run_that_it_retries_to_be_gone_but_not_for_long(
+        self, running, monkeypatch
+    ):
         told = message()
-        lease = running(message(), task_id=told["id"])
-        with soon(lease_back, lease):
+        with soon(lease_back, running(task_id=told["id"])):
             assert deliver(late, 1, **told).result == 1
-
-    def test_but_not_for_long(self, running, monkeypatch):
         monkeypatch.setattr(duplicates, "UNDECIDED", 0.1)
         told = message()
-        running(message(), task_id=told["id"])
+        running(task_id=told["id"])
         assert SkippedRun.of(deliver(late, 1, **told).result).reason == "held"
 
     def test_if_the_copy_cannot_be_sent_the_message_stays(self, running, monkeypatch):
