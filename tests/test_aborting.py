@@ -85,6 +85,16 @@ def lost_soon(lease, after=0.05, begun=None):
         timer.join()
 
 
+def aborted(body, place=lambda function: function(), **more):
+    """Run a body whose lock is lost soon, and expect the error that it ends with."""
+    lease, started = a_lease(), time.monotonic()
+    with lost_soon(lease, **more), pytest.raises(LeaseLost, match="taken away") as caught:
+        place(lambda: interrupts.run_interruptible(lease, body))
+    assert time.monotonic() - started < LONG / 2
+    assert caught.value.owner == lease.owner_id
+    return caught
+
+
 def loop():
     end = time.monotonic() + LONG
     while time.monotonic() < end:
@@ -108,20 +118,13 @@ def loop_that_swallows():
 
 @pytest.mark.parametrize("body", [loop, sleep_in_slices, loop_that_swallows])
 def test_a_body_is_interrupted_when_its_lock_is_lost(place, body):
-    lease = a_lease()
-    started = time.monotonic()
-    with lost_soon(lease), pytest.raises(LeaseLost, match="taken away") as caught:
-        place(lambda: interrupts.run_interruptible(lease, body))
-    assert time.monotonic() - started < LONG / 2
-    assert caught.value.owner == lease.owner_id
+    caught = aborted(body, place)
     # Tells where it hit.
     assert any(entry.name == body.__name__ for entry in caught.traceback) or caught.value.__cause__
 
 
 def test_a_signal_ends_a_call_of_the_system():
-    lease = a_lease()
-    with lost_soon(lease), pytest.raises(LeaseLost):
-        interrupts.run_interruptible(lease, lambda: time.sleep(LONG))
+    aborted(lambda: time.sleep(LONG))
 
 
 def test_what_a_body_returns_or_raises_is_its_own(place):
@@ -135,7 +138,7 @@ def test_what_a_body_returns_or_raises_is_its_own(place):
 
 
 def test_a_body_that_cleans_up_has_the_time(place):
-    lease, cleaned = a_lease(), []
+    cleaned = []
 
     def body():
         try:
@@ -144,8 +147,7 @@ def test_a_body_that_cleans_up_has_the_time(place):
             time.sleep(0.05)
             cleaned.append(True)
 
-    with lost_soon(lease), pytest.raises(LeaseLost):
-        place(lambda: interrupts.run_interruptible(lease, body))
+    aborted(body, place)
     assert cleaned == [True]
 
 
@@ -215,17 +217,14 @@ def test_the_loss_of_the_outer_lock_ends_the_inner_body_as_well(place):
 
 
 def test_the_loss_of_the_outer_lock_ends_its_body_after_an_inner_one(place):
-    outer, begun = a_lease("outer"), threading.Event()
+    begun = threading.Event()
 
     def body():
         interrupts.run_interruptible(a_lease("inner"), lambda: None)
         begun.set()
         loop()
 
-    started = time.monotonic()
-    with lost_soon(outer, begun=begun), pytest.raises(LeaseLost):
-        place(lambda: interrupts.run_interruptible(outer, body))
-    assert time.monotonic() - started < LONG / 2
+    aborted(body, place, begun=begun)
 
 
 def test_the_outer_body_goes_on_after_the_loss_of_an_inner_lock(place):
@@ -266,14 +265,9 @@ def test_the_loss_of_both_ends_both(place):
 
 
 def test_a_thread_of_the_body_is_not_struck_in_its_place():
-    lease, inner = a_lease(), a_lease("inner")
-
-    def body():
-        return in_thread(lambda: interrupts.run_interruptible(inner, lambda: time.sleep(0.3)))
-
-    with lost_soon(lease), pytest.raises(LeaseLost) as caught:
-        interrupts.run_interruptible(lease, body)
-    assert caught.value.owner == lease.owner_id
+    inner = a_lease("inner")
+    nap = lambda: time.sleep(0.3)  # noqa: E731
+    aborted(lambda: in_thread(lambda: interrupts.run_interruptible(inner, nap)))
     assert not inner.lost
 
 
@@ -366,10 +360,8 @@ def test_a_strike_is_not_for_whoever_has_the_signal_by_then():
 
 def test_another_signal_may_be_named(settings):
     settings.FENCEDLOCK_ABORT_SIGNAL = signal.SIGUSR2
-    lease = a_lease()
     try:
-        with lost_soon(lease), pytest.raises(LeaseLost):
-            interrupts.run_interruptible(lease, loop)
+        aborted(loop)
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
@@ -477,12 +469,8 @@ def brief_query_in_transaction():
 
 def strike_at(body):
     """Interrupt `body` in the middle of its query; then do as Celery does between two tasks."""
-    lease = a_lease()
-    started = time.monotonic()
-    with lost_soon(lease, after=0.2), pytest.raises(LeaseLost):
-        interrupts.run_interruptible(lease, body)
+    aborted(body, after=0.2)
     connections["postgres"].close_if_unusable_or_obsolete()
-    return time.monotonic() - started
 
 
 def in_transaction():
@@ -500,22 +488,13 @@ def in_savepoint():
 @pytest.mark.parametrize("body", [query, in_transaction, in_savepoint])
 def test_the_next_task_has_a_connection_that_works(postgres_kept_open, postgres, body):
     query("SELECT 1")
-    assert strike_at(body) < LONG / 2
+    strike_at(body)
     assert query("SELECT 42") == (42,)
     assert not postgres_kept_open.in_atomic_block
     with transaction.atomic(using="postgres"):
         assert query("SELECT 42") == (42,)
-    wait_until(
-        lambda: (
-            postgres.execute(
-                "SELECT count(*) FROM pg_stat_activity"
-                " WHERE state = 'active' AND query = 'SELECT pg_sleep(20)'"
-            )
-            == [(0,)]
-        ),
-        "the statement to end in the server",
-        15,
-    )
+    active = "SELECT 1 FROM pg_stat_activity WHERE state = 'active' AND query = %s"
+    wait_until(lambda: not postgres.execute(active, "SELECT pg_sleep(20)"), "its end there", 15)
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -553,9 +532,7 @@ def test_the_connection_is_struck_indeed(postgres_kept_open, monkeypatch):
 def test_a_connection_that_is_quiet_stays_open(postgres_kept_open):
     query("SELECT 1")
     raw = postgres_kept_open.connection
-    lease = a_lease()
-    with lost_soon(lease), pytest.raises(LeaseLost):
-        interrupts.run_interruptible(lease, loop)
+    aborted(loop)
     assert postgres_kept_open.connection is raw
 
 
@@ -564,9 +541,7 @@ def test_the_callers_transaction_is_the_callers(postgres_kept_open):
     """A quiet one goes on; one that was struck in a statement can only end."""
     with transaction.atomic(using="postgres"):
         query("SELECT 1")
-        lease = a_lease()
-        with lost_soon(lease), pytest.raises(LeaseLost):
-            interrupts.run_interruptible(lease, loop)
+        aborted(loop)
         assert query("SELECT 42") == (42,)
 
     with pytest.raises(Error), transaction.atomic(using="postgres"):
@@ -578,15 +553,13 @@ def test_the_callers_transaction_is_the_callers(postgres_kept_open):
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 def test_a_block_that_was_struck_on_its_way_in_or_out_is_left(postgres_kept_open):
     """Else every task to come would write into a transaction that nobody commits."""
-    lease = a_lease()
 
     def body():
         transaction.atomic(using="postgres").__enter__()
         query("SELECT 1")
         loop()
 
-    with lost_soon(lease), pytest.raises(LeaseLost):
-        interrupts.run_interruptible(lease, body)
+    aborted(body)
     assert not postgres_kept_open.in_atomic_block
     assert query("SELECT 42") == (42,)
     assert postgres_kept_open.get_autocommit()
@@ -594,21 +567,17 @@ def test_a_block_that_was_struck_on_its_way_in_or_out_is_left(postgres_kept_open
 
 @pytest.mark.django_db(transaction=True)
 def test_sqlite_is_left_without_a_transaction():
-    lease = a_lease()
-
     def body():
         transaction.atomic().__enter__()
         loop()
 
-    with lost_soon(lease), pytest.raises(LeaseLost):
-        interrupts.run_interruptible(lease, body)
+    aborted(body)
     assert not connection.in_atomic_block
     assert connection.connection is None or not connection.connection.in_transaction
 
 
 def test_an_error_that_a_struck_connection_raised_instead_is_a_loss(place):
     """Django resets the connection as a block ends, which a driver in a statement refuses."""
-    lease = a_lease()
 
     def body():
         try:
@@ -616,8 +585,7 @@ def test_an_error_that_a_struck_connection_raised_instead_is_a_loss(place):
         finally:
             raise ProgrammingError("can't change 'autocommit' now")
 
-    with lost_soon(lease), pytest.raises(LeaseLost):
-        place(lambda: interrupts.run_interruptible(lease, body))
+    aborted(body, place)
 
 
 def test_a_bodys_own_database_error_is_no_loss(place):
@@ -633,14 +601,11 @@ def test_a_bodys_own_database_error_is_no_loss(place):
 
 class TestInATestCase(TestCase):
     def test_a_tests_own_transaction_goes_on(self):
-        lease = a_lease()
-
         def body():
             with transaction.atomic():
                 loop()
 
-        with lost_soon(lease), pytest.raises(LeaseLost):
-            interrupts.run_interruptible(lease, body)
+        aborted(body)
         with connection.cursor() as cursor:
             cursor.execute("SELECT 42")
             assert cursor.fetchone() == (42,)
@@ -654,13 +619,8 @@ class TestInATestCaseOnPostgres(TestCase):
     def setUp(self):
         query("SELECT set_config('application_name', 'as it was', true)")
 
-    def strike_at(self, body):
-        lease = a_lease()
-        with lost_soon(lease), pytest.raises(LeaseLost):
-            interrupts.run_interruptible(lease, body)
-
     def test_a_statement_that_is_struck_is_let_end(self):
-        self.strike_at(lambda: query("SELECT pg_sleep(0.5)"))
+        aborted(lambda: query("SELECT pg_sleep(0.5)"))
         assert query("SHOW application_name") == ("as it was",)
 
     def test_so_is_one_in_a_block_of_the_body(self):
@@ -669,15 +629,13 @@ class TestInATestCaseOnPostgres(TestCase):
                 query("SELECT set_config('application_name', 'another', true)")
                 query("SELECT pg_sleep(0.5)")
 
-        self.strike_at(body)
+        aborted(body)
         assert query("SHOW application_name") == ("as it was",)
 
     @pytest.mark.slow
     def test_one_that_takes_long_is_cancelled_and_ends_as_one_that_failed(self):
-        started = time.monotonic()
         with pytest.raises(Error), transaction.atomic(using="postgres"):
-            self.strike_at(query)
-        assert time.monotonic() - started < LONG / 2
+            aborted(query)
         assert query("SHOW application_name") == ("as it was",)
 
     def test_a_body_that_noticed_the_loss_itself(self):

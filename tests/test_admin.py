@@ -21,13 +21,13 @@ from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import LocalHolder, running_task
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import HeldLock, LockEvent
+from tests.backends import REDIS
 from tests.servers import Redis
 from tests.servers.process import wait_until
 from tests.test_command import run, run_json
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-REDIS = "django_fencedlock.backends.redis.RedisBackend"
 LIST = "/admin/django_fencedlock/heldlock/"
 FENCES = "/admin/django_fencedlock/fence/"
 EVENTS = "/admin/django_fencedlock/lockevent/"

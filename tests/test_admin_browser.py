@@ -11,10 +11,10 @@ from selenium.webdriver.common.keys import Keys
 
 from django_fencedlock import lock
 from django_fencedlock.models import Fence, HeldLock, LockEvent
+from tests.backends import REDIS
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-REDIS = "django_fencedlock.backends.redis.RedisBackend"
 STATUS = "#fencedlock-refresh span"
 
 #: Returns the texts of the page with too little contrast.

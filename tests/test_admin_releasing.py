@@ -15,15 +15,14 @@ from django_fencedlock import LeaseLost, lock
 from django_fencedlock.admin import release
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, HeldLock
+from tests.backends import POSTGRES, REDIS
 from tests.servers import shared
 from tests.sessions import as_in_another_process
 from tests.test_command import another_transaction_that_writes
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 LEFT_ALONE = "Locks that the holder you saw no longer holds, which were left alone: 1"
-REDIS = "django_fencedlock.backends.redis.RedisBackend"
 LIST = "/admin/django_fencedlock/heldlock/"
 RELEASE = f"{LIST}release/"
 

@@ -7,17 +7,10 @@ from django.db import connections, models
 from django.test.utils import isolate_apps
 
 from django_fencedlock.exceptions import LockRequired, StaleFence, VersionConflict
+from django_fencedlock.lease import leave
 from django_fencedlock.models import FencedModel
-from tests.models import (
-    BetweenTheTwo,
-    FencedAfterTrash,
-    FencedBeforeTrash,
-    Folder,
-    FolderOfTrash,
-    TrashChild,
-    VersionedAfterTrash,
-    VersionedBeforeTrash,
-)
+from tests import models as m
+from tests.models import FencedAfterTrash, FencedBeforeTrash, TrashChild, VersionedAfterTrash
 from tests.test_write_paths import (
     awaited,
     database,
@@ -30,30 +23,23 @@ from tests.test_write_paths import (
 
 __all__ = ["database"]
 
-FENCED = [FencedBeforeTrash, FencedAfterTrash, BetweenTheTwo]
-VERSIONED = [VersionedBeforeTrash, VersionedAfterTrash, BetweenTheTwo]
-EVERY = [*FENCED, VersionedBeforeTrash, VersionedAfterTrash]
+FENCED = [FencedBeforeTrash, FencedAfterTrash, m.BetweenTheTwo]
+VERSIONED = [m.VersionedBeforeTrash, VersionedAfterTrash, m.BetweenTheTwo]
+EVERY = [*FENCED, m.VersionedBeforeTrash, VersionedAfterTrash]
 
 
 def held(row):
     return row.fencing.lock() if hasattr(row, "fencing") else contextlib.nullcontext()
 
 
-def test_the_delete_of_another_base_class_is_called(database):
+def test_the_delete_of_another_base_class_is_called_with_all_arguments(database):
     for model in EVERY:
         row = model.objects.create()
         with held(row):
             assert row.delete() == (0, {"kept": 1})
-        (found,) = rows_of(model)
-        assert found["gone"]
-        assert found.get("fence", 1) == 1
-        assert found.get("version", 1) == 1
-
-
-def test_the_delete_of_another_base_class_gets_all_arguments(database):
-    for model in EVERY:
-        row = model.objects.create()
-        with held(row):
+            (found,) = rows_of(model)
+            assert found["gone"]
+            assert found.get("fence", 1) == found.get("version", 1) == 1
             row.delete(using=database, why="spam")
             assert rows_of(model)[0]["why"] == "spam"
             row.delete(database, False, why="again")
@@ -121,7 +107,7 @@ def test_such_a_delete_takes_the_lease_that_it_is_given(database):
     for model in FENCED:
         row = model.objects.create()
         lease = row.fencing.lock().acquire()
-        _leave(lease)
+        leave(lease)
         with refused(LockRequired, model):
             row.delete(hard=True)
         row.delete(hard=True, lease=lease)
@@ -146,8 +132,8 @@ def test_the_row_of_a_child_is_guarded_as_well(database, hard):
 
 def test_a_row_with_dependents_is_guarded_as_well(database):
     row = FencedBeforeTrash.objects.create()
-    FolderOfTrash.objects.create(trash=row)
-    with refused(LockRequired, FencedBeforeTrash, FolderOfTrash):
+    m.FolderOfTrash.objects.create(trash=row)
+    with refused(LockRequired, FencedBeforeTrash, m.FolderOfTrash):
         row.delete(hard=True)
     with row.fencing.lock():
         assert row.delete(hard=True)[0] == 2
@@ -219,16 +205,10 @@ def test_cascades_reach_rows_that_come_first_among_the_bases_or_last(database):
     """Django asks the first base class alone for the manager that it looks rows up with."""
     for model in (FencedAfterTrash, VersionedAfterTrash):
         assert model._base_manager.name == "_guarded_rows"
-    folder = Folder.objects.create()
+    folder = m.Folder.objects.create()
     row = FencedAfterTrash.objects.create(folder=folder)
-    with refused(LockRequired, FencedAfterTrash, Folder):
+    with refused(LockRequired, FencedAfterTrash, m.Folder):
         folder.delete()
     with row.fencing.lock():
         folder.delete()
     assert not rows_of(FencedAfterTrash)
-
-
-def _leave(lease):
-    from django_fencedlock.lease import leave
-
-    leave(lease)

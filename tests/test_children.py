@@ -66,19 +66,17 @@ def look_until(watch, condition):
 
 class TestChildWatch:
     @pytest.mark.slow
-    def test_a_child_that_had_ended_before_anybody_looked(self, watch, ended):
+    @pytest.mark.parametrize("before", [True, False])
+    def test_a_child_that_ends_before_or_after_the_first_look(self, watch, ended, before):
         with child_of(watch) as child:
-            child.kill()
-            child.wait()
+            if before:
+                child.kill()
+                child.wait()
+            else:
+                watch.look(timeout=1)
+                child.stdin.close()
             look_until(watch, lambda: ended)
         assert ended == [child.identity]
-
-    @pytest.mark.slow
-    def test_a_child_that_ends_by_itself(self, watch, ended):
-        with child_of(watch) as child:
-            watch.look(timeout=1)
-            child.stdin.close()
-            look_until(watch, lambda: ended)
 
     def test_a_child_whose_pid_another_process_has_by_now(self, watch, ended):
         former = replace(this_process(), started=this_process().started - 1)
@@ -299,24 +297,19 @@ class TestForks:
             until.set()
             thread.join()
 
-    def test_a_fork_waits_for_a_short_talk(self, monkeypatch):
-        monkeypatch.setattr(worker, "FORK_TIMEOUT", 5.0)
+    @pytest.mark.parametrize("is_short", [True, False])
+    def test_a_fork_waits_for_a_short_talk_and_not_for_a_long_one(self, monkeypatch, is_short):
+        if is_short:
+            monkeypatch.setattr(worker, "FORK_TIMEOUT", 5.0)
         gate, until = ForkGate(), threading.Event()
         with self.talking(gate, until) as began:
             began.wait(30)
-            threading.Timer(0.05, until.set).start()
+            if is_short:
+                threading.Timer(0.05, until.set).start()
             started = time.monotonic()
             gate.before_fork()
-            assert 0.04 < time.monotonic() - started < worker.FORK_TIMEOUT
-            gate.after_fork_in_parent()
-
-    def test_but_not_for_a_long_one(self):
-        gate = ForkGate()
-        with self.talking(gate, threading.Event()) as began:
-            began.wait(30)
-            started = time.monotonic()
-            gate.before_fork()
-            assert worker.FORK_TIMEOUT <= time.monotonic() - started < worker.FORK_TIMEOUT + 5
+            least, most = (0.04, 5) if is_short else (worker.FORK_TIMEOUT, worker.FORK_TIMEOUT + 5)
+            assert least <= time.monotonic() - started < most
             gate.after_fork_in_parent()
 
     def test_a_talk_waits_for_the_fork(self):

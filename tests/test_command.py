@@ -25,14 +25,13 @@ from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.ops import doctor, resync
 from django_fencedlock.ops.registry import State, duration
 from django_fencedlock.problems import Level
+from tests.backends import POSTGRES, REDIS
 from tests.models import Invoice
 from tests.scripts import run_python
 from tests.sessions import as_in_another_process
 from tests.test_docs import ROOT, _table
 from tests.test_resync import restored, written
 
-POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
-REDIS = "django_fencedlock.backends.redis.RedisBackend"
 pytestmark = pytest.mark.django_db(transaction=True)
 
 

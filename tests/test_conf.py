@@ -11,6 +11,7 @@ from django_fencedlock import conf, lock
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.checks import check_services, check_settings
 from django_fencedlock.exceptions import BackendUnavailable, SettingsError
+from tests.backends import DATABASE, POSTGRES, REDIS
 
 PACKAGE = "django_fencedlock.backends"
 
@@ -118,15 +119,9 @@ def test_settings_are_read_again_when_they_change(settings):
 @pytest.mark.parametrize(
     "given",
     [
-        {"BACKEND": "django_fencedlock.backends.database.DatabaseBackend"},
-        {
-            "BACKEND": "django_fencedlock.backends.postgres.PostgresBackend",
-            "FENCE_DATABASE": "postgres",
-        },
-        {
-            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
-            "LOCATION": "redis://localhost",
-        },
+        {"BACKEND": DATABASE},
+        {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"},
+        {"BACKEND": REDIS, "LOCATION": "redis://localhost"},
     ],
     ids=["database", "postgres", "redis"],
 )

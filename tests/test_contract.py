@@ -17,13 +17,10 @@ from django_fencedlock.test.contract import (
     OutageContract,
     WaitingContract,
 )
+from tests.backends import DATABASE, POSTGRES, REDIS
 from tests.servers import shared
 
 pytestmark = pytest.mark.slow
-
-DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
-POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
-REDIS = "django_fencedlock.backends.redis.RedisBackend"
 
 
 def real(*databases):

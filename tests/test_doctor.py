@@ -20,12 +20,10 @@ from django_fencedlock.ops.registry import portrait
 from django_fencedlock.problems import Level, Problem
 from django_fencedlock.storage.tables import ForcedRelease, LockEvent, MessageRecord, PendingRun
 from django_fencedlock.test import hold_lock
+from tests.backends import DATABASE, POSTGRES, REDIS
 from tests.models import Invoice
 from tests.servers.process import wait_until
 
-DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
-POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
-REDIS = "django_fencedlock.backends.redis.RedisBackend"
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 ON_MARIADB = pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
 

@@ -15,6 +15,7 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.test import assert_not_locked, disable_locking, eager_tasks, hold_lock
 from tests.scripts import run_python
+from tests.test_single_instance import DOWN
 
 pytest_plugins = ["django_fencedlock.test.fixtures"]
 
@@ -233,12 +234,7 @@ class TestLocksOff:
 
 @pytest.mark.django_db
 def test_an_unavailable_service(task, settings):
-    settings.FENCEDLOCK = {
-        "default": {
-            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
-            "LOCATION": "redis://127.0.0.1:1/0",
-        }
-    }
+    settings.FENCEDLOCK = {"default": DOWN}
     with pytest.raises(BackendUnavailable):
         task().delay(42).get()
 

@@ -12,6 +12,7 @@ from django_fencedlock import lock
 from django_fencedlock.admin import FencedModelAdmin
 from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock
+from tests.backends import REDIS
 from tests.models import Account, Contract, Invoice, LedgerLine, Ticket
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.urls("tests.test_fenced_admin")]
@@ -199,11 +200,7 @@ def test_locks_of_many_rows_are_acquired_in_one_order(browser: Client) -> None:
 
 def test_an_unavailable_lock_service(browser: Client, invoice: Invoice) -> None:
     form = {**opened(browser, invoice), "amount": 5, "note": ""}
-    redis = {
-        "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
-        "LOCATION": "redis://127.0.0.1:1",
-        "OPTIONS": {"TIMEOUT": 0.5},
-    }
+    redis = {"BACKEND": REDIS, "LOCATION": "redis://127.0.0.1:1", "OPTIONS": {"TIMEOUT": 0.5}}
     with override_settings(FENCEDLOCK={"default": redis}):
         answer = browser.post(url(invoice), form)
     assert answer.status_code == 200

@@ -24,22 +24,8 @@ from django.test.utils import CaptureQueriesContext, isolate_apps
 from django_fencedlock.exceptions import LockRequired
 from django_fencedlock.models import FencedManager, FencedModel, Fencing, VersionedModel
 from django_fencedlock.models.fields import RejectedRow, constraint_name
-from tests.models import (
-    Account,
-    Called,
-    Colour,
-    Contract,
-    Deed,
-    Invoice,
-    LedgerLine,
-    Parcel,
-    Relaxed,
-    Seat,
-    Stock,
-    Trailer,
-    Truck,
-    Van,
-)
+from tests import models as m
+from tests.models import Account, Called, Colour, Contract, Invoice, LedgerLine, Parcel, Seat, Truck
 
 UTC = datetime.UTC
 NOON = datetime.datetime(2024, 5, 1, 12, tzinfo=UTC)
@@ -57,8 +43,8 @@ def name(model, **arguments):
     [
         ("tests.invoice:42", [Invoice.fencing.lock(pk=42), Invoice.fencing.lock(id="42")]),
         ("tests.invoice:42", [Invoice(pk=pk).fencing.lock() for pk in (42, "42")]),
-        ("tests.vehicle:1", [model.fencing.lock(pk=1) for model in (Truck, Trailer, Van)]),
-        ("tests.vehicle:1", [Trailer(pk=1).fencing.lock()]),
+        ("tests.vehicle:1", [model.fencing.lock(pk=1) for model in (Truck, m.Trailer, m.Van)]),
+        ("tests.vehicle:1", [m.Trailer(pk=1).fencing.lock()]),
         ("account:7", [LedgerLine.fencing.lock(account=each) for each in (Account(pk=7), 7)]),
         ("account:7", [LedgerLine.fencing.lock(account_id="7")]),
         ("account:7", [LedgerLine(account=Account(pk=7)).fencing.lock()]),
@@ -100,14 +86,8 @@ def test_different_rows_have_different_names():
 
 
 def test_values_of_many_kinds_have_one_text_each():
-    plain = {
-        "colour": "red",
-        "day": "2024-05-01",
-        "price": "5",
-        "at": NOON,
-        "owner": "abc",
-        "rank": 7,
-    }
+    plain = {"colour": "red", "day": "2024-05-01", "price": "5", "at": NOON, "owner": "abc"}
+    plain["rank"] = 7
     expected = "red/2024-05-01/5.00/2024-05-01 12:00:00+00:00/abc/007"
     assert name(Parcel, **plain) == expected
     cet = datetime.timezone(datetime.timedelta(hours=1))
@@ -116,7 +96,7 @@ def test_values_of_many_kinds_have_one_text_each():
         "day": datetime.date(2024, 5, 1),
         "price": Decimal("5.000"),
         "at": NOON.astimezone(cet),
-        "owner": Stock(pk=3, sku="abc"),
+        "owner": m.Stock(pk=3, sku="abc"),
         "rank": "7",
     }
     assert name(Parcel, **same) == expected
@@ -228,7 +208,7 @@ def test_a_name_that_cannot_be_made(settings):
     """It is an error, but where no write can need a lease."""
     spec = Fencing("x:{code}")
     with pytest.raises(ValueError, match="200 are allowed"):
-        spec.__get__(Relaxed(code="y" * 300), Relaxed).lock()
+        spec.__get__(m.Relaxed(code="y" * 300), m.Relaxed).lock()
     settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
     row = Invoice(pk=b"no")
     with pytest.raises((TypeError, ValueError), match="expected a number"):
@@ -258,7 +238,7 @@ def test_its_columns_come_last():
         *("id", "account", "amount", "note", "fence")
     ]
     assert [field.name for field in Contract._meta.fields][:2] == ["id", "text"]
-    assert [field.name for field in Deed._meta.fields][:2] == ["id", "text"]
+    assert [field.name for field in m.Deed._meta.fields][:2] == ["id", "text"]
     names = [field.name for field in Truck._meta.fields]
     assert names == ["id", "wheels", "fence", "vehicle_ptr", "load"]
     assert [field.name for field in Truck._meta.local_fields] == ["vehicle_ptr", "load"]

@@ -39,17 +39,15 @@ def run_green(child_environment):
 
 @pytest.mark.parametrize("database", ["default", "postgres"])
 def test_leases_are_renewed_while_a_greenlet_leaves_no_room_to_others(run_green, database):
-    run_green(
-        """
+    code = """
         with lock("x", ttl=1) as lease:
             end = time.monotonic() + 2.5
             while time.monotonic() < end:
                 pass  # the hub never gets a turn
             lease.check()
             assert lease.verify()
-        """,
-        database,
-    )
+    """
+    run_green(code, database)
 
 
 @pytest.mark.parametrize("database", ["default", "postgres"])

@@ -6,9 +6,9 @@ import pytest
 from django.core import checks
 from django.db import connections
 
+from tests.backends import POSTGRES
 from tests.models import Invoice
 
-POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
 THREADS, TIMES = 4, 15
 
 

@@ -27,11 +27,11 @@ from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
+from tests.backends import POSTGRES
 from tests.scripts import python, run_python
 from tests.servers.process import wait_until
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 
-PATH = "django_fencedlock.backends.postgres.PostgresBackend"
 ALIAS = "sessions"
 _numbers = itertools.count()
 
@@ -39,7 +39,7 @@ _numbers = itertools.count()
 def configured(using=ALIAS, alias="default", **options):
     return AliasConfig(
         alias=alias,
-        backend=PATH,
+        backend=POSTGRES,
         location="",
         ttl=30.0,
         blocking_timeout=10.0,
@@ -904,7 +904,7 @@ class TestChecks:
             "database = {'ENGINE': 'django.db.backends.sqlite3', 'NAME': ':memory:'}\n"
             "settings.configure(DATABASES={'default': database})\n"
             "from django_fencedlock.conf import alias_problems\n"
-            f"backend = {PATH!r}\n"
+            f"backend = {POSTGRES!r}\n"
             "(problem,) = alias_problems('default', {'BACKEND': backend})\n"
             "print(problem.id, problem)"
         )

@@ -19,6 +19,7 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, StaleFence
 from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock, lose_lease
+from tests.backends import REDIS
 from tests.models import Invoice, LedgerLine, Stock
 from tests.scripts import run_python
 from tests.test_docs import ROOT, _table
@@ -110,7 +111,7 @@ def test_forced_releases(registry):
 
 def test_runs_without_their_lock(registry, celery_app, settings, make_redis):
     server = make_redis()
-    backend = "django_fencedlock.backends.redis.RedisBackend"
+    backend = REDIS
     settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": server.url}}
 
     @celery_app.task

@@ -16,6 +16,7 @@ from django_fencedlock.celery.duplicates import DELIVERY, FOLLOWS, LONGEST_PAUSE
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import MessageRecord
 from django_fencedlock.test import hold_lock
+from tests.backends import POSTGRES, REDIS
 from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
 from tests.threads import elsewhere
 
@@ -122,11 +123,8 @@ class TestRetry:
         "alias",
         [
             {"FENCE_DATABASE": "postgres"},
-            {
-                "BACKEND": "django_fencedlock.backends.postgres.PostgresBackend",
-                "FENCE_DATABASE": "postgres",
-            },
-            {"BACKEND": "django_fencedlock.backends.redis.RedisBackend"},
+            {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"},
+            {"BACKEND": REDIS},
         ],
         ids=["database", "postgres", "redis"],
     )

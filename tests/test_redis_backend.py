@@ -20,6 +20,7 @@ from django_fencedlock.backends.redis.scripts import BEAT, CLAIM, RECHECK, RELEA
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
+from tests.backends import REDIS
 from tests.scripts import run_python
 from tests.servers.process import wait_until
 from tests.test_backend_interface import BackendInterface, claim, grant, take
@@ -27,7 +28,6 @@ from tests.test_backend_interface import BackendInterface, claim, grant, take
 #: Seconds that a busy machine may add to a time limit.
 SLACK = 0.3
 NAME = "lock"
-BACKEND = "django_fencedlock.backends.redis.RedisBackend"
 
 
 @pytest.fixture(params=["redis", "valkey"])
@@ -43,7 +43,7 @@ def make_any_redis(request):
 def config_of(url="", alias="default", prefix=None, **options):
     return AliasConfig(
         alias=alias,
-        backend=BACKEND,
+        backend=REDIS,
         location=url,
         ttl=30,
         blocking_timeout=10,
@@ -1075,7 +1075,7 @@ def test_what_a_server_reports_of_itself_is_checked(backend, values, expected):
 
 @pytest.mark.django_db
 def test_check_with_a_database_reports_the_problems_of_the_server(server, settings):
-    settings.FENCEDLOCK = {"default": {"BACKEND": BACKEND, "LOCATION": server.url}}
+    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
     found = checks.run_checks(databases=["default"], tags=[checks.Tags.database])
     assert {each.id for each in found} == {"django_fencedlock.I001"}
 

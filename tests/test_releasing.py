@@ -17,13 +17,12 @@ from django_fencedlock.models import Fence, ForcedRelease, HeldLock
 from django_fencedlock.ops.force_release import Outcome, held_by
 from django_fencedlock.storage import connections as storage_connections
 from django_fencedlock.storage import fences
+from tests.backends import POSTGRES, REDIS
 from tests.models import Invoice
 from tests.servers.process import wait_until
 from tests.sessions import as_in_another_process
 from tests.stub_backend import StubBackend, StubService
 
-POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
-REDIS = "django_fencedlock.backends.redis.RedisBackend"
 real = pytest.mark.django_db(transaction=True)
 
 

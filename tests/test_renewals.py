@@ -16,6 +16,7 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.storage import connections
 from django_fencedlock.test.processes import another_thread
+from tests.backends import REDIS
 from tests.servers.process import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
@@ -32,7 +33,7 @@ def database(settings, redis_server, postgres, make_proxy, make_alias):
     alias = make_alias({**entry, "HOST": proxy.host, "PORT": str(proxy.port)})
     settings.FENCEDLOCK = {
         "default": {
-            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+            "BACKEND": REDIS,
             "LOCATION": redis_server.url,
             "FENCE_DATABASE": alias,
             "OPTIONS": {"TIMEOUT": TIMEOUT},
@@ -83,11 +84,7 @@ def test_a_row_that_can_not_be_cleared_delays_no_renewal(database):
 def test_a_lease_that_was_overtaken_at_a_failover_is_lost(settings, redis_server, renewed_by):
     """A replica that lags gives the key back to an old holder; the fence tells."""
     settings.FENCEDLOCK = {
-        "default": {
-            "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
-            "LOCATION": redis_server.url,
-            "FENCE_DATABASE": "postgres",
-        }
+        "default": {"BACKEND": REDIS, "LOCATION": redis_server.url, "FENCE_DATABASE": "postgres"}
     }
     redis_server.empty()
     told = []

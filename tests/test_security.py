@@ -11,8 +11,7 @@ from django_fencedlock import conf, lock
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.names import Template
 from django_fencedlock.exceptions import SettingsError
-
-REDIS = "django_fencedlock.backends.redis.RedisBackend"
+from tests.backends import REDIS
 
 
 class Order:

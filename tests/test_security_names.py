@@ -32,12 +32,9 @@ from django_fencedlock.exceptions import LockNotAcquired
 from django_fencedlock.models import HeldLock
 from django_fencedlock.storage import connections
 from django_fencedlock.storage.text import show_blanks
+from tests.backends import DATABASE, POSTGRES, REDIS
 from tests.servers import shared
 from tests.threads import elsewhere
-
-DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
-POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
-REDIS = "django_fencedlock.backends.redis.RedisBackend"
 
 pytestmark = pytest.mark.slow
 

@@ -26,6 +26,7 @@ from django_fencedlock.test import (
     hold_lock,
     lose_lease,
 )
+from tests.backends import REDIS
 from tests.brokered import deliver, waiting
 from tests.threads import elsewhere
 
@@ -37,10 +38,7 @@ def shared():
     """Do nothing: a task of every app."""
 
 
-DOWN = {
-    "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
-    "LOCATION": "redis://127.0.0.1:1/0",
-}
+DOWN = {"BACKEND": REDIS, "LOCATION": "redis://127.0.0.1:1/0"}
 
 
 @pytest.fixture
@@ -81,7 +79,8 @@ class TestTheDecorator:
         def name(task, arguments):
             return f"made:{arguments['pk']}"
 
-        for naming in (name, lambda task, arguments: "made:42"):
+        partial = functools.partial(lambda prefix, task, arguments: f"{prefix}:42", "made")
+        for naming in (name, lambda task, arguments: "made:42", partial):
             charge = task(naming, **terms)
             assert lock_name(charge) == "made:42"
             charge.app.tasks.pop(charge.name)
@@ -89,10 +88,6 @@ class TestTheDecorator:
     def test_a_callable_with_terms_is_never_what_is_decorated(self):
         decorator = single_instance(len, on_conflict="raise")
         assert not hasattr(decorator, "_fencedlock_single")
-
-    def test_a_partial_names_locks(self, task):
-        charge = task(functools.partial(lambda prefix, task, arguments: f"{prefix}:1", "p"))
-        assert lock_name(charge) == "p:1"
 
     def test_keeps_what_a_function_is(self):
         @single_instance
@@ -365,15 +360,10 @@ class TestErrors:
         with pytest.raises(ZeroDivisionError):
             loses()
 
-    def test_a_name_that_lives_under_another_alias_is_no_conflict(self, task, settings):
+    @pytest.mark.parametrize("policy", ["skip", "coalesce"])
+    def test_a_name_that_lives_under_another_alias_is_no_conflict(self, task, settings, policy):
         settings.FENCEDLOCK = {"default": {}, "other": {}}
-        charge = task(backend="other")
-        with lock("invoice:42"), pytest.raises(AliasConflict):
-            elsewhere(charge)
-
-    def test_a_name_that_lives_under_another_alias_is_no_trigger(self, task, settings):
-        settings.FENCEDLOCK = {"default": {}, "other": {}}
-        charge = task(backend="other", on_conflict="coalesce")
+        charge = task(backend="other", on_conflict=policy)
         with lock("invoice:42"), pytest.raises(AliasConflict):
             elsewhere(charge)
         assert PendingRun.objects.count() == 0
@@ -663,22 +653,18 @@ class TestCost:
             charge()
         assert ours(seen) == 2
 
-    def test_of_a_delivery(self, task, postgres):
-        charge = task(redelivery="run")
-        charge.delay()
-        charge()
-        with postgres.statements() as seen:
-            deliver(charge.app)
-        assert ours(seen) == 2
-
-    def test_of_a_delivery_on_record(self, task, postgres):
-        charge = task(options={"acks_late": True})
+    @pytest.mark.parametrize(
+        ("terms", "count"),
+        # On record when it begins, and when it has ended.
+        [({"redelivery": "run"}, 2), ({"options": {"acks_late": True}}, 2 + 2)],
+    )
+    def test_of_a_delivery(self, task, postgres, terms, count):
+        charge = task(**terms)
         charge()
         charge.delay()
         with postgres.statements() as seen:
             deliver(charge.app)
-        # One when it begins, one when it has ended.
-        assert ours(seen) == 2 + 2
+        assert ours(seen) == count
 
     def test_of_a_skip(self, task, postgres):
         charge = task()

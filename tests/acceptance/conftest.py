@@ -18,6 +18,7 @@ from celery import _state
 from django.db import OperationalError
 from django.db.backends.base.operations import BaseDatabaseOperations
 
+from tests.backends import POSTGRES, REDIS
 from tests.servers import Redis, finding, shared, workspace
 from tests.workers import Beat, Broker, FilesystemBroker, Journal, RabbitBroker, RedisBroker, Worker
 from tests.workers.journal import VARIABLE as JOURNAL
@@ -47,7 +48,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def locks(django_db_setup: None) -> dict[str, Any]:
     """Return FENCEDLOCK, for tests and workers alike."""
     redis = {
-        "BACKEND": "django_fencedlock.backends.redis.RedisBackend",
+        "BACKEND": REDIS,
         "LOCATION": shared.redis().url,
         "KEY_PREFIX": f"{workspace.root().name}:",
     }
@@ -55,10 +56,7 @@ def locks(django_db_setup: None) -> dict[str, Any]:
         # Rows of SQLite, which is what the settings have if they say nothing.
         "default": {},
         "rows": {"FENCE_DATABASE": "postgres"},
-        "sessions": {
-            "BACKEND": "django_fencedlock.backends.postgres.PostgresBackend",
-            "FENCE_DATABASE": "postgres",
-        },
+        "sessions": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"},
         "redis": {**redis, "FENCE_DATABASE": "postgres"},
         # Nobody listens there.
         "down": {**redis, "LOCATION": "redis://127.0.0.1:1/0"},

@@ -5,14 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tests.backends import DATABASE, POSTGRES, REDIS
 from tests.servers import Clock, MariaDB, PgBouncer, Postgres, Proxy, Redis, Server, finding
 
 #: Seconds within which a lock service has to answer a request.
 TIMEOUT = 1.0
-
-_DATABASE = "django_fencedlock.backends.database.DatabaseBackend"
-_POSTGRES = "django_fencedlock.backends.postgres.PostgresBackend"
-_REDIS = "django_fencedlock.backends.redis.RedisBackend"
 
 
 class Site:
@@ -23,7 +20,7 @@ class Site:
     """
 
     name = ""
-    backend = _DATABASE
+    backend = DATABASE
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -164,7 +161,7 @@ class PostgresSessions(OnPostgres):
     """Leases as advisory locks of sessions."""
 
     name = "postgres"
-    backend = _POSTGRES
+    backend = POSTGRES
 
 
 class Pooled(OnPostgres):
@@ -196,7 +193,7 @@ class OnRedis(OnPostgres):
     """Leases as keys of a Redis, fences in a PostgreSQL."""
 
     name = "redis"
-    backend = _REDIS
+    backend = REDIS
     _find: Callable[[], finding.Found] = staticmethod(finding.redis)
 
     def start(self) -> None:

@@ -17,6 +17,7 @@ from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.ops import resync
+from tests.backends import REDIS
 from tests.models import Invoice
 from tests.test_resync import ON_ALL, Everything
 
@@ -31,7 +32,7 @@ def redis_gone_back(settings, make_redis, make_clock):
     """A Redis whose clock was set back an hour under a holder who then died."""
     server, watch = make_redis(), make_clock()
     server.go_by(watch)
-    backend = "django_fencedlock.backends.redis.RedisBackend"
+    backend = REDIS
     settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": server.url}}
     # Acquired without a keeper, so that it isn't renewed: as by a holder on another machine.
     service("default").backend.acquire(new_claim("x", TTL), Wait())
@@ -149,7 +150,7 @@ def test_the_statement_for_services_outside_lifts_all_fences_and_their_holders_l
 def old_file(settings, make_redis):
     """A Redis that starts from a file in which a former holder has the lock; and who has it now."""
     server = make_redis("--dbfilename", "kept.rdb")
-    backend = "django_fencedlock.backends.redis.RedisBackend"
+    backend = REDIS
     settings.FENCEDLOCK = {"default": {"BACKEND": backend, "LOCATION": server.url}}
     former = lock("x", ttl=30).acquire()
     server.execute("SAVE")
