@@ -9,7 +9,7 @@ from django.db import connections
 from django.utils import timezone
 
 from django_fencedlock import LeaseLost, StaleFence, force_release, lock
-from django_fencedlock.backends.interface import Grant, Wait
+from django_fencedlock.backends.interface import Grant, Held, Wait
 from django_fencedlock.core.grants import grant_of, new_claim
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
@@ -17,6 +17,7 @@ from django_fencedlock.models import Fence, ForcedRelease, HeldLock
 from django_fencedlock.ops.force_release import Outcome, held_by
 from django_fencedlock.storage import connections as storage_connections
 from django_fencedlock.storage import fences
+from tests import stub_backend
 from tests.backends import POSTGRES, REDIS
 from tests.models import Invoice
 from tests.servers.process import wait_until
@@ -281,7 +282,10 @@ class TestAHolderThatRecordsItsGrantMeanwhile:
         assert backend.service.tokens["x"] == fence.token
 
     @real
-    def test_it_is_too_late_after_the_second_raise(self, stub, monkeypatch):
+    @pytest.mark.parametrize("has_tokens", [True, False])
+    def test_it_is_too_late_after_the_second_raise(self, stub, monkeypatch, has_tokens):
+        if not has_tokens:
+            monkeypatch.setattr(stub_backend, "_held", lambda claim, *_: Held(claim.owner))
         claim, fences = new_claim("x", 30.0), stub.grants.fences
         grant = grant_of(claim, stub.backend.acquire(claim, Wait()))
         release, seen = stub.backend.release, []

@@ -151,7 +151,7 @@ def held_by(name: str, backend: str = conf.DEFAULT_ALIAS) -> HeldBy | None:
     A holder whose lease has expired counts too: it may be paused, and continue.
     """
     asked = service(backend)
-    row, _newest = _read(asked, name)
+    row, newest = _read(asked, name)
     now = asked.holder(name)
     if now is not None and now.alias != backend:
         # The database backend reads the rows of other aliases, too.
@@ -159,13 +159,14 @@ def held_by(name: str, backend: str = conf.DEFAULT_ALIAS) -> HeldBy | None:
     holder = now or (row.holder() if row else None)
     if holder is None:
         return None
-    is_recorded = row is not None and row.owner == holder.owner
+    # A service without tokens doesn't tell: the holder may be about to record its grant.
+    fenced = holder.token is not None or (newest is not None and not asked.backend.records_grants)
     return HeldBy(
         name=name,
         alias=backend,
         backend=asked.backend.label,
         holder=holder,
-        fenced=row.fenced if row and is_recorded else holder.token is not None,
+        fenced=row.fenced if row and row.owner == holder.owner else fenced,
         expired=now is None,
     )
 
