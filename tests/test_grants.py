@@ -18,6 +18,7 @@ from django_fencedlock.core.manager import Service
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
 from django_fencedlock.models import Fence, HeldLock
 from tests.stub_backend import StubBackend, StubService
+from tests.threads import without_threads
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -45,14 +46,13 @@ def make(stub):
 
     def process(backend=StubBackend):
         service = Service("default", backend(conf.config("default")))
-        # No thread: what the keeper was asked for stays to be looked at.
-        service.keeper._runs = True
+        # What the keeper was asked for stays to be looked at.
+        without_threads(service.keeper)
         made.append(service)
         return service.grants
 
     yield process
     for service in made:
-        service.keeper._runs = False
         service.keeper.doubts.clear()
 
 
@@ -74,6 +74,12 @@ def fence():
 
 def doubts(step):
     return set(step._keeper.doubts)
+
+
+def release_doubts(keeper):
+    """Do what the keeper does with doubts, now."""
+    keeper.doubts = {owner: (grant, 0, noted) for owner, (grant, _, noted) in keeper.doubts.items()}
+    keeper.release_doubts()
 
 
 # Record
@@ -370,7 +376,7 @@ def test_a_claim_without_an_answer_is_doubted(step, stub, monkeypatch):
         step.acquire(claim, Wait())
     assert doubts(step) == {claim.owner}
     # The keeper releases it, by the owner's id.
-    step._keeper._release_doubts([grant_of(claim)])
+    release_doubts(step._keeper)
     assert not stub.locks
 
 
@@ -407,7 +413,7 @@ def test_a_release_without_an_answer_ends_the_acquire(step, monkeypatch):
 
     def recorded(*args):
         monkeypatch.setattr(step.backend, "release", release)
-        keeper._release_doubts([grant for grant, *_ in keeper.doubts.values()])
+        release_doubts(keeper)
         return record(*args)
 
     tries = iter([locked, recorded])
@@ -482,5 +488,5 @@ def test_a_lock_whose_release_got_no_answer_leaves_no_row_and_a_doubt(leased, mo
     service.keeper.clear()
     assert not HeldLock.objects.exists()
     assert set(service.keeper.doubts) == {lease.owner_id}
-    service.keeper._release_doubts([lease.grant])
+    release_doubts(service.keeper)
     assert not service.backend.holders(["x"])

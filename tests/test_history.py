@@ -328,10 +328,10 @@ class TestProcess:
         found = run(
             "with lock('x'):\n"
             "    until(LockEvent.objects.exists)\n"
-            "    assert writer._worker._runs\n"
-            "    until(lambda: not writer._worker._runs)\n"
+            "    assert writer._worker.thread()\n"
+            "    until(lambda: not writer._worker.thread())\n"
             "with lock('y'):\n"
-            "    assert writer._worker._runs\n"
+            "    assert writer._worker.thread()\n"
             "    until(lambda: LockEvent.objects.count() == 2)\n"
         )
         assert found == [("granted", "x", 1), ("granted", "y", 1)]

@@ -1,5 +1,6 @@
 """The keeper's timing, with a clock of the test's own and no thread; and its threads."""
 
+import ctypes
 import gc
 import sys
 import threading
@@ -18,6 +19,7 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.lease import Lease
 from tests.scripts import run_python
 from tests.servers.process import wait_until
+from tests.threads import without_threads
 
 
 class Clock:
@@ -95,13 +97,18 @@ def keeper(service, registry, clock, losses, monkeypatch):
         function(*args, **kwargs)
 
     monkeypatch.setattr(keeper_module, "notify", call)
-    monkeypatch.setattr(runtime.Worker, "put", lambda self, job: job())
-    keeper = Keeper(service, noting(losses), clock, registry)
-    keeper._runs = True  # the test ticks in the thread's place
+    keeper = without_threads(Keeper(service, noting(losses), clock, registry))
+    tick = keeper.tick
+
+    def all_tick():
+        waits = [tick(), keeper.tend_registry(), keeper.release_doubts()]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    keeper.tick = all_tick
 
     def after(seconds):
         clock.now += seconds
-        return keeper.tick()
+        return all_tick()
 
     keeper.after = after
     return keeper
@@ -196,11 +203,12 @@ def test_a_lease_wakes_no_thread_that_will_wake_in_time(keeper, lease):
     released = lease(kept_by=keeper)
     keeper.drop(released)
     keeper.tick()
-    keeper._wake.get()
+    keeper._thread.thread = lambda: True
+    keeper._thread._jobs.get()
     keeper.keep(lease())
-    assert keeper._wake.empty()
+    assert not keeper._thread.waiting
     keeper.keep(lease(ttl=3))
-    assert not keeper._wake.empty()
+    assert keeper._thread.waiting
 
 
 def test_a_dead_session_loses_its_owners_at_once_and_no_others(keeper, service, lease, losses):
@@ -387,15 +395,14 @@ def test_a_session_that_died_after_max_hold_tells_why(keeper, service, clock, le
 def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(
     monkeypatch, service, losses
 ):
-    monkeypatch.setattr("django_fencedlock.core.keeper.LINGER", 0.05)
-    monkeypatch.setattr("django_fencedlock.core.keeper.CLEAR_AFTER", 0.0)
+    monkeypatch.setattr(runtime, "IDLE_SECONDS", 0.05)
     keeper = Keeper(service, losses.extend)
     for round_ in range(2):
         kept = a_lease("x", 0.06)
         keeper.keep(kept)
         wait_until(lambda before=round_: len(service.batches) > before, "a renewal")
         keeper.drop(kept)
-        wait_until(lambda: not keeper._runs, "the thread's end")
+        wait_until(lambda: not keeper._thread.thread(), "the thread's end")
     assert losses == []
 
 
@@ -496,9 +503,7 @@ def test_a_database_that_hangs_keeps_no_lease_from_being_collected(
     """One to which nothing else refers is to be released."""
     kept = lease(kept_by=keeper)
     clock.now += 10
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime.Worker, "put", lambda self, job: None)
-        keeper.tick()
+    type(keeper).tick(keeper)
     reference = weakref.ref(kept)
     del kept
     lease.forget()
@@ -507,14 +512,13 @@ def test_a_database_that_hangs_keeps_no_lease_from_being_collected(
 
 
 def test_a_service_that_records_grants_itself_has_no_rows_renewed(service, clock, lease):
-    keeper = Keeper(service, print, clock)
-    keeper._runs = True
+    keeper = without_threads(Keeper(service, print, clock))
     kept = lease(kept_by=keeper)
     clock.now += 10
     keeper.tick()
     keeper.drop(kept)
     keeper.clear_row(kept.grant)
-    clock.now += CLEAR_AFTER
+    clock.now += 10
     assert keeper.tick() is None
     assert not keeper._renewed
     assert not keeper._ended
@@ -543,8 +547,9 @@ def test_rows_are_deleted_though_others_could_not_be_renewed(keeper, registry, l
     keeper._renewed = {kept: None}
     keeper._due = dict.fromkeys(keeper._renewed, 1e9)
     keeper.clear_row(released.grant)
+    keeper._clock.now += CLEAR_AFTER
     with pytest.raises(RuntimeError):
-        keeper._tend_registry()
+        keeper.tend_registry()
     assert registry.cleared == [[released.owner_id]]
 
 
@@ -556,8 +561,7 @@ def test_a_loss_that_no_thread_can_report_is_reported_later(
 
     worker = runtime.Worker("notifier")
     monkeypatch.setattr(keeper_module.runtime, "worker", worker)
-    keeper = Keeper(service, noting(losses), clock=clock)
-    keeper._runs = True
+    keeper = without_threads(Keeper(service, noting(losses), clock=clock))
     refused, other = lease(), lease(name="y")
     keeper.keep(refused)
     service.answer = Renewal.LOST
@@ -591,16 +595,18 @@ class TestWorkers:
         for _ in range(2):
             worker.put(lambda: done.append(None))
             wait_until(lambda: done, "the job")
-            wait_until(lambda: not worker._runs, "the thread's end")
+            wait_until(lambda: not worker.thread(), "the thread's end")
             done.clear()
 
     def test_a_thread_does_not_end_while_a_job_has_just_come(self):
         worker = runtime.Worker("worker")
         worker._jobs.put(print)
+        worker.thread = lambda: True
         assert not worker._may_end()
-        assert worker._runs
-        worker.after_fork()
+        assert worker.thread()
+        worker._jobs.get()
         assert worker._may_end()
+        assert not worker.thread()
 
     def test_the_end_waits_for_the_jobs_but_not_for_ever(self, busy):
         worker, done = runtime.Worker("worker"), []
@@ -641,14 +647,22 @@ class TestWorkers:
         assert done.stdout == "parent, child, end", done.stderr
 
 
-def test_a_lease_that_is_due_sooner_wakes_the_thread(threaded, service):
-    tick, ticked = threaded.tick, []
-    threaded.tick = lambda: ticked.append(tick()) or ticked[-1]
+@pytest.fixture
+def asleep(threaded):
+    """A keeper whose thread sleeps for a long time."""
     threaded.keep_for(600)
-    wait_until(lambda: ticked, "the thread's first look")
-    assert ticked[0] > 100
-    threaded.keep_for(0.3)
+    wait_until(lambda: threaded._wakes_at > real_clock() + 100, "the thread's first look")
+    wait_until(lambda: not threaded._thread.waiting, "the thread's first look")
+    return threaded
+
+
+def test_a_lease_that_is_due_sooner_wakes_the_thread(asleep, service):
+    asleep.keep_for(0.3)
     wait_until(lambda: service.batches, "a renewal")
+
+
+def _interrupt(*args):
+    raise KeyboardInterrupt
 
 
 def test_an_interrupt_as_the_thread_starts_leaves_no_later_lease_unrenewed(
@@ -661,37 +675,29 @@ def test_an_interrupt_as_the_thread_starts_leaves_no_later_lease_unrenewed(
     wait_until(lambda: service.batches, "a renewal")
 
 
-def test_an_interrupt_as_the_thread_is_woken_leaves_no_later_lease_unrenewed(threaded, service):
-    tick, ticked = threaded.tick, []
-    threaded.tick = lambda: ticked.append(tick()) or ticked[-1]
-    threaded.keep_for(600)
-    wait_until(lambda: ticked, "the thread's first look")
-    wake, threaded._wake = threaded._wake, Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        threaded.keep_for(0.3)
-    threaded._wake = wake
-    threaded.keep_for(0.6)
+def test_an_interrupt_as_the_thread_is_woken_leaves_no_later_lease_unrenewed(
+    asleep, service, monkeypatch
+):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(runtime.Worker, "wake", _interrupt)
+        asleep.keep_for(0.3)
+    asleep.keep_for(0.6)
     wait_until(lambda: service.batches, "a renewal")
 
 
-class Interrupted:
-    """A queue whose caller is interrupted before it puts anything."""
-
-    def put(self, item):
-        raise KeyboardInterrupt
-
-
-def _interrupt(*args):
-    raise KeyboardInterrupt
-
-
-def test_a_second_thread_ends_at_once(threaded, service):
-    threaded.keep_for(0.3)
+def test_a_thread_that_an_exception_ended_is_replaced(asleep, service, monkeypatch):
+    """One that is meant for a thread of the same id, which has just ended."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    found = []
+    asleep._thread.put(lambda: found.append(threading.get_ident()))
+    wait_until(lambda: found, "the thread")
+    exception = ctypes.py_object(ZeroDivisionError)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(found[0]), exception)
+    asleep._thread._jobs.put(lambda: None)
+    wait_until(lambda: asleep._thread.thread() is None, "the thread's end")
+    asleep.keep_for(900)
+    asleep.keep_for(0.3)
     wait_until(lambda: service.batches, "a renewal")
-    other = threading.Thread(target=threaded._run, daemon=True)
-    other.start()
-    other.join(10)
-    assert not other.is_alive()
 
 
 def test_an_error_that_nobody_foresaw_does_not_end_the_thread(threaded, service, caplog):
@@ -703,17 +709,8 @@ def test_an_error_that_nobody_foresaw_does_not_end_the_thread(threaded, service,
             raise ZeroDivisionError
         return tick()
 
-    threaded.tick = fail
+    threaded._thread._tick = fail
     threaded.keep_for(0.3)
     wait_until(lambda: service.batches, "a renewal")
     assert failed
-    wait_until(lambda: "The keeper of alias 'default' failed" in caplog.text, "the log")
-
-
-def test_a_thread_does_not_end_while_a_lease_has_just_come(keeper, lease):
-    kept = lease(kept_by=keeper)
-    assert not keeper._may_end()
-    assert keeper._runs
-    keeper.forget(kept)
-    assert keeper._may_end()
-    assert not keeper._runs
+    wait_until(lambda: "thread 'fencedlock-keeper-default' failed" in caplog.text, "the log")

@@ -130,7 +130,7 @@ def test_runs_without_their_lock(registry, celery_app, settings, make_redis):
 def test_renewals_by_hand_and_by_the_keeper(registry, monkeypatch):
     keeper = service("default").keeper
     # Driven from here alone: its thread may only now begin with what is due.
-    monkeypatch.setattr(keeper, "_rouse", lambda due: None)
+    monkeypatch.setattr(keeper._thread, "start", lambda: True)
     with lock("invoice:1", ttl=60) as one, lock("invoice:2", ttl=60) as two:
         one.renew()
         for lease in (one, two):

@@ -18,6 +18,7 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.core.runtime import Worker
 from django_fencedlock.exceptions import BackendUnavailable
 from tests.servers.process import wait_until
+from tests.threads import without_threads
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -66,17 +67,16 @@ class TestAThreadThatCannotBeStarted:
             wait_until(lambda: lease.deadline > deadline, "a renewal")
 
     def test_a_lock_is_released_all_the_same(self, no_threads, monkeypatch):
-        keeper = service("default").keeper
-        keeper._runs = True
-        lease = lock("x").acquire()
-        keeper._runs = False
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "start", lambda target: threading._start_new_thread(target, ()))
+            lease = lock("x").acquire()
         assert lease.release()
         assert lock("x").holder() is None
 
     def test_no_lock_fails_since_its_history_cannot_be_written(
         self, no_threads, writing, monkeypatch
     ):
-        service("default").keeper._runs = True
+        without_threads(service("default").keeper)
         monkeypatch.setattr(writing._worker, "start", partial(Worker.start, writing._worker))
         with lock("x"):
             pass
@@ -84,7 +84,7 @@ class TestAThreadThatCannotBeStarted:
         monkeypatch.setattr(runtime, "start", started.append)
         with lock("x"):
             pass
-        assert writing._worker._run in started
+        assert writing._worker._run in [target.func for target in started]
 
 
 class Clock:
@@ -133,7 +133,7 @@ def now():
 @pytest.fixture
 def scripted(now):
     found = manager.Service("default", Scripted(conf.config("default"), now), now)
-    found.keeper._runs = True  # nobody ticks
+    without_threads(found.keeper)
     return found
 
 

@@ -6,6 +6,15 @@ from typing import Any
 
 from django.db import connections
 
+from django_fencedlock.core.keeper import Keeper
+
+
+def without_threads(keeper: Keeper) -> Keeper:
+    """Let no thread of a keeper run: the test calls what they would call."""
+    for worker in (keeper._thread, keeper._registry, keeper._releaser):
+        worker.start = lambda: True  # type: ignore[method-assign]
+    return keeper
+
 
 def elsewhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return or raise what a function does in another thread, with connections of its own."""

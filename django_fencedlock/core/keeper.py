@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from django.db import Error
@@ -35,8 +33,6 @@ MAX_ROWS = 10_000
 DOUBTED, FIRST_DOUBT = 60.0, 1.0
 #: Doubts that are kept.
 MAX_DOUBTS = 1000
-#: Seconds for which the thread waits for new leases before it ends.
-LINGER = 30.0
 
 #: Why a lease is lost, unless more is known.
 REFUSED = "the lock service refused to renew it: another holder had come"
@@ -53,7 +49,7 @@ class Keeper:
 
     A lease is lost when the service refuses it, or when its ttl is over and the last try to renew
     it failed. One that was held for its ``max_hold`` is renewed no more: it is lost when its ttl is
-    over. `tick()` does all the work and may be driven without the thread.
+    over. The threads call `tick()`, `tend_registry()` and `release_doubts()`.
     """
 
     def __init__(
@@ -69,40 +65,37 @@ class Keeper:
         #: Called from the notifier's thread with leases that were marked as lost.
         self._report_losses = report_losses
         self._clock = clock
-        self._registry = runtime.Worker(f"fencedlock-registry-{backend.config.alias}")
-        self._releaser = runtime.Worker(f"fencedlock-releaser-{backend.config.alias}")
+        alias = backend.config.alias
+        self._thread = runtime.Worker(f"fencedlock-keeper-{alias}", self.tick)
+        self._registry = runtime.Worker(f"fencedlock-registry-{alias}", self.tend_registry)
+        self._releaser = runtime.Worker(f"fencedlock-releaser-{alias}", self.release_doubts)
         backend.lost = self.lose
-        self._reset()
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        self._lock = runtime.allocate_lock()
-        # Weak: a lease to which nothing else refers is released.
-        self._due: WeakKeyDictionary[Lease, float] = WeakKeyDictionary()
-        self._clear_at: float | None = None
-        #: What the registry's thread is asked for: rows to renew, and rows to delete.
-        self._renewed: WeakKeyDictionary[Lease, None] = WeakKeyDictionary()
-        self._is_asked = False
-        self._ended: deque[Grant] = deque(maxlen=MAX_ROWS)
-        #: By owner id: the grant, when to release it again, and when it was noted.
-        self.doubts: dict[str, tuple[Grant, float, float]] = {}
-        self._batch: frozenset[Lease] = frozenset()
-        self._batch_done = threading.Event()
-        self._wake: runtime.SimpleQueue[None] = runtime.SimpleQueue()
-        self._wakes_at = math.inf
-        self._runs = False
+        self.after_fork()
 
     def after_fork(self) -> None:
         """Keep nothing of the parent's; the threads stayed there."""
-        self._reset()
+        self._lock = runtime.allocate_lock()
+        # Weak: a lease to which nothing else refers is released.
+        self._due: WeakKeyDictionary[Lease, float] = WeakKeyDictionary()
+        self._wakes_at = math.inf
+        self._batch: frozenset[Lease] = frozenset()
+        self._batch_done = threading.Event()
+        #: For the registry's thread: rows to renew, and rows to delete at a time.
+        self._renewed: WeakKeyDictionary[Lease, None] = WeakKeyDictionary()
+        self._ended: deque[Grant] = deque(maxlen=MAX_ROWS)
+        self._clear_at = math.inf
+        #: By owner id: the grant, when to release it again, and when it was noted.
+        self.doubts: dict[str, tuple[Grant, float, float]] = {}
 
     def keep(self, lease: Lease) -> None:
-        """Renew `lease` from now on."""
+        """Renew `lease` from now on. RuntimeError: no thread can be started."""
         with self._lock:
             self._due[lease] = due = self._due_after(lease)
-            sleeps_too_long = not self._runs or due < self._wakes_at
-        if sleeps_too_long:
-            self._rouse(due)
+            if due < self._wakes_at or self._thread.thread() is None:
+                # In this order: an interrupt in between leaves no note of what wasn't done.
+                if not self._thread.wake():
+                    raise RuntimeError("can't start new thread")
+                self._wakes_at = due
 
     def drop(self, lease: Lease) -> None:
         """
@@ -122,12 +115,10 @@ class Keeper:
         if self._fences is None or not grant.fenced:
             return
         self._ended.append(grant)
-        if self._clear_at is not None:
-            return
-        self._clear_at = self._clock() + CLEAR_AFTER
-        # If no thread can be started, the rows are deleted later; the lock is released.
-        with contextlib.suppress(RuntimeError):
-            self._rouse(self._clear_at)
+        if self._clear_at == math.inf:
+            self._clear_at = self._clock() + CLEAR_AFTER
+            # If no thread can be started, the rows are deleted later; the lock is released.
+            self._registry.wake()
 
     def doubt(self, grant: Grant) -> None:
         """Release `grant` again and again for a minute: the service may have it, or get it yet."""
@@ -135,8 +126,7 @@ class Keeper:
         with self._lock:
             if len(self.doubts) < MAX_DOUBTS:
                 self.doubts[grant.owner] = grant, now + FIRST_DOUBT, now
-        with contextlib.suppress(RuntimeError):
-            self._rouse(now + FIRST_DOUBT)
+        self._releaser.wake()
 
     def clear(self) -> None:
         """Delete now the rows whose deletion was put off."""
@@ -218,17 +208,16 @@ class Keeper:
             self._report(batch, answers)
         for lease in ended:
             self.end(lease)
-        self._look_at_doubts(batch)
-        if self._clear_at is not None and self._clear_at <= self._clock():
-            self._clear_at = None
-            self._ask_registry()
         with self._lock:
-            upcoming = self._next()
+            upcoming = min(self._due.values(), default=math.inf)
             # The thread sleeps as long as it planned to when a lease is released early: otherwise
             # the next one would have to wake it.
-            if upcoming is not None or self._wakes_at <= self._clock():
-                self._wakes_at = math.inf if upcoming is None else upcoming
-        return None if upcoming is None else max(0.0, upcoming - self._clock())
+            if upcoming < math.inf or self._wakes_at <= self._clock():
+                self._wakes_at = upcoming
+            return self._until(self._wakes_at)
+
+    def _until(self, moment: float) -> float | None:
+        return None if moment == math.inf else max(0.0, moment - self._clock())
 
     def _take_batch(self) -> tuple[list[Lease], list[Lease]]:
         """Return what to renew, and what has expired since it was held for too long."""
@@ -264,33 +253,28 @@ class Keeper:
             backend = self._backend
             known = {"leases": batch, "answers": answers}
             notify(emit, Kind.RENEWED, type(backend), backend.config.alias, "", None, **known)
-        if self._fences is not None:
-            # What a test's own transaction has recorded can't be seen from here.
-            self._ask_registry(
-                lease
-                for lease, answer in zip(batch, answers, strict=True)
-                if answer is Renewal.KEPT and lease.fenced and not lease.lent
-            )
-
-    def _ask_registry(self, renewed: Iterable[Lease] = ()) -> None:
-        """Make the registry's thread renew rows, and delete those whose locks were released."""
+        if self._fences is None:
+            return
         with self._lock:
-            # While the database hangs one job waits, whatever it is asked for meanwhile.
-            is_asked, self._is_asked = self._is_asked, True
-            self._renewed.update(dict.fromkeys(renewed))
-        if not is_asked:
-            self._registry.put(self._tend_registry)
+            for lease, answer in zip(batch, answers, strict=True):
+                # What a test's own transaction has recorded can't be seen from here.
+                if answer is Renewal.KEPT and lease.fenced and not lease.lent:
+                    self._renewed[lease] = None
+        self._registry.wake()
 
-    def _tend_registry(self) -> None:
+    def tend_registry(self) -> float | None:
+        """Renew rows, and delete those of released locks; return the seconds until more are."""
         with self._lock:
             # One that was released meanwhile has no row, or its row is about to be deleted.
             leases = [lease for lease in self._renewed if lease in self._due]
-            self._is_asked = False
             self._renewed.clear()
         try:
             self._give_up(dict.fromkeys(self.compare(leases), REFUSED), guessed=True)
         finally:
-            self.clear()
+            if self._clear_at <= self._clock():
+                self._clear_at = math.inf
+                self.clear()
+        return self._until(self._clear_at)
 
     def compare(self, leases: Sequence[Lease]) -> list[Lease]:
         """Renew the rows of leases; release and return those that a newer grant came after."""
@@ -314,7 +298,8 @@ class Keeper:
                 self._backend.release(grant)
         return [by_owner[grant.owner] for grant in overtaken]
 
-    def _look_at_doubts(self, batch: Sequence[Lease]) -> None:
+    def release_doubts(self) -> float | None:
+        """Release the doubts that are due; return the seconds until more are."""
         now = self._clock()
         with self._lock:
             due = [grant for grant, at, _ in self.doubts.values() if at <= now]
@@ -324,21 +309,15 @@ class Keeper:
                     # 1, 2, 4, ... seconds after it was noted.
                     again = noted + 2 * max(FIRST_DOUBT, now - noted)
                     self.doubts[grant.owner] = grant, again, noted
-        if not due:
-            return
-        if not batch:
-            # A session that no lease needs is kept until its doubts are over.
-            with contextlib.suppress(Exception):
+            upcoming = min((at for _, at, _ in self.doubts.values()), default=math.inf)
+        # If the service is away, the next beat asks it again.
+        with contextlib.suppress(BackendUnavailable):
+            if due:
+                # A session that no lease needs is kept until its doubts are over.
                 self._backend.renew([])
-        self._releaser.put(partial(self._release_doubts, due))
-
-    def _release_doubts(self, due: Sequence[Grant]) -> None:
-        for grant in due:
-            # The service is away: the next beat asks it again.
-            with contextlib.suppress(BackendUnavailable):
+            for grant in due:
                 self._backend.release(grant)
-                continue
-            return
+        return self._until(upcoming)
 
     def _renew(self, batch: list[Lease]) -> list[Renewal]:
         # The clock is read before the request: the service counts the ttl from later on.
@@ -385,65 +364,11 @@ class Keeper:
         if lost:
             notify(self._report_losses, lost)
 
-    def _next(self) -> float | None:
-        """The time of the next work; called with the lock held."""
-        times = [*self._due.values(), *(at for _, at, _ in self.doubts.values())]
-        if self._clear_at is not None:
-            times.append(self._clear_at)
-        return min(times, default=None)
-
     def _due_after(self, lease: Lease) -> float:
         deadline = lease.deadline
         due = deadline - lease.grant.ttl * (1 - 1 / BEATS)
         # After max_hold, only its end is noted.
         return due if lease.max_hold is None or due <= lease.renewed_until else deadline
-
-    def _rouse(self, due: float) -> None:
-        """
-        See to it that the thread runs, and wakes by `due`.
-
-        An interrupt between any two lines leaves no note of what wasn't done: no later lease would
-        be renewed. RuntimeError: there are too many threads, or the interpreter ends.
-        """
-        with self._lock:
-            if not self._runs:
-                runtime.start(self._run)
-            elif due < self._wakes_at:
-                self._wake.put(None)
-                self._wakes_at = due
-
-    def _run(self) -> None:
-        with self._lock:
-            if self._runs:
-                # Another one was started before it could note that it runs.
-                return
-            self._runs = True
-        threading.current_thread().name = f"fencedlock-keeper-{self._backend.config.alias}"
-        wake = self._wake
-        wait: float | None = 0.0
-        while True:
-            try:
-                wake.get(timeout=LINGER if wait is None else wait)
-                while not wake.empty():
-                    wake.get()
-            except runtime.Empty:
-                if wait is None and self._may_end():
-                    return
-            try:
-                wait = self.tick()
-                if wait is None and self._wakes_at < math.inf:
-                    wait = max(0.0, self._wakes_at - self._clock())
-            except Exception as exc:
-                # Without this thread every lease of the process would expire.
-                alias = self._backend.config.alias
-                notify(logger.error, "The keeper of alias %r failed", alias, exc_info=exc)
-                wait = 1.0
-
-    def _may_end(self) -> bool:
-        with self._lock:
-            idle = self._next() is None
-            self._runs = not idle
-            return idle
 
 
 def _too_long(lease: Lease) -> str:

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from _queue import Empty, SimpleQueue
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,8 +37,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without a job after which a worker's thread ends.
-IDLE_SECONDS = 10.0
+#: Seconds without a job after which a worker's thread ends, and after which a failed tick is
+#: repeated.
+IDLE_SECONDS, RETRY_AFTER = 10.0, 1.0
 #: Seconds that the interpreter's exit waits for the notifier.
 EXIT_TIMEOUT = 2.0
 #: Limit of queued notifications; with more, renewals aren't reported.
@@ -79,6 +81,10 @@ def start(target: Callable[[], object]) -> None:
     original("_thread", "start_new_thread")(target, ())
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class Forks:
     """
     Calls registered objects when the process forks, each in the order of registration.
@@ -109,18 +115,20 @@ class Forks:
                 logger.exception("%s() of %r failed", method, each)
 
 
-def _do_nothing() -> None:
-    pass
-
-
 forks = Forks()
 
 
 class Worker:
-    """Runs jobs in order in a daemon thread, which ends when it is idle."""
+    """
+    Runs jobs in order in a daemon thread, which ends when it is idle.
 
-    def __init__(self, name: str) -> None:
+    `tick` is called after each job, and again after the seconds that it returned; None if nothing
+    is due.
+    """
+
+    def __init__(self, name: str, tick: Callable[[], float | None] = _do_nothing) -> None:
         self._name = name
+        self._tick = tick
         self.after_fork()
         forks.register(self)
 
@@ -128,7 +136,9 @@ class Worker:
         """Drop the jobs: the parent's thread runs them."""
         self._lock = allocate_lock()
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._runs = False
+        #: Returns None if no thread runs. Only a running thread refers to what it returns, so that
+        #: no thread that an exception has ended counts as running.
+        self.thread: Callable[[], object] = _do_nothing
 
     @property
     def waiting(self) -> int:
@@ -141,23 +151,30 @@ class Worker:
 
         If no thread can be started, the job runs after a later call.
         """
-        # Before the flag is read: a thread that ends looks for jobs after it cleared the flag.
+        # Before the thread is looked for: one that ends looks for jobs after it said so.
         self._jobs.put(job)
         return self.start()
 
+    def wake(self) -> bool:
+        """Call `tick` soon. Return whether a thread does."""
+        return self.put(_do_nothing) if self._jobs.empty() else self.start()
+
     def start(self) -> bool:
         """Start the thread, unless it runs. Return whether it runs."""
-        if not self._runs:
+        if self.thread() is None:
             # RuntimeError: too many threads, or the interpreter exits.
             with self._lock, contextlib.suppress(RuntimeError):
-                if not self._runs:
-                    start(self._run)
-                    self._runs = True
-        return self._runs
+                if self.thread() is None:
+                    self._start(partial(self._run))
+        return self.thread() is not None
+
+    def _start(self, target: Callable[[], object]) -> None:
+        self.thread = weakref.ref(target)
+        start(target)
 
     def finish(self, seconds: float) -> None:
         """Wait until the queued jobs are done, at most `seconds`."""
-        if self._runs:
+        if self.thread() is not None:
             done = allocate_lock()
             done.acquire()
             self.put(done.release)
@@ -165,26 +182,33 @@ class Worker:
 
     def _run(self) -> None:
         threading.current_thread().name = self._name
+        wait: Any = None
         while True:
             try:
-                job = self._jobs.get(timeout=IDLE_SECONDS)
+                # The job isn't kept: an abandoned lease that it refers to is released at once.
+                self._call(self._jobs.get(timeout=IDLE_SECONDS if wait is None else wait))
             except Empty:
-                if self._may_end():
+                if wait is None and self._may_end():
                     return
-                continue
-            try:
-                job()
-            # A callback's sys.exit() must not end the thread: nothing would start another.
-            except BaseException:
-                logger.exception("A job of thread %r failed", self._name)
-            # Else an abandoned lease that the job refers to is released only after the next job.
-            del job
+            wait = self._call(self._tick)
+
+    def _call(self, job: Callable[[], object]) -> object:
+        try:
+            return job()
+        # A callback's sys.exit() must not end the thread: no lease would be renewed.
+        except BaseException as exc:
+            # Handlers of log records may be slow; the notifier runs them.
+            tell = logger.error if self is worker else partial(notify, logger.error)
+            tell("A job of thread %r failed", self._name, exc_info=exc)
+            return RETRY_AFTER
 
     def _may_end(self) -> bool:
         with self._lock:
-            self._runs = False
-            self._runs = not self._jobs.empty()
-            return not self._runs
+            mine, self.thread = self.thread, _do_nothing
+            if not self._jobs.empty():
+                self.thread = mine
+                return False
+            return True
 
 
 class Watchdog:

@@ -16,9 +16,9 @@ from django_fencedlock.core import grants, keeper, manager
 from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import LocalHolder
 from django_fencedlock.core.manager import Service
-from django_fencedlock.core.runtime import Worker
 from django_fencedlock.exceptions import BackendUnavailable, LeaseLost, LockNotAcquired
 from django_fencedlock.lease import Lease
+from tests.threads import without_threads
 
 from .server import Clock, Fault, Network, SimulatedBackend, Tables
 
@@ -85,8 +85,7 @@ class Process:
         config = conf.config("default")
         backend = SimulatedBackend(config, world.clock, world.tables, world.network)
         self.service = Service("default", backend, world.clock)
-        # Nobody but the schedule ticks.
-        self.service.keeper._runs = True
+        without_threads(self.service.keeper)
         self.leases: dict[str, Lease] = {}
 
 
@@ -176,6 +175,8 @@ class World:
 
     def _tick(self, process: Process, step: Step) -> None:
         process.service.keeper.tick()
+        process.service.keeper.tend_registry()
+        process.service.keeper.release_doubts()
 
     def _write(self, process: Process, step: Step) -> None:
         """A fenced save: the condition is that the grant is the newest, as in `fences.pins`."""
@@ -288,7 +289,6 @@ def simulated_time() -> Iterator[Any]:
         # Nobody takes a lock away, and there is no database to ask.
         patch.object(manager, "told", lambda using, owners: {}),
         patch.object(keeper, "notify", call),
-        patch.object(Worker, "put", lambda self, job: job()),
         patch.dict(Lease.__init__.__kwdefaults__, {"clock": read}),
     ):
         yield now
