@@ -57,6 +57,10 @@ class Lease:
     checks tokens rejects the writes of former holders.
     """
 
+    name: str
+    #: The unique id of this acquisition.
+    owner_id: str
+    fenced: bool
     # Weak: a holder that is gone has ended.
     _who: Callable[[], LocalHolder | None] | None = None
 
@@ -75,10 +79,9 @@ class Lease:
     ) -> None:
         #: What the backend is asked about.
         self.grant = grant
-        self.name: str = grant.name
-        #: The unique id of this acquisition.
-        self.owner_id: str = grant.owner
-        self.fenced: bool = grant.fenced
+        self.name = grant.name
+        self.owner_id = grant.owner
+        self.fenced = grant.fenced
         self.alias = alias
         #: The alias of the database where the fence is.
         self.database = database

@@ -587,7 +587,7 @@ class TestWorkers:
         worker.put(lambda: done.append("last"))
         wait_until(lambda: len(done) == 2, "the jobs")
         assert done == ["worker", "last"]
-        assert "A job of thread 'worker' failed" in caplog.text
+        wait_until(lambda: "A job of thread 'worker' failed" in caplog.text, "the log")
 
     def test_the_thread_ends_and_starts_again(self, monkeypatch):
         monkeypatch.setattr(runtime, "IDLE_SECONDS", 0.01)
