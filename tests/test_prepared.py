@@ -13,7 +13,6 @@ from django_fencedlock.core.identity import new_owner
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.connections import PREPARE_THRESHOLD, ConnectionPool
 from django_fencedlock.storage.dialect import Entry
-from django_fencedlock.storage.postgresql import preparing_cursor
 from django_fencedlock.storage.vendors import ledger_for
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -83,7 +82,7 @@ class TestAKeptConnection:
             assert not ledger.record(connection, wish, token)
             assert ledger.newest(connection, "x") == (token, wish.owner.id)
             other = entry()
-            assert not ledger.enter(connection, other)
+            assert ledger.claim(connection, other, draw=False) == (False, None)
             assert ledger.claim(connection, other) == (False, None)
             assert ledger.look(connection, "x").owner == wish.owner.id
             assert ledger.clear(connection, [Grant("x", other.owner.id)]) == 0
@@ -107,7 +106,7 @@ class TestAKeptConnection:
 
     def test_its_errors_are_djangos(self, pool):
         def fail(connection):
-            with preparing_cursor(connection) as cursor:
+            with ledger_for(connection).cursor(connection) as cursor:
                 cursor.execute("SELECT 1/0")
 
         pool.run(prepared_in)
@@ -131,7 +130,7 @@ class TestParameters:
         given = dict(zip(names, values, strict=True))
 
         def ask(connection):
-            with preparing_cursor(connection) as cursor:
+            with ledger_for(connection).cursor(connection) as cursor:
                 cursor.execute(self.STATEMENT, given)
                 return cursor.fetchone()
 
@@ -141,7 +140,7 @@ class TestParameters:
 
     def test_a_nul_character_is_rejected(self, pool):
         def ask(connection):
-            with preparing_cursor(connection) as cursor:
+            with ledger_for(connection).cursor(connection) as cursor:
                 cursor.execute("SELECT %(text)s::text", {"text": "one\0two"})
 
         pool.run(prepared_in)
@@ -243,7 +242,7 @@ class TestAnEngineWithACursorOfItsOwn:
 
     def test_its_cursor_is_used_once_before(self, connection):
         sessions._prepare_statements(connection)
-        with preparing_cursor(connection) as cursor:
+        with ledger_for(connection).cursor(connection) as cursor:
             cursor.execute("SHOW search_path")
             assert cursor.fetchone() == ("elsewhere",)
 

@@ -20,7 +20,8 @@ from django_fencedlock import current_lease
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.models import Fence, HeldLock, writes
 from django_fencedlock.storage import fenced_atomic
-from django_fencedlock.storage.dialect import DriverCursor, Entry
+from django_fencedlock.storage.dialect import Entry
+from django_fencedlock.storage.postgresql import DriverCursor
 from tests import test_ledgers, test_pinning, test_same_token, test_write_paths, test_write_rules
 from tests.models import Account, Docket, Invoice, LedgerLine
 from tests.test_write_paths import PATHS, Everything

@@ -25,7 +25,6 @@ from typing import Any
 from celery import bootsteps, signals
 from django.db import Error
 from django.db import connections as django_connections
-from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import conf, logs
 from ..backends.interface import Backend, Grant
@@ -41,9 +40,9 @@ from ..storage.dialect import BATCH
 from ..storage.fences import Fences
 from ..storage.message_records import MessageRecords
 from ..storage.pending_runs import PendingRuns
+from ..storage.records import fetch, rows_of
 from ..storage.text import is_table_missing
 from ..storage.unfenced import ExpiredRows
-from ..storage.vendors import ledger_for
 from .coalesce import serve_overdue
 from .names import single_of
 from .policy import Policy
@@ -307,24 +306,29 @@ def release_locks_of(children: Collection[Process], alias: str) -> None:
     config = conf.config(alias)
     private = connections.pool(config.fence_database, TIMEOUT)
 
-    def look(connection: BaseDatabaseWrapper) -> list[tuple[Process, list[tuple[str, str]]]]:
-        ledger = ledger_for(connection)
-        return [(child, ledger.left_by(connection, alias, child)) for child in children]
+    def look() -> list[tuple[Process, list[Any]]]:
+        rows = rows_of("HeldLock", config.fence_database).filter(alias=alias)
+        found = []
+        for child in children:
+            left = {"boot_id": child.boot_id, "pid_namespace": child.pid_namespace}
+            mine = rows.filter(pid=child.pid, pid_started=child.started, **left)
+            found.append((child, fetch(mine, "name", "owner")))
+        return found
 
     with _gate.closed():
         try:
-            for child, held in private.run(look):
+            for child, held in private.run_orm(look):
                 if held:
                     _release(config, child, held)
         finally:
             connections.close_all()
 
 
-def _release(config: conf.AliasConfig, child: Process, held: list[tuple[str, str]]) -> None:
+def _release(config: conf.AliasConfig, child: Process, held: list[Any]) -> None:
     backend: Backend = conf.backend_class(config.backend)(config)
     alias, rows = config.alias, []
     try:
-        for name, owner in held:
+        for name, owner in ((row.name, row.owner) for row in held):
             grant = Grant(name, owner)
             released = backend.release(grant)
             if not backend.records_grants:

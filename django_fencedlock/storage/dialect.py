@@ -1,4 +1,4 @@
-"""The SQL of the fences and the registry: what dialects share, and the dialect of SQLite."""
+"""The SQL of the fences and the registry that the dialects share."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime, timedelta
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, fields
+from datetime import datetime
+from functools import cached_property
 from itertools import groupby
-from typing import Any, Self
+from typing import Any
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..core.identity import Owner, Process
-from .connections import set_busy_timeout
+from ..core.identity import Owner
 from .rows import Claimed, Newest, Row, as_time
 
 #: What is in the way of a grant, where the database doesn't name the session.
@@ -80,35 +79,6 @@ _READ = [each.name for each in fields(Row) if each.name not in ("token", "read_a
 _READ_COLUMNS = ", ".join(f"h.{column}" for column in ("name", *_READ))
 
 
-class DriverCursor:
-    """A cursor of the driver that raises Django's errors, and takes half the time of Django's."""
-
-    def __init__(self, connection: BaseDatabaseWrapper, raw: Any, **how: Any) -> None:
-        self._raw, self._errors, self._how = raw, connection.wrap_database_errors, how
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def execute(self, statement: str, given: Any = ()) -> None:
-        with self._errors:
-            self._raw.execute(statement, given, **self._how)
-
-    def fetchone(self) -> Any:
-        with self._errors:
-            return self._raw.fetchone()
-
-    def fetchall(self) -> Any:
-        with self._errors:
-            return self._raw.fetchall()
-
-    @property
-    def rowcount(self) -> int:
-        return int(self._raw.rowcount)
-
-
 class Ledger(ABC):
     """
     Reads and writes the fences and the registry in one dialect of SQL.
@@ -132,12 +102,14 @@ class Ledger(ABC):
     lock_rows = lock_free_rows = ""
 
     @abstractmethod
-    def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
+    def claim(
+        self, connection: BaseDatabaseWrapper, entry: Entry, *, draw: bool = True
+    ) -> tuple[bool, int | None]:
         """
         Take the name's row if it is free, expired or this owner's, and draw a token if fenced.
 
         Returns:
-            Whether the row was taken, and the token.
+            Whether the row was taken, and the token. Without `draw`, the fence is left alone.
         """
 
     @abstractmethod
@@ -209,22 +181,9 @@ class Ledger(ABC):
             cursor.execute(f"SELECT {self.clock}", self.times())
             return as_time(cursor.fetchone()[0], connection)
 
-    def left_by(
-        self, connection: BaseDatabaseWrapper, alias: str, process: Process
-    ) -> list[tuple[str, str]]:
-        """The names that a process holds or held through an alias, each with its owner."""
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"SELECT name, owner FROM {HELD} WHERE pid = %(pid)s AND alias = %(alias)s "
-                "AND pid_started = %(started)s AND boot_id = %(boot_id)s "
-                "AND pid_namespace = %(pid_namespace)s",
-                {"alias": alias, **asdict(process)},
-            )
-            return [(name, owner) for name, owner in cursor.fetchall()]
-
     def newest(self, connection: BaseDatabaseWrapper, name: str) -> tuple[int, str] | None:
         """The token and owner of the newest grant."""
-        with connection.cursor() as cursor:
+        with self.cursor(connection) as cursor:
             cursor.execute(
                 f"SELECT token, owner FROM {FENCE} WHERE name = %(name)s", {"name": name}
             )
@@ -232,33 +191,23 @@ class Ledger(ABC):
         return None if found is None else (found[0], found[1])
 
     def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> int:
-        """Delete rows by their owners; returns how many there were."""
+        """Delete rows by their owners; return how many there were."""
         with self.cursor(connection) as cursor:
-            return self.clear_by(cursor, leases)
-
-    def clear_by(self, cursor: Any, leases: Sequence[Claimed]) -> int:
-        """See clear()."""
-        if len(leases) == 1:
-            cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
-            return int(cursor.rowcount)
-        cleared = 0
-        for names, owners, given in batches(leases):
-            cursor.execute(
-                f"DELETE FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})", given
-            )
-            cleared += cursor.rowcount
-        return cleared
+            if len(leases) == 1:
+                cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
+                return int(cursor.rowcount)
+            cleared = 0
+            for names, owners, given in batches(leases):
+                cursor.execute(
+                    f"DELETE FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})", given
+                )
+                cleared += cursor.rowcount
+            return cleared
 
     def missing(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
         """Return the owners whose rows are gone, or have another owner now."""
-        with connection.cursor() as cursor:
+        with self.cursor(connection) as cursor:
             return {lease.owner for lease in leases} - self._owners(cursor, leases)
-
-    def enter(self, connection: BaseDatabaseWrapper, entry: Entry) -> bool:
-        """Take the name's row if it is free, expired or this owner's, and leave the fence alone."""
-        with self.transaction(connection) as cursor:
-            given = {**self.values(connection, entry), **self.times(entry.ttl)}
-            return self._insert(cursor, given) or self._take_over(cursor, given)
 
     def record(
         self,
@@ -274,12 +223,7 @@ class Ledger(ABC):
         that was `seen`.
         """
         with self.transaction(connection) as cursor:
-            given = {
-                **self.values(connection, entry),
-                **self.times(entry.ttl),
-                "token": token,
-                **seen_values(seen),
-            }
+            given = {**self.parameters(connection, entry), "token": token, **seen_values(seen)}
             if self._conflicts(cursor, given) or not self._raise_fence(cursor, given):
                 return False
             if not self._insert(cursor, given):
@@ -324,6 +268,9 @@ class Ledger(ABC):
     def times(self, ttl: float = 0.0) -> dict[str, Any]:
         """The parameters of `clock` and `expiry`."""
         return {"ttl": ttl}
+
+    def parameters(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
+        return self.values(connection, entry) | self.times(entry.ttl)
 
     def _raise_fence(self, cursor: Any, given: dict[str, Any]) -> bool:
         """Make the proposed token the newest; False if it isn't newer, or the fence has changed."""
@@ -434,102 +381,3 @@ def seen_values(seen: Newest | None) -> dict[str, Any]:
     """The parameters that a record compares the fence with."""
     token, owner = seen or (None, None)
     return {"seen": token, "writer": owner}
-
-
-_DRAW = (
-    f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
-    "ON CONFLICT (name) DO UPDATE SET token = token + (owner <> excluded.owner), "
-    "owner = excluded.owner"
-)
-_DRAWN = f"SELECT token FROM {FENCE} WHERE name = %(name)s"
-
-
-def utc_text(moment: datetime) -> str:
-    """A time as SQLite, MariaDB and MySQL store it: in UTC, since local time repeats an hour."""
-    return str(moment.astimezone(UTC).replace(tzinfo=None))
-
-
-def machine_time() -> datetime:
-    """The time by which rows expire: that of this machine, as SQLite has no other."""
-    return datetime.now(UTC)
-
-
-class _SQLiteCursor(DriverCursor):
-    """A cursor of SQLite's driver, for statements that name their parameters."""
-
-    def __exit__(self, *error: object) -> None:
-        # A SELECT that isn't read to its end goes on reading the file.
-        self._raw.close()
-
-    def execute(self, statement: str, given: Any = ()) -> None:
-        super().execute(_with_colons(statement), given)
-
-
-@lru_cache(256)
-def _with_colons(statement: str) -> str:
-    """Return a statement as the driver takes it, with parameters such as ``:name``."""
-    return statement % _Colons()
-
-
-class _Colons(dict[str, str]):
-    def __missing__(self, name: str) -> str:
-        return f":{name}"
-
-
-class SQLiteLedger(Ledger):
-    """The ledger on SQLite, whose file has one writer at a time."""
-
-    # The server's clock is this machine's. It is read after BEGIN IMMEDIATE, which may wait.
-    clock = "%(now)s"
-    expiry = "%(expiry)s"
-    begin = "BEGIN IMMEDIATE"
-    insert_or_ignore = "INSERT OR IGNORE"
-    # Not of this lock's holder, maybe: every writer keeps all others out.
-    obstacle = "another transaction is writing to {using!r}, which has one writer at a time"
-
-    def times(self, ttl: float = 0.0) -> dict[str, Any]:
-        now = machine_time()
-        return {"now": utc_text(now), "expiry": utc_text(now + timedelta(seconds=ttl))}
-
-    def cursor(self, connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
-        if connection.in_atomic_block:
-            return connection.cursor()
-        connection.ensure_connection()
-        return _SQLiteCursor(connection, connection.connection.cursor())
-
-    def claim(self, connection: BaseDatabaseWrapper, entry: Entry) -> tuple[bool, int | None]:
-        with self.transaction(connection) as cursor:
-            given = entry.values() | self.times(entry.ttl)
-            cursor.execute(self._insertion, given)
-            if not cursor.rowcount and not self._take_over(cursor, given):
-                return False, None
-            if not entry.fenced:
-                return True, None
-            # Raises the fence by one, unless this owner did so before.
-            if connection.features.can_return_columns_from_insert:
-                cursor.execute(f"{_DRAW} RETURNING token", given)
-            else:
-                cursor.execute(_DRAW, given)
-                cursor.execute(_DRAWN, given)
-            return True, cursor.fetchone()[0]
-
-    def is_row_locked(self, error: Error) -> bool:
-        # "database is locked", or "database table is locked" with a shared cache.
-        return "is locked" in str(error)
-
-    def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
-        row = self.look(connection, name)
-        if row is not None and row.live:
-            return None
-        set_busy_timeout(connection, 0)
-        try:
-            with self.transaction(connection):
-                return None
-        except Error as exc:
-            if self.is_row_locked(exc):
-                return "SQLite doesn't tell whose it is"
-            raise
-
-    def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
-        # A full disk, an interrupt, or OR ROLLBACK in a statement.
-        return not connection.connection.in_transaction

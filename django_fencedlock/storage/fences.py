@@ -79,7 +79,7 @@ class Fences:
         """Write a missing row again, unless a newer grant came."""
         if ledger.newest(used, grant.name) != (grant.token, grant.owner):
             return False
-        ledger.enter(used, self.entry(grant))
+        ledger.claim(used, self.entry(grant), draw=False)
         return True
 
     def clear(self, held: Sequence[Claimed]) -> None:

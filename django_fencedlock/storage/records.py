@@ -7,7 +7,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,8 +23,9 @@ from ..exceptions import BackendUnavailable
 from .connections import pool, test_connection
 from .dialect import BATCH
 from .postgresql import DURABLE
+from .rows import utc_text
 from .text import describe_error
-from .vendors import ledger_for
+from .vendors import ledger_for, machine_time
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,8 +49,7 @@ class ServerTime(Expression):
         if connection.vendor == "mysql":
             return "(UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND)", [round(self.plus * 1_000_000)]
         # SQLite has no clock of its own. This is read after BEGIN IMMEDIATE, which may wait.
-        now = datetime.now(UTC).replace(tzinfo=None)
-        return "%s", [str(now + timedelta(seconds=self.plus))]
+        return "%s", [utc_text(machine_time() + timedelta(seconds=self.plus))]
 
 
 class MessageTime(ServerTime):

@@ -19,8 +19,7 @@ from django.utils.timezone import is_aware
 from django.utils.translation import gettext_lazy as _
 
 from ..core.names import MAX_LENGTH
-from .dialect import utc_text
-from .rows import as_time
+from .rows import as_time, utc_text
 
 if not apps.is_installed("django_fencedlock"):
     raise ImproperlyConfigured(

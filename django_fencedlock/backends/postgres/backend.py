@@ -22,7 +22,7 @@ from ...core.runtime import clock
 from ...exceptions import BackendUnavailable
 from ...storage.connections import pool
 from ...storage.dialect import Entry
-from ...storage.postgresql import array, sqlstate
+from ...storage.postgresql import sqlstate
 from ...storage.text import is_table_missing
 from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
@@ -329,10 +329,10 @@ class PostgresBackend(Backend):
         for session in {hold.session for hold in holds}:
             each = {hold.claim.owner: hold for hold in holds if hold.session is session}
             given = {
-                "names": array([hold.claim.name for hold in each.values()]),
-                "owners": array(list(each)),
-                "ttls": array([hold.ttl for hold in each.values()]),
-                "keys": array([hold.key for hold in each.values()]),
+                "names": [hold.claim.name for hold in each.values()],
+                "owners": list(each),
+                "ttls": [hold.ttl for hold in each.values()],
+                "keys": [hold.key for hold in each.values()],
                 "idle": _idle(self._local.longest_ttl(session)),
             }
             try:
@@ -407,8 +407,8 @@ class PostgresBackend(Backend):
     # Look
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
-        keys = array([self._key(name) for name in names])
-        given = {"names": array(list(names)), "keys": keys}
+        keys = [self._key(name) for name in names]
+        given = {"names": list(names), "keys": keys}
         try:
             rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS, given))
         except BackendUnavailable as exc:
