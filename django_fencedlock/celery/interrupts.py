@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import select
 import signal
 import threading
 import time
@@ -52,15 +51,25 @@ class Abort(BaseException):
     """
 
 
-def run_interruptible(lease: Lease, body: Callable[[], T]) -> T:
+def run_interruptible(lease: Lease | None, body: Callable[[], T]) -> T:
     """
-    Run `body`; if `lease` is lost, interrupt it and raise `LeaseLost`.
+    Run `body`; if there is a lease and it is lost, interrupt it and raise `LeaseLost`.
 
     This is best effort. A call of C, a bare ``except:`` or a callback of a driver may delay or
     swallow the interrupt. Fenced writes under the lost lock are rejected in any case.
     """
-    target = new_interruptible()
     began, blocks = clock(), open_blocks()
+    try:
+        return body() if lease is None else _run(lease, body)
+    except BaseException as exc:
+        if not isinstance(exc, Exception) or _came_of(exc, (Abort, SoftTimeLimitExceeded)):
+            close_broken(blocks)
+            give_back_left_over(began)
+        raise
+
+
+def _run(lease: Lease, body: Callable[[], T]) -> T:
+    target = new_interruptible()
     try:
         target.open()
         lease.interrupt_by(target.lost)
@@ -69,48 +78,20 @@ def run_interruptible(lease: Lease, body: Callable[[], T]) -> T:
         try:
             try:
                 target.arm()
-                return _run(body, began, blocks)
+                return body()
             finally:
                 target.disarm()
-        except Abort as abort:
-            if target.is_lost:
-                lease.explain()
-                raise lease.loss() from abort
-            # It was meant for a run whose body called this one.
-            raise
-        except Error as exc:
-            if target.interrupted and _came_of(exc, (Abort,)):
+        except (Abort, Error) as exc:
+            # As a block ends, Django may raise an error of the interrupted connection instead. An
+            # abort may be meant for a run whose body called this one.
+            if target.is_lost and _came_of(exc, (Abort,)):
                 lease.explain()
                 raise lease.loss() from exc
             raise
     finally:
         target.close()
         lease.off_lost(target.lost)
-        if target.interrupted:
-            clean_up(began, blocks)
         target.pass_on()
-
-
-def run_body(body: Callable[[], T], lease: Lease | None = None) -> T:
-    """Run `body`; if `lease` is given and lost, interrupt it."""
-    if lease is not None:
-        return run_interruptible(lease, body)
-    return _run(body, clock(), open_blocks())
-
-
-def _run(body: Callable[[], T], began: float, blocks: Mapping[str, int]) -> T:
-    try:
-        return body()
-    except BaseException as exc:
-        if not isinstance(exc, Exception) or _came_of(exc, (Abort, SoftTimeLimitExceeded)):
-            clean_up(began, blocks)
-        raise
-
-
-def clean_up(began: float, blocks: Mapping[str, int]) -> None:
-    """Close broken connections, and release locks acquired since `began`."""
-    close_broken(blocks)
-    give_back_left_over(began)
 
 
 def _came_of(exc: BaseException | None, kinds: tuple[type[BaseException], ...]) -> bool:
@@ -308,16 +289,18 @@ def close_broken(before: Mapping[str, int]) -> None:
     another command, or a transaction that is never committed.
     """
     for connection in connections.all(initialized_only=True):
-        if connection.connection is not None:
-            if not before.get(connection.alias) and connection.in_atomic_block:
-                # Interrupted between the entry into a block, or its exit, and the note of it.
-                connection.in_atomic_block = False
-                connection.needs_rollback = False
-                connection.savepoint_ids = []
-                connection.atomic_blocks = []
-                _close(connection)
-            if not _is_quiet(connection):
-                _close(connection)
+        if connection.connection is None:
+            continue
+        is_left_open = connection.in_atomic_block and not before.get(connection.alias)
+        if is_left_open:
+            # Interrupted between the entry into a block, or its exit, and the note of it. Django
+            # would never connect again.
+            connection.in_atomic_block = False
+        if is_left_open or not _is_quiet(connection):
+            with contextlib.suppress(Exception):
+                _cancel(connection.connection)
+            with contextlib.suppress(Exception):
+                connection.close()
 
 
 def cancel_statements() -> None:
@@ -329,30 +312,24 @@ def cancel_statements() -> None:
     """
     for connection in connections.all(initialized_only=True):
         raw: Any = connection.connection
+        # Other drivers than those of PostgreSQL have no such state.
         with contextlib.suppress(Exception):
-            if connection.vendor != "postgresql" or raw.info.transaction_status != ACTIVE:
-                continue
             # Closing its connection would lose the transaction of a test, with all its rows.
-            if not (is_of_test(connection) and _wait_for_end(raw)):
+            if is_of_test(connection):
+                _wait_for_end(raw)
+            if raw.info.transaction_status == ACTIVE:
                 _cancel(raw)
-                if is_of_test(connection):
-                    _wait_for_end(raw)
 
 
-def _wait_for_end(raw: Any) -> bool:
-    """Wait for the end of a statement; return whether it ended in time."""
-    # With psycopg2 the handler runs only after the statement.
-    session = raw.pgconn
-    ready = select.poll()
-    ready.register(session.socket, select.POLLIN)
-    until = time.monotonic() + CANCEL_TIMEOUT
-    while (left := until - time.monotonic()) > 0:
-        if not session.is_busy():
-            if session.get_result() is None:
-                return True
-        elif ready.poll(left * 1000):
-            session.consume_input()
-    return False
+def _wait_for_end(raw: Any) -> None:
+    """Give a statement of PostgreSQL some time to end."""
+    session, until = raw.pgconn, time.monotonic() + CANCEL_TIMEOUT
+    while session.transaction_status == ACTIVE and time.monotonic() < until:
+        session.consume_input()
+        if session.is_busy():
+            time.sleep(0.01)
+        else:
+            session.get_result()
 
 
 def _cancel(raw: Any) -> None:
@@ -362,30 +339,11 @@ def _cancel(raw: Any) -> None:
 
 def _is_quiet(connection: BaseDatabaseWrapper) -> bool:
     raw: Any = connection.connection
-    if raw is None:
-        return True
     if connection.vendor == "postgresql":
         status = raw.info.transaction_status
         return status == IDLE or (connection.in_atomic_block and status in IN_TRANSACTION)
-    if connection.vendor == "sqlite":
-        return connection.in_atomic_block or not raw.in_transaction
     # The other drivers have no such state.
-    return False
-
-
-def _close(connection: BaseDatabaseWrapper) -> None:
-    raw: Any = connection.connection
-    with contextlib.suppress(Exception):
-        if connection.vendor == "postgresql":
-            _cancel(raw)
-        elif connection.vendor == "sqlite":
-            # Django doesn't close a database in memory.
-            raw.rollback()
-    try:
-        connection.close()
-    except Exception:
-        if not connection.in_atomic_block:
-            connection.connection = None
+    return connection.vendor == "sqlite" and (connection.in_atomic_block or not raw.in_transaction)
 
 
 # Soft time limits
@@ -404,23 +362,7 @@ class DeferredTimeLimit:
         self.wait: Wait | None = None
         self.deferred: tuple[int, FrameType | None] | None = None
 
-    def __enter__(self) -> DeferredTimeLimit:
-        self._defer()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._allow()
-
-    @contextlib.contextmanager
-    def allowed(self) -> Iterator[None]:
-        """Let the limit interrupt this block."""
-        self._allow()
-        try:
-            yield
-        finally:
-            self._defer()
-
-    def _defer(self) -> None:
+    def __enter__(self) -> None:
         # Only Celery's own handler is replaced, which the prefork pool alone installs.
         if (
             _SOFT_LIMIT is not None
@@ -429,7 +371,7 @@ class DeferredTimeLimit:
         ):
             signal.signal(_SOFT_LIMIT, self._note)
 
-    def _allow(self) -> None:
+    def __exit__(self, *error: object) -> None:
         # The installed handler is the only state: an abort, which isn't deferred, may come between
         # any two lines, and a flag could be wrong then.
         if _SOFT_LIMIT is None or signal.getsignal(_SOFT_LIMIT) != self._note:
@@ -438,6 +380,15 @@ class DeferredTimeLimit:
         if self.deferred is not None:
             deferred, self.deferred = self.deferred, None
             pool.soft_timeout_sighandler(*deferred)
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Let the limit interrupt this block."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.deferred = number, frame

@@ -103,10 +103,11 @@ class Run(Call):
         try:
             # A greenlet can't be interrupted by a signal or an asynchronous exception.
             aborts = self.policy.on_lost == "abort" and not runtime.is_patched("_thread")
+            lease = self.lease if aborts else None
             with self._entered():
                 enter(self.lease)
                 try:
-                    result = interrupts.run_body(self._call, self.lease if aborts else None)
+                    result = interrupts.run_interruptible(lease, self._call)
                 finally:
                     leave(self.lease)
             self._raise_loss()
@@ -231,7 +232,7 @@ class Run(Call):
             reason=reason,
         )
         with self._entered():
-            return interrupts.run_body(self._call)
+            return interrupts.run_interruptible(None, self._call)
 
     def _call(self) -> Any:
         with self._time_limit.allowed():
