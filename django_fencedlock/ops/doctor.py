@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -17,13 +17,13 @@ from django.db.migrations.loader import MigrationLoader
 from django.db.models import Model
 
 from .. import checks, conf
-from ..backends.interface import Backend, Claim, Grant, Held, Renewal, Wait
+from ..backends.interface import Backend, Grant, Held, Renewal, Wait
 from ..conf import AliasConfig
 from ..core.grants import new_claim
 from ..core.identity import new_owner
 from ..core.manager import Service
 from ..core.runtime import clock
-from ..exceptions import BackendUnavailable, FencedLockError
+from ..exceptions import FencedLockError
 from ..models.checks import has_tables, table_problems
 from ..problems import Level, Problem, clock_problem, error, note, ok, warning
 from ..storage.connections import query_once, time_limited
@@ -56,13 +56,17 @@ _ALL = ("SELECT", "INSERT", "UPDATE", "DELETE")
 PRIVILEGES: tuple[tuple[type[Model], tuple[str, ...], str], ...] = (
     (Fence, ("SELECT", "INSERT", "UPDATE"), ""),
     (HeldLock, _ALL, ""),
-    # The cause of a lost lease is read from it.
-    (ForcedRelease, ("SELECT",), ""),
-    (ForcedRelease, ("INSERT", "DELETE"), "it can't release a lock by force"),
+    (ForcedRelease, ("SELECT", "INSERT", "DELETE"), "it can't release a lock by force"),
     (LockEvent, ("SELECT", "INSERT", "DELETE"), "it records no lock events"),
     (MessageRecord, _ALL, "its workers may run a redelivered message again"),
     (PendingRun, _ALL, 'its tasks with on_conflict="coalesce" fail'),
 )
+#: How to read a setting of a server, and the values by which committed grants survive a crash.
+DURABILITY: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "postgresql": ("SHOW {}", {"fsync": ("on",), "full_page_writes": ("on",)}),
+    "mysql": ("SELECT @@{}", {"innodb_flush_log_at_trx_commit": ("1",)}),
+    "sqlite": ("PRAGMA {}", {"synchronous": ("2", "1", "3")}),
+}
 
 
 @dataclass
@@ -92,21 +96,19 @@ def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Repor
     configs = [conf.config(alias) for alias in aliases or conf.aliases()]
     with_fences = list(dict.fromkeys(config.fence_database for config in configs))
     for database in with_fences:
-        report = Report(f"database {database!r}", list(_database(database, limit)))
-        yield report
+        yield (report := Report(f"database {database!r}", list(_database(database, limit))))
         if report.level is Level.ERROR:
             broken.add(database)
-    for database in [] if aliases else connections:
-        if database not in with_fences and (found := list(_fenced_tables(database, limit))):
+    for database in [] if aliases else set(connections).difference(with_fences):
+        if found := list(_fenced_tables(database, limit)):
             yield Report(f"database {database!r} (only fenced tables)", found)
     for config in configs:
-        report = Report(f"alias {config.alias!r} ({conf.backend_class(config.backend).label})")
+        about = f"alias {config.alias!r} ({conf.backend_class(config.backend).label})"
         if config.fence_database in broken:
             what = f"Not tried: it records its grants in database {config.fence_database!r}."
-            report.problems.append(error(what, "Fix that database first."))
+            yield Report(about, [error(what, "Fix that database first.")])
         else:
-            report.problems += _alias(config, clock() + limit)
-        yield report
+            yield Report(about, list(_alias(config, clock() + limit)))
 
 
 # Databases
@@ -120,8 +122,7 @@ def _database(database: str, limit: float) -> Iterator[Problem]:
         yield error(f"Unavailable: {str(exc).strip()}", "Start the database, or fix its settings.")
         return
     with time_limited(database, limit):
-        found = [*_tables(database), *table_problems([database])]
-    yield from found
+        yield from [*_tables(database), *table_problems([database])]
 
 
 def _fenced_tables(database: str, limit: float) -> Iterator[Problem]:
@@ -142,70 +143,39 @@ def _fenced_tables(database: str, limit: float) -> Iterator[Problem]:
 
 def _server(connection: BaseDatabaseWrapper) -> list[Problem]:
     connection.ensure_connection()
-    durability = {"postgresql": _postgres, "mysql": _mysql, "sqlite": _sqlite}
-    found = list(durability[connection.vendor](connection))
-    found = found or [ok("Its settings keep committed data after a crash.")]
-    if who := ledger_for(connection).tables_locked_by(connection):
-        found.append(
-            warning(
-                f"Locks can't be acquired or renewed: {who}",
-                "Wait until that has ended, or end it.",
-            )
-        )
-    return [_clock(connection), *found]
-
-
-def _clock(connection: BaseDatabaseWrapper) -> Problem:
     before, began = datetime.now(UTC), clock()
     theirs = ledger_for(connection).now(connection)
     seconds = clock() - began
     ahead = (theirs - before).total_seconds() - seconds / 2
-    return clock_problem(ahead, f"Answers in {_ms(seconds)}; ")
+    return [
+        clock_problem(ahead, f"Answers in {_ms(seconds)}; "),
+        *(list(_durability(connection)) or [ok("Its settings keep committed data after a crash.")]),
+        *_obstacles(connection),
+    ]
 
 
-def _postgres(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
-    if _value(connection, "SELECT pg_is_in_recovery()"):
-        yield error("The server is a standby, which is read-only.", "Connect to the primary.")
-    for setting in ("fsync", "full_page_writes"):
-        if _value(connection, "SELECT current_setting(%s)", setting) != "on":
-            what = f"{setting} is off: a crash of the machine can damage the data and lose grants."
-            yield warning(what, f"Set {setting} = on on the server.")
-    if _value(connection, "SELECT current_setting('synchronous_commit')") == "off":
-        yield note(
-            "synchronous_commit is off: a crash can undo the last commits of your own writes. "
-            "Grants and raised fences set it on for themselves, so tokens stay unique."
-        )
+def _durability(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
+    query, safe = DURABILITY[connection.vendor]
+    for setting, values in safe.items():
+        found = str(_value(connection, query.format(setting)))
+        if found not in values:
+            yield warning(
+                f"{setting} is {found}: a crash can damage the data, or lose grants, whose tokens "
+                "would be granted again.",
+                f"Set {setting} = {values[0]}.",
+            )
+
+
+def _obstacles(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
+    if who := ledger_for(connection).tables_locked_by(connection):
+        hint = "Wait until that has ended, or end it."
+        yield warning(f"Locks can't be acquired or renewed: {who}", hint)
     # A pooler reports a process id of its own. psycopg 2 and 3 have the same attribute.
     info = getattr(cast(Any, connection.connection), "info", None)
     if info is not None and info.backend_pid != _value(connection, "SELECT pg_backend_pid()"):
         yield note(
             "The connection goes through a pooler. Grants and fenced writes work. The postgres "
             "backend needs a direct connection, or a session pooler."
-        )
-
-
-def _mysql(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
-    if _value(connection, "SELECT @@read_only"):
-        yield note("read_only is set: only privileged users can write.")
-    flush = _value(connection, "SELECT @@innodb_flush_log_at_trx_commit")
-    if int(flush) != 1:
-        yield warning(
-            f"innodb_flush_log_at_trx_commit is {flush}: a crash can lose grants, and their "
-            "tokens would be granted again.",
-            "Set innodb_flush_log_at_trx_commit = 1 on the server.",
-        )
-
-
-def _sqlite(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
-    if int(_value(connection, "PRAGMA synchronous")) == 0:
-        yield warning(
-            "PRAGMA synchronous is OFF: a crash of the machine can damage the file.",
-            "Set it to NORMAL with journal_mode=WAL, or to FULL.",
-        )
-    if _value(connection, "PRAGMA journal_mode") != "wal":
-        yield note(
-            "journal_mode isn't WAL: readers and the writer block each other.",
-            'Add "init_command": "PRAGMA journal_mode=WAL" to OPTIONS.',
         )
 
 
@@ -262,12 +232,8 @@ _DISTRUST = (
 )
 
 
-class _Abort(Exception):
-    """Ends the examination of an alias with a problem."""
-
-    def __init__(self, what: str, hint: str = _DISTRUST) -> None:
-        super().__init__(what)
-        self.problem = error(what, hint)
+class _Failed(Exception):
+    """Ends the examination of an alias, with a message and a hint."""
 
 
 def _alias(config: AliasConfig, until: float) -> Iterator[Problem]:
@@ -275,12 +241,10 @@ def _alias(config: AliasConfig, until: float) -> Iterator[Problem]:
     trial = Trial(config, until)
     try:
         yield from trial.run()
-    except _Abort as exc:
-        yield exc.problem
-    except BackendUnavailable as exc:
-        yield error(str(exc), "Start the service, or fix the settings of the alias.")
+    except _Failed as exc:
+        yield error(*exc.args)
     except FencedLockError as exc:
-        yield error(f"{type(exc).__name__}: {exc}", "See the message.")
+        yield error(str(exc), "Start the service, or fix the settings of the alias.")
     finally:
         trial.close()
 
@@ -304,7 +268,7 @@ class Trial:
         if any(problem.id == UNREACHABLE for problem in problems):
             return
         yield self._round_trip()
-        first = self._acquire_first()
+        first = self._do(lambda: self._acquire(self._first, OTHER_DOCTOR_TIMEOUT))
         if first is None:
             yield warning(
                 f"The test lock {self._name!r} is held by {self._first.holder(self._name)}.",
@@ -313,7 +277,8 @@ class Trial:
             return
         yield ok(f"Acquires a lock: {_ms(self._took)}, token {first.token}.")
         yield from self._hold(first)
-        yield from self._hand_over(first)
+        second = yield from self._hand_over(first)
+        yield from self._release(first, second)
 
     def close(self) -> None:
         """Release the lock; only the fence of its name remains."""
@@ -336,75 +301,59 @@ class Trial:
             return ok(what)
         return warning(what, "Move the lock service closer, or reduce its load.")
 
-    def _acquire_first(self) -> Grant | None:
-        until, claim = clock() + OTHER_DOCTOR_TIMEOUT, self._claim()
-        while (grant := self._do(lambda: self._acquire(self._first, claim))) is None:
-            if clock() >= until:
-                return None
-            time.sleep(0.1)
-        return grant
-
-    def _hold(self, grant: Grant) -> Iterator[Problem]:
-        second = self._do(lambda: self._acquire(self._second, self._claim()))
+    def _hold(self, first: Grant) -> Iterator[Problem]:
+        second = self._do(lambda: self._acquire(self._second))
         if second is not None:
-            raise _Abort(f"Two owners hold one lock (tokens {grant.token} and {second.token}).")
+            tokens = f"{first.token} and {second.token}"
+            raise _Failed(f"Two owners hold one lock (tokens {tokens}).", _DISTRUST)
         yield ok("Rejects a second owner.")
-        backend = self._first.backend
-        if not self._do(lambda: backend.verify(grant)):
-            raise _Abort("The service doesn't know the owner that holds the lock.")
-        (answer,) = self._do(lambda: backend.renew([grant]))
-        if answer is not Renewal.KEPT:
-            raise _Abort(f"A renewal failed: {answer.value}.")
+        if self._answers(first) != {True}:
+            raise _Failed("The service doesn't know the owner that holds the lock.", _DISTRUST)
         yield ok(f"Verifies and renews: {_ms(self._took)}.")
 
-    def _hand_over(self, first: Grant) -> Iterator[Problem]:
-        claim = self._claim()
-        former, backend = self._first.backend, self._second.backend
-        queues = backend.supports_waiting
+    def _hand_over(self, first: Grant) -> Generator[Problem, None, Grant]:
         with ThreadPoolExecutor(1, thread_name_prefix="fencedlock-doctor") as thread:
-            if queues:
-                wait = Wait(HAND_OVER_TIMEOUT)
-                waiter = thread.submit(lambda: (self._acquire(self._second, claim, wait), clock()))
-                # If it isn't in the queue by then, it acquires the lock all the same.
-                time.sleep(QUEUE_DELAY)
+            waiter = thread.submit(self._acquire, self._second, HAND_OVER_TIMEOUT)
+            # If it doesn't wait by then, it acquires the lock all the same.
+            time.sleep(QUEUE_DELAY)
             began = clock()
-            self._do(lambda: former.release(first))
-            if queues:
-                second, at = waiter.result()
-            else:
-                second, at = self._do(lambda: self._acquire(self._second, claim)), clock()
+            self._do(lambda: self._first.backend.release(first))
+            second = waiter.result()
         if second is None:
-            raise _Abort(
+            raise _Failed(
                 "The lock was released, but the second owner could not acquire it.",
                 "Look for an open transaction that locks the fence: manage.py fencedlock show "
                 f"{for_shell(self._name)}",
             )
+        tokens = f"token {second.token} after {first.token}"
         if (second.token or 0) <= (first.token or 0):
-            raise _Abort(
-                f"The second owner got token {second.token} after {first.token}: tokens must rise.",
-                "Restore the fences: see docs/restore.md.",
-            )
-        waits = "a waiter" if queues else "the next owner"
-        yield ok(f"Hands over to {waits}: {_ms(at - began)}, token {second.token}.")
-        if self._do(lambda: former.verify(first)) or (
-            self._do(lambda: former.renew([first])) == [Renewal.KEPT]
-        ):
-            raise _Abort("The service still accepts the former owner as the holder.")
-        released = self._do(lambda: backend.release(second))
+            hint = "Restore the fences: see docs/restore.md."
+            raise _Failed(f"The second owner got {tokens}: tokens must rise.", hint)
+        yield ok(f"Hands over to a waiter: {_ms(clock() - began)}, {tokens}.")
+        if not self._second.backend.supports_waiting:
+            yield note("Waiters poll, so they acquire the lock in no particular order.")
+        return second
+
+    def _release(self, first: Grant, second: Grant) -> Iterator[Problem]:
+        if self._answers(first) != {False}:
+            raise _Failed("The service still accepts the former owner as the holder.", _DISTRUST)
+        released = self._do(lambda: self._second.backend.release(second))
         took = self._took
         self._held.clear()
         self._second.keeper.clear_row(second)
         if not released or self._do(lambda: self._second.holder(self._name)):
-            raise _Abort("The lock isn't free after its release.")
+            raise _Failed("The lock isn't free after its release.", _DISTRUST)
         yield ok(f"Rejects the former owner, and releases: {_ms(took)}.")
-        if not queues:
-            yield note("Waiters poll, so they acquire the lock in no particular order.")
 
-    def _claim(self) -> Claim:
-        return new_claim(self._name, TTL, owner=replace(new_owner(), thread="doctor"))
+    def _answers(self, grant: Grant) -> set[bool]:
+        """Return whether the first owner's grant is verified, and whether it is renewed."""
+        backend = self._first.backend
+        kept = [Renewal.KEPT]
+        return self._do(lambda: {backend.verify(grant), backend.renew([grant]) == kept})
 
-    def _acquire(self, service: Service, claim: Claim, wait: Wait | None = None) -> Grant | None:
-        answer = service.grants.acquire(claim, wait or Wait())
+    def _acquire(self, service: Service, timeout: float = 0.0) -> Grant | None:
+        claim = new_claim(self._name, TTL, owner=replace(new_owner(), thread="doctor"))
+        answer = service.grants.acquire(claim, Wait(timeout))
         if isinstance(answer, Held):
             return None
         self._held.append((service.backend, answer[0]))
@@ -414,10 +363,8 @@ class Trial:
         """Do a step, which the backend limits in time, and measure it."""
         began = clock()
         if began > self._until:
-            raise _Abort(
-                "The examination took too long.",
-                "The service is slow: look at its load and the network, or raise --timeout.",
-            )
+            hint = "The service is slow: look at its load and the network, or raise --timeout."
+            raise _Failed("The examination took too long.", hint)
         result = step()
         self._took = clock() - began
         return result
