@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from celery import Celery
 from celery.app.task import Context
@@ -64,16 +65,8 @@ class Actor:
 
     def key(self) -> Any:
         claimed = self.claimed and self.claimed.number
-        return (
-            self.label,
-            self.version,
-            self.serves > 0,
-            self.retried,
-            self.step,
-            claimed,
-            self.is_counted,
-            self.covers,
-        )
+        place = (self.label, self.version, self.serves > 0, self.retried, self.step, self.covers)
+        return *place, claimed, self.is_counted
 
 
 @dataclass(frozen=True)
@@ -125,14 +118,9 @@ class Explorer:
         most: int | None = None,
         seed: int = 0,
     ) -> None:
-        self._most = most
-        self._random = random.Random(seed)
-        self.order = order
-        self.late = late
-        self.retry = retry
-        self.states = 0
-        self.ends = 0
-        self.most_surplus = 0
+        self._most, self._random = most, random.Random(seed)
+        self.order, self.late, self.retry = order, late, retry
+        self.states = self.ends = self.most_surplus = 0
         self._seen: set[Any] = set()
         self._start = World(
             tuple(
@@ -189,12 +177,9 @@ class Explorer:
             claimed=steps._claimed,
             is_counted=steps._is_counted,
         )
-        actors = list(world.actors)
-        if actor.step == "over":
-            del actors[place]
-        else:
-            actors[place] = actor
-        return replace(world, actors=tuple(actors), trace=(*world.trace, f"{actor.label}.{before}"))
+        kept = () if actor.step == "over" else (actor,)
+        actors = (*world.actors[:place], *kept, *world.actors[place + 1 :])
+        return replace(world, actors=actors, trace=(*world.trace, f"{actor.label}.{before}"))
 
     def _run(self, actor: Actor, world: World) -> tuple[Any, Coalescing]:
         headers = {SERVE: actor.serves} if actor.serves else {}
@@ -241,15 +226,15 @@ class Explorer:
         if HeldLock.objects.exists():
             return world, replace(actor, step="lost")
         now = datetime.now(UTC)
+        times = dict.fromkeys(("acquired_at", "renewed_at"), now)
         HeldLock.objects.create(
             name=NAME,
             owner=actor.owner,
             fenced=True,
             pid=0,
             pid_started=0,
-            acquired_at=now,
-            renewed_at=now,
             expires_at=now + timedelta(hours=1),
+            **times,
         )
         return world, replace(actor, step="won")
 
@@ -297,11 +282,8 @@ class Explorer:
 
     def _released(self, world: World, actor: Actor, run: Any, steps: Coalescing) -> Any:
         sent: list[Any] = []
-        original, coalesce.serve = coalesce.serve, lambda app, pending: sent.append(pending)
-        try:
+        with mock.patch.object(coalesce, "serve", lambda app, pending: sent.append(pending)):
             steps.released()
-        finally:
-            coalesce.serve = original
         served = tuple(_served(pending) for pending in sent)
         return replace(world, queue=(*world.queue, *served)), self._next(actor, "released")
 
@@ -323,15 +305,9 @@ class Explorer:
             dead |= {actor.owner}
         queue = world.queue
         if self.late:
-            fresh = Actor(
-                actor.label,
-                _owner(),
-                int(actor.nonce[1]) if actor.nonce else actor.version,
-                serves=actor.serves,
-                retries=actor.retries,
-                retried=actor.retried,
-                nonce=actor.nonce,
-            )
+            value = int(actor.nonce[1]) if actor.nonce else actor.version
+            again = Actor(actor.label, _owner(), value, actor.serves, actor.retries, actor.retried)
+            fresh = replace(again, nonce=actor.nonce)
             queue = (*queue, fresh)
         return replace(
             world,
@@ -377,12 +353,9 @@ class Explorer:
     def _rescued(self, world: World) -> World:
         PendingRun.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
         sent: list[Any] = []
-        original = coalesce.serve
-        coalesce.serve = lambda app, pending, **options: not sent.append(pending)
-        try:
+        note = lambda app, pending, **options: not sent.append(pending)  # noqa: E731
+        with mock.patch.object(coalesce, "serve", note):
             self._maintenance.look()
-        finally:
-            coalesce.serve = original
         served = tuple(_served(pending) for pending in sent)
         return replace(world, queue=(*world.queue, *served), trace=(*world.trace, "RESCUE"))
 

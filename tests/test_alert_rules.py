@@ -20,42 +20,23 @@ def alerts(tmp_path):
     (tmp_path / "rules.yml").write_text(RULES)
 
     def fires(alert, minute, series, expected):
-        severity = RULES.split(f"alert: {alert}\n")[1].split("severity: ")[1].split("}")[0]
-        labels = [{"severity": severity, "alias": "default", **each} for each in expected]
-        summary = RULES.split(f"alert: {alert}\n")[1].split('summary: "')[1].split('"')[0]
-        test = {
-            "interval": "1m",
-            "input_series": [
-                {"series": name, "values": numbers} for name, numbers in series.items()
-            ],
-            "alert_rule_test": [
-                {
-                    "eval_time": f"{minute}m",
-                    "alertname": alert,
-                    "exp_alerts": [
-                        {
-                            "exp_labels": each,
-                            "exp_annotations": {
-                                "summary": summary.replace(
-                                    "{{ $labels.pattern }}", each.get("pattern", "")
-                                ).replace("{{ $labels.alias }}", each["alias"])
-                            },
-                        }
-                        for each in labels
-                    ],
-                }
-            ],
-        }
+        rule = RULES.split(f"alert: {alert}\n")[1]
+        severity = rule.split("severity: ")[1].split("}")[0]
+        summary = rule.split('summary: "')[1].split('"')[0]
+        alerts = []
+        for each in expected:
+            labels = {"severity": severity, "alias": "default", **each}
+            told = summary.replace("{{ $labels.pattern }}", labels.get("pattern", ""))
+            told = told.replace("{{ $labels.alias }}", labels["alias"])
+            alerts.append({"exp_labels": labels, "exp_annotations": {"summary": told}})
+        tried = {"eval_time": f"{minute}m", "alertname": alert, "exp_alerts": alerts}
+        data = [{"series": name, "values": numbers} for name, numbers in series.items()]
+        test = {"interval": "1m", "input_series": data, "alert_rule_test": [tried]}
         case = {"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": [test]}
         # YAML takes JSON.
         (tmp_path / "case.yml").write_text(json.dumps(case))
-        done = subprocess.run(
-            [str(tool), "test", "rules", "case.yml"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        command = [str(tool), "test", "rules", "case.yml"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
 
     return fires

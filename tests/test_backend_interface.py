@@ -206,8 +206,7 @@ class BackendInterface:
         assert isinstance(waiter.result(), Granted)
 
     def test_a_wait_ends_in_time(self, backend, other, name):
-        if not backend.supports_waiting:
-            pytest.skip("the core polls")
+        waits_in_the_service(backend)
         sent = claim(name)
         take(backend, sent)
         held = other.acquire(claim(name), Wait(self.short))
@@ -215,8 +214,7 @@ class BackendInterface:
         assert held.owner in (sent.owner, "")
 
     def test_waiters_are_served_in_order(self, backend, make, name, waits):
-        if not backend.supports_waiting:
-            pytest.skip("the core polls")
+        waits_in_the_service(backend)
         taken = take(backend, claim(name))
         sent, waiters = [], []
         for _ in range(3):
@@ -239,8 +237,7 @@ class BackendInterface:
         assert isinstance(backend.acquire(claim(name), Wait()), Granted)
 
     def test_a_waiter_is_called_while_it_is_queued(self, backend, other, name, waits):
-        if not backend.supports_waiting:
-            pytest.skip("the core polls")
+        waits_in_the_service(backend)
         sent = claim(name)
         take(backend, sent)
         wait = Wait(SLACK)
@@ -254,8 +251,7 @@ class BackendInterface:
         assert isinstance(waiter.result(), Granted)
 
     def test_an_error_of_refused_ends_the_wait(self, backend, other, name):
-        if not backend.supports_waiting:
-            pytest.skip("the core polls")
+        waits_in_the_service(backend)
         taken = take(backend, claim(name))
 
         def refuse(held):
@@ -347,6 +343,11 @@ class Waiter:
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
+
+
+def waits_in_the_service(backend: Backend) -> None:
+    if not backend.supports_waiting:
+        pytest.skip("the core polls")
 
 
 def claim(name: str, *, ttl: float = 30.0, fenced: bool = True) -> Claim:

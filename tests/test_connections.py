@@ -1,5 +1,6 @@
 """Private connections: apart from the caller's, limited in time and number, and prepared."""
 
+import contextlib
 import gc
 import os
 import pickle
@@ -8,6 +9,8 @@ import threading
 import time
 
 import pytest
+from celery import Celery
+from celery.fixups.django import DjangoWorkerFixup
 from django.db import OperationalError, close_old_connections, connections, transaction
 
 from django_fencedlock.core.runtime import Watchdog, clock, watchdog
@@ -38,10 +41,6 @@ def session_of(connection):
         return cursor.fetchone()[0]
 
 
-def test_an_idle_connection_serves_again(pool):
-    assert pool.run(session_of) == pool.run(session_of)
-
-
 def test_query_once_leaves_no_session_behind(postgres):
     def fail(connection):
         seen.append(session_of(connection))
@@ -62,20 +61,14 @@ def test_query_once_leaves_no_session_behind(postgres):
     wait_until(lambda: postgres.execute(left, seen) == [(0,)], "the sessions to end")
 
 
-def test_close_old_connections_leaves_it_alone(pool):
+@pytest.mark.parametrize(
+    "clean_up",
+    [close_old_connections, connections.close_all, DjangoWorkerFixup(Celery("app")).close_database],
+)
+def test_clean_ups_of_django_and_celery_leave_it_alone(pool, clean_up):
     before = pool.run(session_of)
     connections["postgres"].ensure_connection()
-    close_old_connections()
-    connections.close_all()
-    assert pool.run(session_of) == before
-
-
-def test_celerys_clean_up_leaves_it_alone(pool):
-    from celery import Celery
-    from celery.fixups.django import DjangoWorkerFixup
-
-    before = pool.run(session_of)
-    DjangoWorkerFixup(Celery("app")).close_database()
+    clean_up()
     assert pool.run(session_of) == before
 
 
@@ -340,11 +333,6 @@ class Meanwhile(float):
 
 
 class TestWatchdog:
-    def test_a_block_that_takes_too_long(self):
-        called = threading.Event()
-        with Watchdog().limit(0.05, called.set):
-            assert called.wait(5)
-
     def test_a_limit_that_its_own_thread_sets_while_it_looks(self):
         dog, called = Watchdog(), threading.Event()
         late = Meanwhile(clock() + 0.05)
@@ -378,10 +366,11 @@ class TestWatchdog:
         with dog.limit(5, lambda: None):
             assert not called.wait(0.2)
 
-    def test_a_shorter_limit_is_kept_though_a_longer_one_came_first(self):
-        called = threading.Event()
-        dog = Watchdog()
-        with dog.limit(60, lambda: None), dog.limit(0.05, called.set):
+    @pytest.mark.parametrize("longer", [False, True])
+    def test_a_block_that_takes_too_long_also_under_a_longer_limit(self, longer):
+        dog, called = Watchdog(), threading.Event()
+        outer = dog.limit(60, lambda: None) if longer else contextlib.nullcontext()
+        with outer, dog.limit(0.05, called.set):
             assert called.wait(5)
 
     def test_many_limits_leave_nothing_behind(self):

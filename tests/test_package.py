@@ -83,10 +83,8 @@ def test_what_the_classifiers_claim_is_what_tox_runs() -> None:
     run = re.findall(r"py3(\d+)-django(\d)(\d)", config["tox"]["env_list"])
     assert {python for python, _ in claimed if python} == {f"3.{minor}" for minor, _, _ in run}
     assert {django for _, django in claimed if django} == {f"{a}.{b}" for _, a, b in run}
-    assert (
-        config["options"]["python_requires"]
-        == f">={min(python for python, _ in claimed if python)}"
-    )
+    oldest = min(python for python, _ in claimed if python)
+    assert config["options"]["python_requires"] == f">={oldest}"
 
 
 def test_what_the_readme_claims_is_what_tox_runs() -> None:
@@ -96,11 +94,8 @@ def test_what_the_readme_claims_is_what_tox_runs() -> None:
     pythons, djangos, celeries = (
         [int(each) for each in column] for column in zip(*run, strict=True)
     )
-    told = " ".join(
-        (
-            f"Python 3.{min(pythons)} to 3.{max(pythons)},",
-            f"Django {min(djangos) / 10} to {max(djangos) / 10} and",
-            f"Celery {min(celeries) / 10} to {max(celeries) / 10}.",
-        )
+    told = (
+        f"Python 3.{min(pythons)} to 3.{max(pythons)}, Django {min(djangos) / 10} to "
+        f"{max(djangos) / 10} and Celery {min(celeries) / 10} to {max(celeries) / 10}."
     )
     assert told in " ".join(README.split())

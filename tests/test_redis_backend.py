@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
@@ -254,14 +255,13 @@ def test_an_error_before_the_answer_was_read_leaves_it_to_no_other_request(backe
 
 
 def test_a_request_of_another_thread_has_a_connection_of_its_own(backend):
-    here, answers, key = backend._here, [], f"{backend.config.key_prefix}:list"
-    waiter = threading.Thread(target=lambda: answers.append(here.execute("BLPOP", key, 5)))
-    waiter.start()
-    wait_until(lambda: "blpop" in str(here.execute("CLIENT", "LIST")), "a thread that waits")
-    assert here.execute("ECHO", "mine") == b"mine"
-    here.execute("RPUSH", key, "its own")
-    waiter.join(10)
-    assert [tuple(each) for each in answers] == [(key.encode(), b"its own")]
+    here, key = backend._here, f"{backend.config.key_prefix}:list"
+    with ThreadPoolExecutor(1) as other:
+        waiter = other.submit(here.execute, "BLPOP", key, 5)
+        wait_until(lambda: "blpop" in str(here.execute("CLIENT", "LIST")), "a thread that waits")
+        assert here.execute("ECHO", "mine") == b"mine"
+        here.execute("RPUSH", key, "its own")
+        assert tuple(waiter.result(10)) == (key.encode(), b"its own")
 
 
 def test_an_error_of_the_server_keeps_the_connection(backend):
@@ -452,18 +452,14 @@ def test_a_renewal_after_a_flush_restores_the_counter(backend, store):
     assert store.client.get(store.keys.counter) == f"2:{held.owner}"
 
 
-def test_a_suggested_floor_raises_the_next_token_and_keeps_the_lease(backend):
+@pytest.mark.parametrize("by_release", [False, True])
+def test_a_suggested_floor_or_recorded_token_raises_the_next_token(backend, by_release):
     held = take(backend, fenced())
-    backend.suggest(NAME, 41)
-    assert backend.verify(held)
-    assert backend.renew([held]) == [Renewal.KEPT]
-    assert backend.release(held)
-    assert take(backend, fenced()).token == 42
-
-
-def test_a_release_raises_the_counter_to_the_recorded_token(backend):
-    held = take(backend, fenced())
-    backend.release(Grant(NAME, held.owner, token=41))
+    if not by_release:
+        backend.suggest(NAME, 41)
+        assert backend.verify(held)
+        assert backend.renew([held]) == [Renewal.KEPT]
+    assert backend.release(Grant(NAME, held.owner, token=41) if by_release else held)
     assert take(backend, fenced()).token == 42
 
 
@@ -501,9 +497,10 @@ def test_a_key_of_other_software_is_a_held_lock(backend, store, value):
 # The queue
 
 
-def test_a_lock_is_handed_to_the_next_waiter_at_once(backend, store):
+@pytest.mark.parametrize("seconds", [10, float("inf")])
+def test_a_lock_is_handed_to_the_next_waiter_at_once(backend, store, seconds):
     held = take(backend, mine())
-    waiter = store.wait()
+    waiter = store.wait(seconds=seconds)
     assert backend.holders([NAME])[NAME].waiting == 1
     released = clock()
     backend.release(held)
@@ -533,13 +530,6 @@ def test_a_waiter_gets_the_lock_when_a_dead_holders_ttl_ends(backend, store):
     assert store.left() == set()
 
 
-def test_a_wait_without_an_end_gets_the_lock(backend, store):
-    held = take(backend, mine())
-    waiter = store.wait(seconds=float("inf"))
-    backend.release(held)
-    assert waiter.result()
-
-
 def test_a_lock_handed_over_at_the_time_limit_is_used(backend, store):
     held = take(backend, mine())
     sent, _ = store.dead()
@@ -548,21 +538,17 @@ def test_a_lock_handed_over_at_the_time_limit_is_used(backend, store):
     assert store.left() == set()
 
 
-def test_a_waiter_that_died_is_released_from_the_queue(backend, store):
+@pytest.mark.parametrize("has_the_lock", [False, True])
+def test_a_waiter_that_died_is_released(backend, store, has_the_lock):
     holder = take(backend, mine())
-    dead, _ = store.dead()
+    dead, _ = store.dead(pause=0 if has_the_lock else 0.06)
+    if has_the_lock:
+        backend.release(holder)
+        assert backend.holders([NAME])[NAME].owner == dead.owner
     assert backend.release(Grant(NAME, dead.owner, fenced=False))
     assert store.queued() == 0
-    assert backend.verify(holder)
-
-
-def test_a_waiter_that_died_with_the_lock_is_released(backend, store):
-    holder = take(backend, mine())
-    dead, _ = store.dead(pause=0)
-    backend.release(holder)
-    assert backend.holders([NAME])[NAME].owner == dead.owner
-    assert backend.release(Grant(NAME, dead.owner, fenced=False))
-    assert take(backend, mine())
+    assert backend.verify(holder) is not has_the_lock
+    assert bool(backend.holders([NAME])) is not has_the_lock
 
 
 @pytest.mark.parametrize("number", [1, 8])
@@ -974,37 +960,26 @@ def test_a_url_that_can_not_be_used_is_e007(url, why):
     assert "redis+sentinel://[user:password@]host1" in text
 
 
-def test_no_place_or_two_places_for_a_server_are_e007():
-    [(number, text)] = found()
-    assert number == "E007"
-    assert 'OPTIONS["CACHE"]' in text
-    [(number, text)] = found(url="redis://localhost", CACHE="default")
-    assert number == "E007"
-    assert "has LOCATION and OPTIONS['CACHE']" in text
-
-
-def test_a_cache_that_is_no_redis_is_e009(settings):
+@pytest.mark.parametrize(
+    ("terms", "expected", "words"),
+    [
+        ({}, "E007", 'OPTIONS["CACHE"]'),
+        ({"url": "redis://x", "CACHE": "default"}, "E007", "has LOCATION and OPTIONS['CACHE']"),
+        ({"CACHE": "default"}, "E009", "LocMemCache"),
+        ({"CACHE": "nowhere"}, "E009", "it has 'default'"),
+        *(
+            ({"CLIENT_FACTORY": path}, "E008", repr(path))
+            for path in ("nowhere.to_be_found", "os.sep", "justaword", 7)
+        ),
+        ({"url": "redis://x", "TIMEOUT": "soon"}, "E003", "'soon'"),
+        ({"url": "redis://x", "CASHE": "default"}, "E008", "Did you mean 'CACHE'?"),
+    ],
+)
+def test_settings_that_can_not_be_used_are_named(settings, terms, expected, words):
     settings.CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
-    [(number, text)] = found(CACHE="default")
-    assert number == "E009"
-    assert "LocMemCache" in text
-    [(number, text)] = found(CACHE="nowhere")
-    assert number == "E009"
-    assert "it has 'default'" in text
-
-
-@pytest.mark.parametrize("path", ["nowhere.to_be_found", "os.sep", "justaword", 7])
-def test_a_factory_that_can_not_be_called_is_e008(path):
-    [(number, text)] = found(CLIENT_FACTORY=path)
-    assert number == "E008"
-    assert repr(path) in text
-
-
-def test_unknown_options_and_bad_durations_are_named():
-    assert [number for number, _ in found(url="redis://x", TIMEOUT="soon")] == ["E003"]
-    [(number, text)] = found(url="redis://x", CASHE="default")
-    assert number == "E008"
-    assert "Did you mean 'CACHE'?" in text
+    [(number, text)] = found(**terms)
+    assert number == expected
+    assert words in text
 
 
 def test_a_missing_driver_is_named_with_its_extra():
@@ -1028,13 +1003,10 @@ def ids(backend):
     return {problem.id for problem in backend.check() if problem.id}
 
 
-def test_the_shared_server_keeps_nothing_on_disk(backend):
-    assert ids(backend) == {"I001"}
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        ({}, {"I001"}),
         ({"appendonly": "yes"}, set()),
         ({"save": "3600 1"}, {"I002"}),
         ({"maxmemory": "100mb", "maxmemory_policy": "volatile-lru"}, {"I001", "W002"}),

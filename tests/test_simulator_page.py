@@ -15,12 +15,14 @@ from django.test import RequestFactory, override_settings
 from selenium.webdriver import ActionChains, Keys
 
 from example_project.simulator.views import for_this_machine
+from tests.scripts import ROOT
+from tests.scripts import environment as variables
 from tests.servers.process import _alive, free_port, wait_until
 from tests.visitor import Visitor
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent
+
 CONTRAST = (ROOT / "tests/contrast.js").read_text()
 
 
@@ -30,12 +32,7 @@ def run_site(*options, **environment):
     process = subprocess.Popen(
         [sys.executable, "-m", "django", "runserver", *options, str(port)],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "DJANGO_SETTINGS_MODULE": "tests.simulator_site",
-            "PYTHONPATH": str(ROOT),
-            **environment,
-        },
+        env=variables(DJANGO_SETTINGS_MODULE="tests.simulator_site", **environment),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         process_group=0,

@@ -9,6 +9,7 @@ import itertools
 import linecache
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from django.db import connections, transaction
@@ -33,22 +34,8 @@ pytestmark = [
 ]
 
 #: Where the strikes hit.
-FILES = {
-    each.__file__
-    for each in (
-        locks,
-        manager,
-        grants,
-        sessions,
-        database,
-        postgres_backend,
-        holding,
-        jobs,
-        redis_backend,
-        redis_connections,
-        keeper,
-    )
-}
+MODULES = [locks, manager, grants, keeper, sessions, database, postgres_backend, holding, jobs]
+FILES = {each.__file__ for each in (*MODULES, redis_backend, redis_connections)}
 
 
 class Struck(BaseException):
@@ -102,30 +89,37 @@ def backend(backend):
         found._sessions._room = [True] * sessions.MAX_CONNECTIONS
 
 
-@pytest.mark.parametrize("how", ["acquire", "with"])
-def test_no_line_leaves_a_lock(backend, how):
+def struck_everywhere(act, check, least=20):
+    """Call `act` struck at one place after the other, until there is no further place."""
     for place in itertools.count(1):
         # Each in a thread of its own: Python 3.11 goes on handling the error whose handler was
         # struck, so that whatever is raised in that thread later has it as its context.
         with ThreadPoolExecutor(1) as thread:
-            was_struck = thread.submit(take_struck, how, place).result()
+            was_struck = thread.submit(act, place).result()
+            check(place)
             assert not thread.submit(lambda: current_holder().leases).result()
-        assert not backend.holders([f"x{place}"]), place
         if not was_struck:
             break
-    assert place > 20
+    assert place > least
+
+
+@pytest.fixture
+def assert_free(backend):
+    def check(place):
+        assert not backend.holders([f"x{place}"]), place
+
+    return check
+
+
+@pytest.mark.parametrize("how", ["acquire", "with"])
+def test_no_line_leaves_a_lock(assert_free, how):
+    struck_everywhere(partial(take_struck, how), assert_free)
 
 
 @pytest.mark.parametrize("backend", ["database"], indirect=True)
 @pytest.mark.parametrize("how", ["acquire", "with"])
-def test_no_line_leaves_a_lock_that_was_entered_again(backend, how):
-    for place in itertools.count(1):
-        with ThreadPoolExecutor(1) as thread:
-            was_struck = thread.submit(enter_struck, how, place).result()
-        assert not backend.holders([f"x{place}"]), place
-        if not was_struck:
-            break
-    assert place > 10
+def test_no_line_leaves_a_lock_that_was_entered_again(assert_free, how):
+    struck_everywhere(partial(enter_struck, how), assert_free, least=10)
 
 
 def enter_struck(how, place):
@@ -154,25 +148,19 @@ def take_struck(how, place, name="x{}", timeout=0, begins=Grants.acquire):
 
 def test_no_line_of_a_release_leaves_a_lock(backend, monkeypatch):
     monkeypatch.setattr(keeper, "FIRST_DOUBT", 0.01)
-    for place in itertools.count(1):
-        with ThreadPoolExecutor(1) as thread:
-            was_struck = thread.submit(release_struck, place).result()
-            wait_until(lambda place=place: not backend.holders([f"x{place}"]), "a free lock", 5)
-            assert not thread.submit(lambda: current_holder().leases).result()
-        if not was_struck:
-            break
-    assert place > 20
+
+    def wait_until_free(place):
+        wait_until(lambda: not backend.holders([f"x{place}"]), "a free lock", 5)
+
+    struck_everywhere(release_struck, wait_until_free)
 
 
 @pytest.mark.parametrize("backend", ["redis"], indirect=True)
-def test_no_line_of_a_release_in_a_transaction_leaves_a_lock(backend):
-    for place in itertools.count(1):
-        with ThreadPoolExecutor(1) as thread:
-            was_struck = thread.submit(release_struck, place, transaction.atomic()).result()
-            assert not backend.holders([f"x{place}"]), place
-        if not was_struck:
-            break
-    assert place > 10
+def test_no_line_of_a_release_in_a_transaction_leaves_a_lock(assert_free):
+    def release_within(place):
+        return release_struck(place, transaction.atomic())
+
+    struck_everywhere(release_within, assert_free, least=10)
 
 
 def release_struck(place, block=None):
@@ -190,18 +178,17 @@ def release_struck(place, block=None):
 @pytest.mark.parametrize("backend", ["redis", "postgres"], indirect=True)
 def test_no_line_leaves_a_waiter_in_the_queue(backend):
     """It would get the lock, and keep it from others for seconds."""
+
+    def wait_until_gone(place):
+        wait_until(lambda: not backend.holders(["x"])["x"].waiting, f"no waiter, {place}", 5)
+
     with lock("x"):
-        for place in itertools.count(1):
-            with ThreadPoolExecutor(1) as thread:
-                was_struck = thread.submit(take_struck, "acquire", place, "x", 0.01).result()
-            wait_until(lambda: not backend.holders(["x"])["x"].waiting, f"no waiter, {place}", 5)
-            if not was_struck:
-                break
+        wait = partial(take_struck, "acquire", name="x", timeout=0.01)
+        struck_everywhere(wait, wait_until_gone)
         # And none is in the way of those that come later.
         assert not take_struck("acquire", 1000, "x", 0.01)
         if backend.label == "postgres":
             assert not any(backend._local._queues.values())
-    assert place > 20
 
 
 def test_what_was_noted_already_is_nobodys(backend, monkeypatch):

@@ -102,19 +102,15 @@ class Client:
 
     # Writing
 
-    def write_by_save(self, lease: Lease, pk: int) -> None:
-        row = Tally.objects.using(self.using).get(pk=pk)
+    def write_by_save(self, lease: Lease, pk: int, model: Any = Tally) -> None:
+        row = model.objects.using(self.using).get(pk=pk)
         read = row.count
         self.think()
-        with self.writing("tally", lease, read) as stamp:
+        with self.writing(model.__name__.lower(), lease, read) as stamp:
             self.save(row, read, stamp)
 
     def write_by_gauge(self, lease: Lease, pk: int) -> None:
-        row = Gauge.objects.using(self.using).get(pk=pk)
-        read = row.count
-        self.think()
-        with self.writing("gauge", lease, read) as stamp:
-            self.save(row, read, stamp)
+        self.write_by_save(lease, pk, Gauge)
 
     def write_by_update(self, lease: Lease, pk: int) -> None:
         read = Tally.objects.using(self.using).get(pk=pk).count

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
@@ -203,28 +203,25 @@ def _some(lab: Lab) -> list[Proxy]:
     return lab.random.sample(proxies, lab.random.randint(1, len(proxies)))
 
 
-def lose_replies(lab: Lab) -> None:
-    """Let requests through and lose the answers."""
+def _silence(lab: Lab, what: str, fail: Callable[[Proxy], None]) -> None:
     proxies = _some(lab)
     lab.await_holder(_is_far)
     with _healed(proxies):
-        lab.note("lose replies")
+        lab.note(what)
         for proxy in proxies:
-            proxy.drop_replies()
+            fail(proxy)
         lab.sleep(1.2, 2.5)
     lab.sleep(0.5, 1)
+
+
+def lose_replies(lab: Lab) -> None:
+    """Let requests through and lose the answers."""
+    _silence(lab, "lose replies", Proxy.drop_replies)
 
 
 def hold_back(lab: Lab) -> None:
     """Hold everything back, and deliver it late: after others have come."""
-    proxies = _some(lab)
-    lab.await_holder(_is_far)
-    with _healed(proxies):
-        lab.note("hold back")
-        for proxy in proxies:
-            proxy.black_hole()
-        lab.sleep(1.2, 2.5)
-    lab.sleep(0.5, 1)
+    _silence(lab, "hold back", Proxy.black_hole)
 
 
 def slow_down(lab: Lab) -> None:

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from . import workspace
 
@@ -104,12 +105,29 @@ def install_db(mariadbd: Path) -> Path | None:
     return None
 
 
-@functools.cache
-def pgbouncer() -> Found:
-    """Find a pgbouncer. There is no wheel."""
-    for path in _system("pgbouncer"):
-        return _found("pgbouncer", path, "the system")
-    raise ServerMissing("PgBouncer", "apt-get install pgbouncer")
+def _of_the_system(title: str, package: str, *programs: str, more: str = "/") -> Any:
+    """Return what finds a program of which there is no wheel."""
+
+    @functools.cache
+    def find() -> Found:
+        for program in programs:
+            for path in _system(program, [Path(more)]):
+                return _found(programs[0], path, "the system")
+        raise ServerMissing(title, f"apt-get install {package}")
+
+    return find
+
+
+pgbouncer = _of_the_system("PgBouncer", "pgbouncer", "pgbouncer")
+chromium = _of_the_system(
+    "Chromium", "chromium chromium-driver", "chromium", "chromium-browser", "google-chrome"
+)
+#: It goes with Chromium.
+chromedriver = _of_the_system(
+    "chromedriver", "chromium-driver", "chromedriver", more="/usr/lib/chromium-browser"
+)
+#: Prometheus' own tool, which tries rules.
+promtool = _of_the_system("promtool", "prometheus", "promtool")
 
 
 @functools.cache
@@ -124,31 +142,6 @@ def rabbitmq() -> Found:
             version = names[0].partition("-")[2] if names else "unknown version"
             return Found("rabbitmq", path, version, "the system")
     raise ServerMissing("RabbitMQ", "apt-get install rabbitmq-server")
-
-
-@functools.cache
-def chromium() -> Found:
-    """Find a Chromium. There is no wheel."""
-    for program in ("chromium", "chromium-browser", "google-chrome"):
-        for path in _system(program):
-            return _found("chromium", path, "the system")
-    raise ServerMissing("Chromium", "apt-get install chromium chromium-driver")
-
-
-@functools.cache
-def chromedriver() -> Found:
-    """Find the chromedriver that goes with Chromium."""
-    for path in _system("chromedriver", [Path("/usr/lib/chromium-browser")]):
-        return _found("chromedriver", path, "the system")
-    raise ServerMissing("chromedriver", "apt-get install chromium-driver")
-
-
-@functools.cache
-def promtool() -> Found:
-    """Find Prometheus' own tool, which tries rules. There is no wheel."""
-    for path in _system("promtool"):
-        return _found("promtool", path, "the system")
-    raise ServerMissing("promtool", "apt-get install prometheus")
 
 
 FINDERS: dict[str, Callable[[], Found]] = {

@@ -24,12 +24,7 @@ _test_process = os.getpid()
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout: float = 20) -> None:
-    """
-    Ask every few milliseconds until *condition* holds.
-
-    Raises:
-        TimeoutError: It did not within *timeout* seconds; the message names *what*.
-    """
+    """Ask every few milliseconds until *condition* holds; raise TimeoutError if it doesn't."""
     deadline = time.monotonic() + timeout
     pause = 0.001
     while not condition():
@@ -93,13 +88,8 @@ class Process:
     A server process of ours and its children.
 
     Args:
-        command: What to execute.
-        directory: Gets the log.
         ready: Tells whether the server answers; asked repeatedly after the start.
-        terminate: The signal for a clean stop.
         quit: The signal for a quick stop that loses nothing outside the server's own files.
-        environment: Variables that the server wants.
-        patience: How many seconds it may take to start.
         ours: It runs as us, in our own directory, and not as the server user.
     """
 

@@ -28,12 +28,7 @@ class Server:
 
     @property
     def process(self) -> Process:
-        """
-        Return the process.
-
-        Raises:
-            ServerNotOurs: The server was named in the environment.
-        """
+        """Return the process, unless the server was named in the environment."""
         if self._process is None:
             raise ServerNotOurs(
                 f"{self!r} was named in the environment, so tests may not stop it. "

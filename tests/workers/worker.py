@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -65,14 +64,6 @@ class _Celery:
         """End it and its children as SIGKILL does, all at once."""
         self.process.kill()
 
-    def pause(self) -> None:
-        """Stop it and its children, as SIGSTOP does."""
-        self.process.pause()
-
-    def resume(self) -> None:
-        """Let it and its children go on."""
-        self.process.resume()
-
     def send(self, number: int) -> None:
         """Send a signal to the main process."""
         os.kill(self.pid, number)
@@ -82,10 +73,6 @@ class _Celery:
         wait_until(lambda: not self.process.running, "the end of a Celery program", timeout)
         wait_until(lambda: not _alive(family), "the end of its children", 5)
         self.process.kill()
-
-    def stop(self, timeout: float = 20) -> None:
-        self.send(signal.SIGTERM)
-        self.wait_for_end(timeout)
 
     def close(self) -> None:
         """Be done with it, whatever state it is in."""
@@ -107,19 +94,7 @@ class _Celery:
 
 
 class Worker(_Celery):
-    """
-    A worker.
-
-    Args:
-        broker: Where it gets its messages.
-        journal: Where bodies write down what they do.
-        environment: Of its process.
-        pool: prefork, threads, solo or gevent.
-        concurrency: How many bodies may run at once.
-        transport: Transport options, such as ``{"visibility_timeout": 3}``.
-        arguments: More of the command line, such as ``"--max-tasks-per-child=1"``.
-        settings: More of Celery's settings.
-    """
+    """A worker with more of the command line, transport options and settings of Celery's."""
 
     def __init__(
         self,
