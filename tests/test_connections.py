@@ -189,15 +189,15 @@ class TestATestsTransaction:
         assert pool.run(lambda connection: connection) is connections[alias]
         assert pool.run_orm(lambda: connections[alias]) is connections[alias]
         assert not pool._idle
-        assert not sessions.in_transaction(alias)
+        assert not sessions.is_open(connections[alias])
         with transaction.atomic(alias):
-            assert not sessions.in_transaction(alias)
+            assert not sessions.is_open(connections[alias])
             assert sessions.has_own_block(connections[alias])
 
     def test_without_one_work_gets_another_connection(self):
         pool = ConnectionPool("default", timeout=2)
         with transaction.atomic():
-            assert sessions.in_transaction("default")
+            assert sessions.is_open(connections["default"])
             assert pool.run(lambda connection: connection) is not connections["default"]
         pool.close()
 
@@ -232,22 +232,22 @@ class TestRoom:
         first = threading.Thread(target=pool.run, args=(lambda connection: gate.wait(30),))
         others = [threading.Thread(target=pool.run, args=(done.append,)) for _ in range(3)]
         first.start()
-        wait_until(lambda: not pool._room, "the room to be taken")
+        wait_until(pool._room.empty, "the room to be taken")
         for other in others:
             other.start()
-        wait_until(lambda: pool._waiting == len(others), "the others to wait")
+        time.sleep(0.1)
         assert not done
         gate.set()
         for each in (first, *others):
             each.join(10)
         assert len(done) == len(others)
-        assert (pool._room, pool._waiting) == ([True], 0)
+        assert pool._room.qsize() == 1
 
     def test_without_room_in_time_an_error_is_raised(self):
         pool = ConnectionPool("default", timeout=0.05)
         with pytest.raises(OperationalError, match="all 1 private connections to 'default'"):
             pool.run(lambda connection: pool.run(lambda another: None))
-        assert (pool._room, pool._waiting) == ([True], 0)
+        assert pool._room.qsize() == 1
         pool.run(lambda connection: None)
 
     def test_a_renewal_has_room_when_all_other_is_taken(self):
@@ -260,14 +260,14 @@ class TestRoom:
 
         pool.run(renew)
         assert len(done) == 1
-        assert (pool._room, pool._spare) == ([True], [True])
+        assert pool._room.qsize() == pool._spare.qsize() == 1
 
     @pytest.mark.parametrize("renews", [False, True])
     def test_an_interrupt_anywhere_returns_the_room(self, renews):
         """A signal handler may raise after each call, of C or of Python."""
         pool, calls = ConnectionPool("default", timeout=0.05), 0
-        room = [] if renews else [True]
-        pool._room = list(room)
+        if renews:
+            pool._room.get()
 
         def strike(frame, event, argument):
             nonlocal left
@@ -288,7 +288,7 @@ class TestRoom:
                 struck = True
             finally:
                 sys.setprofile(None)
-            assert (pool._room, pool._spare, pool._waiting) == (room, [True], 0), calls
+            assert (pool._room.qsize(), pool._spare.qsize()) == (not renews, 1), calls
         assert calls > 10
 
     def test_every_waiter_gets_its_turn(self):
@@ -304,7 +304,7 @@ class TestRoom:
         for each in threads:
             each.join(60)
         assert len(done) == 200 * len(threads)
-        assert (pool._room, pool._waiting) == ([True], 0)
+        assert pool._room.qsize() == 1
 
 
 @pytest.mark.slow

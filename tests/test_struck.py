@@ -86,7 +86,9 @@ def backend(backend):
     yield found
     if isinstance(found, database.DatabaseBackend):
         # A strike before a call of C, which no signal does, loses a place of the pool.
-        found._sessions._room = [True] * sessions.MAX_CONNECTIONS
+        room = found._sessions._room
+        while room.qsize() < sessions.MAX_CONNECTIONS:
+            room.put(room)
 
 
 def struck_everywhere(act, check, least=20):

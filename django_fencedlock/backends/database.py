@@ -13,7 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ..conf import AliasConfig, Problem, location_problems
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable
-from ..storage.connections import in_transaction, is_of_test, is_open, pool
+from ..storage.connections import is_of_test, is_open, pool
 from ..storage.dialect import Entry, Ledger, entry_of
 from ..storage.rows import Row
 from ..storage.text import is_table_missing
@@ -195,7 +195,7 @@ class DatabaseBackend(Backend):
             raise self.unavailable("acquiring", error, claim.name) from error
         if not self._one_writer:
             return
-        if in_transaction(self.config.fence_database):
+        if is_open(connections[self.config.fence_database]):
             # The caller's own transaction has the file: waiting for it would never end.
             raise self.inside_transaction(claim.name) from error
         if is_of_test(connections[self.config.fence_database]):

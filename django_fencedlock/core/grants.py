@@ -25,8 +25,8 @@ from ..exceptions import (
 from ..lease import current_lease
 from ..storage.connections import (
     has_own_block,
-    in_transaction,
     is_of_test,
+    is_open,
     query_outside,
     test_connection,
 )
@@ -233,7 +233,7 @@ class Grants:
             if connections[using].vendor != "sqlite":
                 return
             # It isn't the fence that is locked, but the file.
-            if in_transaction(using):
+            if is_open(connections[using]):
                 raise self.backend.inside_transaction(grant.name) from error
         raise self.backend.unavailable("recording of the grant", error, grant.name) from error
 

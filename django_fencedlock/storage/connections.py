@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import queue
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -39,7 +39,7 @@ PREPARES, _BUSY_TIMEOUT = "_fencedlock_prepares", "_fencedlock_busy_timeout"
 # invalid_sql_statement_name, duplicate_prepared_statement: another session prepared it.
 _ANOTHER_SESSION = ("26000", "42P05")
 # feature_not_supported: "cached plan must not change result type", after a migration.
-_OUTDATED = ("0A000",)
+_OUTDATED = "0A000"
 
 #: Connections of a parent process, kept open: closing one would end the parent's session, and some
 #: drivers close a connection when it is collected.
@@ -88,11 +88,6 @@ def is_open(connection: BaseDatabaseWrapper) -> bool:
     return connection.in_atomic_block and not is_of_test(connection)
 
 
-def in_transaction(using: str) -> bool:
-    """Return whether the caller has an open transaction on database `using`."""
-    return is_open(connections[using])
-
-
 def open_connections() -> list[BaseDatabaseWrapper]:
     """Return the caller's connections with an open transaction."""
     every = connections.all(initialized_only=True)
@@ -104,41 +99,35 @@ def when_all_ended(open_now: Sequence[BaseDatabaseWrapper], callback: Callable[[
     ending = _Ending(len(open_now), callback)
     for connection in open_now:
         # on_commit() would bind the hook to the innermost savepoint. Django has no hook for a
-        # rollback, but drops this list then, and with it the only reference to the hook.
-        connection.run_on_commit.append((set(), _Hook(ending), True))  # type: ignore[arg-type]
+        # rollback, but drops this list then.
+        connection.run_on_commit.append((set(), ending, True))  # type: ignore[arg-type]
 
 
 class _Ending:
-    def __init__(self, left: int, callback: Callable[[], object]) -> None:
-        self._left = left
-        self._callback = callback
-        self._lock = threading.Lock()
+    """Calls a function once all transactions have called or dropped this object."""
 
-    def one_ended(self) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
+    #: None after the call, or if an interrupt ended __init__().
+    _callback: Callable[[], object] | None = None
+
+    def __init__(self, left: int, callback: Callable[[], object]) -> None:
+        self._left, self._callback = left, callback
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if not self._left:
+            # Not left to __del__(), which would swallow an interrupt.
+            self._end()
+
+    def _end(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
             try:
-                self._callback()
+                callback()
             except Exception:
                 # It would replace the result of the user's commit or rollback.
                 logger.exception("A callback at the end of a transaction failed")
 
-
-class _Hook:
-    #: None if an interrupt ended __init__().
-    _ending: _Ending | None = None
-
-    def __init__(self, ending: _Ending) -> None:
-        self._ending = ending
-
-    def __call__(self) -> None:
-        ending, self._ending = self._ending, None
-        if ending is not None:
-            ending.one_ended()
-
-    __del__ = __call__
+    __del__ = _end
 
 
 # Private connections
@@ -199,12 +188,11 @@ class NoAnswer(OperationalError):
     """A server didn't answer in time, and its connection was closed."""
 
     def __init__(self, seconds: float, blocker: str = "") -> None:
-        super().__init__(f"no answer within {seconds:g} s" + (f": {blocker}" if blocker else ""))
-        self.seconds = seconds
-        self.blocker = blocker
+        super().__init__(seconds, blocker)
+        self.seconds, self.blocker = seconds, blocker
 
-    def __reduce__(self) -> Any:
-        return type(self), (self.seconds, self.blocker)
+    def __str__(self) -> str:
+        return f"no answer within {self.seconds:g} s" + (self.blocker and f": {self.blocker}")
 
 
 class _DeadWhileIdle(Exception):
@@ -222,13 +210,13 @@ class ConnectionPool:
 
     def _reset(self) -> None:
         self._idle: list[BaseDatabaseWrapper] = []
-        # Tokens. Each is taken and returned by one call of C, so that an exception that a signal
-        # handler raises in between doesn't lose a connection's place.
-        self._room = [True] * MAX_CONNECTIONS
+        # Each place is taken and returned by one call of C, so that an exception that a signal
+        # handler raises in between doesn't lose it.
+        self._room: queue.SimpleQueue[Any] = queue.SimpleQueue()
         #: One more, for renewals: claims that wait for locked rows may use all others.
-        self._spare = [True]
-        self._waiting = 0
-        self._returned = threading.Condition()
+        self._spare: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for room in (*[self._room] * MAX_CONNECTIONS, self._spare):
+            room.put(room)
         self._prepares = True
 
     def run(
@@ -255,13 +243,12 @@ class ConnectionPool:
             if busy_timeout is None:
                 busy_timeout = SQLITE_BUSY_TIMEOUT if is_open(home) else self.timeout
             work = partial(_run_busy, work, busy_timeout)
-        place: list[bool] = []
-        spare: list[bool] = []
+        place: list[queue.SimpleQueue[Any]] = []
         try:
             if not (
                 _take(self._room, place)
-                or (renews and _take(self._spare, spare))
-                or self._wait_for_room(place)
+                or (renews and _take(self._spare, place))
+                or _take(self._room, place, self.timeout)
             ):
                 raise OperationalError(
                     f"all {MAX_CONNECTIONS} private connections to {self.using!r} were busy for "
@@ -272,14 +259,8 @@ class ConnectionPool:
                     return self._run(work, idle, was_idle=True)
             return self._run(work, private(self.using, self.timeout), was_idle=False)
         finally:
-            try:
-                self._room.extend(place)
-            finally:
-                self._spare.extend(spare)
-            # In this order: a thread counts itself as waiting before it looks for room.
-            if self._waiting:
-                with self._returned:
-                    self._returned.notify()
+            for room in place:
+                room.put(room)
 
     def run_orm(self, work: Callable[[], T], busy_timeout: float | None = None) -> T:
         """Like `run()`, for `work` that uses Django's ORM."""
@@ -298,14 +279,6 @@ class ConnectionPool:
     def after_fork(self) -> None:
         _of_parents.extend(self._idle)
         self._reset()
-
-    def _wait_for_room(self, place: list[bool]) -> bool:
-        with self._returned:
-            self._waiting += 1
-            try:
-                return self._returned.wait_for(partial(_take, self._room, place), self.timeout)
-            finally:
-                self._waiting -= 1
 
     def _idle_one(self) -> BaseDatabaseWrapper | None:
         try:
@@ -338,17 +311,18 @@ class ConnectionPool:
             keep = True
             return result
         except Error as exc:
-            if _is_of_prepared(connection, exc, _ANOTHER_SESSION):
+            prepares = getattr(connection, PREPARES, None) is not None
+            state = getattr(exc.__cause__, "sqlstate", None) if prepares else None
+            is_dead = isinstance(exc, OperationalError | InterfaceError) and (
+                connection.connection is None or not connection.is_usable()
+            )
+            if state in _ANOTHER_SESSION:
                 # Through a pooler that looks like the server.
                 self._prepares = False
                 raise _DeadWhileIdle from exc
-            if was_idle and _is_of_prepared(connection, exc, _OUTDATED):
+            if was_idle and (is_dead or state == _OUTDATED):
                 raise _DeadWhileIdle from exc
-            keep = not isinstance(exc, OperationalError | InterfaceError) or (
-                connection.connection is not None and connection.is_usable()
-            )
-            if was_idle and not keep:
-                raise _DeadWhileIdle from exc
+            keep = not is_dead
             if late:
                 raise NoAnswer(self.timeout) from exc
             raise
@@ -369,12 +343,12 @@ def _run_busy(
     return work(connection)
 
 
-def _take(room: list[bool], place: list[bool]) -> bool:
-    """Move a token from `room` to `place`, if there is one."""
+def _take(room: queue.SimpleQueue[Any], place: list[Any], timeout: float = 0.0) -> bool:
+    """Move an item from `room` to `place`, if there is one in time."""
     try:
-        # One call of C: an interrupted caller has the token in the list that it returns.
-        place.extend(map(list.pop, (room,)))
-    except IndexError:
+        # One call of C: an interrupted caller has the item in the list that it returns.
+        place.extend(map(room.get, (timeout > 0,), (timeout,)))
+    except queue.Empty:
         return False
     return True
 
@@ -490,8 +464,3 @@ def _prepare_statements(connection: BaseDatabaseWrapper) -> None:
             from psycopg import Cursor
 
             setattr(connection, PREPARES, Cursor(raw))
-
-
-def _is_of_prepared(connection: BaseDatabaseWrapper, error: Error, states: tuple[str, ...]) -> bool:
-    prepares = getattr(connection, PREPARES, None) is not None
-    return prepares and getattr(error.__cause__, "sqlstate", None) in states
