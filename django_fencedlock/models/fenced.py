@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from django.db import models
 
 from ..lease import Lease, held_names, held_owners
-from .base import Doing, Guard, handed_over, reading_under
+from .base import Doing, Guard
 from .fencing import Fencing, FencingOf
 from .fields import FenceField
-from .queryset import FencedManager, GuardedModel
+from .queryset import FencedManager, GuardedModel, handed_over, reading_under
 from .writes import FenceGuard, Write, write_for, write_for_new_row
 
 
@@ -106,19 +106,19 @@ class FencedModel(GuardedModel):
 
     adelete.alters_data = True  # type: ignore[attr-defined]
 
-    def _fence_guard(self, table: Any, using: str, doing: Doing, is_first: bool) -> Guard | None:
-        given = _lease_given_to(self)
-        fencing: FencingOf = type(self).fencing
+    def _guards(self, table: Any, using: str, doing: Doing, is_first: bool) -> list[Guard]:
+        guards = super()._guards(table, using, doing, is_first)
+        given, fencing = _lease_given_to(self), type(self).fencing
         compares = is_first and not fencing.finds_rows
         if table is not fencing.table and not compares:
-            return None
+            return guards
         write = self._write(fencing, using, doing, given)
         if compares and write.grant is not None:
             # SQL can't compare the names, so the row is read before its first table is written.
             row = self._row(fencing.table, using).first()
             if row is not None and type(row).fencing.name_of_row(row) != write.name:
                 raise write.moved(self.pk, row.fence)
-        return FenceGuard(self, write) if table is fencing.table else None
+        return [*guards, FenceGuard(self, write)] if table is fencing.table else guards
 
     def _guard_dependent(self, using: str, origin: Any) -> None:
         fencing, given = type(self).fencing, _lease_given_to(origin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -11,9 +12,9 @@ from django.db import Error, connections, models, transaction
 from django.db.models import Case, F, Value, When
 from django.db.models.base import ModelBase
 
-from ..lease import Lease
+from ..lease import Lease, held_owners
 from ..storage.fences import is_newest
-from .base import GuardedQuerySet, SaveHooks, handed_over, is_fast_delete, watch
+from .base import SaveHooks, is_fast_delete, watch
 from .fencing import FencingOf, Rows
 from .fields import REJECTED, Exactly, confused_texts, is_rejected, is_text, may_confuse
 from .writes import (
@@ -34,13 +35,28 @@ from .writes import (
 _Row = TypeVar("_Row", bound=models.Model, covariant=True)
 
 
-class FencedQuerySet(GuardedQuerySet[_Row]):
+#: The owner ids of the leases under which rows are read: those that were held when the query was
+#: sent. Empty for rows of an iterator, which are fetched long after that.
+reading_under: ContextVar[tuple[str, ...]] = ContextVar("fencedlock_reading_under", default=())
+
+#: The model and the lease of a queryset that is about to save one object.
+handed_over: ContextVar[tuple[type[models.Model], Lease] | None] = ContextVar(
+    "fencedlock_handed_over", default=None
+)
+
+
+class FencedQuerySet(models.QuerySet[_Row]):
     """
     A queryset whose writes are guarded as those of single objects are.
 
     A statement over many fenced rows needs the lease of every row's lock. It raises before it
     writes if one isn't held, and fails as a whole if one of the rows is stale.
     """
+
+    #: The lease of using_lease().
+    _lease: Lease | None = None
+    #: The objects that bulk_update() writes.
+    _objects: Sequence[Any] | None = None
 
     def using_lease(self, lease: Lease) -> Self:
         """Write under `lease`, whatever the context holds."""
@@ -88,8 +104,13 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
     ) -> int:
         objs, fields = tuple(objs), tuple(fields)
         self._require_other_columns(fields, "bulk_update")
-        writes = self._writes_of(objs)
-        if (writes is None and not self._is_versioned) or not all(obj.pk for obj in objs):
+        if not (self._is_covered() or self._is_versioned) or not all(obj.pk for obj in objs):
+            return super().bulk_update(objs, fields, batch_size)
+        # A row without a lease raises here, before anything is written.
+        writes = (
+            self.filter(pk__in=[obj.pk for obj in objs])._copy(_objects=objs)._writes("Updating")
+        )
+        if writes is None and not self._is_versioned:
             return super().bulk_update(objs, fields, batch_size)
         count = 0
         within = transaction.atomic(using=self._database(), savepoint=False)
@@ -159,17 +180,51 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
     delete.alters_data = True  # type: ignore[attr-defined]
     delete.queryset_only = True  # type: ignore[attr-defined]
 
-    def _delete_fast(self, using: str) -> int:
+    # Django's own steps
+
+    def _raw_delete(self, using: Any) -> int:
+        # Cascades come here, bypassing delete().
         rows: Any = self.using(using)
         writes = rows._writes("Deleting")
         if writes is None:
-            return models.QuerySet._raw_delete(self, using)
+            return super()._raw_delete(using)
         with rows._all_or_nothing(writes), transaction.atomic(using=using, savepoint=False):
             # The UPDATE fails if a row may not be deleted. Rows that came since then are left
             # alone: their leases weren't asked for.
             models.QuerySet.update(rows._plain_rows(), fence=token_or_rejected(writes))
             claimed = rows.filter(fence=claimed_fence(writes))
             return models.QuerySet._raw_delete(claimed, using)
+
+    _raw_delete.alters_data = True  # type: ignore[attr-defined]
+
+    def _fetch_all(self) -> None:
+        owners = held_owners() if self._lease is None else (*held_owners(), self._lease.owner_id)
+        token = reading_under.set(owners)
+        try:
+            super()._fetch_all()
+        finally:
+            reading_under.reset(token)
+
+    def _clone(self) -> Self:
+        clone: Any = super()._clone()  # type: ignore[misc]
+        clone._lease, clone._objects = self._lease, self._objects
+        return clone  # type: ignore[no-any-return]
+
+    def _copy(self, **attributes: Any) -> Self:
+        clone: Any = self._chain()  # type: ignore[attr-defined]
+        clone.__dict__.update(attributes)
+        return clone  # type: ignore[no-any-return]
+
+    def _plain_rows(self) -> Self:
+        """Return the rows without order, annotations and values()."""
+        self._for_write = True
+        rows = self._copy(_fields=None, _iterable_class=models.query.ModelIterable)
+        rows = rows.using(self.db).order_by()
+        rows.query.clear_select_clause()
+        rows.query.select_for_update = False
+        rows.query.distinct_fields = ()
+        rows.query.default_cols = True
+        return rows
 
     # What the model is
 
@@ -218,15 +273,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         if values and (objs is None or None in names):
             writes = [self._moved(write, values) for write in writes]
         return self._unless_left_alone(writes)
-
-    def _writes_of(self, objs: Sequence[Any]) -> Sequence[Write] | None:
-        """Find the leases for these objects; None if they are left to Django."""
-        if not self._is_covered():
-            return None
-        rows = self._known(objs)
-        if rows is None:
-            rows = self.filter(pk__in=[obj.pk for obj in objs])._rows()
-        return self._unless_left_alone(self._gather(rows, "Updating"))
 
     def _gather(self, rows: Rows, doing: str) -> list[Write]:
         fencing, using = self._fencing, self._database()

@@ -32,9 +32,12 @@ class VersionedModel(GuardedModel):
         class Meta(GuardedModel.Meta):
             abstract = True
 
-    def _version_guard(self, table: Any, using: str, doing: Doing) -> Guard | None:
+    def _guards(self, table: Any, using: str, doing: Doing, is_first: bool) -> list[Guard]:
+        guards = super()._guards(table, using, doing, is_first)
         its_table: Any = self._meta.get_field("version").model
-        return VersionGuard(self, doing) if table is its_table._meta.concrete_model else None
+        if table is its_table._meta.concrete_model:
+            guards.insert(0, VersionGuard(self, doing))
+        return guards
 
 
 class VersionGuard(Guard):
