@@ -8,9 +8,11 @@ Django in which these are as they are here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from django.db import Error, models, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -18,8 +20,10 @@ from django.db.models import Expression, Lookup
 from django.db.models.deletion import Collector
 from django.db.models.signals import class_prepared, pre_delete
 
+from ..lease import Lease
 from .fields import is_rejected
 
+_Row = TypeVar("_Row", bound=models.Model, covariant=True)
 _ABSENT = object()
 
 
@@ -303,6 +307,45 @@ class _RowCondition(Lookup):
             parts.append(sql)
             given += values
         return f"({' AND '.join(parts)})", tuple(given)
+
+
+class GuardedQuerySet(models.QuerySet[_Row]):
+    """A queryset that hands on what it was told."""
+
+    #: The lease of using_lease().
+    _lease: Lease | None = None
+    #: The objects that bulk_update() writes.
+    _objects: Sequence[Any] | None = None
+
+    def _clone(self) -> Self:
+        clone: Any = super()._clone()  # type: ignore[misc]
+        clone._lease, clone._objects = self._lease, self._objects
+        return clone  # type: ignore[no-any-return]
+
+    def _copy(self, **attributes: Any) -> Self:
+        clone: Any = self._chain()  # type: ignore[attr-defined]
+        clone.__dict__.update(attributes)
+        return clone  # type: ignore[no-any-return]
+
+
+# Leases that are given
+
+#: Leases that writes were given explicitly, the innermost first, each with the object that it is
+#: for; or with its model, until a queryset saves the object. Not kept in the objects: a lease can't
+#: be pickled, and copies would keep it.
+given_leases: ContextVar[tuple[list[Any], ...]] = ContextVar("fencedlock_given", default=())
+
+
+@contextlib.contextmanager
+def given(target: Any, lease: Lease | None) -> Iterator[None]:
+    """Note the lease that a write was given, for the steps that Django takes from there."""
+    token = given_leases.set(([target, lease], *given_leases.get())) if lease is not None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            with contextlib.suppress(ValueError):  # A coroutine is closed in another context.
+                given_leases.reset(token)
 
 
 # Cascades. Signals are all that Django calls for rows that it collects before it deletes them. It

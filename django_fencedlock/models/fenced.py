@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from django.db import models
 
 from ..lease import Lease, held_names, held_owners
-from .base import Doing, Guard
+from .base import Doing, Guard, given, given_leases
 from .fencing import Fencing, FencingOf
 from .fields import FenceField
-from .queryset import FencedManager, GuardedModel, handed_over, reading_under
+from .queryset import FencedManager, GuardedModel, reading_under
 from .writes import FenceGuard, Write, write_for, write_for_new_row
 
 
@@ -69,21 +67,18 @@ class FencedModel(GuardedModel):
 
     def save(self, *args: Any, lease: Lease | None = None, **kwargs: Any) -> None:
         """Save under `lease`, or the context's lease of the row's lock."""
-        given = handed_over.get()
-        if lease is None and given is not None and given[0] is type(self):
-            handed_over.set(None)  # It is for this object alone.
-            lease = given[1]
+        lease_given_to(self)  # Before receivers save other objects.
         if lease is None:
             super().save(*args, **kwargs)
         else:
-            with _given(self, lease):
+            with given(self, lease):
                 super().save(*args, **kwargs)
 
     save.alters_data = True  # type: ignore[attr-defined]
 
     async def asave(self, *args: Any, lease: Lease | None = None, **kwargs: Any) -> None:
         """See save()."""
-        with _given(self, lease):
+        with given(self, lease):
             await super().asave(*args, **kwargs)
 
     asave.alters_data = True  # type: ignore[attr-defined]
@@ -92,7 +87,7 @@ class FencedModel(GuardedModel):
         self, *args: Any, lease: Lease | None = None, **kwargs: Any
     ) -> tuple[int, dict[str, int]]:
         """Delete under `lease`, or the context's lease of the row's lock."""
-        with _given(self, lease):
+        with given(self, lease):
             return super().delete(*args, **kwargs)
 
     delete.alters_data = True  # type: ignore[attr-defined]
@@ -101,42 +96,41 @@ class FencedModel(GuardedModel):
         self, *args: Any, lease: Lease | None = None, **kwargs: Any
     ) -> tuple[int, dict[str, int]]:
         """See delete()."""
-        with _given(self, lease):
+        with given(self, lease):
             return await super().adelete(*args, **kwargs)
 
     adelete.alters_data = True  # type: ignore[attr-defined]
 
     def _guards(self, table: Any, using: str, doing: Doing, is_first: bool) -> list[Guard]:
-        guards = super()._guards(table, using, doing, is_first)
-        given, fencing = _lease_given_to(self), type(self).fencing
+        own: list[Guard] = []
+        fencing = type(self).fencing
         compares = is_first and not fencing.finds_rows
-        if table is not fencing.table and not compares:
-            return guards
-        write = self._write(fencing, using, doing, given)
-        if compares and write.grant is not None:
-            # SQL can't compare the names, so the row is read before its first table is written.
-            row = self._row(fencing.table, using).first()
-            if row is not None and type(row).fencing.name_of_row(row) != write.name:
-                raise write.moved(self.pk, row.fence)
-        return [*guards, FenceGuard(self, write)] if table is fencing.table else guards
+        if table is fencing.table or compares:
+            write = self._write(fencing, using, doing, lease_given_to(self))
+            if compares and write.grant is not None:
+                # SQL can't compare the names: the row is read before its first table is written.
+                row = self._row(fencing.table, using).first()
+                if row is not None and type(row).fencing.name_of_row(row) != write.name:
+                    raise write.moved(self.pk, row.fence)
+            own = [FenceGuard(self, write)] if table is fencing.table else []
+        return [*super()._guards(table, using, doing, is_first), *own]
 
     def _guard_dependent(self, using: str, origin: Any) -> None:
-        fencing, given = type(self).fencing, _lease_given_to(origin)
+        fencing, lease = type(self).fencing, lease_given_to(origin)
         if self._meta.concrete_model is not fencing.table:
             return  # The row of the fence's own table is collected as well.
-        if given is not None and given.name != fencing.name_of_row(self):
-            given = None
-        guard = FenceGuard(self, self._write(fencing, using, Doing.DELETING, given))
-        if not guard.keeps and not guard.is_met(using):
-            self._claim_row(fencing.table, using, [guard])
+        if lease is not None and lease.name != fencing.name_of_row(self):
+            lease = None
+        guard = FenceGuard(self, self._write(fencing, using, Doing.DELETING, lease))
+        self._claim_row(fencing.table, using, [guard])
 
-    def _write(self, fencing: FencingOf, using: str, doing: Doing, given: Lease | None) -> Write:
-        if not fencing.may_need_lease(given):
+    def _write(self, fencing: FencingOf, using: str, doing: Doing, lease: Lease | None) -> Write:
+        if not fencing.may_need_lease(lease):
             return Write(fencing, using, None, {}, doing)
         name = fencing.name_of_row(self)
         if doing is Doing.ADDING:
-            return write_for_new_row(fencing, name, using, given, doing)
-        if doing is Doing.LOADING and given is None and name not in held_names():
+            return write_for_new_row(fencing, name, using, lease, doing)
+        if doing is Doing.LOADING and lease is None and name not in held_names():
             # The object of a fixture has the columns of its own table alone.
             row = None if fencing.finds_rows else self._row(fencing.table, using).first()
             name = None if row is None else type(row).fencing.name_of_row(row)
@@ -144,32 +138,16 @@ class FencedModel(GuardedModel):
                 # It may overwrite the row, and leaves the fence as it is.
                 return Write(fencing, using, None, {}, doing)
         columns = {each.attname: fencing.value_of(self, each.attname) for each in fencing.compared}
-        return write_for(fencing, name, columns, using, given, doing)
+        return write_for(fencing, name, columns, using, lease, doing)
 
 
-#: The objects that are being written under a given lease, the innermost first. Not kept in the
-#: objects: a lease can't be pickled, and copies would keep it.
-_given_leases: ContextVar[tuple[tuple[models.Model, Lease], ...]] = ContextVar(
-    "fencedlock_given_leases", default=()
-)
-
-
-def _lease_given_to(origin: Any) -> Lease | None:
+def lease_given_to(origin: Any) -> Lease | None:
     """Return the lease that a write of an object or queryset was given explicitly."""
     if not isinstance(origin, models.Model):
         return getattr(origin, "_lease", None)
-    return next((lease for instance, lease in _given_leases.get() if instance is origin), None)
-
-
-@contextlib.contextmanager
-def _given(instance: models.Model, lease: Lease | None) -> Iterator[None]:
-    """Note the lease that a write was given, for the steps that Django takes from there."""
-    if lease is None:
-        yield
-        return
-    token = _given_leases.set(((instance, lease), *_given_leases.get()))
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # A coroutine is closed in another context.
-            _given_leases.reset(token)
+    for each in given_leases.get():
+        if each[0] is type(origin):
+            each[0] = origin
+        if each[0] is origin:
+            return each[1]  # type: ignore[no-any-return]
+    return None

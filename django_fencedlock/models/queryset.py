@@ -14,7 +14,7 @@ from django.db.models.base import ModelBase
 
 from ..lease import Lease, held_owners
 from ..storage.fences import is_newest
-from .base import SaveHooks, is_fast_delete, watch
+from .base import GuardedQuerySet, SaveHooks, given, is_fast_delete, watch
 from .fencing import FencingOf, Rows
 from .fields import REJECTED, Exactly, confused_texts, is_rejected, is_text, may_confuse
 from .writes import (
@@ -39,24 +39,14 @@ _Row = TypeVar("_Row", bound=models.Model, covariant=True)
 #: sent. Empty for rows of an iterator, which are fetched long after that.
 reading_under: ContextVar[tuple[str, ...]] = ContextVar("fencedlock_reading_under", default=())
 
-#: The model and the lease of a queryset that is about to save one object.
-handed_over: ContextVar[tuple[type[models.Model], Lease] | None] = ContextVar(
-    "fencedlock_handed_over", default=None
-)
 
-
-class FencedQuerySet(models.QuerySet[_Row]):
+class FencedQuerySet(GuardedQuerySet[_Row]):
     """
     A queryset whose writes are guarded as those of single objects are.
 
     A statement over many fenced rows needs the lease of every row's lock. It raises before it
     writes if one isn't held, and fails as a whole if one of the rows is stale.
     """
-
-    #: The lease of using_lease().
-    _lease: Lease | None = None
-    #: The objects that bulk_update() writes.
-    _objects: Sequence[Any] | None = None
 
     def using_lease(self, lease: Lease) -> Self:
         """Write under `lease`, whatever the context holds."""
@@ -72,13 +62,13 @@ class FencedQuerySet(models.QuerySet[_Row]):
         return super().defer(*deferred)
 
     def create(self, **values: Any) -> Any:
-        with self._handing_over():
+        with given(self.model, self._lease):
             return super().create(**values)
 
     create.alters_data = True  # type: ignore[attr-defined]
 
     def update_or_create(self, *args: Any, **values: Any) -> tuple[Any, bool]:
-        with self._handing_over():
+        with given(self.model, self._lease):
             return super().update_or_create(*args, **values)
 
     update_or_create.alters_data = True  # type: ignore[attr-defined]
@@ -204,16 +194,6 @@ class FencedQuerySet(models.QuerySet[_Row]):
             super()._fetch_all()
         finally:
             reading_under.reset(token)
-
-    def _clone(self) -> Self:
-        clone: Any = super()._clone()  # type: ignore[misc]
-        clone._lease, clone._objects = self._lease, self._objects
-        return clone  # type: ignore[no-any-return]
-
-    def _copy(self, **attributes: Any) -> Self:
-        clone: Any = self._chain()  # type: ignore[attr-defined]
-        clone.__dict__.update(attributes)
-        return clone  # type: ignore[no-any-return]
 
     def _plain_rows(self) -> Self:
         """Return the rows without order, annotations and values()."""
@@ -437,16 +417,6 @@ class FencedQuerySet(models.QuerySet[_Row]):
             return version_conflict(self.model, None, None, why)
         found = (superseded for write in leased if (superseded := write.superseded()))
         return next(found, None) or leased[0].error(why)
-
-    @contextlib.contextmanager
-    def _handing_over(self) -> Iterator[None]:
-        """Hand the lease over to the save that Django makes."""
-        lease = self._lease
-        before = handed_over.set(None if lease is None else (self.model, lease))
-        try:
-            yield
-        finally:
-            handed_over.reset(before)
 
     @contextlib.contextmanager
     def _all_or_nothing(self, writes: Sequence[Write]) -> Iterator[None]:

@@ -22,10 +22,6 @@ from .fields import REJECTED, exactly, same_text
 
 logger = logging.getLogger(__name__)
 
-_WRITTEN_SINCE = (
-    "row was written since it was read or under a newer token, or belongs to another lock"
-)
-
 
 class Write(NamedTuple):
     """A write to the rows of one lock name."""
@@ -103,25 +99,16 @@ class Write(NamedTuple):
 
 def rejected(writes: Sequence[Write], pk: Any = None) -> StaleFence:
     """Return the error for a statement that the constraint failed."""
-    first, why = writes[0], f"a {_WRITTEN_SINCE}"
-    knows = _can_query(first.using)
-    for write in writes if knows else ():
-        if superseded := write.superseded(pk):
-            return superseded
+    why = "a row was written since it was read or under a newer token, or belongs to another lock"
     if len(writes) > 1:
-        names = ", ".join(repr(write.name) for write in writes[:3])
-        more = f" and {len(writes) - 3} more" if len(writes) > 3 else ""
-        why = f"a newer grant of one of the locks {names}{more} exists, or {why}"
-    elif not knows:
-        why = f"a newer grant exists, or {why}"
-    return first.error(why, pk=pk)
-
-
-def _can_query(using: str) -> bool:
-    """Whether the database answers after a statement failed: not within its transaction."""
-    connection = connections[using]
-    broken = connection.vendor == "postgresql" or connection.needs_rollback
-    return not (connection.in_atomic_block and broken)
+        some = [repr(write.name) for write in writes[:3]] + ["..."] * (len(writes) > 3)
+        why += f" (of the locks {', '.join(some)})"
+    connection = connections[writes[0].using]
+    is_broken = connection.vendor == "postgresql" or connection.needs_rollback
+    if connection.in_atomic_block and is_broken:
+        return writes[0].error(f"a newer grant exists, or {why}", pk=pk)
+    found = (superseded for write in writes if (superseded := write.superseded(pk)))
+    return next(found, None) or writes[0].error(why, pk=pk)
 
 
 def version_conflict(
@@ -282,13 +269,6 @@ class FenceGuard(Guard):
             given += more
         return " AND ".join(parts), given
 
-    def is_met(self, using: str) -> bool:
-        """Whether a row that was read in this transaction needs no statement to be checked."""
-        # What was read under the lease that pins the transaction is as it was.
-        fences, write = self.fences or (), self.write
-        is_pinned = write.fencing.spec.serialised and write.pin(connections[using]) is None
-        return is_pinned and self.before in fences and write.token in fences
-
     def overwrote(self) -> None:
         if self.keeps and self.write.doing is Doing.ADDING:
             find_lease(self.write.fencing, self.instance.fencing.name(), None, Doing.SAVING)
@@ -361,7 +341,7 @@ def token_or_rejected(writes: Iterable[Write]) -> Case:
 
 def claimed_fence(writes: Iterable[Write]) -> Case:
     """Return the fence of a row after `token_or_rejected` was written into it."""
-    return _by_rows(When(_rows(write) or _ANY, then=_new_fence(write)) for write in writes)
+    return _by_rows(When(_rows(write), then=_new_fence(write)) for write in writes)
 
 
 def inserted_fence(write: Write) -> Any:
@@ -376,15 +356,12 @@ def _by_rows(branches: Iterable[When]) -> Case:
     return Case(*branches, default=Value(REJECTED), output_field=models.BigIntegerField())
 
 
-#: For a CASE, which takes no empty condition.
-_ANY = Q(fence__gte=0)
-
-
 def _rows(write: Write) -> Q:
-    fencing = write.fencing
-    found = Q(**{key: value for key, value in write.columns.items() if key not in fencing.texts})
-    for field in fencing.compared:
-        if field.attname in fencing.texts and field.attname in write.columns:
+    texts = write.fencing.texts
+    # A CASE takes no empty condition, and all fences are as high.
+    found = Q(fence__gte=0, **{k: value for k, value in write.columns.items() if k not in texts})
+    for field in write.fencing.compared:
+        if field.attname in texts and field.attname in write.columns:
             found &= same_text(field, write.columns[field.attname])
     return found
 
@@ -396,7 +373,7 @@ def _condition(write: Write) -> Q:
     for each in (write, write.moving_to):
         if each is not None and (grant := each.pin(connections[each.using])) is not None:
             condition &= Q(Pin(grant))
-    return condition or _ANY
+    return condition
 
 
 def _new_fence(write: Write) -> Any:
