@@ -5,8 +5,6 @@ With pytest: ``pytest_plugins = ["django_fencedlock.test.fixtures"]``. The contr
 `django_fencedlock.test.contract`.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from .aids import (
     assert_locked,
     assert_not_locked,
@@ -16,9 +14,7 @@ from .aids import (
     hold_lock,
     lose_lease,
 )
-
-if TYPE_CHECKING:
-    from .audit import assert_all_writes_fenced
+from .audit import assert_all_writes_fenced
 
 __all__ = [
     "assert_all_writes_fenced",
@@ -30,12 +26,3 @@ __all__ = [
     "hold_lock",
     "lose_lease",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "assert_all_writes_fenced":
-        raise AttributeError(name)
-    # It imports models, which requires that Django is ready.
-    from .audit import assert_all_writes_fenced
-
-    return assert_all_writes_fenced

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -15,20 +16,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models.deletion import Collector
 
-from ..models import FencedModel, FencedQuerySet
-from ..models.queryset import GuardedModel
 from ..storage.fenced_atomic import PinnedBlock
-
-#: The entry points of fenced writes: the package itself checks the statements inside them.
-PATHS: tuple[tuple[type, str], ...] = (
-    (GuardedModel, "_save_table"),
-    (GuardedModel, "delete"),
-    (FencedQuerySet, "update"),
-    (FencedQuerySet, "bulk_create"),
-    (FencedQuerySet, "delete"),
-    (FencedQuerySet, "_raw_delete"),
-    (Collector, "delete"),
-)
 
 
 class UnfencedWrite(NamedTuple):
@@ -57,7 +45,7 @@ def assert_all_writes_fenced() -> Iterator[list[UnfencedWrite]]:
     """
     found: list[UnfencedWrite] = []
     with contextlib.ExitStack() as stack:
-        for owner, name in PATHS:
+        for owner, name in _entry_points():
             path = _entry_point(getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, path))
         watch = _Watch(found)
@@ -67,6 +55,19 @@ def assert_all_writes_fenced() -> Iterator[list[UnfencedWrite]]:
     if found:
         listed = "\n".join(f"  {write}" for write in found)
         raise AssertionError(f"{len(found)} writes to fenced tables weren't fenced:\n{listed}")
+
+
+def _entry_points() -> Iterator[tuple[type, str]]:
+    """Yield the methods of fenced writes: the package itself checks the statements inside them."""
+    # Models can't be imported before Django is ready.
+    from ..models import FencedQuerySet
+    from ..models.queryset import GuardedModel
+
+    yield GuardedModel, "_save_table"
+    yield GuardedModel, "delete"
+    yield Collector, "delete"
+    for name in ("update", "bulk_create", "delete", "_raw_delete"):
+        yield FencedQuerySet, name
 
 
 #: In an entry point: the fenced tables where it has set the lease's token, and may delete.
@@ -132,6 +133,8 @@ class _Watch:
 
 def _fenced_tables() -> dict[str, str | None]:
     """Return fenced tables and their fence columns; None if a parent has it."""
+    from ..models import FencedModel
+
     found: dict[str, str | None] = {}
     for model in apps.get_models():
         if issubclass(model, FencedModel):
@@ -156,85 +159,44 @@ _COMMENTS = r"--[^\n]*|/\*(?!!).*?\*/"
 _NOISE = re.compile(rf"{_COMMENTS}|'(?:[^']|'')*'", re.S)
 _NOISE_OF_MYSQL = re.compile(rf"{_COMMENTS}|'(?:[^'\\]|''|\\.)*'", re.S)
 _TOKEN = re.compile(r'"(?:[^"]|"")*"|`(?:[^`]|``)*`|\[\w+\]|%\(\w+\)s|%s|\w+|[^\s\w]')
-#: Words between a verb and its table.
-_FILLERS = {
-    *("INTO", "FROM", "TABLE", "ONLY", "IGNORE", "LOW_PRIORITY", "HIGH_PRIORITY", "DELAYED"),
-    *("QUICK", "OR", "ABORT", "FAIL", "REPLACE", "ROLLBACK"),
-}
 #: Words before an UPDATE or DELETE that is no verb: FOR UPDATE, ON DELETE CASCADE.
 _NO_VERB = {"FOR", "KEY", "DO", "ON", "THEN", "AFTER", "BEFORE", "OF"}
-#: Words that end the list of tables.
-_ENDS = {"SET", "WHERE", "USING", "RETURNING", "RESTART", "CASCADE", ")"}
-#: Verbs at any place of a statement.
-_VERBS = {"INSERT", "UPDATE", "DELETE"}
-#: Verbs only at the beginning of a statement.
-_FIRST_VERBS = {"MERGE", "REPLACE", "TRUNCATE", "COPY", "LOAD"}
+#: Verbs at any place of a statement, and only at its beginning.
+_VERBS = {"INSERT", "UPDATE", "DELETE", "MERGE"}
+_FIRST_VERBS = {"REPLACE", "TRUNCATE", "COPY", "LOAD"}
+#: Words that end the list of tables after a verb.
+_ENDS = {"SET", "WHERE", "USING", "RETURNING", "VALUES", "SELECT", "(", ")"}
 #: Statements that define something: verbs in them aren't executed.
 _DEFINING = {"CREATE", "ALTER", "DROP", "COMMENT", "GRANT", "REVOKE"}
 
 
 def writes_in(sql: str, vendor: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the verb and the table of each write, also of doubtful ones."""
+    """Yield the verb and each word that may be a table of it, for each write."""
     noise = _NOISE_OF_MYSQL if vendor == "mysql" else _NOISE
-    for statement in _statements(_TOKEN.findall(noise.sub(" '' ", sql))):
+    tokens = _TOKEN.findall(noise.sub(" '' ", sql))
+    for is_end, group in itertools.groupby(tokens, ";".__eq__):
+        statement = [] if is_end else list(group)
         upper = [token.upper() for token in statement]
-        if upper[0] in _DEFINING:
+        if _DEFINING.intersection(upper[:1]):
             if {"$", "BEGIN"} & set(upper):
                 return  # The rest is the body of a function or trigger.
             continue
         for place, verb in enumerate(upper):
-            if _is_verb(upper, place):
-                for table in dict.fromkeys(_targets(verb, statement[place + 1 :])):
-                    yield verb, table
-
-
-def _statements(tokens: list[str]) -> Iterator[list[str]]:
-    statement: list[str] = []
-    for token in [*tokens, ";"]:
-        if token != ";":
-            statement.append(token)
-        elif statement:
-            yield statement
-            statement = []
+            if _is_verb(upper, place) and not (verb == "COPY" and "FROM" not in upper):
+                end = next((i for i in range(place, len(upper)) if upper[i] in _ENDS), None)
+                for word in dict.fromkeys(map(_plain, statement[place + 1 : end])):
+                    yield verb, word
 
 
 def _is_verb(upper: list[str], place: int) -> bool:
     word = upper[place]
     if word in _VERBS:
         return place == 0 or upper[place - 1] not in _NO_VERB
-    if place == 0:
-        return word in _FIRST_VERBS
-    return word == "MERGE" and upper[place + 1 : place + 2] == ["INTO"]
-
-
-def _targets(verb: str, rest: list[str]) -> Iterator[str]:
-    """Yield the tables that follow a verb."""
-    upper = [token.upper() for token in rest]
-    if verb == "COPY" and "FROM" not in upper[: upper.index("TO") if "TO" in upper else None]:
-        return
-    if verb == "LOAD":
-        upper[: upper.index("TABLE")] = ["TABLE"] * upper.index("TABLE")
-    several = verb in ("UPDATE", "DELETE", "TRUNCATE")
-    for place, (token, word) in enumerate(zip(rest, upper, strict=True)):
-        if word in _ENDS or word == "(":
-            return
-        if word in _FILLERS or not _is_name(token):
-            continue
-        if upper[place + 1 : place + 2] == ["."]:
-            continue  # A schema.
-        yield _plain(token)
-        if not several:
-            return
-
-
-def _is_name(token: str) -> bool:
-    return token[0] in '"`[' or token[0].isalpha() or token[0] == "_"
+    return place == 0 and word in _FIRST_VERBS
 
 
 def _plain(token: str) -> str:
     """Return a name without its quotes, in lower case."""
     if token[0] in '"`':
         token = token[1:-1].replace(token[0] * 2, token[0])
-    elif token[0] == "[":
-        token = token[1:-1]
-    return token.casefold()
+    return token.strip("[]").casefold()

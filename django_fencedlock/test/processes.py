@@ -72,14 +72,11 @@ class Surroundings:
     @classmethod
     def here(cls) -> Surroundings:
         """Return those of this process, with the names of its test databases."""
+        keys = [key for key in ("CACHES", "FENCEDLOCK", "USE_TZ") if hasattr(settings, key)]
         return cls(
             settings_module=os.environ["DJANGO_SETTINGS_MODULE"],
             databases={alias: connections[alias].settings_dict for alias in connections},
-            overridden={
-                key: getattr(settings, key)
-                for key in ("CACHES", "FENCEDLOCK", "USE_TZ")
-                if hasattr(settings, key)
-            },
+            overridden={key: getattr(settings, key) for key in keys},
         )
 
     def settle(self) -> None:
@@ -103,11 +100,8 @@ class AnotherProcess(_Another):
     def __init__(self, surroundings: Surroundings) -> None:
         self.surroundings = surroundings
         # Spawned, not forked: it must not inherit any state.
-        self._executor = ProcessPoolExecutor(
-            1,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=surroundings.settle,
-        )
+        spawn = multiprocessing.get_context("spawn")
+        self._executor = ProcessPoolExecutor(1, spawn, initializer=surroundings.settle)
         self.pid = self.call(os.getpid)
         self.healthy = True
 
@@ -139,7 +133,10 @@ class Processes:
 
     @contextlib.contextmanager
     def borrow(self) -> Iterator[AnotherProcess]:
-        process = self._find(Surroundings.here())
+        here = Surroundings.here()
+        known = [process for process in self._idle if process.surroundings == here]
+        process = known[0] if known else AnotherProcess(here)
+        self._idle = [each for each in self._idle if each is not process]
         try:
             yield process
         except BaseException:
@@ -152,12 +149,5 @@ class Processes:
                 process.close()
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
-
-    def _find(self, surroundings: Surroundings) -> AnotherProcess:
         for process in self._idle:
-            if process.surroundings == surroundings:
-                self._idle.remove(process)
-                return process
-        return AnotherProcess(surroundings)
+            process.close()
