@@ -30,7 +30,7 @@ def run_python(
     command = [sys.executable, *(["-c", dedent(code)] if code else []), *map(str, arguments)]
     variables = environment(env, **changes)
     done = subprocess.run(
-        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=100
+        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0 or not check, done.stdout + done.stderr
     return done

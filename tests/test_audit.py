@@ -11,13 +11,8 @@ from django_fencedlock.test.audit import assert_all_writes_fenced, writes_in
 from tests.models import Account, Contract, Invoice
 
 ALIASES = [
-    pytest.param("default", marks=pytest.mark.django_db(transaction=True)),
-    pytest.param(
-        "postgres", marks=pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-    ),
-    pytest.param(
-        "mariadb", marks=pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
-    ),
+    pytest.param(alias, marks=pytest.mark.django_db(transaction=True, databases=["default", alias]))
+    for alias in ("default", "postgres", "mariadb")
 ]
 ON_POSTGRES_ALONE = pytest.mark.parametrize("alias", ALIASES[1:2], indirect=True)
 
@@ -69,15 +64,13 @@ class TestFenced:
         with assert_all_writes_fenced(), other.fencing.lock():
             other.delete()
 
-    def test_new_rows_that_need_no_lease(self, alias):
+    def test_new_rows_that_need_no_lease_and_an_upsert_under_one(self, alias, invoice):
         with assert_all_writes_fenced():
             Invoice.objects.using(alias).create()
             Invoice.objects.using(alias).bulk_create([Invoice(), Invoice()])
             Invoice.objects.using(alias).bulk_create([Invoice()], ignore_conflicts=True)
-
-    def test_an_upsert_under_the_lease(self, alias, invoice):
-        with assert_all_writes_fenced(), Invoice.fencing.lock(pk=invoice.pk):
-            upsert(alias, invoice.pk)
+            with Invoice.fencing.lock(pk=invoice.pk):
+                upsert(alias, invoice.pk)
         invoice.refresh_from_db()
         assert invoice.amount == 3
 

@@ -150,6 +150,12 @@ class TestRejections:
         assert LockEvent.objects.get(kind="rejected").alias == "night"
 
 
+def on_every_database(test):
+    aliases = ["default", "postgres", "mariadb"]
+    marked = pytest.mark.django_db(transaction=True, databases=aliases)(test)
+    return pytest.mark.parametrize("alias", aliases)(marked)
+
+
 class TestBounds:
     def write(self, database, rows, keep=20):
         with mock.patch.object(conf, "history", return_value=keep):
@@ -158,8 +164,7 @@ class TestBounds:
     def rows(self, count, name="x", kind="granted"):
         return [(clock(), Event(kind, name, "default", n, "me", "")) for n in range(count)]
 
-    @pytest.mark.parametrize("alias", ["default", "postgres", "mariadb"])
-    @pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
+    @on_every_database
     def test_the_newest_of_each_kind_of_each_name_are_kept(self, alias):
         self.write(alias, self.rows(30))
         self.write(alias, self.rows(5, kind="lost") + self.rows(2, "y"))
@@ -171,8 +176,7 @@ class TestBounds:
         assert kept.filter(name="x", kind="lost").count() == 5
         assert kept.filter(name="y").count() == 2
 
-    @pytest.mark.parametrize("alias", ["default", "postgres", "mariadb"])
-    @pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
+    @on_every_database
     def test_the_newest_of_each_kind_are_kept_in_all(self, alias, monkeypatch):
         monkeypatch.setattr(events, "MAX_ROWS", 50)
         monkeypatch.setattr(events, "SLACK", 1)
@@ -185,8 +189,7 @@ class TestBounds:
         assert not kept.filter(name__startswith="n0").exists()
         assert kept.filter(kind="lost").count() == 3
 
-    @pytest.mark.parametrize("alias", ["default", "postgres", "mariadb"])
-    @pytest.mark.django_db(transaction=True, databases=["default", "postgres", "mariadb"])
+    @on_every_database
     def test_any_text_and_the_time_are_written(self, alias):
         odd = ("plain", 'a "b"', "back\\slash", "{a,b}", "NULL", " ", "it's", "50% %s")
         happened = [Event("rejected", text, "default", 2**62, text, text) for text in odd]
@@ -235,6 +238,14 @@ class TestSettings:
         assert repr(value) in problem.message
 
 
+EVENTS = "django_fencedlock_lockevent"
+
+
+def execute(sql):
+    with connections["default"].cursor() as cursor:
+        cursor.execute(sql)
+
+
 class TestTrouble:
     """No lock fails with a write of the history."""
 
@@ -242,26 +253,19 @@ class TestTrouble:
         ("away", "back", "level"),
         [
             # A project with unfenced locks alone needs no tables.
-            ("django_fencedlock_lockevent RENAME TO away", "away RENAME TO ", "INFO"),
-            ("django_fencedlock_lockevent RENAME times TO away", "", "WARNING"),
+            (f"{EVENTS} RENAME TO away", f"away RENAME TO {EVENTS}", "INFO"),
+            (f"{EVENTS} RENAME times TO away", f"{EVENTS} RENAME away TO times", "WARNING"),
         ],
     )
     def test_a_failing_database(self, writing, caplog, away, back, level):
         caplog.set_level("INFO", "django_fencedlock.storage.background_writer")
-        with connections["default"].cursor() as cursor:
-            cursor.execute(f"ALTER TABLE {away}")
+        execute(f"ALTER TABLE {away}")
         try:
             for number in range(2):
                 lose_lease(lock(f"x{number}").acquire())
                 assert not writing.flush()
         finally:
-            with connections["default"].cursor() as cursor:
-                table = "django_fencedlock_lockevent"
-                cursor.execute(
-                    f"ALTER TABLE {back}{table}"
-                    if back
-                    else f"ALTER TABLE {table} RENAME away TO times"
-                )
+            execute(f"ALTER TABLE {back}")
         said = [record for record in caplog.records if "can't be written" in record.message]
         assert [record.levelname for record in said] == [level]
         lose_lease(lock("x2").acquire())
@@ -270,10 +274,9 @@ class TestTrouble:
 
     def test_a_file_that_another_connection_writes_to(self, writing):
         lose_lease(lock("x").acquire())
-        with connections["default"].cursor() as cursor:
-            cursor.execute("BEGIN IMMEDIATE")
-            assert writing.flush()
-            cursor.execute("ROLLBACK")
+        execute("BEGIN IMMEDIATE")
+        assert writing.flush()
+        execute("ROLLBACK")
         assert events_in() == []
         assert not writing.flush()
         assert len(events_in()) == 2

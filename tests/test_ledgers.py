@@ -1,7 +1,6 @@
 """The statements that grant: what they compare, and what they leave as it was."""
 
 import contextlib
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -241,10 +240,9 @@ def test_a_deadlock_counts_as_a_locked_row(connection, entry):
         for cursor, name in ((first, "a"), (second, "b")):
             cursor.execute("BEGIN")
             try_to_lock(cursor, name)
-        thread = threading.Thread(target=try_to_lock, args=[first, "b"])
-        thread.start()
-        try_to_lock(second, "a")
-        thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(try_to_lock, first, "b")
+            try_to_lock(second, "a")
     assert [ledger_for(connection).is_row_locked(exc) for exc in failed] == [True]
 
 
@@ -361,19 +359,14 @@ class TestLockedRows:
 class TestWithinALongTransaction:
     """What a test lends is open for long, and its own time stands still."""
 
-    def test_a_row_expires_by_the_servers_clock(self, postgres, entry):
-        with transaction.atomic("postgres"):
+    def test_a_row_expires_by_the_servers_clock_and_its_ttl_counts_from_the_claim(
+        self, postgres, entry
+    ):
+        with transaction.atomic("postgres"), postgres.cursor() as cursor:
             assert claim(postgres, entry(ttl=0.01)) == (True, 1)
-            self._sleep(postgres, 0.02)
-            assert claim(postgres, entry()) == (True, 2)
-
-    def test_a_ttl_counts_from_the_claim(self, postgres, entry):
-        with transaction.atomic("postgres"):
-            self._sleep(postgres, 0.02)
-            with postgres.cursor() as cursor:
-                cursor.execute("SELECT clock_timestamp() AT TIME ZONE 'UTC'")
-                before = cursor.fetchone()[0].replace(tzinfo=UTC)
-            claim(postgres, entry(ttl=30.0))
+            cursor.execute("SELECT pg_sleep(0.02), clock_timestamp() AT TIME ZONE 'UTC'")
+            before = cursor.fetchone()[1].replace(tzinfo=UTC)
+            assert claim(postgres, entry(ttl=30.0)) == (True, 2)
             assert look(postgres).expires_at >= before + timedelta(seconds=30)
 
     def test_a_grant_outlasts_a_crash_and_waits_for_no_row_for_long(self, postgres, entry):
@@ -385,7 +378,3 @@ class TestWithinALongTransaction:
                 "SELECT current_setting('synchronous_commit'), current_setting('lock_timeout')"
             )
             assert cursor.fetchone() == ("on", "250ms")
-
-    def _sleep(self, connection, seconds):
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_sleep(%s)", [seconds])

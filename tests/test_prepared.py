@@ -189,9 +189,7 @@ def test_a_connection_that_is_not_kept_costs_no_round_trip(pool, postgres, monke
 class TestThroughAPooler:
     @pytest.fixture
     def route(self, make_postgres, make_pgbouncer, make_alias):
-        """
-        Two sessions of a server, which change from one transaction to the next.
-        """
+        """Two sessions of a server, which change from one transaction to the next."""
         server = make_postgres()
         make_alias(server.django())
         bouncer = make_pgbouncer(server, pool_mode="transaction", pool_size=2)

@@ -646,6 +646,15 @@ def test_a_rejection_that_is_swallowed_rolls_the_transaction_back(database, invo
             account.save()
 
 
+@pytest.mark.parametrize("write", ["save", "delete"])
+def test_a_row_of_a_higher_fence_is_refused(database, invoice, write):
+    """Of its grant the database knows nothing, or nothing any more."""
+    plainly(Invoice, fence=1000)
+    invoice.refresh_from_db()
+    with invoice.fencing.lock():
+        all_refused(StaleFence, (Invoice,), getattr(invoice, write), match="token 1000 already")
+
+
 # Rows of several locks
 
 

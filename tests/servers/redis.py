@@ -101,9 +101,7 @@ class Redis(Server):
             return client.execute_command(*command)
 
     def info(self, section: str) -> dict[str, Any]:
-        """
-        Return a section of INFO, such as ``"commandstats"`` or ``"replication"``.
-        """
+        """Return a section of INFO, such as ``"commandstats"`` or ``"replication"``."""
         return self.execute("INFO", section)
 
     def empty(self) -> None:
