@@ -127,4 +127,4 @@ def give_back_all() -> None:
     for alias in conf.aliases():
         service(alias).drop_all()
     writer.finish()
-    writer.forget()
+    writer.disable()

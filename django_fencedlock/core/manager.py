@@ -27,7 +27,6 @@ from ..exceptions import (
 )
 from ..lease import Duration, Lease
 from ..storage import history, unfenced
-from ..storage.background_writer import writer
 from ..storage.connections import (
     is_of_test,
     open_connections,
@@ -475,7 +474,6 @@ def drop_leases_of_test(**kwargs: object) -> None:
     if under_test():
         for each in list(_living):
             each.drop_all()
-        writer.forget()
 
 
 def _forget_settings(*, setting: str, **kwargs: object) -> None:

@@ -82,10 +82,6 @@ class BackgroundWriter:
             elif not self._worker.put(self._write_soon):
                 self.is_due = False
 
-    def forget(self) -> None:
-        """Drop all items."""
-        self._queues.clear()
-
     def flush(self) -> bool:
         """Write a batch of each function's items. Return whether some are left."""
         more = [source() for source in self.sources]

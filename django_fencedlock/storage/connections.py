@@ -2,8 +2,7 @@
 Database connections: the caller's, a test's, and private ones.
 
 Locks are recorded on private connections, apart from the caller's transactions and pools. Within a
-``TestCase``, `ConnectionPool.run()` uses the test's own connection instead, since no other one sees
-the test's rows. This is the only place that decides it.
+``TestCase``, `ConnectionPool.run()` uses the test's own: no other one sees the test's rows.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Connections that one pool may use at once, and that it keeps while idle.
-MAX_CONNECTIONS = 10
-MAX_IDLE = 2
+MAX_CONNECTIONS, MAX_IDLE = 10, 2
 #: Executions after which PostgreSQL prepares a statement.
 PREPARE_THRESHOLD = 5
 #: Seconds to wait for SQLite's file if the caller's own transaction may have it locked.
@@ -63,11 +61,7 @@ def is_of_test(connection: BaseDatabaseWrapper) -> bool:
 
 
 def test_connection(using: str) -> BaseDatabaseWrapper | None:
-    """
-    Return the caller's connection if a ``TestCase`` wraps it in a transaction.
-
-    Other connections don't see the test's rows, and their writes would outlive the test.
-    """
+    """Return the caller's connection if a ``TestCase`` wraps it in a transaction."""
     connection = connections[using]
     return connection if is_of_test(connection) else None
 
@@ -140,8 +134,7 @@ def private(using: str, timeout: float) -> BaseDatabaseWrapper:
     It isn't registered in ``connections``, so neither ``close_old_connections()`` nor Celery's
     clean-up closes it, and it isn't taken from Django's pool.
     """
-    original = connections[using]
-    copy = original.copy()
+    copy = connections[using].copy()
     settings = copy.settings_dict
     settings.update(
         ATOMIC_REQUESTS=False, AUTOCOMMIT=True, CONN_MAX_AGE=None, CONN_HEALTH_CHECKS=False
@@ -233,8 +226,7 @@ class ConnectionPool:
 
         Args:
             renews: Whether the work renews leases. It then has one place more.
-            busy_timeout: Seconds to wait for SQLite's file. By default not long, if the caller's
-                own transaction may have locked it.
+            busy_timeout: Seconds to wait for SQLite's file.
         """
         home = connections[self.using]
         if is_of_test(home):
@@ -287,15 +279,10 @@ class ConnectionPool:
             return None
 
     def _run(
-        self,
-        work: Callable[[BaseDatabaseWrapper], T],
-        connection: BaseDatabaseWrapper,
-        *,
-        was_idle: bool,
+        self, work: Callable[[BaseDatabaseWrapper], T], connection: Any, *, was_idle: bool
     ) -> T:
         late: list[bool] = []
-        keep = False
-        watch = None
+        keep, watch = False, None
         # SQLite waits for its file only, and limits that wait itself.
         if connection.vendor != "sqlite":
             watch = watchdog.begin(self.timeout, partial(_cut, connection, late))
@@ -387,11 +374,7 @@ def query_once(using: str, timeout: float, work: Callable[[BaseDatabaseWrapper],
 
 
 def query_outside(using: str, timeout: float, work: Callable[[BaseDatabaseWrapper], T]) -> T | None:
-    """
-    Like `query_once()`, for the question of which transaction blocks another one.
-
-    It returns None within a ``TestCase``: the test's own transaction would seem to block.
-    """
+    """Like `query_once()`; None within a ``TestCase``, whose transaction would seem to block."""
     return query_once(using, timeout, work) if test_connection(using) is None else None
 
 

@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from itertools import groupby
@@ -63,8 +63,6 @@ COLUMNS = (
 )
 TIMES = ("acquired_at", "renewed_at", "expires_at")
 CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
-#: What a new owner's row takes over from the old one's: everything but the key.
-TAKEN_OVER = (*COLUMNS[1:], *TIMES)
 VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
 INTO_HELD = f"{HELD} ({', '.join((*COLUMNS, *TIMES))})"
 
@@ -75,16 +73,16 @@ def entry_of(claim: Claimed, alias: str, label: str) -> Entry:
     return Entry(claim.name, alias, label, owner, claim.ttl, claim.fenced)
 
 
-_READ = [each.name for each in fields(Row) if each.name not in ("token", "read_at")]
-_READ_COLUMNS = ", ".join(f"h.{column}" for column in ("name", *_READ))
+#: The columns of a `Row`, in its order.
+_READ = ("name", *(column for column in Row._fields if column not in ("token", "read_at")))
+_READ_COLUMNS = ", ".join(f"h.{column}" for column in _READ)
 
 
 class Ledger(ABC):
     """
     Reads and writes the fences and the registry in one dialect of SQL.
 
-    Each call is one short transaction of its own on a private connection, or a part of the caller's
-    on the connection that a test lends. Here a call takes a statement for each step.
+    Each call is one short transaction of its own, or a part of the one that a test lends.
     """
 
     #: The server's time in UTC, as an expression; and that time plus the parameter ``ttl``.
@@ -94,9 +92,8 @@ class Ledger(ABC):
     obstacle = "a transaction under a former grant is still open on {using!r}"
     #: How a transaction of our own begins.
     begin = "BEGIN"
-    #: An INSERT that does nothing if the name is there.
+    #: An INSERT that does nothing if the name is there, and its values.
     insert_or_ignore: str
-    #: Its values.
     if_absent = "VALUES ({})"
     #: What makes a SELECT lock its rows; and pass over those that are locked.
     lock_rows = lock_free_rows = ""
@@ -108,8 +105,7 @@ class Ledger(ABC):
         """
         Take the name's row if it is free, expired or this owner's, and draw a token if fenced.
 
-        Returns:
-            Whether the row was taken, and the token. Without `draw`, the fence is left alone.
+        Return whether the row was taken, and the token. Without `draw`, the fence is left alone.
         """
 
     @abstractmethod
@@ -171,8 +167,9 @@ class Ledger(ABC):
                     f"WHERE h.name IN ({inside})",
                     {**given, **self.times()},
                 )
-                for name, *values, token, now in cursor.fetchall():
-                    rows[name] = _row(values, token, now, connection)
+                for name, *values, acquired, expires, token, now in cursor.fetchall():
+                    times = (as_time(each, connection) for each in (acquired, expires, now))
+                    rows[name] = Row._make((*values, token, *times))
         return rows
 
     def now(self, connection: BaseDatabaseWrapper) -> datetime:
@@ -210,11 +207,7 @@ class Ledger(ABC):
             return {lease.owner for lease in leases} - self._owners(cursor, leases)
 
     def record(
-        self,
-        connection: BaseDatabaseWrapper,
-        entry: Entry,
-        token: int,
-        seen: Newest | None = None,
+        self, connection: BaseDatabaseWrapper, entry: Entry, token: int, seen: Newest | None = None
     ) -> bool:
         """
         Record a grant and its row of the registry, if the token is newer than the fence's.
@@ -224,7 +217,12 @@ class Ledger(ABC):
         """
         with self.transaction(connection) as cursor:
             given = {**self.parameters(connection, entry), "token": token, **seen_values(seen)}
-            if self._conflicts(cursor, given) or not self._raise_fence(cursor, given):
+            cursor.execute(
+                f"SELECT 1 FROM {HELD} WHERE name = %(name)s AND expires_at > {self.clock} "
+                "AND (alias <> %(alias)s OR backend <> %(backend)s)",
+                given,
+            )
+            if cursor.fetchone() is not None or not self._raise_fence(cursor, given):
                 return False
             if not self._insert(cursor, given):
                 self._overwrite(cursor, given, "")
@@ -291,7 +289,7 @@ class Ledger(ABC):
         return bool(cursor.rowcount)
 
     def _owners(self, cursor: Any, leases: Sequence[Claimed], lock: str = "") -> set[str]:
-        """Return the owners of those whose rows are there; `lock` may end the SELECT."""
+        """Return the owners of those whose rows are there, and lock these rows with `lock`."""
         found: set[str] = set()
         for names, owners, given in batches(leases):
             cursor.execute(
@@ -316,33 +314,14 @@ class Ledger(ABC):
         )
 
     def _overwrite(self, cursor: Any, given: dict[str, Any], condition: str) -> bool:
-        columns = ", ".join(f"{column} = {self._value(column)}" for column in TAKEN_OVER)
-        cursor.execute(f"UPDATE {HELD} SET {columns} WHERE name = %(name)s{condition}", given)
-        return bool(cursor.rowcount)
-
-    def _value(self, column: str) -> str:
-        if column == "expires_at":
-            return self.expiry
-        return self.clock if column.endswith("_at") else f"%({column})s"
-
-    def _conflicts(self, cursor: Any, given: dict[str, Any]) -> bool:
+        # Everything but the key.
+        columns = ", ".join(f"{column} = %({column})s" for column in COLUMNS[1:])
         cursor.execute(
-            f"SELECT 1 FROM {HELD} WHERE name = %(name)s AND expires_at > {self.clock} "
-            "AND (alias <> %(alias)s OR backend <> %(backend)s)",
+            f"UPDATE {HELD} SET {columns}, acquired_at = {self.clock}, renewed_at = {self.clock}, "
+            f"expires_at = {self.expiry} WHERE name = %(name)s{condition}",
             given,
         )
-        return cursor.fetchone() is not None
-
-
-def _row(
-    values: Sequence[Any], token: int | None, now: Any, connection: BaseDatabaseWrapper
-) -> Row:
-    named = dict(zip(_READ, values, strict=True))
-    for column in ("acquired_at", "expires_at"):
-        named[column] = as_time(named[column], connection)
-    # SQLite and MySQL have numbers for it.
-    named["fenced"] = bool(named["fenced"])
-    return Row(**named, token=token, read_at=as_time(now, connection))
+        return bool(cursor.rowcount)
 
 
 def whose(blocker: str) -> str:

@@ -74,8 +74,17 @@ class PinnedBlock(Atomic):
         return self.grant is not None and self.grant.owner == grant.owner
 
     def __enter__(self) -> None:
-        with _writing_from_the_start(self._connection):
+        connection: Any = self._connection
+        mode = getattr(connection, "transaction_mode", None)
+        if connection.vendor == "sqlite" and mode != "EXCLUSIVE":
+            # A deferred transaction would read the fence first, and its first write would fail if
+            # another session, such as that of a renewal, wrote in between.
+            connection.transaction_mode = "IMMEDIATE"
+        try:
             super().__enter__()
+        finally:
+            if connection.vendor == "sqlite":
+                connection.transaction_mode = mode
         self.depth = len(self._connection.savepoint_ids)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -135,25 +144,6 @@ def _require_outermost(lease: Lease, connection: BaseDatabaseWrapper) -> None:
         name=lease.name,
         alias=lease.alias,
     )
-
-
-@contextlib.contextmanager
-def _writing_from_the_start(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """
-    Make SQLite lock the file at BEGIN.
-
-    A deferred transaction would read the fence first. Its first write would fail if another
-    session, such as that of a renewal, wrote in between.
-    """
-    mode = getattr(connection, "transaction_mode", None)
-    if connection.vendor != "sqlite" or mode == "EXCLUSIVE":
-        yield
-        return
-    connection.transaction_mode = "IMMEDIATE"  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        connection.transaction_mode = mode  # type: ignore[attr-defined]
 
 
 def _notice_rollback(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:

@@ -15,10 +15,12 @@ from .dialect import (
     FENCE,
     HELD,
     LOCK_WAIT,
-    TAKEN_OVER,
     Entry,
     Ledger,
     seen_values,
+)
+from .dialect import (
+    TIMES as TIME_COLUMNS,
 )
 from .rows import Claimed, Newest
 
@@ -44,8 +46,8 @@ TYPES = {
 }
 VALUES = ", ".join(f"%({column})s::{TYPES.get(column, 'text')}" for column in COLUMNS)
 TIMES = "c.now, c.now, c.now + %(ttl)s * interval '1 second'"
-SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in TAKEN_OVER)
-INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join(COLUMNS)}, acquired_at, renewed_at, expires_at)"
+SET_ALL = ", ".join(f"{column} = EXCLUDED.{column}" for column in (*COLUMNS[1:], *TIME_COLUMNS))
+INTO_HELD = f"INSERT INTO {HELD} AS h ({', '.join((*COLUMNS, *TIME_COLUMNS))})"
 
 # A request may reach the server twice, the second time when its holder is at work already: with a
 # token of its own, it would fence off that holder.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from zoneinfo import ZoneInfo
 
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -36,15 +35,13 @@ class Claimed(Protocol):
     def identity(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """What the registry says of a name."""
 
     alias: str
     backend: str
     owner: str
     fenced: bool
-    token: int | None
     host: str
     boot_id: str
     pid_namespace: str
@@ -53,6 +50,7 @@ class Row:
     thread: str
     task_name: str
     task_id: str
+    token: int | None
     acquired_at: datetime
     expires_at: datetime
     #: The time of the database when the row was read.
