@@ -74,14 +74,10 @@ class FencedModel(GuardedModel):
             with given(self, lease):
                 super().save(*args, **kwargs)
 
-    save.alters_data = True  # type: ignore[attr-defined]
-
     async def asave(self, *args: Any, lease: Lease | None = None, **kwargs: Any) -> None:
         """See save()."""
         with given(self, lease):
             await super().asave(*args, **kwargs)
-
-    asave.alters_data = True  # type: ignore[attr-defined]
 
     def delete(
         self, *args: Any, lease: Lease | None = None, **kwargs: Any
@@ -90,16 +86,12 @@ class FencedModel(GuardedModel):
         with given(self, lease):
             return super().delete(*args, **kwargs)
 
-    delete.alters_data = True  # type: ignore[attr-defined]
-
     async def adelete(
         self, *args: Any, lease: Lease | None = None, **kwargs: Any
     ) -> tuple[int, dict[str, int]]:
         """See delete()."""
         with given(self, lease):
             return await super().adelete(*args, **kwargs)
-
-    adelete.alters_data = True  # type: ignore[attr-defined]
 
     def _guards(self, table: Any, using: str, doing: Doing, is_first: bool) -> list[Guard]:
         own: list[Guard] = []

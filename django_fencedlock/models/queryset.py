@@ -65,13 +65,9 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         with given(self.model, self._lease):
             return super().create(**values)
 
-    create.alters_data = True  # type: ignore[attr-defined]
-
     def update_or_create(self, *args: Any, **values: Any) -> tuple[Any, bool]:
         with given(self.model, self._lease):
             return super().update_or_create(*args, **values)
-
-    update_or_create.alters_data = True  # type: ignore[attr-defined]
 
     def update(self, **values: Any) -> int:
         self._require_other_columns(values, "update")
@@ -87,8 +83,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             # MySQL sets one column after the other, and the conditions are on what was before.
             return super().update(**stamps, **values)
 
-    update.alters_data = True  # type: ignore[attr-defined]
-
     def bulk_update(
         self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None
     ) -> int:
@@ -96,30 +90,37 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         self._require_other_columns(fields, "bulk_update")
         if not (self._is_covered() or self._is_versioned) or not all(obj.pk for obj in objs):
             return super().bulk_update(objs, fields, batch_size)
+        rows = self.filter(pk__in=[obj.pk for obj in objs])._copy(_objects=objs)
         # A row without a lease raises here, before anything is written.
-        writes = (
-            self.filter(pk__in=[obj.pk for obj in objs])._copy(_objects=objs)._writes("Updating")
-        )
+        writes = rows._writes("Updating")
         if writes is None and not self._is_versioned:
             return super().bulk_update(objs, fields, batch_size)
+        leased = leases_of(writes or ())
+        # As Django counts parameters, and some more for each object's fence and version.
+        parameters = 2 + len(fields) + 3 * (self._is_fenced + self._is_versioned)
+        operations = connections[self._database()].ops
+        most = operations.bulk_batch_size([self.model._meta.pk] * parameters, objs)
+        size = max(1, min(batch_size or most, most))
         count = 0
-        within = transaction.atomic(using=self._database(), savepoint=False)
-        with self._all_or_nothing(writes or ()), within:
-            for batch in self._batches(objs, fields, batch_size):
+        within = transaction.atomic(using=self.db, savepoint=False)
+        with self._all_or_nothing(leased), within:
+            for start in range(0, len(objs), size):
+                batch = objs[start : start + size]
                 rows = self._copy(_objects=batch)
-                found = super(FencedQuerySet, rows).bulk_update(batch, fields)
+                found = super(FencedQuerySet, rows).bulk_update(batch, fields, batch_size)
                 if found < len({obj.pk for obj in batch}):
-                    raise self._gone(writes or ())
+                    why = "a row is gone, or isn't among those of the queryset"
+                    if leased:
+                        raise rejected(leased, why=why)
+                    raise version_conflict(self.model, None, None, why)
                 count += found
-        tokens = {write.name: write.token for write in leases_of(writes or ())}
+        tokens = {write.name: write.token for write in leased}
         for obj in objs:
             if self._is_versioned:
                 obj.version += 1
             if tokens and (token := tokens.get(type(obj).fencing.name_of_row(obj))) is not None:
                 obj.fence = token
         return count
-
-    bulk_update.alters_data = True  # type: ignore[attr-defined]
 
     def bulk_create(
         self,
@@ -156,8 +157,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
                 objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
             )
 
-    bulk_create.alters_data = True  # type: ignore[attr-defined]
-
     def delete(self) -> tuple[int, dict[str, int]]:
         if self._is_covered():
             watch(self.model)
@@ -167,7 +166,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
                 self._writes("Deleting")
         return super().delete()
 
-    delete.alters_data = True  # type: ignore[attr-defined]
     delete.queryset_only = True  # type: ignore[attr-defined]
 
     # Django's own steps
@@ -184,8 +182,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             models.QuerySet.update(rows._plain_rows(), fence=token_or_rejected(writes))
             claimed = rows.filter(fence=claimed_fence(writes))
             return models.QuerySet._raw_delete(claimed, using)
-
-    _raw_delete.alters_data = True  # type: ignore[attr-defined]
 
     def _fetch_all(self) -> None:
         owners = held_owners() if self._lease is None else (*held_owners(), self._lease.owner_id)
@@ -244,25 +240,19 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             return None  # Django raises an error of its own for these.
         if not self._is_covered():
             return None
-        writes = self._gather(self._rows(), doing)
-        objs = self._objects
+        fencing, using, objs = self._fencing, self._database(), self._objects
+        writes = [
+            write_for(fencing, name, columns, using, self._lease, doing)
+            for name, columns in self._rows()
+        ]
         names = [] if objs is None else [type(obj).fencing.name_of_row(obj) for obj in objs]
         if objs is not None:
             writes = as_read(writes, objs, names)
         # Objects that have a name have that of their row, and move it to no other lock.
         if values and (objs is None or None in names):
             writes = [self._moved(write, values) for write in writes]
-        return self._unless_left_alone(writes)
-
-    def _gather(self, rows: Rows, doing: str) -> list[Write]:
-        fencing, using = self._fencing, self._database()
-        return [
-            write_for(fencing, name, columns, using, self._lease, doing) for name, columns in rows
-        ]
-
-    def _unless_left_alone(self, writes: Sequence[Write]) -> Sequence[Write] | None:
         # If there are no rows, the locks of rows that come meanwhile are unknown: none is written.
-        if not leases_of(writes) and (writes or self._fencing.spec.without_lock != "reject"):
+        if not leases_of(writes) and (writes or fencing.spec.without_lock != "reject"):
             return None
         return writes
 
@@ -379,24 +369,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             for obj, stamps in zip(objs, values, strict=True):
                 obj.__dict__.update(stamps)
 
-    # Parts of bulk_update()
-
-    def _batches(
-        self, objs: Sequence[Any], fields: Sequence[str], size: int | None
-    ) -> Iterator[Sequence[Any]]:
-        if size is not None and size <= 0:
-            raise ValueError("Batch size must be a positive integer.")
-        meta: Any = self.model._meta
-        # As Django counts parameters, and some more for each object's fence and version.
-        own = ["fence"] * self._is_fenced + ["version"] * self._is_versioned
-        columns = [meta.pk, meta.pk, *map(meta.get_field, fields)]
-        for name in own:
-            columns += [meta.pk, meta.get_field(name), meta.get_field(name)]
-        largest = max(1, connections[self.db].ops.bulk_batch_size(columns, objs))
-        size = min(size or largest, largest)
-        for start in range(0, len(objs), size):
-            yield objs[start : start + size]
-
     def _next_versions(self) -> Any:
         """Return what an UPDATE sets the version to; for objects, if it is the loaded one still."""
         if self._objects is None:
@@ -409,14 +381,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
                 raise version_conflict(self.model, obj.pk, None, why)
             branches.append(When(pk=obj.pk, version=loaded, then=Value(loaded + 1)))
         return Case(*branches, default=Value(REJECTED), output_field=models.BigIntegerField())
-
-    def _gone(self, writes: Sequence[Write]) -> Exception:
-        why = "a row is gone, or isn't among those of the queryset"
-        leased = leases_of(writes)
-        if not leased:
-            return version_conflict(self.model, None, None, why)
-        found = (superseded for write in leased if (superseded := write.superseded()))
-        return next(found, None) or leased[0].error(why)
 
     @contextlib.contextmanager
     def _all_or_nothing(self, writes: Sequence[Write]) -> Iterator[None]:

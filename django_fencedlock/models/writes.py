@@ -97,9 +97,13 @@ class Write(NamedTuple):
         return None if found is None else self.error(found.why, pk=pk, holder=found.holder)
 
 
-def rejected(writes: Sequence[Write], pk: Any = None) -> StaleFence:
-    """Return the error for a statement that the constraint failed."""
-    why = "a row was written since it was read or under a newer token, or belongs to another lock"
+_WRITTEN_SINCE = (
+    "a row was written since it was read or under a newer token, or belongs to another lock"
+)
+
+
+def rejected(writes: Sequence[Write], pk: Any = None, why: str = _WRITTEN_SINCE) -> StaleFence:
+    """Return the error for a statement that the constraint failed, or that missed a row."""
     if len(writes) > 1:
         some = [repr(write.name) for write in writes[:3]] + ["..."] * (len(writes) > 3)
         why += f" (of the locks {', '.join(some)})"
