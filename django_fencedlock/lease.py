@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from . import logs
-from .core.identity import Owner
+from .core.identity import Owner, current_holder
 from .core.runtime import clock
 from .exceptions import LeaseLost, Unfenced
 
@@ -41,7 +41,6 @@ class Control(Protocol):
     def verify(self, lease: Lease) -> bool: ...
     def renew(self, lease: Lease, ttl: Duration | None) -> None: ...
     def release(self, lease: Lease, who: LocalHolder | None = None) -> bool: ...
-    async def arelease(self, lease: Lease) -> bool: ...
     def atomic(self, lease: Lease, using: str | None) -> AbstractContextManager[None]: ...
     def explain(self, leases: Sequence[Lease]) -> None: ...
     def abandon(self, lease: Lease) -> None: ...
@@ -269,7 +268,7 @@ class Lease:
         if not self.is_open():
             return False
         try:
-            return await self._control.arelease(self)
+            return await self._control.in_thread(self._control.release, self, current_holder())
         finally:
             leave(self)
 

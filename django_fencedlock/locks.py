@@ -94,9 +94,20 @@ class Lock:
         Returns:
             The lease, or None if another holder had the lock until the time was over.
         """
-        _forbid_in_event_loop(self.name, f"await lock({self.name!r}).aacquire()")
+        _forbid_in_event_loop(self.name, "await {}.aacquire()")
         control = self._service
-        return self._take(control, *self._ask(control, blocking, blocking_timeout))
+        claim, who, wait = self._ask(control, blocking, blocking_timeout)
+        try:
+            lease = control.acquire(claim, wait, who, pattern=self.pattern)
+            if lease is not None:
+                enter(lease)
+            return lease
+        except FencedLockError:
+            raise
+        except BaseException:
+            # Ctrl-C, or a signal's handler: the caller doesn't get the lease.
+            _drop_interrupted(control, claim, wait)
+            raise
 
     async def aacquire(
         self, blocking: bool = True, *, blocking_timeout: Duration | None = None
@@ -125,20 +136,22 @@ class Lock:
         return await self._service.in_thread(self._service.holder, self.name, kind=aio.TRY)
 
     def __enter__(self) -> Lease:
-        _forbid_in_event_loop(self.name, f"async with lock({self.name!r})")
-        started, control = clock(), services.get(self.backend) or service(self.backend)
+        _forbid_in_event_loop(self.name, "async with {}")
+        control = services.get(self.backend) or service(self.backend)
         claim, who, wait = self._ask(control, True, None)
         try:
-            lease = self._take(control, claim, who, wait)
+            lease = control.acquire(claim, wait, who, pattern=self.pattern)
             if lease is None:
-                raise control.refusal(self.name, clock() - started, self.fenced, wait.held)
+                waited = clock() - wait.since
+                raise control.grants.refusal(self.name, waited, self.fenced, wait.held)
+            enter(lease)
             self._entered.append(lease)
             return lease
         except FencedLockError:
             raise
         except BaseException:
-            # As in _take(): a block that was never entered is never left.
-            self._drop_interrupted(claim, started)
+            # As in acquire(): a block that was never entered is never left.
+            _drop_interrupted(control, claim, wait)
             raise
 
     def __exit__(
@@ -168,7 +181,7 @@ class Lock:
         lease = await self.aacquire()
         if lease is None:
             waited = clock() - started
-            refusal = self._service.refusal
+            refusal = self._service.grants.refusal
             raise await self._service.in_thread(refusal, self.name, waited, kind=aio.TRY)
         self._entered.append(lease)
         return lease
@@ -185,7 +198,7 @@ class Lock:
             self._throw_away(lease)
             return
         try:
-            await self._service.arelease(lease, lease.who)
+            await self._service.in_thread(self._service.release, lease, lease.who)
         except BackendUnavailable as exc:
             left_to_run_out(logger, lease.name, exc, about(lease))
         finally:
@@ -250,24 +263,6 @@ class Lock:
             timeout = self._blocking_timeout
         ttl = config.ttl if self._ttl is None else self._ttl
         return new_claim(self.name, ttl, self.fenced), current_holder(), Wait(timeout)
-
-    def _take(self, control: Service, claim: Claim, who: LocalHolder, wait: Wait) -> Lease | None:
-        began = clock()
-        try:
-            lease = control.acquire(claim, wait, who, pattern=self.pattern)
-            if lease is not None:
-                enter(lease)
-            return lease
-        except FencedLockError:
-            raise
-        except BaseException:
-            # Ctrl-C, or a signal's handler: the caller doesn't get the lease.
-            self._drop_interrupted(claim, began)
-            raise
-
-    def _drop_interrupted(self, claim: Claim, since: float) -> None:
-        self._service.leave_again(claim)
-        give_back_left_over(since)
 
     async def _atake(
         self, wait: Wait, handover: _Handover, acquire: Callable[..., Lease | None]
@@ -353,8 +348,14 @@ def _seconds(blocking_timeout: Duration | None) -> float | None:
 def _forbid_in_event_loop(name: str, instead: str) -> None:
     if running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
         raise SynchronousOnlyOperation(
-            f"lock({name!r}) would block the event loop; write `{instead}`."
+            f"lock({name!r}) would block the event loop; write "
+            f"`{instead.format(f'lock({name!r})')}`."
         )
+
+
+def _drop_interrupted(service: Service, claim: Claim, wait: Wait) -> None:
+    service.leave_again(claim)
+    give_back_left_over(wait.since)
 
 
 def _forbid_generators(function: Callable[..., Any]) -> None:

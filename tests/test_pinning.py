@@ -620,15 +620,15 @@ class TestWhatTheWaitersErrorSays:
         entry = Entry("x", "default", "database", new_owner(), ttl=30, fenced=False)
         with abandoned().atomic(), contextlib.closing(private(server, 5)) as session:
             assert ledger_for(session).claim(session, entry)[0]
-            words = str(service("default").refusal("x", 1.0))
+            words = str(service("default").grants.refusal("x", 1.0))
         assert "has to wait for its end" in words
         assert "last holder" not in words
 
     def test_nothing_of_the_kind_if_the_fence_is_free(self, database):
         lock("x").acquire().release()
-        assert "isn't known" in str(service("default").refusal("x", 1.0))
+        assert "isn't known" in str(service("default").grants.refusal("x", 1.0))
         with lock("x") as lease:
-            assert f"held by {lease.holder}" in str(service("default").refusal("x", 1.0))
+            assert f"held by {lease.holder}" in str(service("default").grants.refusal("x", 1.0))
 
 
 @pytest.mark.slow

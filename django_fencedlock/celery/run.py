@@ -195,7 +195,9 @@ class Run(Call):
             of_another_process=not self.is_called_directly,
         )
         if self.lease is None:
-            return self.service.refusal(self.name, clock() - started, claim.fenced, wait.held)
+            return self.service.grants.refusal(
+                self.name, clock() - started, claim.fenced, wait.held
+            )
         self._ends_normally = True
         if self.request is not None:
             # A message that the task publishes from now on may have to wait for this lock.

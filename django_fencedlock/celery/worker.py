@@ -335,7 +335,7 @@ def _release(config: conf.AliasConfig, child: Process, held: list[Any]) -> None:
                 Fences(config, backend.label).clear([grant])
             if released:
                 facts = {"owner": owner, "pid": child.pid}
-                emit(Kind.EVICTED, type(backend), alias, name, None, **facts)
+                emit(Kind.EVICTED, backend, name, **facts)
                 rows.append((clock(), history.death(name, alias, child.pid)))
     finally:
         with contextlib.suppress(BackendUnavailable, Error):

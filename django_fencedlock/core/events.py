@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from .. import logs, signals
+from ..backends.interface import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +50,12 @@ def subscribe(subscriber: Subscriber, *kinds: Kind) -> None:
             _subscribers[kind].append(subscriber)
 
 
-def emit(kind: Kind, sender: type, alias: str, name: str, lease: Any, **facts: Any) -> None:
+def emit(kind: Kind, backend: Backend, name: str, lease: Any = None, **facts: Any) -> None:
     """Tell all subscribers of an event; code of the project is called last, by the signal."""
     subscribers, receivers = _subscribers[kind], kind.value.receivers
     if not subscribers and not receivers:
         return
+    sender, alias = type(backend), backend.config.alias
     event = LockEvent(kind, sender, alias, name, lease, facts)
     for subscriber in subscribers:
         subscriber(event)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -18,7 +19,6 @@ from ..backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, 
 from ..exceptions import (
     AliasConflict,
     BackendUnavailable,
-    FencedLockError,
     InsideTransaction,
     LockNotAcquired,
 )
@@ -30,9 +30,8 @@ from ..storage.connections import (
     query_outside,
     test_connection,
 )
-from ..storage.dialect import Ledger, whose
+from ..storage.dialect import whose
 from ..storage.fences import Fences
-from ..storage.rows import Row
 from ..storage.vendors import ledger_for
 from .events import Kind, emit
 from .identity import (
@@ -71,12 +70,15 @@ class Grants:
         self.backend = backend
         #: None for a backend that records grants itself.
         self.fences = fences
+        self.recorder = fences or Fences(backend.config, backend.label)
         self._keeper = keeper
         self._clock = clock
 
-    def acquire(self, claim: Claim, wait: Wait) -> tuple[Grant, float] | Held:
+    def acquire(
+        self, claim: Claim, wait: Wait, who: LocalHolder | None = None
+    ) -> tuple[Grant, float] | Held:
         """
-        Acquire the lock and record the grant.
+        Acquire the lock for `who`, and record the grant.
 
         `wait.refused` is called once, after the first refusal, unless the holder was evicted. What
         it raises ends the wait.
@@ -84,54 +86,61 @@ class Grants:
         Returns:
             The grant and the local time that its ttl counts from, or who holds the lock.
         """
-        refusal = _Refusal(self, claim, wait)
-        wait.refused = refusal.note
+        tell = wait.refused
+        wait.refused = partial(self._note_refusal, claim, wait, who, tell)
         try:
-            return self._acquire(claim, wait, refusal)
+            return self._acquire(claim, wait)
         except BackendUnavailable:
             # The service may carry the claim out later on.
             self._keeper.doubt(grant_of(claim))
             raise
-        except FencedLockError:
-            raise
-        except BaseException:
-            self.drop(claim)
-            raise
         finally:
-            wait.refused = refusal.tell
+            wait.refused = tell
 
-    def _acquire(self, claim: Claim, wait: Wait, refusal: _Refusal) -> tuple[Grant, float] | Held:
-        pause = FIRST_PAUSE
+    def _acquire(self, claim: Claim, wait: Wait) -> tuple[Grant, float] | Held:
+        pause, backend = FIRST_PAUSE, self.backend
         fences, sent = self.fences, claim
-        if self.records_in_test:
-            fences = Fences(self.backend.config, self.backend.label)
-            sent = replace(claim, fenced=False)
+        if fences is None and not backend.records_unfenced and self._is_in_test():
+            # A session sees nothing of a test's own transaction, and what it records outlives the
+            # test: the grant is recorded here.
+            fences, sent = self.recorder, replace(claim, fenced=False)
         while True:
-            answer = self.backend.acquire(sent, wait)
+            answer = backend.acquire(sent, wait)
             if isinstance(answer, Granted):
                 if found := self._confirm(claim, answer, fences):
                     return found
                 answer = Held()
-            elif refusal.note(answer):
+            elif wait.refused(answer):
                 # The holder was evicted.
                 continue
-            elif self.backend.supports_waiting:
+            elif backend.supports_waiting:
                 return answer
             if not wait.left:
                 return answer
             time.sleep(min(wait.left, pause * random.uniform(0.5, 1.5)))
             pause = min(LONGEST_PAUSE, pause * 1.5)
 
-    @property
-    def records_in_test(self) -> bool:
-        """
-        Whether the grants of this thread are recorded here although the backend does that.
+    def _is_in_test(self) -> bool:
+        return test_connection(self.backend.config.fence_database) is not None
 
-        A session sees nothing of a test's own transaction, and what it records outlives the test.
-        """
-        backend = self.backend
-        session = backend.records_grants and not backend.records_unfenced
-        return session and test_connection(backend.config.fence_database) is not None
+    def _note_refusal(
+        self,
+        claim: Claim,
+        wait: Wait,
+        who: LocalHolder | None,
+        tell: Callable[[Held], object],
+        held: Held,
+    ) -> bool:
+        """Evict the holder if its process is gone, and return whether that was done."""
+        if held.alias:
+            raise self._conflict(claim.name, held.alias, held.label, holder_of(held, held.alias))
+        if self.evict_if_gone(claim.name, held, claim.fenced):
+            return True
+        is_first, wait.held = wait.held is None, held
+        if is_first:
+            self._refuse_to_wait_for_caller(claim, wait, who)
+            tell(held)
+        return False
 
     def _confirm(
         self, claim: Claim, granted: Granted, fences: Fences | None
@@ -257,9 +266,8 @@ class Grants:
         finally:
             self._keeper.clear_row(grant)
 
-    def drop(self, claim: Claim) -> None:
-        """Release what a claim may have got, or may yet get, whose caller was interrupted."""
-        grant = grant_of(claim)
+    def drop(self, grant: Grant) -> None:
+        """Release what an interrupted caller may have got, or may yet get."""
         self._keeper.doubt(grant)
         with contextlib.suppress(RuntimeError):
             self.release(grant)
@@ -276,12 +284,10 @@ class Grants:
         except BackendUnavailable:
             return False
         self._keeper.clear_row(grant)
-        facts = {"owner": held.owner, "pid": process.pid}
-        backend = self.backend
-        emit(Kind.EVICTED, type(backend), backend.config.alias, name, None, **facts)
+        emit(Kind.EVICTED, self.backend, name, owner=held.owner, pid=process.pid)
         return True
 
-    def refuse_to_wait_for_caller(self, claim: Claim, wait: Wait, who: LocalHolder) -> None:
+    def _refuse_to_wait_for_caller(self, claim: Claim, wait: Wait, who: LocalHolder | None) -> None:
         """
         Raise if the holder of the lock waits for this very call.
 
@@ -365,22 +371,21 @@ class Grants:
         """Describe an open transaction that keeps a grant from being recorded."""
         using = self.backend.config.fence_database
 
-        def look(private: BaseDatabaseWrapper) -> tuple[Ledger, str | None, Row | None]:
+        def look(private: BaseDatabaseWrapper) -> str | None:
             ledger = ledger_for(private)
-            return ledger, ledger.pinned_by(private, name), ledger.look(private, name)
+            if (blocker := ledger.pinned_by(private, name)) is None:
+                return None
+            row = ledger.look(private, name)
+            last = f"; its last holder was {row.holder()}" if row and not row.live else ""
+            return (
+                f"free, but {ledger.obstacle.format(using=using)}, and the next grant has to wait "
+                f"for its end{whose(blocker)}{last}"
+            )
 
         try:
-            found = query_outside(using, BRIEFLY, look)
+            return query_outside(using, BRIEFLY, look)
         except Error:
             return None
-        ledger, blocker, row = found or (None, None, None)
-        if ledger is None or blocker is None:
-            return None
-        last = f"; its last holder was {row.holder()}" if row and not row.live else ""
-        return (
-            f"free, but {ledger.obstacle.format(using=using)}, and the next grant has to wait for "
-            f"its end{whose(blocker)}{last}"
-        )
 
     def _holder(self, name: str) -> Holder | None:
         held = self.backend.holders([name]).get(name)
@@ -396,27 +401,6 @@ class Grants:
             alias=mine,
             holder=holder,
         )
-
-
-class _Refusal:
-    """What is done about the refusals of one acquire."""
-
-    def __init__(self, grants: Grants, claim: Claim, wait: Wait) -> None:
-        self._grants, self._claim, self._wait = grants, claim, wait
-        self.tell, self._is_told = wait.refused, False
-
-    def note(self, held: Held) -> bool:
-        """Evict the holder if its process is gone, and return whether that was done."""
-        claim, self._wait.held = self._claim, held
-        if held.alias:
-            holder = holder_of(held, held.alias)
-            raise self._grants._conflict(claim.name, held.alias, held.label, holder)
-        if self._grants.evict_if_gone(claim.name, held, claim.fenced):
-            return True
-        if not self._is_told:
-            self._is_told = True
-            self.tell(held)
-        return False
 
 
 def new_claim(name: str, ttl: float, fenced: bool = True, *, owner: Owner | None = None) -> Claim:

@@ -250,9 +250,7 @@ class Keeper:
     def _report(self, batch: list[Lease], answers: list[Renewal]) -> None:
         """Leave to other threads what is to be done about a batch that was renewed."""
         if not runtime.is_behind():
-            backend = self._backend
-            known = {"leases": batch, "answers": answers}
-            notify(emit, Kind.RENEWED, type(backend), backend.config.alias, "", None, **known)
+            notify(emit, Kind.RENEWED, self._backend, "", leases=batch, answers=answers)
         if self._fences is None:
             return
         with self._lock:

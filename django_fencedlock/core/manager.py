@@ -14,10 +14,9 @@ from typing import Any, TypeVar, cast
 from asgiref.sync import sync_to_async
 from django.core.signals import setting_changed
 from django.db import Error, connections
-from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .. import conf, logs
-from ..backends.interface import Backend, Claim, Grant, Held, Renewal, Wait
+from ..backends.interface import Backend, Claim, Held, Renewal, Wait
 from ..exceptions import (
     BackendUnavailable,
     FencedLockError,
@@ -39,7 +38,7 @@ from ..storage.fenced_atomic import pinned_atomic
 from ..storage.fences import Fences, told
 from . import aio, runtime
 from .events import Kind, emit, subscribe
-from .grants import Grants, holder_of
+from .grants import Grants, grant_of, holder_of
 from .identity import Holder, LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
 from .runtime import clock
@@ -101,16 +100,15 @@ class Service:
         who = who or current_holder()
         if lease := self.enter_again(claim, who):
             return lease
-        self.grants.refuse_to_wait_for_caller(claim, wait, who)
         home = connections[self.config.fence_database]
-        self.grants.limit_in_test(claim, wait, home, of_another_process)
+        is_in_test = home.in_atomic_block and is_of_test(home)
+        if is_in_test:
+            self.grants.limit_in_test(claim, wait, home, of_another_process)
         try:
-            answer = self.grants.acquire(claim, wait)
-            lease = None
+            answer = self.grants.acquire(claim, wait, who)
             if not isinstance(answer, Held):
                 grant, since = answer
-                lent = home.in_atomic_block and is_of_test(home)
-                if home.in_atomic_block and not lent:
+                if home.in_atomic_block and not is_in_test:
                     self.grants.require_visible(grant, home)
                 lease = Lease(
                     grant,
@@ -123,48 +121,32 @@ class Service:
                     max_hold=max_hold,
                     clock=self._clock,
                 )
-                lease.lent = test_has_ended(home) if lent else None
+                lease.lent = test_has_ended(home) if is_in_test else None
                 who.leases[self, lease.name] = lease
+                self.keeper.keep(lease)
         except FencedLockError:
             raise
         except BaseException:
-            # An exception from outside, maybe between the grant and the note of it.
+            # No thread can be started, or an exception from outside, maybe between the grant and
+            # the note of it.
             if lease is not None:
                 lease.released = True
-                who.leases.pop((self, claim.name), None)
-            self.grants.drop(claim)
+                self._forget(lease)
+                self.keeper.forget(lease)
+            self.grants.drop(grant_of(claim) if lease is None else lease.grant)
             raise
         waited = self._clock() - wait.since
-        if lease is None:
-            if tells:
-                self.tell_refused(claim.name, pattern, waited)
-            return None
-        try:
-            self.keeper.keep(lease)
-        except BaseException:
-            self._drop_unkept(lease)
-            raise
-        facts = {"waited": waited}
-        emit(Kind.ACQUIRED, type(self.backend), self.config.alias, lease.name, lease, **facts)
+        if lease is not None:
+            emit(Kind.ACQUIRED, self.backend, lease.name, lease, waited=waited)
+        elif tells:
+            self.tell_refused(claim.name, pattern, waited)
         return lease
 
     def tell_refused(self, name: str, pattern: str, waited: float) -> None:
-        self._emit(Kind.REFUSED, name, None, pattern=pattern, waited=waited)
-
-    def _drop_unkept(self, lease: Lease) -> None:
-        """Release a lease that no thread would renew: the caller doesn't get it."""
-        self._forget(lease)
-        self.keeper.forget(lease)
-        self._drop(lease)
-
-    def _drop(self, lease: Lease) -> None:
-        """Release a lease that the caller never got."""
-        lease.released = True
-        self.grants.release(lease.grant)
+        emit(Kind.REFUSED, self.backend, name, pattern=pattern, waited=waited)
 
     def _forget(self, lease: Lease) -> None:
-        who = lease._who() if lease._who is not None else None
-        if who is not None and who.leases.get((self, lease.name)) is lease:
+        if (who := lease.who) is not None and who.leases.get((self, lease.name)) is lease:
             del who.leases[self, lease.name]
 
     def lease_of(self, name: str, who: LocalHolder) -> Lease | None:
@@ -223,7 +205,7 @@ class Service:
             if answer is not Renewal.KEPT:
                 lease.ttl = min(asked, before)
                 self.keeper.postpone(lease)
-        self._emit(Kind.RENEWED, "", None, leases=[lease], answers=[answer])
+        emit(Kind.RENEWED, self.backend, "", leases=[lease], answers=[answer])
         if answer is Renewal.KEPT:
             lease.deadline = since + asked
             self.keeper.postpone(lease)
@@ -263,25 +245,15 @@ class Service:
         lease.entries = max(0, lease.entries - 1)
         if lease.entries > 0:
             return True
-        open_now: list[BaseDatabaseWrapper] = []
-        if not lease.lent and any(each.in_atomic_block for each in connections.all(True)):
-            open_now = open_connections()
-        if open_now:
-            self._put_off(lease, open_now)
+        if open_now := open_connections():
+            # The next holder would read what isn't committed yet; and a transaction that wrote
+            # under the lease pins the fence, so that this very code couldn't acquire it again.
+            if not lease.put_off:
+                when_all_ended(open_now, partial(self._finish_if_left, lease))
+                # Only now: after an interrupt, give_back_left_over() passes over what is put off.
+                lease.put_off = True
             return True
         return self._finish(lease)
-
-    def _put_off(self, lease: Lease, open_now: list[BaseDatabaseWrapper]) -> None:
-        """
-        Release when the caller's transactions have ended.
-
-        The next holder would read what isn't committed yet; and a transaction that wrote under
-        the lease pins the fence, so that this very code couldn't take the lock again.
-        """
-        if not lease.put_off:
-            when_all_ended(open_now, lambda: self._finish_if_left(lease))
-            # Only now: after an interrupt, give_back_left_over() passes over what is put off.
-            lease.put_off = True
 
     def _finish_if_left(self, lease: Lease) -> None:
         lease.put_off = False
@@ -307,23 +279,19 @@ class Service:
         finally:
             # Only now: give_back_left_over() finds it until then.
             self._forget(lease)
-            if lease.lent or self.grants.fences is not None:
-                self._clear_row(lease, grant)
+            if not lease.lent:
+                self.keeper.clear_row(grant)
+            elif grant.fenced and not self.backend.records_unfenced:
+                # The test's transaction, if it is broken, takes the row along.
+                with contextlib.suppress(Error):
+                    self.grants.recorder.clear([grant])
         if not kept:
             self.lose(lease, "the lock service no longer knew this holder at the release")
         lease.released = True
         if lease.why_lost:
             return False
-        emit(Kind.RELEASED, type(self.backend), self.config.alias, lease.name, lease)
+        emit(Kind.RELEASED, self.backend, lease.name, lease)
         return True
-
-    def _clear_row(self, lease: Lease, grant: Grant) -> None:
-        if not lease.lent:
-            self.keeper.clear_row(grant)
-        elif lease.fenced and not self.backend.records_unfenced:
-            # The test's transaction, if it is broken, takes the row along.
-            with contextlib.suppress(Error):
-                Fences(self.config, self.backend.label).clear([grant])
 
     def abandon(self, lease: Lease) -> None:
         """Release a lease whose holder has ended, and to which nothing refers any more."""
@@ -357,29 +325,21 @@ class Service:
 
     async def is_lent(self) -> bool:
         """Whether a test's transaction is on the connection of the thread that runs sync code."""
-        return under_test() and await sync_to_async(self._is_lent)()
-
-    async def arelease(self, lease: Lease, who: LocalHolder | None = None) -> bool:
-        """See release()."""
-        who = who or current_holder()
-        if lease.lent:
-            return await sync_to_async(self.release)(lease, who)
-        return await aio.run(aio.RELEASE, self.config.alias, self.release, lease, who)
-
-    def _is_lent(self) -> bool:
-        return test_connection(self.config.fence_database) is not None
+        if not under_test():
+            return False
+        return await sync_to_async(test_connection)(self.config.fence_database) is not None
 
     def drop_all(self) -> None:
         """Release whatever is held, as far as possible. For the end of a test."""
         mine = [lease for lease in current_holder().leases.values() if lease._control is self]
+        # The test may have taken the service itself away.
         for lease in {*mine, *self.keeper.leases()}:
             self._forget(lease)
-            if not lease.is_open():
-                continue
-            self.keeper.forget(lease)
-            # The test may have taken the service itself away.
-            with contextlib.suppress(Exception):
-                self._drop(lease)
+            if lease.is_open():
+                self.keeper.forget(lease)
+                lease.released = True
+                with contextlib.suppress(Exception):
+                    self.grants.release(lease.grant)
         with contextlib.suppress(Exception):
             self.keeper.doubts.clear()
             self.keeper.clear()
@@ -395,12 +355,6 @@ class Service:
         """Ask the service who has each of the locks; free ones are left out."""
         found = self.backend.holders(names)
         return {name: holder_of(held, self.config.alias) for name, held in found.items()}
-
-    def refusal(
-        self, name: str, waited: float, fenced: bool = True, held: Held | None = None
-    ) -> LockNotAcquired:
-        """Return the error that says who has the lock; `held` is what `acquire()` saw."""
-        return self.grants.refusal(name, waited, fenced, held)
 
     def explain(self, leases: Sequence[Lease]) -> None:
         """Ask the database who released these leases by force."""
@@ -426,14 +380,8 @@ class Service:
             self.explain(leases)
         finally:
             for lease in leases:
-                self._report_loss(lease, lease.why_lost)
-
-    def _report_loss(self, lease: Lease, why: str) -> None:
-        lease.run_callbacks()
-        self._emit(Kind.LOST, lease.name, lease, reason=why)
-
-    def _emit(self, kind: Kind, name: str, lease: Lease | None, **facts: object) -> None:
-        emit(kind, type(self.backend), self.config.alias, name, lease, **facts)
+                lease.run_callbacks()
+                emit(Kind.LOST, self.backend, lease.name, lease, reason=lease.why_lost)
 
 
 services: dict[str, Service] = {}

@@ -156,7 +156,7 @@ def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator
     claim = new_claim(name, control.config.ttl, fenced, owner=owner)
     lease = control.acquire(claim, who=other, of_another_process=True)
     if lease is None:
-        raise control.refusal(name, 0)
+        raise control.grants.refusal(name, 0)
     try:
         with contextlib.nullcontext() if let_wait else _fail_at_once(control, name):
             yield lease
@@ -168,10 +168,10 @@ def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator
 def _fail_at_once(control: Service, name: str) -> Iterator[None]:
     acquire = control.grants.acquire
 
-    def try_once(claim: Claim, wait: Wait) -> tuple[Grant, float] | Held:
+    def try_once(claim: Claim, wait: Wait, who: Any) -> tuple[Grant, float] | Held:
         if claim.name == name:
             wait.seconds = 0.0
-        return acquire(claim, wait)
+        return acquire(claim, wait, who)
 
     with mock.patch.object(control.grants, "acquire", try_once):
         yield

@@ -275,7 +275,7 @@ class ForcedReleaseContract(Contract):
         assert again.release()
 
     def refused(self, name: str) -> None:
-        raise self.service.refusal(name, 0.0)
+        raise self.service.grants.refusal(name, 0.0)
 
 
 def successor_ends(thread: AnotherThread, successor: Lease) -> None:
