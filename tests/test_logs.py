@@ -161,7 +161,7 @@ def test_records_carry_no_other_facts_than_the_documented_ones():
     used = {
         keyword.arg
         for _, node in calls()
-        if ast.unparse(node.func) in ("logs.facts", "logs.about", "facts")
+        if ast.unparse(node.func) in ("logs.facts", "logs.about", "facts", "_facts")
         for keyword in node.keywords
         if keyword.arg
     }
