@@ -9,6 +9,7 @@ locked again would stay for ever.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from datetime import timedelta
 from typing import Any
 
@@ -52,18 +53,26 @@ def write(database: str, items: list[tuple[Lease, str]]) -> None:
     with contextlib.suppress(IntegrityError), transaction.atomic(using=database):
         now = ledger.now(connection)
         rows = model._base_manager.using(database).filter(name__in={row.name for row, _ in items})
-        known = {row.name: row for row in rows}
+        known = {
+            name: (owner, expires_at > now, place)
+            for name, owner, expires_at, *place in rows.values_list(
+                "name", "owner", "expires_at", "alias", "backend"
+            )
+        }
+        kept: defaultdict[float, list[str]] = defaultdict(list)
         old, new = [], []
         for lease, label in dict(items).items():
-            row, acquired_at = known.get(lease.name), now - timedelta(seconds=lease.held_for())
-            if row is not None:
-                if row.owner == lease.owner_id:
-                    acquired_at = row.acquired_at
-                # Another alias keeps its row of a name.
-                elif row.expires_at > now or (row.alias, row.backend) != (lease.alias, label):
+            is_held = lease.is_open() and not lease.lost
+            if lease.name in known:
+                owner, is_live, place = known[lease.name]
+                if owner == lease.owner_id and is_held:
+                    kept[lease.ttl].append(owner)
                     continue
-                old.append(row.owner)
-            if lease.is_open() and not lease.lost:
+                # Another alias keeps its row of a name.
+                if owner != lease.owner_id and (is_live or place != [lease.alias, label]):
+                    continue
+                old.append(owner)
+            if is_held:
                 session = getattr(lease.grant.handle, "session_columns", {})
                 entry = Entry(
                     lease.name, lease.alias, label, lease.holder, lease.ttl, False, **session
@@ -71,11 +80,14 @@ def write(database: str, items: list[tuple[Lease, str]]) -> None:
                 new.append(
                     model(
                         **ledger.values(connection, entry),
-                        acquired_at=acquired_at,
+                        acquired_at=now - timedelta(seconds=lease.held_for()),
                         renewed_at=now,
                         expires_at=now + timedelta(seconds=lease.ttl),
                     )
                 )
+        for ttl, owners in kept.items():
+            expires_at = now + timedelta(seconds=ttl)
+            rows.filter(owner__in=owners).update(renewed_at=now, expires_at=expires_at)
         rows.filter(owner__in=old).delete()
         # Without ignore_conflicts: MariaDB and MySQL would store a rejected value, cut or empty.
         model._base_manager.using(database).bulk_create(new)
