@@ -83,9 +83,10 @@ class RedisBackend(Backend):
             arrival: To queue if refused: "0", later the arrival that the last refusal returned.
         """
         keys = self._keys(claim.name)
-        terms = (claim.owner, math.ceil(claim.ttl * 1000), claim.identity, int(claim.fenced))
+        ttl, fenced = _milliseconds(claim.ttl), "1" if claim.fenced else "0"
+        terms = (claim.owner, ttl, claim.identity, fenced, arrival)
         since = clock()
-        answer = self._here.run(ACQUIRE, keys, *terms, *([arrival] if arrival else []))
+        answer = self._here.run(ACQUIRE, keys, *(terms if arrival else terms[:4]))
         if isinstance(answer, list):
             expires, arrival, handed, value = answer
             self._recheck(keys, handed)
@@ -123,7 +124,7 @@ class RedisBackend(Backend):
         calls = []
         for grant in grants:
             keys, value, _ = self._handle(grant)
-            calls.append((keys[:2], (value, math.ceil(grant.ttl * 1000))))
+            calls.append((keys[:2], (value, _milliseconds(grant.ttl))))
         try:
             answers = self._here.run_batch(RENEW, calls) if calls else []
         except RedisError as exc:
@@ -142,13 +143,13 @@ class RedisBackend(Backend):
 
     def release(self, grant: Grant) -> bool:
         keys, _, counter = self._handle(grant)
-        fence = (counter, grant.token or 0) if grant.fenced else ()
+        fence = (counter, str(grant.token or 0)) if grant.fenced else ()
         try:
             return self._release(keys, grant.owner, *fence)
         except RedisError as exc:
             raise self.unavailable("release", exc, grant.name) from exc
 
-    def _release(self, keys: Keys, owner: str, *fence: object) -> bool:
+    def _release(self, keys: Keys, owner: str, *fence: str) -> bool:
         answer = self._here.run(RELEASE, keys, owner, *fence)
         if isinstance(answer, list):
             # The lock is released, whatever becomes of the waiter that got it.
@@ -190,7 +191,7 @@ class RedisBackend(Backend):
 
     def suggest(self, name: str, floor: int) -> None:
         with self._requests("suggestion of a token", name):
-            self._here.run(SUGGEST, [self._keys(name).counter], floor)
+            self._here.run(SUGGEST, [self._keys(name).counter], str(floor))
 
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:
@@ -246,6 +247,10 @@ class RedisBackend(Backend):
             yield
         except RedisError as exc:
             raise self.unavailable(doing, exc, name) from exc
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(math.ceil(seconds * 1000))
 
 
 def _handle(keys: Keys, owner: str, token: int | None, identity: str) -> _Handle:
