@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib import admin
-from django.contrib.admin.views.main import SEARCH_VAR
+from django.contrib.admin.utils import quote
 from django.contrib.auth import get_user_model
 from django.core.exceptions import BadRequest
 from django.db import Error, InterfaceError, OperationalError, connections, router, transaction
@@ -27,8 +27,7 @@ from django.utils.translation import gettext_lazy as _
 from .. import conf, exceptions
 from ..ops.registry import ANSWERED, fence_databases, words_of
 from ..storage.connections import time_limited
-from ..storage.tables import ExactCharField
-from ..storage.text import can_store, is_table_missing, show_blanks
+from ..storage.text import is_table_missing, show_blanks
 
 #: A method of a page that returns what a column shows of a row.
 Value = Callable[[Any, Any], Any]
@@ -104,10 +103,10 @@ def databases() -> list[str]:
         return []
 
 
-def page_url(page: Any, view: str, using: str | None, **query: str) -> str:
+def page_url(page: Any, view: str, using: str | None, *pk: str, **query: str) -> str:
     """Return the address of a model admin's page about a database."""
     name = f"admin:{page.opts.app_label}_{page.opts.model_name}_{view}"
-    path = reverse(name, current_app=page.admin_site.name)
+    path = reverse(name, args=list(map(quote, pk)), current_app=page.admin_site.name)
     if using and len(databases()) > 1:
         query[DATABASE] = using
     return f"{path}?{urlencode(query)}" if query else path
@@ -183,14 +182,6 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).using(self.database(request))
-
-    def get_search_fields(self, request: HttpRequest) -> list[Any]:
-        fields = list(super().get_search_fields(request))
-        if can_store(connections[self.database(request)], request.GET.get(SEARCH_VAR, "")):
-            return fields
-        # The other columns have a character set that can't be compared with this text.
-        known = {each.name: each for each in self.model._meta.get_fields()}
-        return [each for each in fields if isinstance(known[each], ExactCharField)]
 
     def changelist_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         return self.answer(super().changelist_view, request, *args, **kwargs)

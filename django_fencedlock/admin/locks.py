@@ -6,7 +6,6 @@ from typing import Any
 
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
-from django.db import connections
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
@@ -15,7 +14,6 @@ from django.utils.translation import gettext_lazy as _
 
 from ..models import Fence, HeldLock, LockEvent
 from ..ops.registry import State, duration, entries, history, states
-from ..storage.vendors import ledger_for
 from .base import (
     EMPTY,
     DatabaseFilter,
@@ -78,12 +76,11 @@ class HeldLockList(ChangeList):
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
-        self.result_list = self.model_admin.with_entries(  # type: ignore[attr-defined]
-            request, list(self.result_list), self.unanswered
-        )
+        self.result_list = with_entries(list(self.result_list), self.unanswered)
 
     def _in_state(self, queryset: QuerySet[HeldLock], wanted: State) -> QuerySet[HeldLock]:
-        rows = list(_candidates(queryset, wanted)[: STATE_FILTER_LIMIT + 1])
+        # Expired and expiring ones first.
+        rows = list(queryset.order_by("expires_at")[: STATE_FILTER_LIMIT + 1])
         if len(rows) > STATE_FILTER_LIMIT:
             self.looked_at = STATE_FILTER_LIMIT
         rows = rows[:STATE_FILTER_LIMIT]
@@ -91,16 +88,12 @@ class HeldLockList(ChangeList):
         return queryset.filter(pk__in=[row.pk for row, state in found if state is wanted])
 
 
-def _candidates(queryset: QuerySet[HeldLock], wanted: State) -> QuerySet[HeldLock]:
-    """Return the rows that can be in a state, the likeliest first."""
-    if wanted not in (State.EXPIRED, State.EXPIRING, State.FREE):
-        return queryset
-    connection = connections[queryset.db]
-    now = ledger_for(connection).now(connection)
-    if wanted is State.EXPIRED:
-        return queryset.filter(expires_at__lte=now).order_by("expires_at")
-    unexpired = queryset.filter(expires_at__gt=now)
-    return unexpired.order_by("expires_at") if wanted is State.EXPIRING else unexpired
+def with_entries(rows: list[Any], unanswered: dict[str, str]) -> list[Any]:
+    """Give each row what the columns show of it."""
+    if rows:
+        for row, entry in zip(rows, entries(rows[0]._state.db, rows, unanswered), strict=True):
+            row.entry = entry
+    return rows
 
 
 @admin.register(HeldLock)
@@ -142,28 +135,8 @@ class HeldLockAdmin(ReleasingAdmin):
         row: Any = super().get_object(request, object_id, from_field)
         if row is not None:
             row.unanswered = {}
-            self.with_entries(request, [row], row.unanswered)
+            with_entries([row], row.unanswered)
         return row
-
-    def with_entries(
-        self, request: HttpRequest, rows: list[Any], unanswered: dict[str, str]
-    ) -> list[Any]:
-        """Give each row what the columns show of it."""
-        if rows:
-            for row, entry in zip(rows, entries(rows[0]._state.db, rows, unanswered), strict=True):
-                row.entry, row.events_url = entry, self.events_url(request, row)
-        return rows
-
-    def events_url(self, request: HttpRequest, row: HeldLock) -> str:
-        """Return the page of the lock's rejected writes, if it may be viewed."""
-        site = self.admin_site
-        if not site.is_registered(LockEvent):
-            return ""
-        page = site.get_model_admin(LockEvent)
-        if not page.has_view_permission(request):
-            return ""
-        query = {"q": row.name, "kind__exact": LockEvent.Kind.REJECTED.value}
-        return page_url(page, "changelist", row._state.db, **query)
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
@@ -245,10 +218,9 @@ class HeldLockAdmin(ReleasingAdmin):
         count = row.entry.rejected
         if not count:
             return EMPTY
-        if not row.events_url:
-            return format_html('<span class="fencedlock-rejected">{}</span>', count)
-        link = '<a class="fencedlock-rejected" href="{}">{}</a>'
-        return format_html(link, row.events_url, count)
+        url = page_url(self, "change", row._state.db, row.pk)
+        link = '<a class="fencedlock-rejected" href="{}#fencedlock-history">{}</a>'
+        return format_html(link, url, count)
 
 
 @admin.register(Fence)
