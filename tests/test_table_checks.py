@@ -85,7 +85,7 @@ class TestCollations:
     def test_one_that_takes_texts_for_each_other(self, collate, collation, alike):
         collate(collation)
         assert "names locks of tests.Seat, and database 'mariadb'" in self.problem()
-        assert f"takes {alike} there: what counts as one value" in self.problem()
+        assert f"takes {alike} there: one value would" in self.problem()
 
     @pytest.mark.parametrize("collation", ["utf8mb4_nopad_bin", "latin1_nopad_bin"])
     def test_an_exact_one_is_in_order(self, collate, collation):
@@ -108,7 +108,7 @@ class TestCollations:
         assert found == {
             f"Column {column!r} of {table!r}" for table in columns for column in columns[table]
         }
-        assert "Give tests.Stock.sku a" in self.problems()["Column 'owner_id' of 'tests_parcel'"]
+        assert "Give tests.Stock.sku the" in self.problems()["Column 'owner_id' of 'tests_parcel'"]
 
     def test_a_lock_is_made_of_a_column_that_is_not_migrated_yet(self):
         with connections["mariadb"].cursor() as cursor:

@@ -310,7 +310,7 @@ class _RowCondition(Lookup):
 
 
 class GuardedQuerySet(models.QuerySet[_Row]):
-    """A queryset that hands on what it was told."""
+    """A queryset whose copies have the same lease and objects."""
 
     #: The lease of using_lease().
     _lease: Lease | None = None

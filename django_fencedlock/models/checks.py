@@ -69,7 +69,7 @@ def _fencing_problems(model: Model) -> Iterator[Problem]:
         yield Problem(
             "E026",
             f"{label}.fencing differs from that of {table._meta.label}, whose table has the fence: "
-            "two locks of one row have tokens that can't be compared.",
+            "the tokens of a row's two locks can't be compared.",
             f"Remove the attribute from {label}, or use that template and mode.",
         )
     if conf.lacks(spec.backend):
@@ -103,8 +103,8 @@ def _router_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
             "E023",
             f"{model._meta.label} is written to database {rows!r}, and the fences of alias "
             f"{spec.backend!r} are in {fences!r}.",
-            f"Name {rows!r} as FENCE_DATABASE of an alias and that alias as Fencing(backend=...), "
-            "or use Fencing(mode='high_water'), which promises less.",
+            f"Give Fencing(backend=...) an alias with {rows!r} as FENCE_DATABASE, or use "
+            "Fencing(mode='high_water'), which promises less.",
         )
 
 
@@ -117,8 +117,7 @@ def _column_problems(model: Model) -> Iterator[Problem]:
             owners = " and ".join(field.model._meta.label for field in stamps)
             yield Problem(
                 "E024",
-                f"{label} has {len(stamps)} columns {name!r}, of {owners}: a row can be fenced and "
-                "versioned in one table alone.",
+                f"{label} has {len(stamps)} columns {name!r}, of {owners}.",
                 "Keep it in one of the tables: let the others inherit from models.Model.",
             )
         if issubclass(model, base) and not (named and isinstance(named[-1], StampField)):
@@ -126,7 +125,7 @@ def _column_problems(model: Model) -> Iterator[Problem]:
             yield Problem(
                 "E025",
                 f"{label} has no field {name!r} such as {base.__name__} writes{found}",
-                f"Give the model's own field another name, and leave {name!r} to {base.__name__}.",
+                f"Leave the name to {base.__name__}.",
             )
 
 
@@ -136,8 +135,7 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
         yield Problem(
             "W020",
             f"The default manager of {label}, {default.name!r}, isn't fenced: its update(), "
-            "bulk_*() and delete(), those of related managers, and the admin's actions write "
-            "without checking fence and version.",
+            "bulk_*() and delete(), and those of related managers, check no fence or version.",
             "Make it with FencedManager, or FencedManager.from_queryset(...) of a subclass of "
             "FencedQuerySet, from django_fencedlock.models.",
         )
@@ -145,10 +143,8 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
         yield Problem(
             "W021",
             f"The base manager of {label} is {base.name!r} in place of the package's own: "
-            "cascades, SET_NULL, and add() and clear() of related managers may write without "
-            "checking fence and version, or not find the row.",
-            "Leave base_manager_name out of the model's Meta, and inherit no Meta that has it; or "
-            'set it to "_guarded_rows".',
+            "cascades, SET_NULL and related managers may check no fence or version.",
+            'Remove base_manager_name from the model\'s Meta, or set it to "_guarded_rows".',
         )
     managers = [
         (owner, manager)
@@ -163,8 +159,7 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
             yield Problem(
                 "W027",
                 f"{label}.objects is the FencedManager of the package, and hides the "
-                f"{kind.__name__} of {owner.__name__}: rows that it leaves out, such as deleted "
-                "ones, are found.",
+                f"{kind.__name__} of {owner.__name__}, with what that leaves out.",
                 f"Write objects in {label}, made of both: class Both({kind.__name__}, "
                 "FencedManager). If it has its own queryset, make one of both as well.",
             )
@@ -229,16 +224,16 @@ def _mode_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
     if not {"STRICT_TRANS_TABLES", "STRICT_ALL_TABLES"} & set(mode.split(",")):
         yield Problem(
             "W023",
-            f"Database {connection.alias!r} isn't strict, its sql_mode being {mode!r}: values that "
-            "don't fit are changed until they do, where a fenced write has to be rejected.",
+            f"Database {connection.alias!r} isn't strict, its sql_mode being {mode!r}: it changes "
+            "values that don't fit, where a fenced write has to be rejected.",
             "Add STRICT_TRANS_TABLES to the sql_mode, in OPTIONS or the server's configuration.",
         )
     mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
     if mariadb and not _row(connection, "SELECT @@check_constraint_checks")[0]:
         yield Problem(
             "W023",
-            f"Database {connection.alias!r} has check_constraint_checks off, so that stale "
-            "statements over many rows pass.",
+            f"Database {connection.alias!r} has check_constraint_checks off: stale statements over "
+            "many rows pass.",
             "Set check_constraint_checks to ON.",
         )
 
@@ -258,8 +253,7 @@ def _constraint_problems(
                 yield Problem(
                     "W024",
                     f"Table {table!r} of database {connection.alias!r} lacks the constraint "
-                    f"{name!r}: a stale statement over many rows would write -1 into "
-                    f"{field.column!r} instead of failing.",
+                    f"{name!r}: stale statements over many rows would pass, and write -1.",
                     f"Migrate. If the database lost it, add it: CHECK ({column} >= 0).",
                 )
 
@@ -281,11 +275,9 @@ def _collation_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
             yield Problem(
                 "W026",
                 f"Column {column!r} of {table!r} names locks of {model._meta.label}, and database "
-                f"{connection.alias!r} takes {confused} there: what counts as one value would have "
-                "two locks.",
-                f"Give {target.model._meta.label}.{target.name} a collation that compares every "
-                f"character, as db_collation={exact or exact_collation(connection)!r}, and "
-                "migrate.",
+                f"{connection.alias!r} takes {confused} there: one value would have two locks.",
+                f"Give {target.model._meta.label}.{target.name} the "
+                f"db_collation={exact or exact_collation(connection)!r}, and migrate.",
             )
 
 
@@ -321,16 +313,27 @@ WHERE t.tgrelid = to_regclass(%s) AND t.tgname = %s
 
 def _trigger_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
     for model, declared in declared_triggers(connection).items():
-        if router.allow_migrate_model(connection.alias, model):
-            named_by = _naming_fields(model, declared)
-            if state := _state_of_trigger(connection, model, named_by):
-                names = f", named_by={list(named_by)!r}" if named_by else ""
-                yield Problem(
-                    "W025",
-                    f"A migration gives {model._meta.label} a FenceTrigger, and in database "
-                    f"{connection.alias!r} it {state}.",
-                    f"Run it again, in a new migration: FenceTrigger({model.__name__!r}{names}).",
-                )
+        table, named_by = model._meta.db_table, _naming_fields(model, declared)
+        wanted = operations.arguments_of(model, named_by)
+        if not router.allow_migrate_model(connection.alias, model):
+            continue
+        if not {*filter(None, wanted)} <= _columns_of(connection, table):
+            continue  # Migrations are due.
+        found = _row(connection, _TRIGGER, [connection.ops.quote_name(table), operations.NAME])
+        enabled, arguments, body = found or (False, b"", "")
+        if not enabled:
+            state = "is disabled" if found else "isn't there"
+        elif (*bytes(arguments).decode().split("\0")[:-1], body) != (*wanted, operations.BODY):
+            state = "is another than this release makes for its columns and its lock's name"
+        else:
+            continue
+        names = f", named_by={list(named_by)!r}" if named_by else ""
+        yield Problem(
+            "W025",
+            f"A migration gives {model._meta.label} a FenceTrigger, and in database "
+            f"{connection.alias!r} it {state}.",
+            f"Run it again, in a new migration: FenceTrigger({model.__name__!r}{names}).",
+        )
 
 
 def _naming_fields(model: Model, declared: Sequence[str]) -> tuple[str, ...]:
@@ -376,25 +379,6 @@ def _follow(app: str, steps: Iterable[Any], declared: Declared) -> None:
                     declared[app, step.new_name_lower] = named_by
             case SeparateDatabaseAndState():
                 _follow(app, [*step.database_operations, *step.state_operations], declared)
-
-
-def _state_of_trigger(
-    connection: BaseDatabaseWrapper, model: Model, named_by: Sequence[str]
-) -> str:
-    """Return what is wrong with a model's trigger; empty if nothing is, or migrations are due."""
-    table = model._meta.db_table
-    wanted = operations.arguments_of(model, named_by)
-    if not {*filter(None, wanted)} <= _columns_of(connection, table):
-        return ""
-    given = [connection.ops.quote_name(table), operations.NAME]
-    if not (found := _row(connection, _TRIGGER, given)):
-        return "isn't there"
-    enabled, arguments, body = found
-    if not enabled:
-        return "is disabled"
-    if bytes(arguments).decode().split("\0")[:-1] != [*wanted] or body != operations.BODY:
-        return "is another than that of this release for the table's columns and its lock's name"
-    return ""
 
 
 def _row(connection: BaseDatabaseWrapper, sql: str, given: Sequence[Any] = ()) -> Any:
