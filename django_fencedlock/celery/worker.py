@@ -33,14 +33,14 @@ from ..core.events import Kind, emit
 from ..core.identity import PidFd, Process, this_process
 from ..core.manager import tidy_at_exit
 from ..core.runtime import clock
-from ..exceptions import BackendUnavailable, FencedLockError, SettingsError
+from ..exceptions import BackendUnavailable, FencedLockError
 from ..storage import connections, history
 from ..storage.background_writer import writer
 from ..storage.dialect import BATCH
 from ..storage.fences import Fences
 from ..storage.message_records import MessageRecords
 from ..storage.pending_runs import PendingRuns
-from ..storage.records import fetch, rows_of
+from ..storage.records import Records, fetch
 from ..storage.text import is_table_missing
 from ..storage.unfenced import ExpiredRows
 from .coalesce import serve_overdue
@@ -58,10 +58,6 @@ FORK_TIMEOUT = 0.2
 LOOK_AFTER = (0.0, 0.4, 2.0)
 #: Seconds until a service that didn't answer is asked again.
 RETRY_AFTER = 1.0
-#: Seconds for a question to the registry.
-TIMEOUT = 5.0
-#: Seconds to wait for SQLite's file when only the history is written.
-SQLITE_BUSY_TIMEOUT = 0.1
 #: Seconds to pause after an unexpected error.
 AFTER_ERROR = 1.0
 
@@ -90,30 +86,27 @@ class ForkGate:
         self.after_fork()
 
     def after_fork(self) -> None:
-        self._mutex = runtime.allocate_lock()
+        self._changed = threading.Condition()
         self._inside = 0
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         """Let no process be forked in this block, if it is short."""
-        with self._mutex:
+        with self._changed:
             self._inside += 1
         try:
             yield
         finally:
-            with self._mutex:
+            with self._changed:
                 self._inside -= 1
+                self._changed.notify_all()
 
     def before_fork(self) -> None:
-        until = clock() + FORK_TIMEOUT
-        self._mutex.acquire()
-        while self._inside and clock() < until:
-            self._mutex.release()
-            runtime.original("time", "sleep")(0.001)
-            self._mutex.acquire()
+        self._changed.acquire()
+        self._changed.wait_for(lambda: not self._inside, FORK_TIMEOUT)
 
     def after_fork_in_parent(self) -> None:
-        self._mutex.release()
+        self._changed.release()
 
 
 _gate = runtime.forks.register(ForkGate())
@@ -260,7 +253,19 @@ class LeftLocks:
     def _run(self, alias: str) -> None:
         threading.current_thread().name = f"fencedlock-children-{alias}"
         while due := self._wait(alias):
-            if not _try_to_release({child for _, child, _ in due}, alias):
+            try:
+                release_locks_of({child for _, child, _ in due}, alias)
+            except Exception as exc:
+                # A project that uses unfenced locks alone needs no tables.
+                if is_table_missing(exc):
+                    continue
+                logger.warning(
+                    "The locks that ended children held through alias %r couldn't be released: %s",
+                    alias,
+                    exc,
+                    extra=logs.facts(alias=alias, reason=str(exc)),
+                    exc_info=not isinstance(exc, FencedLockError),
+                )
                 at = clock() + RETRY_AFTER
                 with self._changed:
                     self.looks[alias] += [(at, *look[1:]) for look in due if at < look[2]]
@@ -278,76 +283,50 @@ class LeftLocks:
             return []
 
 
-def _try_to_release(children: Collection[Process], alias: str) -> bool:
-    """Return whether there is nothing more to do now."""
-    try:
-        release_locks_of(children, alias)
-    except Exception as exc:
-        # A project that uses unfenced locks alone needs no tables.
-        if is_table_missing(exc):
-            return True
-        logger.warning(
-            "The locks that ended children held through alias %r couldn't be released: %s",
-            alias,
-            exc,
-            extra=logs.facts(alias=alias, reason=str(exc)),
-            exc_info=not isinstance(exc, BackendUnavailable | Error | SettingsError),
-        )
-        return False
-    return True
-
-
 def release_locks_of(children: Collection[Process], alias: str) -> None:
     """
     Release what these processes hold, according to the registry.
 
     Connections are opened for it and closed again: a child that is forked later would inherit them.
     """
-    config = conf.config(alias)
-    private = connections.pool(config.fence_database, TIMEOUT)
+    records = Records(conf.config(alias))
 
-    def look() -> list[tuple[Process, list[Any]]]:
-        rows = rows_of("HeldLock", config.fence_database).filter(alias=alias)
-        found = []
-        for child in children:
-            left = {"boot_id": child.boot_id, "pid_namespace": child.pid_namespace}
-            mine = rows.filter(pid=child.pid, pid_started=child.started, **left)
-            found.append((child, fetch(mine, "name", "owner")))
-        return found
+    def look() -> list[tuple[str, str, Process]]:
+        pids = [child.pid for child in children]
+        rows = records.rows("HeldLock").filter(alias=alias, pid__in=pids)
+        columns = ("boot_id", "pid_namespace", "pid", "pid_started")
+        found = [
+            (row.name, row.owner, Process(*(getattr(row, column) for column in columns)))
+            for row in fetch(rows, "name", "owner", *columns)
+        ]
+        return [row for row in found if row[2] in children]
 
     with _gate.closed():
         try:
-            for child, held in private.run_orm(look):
-                if held:
-                    _release(config, child, held)
+            if held := records.query("look for ended children", None, look):
+                _release(records, held)
         finally:
             connections.close_all()
 
 
-def _release(config: conf.AliasConfig, child: Process, held: list[Any]) -> None:
+def _release(records: Records, held: list[tuple[str, str, Process]]) -> None:
+    config, rows = records.config, []
     backend: Backend = conf.backend_class(config.backend)(config)
-    alias, rows = config.alias, []
     try:
-        for name, owner in ((row.name, row.owner) for row in held):
+        for name, owner, child in held:
             grant = Grant(name, owner)
             released = backend.release(grant)
             if not backend.records_grants:
                 Fences(config, backend.label).clear([grant])
             if released:
-                facts = {"owner": owner, "pid": child.pid}
-                emit(Kind.EVICTED, backend, name, **facts)
-                rows.append((clock(), history.death(name, alias, child.pid)))
+                emit(Kind.EVICTED, backend, name, owner=owner, pid=child.pid)
+                rows.append((clock(), history.death(name, config.alias, child.pid)))
     finally:
         with contextlib.suppress(BackendUnavailable, Error):
             backend.close()
     # The background writer is off: it would have connections open at the next fork.
     if rows and conf.history() and not connections.under_test():
-        database = config.fence_database
-        write = partial(history.write, database, rows)
-        try:
-            connections.pool(database, TIMEOUT).run_orm(write, SQLITE_BUSY_TIMEOUT)
-        except Error as exc:
-            logger.info("The history of alias %r wasn't written: %s", alias, exc)
+        records.query("history", None, partial(history.write, records.using, rows))
 
 
 # In the main process: pending runs and old rows
@@ -371,10 +350,8 @@ class Maintenance:
         self._clock = clock
         self._end = runtime.SimpleQueue[None]()
         self._delete_at = self._count_at = -math.inf
-        #: The fence databases with more old rows than one look deletes.
-        self._behind: set[str] = set()
-        #: By fence database: records that are kept until then are deleted now.
-        self._surplus: dict[str, Any] = {}
+        #: Whether there were more old rows than one look deletes.
+        self._is_behind = False
         self._failing: set[str] = set()
 
     def start(self) -> None:
@@ -402,85 +379,68 @@ class Maintenance:
 
     def period(self) -> float:
         """Return the seconds from one look to the next."""
-        if self._behind:
+        if self._is_behind:
             return OFTEN
         ttls = [
             policy.ttl or config.ttl
             for config, policies in self._databases()
             for policy in policies.values()
-            if policy.on_conflict == "coalesce"
         ]
         return min(SELDOM, max(OFTEN, min(ttls) / 2)) if ttls else DELETE_EACH
 
     def look(self) -> int:
         """Serve pending runs, and delete old rows; return how many were served."""
-        served = 0
+        served, is_behind = 0, False
         deletes, counts = self._clock() >= self._delete_at, self._clock() >= self._count_at
         for config, policies in self._databases():
-            pending = {n: each for n, each in policies.items() if each.on_conflict == "coalesce"}
             try:
-                if pending:
-                    served += serve_overdue(self._app, config, pending)
+                if policies:
+                    served += serve_overdue(self._app, config, policies)
                 if deletes:
-                    self._delete(config, bool(pending), counts)
+                    is_behind |= self._delete(config, counts)
                 self._failing.discard(config.fence_database)
             except FencedLockError as exc:
-                if config.fence_database not in self._failing:
+                # A project that uses unfenced locks alone needs no tables.
+                if config.fence_database not in self._failing and not is_table_missing(exc):
                     logger.warning("Pending runs and old rows can't be looked after: %s", exc)
                 self._failing.add(config.fence_database)
         if deletes:
-            self._delete_expired_rows()
-            self._delete_at = self._clock() + (OFTEN if self._behind else DELETE_EACH)
-            if counts:
+            self._is_behind = is_behind
+            self._delete_at = self._clock() + (OFTEN if is_behind else DELETE_EACH)
+            if counts and not is_behind:
                 self._count_at = self._clock() + COUNT_EACH
         return served
 
-    def _delete(self, config: conf.AliasConfig, pending: bool, counts: bool) -> None:
-        most, database, records = BATCHES * BATCH, config.fence_database, MessageRecords(config)
-        until = self._surplus.pop(database, None)
-        if counts and (over := records.limit(MOST_RECORDS)) is not None:
+    def _delete(self, config: conf.AliasConfig, counts: bool) -> bool:
+        """Return whether there may be more to delete."""
+        records = MessageRecords(config)
+        until = records.limit(MOST_RECORDS) if counts else None
+        if until is not None and not self._is_behind:
             text = "More than %d messages of tasks are on record; the oldest are deleted early."
             logger.warning(text, MOST_RECORDS)
-            until = over
-        left = records.sweep(BATCHES) >= most
-        if pending:
-            left |= PendingRuns(config).forget(BATCHES) >= most
-        if until is not None and records.sweep(BATCHES, until) >= most:
-            self._surplus[database], left = until, True
-        (self._behind.add if left else self._behind.discard)(database)
-
-    def _delete_expired_rows(self) -> None:
-        """Delete what dead processes left in the registry, of every alias."""
-        for config in {each.fence_database: each for each in _configs().values()}.values():
-            try:
-                ExpiredRows(config).sweep(BATCHES)
-            except FencedLockError as exc:
-                # Unfenced locks alone need no tables.
-                logger.debug("Expired rows of the registry stay: %s", exc)
+        deleted = (
+            records.sweep(BATCHES, until),
+            PendingRuns(config).forget(BATCHES),
+            ExpiredRows(config).sweep(BATCHES),
+        )
+        return max(deleted) >= BATCHES * BATCH
 
     def _databases(self) -> Iterable[tuple[conf.AliasConfig, dict[str, Policy]]]:
-        """Return the policies of tasks that leave rows, by fence database."""
+        """Return an alias of each fence database, and the tasks that coalesce there."""
         found: dict[str, tuple[conf.AliasConfig, dict[str, Policy]]] = {}
-        # A task whose alias is unknown fails by itself, and delays no other.
-        configs = _configs()
-        for name, task in dict(self._app.tasks).items():
-            single = single_of(task)
-            config = None if single is None else configs.get(single.policy.backend)
-            if single is None or config is None:
-                continue
-            if single.policy.on_conflict == "coalesce" or single.policy.redelivery == "defer":
+        singles = {name: single_of(task) for name, task in dict(self._app.tasks).items()}
+        coalescing = {
+            name: single.policy
+            for name, single in singles.items()
+            if single is not None and single.policy.on_conflict == "coalesce"
+        }
+        for alias in conf.aliases():
+            # One whose settings are wrong fails by itself, and delays no other.
+            with contextlib.suppress(FencedLockError):
+                config = conf.config(alias)
                 _, policies = found.setdefault(config.fence_database, (config, {}))
-                policies[name] = single.policy
+                policies |= {n: each for n, each in coalescing.items() if each.backend == alias}
         return found.values()
-
-
-def _configs() -> dict[str, conf.AliasConfig]:
-    """Return the settings of each alias whose settings are right."""
-    found = {}
-    for alias in conf.aliases():
-        with contextlib.suppress(FencedLockError):
-            found[alias] = conf.config(alias)
-    return found
 
 
 class Housekeeping(bootsteps.StartStopStep):
