@@ -420,10 +420,9 @@ class TestResync:
     def test_a_model_without_a_table(self):
         with connections["default"].cursor() as cursor:
             cursor.execute("ALTER TABLE tests_meter RENAME TO tests_away")
-        try:
-            _, err, code = run("resync", "tests.Meter")
-        finally:
-            with connections["default"].cursor() as cursor:
+            try:
+                _, err, code = run("resync", "tests.Meter")
+            finally:
                 cursor.execute("ALTER TABLE tests_away RENAME TO tests_meter")
         assert code == 2
         assert "has no table 'tests_meter'" in err
@@ -464,10 +463,8 @@ def test_the_page_has_every_action_state_and_level():
     actions = {row[0] for row in _table(page, "| action | what it does | exit code |")}
     assert actions == {"list", "show", "release", "doctor", "resync"}
     assert all(f"\n    {action}" in out for action in actions), out
-    states = {
-        row[0] for row in _table(page, "| state | the lock service says | the registry says |")
-    }
-    assert states == {str(state) for state in State}
+    states = _table(page, "| state | the lock service says | the registry says |")
+    assert {row[0] for row in states} == {str(state) for state in State}
     levels = {row[0] for row in _table(page, "| level | meaning |")}
     assert levels == {level.name.lower() for level in Level}
 
@@ -485,12 +482,8 @@ def test_columns_are_aligned():
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (0, "0.0 s"),
-        (59.94, "59.9 s"),
-        (61, "1 min 1 s"),
-        (3725, "1 h 2 min"),
-        (90000, "1 d 1 h"),
-        (-5, "-5.0 s"),
+        *((0, "0.0 s"), (59.94, "59.9 s"), (61, "1 min 1 s")),
+        *((3725, "1 h 2 min"), (90000, "1 d 1 h"), (-5, "-5.0 s")),
     ],
 )
 def test_durations(seconds, words):

@@ -32,10 +32,11 @@ def test_no_setting_at_all_means_the_database_backend_on_default(settings):
     assert found() == {}
 
 
-def test_durations_may_be_timedeltas(settings):
+def test_durations_may_be_timedeltas_and_are_read_again_when_they_change(settings):
     settings.FENCEDLOCK = {"default": {"TTL": timedelta(minutes=1), "BLOCKING_TIMEOUT": 0}}
-    assert conf.config().ttl == 60
-    assert conf.config().blocking_timeout == 0
+    assert (conf.config().ttl, conf.config().blocking_timeout) == (60, 0)
+    settings.FENCEDLOCK = {"default": {"TTL": 6}}
+    assert conf.config().ttl == 6
 
 
 @pytest.mark.parametrize(
@@ -84,9 +85,6 @@ def test_an_alias_that_is_not_there_is_named_with_those_that_are(settings):
     settings.FENCEDLOCK = {"default": {}, "fast": {}}
     with pytest.raises(SettingsError, match="no alias 'slow'; it has 'default', 'fast'"):
         lock("x", backend="slow").acquire()
-
-
-def test_an_alias_in_order_works_beside_a_broken_one(settings):
     settings.FENCEDLOCK = {"default": {}, "broken": {"TTL": 0}}
     assert conf.config("default").ttl == 30
 
@@ -107,13 +105,6 @@ def test_a_setting_that_nothing_reads_is_named(settings, name):
     assert "FENCEDLOCK_WITHOUT_LOCK" in found()["W003"]
     # It is in nobody's way.
     assert conf.config().ttl == 30
-
-
-def test_settings_are_read_again_when_they_change(settings):
-    settings.FENCEDLOCK = {"default": {"TTL": 5}}
-    assert conf.config().ttl == 5
-    settings.FENCEDLOCK = {"default": {"TTL": 6}}
-    assert conf.config().ttl == 6
 
 
 @pytest.mark.parametrize(
@@ -149,11 +140,9 @@ def test_the_checks_are_registered():
 
 
 class TestLockArguments:
-    def test_timeout_alone_is_refused_naming_both_meanings(self):
+    def test_other_arguments_are_refused_naming_the_known(self):
         with pytest.raises(TypeError, match=r"ttl=.*blocking_timeout="):
             lock("x", timeout=5)
-
-    def test_other_arguments_are_refused_naming_the_known(self):
         with pytest.raises(TypeError, match=r"tll.*ttl, blocking_timeout, backend and fenced"):
             lock("x", tll=5)
 
@@ -162,11 +151,9 @@ class TestLockArguments:
         with pytest.raises((TypeError, ValueError), match="ttl"):
             lock("x", ttl=ttl)
 
-    def test_durations_are_seconds_or_timedeltas(self):
+    def test_durations_are_seconds_or_timedeltas_and_a_wait_may_be_endless(self):
         terms = lock("x", ttl=timedelta(minutes=2), blocking_timeout=timedelta(seconds=1))
         assert (terms.ttl, terms.blocking_timeout) == (120, 1)
-
-    def test_a_wait_may_be_endless_and_a_ttl_may_not(self):
         assert lock("x", blocking_timeout=float("inf")).blocking_timeout == float("inf")
         with pytest.raises(ValueError, match="ttl is inf; it has to be more than zero and finite"):
             lock("x", ttl=float("inf"))

@@ -355,15 +355,9 @@ def _called(rows: list[list[str]]) -> dict[str, str | None]:
 
 def _defaults(arguments: str) -> dict[str, Any]:
     """The arguments of a call as they are written, with their defaults."""
-    (node,) = ast.parse(f"def f{arguments}: ...").body
-    assert isinstance(node, ast.FunctionDef)
-    return _parameters(_made(node))
-
-
-def _made(node: ast.FunctionDef) -> Any:
     names: dict[str, Any] = {}
-    exec(compile(ast.Module([node], []), "docs/api.md", "exec"), names)
-    return names["f"]
+    exec(f"def f{arguments}: ...", names)
+    return _parameters(names["f"])
 
 
 def _parameters(thing: Any) -> dict[str, Any]:

@@ -30,13 +30,8 @@ pytestmark = [
 ]
 
 COMMITTED, REPEATABLE, SERIALIZABLE = "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"
-LEVELS = [
-    ("postgres", COMMITTED),
-    ("postgres", REPEATABLE),
-    ("postgres", SERIALIZABLE),
-    ("mariadb", COMMITTED),
-    ("mariadb", REPEATABLE),
-]
+LEVELS = [("postgres", level) for level in (COMMITTED, REPEATABLE, SERIALIZABLE)]
+LEVELS += [("mariadb", level) for level in (COMMITTED, REPEATABLE)]
 SET_LEVEL = {
     "postgres": "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL {}",
     "mariadb": "SET SESSION TRANSACTION ISOLATION LEVEL {}",
@@ -98,12 +93,8 @@ class Stage:
         """Have the rows locked by a transaction that isn't about leases."""
         with contextlib.closing(private(self.database, 10)) as third, third.cursor() as cursor:
             cursor.execute("BEGIN")
-            cursor.execute(
-                "SELECT 1 FROM tests_account WHERE id = %s FOR UPDATE", [self.account.pk]
-            )
-            cursor.execute(
-                "SELECT 1 FROM tests_ledgerline WHERE id = %s FOR UPDATE", [self.line.pk]
-            )
+            for table, pk in (("account", self.account.pk), ("ledgerline", self.line.pk)):
+                cursor.execute(f"SELECT 1 FROM tests_{table} WHERE id = %s FOR UPDATE", [pk])
             # Whoever inserts the same key waits for this one's end.
             cursor.execute(
                 "INSERT INTO tests_ledgerline (id, account_id, amount, fence) "
@@ -278,10 +269,8 @@ def granted_while_the_write_waits_for_a_row(stage, write):
 
 
 SCHEDULES = [
-    granted_before_the_write,
-    grant_uncommitted_during_the_write,
-    granted_between_the_write_and_its_commit,
-    granted_after_the_writers_snapshot,
+    *(granted_before_the_write, grant_uncommitted_during_the_write),
+    *(granted_between_the_write_and_its_commit, granted_after_the_writers_snapshot),
     granted_while_the_write_waits_for_a_row,
 ]
 
@@ -393,10 +382,6 @@ def test_without_the_locking_clause_something_stale_is_written(
 def test_an_error_for_an_old_snapshot_on_mariadb_is_not_called_stale(fences_in):
     """With innodb_snapshot_isolation, the default from 11.6 on, MariaDB fails as Postgres does."""
     fences_in("mariadb")
-    found = outcomes(
-        "mariadb",
-        REPEATABLE,
-        granted_after_the_writers_snapshot,
-        extra="SET SESSION innodb_snapshot_isolation = ON",
-    )
+    snapshot = "SET SESSION innodb_snapshot_isolation = ON"
+    found = outcomes("mariadb", REPEATABLE, granted_after_the_writers_snapshot, extra=snapshot)
     assert set(found.values()) == {CONFLICT}

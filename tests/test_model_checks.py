@@ -18,6 +18,7 @@ from django_fencedlock.models import (
 )
 from tests.models import Account, Contract, Document, Invoice
 
+PROXY = type("Meta", (), {"proxy": True})
 ON_COLUMNS = pytest.mark.parametrize(
     ("base", "name"), [(FencedModel, "fence"), (VersionedModel, "version")]
 )
@@ -87,10 +88,8 @@ class TestFencing:
         settings.FENCEDLOCK = {"default": {}, "fast": {}}
         line = of_type("Line", FencedModel, fencing=Fencing(backend="fest"))
         assert re.search("'fest'.*Known keys: default, fast", found(line)["E022"])
-
-    def test_an_alias_of_settings_that_cannot_be_read(self, settings):
-        settings.FENCEDLOCK = {"TTL": 3}
-        assert found(of_type("Line", FencedModel)) == {}
+        settings.FENCEDLOCK = {"TTL": 3}  # Which can't be read.
+        assert found(line) == {}
 
     def test_rows_in_another_database_than_the_fences(self, settings):
         settings.DATABASE_ROUTERS = [f"{__name__}.EverythingOnPostgres"]
@@ -126,16 +125,13 @@ class TestInheritance:
 
     def test_children_and_proxies_of_a_fenced_model_are_in_order(self):
         concrete = of_type("Concrete", FencedModel)
-        meta = type("Meta", (), {"proxy": True})
-        assert found(of_type("Child", concrete), of_type("Proxy", concrete, Meta=meta)) == {}
+        assert found(of_type("Child", concrete), of_type("Proxy", concrete, Meta=PROXY)) == {}
 
-    @pytest.mark.parametrize("options", [{}, {"Meta": type("Meta", (), {"proxy": True})}])
+    @pytest.mark.parametrize("options", [{}, {"Meta": PROXY}])
     @pytest.mark.parametrize(
         "fencing",
         [
-            Fencing("other:{pk}"),
-            Fencing("{size}"),
-            Fencing(lambda row: "x"),
+            *map(Fencing, ("other:{pk}", "{size}", lambda row: "x")),
             Fencing(mode="high_water"),
         ],
     )
@@ -148,8 +144,7 @@ class TestInheritance:
     def test_a_child_or_a_proxy_may_have_a_policy_of_its_own_for_writes_without_lock(self):
         concrete = of_type("Concrete", FencedModel, fencing=Fencing("a:{pk}"))
         same = Fencing("a:{pk}", without_lock="allow")
-        meta = type("Meta", (), {"proxy": True})
-        assert found(of_type("Proxy", concrete, fencing=same, Meta=meta)) == {}
+        assert found(of_type("Proxy", concrete, fencing=same, Meta=PROXY)) == {}
         plain = of_type("Plain", models.Model)
         assert found(of_type("Child", FencedModel, plain, fencing=Fencing("b:{pk}"))) == {}
 

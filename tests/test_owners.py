@@ -40,17 +40,13 @@ def test_a_copied_context_is_the_thread_that_runs_it():
         assert thread.submit(context.run, current_holder).result() is not mine
 
 
-def test_another_context_of_the_main_thread_is_the_same_holder():
-    assert contextvars.Context().run(current_holder) is current_holder()
-
-
-def test_another_context_of_a_greenlet_is_the_same_holder():
+def test_another_context_of_a_thread_or_greenlet_is_the_same_holder():
     def look():
         return contextvars.Context().run(current_holder), current_holder()
 
     inner, outer = greenlet.greenlet(look).switch()
     assert inner is outer
-    assert inner is not current_holder()
+    assert contextvars.Context().run(current_holder) is current_holder() is not inner
 
 
 def test_a_thread_ends_although_its_context_lives():

@@ -11,18 +11,8 @@ from django_fencedlock.exceptions import StaleFence
 from django_fencedlock.models import Fence
 from django_fencedlock.ops import resync
 from django_fencedlock.storage import fences
-from tests.models import (
-    Account,
-    Called,
-    Invoice,
-    LedgerLine,
-    Meter,
-    Seat,
-    Trailer,
-    Truck,
-    Unique,
-    Vehicle,
-)
+from tests import models as m
+from tests.models import Account, Invoice, LedgerLine, Seat, Unique, Vehicle
 
 ON_ALL = pytest.mark.parametrize(
     "database",
@@ -205,11 +195,8 @@ def test_names_that_several_rows_share_go_by_the_highest(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "values"),
     [
-        (Unique, {}),
-        (Seat, {"row": "A", "number": 1}),
-        (Called, {"amount": 3}),
-        (Meter, {"serial": "m"}),
-        (Vehicle, {}),
+        *((Unique, {}), (Seat, {"row": "A", "number": 1}), (m.Called, {"amount": 3})),
+        *((m.Meter, {"serial": "m"}), (Vehicle, {})),
     ],
 )
 def test_every_kind_of_key_and_name(model, values, monkeypatch):
@@ -228,8 +215,8 @@ def test_every_kind_of_key_and_name(model, values, monkeypatch):
 
 def test_children_are_covered_by_their_parents():
     assert Vehicle in resync.models()
-    assert not {Truck, Trailer} & set(resync.models())
-    row = written(Trailer)
+    assert not {m.Truck, m.Trailer} & set(resync.models())
+    row = written(m.Trailer)
     restored()
     assert lift(Vehicle).low == {row.fencing.name(): 5}
 

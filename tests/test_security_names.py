@@ -10,6 +10,7 @@ import socket
 import threading
 import unicodedata
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.contrib.admin.utils import quote
@@ -122,16 +123,9 @@ ANYTHING = st.text(min_size=1, max_size=20).filter(
 )
 LOOK_ALIKES = st.sampled_from(
     [
-        str.upper,
-        str.lower,
-        str.swapcase,
-        str.strip,
-        lambda text: f"{text} ",
-        lambda text: f"{text}:",
-        lambda text: f"{text}\u200b",
-        *(lambda text, form=form: unicodedata.normalize(form, text) for form in ("NFC", "NFD")),
-        lambda text: unicodedata.normalize("NFKC", text),
-        lambda text: f"{{{text}}}",
+        *(str.upper, str.lower, str.swapcase, str.strip),
+        *(form.format for form in ("{} ", "{}:", "{}\u200b", "{{{}}}")),
+        *(partial(unicodedata.normalize, form) for form in ("NFC", "NFD", "NFKC")),
     ]
 )
 
@@ -145,11 +139,7 @@ def some_names(draw):
 
 
 @every_service
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(names=some_names())
 @example(names=["A", "a", "a ", "ä", "a\u0308"])
 @example(names=["{x}", "x", "x}", "{x", "{x}:lock", "x}:lock"])
@@ -205,16 +195,8 @@ def test_each_page_of_a_lock_is_there(alias, boss):
 
 
 #: What can't be a name, and what can't stand in a log or a terminal.
-UGLY = [
-    "a\0b",
-    "\ud800",
-    "a\nWARNING all is well",
-    "\x1b[31m\x9b1m",
-    "\u202e",
-    "]}>'\"",
-    "日本",
-    "x" * 9999,
-]
+UGLY = ["a\0b", "\ud800", "a\nWARNING all is well", "\x1b[31m\x9b1m", "\u202e", "]}>'\""]
+UGLY += ["日本", "x" * 9999]
 
 
 @pytest.fixture(params=["thread", "task", "task id", "host"])

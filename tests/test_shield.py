@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.skipif(SIG_SOFT_TIMEOUT is None, reason="no soft time l
 @pytest.fixture(autouse=True)
 def handler():
     """Have the signal handled as in a child of a prefork pool."""
+    runs.clear()
     before = signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
     yield
     signal.signal(SIG_SOFT_TIMEOUT, before)
@@ -31,11 +33,6 @@ def charge():
 
 
 runs: list[int] = []
-
-
-@pytest.fixture(autouse=True)
-def no_runs():
-    runs.clear()
 
 
 def strike():
@@ -99,9 +96,8 @@ class TestARun:
 
     def test_is_struck_while_it_waits(self):
         waits = single_instance("x", on_conflict="wait", blocking_timeout=60)(charge)
-        threading.Timer(
-            0.2, signal.pthread_kill, (threading.main_thread().ident, SIG_SOFT_TIMEOUT)
-        ).start()
+        main = threading.main_thread().ident
+        threading.Timer(0.2, signal.pthread_kill, (main, SIG_SOFT_TIMEOUT)).start()
         started = time.monotonic()
         with hold_lock("x", let_wait=True), pytest.raises(SoftTimeLimitExceeded):
             waits()
@@ -145,13 +141,9 @@ def test_handlers_of_others_are_left_alone():
 
 
 def test_other_threads_have_no_handlers():
-    with_shield = []
-
     def run():
         with DeferredTimeLimit():
-            with_shield.append(signal.getsignal(SIG_SOFT_TIMEOUT))
+            return signal.getsignal(SIG_SOFT_TIMEOUT)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert with_shield == [soft_timeout_sighandler]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(run).result() is soft_timeout_sighandler

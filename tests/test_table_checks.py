@@ -15,6 +15,11 @@ from tests.models import Contract, Invoice, LedgerLine
 ON_POSTGRES = pytest.mark.django_db(databases=["default", "postgres"])
 
 
+def execute(alias, sql):
+    with connections[alias].cursor() as cursor:
+        cursor.execute(sql)
+
+
 def told(problems):
     return {problem.id: str(problem) for problem in problems}
 
@@ -33,22 +38,17 @@ class TestMariaDB:
         self.execute("SET sql_mode = @before, check_constraint_checks = 1")
 
     def execute(self, sql):
-        with connections["mariadb"].cursor() as cursor:
-            cursor.execute(sql)
+        execute("mariadb", sql)
 
     def problems(self):
         return told(database_problems("mariadb"))
 
-    def test_nothing_is_wrong_with_a_strict_one(self):
+    def test_one_that_is_not_strict_or_heeds_no_constraints(self):
         assert self.problems() == {}
-
-    def test_one_that_is_not_strict(self):
-        self.execute("SET sql_mode = 'ANSI_QUOTES'")
-        assert "sql_mode being 'ANSI_QUOTES'" in self.problems()["W023"]
-
-    def test_one_that_heeds_no_constraints(self):
         self.execute("SET check_constraint_checks = 0")
         assert "check_constraint_checks off" in self.problems()["W023"]
+        self.execute("SET sql_mode = 'ANSI_QUOTES', check_constraint_checks = 1")
+        assert "sql_mode being 'ANSI_QUOTES'" in self.problems()["W023"]
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
@@ -58,10 +58,8 @@ class TestCollations:
     @pytest.fixture
     def collate(self):
         def alter(collation):
-            with connections["mariadb"].cursor() as cursor:
-                cursor.execute(
-                    f"ALTER TABLE tests_seat MODIFY `row` varchar(5) COLLATE {collation} NOT NULL"
-                )
+            sql = f"ALTER TABLE tests_seat MODIFY `row` varchar(5) COLLATE {collation} NOT NULL"
+            execute("mariadb", sql)
 
         yield alter
         alter("latin1_swedish_ci")
@@ -111,13 +109,12 @@ class TestCollations:
         assert "Give tests.Stock.sku the" in self.problems()["Column 'owner_id' of 'tests_parcel'"]
 
     def test_a_lock_is_made_of_a_column_that_is_not_migrated_yet(self):
-        with connections["mariadb"].cursor() as cursor:
-            cursor.execute("ALTER TABLE tests_parcel RENAME COLUMN colour TO color")
+        alter = "ALTER TABLE tests_parcel RENAME COLUMN"
+        execute("mariadb", f"{alter} colour TO color")
         try:
             assert "Column 'colour' of 'tests_parcel'" not in self.problems()
         finally:
-            with connections["mariadb"].cursor() as cursor:
-                cursor.execute("ALTER TABLE tests_parcel RENAME COLUMN color TO colour")
+            execute("mariadb", f"{alter} color TO colour")
 
 
 @pytest.mark.parametrize(
@@ -164,8 +161,7 @@ class TestTriggers:
         self.install("LedgerLine", "account")
 
     def execute(self, sql):
-        with connections["postgres"].cursor() as cursor:
-            cursor.execute(sql)
+        execute("postgres", sql)
 
     def install(self, name="Contract", *named_by):
         state = ProjectState.from_apps(Contract._meta.apps)

@@ -97,14 +97,11 @@ def test_every_promise_is_kept_at_random(now, capsys):
         assert seen[event] > 0, f"{event}: {seen}"
 
 
+ACTS_OF_TABLES = st.sampled_from(["claim", "renew", "clear", "expire"])
 NO_REPLY, LATE, SLOW = Fault.NO_REPLY, Fault.LATE, Fault.SLOW
 
 
-@settings(
-    max_examples=300,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(steps, max_size=25))
 # These broke a promise once.
 @example([Step("acquire"), Step("renew", seconds=1.0, faults=(NO_REPLY,))])
@@ -114,21 +111,8 @@ def test_every_promise_is_kept(now, schedule):
 
 
 @pytest.mark.django_db
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["claim", "renew", "clear", "expire"]),
-            st.integers(0, 2),
-            st.sampled_from(NAMES),
-        ),
-        max_size=20,
-    )
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(ACTS_OF_TABLES, st.integers(0, 2), st.sampled_from(NAMES)), max_size=20))
 def test_the_tables_in_memory_answer_as_the_real_ones(acts):
     connection = connections["default"]
     ledger = ledger_for(connection)
