@@ -94,7 +94,7 @@ class Lock:
         Returns:
             The lease, or None if another holder had the lock until the time was over.
         """
-        _forbid_in_event_loop(self.name, "await {}.aacquire()")
+        forbid_in_event_loop(f"lock({self.name!r})", "await {}.aacquire()")
         control = self._service
         claim, who, wait = self._ask(control, blocking, blocking_timeout)
         try:
@@ -136,7 +136,7 @@ class Lock:
         return await self._service.in_thread(self._service.holder, self.name, kind=aio.TRY)
 
     def __enter__(self) -> Lease:
-        _forbid_in_event_loop(self.name, "async with {}")
+        forbid_in_event_loop(f"lock({self.name!r})", "async with {}")
         control = services.get(self.backend) or service(self.backend)
         claim, who, wait = self._ask(control, True, None)
         try:
@@ -345,11 +345,11 @@ def _seconds(blocking_timeout: Duration | None) -> float | None:
     return conf.seconds(blocking_timeout, "blocking_timeout", zero=True, endless=True)
 
 
-def _forbid_in_event_loop(name: str, instead: str) -> None:
+def forbid_in_event_loop(call: str, instead: str) -> None:
+    """Raise an error in a coroutine, with what to write instead of `call`."""
     if running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
         raise SynchronousOnlyOperation(
-            f"lock({name!r}) would block the event loop; write "
-            f"`{instead.format(f'lock({name!r})')}`."
+            f"{call} would block the event loop; write `{instead.format(call)}`."
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from django.apps import apps
@@ -72,17 +74,15 @@ def resync(model: type[FencedModel], database: str, *, dry_run: bool) -> Resynce
     fences = conf.config(model.fencing.spec.backend).fence_database
     done = Resynced(model._meta.label, database, fences)
     if model._meta.db_table not in connections[database].introspection.table_names():
-        done.error = (
-            f"database {database!r} has no table {model._meta.db_table!r}; "
-            f"run: manage.py migrate --database {database}"
-        )
+        missing = f"database {database!r} has no table {model._meta.db_table!r}"
+        done.error = f"{missing}; run: manage.py migrate --database {database}"
         return done
-    pool = ConnectionPool(fences, TIMEOUT)
-    try:
+    with contextlib.closing(ConnectionPool(fences, TIMEOUT)) as pool:
         for highest in _batches(model, database, done):
-            _resync(pool, highest, done, dry_run)
-    finally:
-        pool.close()
+            low = pool.run_orm(partial(too_low, fences, highest))
+            done.low |= {name: max(low[name], done.low.get(name, 0)) for name in low}
+            if low and not dry_run:
+                done.locked += sorted(set(_raise(pool, low)).difference(done.locked))
     return done
 
 
@@ -105,18 +105,6 @@ def _batches(model: type[FencedModel], database: str, done: Resynced) -> Iterato
                 highest[name] = max(row.fence, highest.get(name, 0))
         yield highest
         batch = list(rows.filter(pk__gt=batch[-1].pk)[:BATCH])
-
-
-def _resync(
-    pool: ConnectionPool, highest: Mapping[str, int], done: Resynced, dry_run: bool
-) -> None:
-    low = pool.run_orm(lambda: too_low(pool.using, highest))
-    if not low:
-        return
-    locked = set() if dry_run else set(_raise(pool, low))
-    done.locked += sorted(locked - set(done.locked))
-    for name, token in low.items():
-        done.low[name] = max(token, done.low.get(name, 0))
 
 
 def _raise(pool: ConnectionPool, low: Mapping[str, int]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -12,7 +11,6 @@ from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
 
-from django.core.exceptions import SynchronousOnlyOperation
 from django.db import Error, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.base.creation import TEST_DATABASE_PREFIX
@@ -26,6 +24,7 @@ from ..core.identity import Holder, LocalHolder, new_owner
 from ..core.manager import Service, service
 from ..core.runtime import clock
 from ..lease import Lease
+from ..locks import forbid_in_event_loop
 from ..storage.connections import is_of_test, test_connection, under_test
 from ..storage.vendors import ledger_for
 
@@ -53,7 +52,7 @@ class hold_lock:  # noqa: N801
         self._held = _held(self._service, names.validate(name), fenced, let_wait)
 
     def __enter__(self) -> Lease:
-        _forbid_in_event_loop()
+        forbid_in_event_loop("hold_lock(...)", "async with {}")
         return self._held.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -86,10 +85,17 @@ def expire_lease(lease: Lease) -> None:
     It isn't renewed automatically any more. With the ``postgres`` backend, where a lock lives as
     long as its session, no other holder can acquire it; `lose_lease()` works with every backend.
     """
-    ttl = lease.ttl
-    lease.ttl = _SHORT
+    control = cast(Service, lease._control)
+    control.keeper.forget(lease)
+    connection = test_connection(control.config.fence_database) if lease.lent else None
+    ttl, lease.ttl = lease.ttl, _SHORT
     try:
-        _renew_for_a_moment(lease)
+        if connection is not None:
+            ledger_for(connection).renew(connection, [lease.grant])
+        recorded = connection is not None and control.backend.records_grants
+        # The server would end a session whose only lock has so short a ttl.
+        if control.backend.supports_ttl and not recorded:
+            control.backend.renew([lease.grant])
     finally:
         lease.ttl, lease.deadline = ttl, clock()
     time.sleep(2 * _SHORT)
@@ -102,7 +108,7 @@ def lose_lease(lease: Lease) -> None:
     This has all effects of a real loss: callbacks, the signal, a newer recorded token, and
     `LeaseLost` at the end of the block.
     """
-    control = _service_of(lease)
+    control = cast(Service, lease._control)
     control.keeper.forget(lease)
     control.backend.release(lease.grant)
     with _held(control, lease.name, lease.fenced, let_wait=False):
@@ -186,22 +192,6 @@ def _switched_off(config: conf.AliasConfig) -> dict[str, object]:
     }
 
 
-def _service_of(lease: Lease) -> Service:
-    # Not service(alias): the settings may have changed.
-    return cast(Service, lease._control)
-
-
-def _renew_for_a_moment(lease: Lease) -> None:
-    control = _service_of(lease)
-    control.keeper.forget(lease)
-    connection = test_connection(control.config.fence_database) if lease.lent else None
-    if connection is not None:
-        ledger_for(connection).renew(connection, [lease.grant])
-    # The server would end a session whose only lock has so short a ttl.
-    if control.backend.supports_ttl and (connection is None or not control.backend.records_grants):
-        control.backend.renew([lease.grant])
-
-
 def _holder(name: str, control: Service) -> Holder | None:
     connection = test_connection(control.config.fence_database)
     if connection is not None:
@@ -212,16 +202,6 @@ def _holder(name: str, control: Service) -> Holder | None:
         if control.backend.label == "database":
             return None
     return control.holder(name)
-
-
-def _forbid_in_event_loop() -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise SynchronousOnlyOperation(
-        "hold_lock() would block the event loop; write `async with hold_lock(...)`."
-    )
 
 
 # Disabled locks
@@ -275,8 +255,18 @@ def _record(claim: Claim, using: str) -> int | None:
     if not is_of_test(connection) and not _is_made_for_tests(connection):
         return None
     opened_here = connection.connection is None
+    # Models can't be imported before Django is ready.
+    from ..storage.tables import Fence
+
+    fences = Fence.objects.using(using)
+    nowait = connection.features.has_select_for_update_nowait
     try:
-        return _next_token(claim, connection)
+        with transaction.atomic(using=using):
+            fences.get_or_create(name=claim.name, defaults={"token": 0, "owner": ""})
+            fence = fences.select_for_update(nowait=nowait).get(name=claim.name)
+            fence.token, fence.owner = fence.token + 1, claim.owner
+            fence.save()
+            return fence.token
     # The test may not use the database, there is no table, the transaction is broken, or another
     # one locks the row. Fenced writes would fail as well.
     except (AssertionError, Error, RuntimeError):
@@ -285,21 +275,6 @@ def _record(claim: Claim, using: str) -> int | None:
         if opened_here and not connection.in_atomic_block:
             # Django may never close the connections of this thread.
             connection.close()
-
-
-def _next_token(claim: Claim, connection: BaseDatabaseWrapper) -> int:
-    # Models can't be imported before Django is ready.
-    from ..storage.tables import Fence
-
-    fences = Fence.objects.using(connection.alias)
-    with transaction.atomic(using=connection.alias):
-        fences.get_or_create(name=claim.name, defaults={"token": 0, "owner": ""})
-        nowait = connection.features.has_select_for_update_nowait
-        fence = fences.select_for_update(nowait=nowait).get(name=claim.name)
-        fence.token += 1
-        fence.owner = claim.owner
-        fence.save()
-        return fence.token
 
 
 def _is_made_for_tests(connection: BaseDatabaseWrapper) -> bool:
