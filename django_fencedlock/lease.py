@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -152,7 +151,7 @@ class Lease:
 
     @ttl.setter
     def ttl(self, seconds: float) -> None:
-        self.grant = replace(self.grant, ttl=seconds)
+        self.grant = self.grant._replace(ttl=seconds)
 
     @property
     def token(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from django.db import OperationalError
@@ -29,7 +28,7 @@ class NoTokens(StubBackend):
 
     def acquire(self, claim, wait):
         answer = super().acquire(claim, wait)
-        return replace(answer, token=None) if isinstance(answer, Granted) else answer
+        return answer._replace(token=None) if isinstance(answer, Granted) else answer
 
 
 @pytest.fixture
@@ -275,7 +274,7 @@ def test_a_restored_backup_gives_an_old_holder_the_key_and_no_write(make, stub):
 def test_what_expired_before_it_was_recorded_is_renewed_first(step, stub, monkeypatch):
     claim = new_claim("x", 30)
     granted = step.backend.acquire(claim, Wait())
-    _, since = step._confirm(claim, replace(granted, since=granted.since - 31), step.fences)
+    _, since = step._confirm(claim, granted._replace(since=granted.since - 31), step.fences)
     assert since > granted.since
 
 
@@ -311,7 +310,7 @@ def test_what_expired_while_it_was_recorded_is_renewed_if_it_is_still_the_newest
 
 
 def test_a_dead_holder_is_evicted_and_its_lock_acquired(step, stub, monkeypatch):
-    dead = replace(new_owner(), pid=2**22 + 1, pid_started=1)
+    dead = new_owner()._replace(pid=2**22 + 1, pid_started=1)
     gone = []
     monkeypatch.setattr(grants_module, "is_process_gone", lambda process: gone.append(process) or 1)
     step.backend.acquire(new_claim("x", 30, owner=dead), Wait())

@@ -4,7 +4,6 @@ import contextlib
 import threading
 import time
 import uuid
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -224,7 +223,7 @@ class TestWhileItRuns:
 
         def begin(told=None, *, recorded=True, task_id=None):
             told = told or message()
-            owner = replace(new_owner(), task_name="t", task_id=task_id or told["id"])
+            owner = new_owner()._replace(task_name="t", task_id=task_id or told["id"])
             lease = service("default").acquire(new_claim(NAME, 30, owner=owner), who=LocalHolder())
             leases.append(lease)
             if recorded:

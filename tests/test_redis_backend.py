@@ -651,8 +651,11 @@ def test_a_cancelled_waiter_returns_at_once_and_leaves_the_queue(backend, store)
 def test_a_cancellation_after_the_wait_sends_nothing(backend, store, server):
     wait = Wait(5)
     held = take(backend, mine())
-    threading.Timer(0.2, backend.release, [held]).start()
+    release = threading.Timer(0.2, backend.release, [held])
+    release.start()
     assert isinstance(backend.acquire(mine(), wait), Granted)
+    # It may ask once more whether the waiter has noticed.
+    release.join()
     with server.monitor() as seen:
         wait.cancel()
         time.sleep(0.1)

@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..conf import AliasConfig, Problem, unknown
 from ..core.runtime import clock
@@ -15,8 +15,7 @@ from ..exceptions import BackendUnavailable, InsideTransaction
 from ..storage.text import describe_error
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """A request for one lock. It is safe to send it twice: `owner` makes it idempotent."""
 
     name: str
@@ -31,8 +30,7 @@ class Claim:
     shared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(NamedTuple):
     """The answer to a claim that got the lock."""
 
     #: The token that the service proposes, or has recorded if it `records_grants`. None if the
@@ -45,8 +43,7 @@ class Granted:
     handle: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """The answer to a claim that another owner refused, or the holder that a look-up found."""
 
     #: Empty if the service can't tell.
@@ -67,8 +64,7 @@ class Held:
     label: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """A granted claim, as it is renewed, verified and released."""
 
     name: str

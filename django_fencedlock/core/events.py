@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import logs, signals
 from ..backends.interface import Backend
@@ -25,18 +24,17 @@ class Kind(Enum):
     EVICTED = signals.lock_evicted
 
 
-@dataclass(frozen=True, slots=True)
-class LockEvent:
+class LockEvent(NamedTuple):
     """Something that happened to a lock of this process, or that this process did to one."""
 
     kind: Kind
     #: The class of the backend.
     sender: type
     alias: str
-    name: str = ""
-    lease: Any = None
+    name: str
+    lease: Any
     #: What receivers of the signal get besides.
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any]
 
 
 Subscriber = Callable[[LockEvent], object]

@@ -7,7 +7,6 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
@@ -103,7 +102,7 @@ class Grants:
         if fences is None and not backend.records_unfenced and self._is_in_test():
             # A session sees nothing of a test's own transaction, and what it records outlives the
             # test: the grant is recorded here.
-            fences, sent = self.recorder, replace(claim, fenced=False)
+            fences, sent = self.recorder, claim._replace(fenced=False)
         while True:
             answer = backend.acquire(sent, wait)
             if isinstance(answer, Granted):
@@ -206,14 +205,14 @@ class Grants:
                 if token is not None and fences.record(grant, token, seen):
                     if seen is not None and grant.token is not None:
                         self._suggest(grant.name, token, forgot=bool(seen[1]))
-                    return grant if token == grant.token else replace(grant, token=token)
+                    return grant if token == grant.token else grant._replace(token=token)
                 row, newest = fences.read(grant.name)
                 config = self.backend.config
                 if row is not None and row.conflicts_with(config.alias, self.backend.label):
                     raise self._conflict(grant.name, row.alias, row.backend, row.holder())
                 if newest == (token, grant.owner):
                     # Recorded by a statement whose answer was lost.
-                    return replace(grant, token=token)
+                    return grant._replace(token=token)
                 if not self.backend.verify(grant) or self._clock() >= since + grant.ttl:
                     return None
                 seen, token = newest, newest[0] + 1

@@ -8,19 +8,19 @@ import errno
 import functools
 import json
 import os
-import secrets
 import select
 import socket
 import sys
 import threading
 import weakref
+from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from asgiref.sync import SyncToAsync
@@ -191,8 +191,7 @@ def _parse(identity: str) -> tuple[Any, ...]:
     return "", "", "", 0, 0, ""
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """One acquisition: a unique id, and where its holder runs."""
 
     id: str
@@ -261,7 +260,7 @@ class Holder:
 def new_owner(task: tuple[str, str] | None = None) -> Owner:
     """Make a new owner; `task` replaces `running_task`."""
     thread = threading.current_thread().name
-    return Owner(secrets.token_hex(16), *_place(*here.get(), thread, *(task or running_task.get())))
+    return Owner(os.urandom(16).hex(), *_place(*here.get(), thread, *(task or running_task.get())))
 
 
 @lru_cache(256)
@@ -364,10 +363,8 @@ def current_holder() -> LocalHolder:
 
 
 def _running_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # No event loop runs in this thread.
-        return None
+    loop = running_loop()
+    return None if loop is None else asyncio.current_task(loop)
 
 
 def is_in_call() -> bool:

@@ -352,7 +352,7 @@ class Trial:
         return self._do(lambda: {backend.verify(grant), backend.renew([grant]) == kept})
 
     def _acquire(self, service: Service, timeout: float = 0.0) -> Grant | None:
-        claim = new_claim(self._name, TTL, owner=replace(new_owner(), thread="doctor"))
+        claim = new_claim(self._name, TTL, owner=new_owner()._replace(thread="doctor"))
         answer = service.grants.acquire(claim, Wait(timeout))
         if isinstance(answer, Held):
             return None

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
 
@@ -158,7 +157,7 @@ _SHORT = 0.01
 def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator[Lease]:
     # Another holder than this thread and task, but on the test's connection.
     other = LocalHolder()
-    owner = replace(new_owner(), thread="hold_lock")
+    owner = new_owner()._replace(thread="hold_lock")
     claim = new_claim(name, control.config.ttl, fenced, owner=owner)
     lease = control.acquire(claim, who=other, of_another_process=True)
     if lease is None:

@@ -7,7 +7,6 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -168,7 +167,7 @@ class PostgresBackend(Backend):
             session.unlock(key)
             rows = session.all(sql.ROW, {"name": claim.name})
             alias, label = rows[0][10:12] if rows else ("", "")
-            return replace(_read_holder(rows[0]), alias=alias, label=label) if rows else Held()
+            return _read_holder(rows[0])._replace(alias=alias, label=label) if rows else Held()
         hold = Hold(claim, key, session, self._report_lost, claim.ttl)
         hold.granted = Granted(token, since, hold)
         self._local.add(hold)
@@ -295,7 +294,7 @@ class PostgresBackend(Backend):
                 hold: Hold = answer.handle
                 if self._renew([hold])[claim.owner] is not Renewal.KEPT:
                     raise OperationalError("a newer grant was recorded before the answer")
-                answer = hold.granted = replace(answer, since=since)
+                answer = hold.granted = answer._replace(since=since)
         except BaseException:
             # The key goes with the session. The core releases what was recorded, by its owner.
             session.close()
@@ -421,7 +420,7 @@ class PostgresBackend(Backend):
             held = Held(identity=read_application_name(application))
             if row and row[0]:
                 held = _read_holder(row)
-            holders[name] = replace(held, session_pid=pid, waiting=waiting)
+            holders[name] = held._replace(session_pid=pid, waiting=waiting)
         return holders
 
     # Housekeeping
@@ -503,4 +502,4 @@ def _read_holder(row: Sequence[Any]) -> Held:
     """Read the columns of `statements.HOLDER`."""
     session_pid, _, _, expires_in, held_for, token = row[9:]
     held = Held(row[0], Owner(*row[:9]).identity, token, expires_in)
-    return replace(held, held_for=held_for, session_pid=session_pid)
+    return held._replace(held_for=held_for, session_pid=session_pid)
