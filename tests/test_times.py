@@ -11,7 +11,7 @@ from django.test import override_settings
 from django_fencedlock import force_release, lock
 from django_fencedlock.models import ForcedRelease, HeldLock
 from django_fencedlock.ops.registry import State, listing
-from django_fencedlock.storage import vendors
+from django_fencedlock.storage import dialect
 from django_fencedlock.storage.fences import notes
 
 BERLIN, NEW_YORK = "Europe/Berlin", "America/New_York"
@@ -111,7 +111,7 @@ class TestEachZone:
 
 def test_a_lease_on_sqlite_lasts_while_clocks_go_back(settings, monkeypatch):
     moment = CLOCKS_GO_BACK - timedelta(seconds=10)
-    monkeypatch.setattr(vendors, "machine_time", lambda: moment)
+    monkeypatch.setattr(dialect, "machine_time", lambda: moment)
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "default"}}
     taken = []
 

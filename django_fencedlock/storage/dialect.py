@@ -1,13 +1,12 @@
-"""The SQL of the fences and the registry that the dialects share."""
+"""The SQL of the fences and the registry, in the dialect of SQLite; others change parts of it."""
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -16,6 +15,7 @@ from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..core.identity import Owner
+from .connections import set_busy_timeout
 from .rows import Claimed, Newest, Row, as_time
 
 #: What is in the way of a grant, where the database doesn't name the session.
@@ -78,27 +78,44 @@ _READ = ("name", *(column for column in Row._fields if column not in ("token", "
 _READ_COLUMNS = ", ".join(f"h.{column}" for column in _READ)
 
 
-class Ledger(ABC):
+# Raises the fence by one, unless this owner did so before.
+_DRAW = (
+    f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
+    "ON CONFLICT (name) DO UPDATE SET token = token + (owner <> excluded.owner), "
+    "owner = excluded.owner"
+)
+#: The obstacle on servers, where a fence is a row that transactions lock.
+OPEN = "a transaction under a former grant is still open on {using!r}"
+
+
+def machine_time() -> datetime:
+    """The time by which rows expire on SQLite, which has no clock of its own."""
+    return datetime.now(UTC)
+
+
+def utc_text(moment: datetime) -> str:
+    """A time as SQLite, MariaDB and MySQL store it: in UTC, since local time repeats an hour."""
+    return str(moment.astimezone(UTC).replace(tzinfo=None))
+
+
+class Ledger:
     """
-    Reads and writes the fences and the registry in one dialect of SQL.
+    Reads and writes the fences and the registry on SQLite; the base of the other dialects.
 
     Each call is one short transaction of its own, or a part of the one that a test lends.
     """
 
-    #: The server's time in UTC, as an expression; and that time plus the parameter ``ttl``.
-    clock: str
-    expiry: str
-    #: What `pinned_by` finds.
-    obstacle = "a transaction under a former grant is still open on {using!r}"
+    #: The server's time in UTC, as an expression; and that time plus a ttl. See `times()`.
+    clock, expiry = "%(now)s", "%(expiry)s"
+    #: What `pinned_by` finds. Not of this lock's holder, maybe: every writer keeps all others out.
+    obstacle = "another transaction is writing to {using!r}, which has one writer at a time"
     #: How a transaction of our own begins.
-    begin = "BEGIN"
+    begin = "BEGIN IMMEDIATE"
     #: An INSERT that does nothing if the name is there, and its values.
-    insert_or_ignore: str
-    if_absent = "VALUES ({})"
+    insert_or_ignore, if_absent = "INSERT OR IGNORE", "VALUES ({})"
     #: What makes a SELECT lock its rows; and pass over those that are locked.
     lock_rows = lock_free_rows = ""
 
-    @abstractmethod
     def claim(
         self, connection: BaseDatabaseWrapper, entry: Entry, *, draw: bool = True
     ) -> tuple[bool, int | None]:
@@ -107,25 +124,43 @@ class Ledger(ABC):
 
         Return whether the row was taken, and the token. Without `draw`, the fence is left alone.
         """
+        with self.transaction(connection) as cursor:
+            given = self.parameters(connection, entry)
+            if not self._insert(cursor, given) and not self._take_over(cursor, given):
+                return False, None
+            if not (entry.fenced and draw):
+                return True, None
+            # RETURNING came with SQLite 3.35.
+            if connection.features.can_return_columns_from_insert:
+                cursor.execute(f"{_DRAW} RETURNING token", given)
+            else:
+                cursor.execute(_DRAW, given)
+                cursor.execute(f"SELECT token FROM {FENCE} WHERE name = %(name)s", given)
+            return True, cursor.fetchone()[0]
 
-    @abstractmethod
     def is_row_locked(self, error: Error) -> bool:
         """Return whether a statement failed because a row (or SQLite's file) is locked."""
+        # "database is locked", or "database table is locked" with a shared cache.
+        return "is locked" in str(error)
 
     def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
         """Whether the database rolled the whole transaction back because of a statement."""
-        return False
+        # A full disk, an interrupt, or OR ROLLBACK in a statement.
+        return not connection.connection.in_transaction
 
     def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
         """Describe the open transaction that has the fence locked; None if none has."""
+        row = self.look(connection, name)
+        if row is not None and row.live:
+            return None
+        set_busy_timeout(connection, 0)
         try:
-            with connection.cursor() as cursor:
-                cursor.execute(f"SELECT 1 FROM {FENCE} WHERE name = %s FOR UPDATE NOWAIT", [name])
+            with self.transaction(connection):
+                return None
         except Error as exc:
             if self.is_row_locked(exc):
-                return OPEN_TRANSACTION
+                return "SQLite doesn't tell whose it is"
             raise
-        return None
 
     def tables_locked_by(self, connection: BaseDatabaseWrapper) -> str | None:
         """Describe the session that has a table of the package locked, if it is known."""
@@ -264,8 +299,9 @@ class Ledger(ABC):
         return entry.values()
 
     def times(self, ttl: float = 0.0) -> dict[str, Any]:
-        """The parameters of `clock` and `expiry`."""
-        return {"ttl": ttl}
+        """The parameters of `clock` and `expiry`. SQLite's are read after BEGIN, which may wait."""
+        now = machine_time()
+        return {"now": utc_text(now), "expiry": utc_text(now + timedelta(seconds=ttl))}
 
     def parameters(self, connection: BaseDatabaseWrapper, entry: Entry) -> dict[str, Any]:
         return self.values(connection, entry) | self.times(entry.ttl)
@@ -322,6 +358,18 @@ class Ledger(ABC):
             given,
         )
         return bool(cursor.rowcount)
+
+
+def find_pin(ledger: Ledger, connection: BaseDatabaseWrapper, name: str) -> str | None:
+    """Do what `Ledger.pinned_by()` does, on a server that doesn't name the session."""
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT 1 FROM {FENCE} WHERE name = %s FOR UPDATE NOWAIT", [name])
+    except Error as exc:
+        if ledger.is_row_locked(exc):
+            return OPEN_TRANSACTION
+        raise
+    return None
 
 
 def whose(blocker: str) -> str:

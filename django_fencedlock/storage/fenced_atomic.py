@@ -31,7 +31,8 @@ def grant_of(lease: Lease) -> WriteGrant:
 
 def is_pinned(connection: BaseDatabaseWrapper, grant: WriteGrant) -> bool:
     """Whether the open transaction has locked the grant's fence."""
-    return any(block.pins(grant) for block in _pinned_blocks(connection))
+    blocks = _pinned_blocks(connection)
+    return any(block.grant is not None and block.grant.owner == grant.owner for block in blocks)
 
 
 @contextlib.contextmanager
@@ -44,7 +45,13 @@ def pinned_atomic(lease: Lease, using: str | None = None) -> Iterator[None]:
     """
     grant = grant_of(lease)
     using = using or lease.database
-    _require_database(lease, using)
+    if using != lease.database:
+        raise WrongDatabase(
+            f"lease.atomic(using={using!r}): the fences of lock {lease.name!r} are in database "
+            f"{lease.database!r}, and only a transaction there can be fenced by them.",
+            name=lease.name,
+            database=using,
+        )
     if lease.lost or lease.released:
         lease.check()
     connection = connections[using]
@@ -70,9 +77,6 @@ class PinnedBlock(Atomic):
         self._lease = lease
         self._connection = connection
 
-    def pins(self, grant: WriteGrant) -> bool:
-        return self.grant is not None and self.grant.owner == grant.owner
-
     def __enter__(self) -> None:
         connection: Any = self._connection
         mode = getattr(connection, "transaction_mode", None)
@@ -95,9 +99,11 @@ class PinnedBlock(Atomic):
         except Error as exc:
             # A server that answers a COMMIT with an error has rolled back. If the session is gone,
             # there was no answer. Django may have connected again by now.
-            if kind is not None or sqlstate(exc) == IDLE_TOO_LONG:
-                raise
-            if connection.connection is session and connection.is_usable():
+            if (
+                kind is not None
+                or sqlstate(exc) == IDLE_TOO_LONG
+                or (connection.connection is session and connection.is_usable())
+            ):
                 raise
             raise OutcomeUnknown(
                 f"The COMMIT of a transaction under lock {lease.name!r} failed: {exc}. It may have "
@@ -112,16 +118,6 @@ def _pinned_blocks(connection: BaseDatabaseWrapper) -> list[PinnedBlock]:
     # The connection has them: it belongs to one thread, and drops its blocks when it connects
     # again. A context variable would outlive both in a task that inherits it.
     return [block for block in connection.atomic_blocks if isinstance(block, PinnedBlock)]
-
-
-def _require_database(lease: Lease, using: str) -> None:
-    if using != lease.database:
-        raise WrongDatabase(
-            f"lease.atomic(using={using!r}): the fences of lock {lease.name!r} are in database "
-            f"{lease.database!r}, and only a transaction there can be fenced by them.",
-            name=lease.name,
-            database=using,
-        )
 
 
 def _require_outermost(lease: Lease, connection: BaseDatabaseWrapper) -> None:
@@ -171,14 +167,8 @@ def _stale(lease: Lease, found: Overtaken | None) -> StaleFence:
         holder or "unknown",
         extra=logs.about(lease, holder=holder and str(holder)),
     )
-    signals.send(
-        signals.stale_transaction_rejected,
-        type(lease),
-        name=lease.name,
-        alias=lease.alias,
-        lease=lease,
-        holder=holder,
-    )
+    facts = {"name": lease.name, "alias": lease.alias, "lease": lease, "holder": holder}
+    signals.send(signals.stale_transaction_rejected, type(lease), **facts)
     return StaleFence(
         f"lease.atomic() of lock {lease.name!r} under token {lease.token} was rejected: {why}.",
         name=lease.name,

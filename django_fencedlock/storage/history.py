@@ -116,7 +116,8 @@ class History:
         # A writer that is due already isn't off.
         elif len(self.granted) < MAX_QUEUED and (self._writer.is_due or self._is_on()):
             self.granted[lease] = None
-            self._writer.start()
+            if not self._writer.is_due:
+                self._writer.start()
 
     def add(self, event: Event, age: float = 0.0) -> None:
         """Note an event that happened `age` seconds ago."""

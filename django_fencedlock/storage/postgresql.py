@@ -15,8 +15,10 @@ from .dialect import (
     FENCE,
     HELD,
     LOCK_WAIT,
+    OPEN,
     Entry,
     Ledger,
+    find_pin,
     seen_values,
 )
 from .dialect import (
@@ -181,6 +183,10 @@ class DriverCursor:
 class PostgresLedger(Ledger):
     clock = "clock_timestamp()"
     expiry = "clock_timestamp() + %(ttl)s * interval '1 second'"
+    obstacle = OPEN
+
+    def times(self, ttl: float = 0.0) -> dict[str, Any]:
+        return {"ttl": ttl}
 
     def cursor(
         self, connection: BaseDatabaseWrapper, *, prepare: bool | None = None
@@ -237,6 +243,9 @@ class PostgresLedger(Ledger):
                 cursor.execute(f"{RENEW} RETURNING h.owner", given)
             return {owner for (owner,) in cursor.fetchall()}
 
+    def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
+        return False
+
     def is_row_locked(self, error: Error) -> bool:
         # lock_not_available, deadlock_detected
         return sqlstate(error) in ("55P03", "40P01")
@@ -245,7 +254,7 @@ class PostgresLedger(Ledger):
         with connection.cursor() as cursor:
             cursor.execute(PINNED_BY, {"name": name})
             found = cursor.fetchone()
-        return session_words(*found) if found else super().pinned_by(connection, name)
+        return session_words(*found) if found else find_pin(self, connection, name)
 
     def tables_locked_by(self, connection: BaseDatabaseWrapper) -> str | None:
         with connection.cursor() as cursor:

@@ -21,11 +21,10 @@ from django.db.models.sql import InsertQuery
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
 from .connections import pool, test_connection
-from .dialect import BATCH
+from .dialect import BATCH, machine_time, utc_text
 from .postgresql import DURABLE
-from .rows import utc_text
 from .text import describe_error
-from .vendors import ledger_for, machine_time
+from .vendors import ledger_for
 
 P = ParamSpec("P")
 T = TypeVar("T")

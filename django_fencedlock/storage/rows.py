@@ -92,8 +92,3 @@ def as_time(value: Any, connection: BaseDatabaseWrapper) -> datetime:
         # With USE_TZ = False, Django cuts the zone off.
         found = found.replace(tzinfo=ZoneInfo(connection.timezone_name))
     return found.astimezone(UTC)
-
-
-def utc_text(moment: datetime) -> str:
-    """A time as SQLite, MariaDB and MySQL store it: in UTC, since local time repeats an hour."""
-    return str(moment.astimezone(UTC).replace(tzinfo=None))

@@ -19,7 +19,8 @@ from django.utils.timezone import is_aware
 from django.utils.translation import gettext_lazy as _
 
 from ..core.names import MAX_LENGTH
-from .rows import as_time, utc_text
+from .dialect import utc_text
+from .rows import as_time
 
 if not apps.is_installed("django_fencedlock"):
     raise ImproperlyConfigured(

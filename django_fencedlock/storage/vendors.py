@@ -1,18 +1,15 @@
-"""Which ledger speaks a database's dialect; and those of SQLite, and of MariaDB and MySQL."""
+"""Which ledger speaks a database's dialect; and the one of MariaDB and MySQL."""
 
 from __future__ import annotations
 
 import contextlib
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .connections import set_busy_timeout
-from .dialect import CLEAR, FENCE, HELD, Entry, Ledger
+from .dialect import CLEAR, FENCE, HELD, OPEN, Entry, Ledger, find_pin
 from .postgresql import PostgresLedger
-from .rows import utc_text
 from .text import fit_column
 
 #: MariaDB answers NOWAIT with the first, MySQL with the last.
@@ -21,78 +18,13 @@ LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT = 1205, 1213, 3572
 _TEXTS = ("host", "thread", "task_name", "task_id")
 
 
-# Raises the fence by one, unless this owner did so before.
-_DRAW = (
-    f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
-    "ON CONFLICT (name) DO UPDATE SET token = token + (owner <> excluded.owner), "
-    "owner = excluded.owner"
-)
-
-
-def machine_time() -> datetime:
-    """The time by which rows expire: that of this machine, as SQLite has no other."""
-    return datetime.now(UTC)
-
-
-class SQLiteLedger(Ledger):
-    """The ledger on SQLite, whose file has one writer at a time."""
-
-    # Read after BEGIN IMMEDIATE, which may wait.
-    clock = "%(now)s"
-    expiry = "%(expiry)s"
-    begin = "BEGIN IMMEDIATE"
-    insert_or_ignore = "INSERT OR IGNORE"
-    # Not of this lock's holder, maybe: every writer keeps all others out.
-    obstacle = "another transaction is writing to {using!r}, which has one writer at a time"
-
-    def times(self, ttl: float = 0.0) -> dict[str, Any]:
-        now = machine_time()
-        return {"now": utc_text(now), "expiry": utc_text(now + timedelta(seconds=ttl))}
-
-    def claim(
-        self, connection: BaseDatabaseWrapper, entry: Entry, *, draw: bool = True
-    ) -> tuple[bool, int | None]:
-        with self.transaction(connection) as cursor:
-            given = self.parameters(connection, entry)
-            if not self._insert(cursor, given) and not self._take_over(cursor, given):
-                return False, None
-            if not (entry.fenced and draw):
-                return True, None
-            # RETURNING came with SQLite 3.35.
-            if connection.features.can_return_columns_from_insert:
-                cursor.execute(f"{_DRAW} RETURNING token", given)
-            else:
-                cursor.execute(_DRAW, given)
-                cursor.execute(f"SELECT token FROM {FENCE} WHERE name = %(name)s", given)
-            return True, cursor.fetchone()[0]
-
-    def is_row_locked(self, error: Error) -> bool:
-        # "database is locked", or "database table is locked" with a shared cache.
-        return "is locked" in str(error)
-
-    def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
-        row = self.look(connection, name)
-        if row is not None and row.live:
-            return None
-        set_busy_timeout(connection, 0)
-        try:
-            with self.transaction(connection):
-                return None
-        except Error as exc:
-            if self.is_row_locked(exc):
-                return "SQLite doesn't tell whose it is"
-            raise
-
-    def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
-        # A full disk, an interrupt, or OR ROLLBACK in a statement.
-        return not connection.connection.in_transaction
-
-
 class MySQLLedger(Ledger):
     """The ledger on MariaDB and MySQL."""
 
     clock = "UTC_TIMESTAMP(6)"
     expiry = "UTC_TIMESTAMP(6) + INTERVAL %(micros)s MICROSECOND"
+    obstacle = OPEN
+    begin = "BEGIN"
     insert_or_ignore = "INSERT IGNORE"
     # IGNORE alone locks a live row, and the renewals of that row leave it out. The UPDATE that
     # follows unlocks at once what it doesn't change (under READ COMMITTED).
@@ -159,6 +91,9 @@ class MySQLLedger(Ledger):
         row = cursor.fetchone()
         return row[0] if row else None
 
+    def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
+        return find_pin(self, connection, name)
+
     def is_row_locked(self, error: Error) -> bool:
         return bool(error.args) and error.args[0] in (LOCK_WAIT_TIMEOUT, DEADLOCK, NOWAIT)
 
@@ -169,7 +104,7 @@ class MySQLLedger(Ledger):
 
 _LEDGERS: dict[str, Ledger] = {
     "postgresql": PostgresLedger(),
-    "sqlite": SQLiteLedger(),
+    "sqlite": Ledger(),
     "mysql": MySQLLedger(),
 }
 
