@@ -11,7 +11,7 @@ from celery.local import Proxy
 
 from .. import conf
 from ..lease import Duration
-from .names import Single, mark, single_of
+from .names import Single, single_of
 from .policy import (
     MAX_CONFLICT_RETRIES,
     TERMS,
@@ -81,13 +81,10 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
         fenced: False for a lock that only saves work: no token, and no record in the database.
         on_conflict: What a run does if another holder has the lock. ``"skip"`` succeeds with a
             `SkippedRun`; ``"retry"`` tries again later; ``"wait"`` blocks the worker; ``"raise"``
-            fails with `LockNotAcquired`; ``"coalesce"`` leaves the work to one further run, which
-            begins when the present one has ended, with the latest arguments.
+            fails with `LockNotAcquired`; ``"coalesce"`` leaves the work to one further run.
         blocking_timeout: How long ``"wait"`` waits; without one, the setting BLOCKING_TIMEOUT.
-        retry_countdown: ``"retry"`` tries again after a random part of this many seconds, which
-            double from try to try, up to twelvefold.
-        max_conflict_retries: How often it does, before it raises `LockNotAcquired`. The task's own
-            ``max_retries`` doesn't count these tries.
+        retry_countdown: The first pause of ``"retry"``; they grow up to twelvefold.
+        max_conflict_retries: How often ``"retry"`` tries, beside the task's own ``max_retries``.
         on_lost: ``"raise"`` raises `LeaseLost` at the body's next check or fenced write;
             ``"abort"`` interrupts the body; ``"ignore"`` does nothing.
         max_hold: The lock is no longer renewed once it was held this long.
@@ -108,39 +105,12 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
 
 
 def _is_bare(given: object, terms: Mapping[str, object]) -> bool:
-    """Return whether `given` is the decorated function itself."""
+    """Return whether `given` is what is decorated, rather than a name."""
     if _is_task(given):
-        raise _wrong_order()
+        return True
     if terms or not inspect.isfunction(given) or given.__name__ == "<lambda>":
         return False
     return tuple(inspect.signature(given).parameters) != ("task", "arguments")
-
-
-def _decorate(
-    function: Callable[..., Any], checked: Policy, name: object, arguments: Mapping[str, object]
-) -> Callable[..., Any]:
-    _require_wrappable(function)
-    single = Single(function, checked, name, arguments)
-    wrapped = wrap(single)
-    mark(wrapped, single)
-    return wrapped
-
-
-def _require_wrappable(function: Callable[..., Any]) -> None:
-    if _is_task(function):
-        raise _wrong_order()
-    if not callable(function):
-        raise TypeError(f"@single_instance decorates a function, not {function!r}.")
-    if inspect.iscoroutinefunction(function):
-        raise TypeError(
-            f"@single_instance can't wrap the coroutine function {function.__qualname__}(): Celery "
-            "runs none. Acquire the lock inside, by `async with lock(...)`."
-        )
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(
-            f"@single_instance can't wrap the generator {function.__qualname__}(): its body would "
-            "run after the lock was released."
-        )
 
 
 def _is_task(given: object) -> bool:
@@ -148,11 +118,24 @@ def _is_task(given: object) -> bool:
     return issubclass(type(given), Proxy | Task)
 
 
-def _wrong_order() -> TypeError:
-    return TypeError(
-        "@single_instance stands above the task decorator; it must stand below, next to the "
-        "function:\n"
-        "    @shared_task\n"
-        "    @single_instance(...)\n"
-        "    def my_task(...):"
-    )
+def _decorate(
+    function: Callable[..., Any], checked: Policy, name: object, arguments: Mapping[str, object]
+) -> Callable[..., Any]:
+    if _is_task(function):
+        raise TypeError(
+            "@single_instance stands above the task decorator; it must stand below, next to the "
+            "function:\n"
+            "    @shared_task\n"
+            "    @single_instance(...)\n"
+            "    def my_task(...):"
+        )
+    if not callable(function):
+        raise TypeError(f"@single_instance decorates a function, not {function!r}.")
+    if inspect.iscoroutinefunction(function) or (
+        inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    ):
+        raise TypeError(
+            f"@single_instance can't wrap {function.__qualname__}(): the body of a coroutine "
+            "function or a generator would run after the lock was released, and Celery runs none."
+        )
+    return wrap(Single(function, checked, name, arguments))

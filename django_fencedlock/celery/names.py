@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from enum import Enum
@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     AnyTask = Task[Any, Any]
 
 #: The attribute of a wrapped function that leads to its `Single`.
-_MARK = "_fencedlock_single"
+MARK = "_fencedlock_single"
 #: Hexadecimal digits of a digest in a name.
 _DIGEST = 32
 _SALT = "django_fencedlock.sensitive"
 #: Zeros that a decimal may have at its end or after its point before it is written with an E.
 _READABLE = 20
+
+
+#: Kinds of parameters that have a place of their own.
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class LockName(NamedTuple):
@@ -82,15 +86,32 @@ class Single:
         arguments = self._parameters.bind((task, *args) if bound_to_task else args, kwargs)
         if bound_to_task:
             del arguments[next(iter(self.signature.parameters))]
-        if self.policy.sensitive:
-            arguments = redact(arguments, self.policy.sensitive)
+        for key in self.policy.sensitive:
+            if key in arguments:
+                arguments[key] = _digest(key, arguments[key])
         return LockName(self._name(task, title, arguments), title, pattern or title)
 
     def redact_message(self, task: AnyTask, headers: dict[str, Any], body: Any) -> None:
         """Replace sensitive arguments in what Celery logs and sends in events."""
-        if self.policy.sensitive:
-            known = list(self.signature.parameters.values())[int(is_bound(task)) :]
-            redact_message(headers, body, known, self.policy.sensitive)
+        sensitive = self.policy.sensitive
+        if not (sensitive and isinstance(body, tuple) and len(body) == 3):
+            return
+        args, kwargs, _ = body
+        known = list(self.signature.parameters.values())[int(is_bound(task)) :]
+        by_kind = {each.kind: each.name for each in known}
+        places = [each.name for each in known if each.kind in _POSITIONAL]
+        places += [by_kind.get(inspect.Parameter.VAR_POSITIONAL, "")] * len(args)
+        keys = {key: by_kind.get(inspect.Parameter.VAR_KEYWORD, "") for key in kwargs}
+        keys |= {each.name: each.name for each in known}
+        headers["argsrepr"] = saferepr(
+            tuple(
+                HIDDEN if name in sensitive else value
+                for name, value in zip(places, args, strict=False)
+            )
+        )
+        headers["kwargsrepr"] = saferepr(
+            {key: HIDDEN if keys[key] in sensitive else value for key, value in kwargs.items()}
+        )
 
     def task_of(self, args: tuple[Any, ...]) -> tuple[AnyTask | None, tuple[Any, ...]]:
         """Return the task of this call, and the arguments without the task."""
@@ -104,14 +125,9 @@ class Single:
         return next((task for task in tasks if single_of(task) is self), None), args
 
 
-def mark(function: Callable[..., Any], single: Single) -> None:
-    """Store the `Single` of a decorated function."""
-    setattr(function, _MARK, single)
-
-
 def single_of(task: Any) -> Single | None:
     """Return the `Single` of a task; None if it isn't under `single_instance`."""
-    found: Single | None = getattr(getattr(task, "run", None), _MARK, None)
+    found: Single | None = getattr(getattr(task, "run", None), MARK, None)
     return found
 
 
@@ -215,16 +231,16 @@ def _by_model(
         )
     fields, fencing = model._meta.concrete_fields, model.fencing
     columns = {"pk": [field.attname for field in fencing.pk]}
-    columns |= {field.name: [field.attname] for field in fields}
+    columns |= {key: [field.attname] for field in fields for key in (field.name, field.attname)}
     for key in parameters:
-        if key not in columns and not any(key == field.attname for field in fields):
+        if key not in columns:
             raise _unknown(model.__name__, key)
     if fencing.columns is None:
         raise TypeError(
             f"{start}): its lock is named by a callable, which needs a row. Give a callable "
             "(task, arguments) -> name instead of the model."
         )
-    given = {column for key in parameters for column in columns.get(key, [key])}
+    given = {column for key in parameters for column in columns[key]}
     if given != {*fencing.columns} or not {*parameters.values()} <= {*known}:
         raise TypeError(
             f"{start}) needs to know which parameters of {function.__qualname__}() name the row: "
@@ -345,13 +361,6 @@ def _number(value: Decimal) -> str:
 # Sensitive arguments
 
 
-def redact(arguments: Mapping[str, Any], sensitive: Collection[str]) -> dict[str, Any]:
-    """Return the arguments of a call with digests of those that are sensitive."""
-    return {
-        key: _digest(key, value) if key in sensitive else value for key, value in arguments.items()
-    }
-
-
 def _digest(key: str, value: Any) -> str:
     with contextlib.suppress(TypeError):
         # With the project's secret key: a plain digest of a card's number can be found by trial.
@@ -362,33 +371,3 @@ def _digest(key: str, value: Any) -> str:
         f"A lock name can't be made of {key!r}, a {type(value).__name__}: its text isn't the same "
         "everywhere. Pass a plain value."
     )
-
-
-def redact_message(
-    headers: dict[str, Any],
-    body: Any,
-    parameters: Sequence[inspect.Parameter],
-    sensitive: Collection[str],
-) -> None:
-    """Replace sensitive arguments in the headers that Celery shows."""
-    if not (isinstance(body, tuple) and len(body) == 3):
-        return
-    args, kwargs, _ = body
-    places = [each.name for each in parameters if each.kind in _POSITIONAL]
-    rest = {each.kind: each.name for each in parameters}
-    places += [rest.get(inspect.Parameter.VAR_POSITIONAL, "")] * len(args)
-    others = rest.get(inspect.Parameter.VAR_KEYWORD, "")
-    known = {each.name for each in parameters}
-
-    def shown(name: str, value: Any) -> Any:
-        return HIDDEN if name in sensitive else value
-
-    headers["argsrepr"] = saferepr(
-        tuple(shown(name, value) for name, value in zip(places, args, strict=False))
-    )
-    headers["kwargsrepr"] = saferepr(
-        {key: shown(key if key in known else others, value) for key, value in kwargs.items()}
-    )
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -41,7 +41,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         for argument, allowed in _CHOICES.items():
-            _require_one_of(argument, getattr(self, argument), allowed)
+            if (given := getattr(self, argument)) not in allowed:
+                raise ValueError(
+                    f"{argument} is {given!r}; it must be one of {', '.join(map(repr, allowed))}."
+                )
         retries = self.max_conflict_retries
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
             raise ValueError(
@@ -83,22 +86,13 @@ TERMS = frozenset(each.name for each in fields(Policy))
 
 def policy(**terms: Any) -> Policy:
     """Check the arguments of `single_instance`."""
-    for term in ("ttl", "max_hold"):
+    for term in ("ttl", "max_hold", "blocking_timeout", "retry_countdown"):
         if terms.get(term) is not None:
-            terms[term] = conf.seconds(terms[term], term)
+            zero = term in ("blocking_timeout", "retry_countdown")
+            terms[term] = conf.seconds(terms[term], term, zero=zero)
     given = terms.get("sensitive", ())
     terms["sensitive"] = (given,) if isinstance(given, str) else tuple(given)
-    for term in ("blocking_timeout", "retry_countdown"):
-        if terms.get(term) is not None:
-            terms[term] = conf.seconds(terms[term], term, zero=True)
     return Policy(**terms)
-
-
-def _require_one_of(argument: str, given: object, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        raise ValueError(
-            f"{argument} is {given!r}; it must be one of {', '.join(map(repr, allowed))}."
-        )
 
 
 class Skip(enum.StrEnum):
@@ -117,16 +111,18 @@ class SkippedRun(dict[str, Any]):
 
     A result backend returns it as a plain dict; `SkippedRun.of()` converts that.
 
-    Attributes:
-        reason: ``"held"`` (another holder has the lock), ``"coalesced"`` (a run after the present
-            one does the work), ``"served"`` (that run has ended, or is on its way), ``"finished"``
-            (an earlier delivery of the message did the work) or ``"given up"`` (the message was
-            delivered repeatedly, and each of its runs was killed).
-        lock: The name of the lock.
-        holder: A description of the holder; None if it is unknown.
-        token: The holder's token, if it has one.
-        since: When the holder acquired the lock, in ISO format, if that is known.
+    The reason is ``"held"`` (another holder has the lock), ``"coalesced"`` (a run after the present
+    one does the work), ``"served"`` (that run has ended, or is on its way), ``"finished"`` (an
+    earlier delivery of the message did the work) or ``"given up"`` (each of its runs was killed).
     """
+
+    lock: str
+    reason: str
+    #: A description of the holder, and its token, if they are known.
+    holder: str | None
+    token: int | None
+    #: When the holder acquired the lock, in ISO format, if that is known.
+    since: str | None
 
     @classmethod
     def made(cls, lock: str, reason: Skip, holder: Holder | None = None) -> SkippedRun:
@@ -148,25 +144,10 @@ class SkippedRun(dict[str, Any]):
         """Return the skipped run of a task's result; None if the task ran."""
         return cls(result) if isinstance(result, dict) and result.get(_MARK) is True else None
 
-    @property
-    def lock(self) -> str:
-        return str(self["lock"])
-
-    @property
-    def reason(self) -> str:
-        return str(self["reason"])
-
-    @property
-    def holder(self) -> str | None:
-        return self["holder"]  # type: ignore[no-any-return]
-
-    @property
-    def token(self) -> int | None:
-        return self["token"]  # type: ignore[no-any-return]
-
-    @property
-    def since(self) -> str | None:
-        return self["since"]  # type: ignore[no-any-return]
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
 
     def __repr__(self) -> str:
         by = f", held by {self.holder}" if self.holder else ""

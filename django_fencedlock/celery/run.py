@@ -24,7 +24,7 @@ from ..lease import enter, leave
 from . import duplicates, interrupts
 from .coalesce import Arguments, Coalescing
 from .duplicates import CONFLICTS, RUN, HolderGone
-from .names import Call, Single
+from .names import MARK, Call, Single
 from .policy import Skip, SkippedRun
 
 logger = logging.getLogger(__name__)
@@ -306,6 +306,7 @@ def wrap(single: Single) -> Callable[..., Any]:
 
     # Celery checks the arguments of .delay() by it, and doesn't follow __wrapped__.
     run.__signature__ = single.signature  # type: ignore[attr-defined]
+    setattr(run, MARK, single)
     return run
 
 
