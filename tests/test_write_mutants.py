@@ -166,7 +166,7 @@ FUNCTIONS = [
     writes._condition,
     writes.accepted_fences,
     writes._fences_of_many,
-    fenced_atomic.PinnedBlock.pins,
+    fenced_atomic.is_pinned,
 ]
 PYTHON = [
     pytest.param(function, place, id=f"{function.__name__}-{place}")
