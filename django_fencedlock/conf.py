@@ -183,19 +183,9 @@ def shape_problems() -> Iterator[Problem]:
     found = getattr(settings, "FENCEDLOCK", None)
     if found is None:
         return
-    if not isinstance(found, Mapping):
-        yield Problem(
-            "E001",
-            f"FENCEDLOCK is a {type(found).__name__}.",
-            'Make it a dict of aliases, as CACHES is: {"default": {"BACKEND": ...}}.',
-        )
-        return
-    if found and set(found) <= set(DEFAULTS):
-        yield Problem(
-            "E001",
-            f"FENCEDLOCK has {', '.join(found)}, which an alias has.",
-            'Write {"default": {...}} around it: it is a dict of aliases, as CACHES is.',
-        )
+    if not isinstance(found, Mapping) or (found and set(found) <= set(DEFAULTS)):
+        hint = 'Make it one, as CACHES is: {"default": {"BACKEND": ...}}.'
+        yield Problem("E001", "FENCEDLOCK isn't a dict of aliases.", hint)
         return
     for alias, given in found.items():
         if not isinstance(given, Mapping):
@@ -217,13 +207,9 @@ def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
     except ImproperlyConfigured as exc:
         yield Problem("E005", f"{_where(alias, 'BACKEND')}: {exc}")
     except (ImportError, TypeError) as exc:
-        yield Problem(
-            "E004",
-            f"{_where(alias, 'BACKEND')} is {shown(given['BACKEND'])}, which can't be used: "
-            f"{without_secrets(str(exc))}.",
-            "Use the dotted path of a backend, such as "
-            "'django_fencedlock.backends.redis.RedisBackend'.",
-        )
+        what = f"{_where(alias, 'BACKEND')} is {shown(given['BACKEND'])}, which can't be used"
+        hint = f"Use the dotted path of a backend, such as {DEFAULTS['BACKEND']!r}."
+        yield Problem("E004", f"{what}: {without_secrets(str(exc))}.", hint)
     else:
         yield from backend.problems(_read(alias, given))
 
@@ -272,19 +258,15 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem("E002", f"{_where(alias, key)} is {shown(whole[key])}.", "Make it a str.")
     if not isinstance(options := whole["OPTIONS"], Mapping):
         yield Problem("E008", f"{_where(alias, 'OPTIONS')} is {shown(options)}.", "Make it a dict.")
-    where, database = _where(alias, "FENCE_DATABASE"), whole["FENCE_DATABASE"]
+    if not isinstance(database := whole["FENCE_DATABASE"], str):
+        return
+    what = f"{_where(alias, 'FENCE_DATABASE')} is {database!r}"
     if database not in settings.DATABASES:
-        yield Problem(
-            "E006",
-            f"{where} is {database!r}, which DATABASES doesn't have.",
-            f"Use one of {', '.join(map(repr, settings.DATABASES))}.",
-        )
+        hint = f"Use one of {', '.join(map(repr, settings.DATABASES))}."
+        yield Problem("E006", f"{what}, which DATABASES doesn't have.", hint)
     elif (vendor := connections[database].vendor) not in VENDORS:
-        yield Problem(
-            "E006",
-            f"{where} is {database!r}, a database of vendor {vendor!r}.",
-            f"Fences can be kept on {', '.join(VENDORS)} (which includes MariaDB).",
-        )
+        hint = f"Fences can be kept on {', '.join(VENDORS)} (which includes MariaDB)."
+        yield Problem("E006", f"{what}, a database of vendor {vendor!r}.", hint)
 
 
 def _read(alias: str, given: Mapping[str, Any]) -> AliasConfig:

@@ -42,12 +42,13 @@ def test_durations_may_be_timedeltas_and_are_read_again_when_they_change(setting
 @pytest.mark.parametrize(
     ("given", "found_id", "words"),
     [
-        ("redis://", "E001", "a str.*dict of aliases"),
+        ("redis://", "E001", "dict of aliases"),
         ({"default": "redis://"}, "E001", "'redis://'.*BACKEND, LOCATION"),
-        ({"TTL": 9, "LOCATION": "x"}, "E001", "TTL, LOCATION, which an alias has. Write.*default"),
+        ({"TTL": 9, "LOCATION": "x"}, "E001", "dict of aliases.*CACHES.*default"),
         ({"locks": {}}, "E001", "no alias 'default'; it has 'locks'"),
         ({"default": {"TLL": 3}}, "E002", "unknown key 'TLL'.*Did you mean 'TTL'"),
         ({"default": {"BACKEND": 3}}, "E002", "is 3.*str"),
+        ({"default": {"FENCE_DATABASE": []}}, "E002", r"is \[\].*str"),
         ({"default": {"TTL": "30"}}, "E003", "'TTL'.*'30'.*number of seconds or a timedelta"),
         ({"default": {"TTL": 0}}, "E003", "0; it has to be more than zero"),
         ({"default": {"TTL": True}}, "E003", "True"),
