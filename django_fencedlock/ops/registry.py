@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from django.db import Error, connections
 from django.db.models import F, Sum
@@ -25,7 +24,6 @@ from ..storage.tables import HeldLock, LockEvent
 from ..storage.text import describe_error
 from ..storage.vendors import ledger_for
 
-T = TypeVar("T")
 #: By alias and name; without the services that are unavailable.
 Holders = dict[str, dict[str, Held]]
 
@@ -139,7 +137,7 @@ def entries(
     connection = connections[database]
     now = ledger_for(connection).now(connection)
     holders = _holders(rows, unanswered)
-    rejected = _asked_of(partial(_rejected, database), [row.name for row in rows])
+    rejected = _rejected(database)
     return [_entry(row, now, holders, rejected.get(row.name, 0)) for row in rows]
 
 
@@ -156,23 +154,17 @@ def _holders(rows: Sequence[HeldLock], unanswered: dict[str, str]) -> Holders:
     for alias in {row.alias for row in rows} - set(unanswered):
         names = [row.name for row in rows if row.alias == alias]
         try:
-            found[alias] = _asked_of(service(alias).backend.holders, names)
+            ask = service(alias).backend.holders
+            parts = [ask(names[start:][:BATCH]) for start in range(0, len(names), BATCH)]
+            found[alias] = {name: held for part in parts for name, held in part.items()}
         except (BackendUnavailable, SettingsError) as exc:
             unanswered[alias] = str(exc)
     return found
 
 
-def _asked_of(
-    ask: Callable[[Sequence[str]], Mapping[str, T]], names: Sequence[str]
-) -> dict[str, T]:
-    found: dict[str, T] = {}
-    for start in range(0, len(names), BATCH):
-        found |= ask(names[start : start + BATCH])
-    return found
-
-
-def _rejected(database: str, names: Sequence[str]) -> dict[str, int]:
-    found = LockEvent.objects.using(database).filter(kind=LockEvent.Kind.REJECTED, name__in=names)
+def _rejected(database: str) -> dict[str, int]:
+    # The history is bounded, so there are few.
+    found = LockEvent.objects.using(database).filter(kind=LockEvent.Kind.REJECTED)
     return dict(found.values_list("name").annotate(Sum("times")))
 
 
