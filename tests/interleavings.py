@@ -172,11 +172,7 @@ class Explorer:
         run, steps = self._run(actor, world)
         before = actor.step
         world, actor = getattr(self, f"_{before}")(world, actor, run, steps)
-        actor = replace(
-            actor,
-            claimed=steps._claimed,
-            is_counted=steps._is_counted,
-        )
+        actor = replace(actor, claimed=steps._claimed, is_counted=steps._is_counted)
         kept = () if actor.step == "over" else (actor,)
         actors = (*world.actors[:place], *kept, *world.actors[place + 1 :])
         return replace(world, actors=actors, trace=(*world.trace, f"{actor.label}.{before}"))

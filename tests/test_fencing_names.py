@@ -123,9 +123,7 @@ class Slug(models.CharField):
     "field",
     [
         models.GeneratedField(
-            expression=Lower("title"),
-            output_field=models.CharField(max_length=20),
-            db_persist=True,
+            expression=Lower("title"), output_field=models.CharField(max_length=20), db_persist=True
         ),
         models.DateField(auto_now=True),
         models.DateTimeField(auto_now_add=True),

@@ -278,9 +278,7 @@ def test_what_expired_before_it_was_recorded_is_renewed_first(step, stub, monkey
     assert since > granted.since
 
 
-def test_what_expired_while_it_was_recorded_is_renewed_if_it_is_still_the_newest(
-    make, stub, monkeypatch
-):
+def test_what_expired_while_it_was_recorded_is_renewed_if_still_newest(make, stub, monkeypatch):
     step, present = make(), make()
     record, later = step.fences.record, []
 

@@ -368,9 +368,7 @@ def test_nothing_stale_is_written_after_the_newer_grant(fences_in, database, lev
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.__name__)
 @pytest.mark.parametrize(("database", "level"), LEVELS)
-def test_without_the_locking_clause_something_stale_is_written(
-    fences_in, monkeypatch, database, level, schedule
-):
+def test_without_the_clause_writes_are_stale(fences_in, monkeypatch, database, level, schedule):
     """The same schedules, to show that they can fail, and that the clause is what they test."""
     fences_in(database)
     monkeypatch.setitem(fences.SHARE, connections[database].vendor, "")

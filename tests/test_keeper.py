@@ -176,9 +176,7 @@ def test_a_batch_that_a_lease_is_not_in_delays_no_release(keeper, service, clock
     keeper.tick()
 
 
-def test_a_lease_released_while_its_renewal_was_under_way_is_not_lost(
-    keeper, service, lease, losses
-):
+def test_a_lease_released_during_its_renewal_is_not_lost(keeper, service, lease, losses):
     kept = lease(kept_by=keeper)
 
     def renew(leases):
@@ -269,7 +267,7 @@ def test_a_renewal_by_the_holder_puts_the_keepers_off(keeper, service, clock, le
     assert keeper.tick() == pytest.approx(20)
 
 
-def test_the_ttl_that_was_sent_counts_if_the_holder_changes_it_meanwhile(keeper, service, lease):
+def test_the_ttl_that_was_sent_counts_if_it_changes_meanwhile(keeper, service, lease):
     kept = lease(kept_by=keeper)
 
     def renew(leases):
@@ -301,7 +299,7 @@ def drive(keeper, clock, until):
     clock.now = until
 
 
-def test_a_lease_is_renewed_until_its_max_hold_and_lost_when_its_ttl_is_over(
+def test_a_lease_is_renewed_until_its_max_hold_and_lost_a_ttl_later(
     keeper, service, clock, lease, losses
 ):
     start = clock.now
@@ -326,9 +324,7 @@ def test_a_max_hold_shorter_than_a_third_of_the_ttl_renews_nothing(keeper, servi
     assert lost_of(losses) == [kept]
 
 
-def test_what_was_held_for_too_long_is_not_renewed_along_with_others(
-    keeper, service, clock, lease, losses
-):
+def test_what_was_held_too_long_is_not_renewed_with_others(keeper, service, clock, lease, losses):
     asked = []
     service.renew = lambda leases: asked.append(list(leases)) or [Renewal.KEPT] * len(leases)
     bounded, endless = lease(name="bounded", max_hold=12), lease(name="endless")
@@ -339,9 +335,7 @@ def test_what_was_held_for_too_long_is_not_renewed_along_with_others(
     assert lost_of(losses) == [bounded]
 
 
-def test_what_was_held_for_too_long_is_not_renewed_though_its_end_is_near(
-    keeper, service, clock, lease, losses
-):
+def test_what_was_held_too_long_is_not_renewed_near_its_end(keeper, service, clock, lease, losses):
     asked = []
     service.renew = lambda leases: asked.append(list(leases)) or [Renewal.KEPT] * len(leases)
     keeper.keep(lease(name="bounded", max_hold=5))
@@ -361,9 +355,7 @@ def test_a_pause_beyond_max_hold_is_not_renewed_away(keeper, service, lease, los
 
 
 @pytest.mark.parametrize("supports_ttl", [True, False])
-def test_a_lock_that_does_not_run_out_by_itself_is_given_back_once_it_is_lost(
-    keeper, service, lease, supports_ttl
-):
+def test_a_lock_without_ttl_is_released_once_it_is_lost(keeper, service, lease, supports_ttl):
     service.supports_ttl = supports_ttl
     order = []
     service.release = lambda lease: order.append("released")
@@ -392,9 +384,7 @@ def test_a_session_that_died_after_max_hold_tells_why(keeper, service, clock, le
     assert "max_hold=5 s" in losses[0][1]
 
 
-def test_the_thread_ends_when_there_is_nothing_to_keep_and_starts_again(
-    monkeypatch, service, losses
-):
+def test_the_thread_ends_without_leases_and_starts_again(monkeypatch, service, losses):
     monkeypatch.setattr(runtime, "IDLE_SECONDS", 0.05)
     keeper = Keeper(service, losses.extend)
     for round_ in range(2):
@@ -453,9 +443,7 @@ def test_a_slow_handler_of_logs_delays_no_renewal(threaded, service, busy, monke
 
 
 @pytest.mark.parametrize("work", ["renew", "clear"])
-def test_a_slow_registry_delays_no_renewal_and_has_one_job_at_most(
-    threaded, service, registry, busy, work, monkeypatch
-):
+def test_a_slow_registry_delays_no_renewal(threaded, service, registry, busy, work, monkeypatch):
     monkeypatch.setattr(keeper_module, "CLEAR_AFTER", 0.0)
     monkeypatch.setattr(registry, work, busy)
     threaded.keep_for(0.3)
@@ -467,9 +455,7 @@ def test_a_slow_registry_delays_no_renewal_and_has_one_job_at_most(
     assert threaded._registry.waiting <= 1
 
 
-def test_renewals_are_reported_until_the_notifier_is_far_behind(
-    keeper, service, lease, monkeypatch
-):
+def test_renewals_are_reported_until_the_notifier_is_behind(keeper, service, lease, monkeypatch):
     heard = []
     receiver = lambda leases, **facts: heard.append(leases)  # noqa: E731
     signals.leases_renewed.connect(receiver)
@@ -483,7 +469,7 @@ def test_renewals_are_reported_until_the_notifier_is_far_behind(
     assert heard == [[kept]]
 
 
-def test_rows_are_renewed_of_what_is_fenced_kept_and_not_released(keeper, service, registry, lease):
+def test_rows_are_renewed_of_what_is_fenced_and_kept(keeper, service, registry, lease):
     fenced, unfenced = lease(), lease(name="unfenced")
     unfenced.fenced = False
     for each in (fenced, unfenced):
@@ -497,9 +483,7 @@ def test_rows_are_renewed_of_what_is_fenced_kept_and_not_released(keeper, servic
     assert registry.rows == [[fenced.owner_id]]
 
 
-def test_a_database_that_hangs_keeps_no_lease_from_being_collected(
-    keeper, service, clock, lease, monkeypatch
-):
+def test_a_database_that_hangs_keeps_no_lease_alive(keeper, service, clock, lease, monkeypatch):
     """One to which nothing else refers is to be released."""
     kept = lease(kept_by=keeper)
     clock.now += 10
@@ -524,7 +508,7 @@ def test_a_service_that_records_grants_itself_has_no_rows_renewed(service, clock
     assert not keeper._ended
 
 
-def test_a_lease_that_a_newer_grant_came_after_is_released_and_lost(
+def test_a_lease_before_a_newer_grant_is_released_and_lost(
     keeper, service, registry, lease, losses
 ):
     overtaken, kept = lease(), lease(name="y")
@@ -538,7 +522,7 @@ def test_a_lease_that_a_newer_grant_came_after_is_released_and_lost(
     assert not kept.lost
 
 
-def test_rows_are_deleted_though_others_could_not_be_renewed(keeper, registry, lease, monkeypatch):
+def test_rows_are_deleted_if_others_could_not_be_renewed(keeper, registry, lease, monkeypatch):
     def fail(grants):
         raise RuntimeError("driver")
 
@@ -553,9 +537,7 @@ def test_rows_are_deleted_though_others_could_not_be_renewed(keeper, registry, l
     assert registry.cleared == [[released.owner_id]]
 
 
-def test_a_loss_that_no_thread_can_report_is_reported_later(
-    service, clock, lease, losses, monkeypatch
-):
+def test_a_loss_without_a_thread_is_reported_later(service, clock, lease, losses, monkeypatch):
     def refuse(target):
         raise RuntimeError("can't start new thread")
 
@@ -665,9 +647,7 @@ def _interrupt(*args):
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_as_the_thread_starts_leaves_no_later_lease_unrenewed(
-    threaded, service, monkeypatch
-):
+def test_an_interrupt_as_the_thread_starts_leaves_none_unrenewed(threaded, service, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(runtime, "start", _interrupt)
         threaded.keep_for(0.3)
@@ -675,9 +655,7 @@ def test_an_interrupt_as_the_thread_starts_leaves_no_later_lease_unrenewed(
     wait_until(lambda: service.batches, "a renewal")
 
 
-def test_an_interrupt_as_the_thread_is_woken_leaves_no_later_lease_unrenewed(
-    asleep, service, monkeypatch
-):
+def test_an_interrupt_as_the_thread_is_woken_leaves_none_unrenewed(asleep, service, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(runtime.Worker, "wake", _interrupt)
         asleep.keep_for(0.3)

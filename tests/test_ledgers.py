@@ -135,9 +135,7 @@ def test_a_token_is_recorded_over_the_very_fence_that_was_read(connection, entry
 
 
 @pytest.mark.parametrize("other", [{"alias": "other"}, {"backend": "redis"}])
-def test_nothing_is_recorded_of_a_name_that_is_live_at_another_lock_service(
-    connection, entry, other
-):
+def test_nothing_is_recorded_of_a_name_live_at_another_service(connection, entry, other):
     first, second = entry(), replace(entry(), **other)
     claim(connection, first)
     assert not record(connection, second, 9)
@@ -329,7 +327,7 @@ class TestLockedRows:
 
         return lambda: wait_until(somebody_waits, "a statement that waits for the row")
 
-    def test_a_claim_that_saw_the_row_free_is_refused_after_the_wait(
+    def test_a_claim_that_saw_the_row_free_is_refused(
         self, connection, entry, beside, wait_for_waiter
     ):
         first, second = entry(), entry()
@@ -340,9 +338,7 @@ class TestLockedRows:
         assert claiming.result(20) == (False, None)
         assert newest(connection) == (1, first.owner.id)
 
-    def test_a_renewal_waits_for_a_row_and_renews_it(
-        self, connection, entry, beside, wait_for_waiter
-    ):
+    def test_a_renewal_waits_for_a_row(self, connection, entry, beside, wait_for_waiter):
         mine = entry()
         claim(connection, mine)
         before = look(connection).expires_at
@@ -359,9 +355,7 @@ class TestLockedRows:
 class TestWithinALongTransaction:
     """What a test lends is open for long, and its own time stands still."""
 
-    def test_a_row_expires_by_the_servers_clock_and_its_ttl_counts_from_the_claim(
-        self, postgres, entry
-    ):
+    def test_a_row_expires_by_the_servers_clock_counted_from_the_claim(self, postgres, entry):
         with transaction.atomic("postgres"), postgres.cursor() as cursor:
             assert claim(postgres, entry(ttl=0.01)) == (True, 1)
             cursor.execute("SELECT pg_sleep(0.02), clock_timestamp() AT TIME ZONE 'UTC'")

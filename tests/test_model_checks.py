@@ -130,10 +130,7 @@ class TestInheritance:
     @pytest.mark.parametrize("options", [{}, {"Meta": PROXY}])
     @pytest.mark.parametrize(
         "fencing",
-        [
-            *map(Fencing, ("other:{pk}", "{size}", lambda row: "x")),
-            Fencing(mode="high_water"),
-        ],
+        [*map(Fencing, ("other:{pk}", "{size}", lambda row: "x")), Fencing(mode="high_water")],
     )
     def test_a_child_or_a_proxy_under_another_lock_than_its_table(self, options, fencing):
         concrete = of_type("Concrete", FencedModel)

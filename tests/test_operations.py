@@ -219,9 +219,7 @@ class TestMoves:
             line.amount = 8
             line.save()
 
-    def test_a_row_that_moved_without_a_lease_has_to_go_back_and_move_under_both(
-        self, accounts, line, settings
-    ):
+    def test_a_row_that_moved_without_a_lease_has_to_go_back_first(self, accounts, line, settings):
         old, new = accounts
         lines = LedgerLine.objects.using("postgres")
         settings.FENCEDLOCK_WITHOUT_LOCK = "allow"
@@ -333,9 +331,7 @@ class TestTheOperation:
         with pytest.raises(ImproperlyConfigured, match=r"FenceTrigger\('Account'\).*tests_account"):
             run(FenceTrigger("Account"))
 
-    def test_it_does_nothing_on_other_databases_or_without_the_model_there(
-        self, settings, django_assert_num_queries
-    ):
+    def test_it_does_nothing_where_the_model_is_not(self, settings, django_assert_num_queries):
         operation, state = FenceTrigger("Invoice"), state_of(Account, *MODELS)
         editor = connections["default"].SchemaEditorClass(connections["default"])
         with django_assert_num_queries(0):

@@ -396,9 +396,7 @@ def test_the_number_of_statements(using, runs, request):
 
 
 @pytest.mark.parametrize("using", ["postgres"], indirect=True)
-def test_a_stored_message_outlasts_a_crash_and_a_paused_process_delays_none(
-    using, runs, monkeypatch
-):
+def test_a_stored_message_outlasts_a_crash_and_a_pause_delays_none(using, runs, monkeypatch):
     """On a server that commits without waiting for its disk. A trigger tells what a COMMIT has."""
     private = sessions.private
 

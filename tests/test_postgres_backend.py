@@ -155,9 +155,7 @@ def threads():
 
 
 class TestStatements:
-    def test_acquire_release_and_a_refusal_are_one_statement_each(
-        self, postgres, backend, peer, name
-    ):
+    def test_acquire_release_refusal_are_one_statement_each(self, postgres, backend, peer, name):
         backend.release(take(backend, claim(name)))
         peer.release(take(peer, claim(name)))
         with postgres.statements() as counted:
@@ -220,9 +218,7 @@ class TestGrants:
 
     @pytest.mark.parametrize("other", [{"alias": "other"}, {"backend": "redis"}])
     @pytest.mark.parametrize("seconds", [0, 20])
-    def test_a_name_that_is_live_at_another_lock_service_is_refused(
-        self, backend, peer, name, other, seconds
-    ):
+    def test_a_name_that_is_live_elsewhere_is_refused(self, backend, peer, name, other, seconds):
         backend.release(take(backend, claim(name)))
         take(peer, claim(name))
         row_of(name).update(**other)
@@ -242,9 +238,7 @@ class TestGrants:
             assert f"pid {os.getpid()}" in held.identity
             assert held.session_pid
 
-    def test_only_advisory_locks_of_this_database_and_kind_count(
-        self, postgres, backend, name, threads
-    ):
+    def test_only_advisory_locks_of_this_database_count(self, postgres, backend, name, threads):
         key = backend._key(name)
         low = key & 0xFFFFFFFF
         with postgres.connect() as elsewhere, in_database(postgres) as here:
@@ -258,9 +252,7 @@ class TestGrants:
             assert backend.release(taken)
             waiter.result(10)
 
-    def test_a_pinned_fence_delays_a_grant_shortly_and_nothing_stays_held(
-        self, postgres, backend, peer, name
-    ):
+    def test_a_pinned_fence_delays_a_grant_and_holds_nothing(self, postgres, backend, peer, name):
         peer.release(take(peer, claim(name)))
         with in_database(postgres) as writer:
             writer.execute("BEGIN")
@@ -417,9 +409,7 @@ class TestWaiting:
         assert backend.renew([mine]) == [Renewal.KEPT]
         assert backend.release(mine)
 
-    def test_a_grant_that_was_overtaken_before_its_answer_is_none(
-        self, postgres, backend, peer, name, threads, monkeypatch
-    ):
+    def test_an_overtaken_grant_is_none(self, postgres, backend, peer, name, threads, monkeypatch):
         monkeypatch.setattr(backend_module, "SHORT_WAIT", 0)
         renew = backend._renew
 
@@ -458,9 +448,7 @@ class TestWaiting:
 
 
 class TestLosses:
-    def test_the_end_of_a_session_loses_its_locks_at_the_next_renewal(
-        self, postgres, backend, peer, name, threads
-    ):
+    def test_the_end_of_a_session_loses_its_locks(self, postgres, backend, peer, name, threads):
         lost = []
         backend.lost = lost.extend
         held = [take(backend, claim(f"{name}:{number}")) for number in range(3)]
@@ -477,9 +465,7 @@ class TestLosses:
         terminate(postgres, waited)
         assert not backend.verify(waited)
 
-    def test_a_session_that_ended_while_idle_is_replaced_at_the_next_lock(
-        self, postgres, backend, name
-    ):
+    def test_a_session_that_ended_idle_is_replaced_at_the_next_lock(self, postgres, backend, name):
         lost = []
         backend.lost = lost.extend
         first = take(backend, claim(name))
@@ -489,7 +475,7 @@ class TestLosses:
         assert lost == [first.owner]
         assert take(backend, claim(name)).token == 2
 
-    def test_an_idle_session_of_a_waiter_is_used_again_unless_it_ended(
+    def test_a_waiters_idle_session_is_used_again_unless_it_ended(
         self, postgres, backend, peer, name
     ):
         def wait():
@@ -505,9 +491,7 @@ class TestLosses:
         assert wait() is not first
         assert first.closed
 
-    def test_a_restart_loses_all_and_the_next_grant_has_the_next_token(
-        self, make_postgres, make_alias, make, name
-    ):
+    def test_a_restart_loses_all_but_the_next_token(self, make_postgres, make_alias, make, name):
         server = make_postgres()
         backend = make(make_alias(server.django()), TIMEOUT=2)
         taken = take(backend, claim(name))
@@ -585,9 +569,7 @@ class TestPausedHolders:
             process.stdin.close()
             assert said(process) == "LOST"
 
-    def test_a_waiter_that_is_paused_in_the_queue_delays_others_for_its_ttl(
-        self, postgres, backend, peer, name
-    ):
+    def test_a_paused_waiter_delays_others_for_its_ttl(self, postgres, backend, peer, name):
         taken = take(peer, claim(name))
         with child(f"waits(backend, {name!r}, ttl=1.0)") as process:
             waiting(postgres, 1)
@@ -646,18 +628,14 @@ class TestProcesses:
             finally:
                 os.kill(int(grandchild), signal.SIGKILL)
 
-    def test_the_row_of_a_holder_whose_session_ended_is_cleared(
-        self, postgres, backend, peer, name
-    ):
+    def test_the_row_of_a_holder_without_a_session_is_cleared(self, postgres, backend, peer, name):
         taken = take(peer, claim(name))
         terminate(postgres, taken)
         wait_until(lambda: not backend.holders([name]), "the end of the session")
         assert backend.release(Grant(name, taken.owner))
         assert not row_of(name).exists()
 
-    def test_greenlets_share_the_session_and_a_killed_one_leaves_no_lock(
-        self, postgres, backend, name
-    ):
+    def test_greenlets_share_a_session_and_killed_ones_hold_no_lock(self, postgres, backend, name):
         code = f"""
             import gevent, random
             def work(number):

@@ -106,9 +106,7 @@ class TestAfterItsEnd:
 
     @pytest.mark.parametrize("task", [late, late_coalesce], ids=["skip", "coalesce"])
     @pytest.mark.parametrize("end", [None, ValueError("no")], ids=["success", "failure"])
-    def test_an_end_of_a_moment_ago_without_a_result_is_looked_at_later(
-        self, task, end, monkeypatch
-    ):
+    def test_an_end_just_now_without_a_result_is_looked_at_later(self, task, end, monkeypatch):
         """Its worker may be about to store the result; nobody's worker waits for that."""
         monkeypatch.setattr(duplicates, "UNDECIDED", 20.0)
         told = message()
@@ -366,9 +364,7 @@ class TestWhileItRuns:
             assert deliver(late, 1, **told).state == "IGNORED"
         assert len(sent) == 1
 
-    def test_a_retry_waits_for_the_run_that_it_retries_to_be_gone_but_not_for_long(
-        self, running, monkeypatch
-    ):
+    def test_a_retry_waits_for_its_former_run_but_not_for_long(self, running, monkeypatch):
         told = message()
         with soon(lease_back, running(task_id=told["id"])):
             assert deliver(late, 1, **told).result == 1

@@ -857,9 +857,7 @@ def test_a_read_only_server_grants_nothing(make_any_redis, closing):
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_a_server_that_became_a_replica_is_looked_up_again(
-    make_any_redis, make_proxy, closing, batch
-):
+def test_a_server_that_became_a_replica_is_left(make_any_redis, make_proxy, closing, batch):
     """After a failover a name or an address leads to another server."""
     old, new = make_any_redis(), make_any_redis()
     address = make_proxy(old.host, old.port)

@@ -111,9 +111,7 @@ def test_a_lease_outlives_the_primary_that_granted_it(make_any_redis, closing):
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_sentinels_are_asked_again_when_the_primary_became_a_replica(
-    make_any_redis, closing, batch
-):
+def test_sentinels_are_asked_again_if_the_primary_is_a_replica(make_any_redis, closing, batch):
     """Redis before 7 reports READONLY from a script as an error that the driver doesn't know."""
     old, new = make_any_redis(), make_any_redis()
     sentinel = start_sentinel(old, closing)

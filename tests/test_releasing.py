@@ -174,9 +174,7 @@ def test_an_unfenced_lock_of_redis_needs_no_tables(settings, redis_server, make_
 
 
 @real
-def test_a_database_that_is_away_keeps_a_fenced_lock_from_being_freed(
-    settings, make_redis, monkeypatch
-):
+def test_a_fenced_lock_is_not_freed_while_the_database_is_away(settings, make_redis, monkeypatch):
     settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": make_redis().url}}
     lease = lock("x").acquire()
 

@@ -127,9 +127,7 @@ def real(database):
         pytest.param("postgres.PostgresBackend", "postgres", marks=real("postgres")),
     ],
 )
-def test_grants_that_wait_for_a_transaction_delay_no_renewal(
-    request, settings, monkeypatch, backend, database
-):
+def test_grants_that_wait_delay_no_renewal(request, settings, monkeypatch, backend, database):
     """Each waits for a locked fence: 0.25 s on PostgreSQL, 1 s on MariaDB."""
     # As outside of tests: private connections stay open.
     monkeypatch.setattr(connections, "under_test", lambda: False)

@@ -73,9 +73,7 @@ class TestAThreadThatCannotBeStarted:
         assert lease.release()
         assert lock("x").holder() is None
 
-    def test_no_lock_fails_since_its_history_cannot_be_written(
-        self, no_threads, writing, monkeypatch
-    ):
+    def test_no_lock_fails_if_its_history_cannot_be_written(self, no_threads, writing, monkeypatch):
         without_threads(service("default").keeper)
         monkeypatch.setattr(writing._worker, "start", partial(Worker.start, writing._worker))
         with lock("x"):
@@ -179,9 +177,7 @@ class TestASlowAnswer:
         assert (lease.ttl, lease.remaining()) == (30, 20)
 
     @pytest.mark.parametrize(("ttl", "left"), [(60, 20), (5, 5)])
-    def test_a_renewal_that_was_struck_may_have_been_done_or_not(
-        self, scripted, now, monkeypatch, ttl, left
-    ):
+    def test_a_struck_renewal_may_have_been_done(self, scripted, now, monkeypatch, ttl, left):
         def strike(leases):
             raise KeyboardInterrupt
 

@@ -234,9 +234,7 @@ class TestBoth:
                     write(set_(row, text="x"))
                 assert (row.fence, row.version) == (lease.token, len(SAVES))
 
-    def test_writes_without_lock_that_are_allowed_are_counted_and_compared(
-        self, database, model, monkeypatch
-    ):
+    def test_allowed_writes_without_lock_count_and_compare(self, database, model, monkeypatch):
         monkeypatch.setattr(model, "fencing", Fencing(without_lock="allow"))
         row = model.objects.create()
         plainly(model, fence=5)

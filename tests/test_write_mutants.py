@@ -46,7 +46,7 @@ def killers_of_writes(settings: Any) -> Killers:
         yield paths.test_under_an_overtaken_lease_nothing_is_written, on, PATHS[name]
     invoice = Invoice.objects.create
     yield (
-        paths.test_an_object_that_was_read_before_the_lock_and_written_since_is_refused,
+        paths.test_an_object_read_before_the_lock_and_written_since_is_refused,
         *(on, invoice(), "save"),
     )
     yield paths.test_a_loaded_object_whose_row_is_gone_is_refused, on, invoice(), "save"
@@ -76,10 +76,7 @@ def killers_of_grants(settings: Any) -> Killers:
     for token in (4, 5):
         yield tests.test_a_token_that_is_not_newer_is_not_recorded, *given, token
     for other in ({"alias": "other"}, {"backend": "redis"}):
-        yield (
-            tests.test_nothing_is_recorded_of_a_name_that_is_live_at_another_lock_service,
-            *(*given, other),
-        )
+        yield (tests.test_nothing_is_recorded_of_a_name_live_at_another_service, *(*given, other))
     yield tests.test_a_newer_token_is_recorded_with_its_owner, *given
     yield tests.test_a_token_is_recorded_over_the_very_fence_that_was_read, *given
     yield tests.test_a_takeover_has_the_next_token_and_its_owner, *given
@@ -176,7 +173,7 @@ PYTHON = [
 
 
 @pytest.mark.parametrize(("function", "place"), PYTHON)
-def test_a_changed_operator_of_the_code_is_noticed(settings, monkeypatch, function, place):
+def test_a_mutant_of_the_code_is_noticed(settings, monkeypatch, function, place):
     settings.DATABASE_ROUTERS = [Everything("default")]
     monkeypatch.setattr(function, "__code__", mutant_of(function, place)[0])
     assert is_killed(killers_of_writes, settings)
@@ -201,7 +198,7 @@ OPERATOR = re.compile(r"(?<= )(?:<=|<>|<|=|>|AND|OR|IN)(?= )")
     ],
     ids=["save", "insert", "pin", "fence", "registry", "takeover"],
 )
-def test_a_changed_operator_of_the_sql_is_noticed(
+def test_a_mutant_of_the_sql_is_noticed(
     settings, monkeypatch, statement, places, killers, subtests
 ):
     settings.DATABASE_ROUTERS = [Everything("default")]

@@ -491,9 +491,7 @@ def test_under_an_overtaken_lease_nothing_is_written(database, path):
 
 @every_path
 @pytest.mark.parametrize("policy", [pytest.param("allow", marks=slow), "warn"])
-def test_a_write_without_lock_that_is_allowed_leaves_the_fence(
-    database, settings, path, policy, caplog
-):
+def test_an_allowed_write_without_lock_leaves_the_fence(database, settings, path, policy, caplog):
     row = path.make()
     if not path.is_new:
         plainly(path.model.fencing.table, fence=5)
@@ -542,9 +540,7 @@ def test_a_loaded_object_whose_row_is_gone_is_refused(database, invoice, name):
 
 
 @pytest.mark.parametrize("name", OF_LOADED)
-def test_an_object_that_was_read_before_the_lock_and_written_since_is_refused(
-    database, invoice, name
-):
+def test_an_object_read_before_the_lock_and_written_since_is_refused(database, invoice, name):
     old = [Invoice.objects.get() for _ in range(3)]
     write = PATHS[name].write
     with invoice.fencing.lock():

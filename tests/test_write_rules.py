@@ -171,9 +171,7 @@ def test_a_stale_holder_does_not_bring_a_deleted_row_back_as_a_new_one(database,
         (m.Ticket, "series:{pk:.1}", {"code": "A1"}, "series:A"),
     ],
 )
-def test_part_of_the_key_does_not_make_a_lock_a_rows_own(
-    database, monkeypatch, model, template, values, name
-):
+def test_part_of_a_key_makes_no_lock_of_a_row(database, monkeypatch, model, template, values, name):
     monkeypatch.setattr(model, "fencing", Fencing(template))
     all_refused(LockRequired, (model,), model(**values).save, match=f"'{name}'")
     with lock(name):
@@ -194,9 +192,7 @@ def upsert_stock(*skus):
     update_conflicts(Stock, [Stock(sku=sku, count=9) for sku in skus], "count", "sku")
 
 
-def test_conflicting_rows_are_overwritten_only_where_the_conflict_tells_their_lock(
-    database, monkeypatch
-):
+def test_conflicting_rows_are_overwritten_only_under_a_known_lock(database, monkeypatch):
     all_refused(LockRequired, (Stock,), lambda: upsert_stock("a"))
     with held("stock:a", "stock:b") as (lease, _):
         if database == "mariadb":
@@ -528,9 +524,7 @@ def test_rows_of_an_iterator_may_be_older_than_the_lease(database, invoice):
     ],
     ids=["iterator", "raw"],
 )
-def test_an_object_of_an_unknown_age_may_be_saved_while_its_row_is_as_it_was(
-    database, invoice, read
-):
+def test_an_object_of_unknown_age_may_be_saved_over_an_unchanged_row(database, invoice, read):
     with invoice.fencing.lock():
         set_(read(), amount=2).save()
         old = read()
@@ -813,9 +807,7 @@ def _at(day, hour=0):
     ],
     ids=["callable", "format", "column of a parent", "column"],
 )
-def test_a_row_is_not_written_under_the_lock_that_its_object_names_now(
-    database, model, mine, others, other
-):
+def test_a_row_is_not_written_under_the_lock_its_object_names(database, model, mine, others, other):
     Account.objects.bulk_create([Account(pk=1), Account(pk=2)])
     pk = leased(model, **mine).pk
 

@@ -22,9 +22,7 @@ def broker(closing, rabbitmq, brokers_redis, proxy):
     return made
 
 
-def test_a_body_goes_on_and_its_message_that_comes_again_does_not_run(
-    make_worker, journal, key, broker, proxy
-):
+def test_a_body_goes_on_and_its_message_runs_no_more(make_worker, journal, key, broker, proxy):
     worker = make_worker(broker=broker, concurrency=2)
     result = task("late").delay(key, 42, gate=True)
     (span,) = journal.wait_for_begun(key)

@@ -19,9 +19,7 @@ def kill(span):
     return now()
 
 
-def test_an_unfenced_lock_of_a_killed_child_is_free_for_who_wants_it_on_the_host(
-    worker, journal, key
-):
+def test_an_unfenced_lock_of_a_killed_child_is_free_on_the_host(worker, journal, key):
     """Redis alone knows of it, and a process that is refused looks at its holder's process."""
     task("skip", "unfenced").delay(key, seconds=60)
     (span,) = journal.wait_for_begun(key)
