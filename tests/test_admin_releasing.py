@@ -211,17 +211,6 @@ class TestReleasing:
         assert level == "error"
         assert "nope" in text
 
-    def test_a_form_that_names_a_lock_of_another_alias(self, anna, redis_server):
-        """The list shows another lock of the same name."""
-        redis = {"BACKEND": REDIS, "LOCATION": redis_server.url}
-        with override_settings(FENCEDLOCK={"default": {}, "redis": redis}), lock("invoice:42"):
-            lease = lock("invoice:42", backend="redis", fenced=False).acquire()
-            form = {"lock": lease.owner_id, "step": "release"}
-            ((level, _),) = told(anna.post(RELEASE, form))
-            assert level == "info"
-            assert lease.verify()
-            lease.release()
-
 
 def test_an_unavailable_service(anna, make_redis):
     server = make_redis()

@@ -16,7 +16,6 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable, ReleaseBlocked
 from django_fencedlock.models import HeldLock
 from django_fencedlock.ops import registry
-from django_fencedlock.ops import registry as portraits
 from django_fencedlock.ops.registry import State, listing, portrait
 from django_fencedlock.storage.connections import time_limited
 from django_fencedlock.test.processes import wait_until
@@ -130,8 +129,7 @@ def far(settings, make_postgres, make_alias):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    for module in (registry, portraits):
-        monkeypatch.setattr(module, "ANSWERED", 0.5)
+    monkeypatch.setattr(registry, "ANSWERED", 0.5)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from django.contrib import admin, messages
@@ -85,31 +85,30 @@ def _viewable(request: HttpRequest, page: ReleasingAdmin, **which: Any) -> list[
     return [row for row in rows if page.has_view_permission(request, row)]
 
 
-def _questions(rows: Sequence[HeldLock]) -> Iterator[dict[str, Any]]:
+def _questions(rows: Sequence[HeldLock], using: str) -> list[dict[str, Any]]:
     """Return what the confirmation page shows of each lock."""
-    if not rows:
-        return
-    using = rows[0]._state.db or "default"
-    listed = entries(using, rows, {})
-    before = notes(using, [entry.owner for entry in listed])
-    for row, entry in zip(rows, listed, strict=True):
-        yield {
+    before = notes(using, [row.owner for row in rows])
+    return [
+        {
             "entry": entry,
-            "name": show_blanks(entry.name),
+            "name": show_blanks(row.name),
             "obstacle": _OBSTACLES.get(entry.state),
-            "before": before.get(entry.owner),
+            "before": before.get(row.owner),
             "session_pid": row.session_pid,
-            "consequences": consequences(entry.fenced, row.session_pid, _),
+            "consequences": consequences(row.fenced, row.session_pid, _),
         }
+        for row, entry in zip(rows, entries(using, rows, {}), strict=True)
+    ]
 
 
 def _confirmation(request: HttpRequest, page: ReleasingAdmin, names: Sequence[str]) -> HttpResponse:
     """Ask whether to release these locks."""
-    locks = list(_questions(_viewable(request, page, pk__in=names)))
+    rows = _viewable(request, page, pk__in=names)
     list_url = page.url(request, "changelist")
-    if not locks:
+    if not rows:
         messages.warning(request, _("The lock was released, or another holder has acquired it."))
         return HttpResponseRedirect(list_url)
+    locks = _questions(rows, page.database(request))
     context = {
         **page.admin_site.each_context(request),
         "title": _("Release by force?"),

@@ -22,6 +22,7 @@ class Kind(Enum):
     RELEASED = signals.lock_released
     LOST = signals.lock_lost
     EVICTED = signals.lock_evicted
+    FORCED = signals.lock_force_released
 
 
 class LockEvent(NamedTuple):

@@ -17,9 +17,10 @@ from typing import Any
 
 from django.db import Error, connections
 
-from .. import conf, logs, signals
+from .. import conf, logs
 from ..backends.interface import Grant
 from ..core import names
+from ..core.events import Kind, emit
 from ..core.identity import Holder
 from ..core.manager import Service, service
 from ..exceptions import BackendUnavailable, ReleaseBlocked
@@ -323,13 +324,5 @@ def _announce(found: HeldBy, by: str, token: int | None, freed: bool) -> None:
         "" if freed else ", which releases it at its next renewal",
         extra=_facts(found, token=token, by=by),
     )
-    signals.send(
-        signals.lock_force_released,
-        type(service(found.alias).backend),
-        name=found.name,
-        alias=found.alias,
-        token=token,
-        holder=found.holder,
-        by=by,
-        freed=freed,
-    )
+    backend, holder = service(found.alias).backend, found.holder
+    emit(Kind.FORCED, backend, found.name, token=token, holder=holder, by=by, freed=freed)
