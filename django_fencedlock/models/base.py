@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from django.db import Error, models, router, transaction
@@ -27,14 +26,8 @@ _Row = TypeVar("_Row", bound=models.Model, covariant=True)
 _ABSENT = object()
 
 
-class Doing(StrEnum):
-    """What is done to a row; the text begins the messages."""
-
-    ADDING = "Adding"
-    SAVING = "Saving"
-    #: From a fixture.
-    LOADING = "Loading"
-    DELETING = "Deleting"
+#: What is done to a row, LOADING from a fixture; the text begins the messages.
+ADDING, SAVING, LOADING, DELETING = "Adding", "Saving", "Loading", "Deleting"
 
 
 class Guard:
@@ -96,7 +89,7 @@ class SaveHooks:
         _get_pk_val: Any
         pk: Any
 
-    def _guards(self, table: Any, using: str, doing: Doing, is_first: bool) -> list[Guard]:
+    def _guards(self, table: Any, using: str, doing: str, is_first: bool) -> list[Guard]:
         """Return the guards of the columns that are in the table of model `table`."""
         return []
 
@@ -118,7 +111,7 @@ class SaveHooks:
         # With these, Django inserts no row.
         must_exist = force_update or update_fields
         adding = bool(self._state.adding or is_copy) and not must_exist
-        doing = Doing.LOADING if raw else Doing.ADDING if adding else Doing.SAVING
+        doing = LOADING if raw else ADDING if adding else SAVING
         is_first = not is_copy and "_guards_of_parents" not in self.__dict__
         # What was done in the tables of parents is rolled back along with this table.
         guards: list[Guard] = self.__dict__.pop("_guards_of_parents", [])
@@ -206,7 +199,7 @@ class SaveHooks:
         row: Any = self
         using = using or router.db_for_write(type(row), instance=row)
         table = self._meta.concrete_model
-        guards = _writing(self._guards(table, using, Doing.DELETING, is_first=True))
+        guards = _writing(self._guards(table, using, DELETING, is_first=True))
         if not guards:
             return models.Model.delete(row, using, keep_parents)
         with transaction.mark_for_rollback_on_error(using=using):
@@ -226,7 +219,7 @@ class SaveHooks:
         if not is_claimed:
             self._state.is_claimed = True
             for each in dict.fromkeys([own, *self._meta.all_parents]):
-                self._claim_row(each, using, self._guards(each, using, Doing.DELETING, each is own))
+                self._claim_row(each, using, self._guards(each, using, DELETING, each is own))
         return True
 
     def _guard_parents(self, using: str) -> None:
@@ -235,7 +228,7 @@ class SaveHooks:
             if issubclass(table, SaveHooks):
                 row: Any = self._row(table, using).first()
                 if row is not None:
-                    row._claim_row(table, using, row._guards(table, using, Doing.LOADING, False))
+                    row._claim_row(table, using, row._guards(table, using, LOADING, False))
 
     def _claim_row(self, table: Any, using: str, guards: Sequence[Guard]) -> None:
         """Write the columns of the guards alone, before what is done in several steps."""

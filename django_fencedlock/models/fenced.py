@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from django.db import models
 
 from ..lease import Lease, held_names, held_owners
-from .base import Doing, Guard, given, given_leases
+from .base import ADDING, DELETING, LOADING, Guard, given, given_leases
 from .fencing import Fencing, FencingOf
 from .fields import FenceField
 from .queryset import FencedManager, GuardedModel, reading_under
-from .writes import FenceGuard, Write, write_for, write_for_new_row
+from .writes import FenceGuard, Write
 
 
 class FencedModel(GuardedModel):
@@ -93,7 +93,7 @@ class FencedModel(GuardedModel):
         with given(self, lease):
             return await super().adelete(*args, **kwargs)
 
-    def _guards(self, table: Any, using: str, doing: Doing, is_first: bool) -> list[Guard]:
+    def _guards(self, table: Any, using: str, doing: str, is_first: bool) -> list[Guard]:
         own: list[Guard] = []
         fencing = type(self).fencing
         compares = is_first and not fencing.finds_rows
@@ -113,24 +113,24 @@ class FencedModel(GuardedModel):
             return  # The row of the fence's own table is collected as well.
         if lease is not None and lease.name != fencing.name_of_row(self):
             lease = None
-        guard = FenceGuard(self, self._write(fencing, using, Doing.DELETING, lease))
+        guard = FenceGuard(self, self._write(fencing, using, DELETING, lease))
         self._claim_row(fencing.table, using, [guard])
 
-    def _write(self, fencing: FencingOf, using: str, doing: Doing, lease: Lease | None) -> Write:
+    def _write(self, fencing: FencingOf, using: str, doing: str, lease: Lease | None) -> Write:
         if not fencing.may_need_lease(lease):
-            return Write(fencing, using, None, {}, doing)
+            return Write(fencing, using, doing)
         name = fencing.name_of_row(self)
-        if doing is Doing.ADDING:
-            return write_for_new_row(fencing, name, using, lease, doing)
-        if doing is Doing.LOADING and lease is None and name not in held_names():
+        if doing == ADDING:
+            return Write(fencing, using, doing, name).adding(lease)
+        if doing == LOADING and lease is None and name not in held_names():
             # The object of a fixture has the columns of its own table alone.
             row = None if fencing.finds_rows else self._row(fencing.table, using).first()
             name = None if row is None else type(row).fencing.name_of_row(row)
             if name not in held_names():
                 # It may overwrite the row, and leaves the fence as it is.
-                return Write(fencing, using, None, {}, doing)
+                return Write(fencing, using, doing)
         columns = {each.attname: fencing.value_of(self, each.attname) for each in fencing.compared}
-        return write_for(fencing, name, columns, using, lease, doing)
+        return Write(fencing, using, doing, name, columns).under(lease)
 
 
 def lease_given_to(origin: Any) -> Lease | None:

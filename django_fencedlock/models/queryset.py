@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -19,17 +20,13 @@ from .fencing import FencingOf, Rows
 from .fields import REJECTED, Exactly, confused_texts, is_rejected, is_text, may_confuse
 from .writes import (
     Write,
-    as_read,
     claimed_fence,
-    find_lease,
     inserted_fence,
     leases_of,
-    lock_required,
+    limit_to,
     rejected,
     token_or_rejected,
     version_conflict,
-    write_for,
-    write_for_new_row,
 )
 
 _Row = TypeVar("_Row", bound=models.Model, covariant=True)
@@ -136,7 +133,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         leased = leases_of(writes)
         if update_conflicts:
             unique_fields = unique_fields and list(unique_fields)
-            self._require_comparable(objs, writes, unique_fields)
+            self._require_comparable(writes, unique_fields)
             update_fields = [*(update_fields or ()), *(["fence"] if leased else [])]
         with self._stamped(objs, writes), self._all_or_nothing(writes):
             if ignore_conflicts and leased:
@@ -242,15 +239,16 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             return None
         fencing, using, objs = self._fencing, self._database(), self._objects
         writes = [
-            write_for(fencing, name, columns, using, self._lease, doing)
+            Write(fencing, using, doing, name, columns).under(self._lease)
             for name, columns in self._rows()
         ]
         names = [] if objs is None else [type(obj).fencing.name_of_row(obj) for obj in objs]
         if objs is not None:
-            writes = as_read(writes, objs, names)
+            limit_to(writes, objs, names)
         # Objects that have a name have that of their row, and move it to no other lock.
         if values and (objs is None or None in names):
-            writes = [self._moved(write, values) for write in writes]
+            for write in writes:
+                self._note_move(write, values)
         # If there are no rows, the locks of rows that come meanwhile are unknown: none is written.
         if not leases_of(writes) and (writes or fencing.spec.without_lock != "reject"):
             return None
@@ -285,35 +283,33 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         # Objects that Django makes to set an order have keys alone, and no name.
         return rows if all(name is not None for name, _ in rows) else None
 
-    def _moved(self, write: Write, values: Mapping[str, Any]) -> Write:
-        """Add the lease of the lock that rows are moved to."""
+    def _note_move(self, write: Write, values: Mapping[str, Any]) -> None:
+        """Find the lease of the lock that rows are moved to."""
         fencing = self._fencing
         changed = fencing.naming_values(values)
         if not changed:
-            return write
+            return
         new = {**write.columns, **changed}
         # If rows go by their keys, the new name is known only if it is given as a whole.
         name = fencing.name_of(new) if new.keys() >= set(fencing.columns or ()) else None
-        if name is not None and name == write.name:
-            return write
-        target = write_for(fencing, name, {}, write.using, self._lease, write.doing)
-        return write._replace(moving_to=target)
+        if name is None or name != write.name:
+            write.moving_to = Write(fencing, write.using, write.doing, name).under(self._lease)
 
     # Parts of bulk_create()
 
     def _writes_of_new(self, objs: Sequence[Any]) -> list[Write]:
-        using = self._database()
+        fencing, using = self._fencing, self._database()
         if not self._is_covered():
-            return [Write(self._fencing, using, None, {})] * len(objs)
+            return [Write(fencing, using, "Creating")] * len(objs)
         names = [type(obj).fencing.name_of_row(obj) for obj in objs]
         found = {
-            name: write_for_new_row(obj.fencing, name, using, self._lease, "Creating")
-            for name, obj in dict(zip(names, objs, strict=True)).items()
+            name: Write(fencing, using, "Creating", name).adding(self._lease)
+            for name in dict.fromkeys(names)
         }
         return [found[name] for name in names]
 
     def _require_comparable(
-        self, objs: Sequence[Any], writes: Sequence[Write], unique_fields: Sequence[str] | None
+        self, writes: Sequence[Write], unique_fields: Sequence[str] | None
     ) -> None:
         """Raise if new rows may take the place of rows that they can't be compared with."""
 
@@ -326,10 +322,10 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         if not self._is_covered():
             return
         fencing = self._fencing
-        for obj, write in zip(objs, writes, strict=True):
+        for write in writes:
             if write.grant is None:
                 # Adding is free, overwriting isn't.
-                find_lease(fencing, type(obj).fencing.name_of_row(obj), None, "Overwriting")
+                replace(write, doing="Overwriting").under(None)
         if not leases_of(writes):
             return
         if not fencing.spec.serialised:
@@ -397,8 +393,8 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             if self._is_fenced and is_rejected(exc, self._fencing.table, "fence"):
                 if leased:
                     raise rejected(leased) from exc
-                why = "rows of some lock came meanwhile"
-                raise lock_required(self._fencing, "Writing", why) from exc
+                write = Write(self._fencing, self.db, "Writing")
+                raise write.lock_required("rows of some lock came meanwhile") from exc
             if self._is_versioned:
                 table = self.model._meta.get_field("version").model
                 if is_rejected(exc, table, "version"):

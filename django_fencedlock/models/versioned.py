@@ -8,7 +8,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import F
 
 from ..exceptions import VersionConflict
-from .base import Doing, Guard
+from .base import ADDING, LOADING, Guard
 from .fields import VersionField
 from .queryset import FencedManager, GuardedModel
 from .writes import version_conflict
@@ -32,7 +32,7 @@ class VersionedModel(GuardedModel):
         class Meta(GuardedModel.Meta):
             abstract = True
 
-    def _guards(self, table: Any, using: str, doing: Doing, is_first: bool) -> list[Guard]:
+    def _guards(self, table: Any, using: str, doing: str, is_first: bool) -> list[Guard]:
         guards = super()._guards(table, using, doing, is_first)
         its_table: Any = self._meta.get_field("version").model
         if table is its_table._meta.concrete_model:
@@ -45,14 +45,14 @@ class VersionGuard(Guard):
 
     column = "version"
 
-    def __init__(self, instance: VersionedModel, doing: Doing) -> None:
+    def __init__(self, instance: VersionedModel, doing: str) -> None:
         super().__init__(instance)
-        if doing is Doing.LOADING:
+        if doing == LOADING:
             # Fixtures have no version: they overwrite what is there.
             self.keeps = True
             self.kept = F("version") + 1
         # An object that was never loaded takes no other's place.
-        self.insert_only = doing is Doing.ADDING
+        self.insert_only = doing == ADDING
         self.loaded = self.before if isinstance(self.before, int) else None
         if self.loaded is None and not self.keeps:
             raise self._conflict("its version wasn't loaded with it, so it can't be compared")

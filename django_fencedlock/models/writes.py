@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.db import connections, models
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -16,29 +17,91 @@ from ..exceptions import LockRequired, StaleFence, StaleObject, VersionConflict,
 from ..lease import Lease, current_lease, held_names
 from ..storage.fenced_atomic import grant_of, is_pinned
 from ..storage.fences import Pin, WriteGrant, overtaken, pin_sql
-from .base import Doing, Guard, SaveHooks
+from .base import ADDING, SAVING, Guard, SaveHooks
 from .fencing import FencingOf
 from .fields import REJECTED, exactly, same_text
 
 logger = logging.getLogger(__name__)
 
 
-class Write(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Write:
     """A write to the rows of one lock name."""
 
     fencing: FencingOf
     using: str
-    #: What it goes under; None for a write without a lock that is allowed.
-    grant: WriteGrant | None
+    doing: str
+    #: The name of the rows' lock.
+    name: str | None = None
     #: Look-ups that find these rows among others: mostly the columns of their lock's name.
-    columns: Mapping[str, Any]
-    doing: str = "Saving"
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    #: What it goes under; None for a write without a lock that is allowed.
+    grant: WriteGrant | None = None
     #: For objects: the fences that their rows may have.
     fences: Q | None = None
     #: The write to the lock that the rows are moved to, if that is another lock.
     moving_to: Write | None = None
-    #: The name of the rows' lock.
-    name: str | None = None
+
+    def under(self, given: Lease | None) -> Write:
+        """Find the lease that the write goes under."""
+        lease = self._find(given)
+        if lease is not None and self.fencing.spec.serialised and lease.database != self.using:
+            raise WrongDatabase(
+                f"{self.doing} {self.fencing.model._meta.label}: its row is in database "
+                f"{self.using!r}, and the fences of lock {self.name!r} are in {lease.database!r}. "
+                f"Name {self.using!r} as the FENCE_DATABASE of an alias and acquire the lock "
+                "there, or give the model Fencing(mode='high_water'), which promises less.",
+                name=self.name,
+                database=self.using,
+            )
+        self.grant = None if lease is None else grant_of(lease)
+        return self
+
+    def adding(self, given: Lease | None) -> Write:
+        """
+        Find the lease for rows that aren't there yet.
+
+        A row whose lock is named by its own primary key can always be added: no holder has its
+        lock.
+        """
+        if self.fencing.is_of_own_pk and given is None and self.name not in held_names():
+            return self
+        return self.under(given)
+
+    def _find(self, given: Lease | None) -> Lease | None:
+        if given is not None:
+            if given.name != self.name:
+                raise self.lock_required(f"the given lease is of {given.name!r}")
+            if given.released or not given.is_of_this_process():
+                raise self.lock_required("the given lease was released")
+        lease = given or (current_lease(self.name) if self.name is not None else None)
+        if lease is not None and lease.fenced:
+            return lease
+        policy, label = self.fencing.spec.without_lock, self.fencing.model._meta.label
+        if policy == "reject":
+            held = ", ".join(map(repr, held_names()))
+            why = f"held here: {held}" if held else "none is held here"
+            if lease is not None:
+                why = "the lease held here was acquired with fenced=False"
+            raise self.lock_required(why)
+        if policy == "warn":
+            facts = logs.facts(name=self.name, model=label)
+            text = "%s %s without the lease of lock %r"
+            logger.warning(text, self.doing, label, self.name, extra=facts)
+        return None
+
+    def lock_required(self, why: str) -> LockRequired:
+        """Return the error for a write that no lease covers."""
+        fencing, name = self.fencing, self.name
+        empty = ", ".join(fencing.columns or ()) or "its name"
+        nameless = f"of its lock, but {empty} is empty or an expression"
+        wanted = nameless if name is None else f"of lock {name!r}"
+        return LockRequired(
+            f"{self.doing} {fencing.model._meta.label} needs the lease {wanted}; {why}. "
+            f"Acquire it: with {fencing.usage()}:",
+            name=name,
+            held=held_names(),
+        )
 
     @property
     def token(self) -> int:
@@ -65,14 +128,15 @@ class Write(NamedTuple):
         grant, model = self.grant, self.fencing.model
         assert grant is not None
         label, token = model._meta.label, grant.token
-        facts = {"name": grant.name, "alias": grant.alias, "token": token}
-        who = logs.facts(owner=grant.owner, holder=holder and str(holder), **facts)
+        facts = {"name": grant.name, "alias": grant.alias, "token": token, "pk": pk}
+        facts["row_token"] = row_fence
         logger.error(
             "Rejected a stale write: model=%s pk=%r lock=%r row_token=%s writer_token=%s holder=%s",
             *(label, pk, grant.name, row_fence, token, holder or "unknown"),
-            extra=who | logs.facts(model=label, pk=pk, row_token=row_fence),
+            extra=logs.facts(
+                owner=grant.owner, holder=holder and str(holder), model=label, **facts
+            ),
         )
-        facts |= {"pk": pk, "row_token": row_fence}
         signals.send(signals.stale_write_rejected, model, holder=holder, **facts)
         row = label if pk is None else f"{label} pk={pk!r}"
         return kind(
@@ -125,80 +189,6 @@ def version_conflict(
     return VersionConflict(text, model=label, pk=pk, version=version)
 
 
-def find_lease(
-    fencing: FencingOf, name: str | None, given: Lease | None, doing: str
-) -> Lease | None:
-    """Find the lease of a write; None for a write without a lock that is allowed."""
-    if given is not None:
-        if given.name != name:
-            raise lock_required(fencing, doing, f"the given lease is of {given.name!r}", name)
-        if given.released or not given.is_of_this_process():
-            raise lock_required(fencing, doing, "the given lease was released", name)
-    lease = given or (current_lease(name) if name is not None else None)
-    if lease is not None and lease.fenced:
-        return lease
-    if fencing.spec.without_lock == "reject":
-        held = ", ".join(map(repr, held_names()))
-        why = f"held here: {held}" if held else "none is held here"
-        if lease is not None:
-            why = "the lease held here was acquired with fenced=False"
-        raise lock_required(fencing, doing, why, name)
-    if fencing.spec.without_lock == "warn":
-        label = fencing.model._meta.label
-        facts = logs.facts(name=name, model=label)
-        logger.warning("%s %s without the lease of lock %r", doing, label, name, extra=facts)
-    return None
-
-
-def lock_required(fencing: FencingOf, doing: str, why: str, name: Any = None) -> LockRequired:
-    """Return the error for a write that no lease covers."""
-    empty = ", ".join(fencing.columns or ()) or "its name"
-    nameless = f"of its lock, but {empty} is empty or an expression"
-    wanted = nameless if name is None else f"of lock {name!r}"
-    return LockRequired(
-        f"{doing} {fencing.model._meta.label} needs the lease {wanted}; {why}. "
-        f"Acquire it: with {fencing.usage()}:",
-        name=name,
-        held=held_names(),
-    )
-
-
-def write_for(
-    fencing: FencingOf,
-    name: str | None,
-    columns: Mapping[str, Any],
-    using: str,
-    given: Lease | None,
-    doing: str,
-) -> Write:
-    """Find the lease for the rows of lock `name`, which are in database `using`."""
-    lease = find_lease(fencing, name, given, doing)
-    if lease is not None and fencing.spec.serialised and lease.database != using:
-        raise WrongDatabase(
-            f"{doing} {fencing.model._meta.label}: its row is in database {using!r}, and the "
-            f"fences of lock {name!r} are in {lease.database!r}. Name {using!r} as the "
-            "FENCE_DATABASE of an alias and acquire the lock there, or give the model "
-            "Fencing(mode='high_water'), which promises less.",
-            name=name,
-            database=using,
-        )
-    grant = None if lease is None else grant_of(lease)
-    return Write(fencing, using, grant, columns, doing, name=name)
-
-
-def write_for_new_row(
-    fencing: FencingOf, name: str | None, using: str, given: Lease | None, doing: str
-) -> Write:
-    """
-    Find the lease for a row that isn't there yet.
-
-    A row whose lock is named by its own primary key can always be added: no holder has its lock.
-    """
-    if fencing.is_of_own_pk and given is None and name not in held_names():
-        return Write(fencing, using, None, {}, doing)
-    return write_for(fencing, name, {}, using, given, doing)
-
-
 def leases_of(writes: Sequence[Write]) -> list[Write]:
     """Return those of the writes, and of the moves, that go under a lease."""
     targets = [write.moving_to for write in writes if write.moving_to is not None]
@@ -241,9 +231,9 @@ class FenceGuard(Guard):
         self.fences: tuple[int, ...] | None = None
         if write.grant is not None:
             self.updated = self.after_insert = write.grant.token
-            if write.doing is not Doing.ADDING:
+            if write.doing != ADDING:
                 self.fences = accepted_fences(write, instance)
-        elif write.doing is Doing.ADDING:
+        elif write.doing == ADDING:
             # A row without a lock may be added, but never overwrite another row of its key.
             self.insert_only = write.fencing.spec.without_lock == "reject"
         super().__init__(instance)
@@ -274,8 +264,8 @@ class FenceGuard(Guard):
         return " AND ".join(parts), given
 
     def overwrote(self) -> None:
-        if self.keeps and self.write.doing is Doing.ADDING:
-            find_lease(self.write.fencing, self.instance.fencing.name(), None, Doing.SAVING)
+        if self.keeps and self.write.doing == ADDING:
+            dataclasses.replace(self.write, doing=SAVING).under(None)
 
     def failed(self) -> Exception:
         return rejected([self.write], self.instance.pk)
@@ -304,36 +294,28 @@ class FenceGuard(Guard):
             raise write.error(why, pk=pk, row_fence=fence, kind=StaleObject)
 
 
-def as_read(
-    writes: Iterable[Write], objs: Sequence[Any], names: Sequence[str | None]
-) -> list[Write]:
+def limit_to(writes: Iterable[Write], objs: Sequence[Any], names: Sequence[str | None]) -> None:
     """Limit writes to these objects, and to rows that are as they were read."""
     by_name: dict[str | None, list[Any]] = {None: []}
     for obj, name in zip(objs, names, strict=True):
         by_name.setdefault(name, []).append(obj)
-    found = []
     for write in writes:
-        if write.grant is not None:
-            # Django makes objects without a name, of a key alone, to set an order.
-            own = [*by_name.get(write.name, ()), *by_name[None]]
-            keys = {str(obj.pk) for obj in own}
-            for pk in write.columns.get("pk__in", ()):
-                if str(pk) not in keys:
-                    raise write.moved(pk)
-            write = write._replace(fences=_fences_of_many(write, own))
-        found.append(write)
-    return found
-
-
-def _fences_of_many(write: Write, rows: Iterable[Any]) -> Q:
-    by_fences: dict[tuple[int, ...] | None, list[Any]] = {}
-    for row in rows:
-        by_fences.setdefault(accepted_fences(write, row), []).append(row.pk)
-    conditions: list[Any] = []
-    for fences, pks in by_fences.items():
-        condition = Q(fence__lte=write.token) if fences is None else Q(fence__in=fences)
-        conditions.append(condition if len(by_fences) == 1 else condition & Q(pk__in=pks))
-    return Q.create(conditions, connector=Q.OR)
+        if write.grant is None:
+            continue
+        # Django makes objects without a name, of a key alone, to set an order.
+        own = [*by_name.get(write.name, ()), *by_name[None]]
+        keys = {str(obj.pk) for obj in own}
+        for pk in write.columns.get("pk__in", ()):
+            if str(pk) not in keys:
+                raise write.moved(pk)
+        by_fences: dict[tuple[int, ...] | None, list[Any]] = {}
+        for obj in own:
+            by_fences.setdefault(accepted_fences(write, obj), []).append(obj.pk)
+        conditions: list[Any] = []
+        for fences, pks in by_fences.items():
+            condition = Q(fence__lte=write.token) if fences is None else Q(fence__in=fences)
+            conditions.append(condition if len(by_fences) == 1 else condition & Q(pk__in=pks))
+        write.fences = Q.create(conditions, connector=Q.OR)
 
 
 # What statements set the fence to: REJECTED in every row that they may not write
