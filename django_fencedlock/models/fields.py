@@ -11,7 +11,6 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import F, Field, Func, Q, Value
 from django.db.models.lookups import Exact
 from django.db.models.sql.compiler import SQLCompiler
-from django.utils.translation import gettext_lazy as _
 
 #: What a statement writes into a row that it may not write: the CHECK constraint then fails it.
 REJECTED = -1
@@ -34,8 +33,6 @@ else:
 class StampField(_BigInteger):
     """A number that the package writes: 0 at first, and rising. Not for forms nor fixtures."""
 
-    #: The end of the constraint's name.
-    purpose: str
     #: The package knows what it writes, so an INSERT needn't return it in spite of db_default.
     db_returning = False
 
@@ -78,20 +75,14 @@ class StampField(_BigInteger):
 class FenceField(StampField):
     """The token under which the row was last written; 0 if never under a lease."""
 
-    purpose = "fence_rejected"
-    description = _("Fence")
-
 
 class VersionField(StampField):
     """How often the row was written."""
 
-    purpose = "version_rejected"
-    description = _("Version")
-
 
 def constraint_name(model: Any, column: str) -> str:
     """Return the name of the constraint on a column of `model`."""
-    name = f"{model._meta.db_table}_{model._meta.get_field(column).purpose}"
+    name = f"{model._meta.db_table}_{column}_rejected"
     # A table may be named with its schema: '"schema"."table"'.
     name = re.sub(r"_*\W[\W_]*", "_", name).strip("_")
     if len(name) <= _LONGEST_NAME:

@@ -125,25 +125,24 @@ class Write:
         kind: type[StaleFence] = StaleFence,
     ) -> StaleFence:
         """Return the error of a rejection; it is logged, and its signal sent, here and once."""
-        grant, model = self.grant, self.fencing.model
+        grant, model, label = self.grant, self.fencing.model, self.fencing.model._meta.label
         assert grant is not None
-        label, token = model._meta.label, grant.token
-        facts = {"name": grant.name, "alias": grant.alias, "token": token, "pk": pk}
-        facts["row_token"] = row_fence
+        facts = {"name": grant.name, "alias": grant.alias, "token": grant.token}
+        who = logs.facts(owner=grant.owner, holder=holder and str(holder))
         logger.error(
             "Rejected a stale write: model=%s pk=%r lock=%r row_token=%s writer_token=%s holder=%s",
-            *(label, pk, grant.name, row_fence, token, holder or "unknown"),
-            extra=logs.facts(
-                owner=grant.owner, holder=holder and str(holder), model=label, **facts
-            ),
+            *(label, pk, grant.name, row_fence, grant.token, holder or "unknown"),
+            extra=who | logs.facts(model=label, pk=pk, row_token=row_fence, **facts),
         )
+        facts |= {"pk": pk, "row_token": row_fence}
         signals.send(signals.stale_write_rejected, model, holder=holder, **facts)
         row = label if pk is None else f"{label} pk={pk!r}"
         return kind(
-            f"{self.doing} {row} under token {token} of lock {grant.name!r} was rejected: {why}.",
+            f"{self.doing} {row} under token {grant.token} of lock {grant.name!r} was rejected: "
+            f"{why}.",
             name=grant.name,
             owner=grant.owner,
-            token=token,
+            token=grant.token,
             holder=holder,
         )
 
@@ -308,14 +307,18 @@ def limit_to(writes: Iterable[Write], objs: Sequence[Any], names: Sequence[str |
         for pk in write.columns.get("pk__in", ()):
             if str(pk) not in keys:
                 raise write.moved(pk)
-        by_fences: dict[tuple[int, ...] | None, list[Any]] = {}
-        for obj in own:
-            by_fences.setdefault(accepted_fences(write, obj), []).append(obj.pk)
-        conditions: list[Any] = []
-        for fences, pks in by_fences.items():
-            condition = Q(fence__lte=write.token) if fences is None else Q(fence__in=fences)
-            conditions.append(condition if len(by_fences) == 1 else condition & Q(pk__in=pks))
-        write.fences = Q.create(conditions, connector=Q.OR)
+        write.fences = _fences_of_many(write, own)
+
+
+def _fences_of_many(write: Write, rows: Iterable[Any]) -> Q:
+    by_fences: dict[tuple[int, ...] | None, list[Any]] = {}
+    for row in rows:
+        by_fences.setdefault(accepted_fences(write, row), []).append(row.pk)
+    conditions: list[Any] = []
+    for fences, pks in by_fences.items():
+        condition = Q(fence__lte=write.token) if fences is None else Q(fence__in=fences)
+        conditions.append(condition if len(by_fences) == 1 else condition & Q(pk__in=pks))
+    return Q.create(conditions, connector=Q.OR)
 
 
 # What statements set the fence to: REJECTED in every row that they may not write
