@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from django.db import Error, models, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import Expression, Lookup
+from django.db.models import Lookup
 from django.db.models.deletion import Collector
 from django.db.models.signals import class_prepared, pre_delete
 
@@ -35,13 +35,13 @@ class Guard:
 
     #: The column's field name.
     column: str
-    #: The write is made on no condition, and leaves the column as it is or sets it to `kept`.
+    #: The write is made on no condition.
     keeps = False
-    kept: Expression | None = None
     #: A new row may be inserted, and never take the place of one that is there.
     insert_only = False
-    #: What an UPDATE sets the column to, what an INSERT does, and what that is in the object.
-    updated: int
+    #: What an UPDATE sets the column to, if to anything; what an INSERT does, and what that is in
+    #: the object.
+    updated: Any = None
     inserted: Any = 0
     after_insert = 0
 
@@ -63,9 +63,6 @@ class Guard:
 
     def overwrote(self) -> None:
         """Note that an object that was never loaded took the place of a row, on no condition."""
-
-    def value(self) -> Any:
-        return self.kept if self.keeps else self.updated
 
     def set(self, value: Any) -> None:
         self.instance.__dict__[self.column] = value
@@ -141,16 +138,16 @@ class SaveHooks:
             return []
         for guard in guards:
             values = [each for each in values if each[0].name != guard.column]
-            if (value := guard.value()) is not None:
-                values.append((base_qs.model._meta.get_field(guard.column), None, value))
+            if guard.updated is not None:
+                values.append((base_qs.model._meta.get_field(guard.column), None, guard.updated))
         writing = _writing(guards)
         rows = _OneRow(base_qs, writing) if writing else base_qs
         updated = parent._do_update(rows, using, pk, values, *rest, **kwargs)
         if updated:
             for guard in guards:
-                if not guard.keeps:
+                if isinstance(guard.updated, int):
                     guard.set(guard.updated)
-                elif guard.kept is not None:
+                elif guard.updated is not None:
                     self.__dict__.pop(guard.column, None)  # Known to the database alone.
                 if adding:
                     guard.overwrote()
@@ -232,7 +229,7 @@ class SaveHooks:
 
     def _claim_row(self, table: Any, using: str, guards: Sequence[Guard]) -> None:
         """Write the columns of the guards alone, before what is done in several steps."""
-        values = {guard.column: value for guard in guards if (value := guard.value()) is not None}
+        values = {each.column: each.updated for each in guards if each.updated is not None}
         writing = _writing(guards)
         if values and not models.QuerySet.update(self._row(table, using, writing), **values):
             _explain(writing, self._row(table, using))
@@ -320,8 +317,6 @@ class GuardedQuerySet(models.QuerySet[_Row]):
         clone.__dict__.update(attributes)
         return clone  # type: ignore[no-any-return]
 
-
-# Leases that are given
 
 #: Leases that writes were given explicitly, the innermost first, each with the object that it is
 #: for; or with its model, until a queryset saves the object. Not kept in the objects: a lease can't

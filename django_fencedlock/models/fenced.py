@@ -75,7 +75,6 @@ class FencedModel(GuardedModel):
                 super().save(*args, **kwargs)
 
     async def asave(self, *args: Any, lease: Lease | None = None, **kwargs: Any) -> None:
-        """See save()."""
         with given(self, lease):
             await super().asave(*args, **kwargs)
 
@@ -89,7 +88,6 @@ class FencedModel(GuardedModel):
     async def adelete(
         self, *args: Any, lease: Lease | None = None, **kwargs: Any
     ) -> tuple[int, dict[str, int]]:
-        """See delete()."""
         with given(self, lease):
             return await super().adelete(*args, **kwargs)
 

@@ -153,8 +153,6 @@ class FencingOf:
             if field not in self.pk or column in self.texts
         ]
 
-    # Names
-
     def name(self) -> str | None:
         """Return the name of this row's lock; None while a field that it is made of is empty."""
         return self.name_of_row(self._instance)
@@ -193,8 +191,6 @@ class FencingOf:
 
     def has_one_lock(self, unique_fields: Sequence[str] | None) -> bool:
         """Whether any rows that conflict in these fields are rows of one lock."""
-        if self.columns is None:
-            return False
         meta: Any = self.model._meta
         keys: list[Any] = [unique_fields]
         if unique_fields is None:
@@ -209,7 +205,9 @@ class FencingOf:
             fields = meta.pk_fields if name == "pk" else [meta.get_field(name)]
             return {field.attname for field in fields}
 
-        return all(set(self.columns) <= set().union(*map(columns, key)) for key in keys)
+        return self.columns is not None and all(
+            set(self.columns) <= set().union(*map(columns, key)) for key in keys
+        )
 
     def naming_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of the values of an update() that are for columns of the lock's name."""
@@ -220,8 +218,6 @@ class FencingOf:
             if field.attname in (self.columns or ())
         }
 
-    # Locks
-
     def lock(self, **arguments: Any) -> Lock:
         """Name the lock of a row: ``Invoice.fencing.lock(pk=42)``, ``invoice.fencing.lock()``."""
         options = {key: arguments.pop(key) for key in _LOCK_OPTIONS if key in arguments}
@@ -229,8 +225,10 @@ class FencingOf:
         label = self.model.__name__
         if self._instance is not None and arguments:
             given = ", ".join(sorted(arguments))
-            instead = f"remove {given}, or write {label}.fencing.lock(...)."
-            raise TypeError(f"fencing.lock() of a row names itself; {instead}")
+            raise TypeError(
+                f"fencing.lock() of a row names itself; remove {given}, or write "
+                f"{label}.fencing.lock(...)."
+            )
         name = self._name_from(arguments) if self._instance is None else self.name()
         if name is None:
             empty = ", ".join(self.columns or ()) or "its name"
@@ -242,21 +240,18 @@ class FencingOf:
     def _name_from(self, arguments: Mapping[str, Any]) -> str | None:
         label = self.model.__name__
         if self.columns is None:
-            why = f"is named by a callable, which needs a row: write {self.usage()}"
-            raise TypeError(f"The lock of {label} {why}.")
+            raise TypeError(
+                f"The lock of {label} is named by a callable, which needs a row: {self.usage()}."
+            )
         values: dict[str, Any] = {}
         for key, value in arguments.items():
-            if key == "pk":
-                whole = value if isinstance(value, tuple | list) else (value,)
-                if len(whole) != len(self.pk):
-                    why = f"the primary key has {len(self.pk)} columns"
-                    raise TypeError(f"{label}.fencing.lock(pk={value!r}): {why}.")
-                values |= {
-                    f.attname: value_in(f, part) for f, part in zip(self.pk, whole, strict=True)
-                }
-            else:
-                found = _field(self.model, key)
-                values[found.attname if found else key] = value_in(found, value)
+            fields = self.pk if key == "pk" else [_field(self.model, key)]
+            parts = value if key == "pk" and isinstance(value, tuple | list) else (value,)
+            if len(parts) != len(fields):
+                why = f"the primary key has {len(fields)} columns"
+                raise TypeError(f"{label}.fencing.lock(pk={value!r}): {why}.")
+            for field, part in zip(fields, parts, strict=True):
+                values[field.attname if field else key] = value_in(field, part)
         if set(values) != set(self.columns):
             raise TypeError(
                 f"The lock of {label} is named by {', '.join(self.columns) or 'nothing'}; "

@@ -165,8 +165,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
 
     delete.queryset_only = True  # type: ignore[attr-defined]
 
-    # Django's own steps
-
     def _raw_delete(self, using: Any) -> int:
         # Cascades come here, bypassing delete().
         rows: Any = self.using(using)
@@ -199,8 +197,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         rows.query.default_cols = True
         return rows
 
-    # What the model is
-
     @property
     def _is_fenced(self) -> bool:
         return bool(getattr(self.model, "_is_fenced", False))
@@ -227,15 +223,12 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             if self._is_fenced if own == "fence" else self._is_versioned:
                 raise TypeError(f"{method}() can't set {own!r}: it is written along with the row.")
 
-    # Names and leases
-
     def _writes(
         self, doing: str, values: Mapping[str, Any] | None = None
     ) -> Sequence[Write] | None:
         """Find the leases for the rows of this queryset; None if they are left to Django."""
-        if self.query.is_sliced or self.query.combinator:
-            return None  # Django raises an error of its own for these.
-        if not self._is_covered():
+        is_djangos_error = self.query.is_sliced or self.query.combinator
+        if is_djangos_error or not self._is_covered():
             return None
         fencing, using, objs = self._fencing, self._database(), self._objects
         writes = [
@@ -255,14 +248,13 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         return writes
 
     def _rows(self) -> Rows:
-        """
-        Find the names of the rows' locks, each with look-ups that find its rows.
-
-        Asks the database only if names differ by row.
-        """
+        """Find the names of the rows' locks; asks the database only if they differ by row."""
         fencing = self._fencing
-        if self._objects is not None and (known := self._known(self._objects)) is not None:
-            return known
+        if self._objects is not None and fencing.finds_rows:
+            known = fencing.rows_of(self._objects)
+            # Objects that Django makes to set an order have keys alone, and no name.
+            if all(name is not None for name, _ in known):
+                return known
         columns = fencing.columns
         if columns == ():
             return [(fencing.name_of({}), {})]
@@ -275,14 +267,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         named = [dict(zip(columns, row, strict=False)) for row in found]
         return [(fencing.name_of(values), values) for values in named]
 
-    def _known(self, objs: Sequence[Any]) -> Rows | None:
-        """Return the names of objects, unless they have to be compared with those of their rows."""
-        if not self._fencing.finds_rows:
-            return None
-        rows = self._fencing.rows_of(objs)
-        # Objects that Django makes to set an order have keys alone, and no name.
-        return rows if all(name is not None for name, _ in rows) else None
-
     def _note_move(self, write: Write, values: Mapping[str, Any]) -> None:
         """Find the lease of the lock that rows are moved to."""
         fencing = self._fencing
@@ -294,8 +278,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         name = fencing.name_of(new) if new.keys() >= set(fencing.columns or ()) else None
         if name is None or name != write.name:
             write.moving_to = Write(fencing, write.using, write.doing, name).under(self._lease)
-
-    # Parts of bulk_create()
 
     def _writes_of_new(self, objs: Sequence[Any]) -> list[Write]:
         fencing, using = self._fencing, self._database()

@@ -47,16 +47,14 @@ class VersionGuard(Guard):
 
     def __init__(self, instance: VersionedModel, doing: str) -> None:
         super().__init__(instance)
-        if doing == LOADING:
-            # Fixtures have no version: they overwrite what is there.
-            self.keeps = True
-            self.kept = F("version") + 1
+        # Fixtures have no version: they overwrite what is there.
+        self.keeps = doing == LOADING
         # An object that was never loaded takes no other's place.
         self.insert_only = doing == ADDING
         self.loaded = self.before if isinstance(self.before, int) else None
         if self.loaded is None and not self.keeps:
             raise self._conflict("its version wasn't loaded with it, so it can't be compared")
-        self.updated = (self.loaded or 0) + 1
+        self.updated = F("version") + 1 if self.keeps else (self.loaded or 0) + 1
 
     def condition(self, table: str, connection: BaseDatabaseWrapper) -> tuple[str, list[Any]]:
         column = self.instance._meta.get_field("version").column
