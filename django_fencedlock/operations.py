@@ -120,21 +120,38 @@ def _drop(table: str) -> list[str]:
     ]
 
 
-class _TriggerOperation(Operation):
+class FenceTrigger(Operation):
+    """
+    Lets PostgreSQL reject an UPDATE of the model's table that lowers its fence.
+
+    If the table has a version, it also rejects an UPDATE that changes a row without raising its
+    version. What the package writes passes. On other databases it does nothing, so that one
+    migration serves several.
+
+    It doesn't see INSERT, DELETE and TRUNCATE, nor sessions whose ``session_replication_role`` is
+    ``replica``. An UPDATE passes that leaves the fence as it is, or changes what names the row's
+    lock: tokens of two locks can't be compared.
+
+    Run again, it replaces the trigger: after the model gained a version, after its `Fencing` or
+    the name of such a column changed, or after a release changed the trigger.
+
+    Args:
+        model_name: The model whose own table has the column: under inheritance, a parent.
+        named_by: The fields of that table, and ``"pk"``, that name a row's lock: those of the
+            template ``Fencing("account:{account_id}")`` are ``["account"]``. Without it, the
+            primary key.
+    """
+
     category = OperationCategory.SQL
-    creates: bool
-    description: str
-    fragment: str
+    creates = True
+    description = "Reject raw UPDATEs of {} that lower its fence (PostgreSQL alone)"
+    fragment = "{}_fence_trigger"
 
     def __init__(self, model_name: str, *, named_by: Iterable[str] = ()) -> None:
         if isinstance(named_by, str):
             raise TypeError(f"named_by is a list of fields: named_by=[{named_by!r}].")
         self.model_name = model_name
         self.named_by = tuple(named_by)
-
-    def deconstruct(self) -> tuple[str, list[Any], dict[str, Any]]:
-        given = {"named_by": list(self.named_by)} if self.named_by else {}
-        return type(self).__name__, [self.model_name], given
 
     def describe(self) -> str:
         return self.description.format(self.model_name)
@@ -159,11 +176,10 @@ class _TriggerOperation(Operation):
     def _run(
         self, app_label: str, editor: BaseDatabaseSchemaEditor, state: Any, *, create: bool
     ) -> None:
-        connection = editor.connection
-        if connection.vendor != "postgresql":
+        if editor.connection.vendor != "postgresql":
             return
         model: type[Model] = state.apps.get_model(app_label, self.model_name)
-        if not self.allow_migrate_model(connection.alias, model):
+        if not self.allow_migrate_model(editor.connection.alias, model):
             return
         table = editor.quote_name(model._meta.db_table)
         statements = _drop(table)
@@ -181,40 +197,8 @@ class _TriggerOperation(Operation):
             editor.execute(statement, params=None)
 
 
-class FenceTrigger(_TriggerOperation):
-    """
-    Lets PostgreSQL reject an UPDATE of the model's table that lowers its fence.
-
-    If the table has a version, it also rejects an UPDATE that changes a row without raising its
-    version. What the package writes passes. On other databases it does nothing, so that one
-    migration serves several.
-
-    It doesn't see INSERT, DELETE and TRUNCATE, nor sessions whose ``session_replication_role`` is
-    ``replica``. An UPDATE that leaves the fence as it is passes, and so does an UPDATE that changes
-    what names the row's lock: it moves the row to another lock, and tokens of two locks can't be
-    compared.
-
-    Run again, it replaces the trigger: after the model gained a version, after its `Fencing` or
-    the name of such a column changed, or after a release changed the trigger.
-
-    Args:
-        model_name: The model whose own table has the column: under inheritance, a parent.
-        named_by: The fields of that table, and ``"pk"``, that name a row's lock: those of the
-            template ``Fencing("account:{account_id}")`` are ``["account"]``. Without it, the
-            primary key.
-    """
-
-    creates = True
-    description = "Reject raw UPDATEs of {} that lower its fence (PostgreSQL alone)"
-    fragment = "{}_fence_trigger"
-
-
-class RemoveFenceTrigger(_TriggerOperation):
-    """
-    Removes a `FenceTrigger`.
-
-    It has to come before the column is removed: PostgreSQL keeps a column that a trigger watches.
-    """
+class RemoveFenceTrigger(FenceTrigger):
+    """Removes a `FenceTrigger`; PostgreSQL lets no column be removed that a trigger watches."""
 
     creates = False
     description = "Remove the fence trigger of {} (PostgreSQL alone)"

@@ -368,10 +368,10 @@ def _follow(app: str, steps: Iterable[Any], declared: Declared) -> None:
     """Track the models with a trigger while they are renamed and deleted."""
     for step in steps:
         match step:
-            case operations.FenceTrigger():
-                declared[app, step.model_name.lower()] = step.named_by
             case operations.RemoveFenceTrigger():
                 declared.pop((app, step.model_name.lower()), None)
+            case operations.FenceTrigger():
+                declared[app, step.model_name.lower()] = step.named_by
             case DeleteModel():
                 declared.pop((app, step.name_lower), None)
             case RenameModel():
