@@ -1,9 +1,4 @@
-"""
-The tables.
-
-`Fence` has the newest grant of each lock name, `HeldLock` the held locks, `ForcedRelease` the
-forced releases, and `LockEvent` the history. `PendingRun` and `MessageRecord` are for tasks.
-"""
+"""The tables: fences, held locks, forced releases and the history; and two for tasks."""
 
 from __future__ import annotations
 
@@ -82,9 +77,19 @@ def exact_collation(connection: BaseDatabaseWrapper) -> str:
     return "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
 
 
+class _Named(models.Model):
+    name: Any
+
+    class Meta:
+        abstract = True
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+
 class Fence(models.Model):
     """
-    The newest grant of a lock name. Its token only rises; the row is never deleted.
+    The newest grant of a lock name. The row is never deleted.
 
     A fenced transaction locks this row, so it has no column for heartbeats or expiry.
     """
@@ -109,12 +114,8 @@ class HeldLockManager(models.Manager["HeldLock"]):
         return super().get_queryset().annotate(token=Subquery(fence.values("token")))
 
 
-class HeldLock(models.Model):
-    """
-    The registry of held locks. With the database backend, a row is the lease itself.
-
-    A row may outlive its lock, since a dead holder deletes nothing. Times are the server's.
-    """
+class HeldLock(_Named):
+    """The registry of held locks. With the database backend, a row is the lease itself."""
 
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH, primary_key=True)
     alias = models.CharField(_("alias"), max_length=100)
@@ -145,36 +146,18 @@ class HeldLock(models.Model):
         verbose_name_plural = _("held locks")
         permissions = [("release_heldlock", "Can release held lock by force")]
 
-    def __str__(self) -> str:
-        return str(self.name)
 
+class ForcedRelease(_Named):
+    """A forced release. The former holder reads here who ordered it, and releases its session."""
 
-class ForcedRelease(models.Model):
-    """
-    A forced release of a lock. The former holder reads here who ordered it.
-
-    The keeper of a session lock releases the lock when it finds this row.
-    """
-
-    owner = ExactCharField(_("former owner"), max_length=32, primary_key=True)
-    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
-    released_by = models.CharField(_("released by"), max_length=200)
-    released_at = UTCDateTimeField(_("released"), db_index=True)
-
-    class Meta:
-        verbose_name = _("forced release")
-        verbose_name_plural = _("forced releases")
-
-    def __str__(self) -> str:
-        return f"{self.name} by {self.released_by}"
+    owner = ExactCharField(max_length=32, primary_key=True)
+    name = ExactCharField(max_length=MAX_LENGTH)
+    released_by = models.CharField(max_length=200)
+    released_at = UTCDateTimeField(db_index=True)
 
 
 class LockEvent(models.Model):
-    """
-    Something that happened to a lock, for people. No code relies on these rows.
-
-    The newest of each kind are kept, of each name and in total.
-    """
+    """Something that happened to a lock, for people. No code relies on these rows."""
 
     class Kind(models.TextChoices):
         GRANTED = "granted", _("granted")
@@ -205,70 +188,55 @@ class LockEvent(models.Model):
         return f"{self.name}: {self.get_kind_display()}"
 
 
-class PendingRun(models.Model):
+class PendingRun(_Named):
     """
     The run that the coalesced triggers of a task still need, under a lock name.
 
-    A run is pending while ``wanted > done``: no run that began after the newest trigger has ended.
-    A run that only started isn't done, since its process may die.
+    It is pending while ``wanted > done``: a run that only started isn't done, as it may die.
     """
 
-    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
+    name = ExactCharField(max_length=MAX_LENGTH)
     # Two tasks may share a lock; each has runs of its own.
-    task_name = ExactCharField(_("task"), max_length=MAX_LENGTH)
-    alias = models.CharField(_("alias"), max_length=100)
-    owner = models.CharField(_("owner"), max_length=32, help_text=_("The holder of the last run."))
-    wanted = models.BigIntegerField(_("wanted"), help_text=_("The number of the newest trigger."))
-    started = models.BigIntegerField(_("started"))
-    done = models.BigIntegerField(_("done"))
+    task_name = ExactCharField(max_length=MAX_LENGTH)
+    alias = models.CharField(max_length=100)
+    owner = models.CharField(max_length=32)
+    # Numbers of triggers: of the newest one, and of those that a run has begun and ended for.
+    wanted = models.BigIntegerField()
+    started = models.BigIntegerField()
+    done = models.BigIntegerField()
     # The newest trigger's arguments, encoded as in a message.
     content_type = models.CharField(max_length=100)
     content_encoding = models.CharField(max_length=30)
-    body = models.TextField(_("arguments"))
-    options = models.TextField(help_text=_("The message's other options, as JSON."))
+    body = models.TextField()
+    options = models.TextField()
     # Empty if unknown. Only the workers of this queue check the row: the others can't run
     # the task, and may have another broker.
-    queue = ExactCharField(_("queue"), max_length=MAX_LENGTH)
-    tries = models.IntegerField(_("tries"), help_text=_("Runs that began and didn't end."))
-    rescues = models.IntegerField(help_text=_("Messages that workers sent since the last run."))
+    queue = ExactCharField(max_length=MAX_LENGTH)
+    # Runs that began and didn't end; messages that workers sent since.
+    tries = models.IntegerField()
+    rescues = models.IntegerField()
     # When workers next look at the row, to run the task or to delete the row. Null after they
     # stopped trying.
-    due_at = UTCDateTimeField(_("due"), null=True, db_index=True)
-    updated_at = UTCDateTimeField(_("updated"))
+    due_at = UTCDateTimeField(null=True, db_index=True)
+    updated_at = UTCDateTimeField()
 
     class Meta:
-        verbose_name = _("pending run")
-        verbose_name_plural = _("pending runs")
         constraints = [
             models.UniqueConstraint(
                 fields=["name", "task_name"], name="fencedlock_pendingrun_unique"
             ),
         ]
 
-    def __str__(self) -> str:
-        return f"{self.task_name} under {self.name}"
 
+class MessageRecord(_Named):
+    """A message whose task was begun, and how the run ended. Brokers may deliver it again."""
 
-class MessageRecord(models.Model):
-    """
-    A message whose task was begun, and how the run ended.
-
-    Brokers deliver a message again while its first delivery still runs, or after its end.
-    """
-
-    nonce = ExactCharField(_("message"), max_length=36, primary_key=True)
-    name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
-    owner = models.CharField(_("owner"), max_length=32)
-    task_id = models.CharField(_("task id"), max_length=100)
-    tries = models.IntegerField(_("deliveries"))
-    began_at = UTCDateTimeField(_("began"))
-    finished_at = UTCDateTimeField(_("finished"), null=True)
-    outcome = models.CharField(_("outcome"), max_length=10)
-    kept_until = UTCDateTimeField(_("kept until"), db_index=True)
-
-    class Meta:
-        verbose_name = _("message record")
-        verbose_name_plural = _("message records")
-
-    def __str__(self) -> str:
-        return f"{self.nonce} of {self.name}"
+    nonce = ExactCharField(max_length=36, primary_key=True)
+    name = ExactCharField(max_length=MAX_LENGTH)
+    owner = models.CharField(max_length=32)
+    task_id = models.CharField(max_length=100)
+    tries = models.IntegerField()
+    began_at = UTCDateTimeField()
+    finished_at = UTCDateTimeField(null=True)
+    outcome = models.CharField(max_length=10)
+    kept_until = UTCDateTimeField(db_index=True)
