@@ -4,7 +4,6 @@ import contextlib
 import os
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 from django.core.management import call_command
@@ -79,7 +78,7 @@ class TestChildWatch:
         assert ended == [child.identity]
 
     def test_a_child_whose_pid_another_process_has_by_now(self, watch, ended):
-        former = replace(this_process(), started=this_process().started - 1)
+        former = this_process()._replace(started=this_process().started - 1)
         os.write(worker._pipe, f"{former}\n".encode())
         watch.look(timeout=1)
         assert ended == [former]
@@ -225,7 +224,7 @@ class TestLeftLocks:
         service.gate.clear()
         made = release(service)
         wait_until(lambda: service.tries, "the first look", 30)
-        others = [replace(this_process(), pid=pid) for pid in (1, 2, 3)]
+        others = [this_process()._replace(pid=pid) for pid in (1, 2, 3)]
         for each in others:
             made.release(each)
         service.gate.set()
@@ -242,7 +241,7 @@ class TestReleasing:
     def test_what_the_registry_says_is_released(self):
         self.hold("x")
         self.hold("y")
-        worker.release_locks_of([replace(this_process(), pid=1), this_process()], "default")
+        worker.release_locks_of([this_process()._replace(pid=1), this_process()], "default")
         assert lock("x").holder() is None
         assert lock("y").holder() is None
 
@@ -251,7 +250,7 @@ class TestReleasing:
     )
     def test_and_of_that_very_process_alone(self, other):
         self.hold("x")
-        worker.release_locks_of([replace(this_process(), **other)], "default")
+        worker.release_locks_of([this_process()._replace(**other)], "default")
         assert lock("x").holder() is not None
 
     def test_no_other_alias_is_touched(self, settings):

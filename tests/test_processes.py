@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def child():
 
 
 def identity(child):
-    return replace(this_process(), pid=child.pid, started=start_of(child.pid))
+    return this_process()._replace(pid=child.pid, started=start_of(child.pid))
 
 
 class TestIsGone:
@@ -63,7 +62,7 @@ class TestIsGone:
             wait_until(lambda: is_gone(who), "the other threads to end", 5)
 
     def test_one_whose_pid_somebody_else_has_by_now_is(self, child):
-        assert is_gone(replace(identity(child), started=start_of(child.pid) - 1)) is True
+        assert is_gone(identity(child)._replace(started=start_of(child.pid) - 1)) is True
 
     @pytest.mark.skipif(not os.access(NEXT_PID, os.W_OK), reason="only root may choose a pid")
     def test_one_whose_pid_was_used_again_is(self):
@@ -96,7 +95,7 @@ class TestIsGone:
         who = identity(child)
         child.kill()
         child.wait()
-        assert is_gone(replace(who, **other)) is None
+        assert is_gone(who._replace(**other)) is None
 
     def test_nothing_is_known_without_pidfd(self, child, monkeypatch):
         monkeypatch.delattr(os, "pidfd_open")
@@ -139,7 +138,7 @@ class TestThisProcess:
     def test_it_is_another_one_in_another_time_namespace(self, monkeypatch):
         links = {"/proc/self/ns/pid": "pid:[1]", "/proc/self/ns/time": "time:[2]"}
         monkeypatch.setattr(processes, "_link", links.get)
-        assert processes._namespaces() == "pid:[1] time:[2]"
+        assert processes._Here().get()[1].pid_namespace == "pid:[1] time:[2]"
 
     def test_it_can_be_written_and_read(self):
         assert Process.read(str(this_process())) == this_process()

@@ -32,8 +32,7 @@ from . import runtime
 _INITIAL_TIME_NAMESPACE = "time:[4026531834]"
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(NamedTuple):
     """
     One process, distinct from every other process that ever had its pid.
 
@@ -46,7 +45,7 @@ class Process:
     started: int = 0
 
     def __str__(self) -> str:
-        return f"{self.boot_id}|{self.pid_namespace}|{self.pid}|{self.started}"
+        return "|".join(map(str, self))
 
     @classmethod
     def read(cls, text: str) -> Process:
@@ -58,36 +57,31 @@ class Process:
 
 
 class _Here:
-    """This process and the name of its host, read once per process."""
+    """The name of the host and this process, read once per process."""
 
-    def __init__(self) -> None:
-        self.after_fork()
-        runtime.forks.register(self)
+    _found: tuple[str, Process] | None = None
 
     def after_fork(self) -> None:
-        self._found: tuple[str, Process] | None = None
+        self._found = None
 
     def get(self) -> tuple[str, Process]:
         if self._found is None:
             pid = os.getpid()
             # /proc of another pid namespace shows another process under this pid.
             started = _start_time("self") if _link("/proc/self") == str(pid) else None
+            pids, time = _link("/proc/self/ns/pid"), _link("/proc/self/ns/time")
+            namespaces = pids if time in ("", _INITIAL_TIME_NAMESPACE) else f"{pids} {time}"
             boot_id = _read("/proc/sys/kernel/random/boot_id")
-            process = Process(boot_id, _namespaces(), pid, started or 0)
+            process = Process(boot_id, namespaces, pid, started or 0)
             self._found = escape_control(socket.gethostname())[:100], process
         return self._found
 
 
-here = _Here()
+here = runtime.forks.register(_Here())
 
 
 def this_process() -> Process:
     return here.get()[1]
-
-
-def _namespaces() -> str:
-    pids, time = _link("/proc/self/ns/pid"), _link("/proc/self/ns/time")
-    return pids if time in ("", _INITIAL_TIME_NAMESPACE) else f"{pids} {time}"
 
 
 def is_process_gone(process: Process) -> bool | None:
@@ -97,9 +91,7 @@ def is_process_gone(process: Process) -> bool | None:
     A pid that was reused within the same 10 ms counts as the old process, and so as alive.
     """
     mine = this_process()
-    if not (mine.boot_id and mine.pid_namespace and mine.started and process.started):
-        return None
-    if (process.boot_id, process.pid_namespace) != (mine.boot_id, mine.pid_namespace):
+    if not all(mine) or not process.started or process[:2] != mine[:2]:
         return None
     try:
         with contextlib.closing(PidFd(process.pid)) as opened:
@@ -134,12 +126,10 @@ class PidFd:
         """Return whether it has ended, or is a later process with the same pid."""
         # Read after the descriptor was opened: the pid can't be reused between the two.
         found = _start_time(str(self.pid))
-        if found is not None and found != started:
-            return True
-        if self.has_ended():
+        if self.has_ended() or (found is not None and found != started):
             return True
         # If /proc hides the process from this user, it may be a later one.
-        return False if found is not None else None
+        return None if found is None else False
 
     def has_ended(self) -> bool:
         """
@@ -206,13 +196,12 @@ class Owner(NamedTuple):
 
     @property
     def process(self) -> Process:
-        return Process(self.boot_id, self.pid_namespace, self.pid, self.pid_started)
+        return Process(*self[2:6])
 
     @property
     def identity(self) -> str:
         """Where the holder runs, as text that a lock service stores; `read()` parses it."""
-        place = self.host, self.boot_id, self.pid_namespace, self.pid, self.pid_started
-        return _write((*place, self.thread, self.task_name, self.task_id))
+        return _write(self[1:])
 
     @classmethod
     def read(cls, owner: str, identity: str) -> Owner:
@@ -220,7 +209,7 @@ class Owner(NamedTuple):
         return cls(owner, *_parse(identity))
 
     def __str__(self) -> str:
-        return describe_place(self.host, self.pid, self.thread, self.task_name, self.task_id)
+        return describe_place(self.host, self.pid, *self[6:])
 
 
 def describe_identity(identity: str) -> str:
@@ -265,16 +254,8 @@ def new_owner(task: tuple[str, str] | None = None) -> Owner:
 
 @lru_cache(256)
 def _place(host: str, process: Process, thread: str, task_name: str, task_id: str) -> Any:
-    return (
-        host,
-        process.boot_id,
-        process.pid_namespace,
-        process.pid,
-        process.started,
-        escape_control(thread)[:100],
-        escape_control(task_name)[:200],
-        shorten_task_id(task_id),
-    )
+    task = escape_control(task_name)[:200], shorten_task_id(task_id)
+    return (host, *process, escape_control(thread)[:100], *task)
 
 
 def shorten_task_id(task_id: str) -> str:
