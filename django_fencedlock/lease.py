@@ -72,7 +72,7 @@ class Lease:
         database: str = "default",
         who: LocalHolder | None = None,
         pattern: str = "",
-        max_hold: float | None = None,
+        max_hold: float = math.inf,
         clock: Callable[[], float] = clock,
     ) -> None:
         #: What the backend is asked about.
@@ -85,11 +85,11 @@ class Lease:
         self.database = database
         #: What the code wrote of the name, if that is a template; metrics go by it.
         self.pattern = pattern
-        #: Seconds from the grant after which nothing renews it any more.
-        self.max_hold = max_hold
         #: When it was asked for, and when its ttl is over, on the local clock.
         self.granted_at = since
         self.deadline: float = since + grant.ttl
+        #: Until when it may be renewed, on the local clock; the last ttl goes on beyond.
+        self.renewed_until = since + max_hold
         #: How many times it was entered and not yet left.
         self.entries = 1
         #: The claim that entered it again last.
@@ -127,11 +127,6 @@ class Lease:
             return False
         who = self._who()
         return who is None or who.has_ended()
-
-    def let_go(self) -> None:
-        """Take an ended holder's leases from it: if nothing else refers to one, it is released."""
-        if (who := self.who) is not None:
-            who.leases.clear()
 
     def wait_until_left(self) -> bool:
         """As `is_left()`, for code that may know of the end before it was noticed here."""
@@ -175,14 +170,9 @@ class Lease:
         return self.remaining() <= 0
 
     @property
-    def renewed_until(self) -> float:
-        """Until when it may be renewed, on the local clock; the last ttl goes on beyond."""
-        return math.inf if self.max_hold is None else self.granted_at + self.max_hold
-
-    @property
     def held_too_long(self) -> bool:
         """Whether its `max_hold` is over."""
-        return self.max_hold is not None and self._clock() > self.renewed_until
+        return self._clock() > self.renewed_until
 
     def remaining(self) -> float:
         """Seconds that are left, counted from before the grant was asked for."""
@@ -388,8 +378,7 @@ def current_lease(name: str | None = None) -> Lease | None:
 def held_names() -> tuple[str, ...]:
     """The names of the running context's leases, the innermost first."""
     leases = (found() for found in reversed(_leases.get()))
-    found = (lease.name for lease in leases if lease and lease.is_open())
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(lease.name for lease in leases if lease and lease.is_open()))
 
 
 def held_owners() -> tuple[str, ...]:

@@ -36,9 +36,18 @@ _validate = functools.lru_cache(1024)(names.validate)
 
 class Lock:
     """
-    A lock by name, for sync and async code. Made by `lock()`.
+    A lock by name, for ``with``, ``async with``, ``acquire()``, ``aacquire()``, or as a decorator.
 
     It doesn't promise that no other holder is running: see `Lease`.
+
+    Args:
+        name: The protected resource; as a decorator it may name parameters, ``"report:{user_id}"``.
+        ttl: How long the lock lasts unless it is renewed, which happens by itself. Seconds or a
+            timedelta; without one, the setting TTL.
+        blocking_timeout: How long to wait for it, ``float("inf")`` for no limit; without one, the
+            setting BLOCKING_TIMEOUT.
+        backend: The alias in ``FENCEDLOCK``.
+        fenced: False for a lock that only saves work: no token, and no record in the database.
     """
 
     def __init__(
@@ -52,16 +61,11 @@ class Lock:
         # A type checker rejects any other argument; at run time the error names it.
         **unknown: Never,
     ) -> None:
-        if "timeout" in unknown:
-            raise TypeError(
-                f"lock({name!r}) was given timeout=, which other libraries use for two things: "
-                "say ttl= for how long the lock lasts unless it is renewed, or blocking_timeout= "
-                "for how long to wait for it."
-            )
         if unknown:
             raise TypeError(
                 f"lock({name!r}) has no argument {', '.join(sorted(unknown))}; it has ttl, "
-                "blocking_timeout, backend and fenced."
+                "blocking_timeout, backend and fenced. ttl= is how long the lock lasts unless it "
+                "is renewed, blocking_timeout= how long to wait for it."
             )
         self.name = _validate(name) if type(name) is str else names.validate(name)
         self.backend = backend
@@ -76,14 +80,13 @@ class Lock:
     @property
     def ttl(self) -> float:
         """How long the lock lasts unless it is renewed, in seconds."""
-        return self._service.config.ttl if self._ttl is None else self._ttl
+        return self._ttl or self._service.config.ttl
 
     @property
     def blocking_timeout(self) -> float:
         """How long to wait for the lock, in seconds."""
-        if self._blocking_timeout is None:
-            return self._service.config.blocking_timeout
-        return self._blocking_timeout
+        given = self._blocking_timeout
+        return self._service.config.blocking_timeout if given is None else given
 
     def acquire(
         self, blocking: bool = True, *, blocking_timeout: Duration | None = None
@@ -173,8 +176,8 @@ class Lock:
             left_to_run_out(logger, lease.name, exc, about(lease))
         finally:
             leave(lease)
-        if error is None and lease.lost:
-            _raise_loss(lease, error)
+        if error is None and lease.why_lost:
+            raise lease.loss()
 
     async def __aenter__(self) -> Lease:
         started = clock()
@@ -203,7 +206,8 @@ class Lock:
             left_to_run_out(logger, lease.name, exc, about(lease))
         finally:
             leave(lease)
-        _raise_loss(lease, error)
+        if error is None and lease.why_lost:
+            raise lease.loss()
 
     def __call__(self, function: F) -> F:
         """
@@ -251,18 +255,17 @@ class Lock:
         self, control: Service, blocking: bool, blocking_timeout: Duration | None
     ) -> tuple[Claim, LocalHolder, Wait]:
         """Return a new claim of the code that runs here, its holder, and how long it waits."""
-        config = control.config
-        timeout = config.blocking_timeout
         if not blocking:
             if blocking_timeout is not None:
                 raise ValueError("blocking=False and a blocking_timeout exclude each other.")
-            timeout = 0.0
-        elif (given := _seconds(blocking_timeout)) is not None:
-            timeout = given
-        elif self._blocking_timeout is not None:
-            timeout = self._blocking_timeout
-        ttl = config.ttl if self._ttl is None else self._ttl
-        return new_claim(self.name, ttl, self.fenced), current_holder(), Wait(timeout)
+            blocking_timeout = 0.0
+        timeout = self._blocking_timeout
+        if blocking_timeout is not None:
+            timeout = _seconds(blocking_timeout)
+        if timeout is None:
+            timeout = control.config.blocking_timeout
+        claim = new_claim(self.name, self._ttl or control.config.ttl, self.fenced)
+        return claim, current_holder(), Wait(timeout)
 
     async def _atake(
         self, wait: Wait, handover: _Handover, acquire: Callable[..., Lease | None]
@@ -308,35 +311,8 @@ class Lock:
         runtime.start(functools.partial(_give_back, self._service, lease))
 
 
-def lock(
-    name: str,
-    *,
-    ttl: Duration | None = None,
-    blocking_timeout: Duration | None = None,
-    backend: str = conf.DEFAULT_ALIAS,
-    fenced: bool = True,
-    **unknown: Never,
-) -> Lock:
-    """
-    Name a lock, for ``with``, ``async with``, ``acquire()``, ``aacquire()``, or as a decorator.
-
-    Args:
-        name: The protected resource; as a decorator it may name parameters, ``"report:{user_id}"``.
-        ttl: How long the lock lasts unless it is renewed, which happens by itself. Seconds or a
-            timedelta; without one, the setting TTL.
-        blocking_timeout: How long to wait for it, ``float("inf")`` for no limit; without one, the
-            setting BLOCKING_TIMEOUT.
-        backend: The alias in ``FENCEDLOCK``.
-        fenced: False for a lock that only saves work: no token, and no record in the database.
-    """
-    return Lock(
-        name,
-        ttl=ttl,
-        blocking_timeout=blocking_timeout,
-        backend=backend,
-        fenced=fenced,
-        **unknown,
-    )
+#: Names a lock, for ``with``, ``async with``, ``acquire()``, ``aacquire()``, or as a decorator.
+lock = Lock
 
 
 def _seconds(blocking_timeout: Duration | None) -> float | None:
@@ -364,12 +340,6 @@ def _forbid_generators(function: Callable[..., Any]) -> None:
             f"@lock can't wrap the generator {function.__qualname__}(): its body would run after "
             "the lock was released. Acquire the lock inside of it."
         )
-
-
-def _raise_loss(lease: Lease, error: BaseException | None) -> None:
-    """Raise the loss at the end of a block, unless the block's own error is on its way."""
-    if error is None and lease.lost and lease.is_of_this_process():
-        raise lease.loss()
 
 
 class _Handover:

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import sys
 import threading
 import weakref
@@ -133,7 +134,7 @@ def lease(clock):
     # The keeper keeps no lease to which nothing else refers.
     everything = []
 
-    def make(ttl=30.0, name="x", max_hold=None, kept_by=None):
+    def make(ttl=30.0, name="x", max_hold=math.inf, kept_by=None):
         made = a_lease(name, ttl, clock, max_hold=max_hold)
         everything.append(made)
         if kept_by:

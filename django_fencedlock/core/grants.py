@@ -352,7 +352,7 @@ class Grants:
         try:
             seen = held is not None and held.owner
             alias = self.backend.config.alias
-            holder = holder_of(held, alias) if held and seen else self._holder(name)
+            holder = holder_of(held, alias) if held and seen else self.holder(name)
         except BackendUnavailable:
             holder = None
         by = f"held by {holder}" if holder else "taken; its holder has just gone, or isn't known"
@@ -386,7 +386,8 @@ class Grants:
         except Error:
             return None
 
-    def _holder(self, name: str) -> Holder | None:
+    def holder(self, name: str) -> Holder | None:
+        """Ask the service who has lock `name` now."""
         held = self.backend.holders([name]).get(name)
         return None if held is None else holder_of(held, self.backend.config.alias)
 

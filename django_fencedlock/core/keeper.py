@@ -228,8 +228,9 @@ class Keeper:
             if not any(due <= now for due in self._due.values()):
                 return batch, ended
             for lease, due in self._due.items():
-                if lease.is_left():
-                    lease.let_go()
+                if lease.is_left() and (who := lease.who) is not None:
+                    # A lease to which nothing else refers is released.
+                    who.leases.clear()
                 if lease.held_too_long:
                     self._due[lease] = lease.deadline
                     if lease.expired:
@@ -366,8 +367,9 @@ class Keeper:
         deadline = lease.deadline
         due = deadline - lease.grant.ttl * (1 - 1 / BEATS)
         # After max_hold, only its end is noted.
-        return due if lease.max_hold is None or due <= lease.renewed_until else deadline
+        return due if due <= lease.renewed_until else deadline
 
 
 def _too_long(lease: Lease) -> str:
-    return f"held for longer than max_hold={lease.max_hold:g} s; it is no longer renewed"
+    max_hold = lease.renewed_until - lease.granted_at
+    return f"held for longer than max_hold={max_hold:g} s; it is no longer renewed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ from ..storage.fenced_atomic import pinned_atomic
 from ..storage.fences import Fences, told
 from . import aio, runtime
 from .events import Kind, emit, subscribe
-from .grants import Grants, grant_of, holder_of
+from .grants import Grants, grant_of
 from .identity import Holder, LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
 from .runtime import clock
@@ -118,7 +119,7 @@ class Service:
                     database=self.config.fence_database,
                     who=who,
                     pattern=pattern,
-                    max_hold=max_hold,
+                    max_hold=math.inf if max_hold is None else max_hold,
                     clock=self._clock,
                 )
                 lease.lent = test_has_ended(home) if is_in_test else None
@@ -349,12 +350,7 @@ class Service:
 
     def holder(self, name: str) -> Holder | None:
         """Ask the service who has lock `name` now."""
-        return self.holders([name]).get(name)
-
-    def holders(self, names: Sequence[str]) -> dict[str, Holder]:
-        """Ask the service who has each of the locks; free ones are left out."""
-        found = self.backend.holders(names)
-        return {name: holder_of(held, self.config.alias) for name, held in found.items()}
+        return self.grants.holder(name)
 
     def explain(self, leases: Sequence[Lease]) -> None:
         """Ask the database who released these leases by force."""
