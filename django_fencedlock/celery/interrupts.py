@@ -13,7 +13,7 @@ import ctypes
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -109,10 +109,10 @@ class Interruptible:
     """
 
     def __init__(self) -> None:
-        self.armed = False
-        self.is_lost = False
-        self.interrupted = False
+        self.armed = self.is_lost = self.interrupted = False
         self.thread = _thread_id()
+        # Re-entrant: code inside of it may be interrupted.
+        self._mutex = runtime.original("_thread", "RLock")()
         #: The run whose body called this one.
         self._outer = _innermost.get(self.thread)
 
@@ -129,12 +129,19 @@ class Interruptible:
 
     def arm(self) -> None:
         """Allow the interrupt from now on."""
-        self.armed = True
+        with self._mutex:
+            self.armed = True
         if self.is_lost:
             raise Abort
 
     def disarm(self) -> None:
-        self.armed = False
+        with self._mutex:
+            self.armed = False
+        if self.interrupted:
+            # An asynchronous exception arrives here at the latest: Python looks for it at each
+            # iteration. To take it back (by NULL) makes Python 3.11 hang under a tracer.
+            for _ in range(3):
+                pass
 
     def lost(self, lease: Lease) -> None:
         """Note the loss and interrupt the body, without waiting. From any thread."""
@@ -233,25 +240,6 @@ class ByException(Interruptible):
     body runs.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        # Re-entrant: code inside of it may be interrupted.
-        self._mutex = runtime.original("_thread", "RLock")()
-
-    def arm(self) -> None:
-        with self._mutex:
-            self.armed = True
-        super().arm()
-
-    def disarm(self) -> None:
-        with self._mutex:
-            self.armed = False
-        if self.interrupted:
-            # The exception arrives here at the latest: Python looks for it at each iteration. To
-            # take it back (by NULL) makes Python 3.11 hang under a tracer.
-            for _ in range(3):
-                pass
-
     def interrupt(self) -> None:
         # Don't wait: this thread renews leases. `arm()` looks for a loss after it has unlocked,
         # and with `disarm()` the body is over.
@@ -272,16 +260,12 @@ def _raise_in(thread: int, error: type[BaseException]) -> None:
 # Connections that an interrupt left in the middle of a statement
 
 
-def open_blocks() -> dict[str, int]:
-    """Return the number of open ``atomic()`` blocks by database."""
-    return {
-        connection.alias: len(connection.atomic_blocks)
-        for connection in connections.all(initialized_only=True)
-        if connection.in_atomic_block
-    }
+def open_blocks() -> set[str]:
+    """Return the databases in whose ``atomic()`` blocks this thread is."""
+    return {each.alias for each in connections.all(initialized_only=True) if each.in_atomic_block}
 
 
-def close_broken(before: Mapping[str, int]) -> None:
+def close_broken(before: set[str]) -> None:
     """
     Close the connections of this thread that an interrupt broke.
 
@@ -291,7 +275,7 @@ def close_broken(before: Mapping[str, int]) -> None:
     for connection in connections.all(initialized_only=True):
         if connection.connection is None:
             continue
-        is_left_open = connection.in_atomic_block and not before.get(connection.alias)
+        is_left_open = connection.in_atomic_block and connection.alias not in before
         if is_left_open:
             # Interrupted between the entry into a block, or its exit, and the note of it. Django
             # would never connect again.
