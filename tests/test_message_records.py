@@ -47,7 +47,7 @@ def another(first):
 def test_a_message_that_nobody_began_is_the_first(deliveries, rows):
     first = message()
     for _ in range(2):  # Also if the request is repeated.
-        assert deliveries.begin(first) == Begun(1, "")
+        assert deliveries.begin(first) == Begun(1, "", owner=first.owner)
     row = rows.get()
     assert (row.nonce, row.name, row.owner) == (first.nonce, "invoice:1", first.owner)
     assert row.finished_at is None
@@ -60,7 +60,7 @@ def test_a_finished_message_stays_finished(deliveries, rows):
     assert deliveries.finish(first, "success")
     kept = rows.get().kept_until
     for _ in range(2):
-        assert deliveries.begin(another(first)) == Begun(1, "success")
+        assert deliveries.begin(another(first)) == Begun(1, "success", owner=first.owner)
     assert rows.get().kept_until == kept
     assert rows.get().owner == first.owner
     assert rows.get().finished_at is not None
@@ -74,8 +74,8 @@ def test_an_end_is_past_after_a_while(deliveries, rows):
         row = rows.get()
         row.finished_at -= timedelta(seconds=ago)
         row.save()
-        known = Begun(1, "failure", is_past)
-        assert deliveries.newest(first) == (first.owner, known)
+        known = Begun(1, "failure", is_past, first.owner)
+        assert deliveries.newest(first) == known
         assert deliveries.begin(another(first)) == known
 
 

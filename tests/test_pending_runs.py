@@ -259,7 +259,7 @@ def test_no_cache_of_queries_is_asked(runs, remembered):
     runs.count(PLACE, stored(), -1)
     assert runs.numbers(PLACE) == Numbers(wanted=1, done=0)
     assert len(runs.overdue(["app.charge"], [], 10)) == len(runs.waiting(PLACE.name)) == 1
-    assert records.newest(first)[0] == first.owner
+    assert records.newest(first).owner == first.owner
     assert runs.claim(PLACE, me, GRACE).number == 1
 
 

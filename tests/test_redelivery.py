@@ -376,7 +376,7 @@ class TestWhileItRuns:
     def test_if_the_copy_cannot_be_sent_the_message_stays(self, running, monkeypatch):
         told = message()
         running(told)
-        monkeypatch.setattr(duplicates, "publish_copy", broken)
+        monkeypatch.setattr(duplicates.Again, "apply_async", broken)
         assert deliver(late, 1, **told).state == "REJECTED"
 
     def test_a_plain_lock_of_that_name_is_an_ordinary_conflict(self):

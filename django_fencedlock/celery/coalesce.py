@@ -72,6 +72,7 @@ class Coalescing:
     def __init__(self, call: Call, delivery: Delivery | None) -> None:
         self._call = call
         self._delivery = delivery
+        self._message = None if delivery is None else delivery.message
         self._pending = PendingRuns(call.service.config)
         self._place = Place(call.name, call.title)
         self._claimed: Claimed | None = None
@@ -150,8 +151,7 @@ class Coalescing:
     def _count(self) -> Skip | None:
         """Count the run's own trigger; a retry's only if no newer one came."""
         message = pack(self._call)
-        delivery = None if self._delivery is None else self._delivery.message
-        begun = self._pending.count(self._place, message, GRACE, delivery, self._retried)
+        begun = self._pending.count(self._place, message, GRACE, self._message, self._retried)
         skip = self._judge(begun, message)
         self._is_counted = skip is None
         return skip
@@ -162,7 +162,7 @@ class Coalescing:
             return None
         skip = self._delivery.judge(begun)
         if begun.outcome and skip is None:
-            failed = EarlierRun(owner=self._delivery.newest_owner())
+            failed = EarlierRun(owner=begun.owner)
             self._pending.count(self._place, message, GRACE, unless_newer=failed)
         return skip
 
@@ -172,8 +172,7 @@ class Coalescing:
             skip = self._count()
         elif not self._is_counted:
             message = pack(self._call)
-            delivery = None if self._delivery is None else self._delivery.message
-            begun, claimed = self._pending.begin(self._place, owner, message, GRACE, delivery)
+            begun, claimed = self._pending.begin(self._place, owner, message, GRACE, self._message)
             skip = self._judge(begun, message)
             if begun is None or not begun.outcome:
                 return skip, claimed

@@ -91,15 +91,13 @@ class Delivery:
         """
         deadline = time.monotonic() + UNDECIDED
         while True:
-            found = self._newest()
-            if found is not None:
-                owner, begun = found
-                if begun.outcome:
-                    return self.judge(begun)
-                if owner == holder.owner or self._may_be_the_same(holder):
-                    self._come_later("runs")
-                return None
-            if not self._may_be_the_same(holder) or time.monotonic() >= deadline:
+            begun = self._ask(self._records.newest)
+            if begun is not None and begun.outcome:
+                return self.judge(begun)
+            may_be_the_same = f"[{shorten_task_id(self.message.task_id)}]" in holder.description
+            if begun is not None and (may_be_the_same or begun.owner == holder.owner):
+                self._come_later("runs")
+            if begun is not None or not may_be_the_same or time.monotonic() >= deadline:
                 return None
             # It has the lock but no record yet; or it is the run that this one retries.
             time.sleep(random.uniform(0.02, 0.1))
@@ -109,22 +107,17 @@ class Delivery:
 
     def begin(self) -> Skip | None:
         """Record that the run begins. Call it with the lock."""
-        begun = self._ask(self._records.begin, self.message)
-        self._began = begun is not None and not begun.outcome
-        return None if begun is None or self._began else self.judge(begun)
+        begun = self._ask(self._records.begin)
+        return None if begun is None else self.judge(begun)
 
     def judge(self, begun: Begun) -> Skip | None:
         """Return why a message with the record `begun` isn't run; None if it is."""
         self._began = not begun.outcome
         if self._began:
             return None
-        logger.info(
-            "Lock %r: a message of %s was delivered again after its end (%s)",
-            self._call.name,
-            self._call.title,
-            begun.outcome,
-            extra=self._call.facts(),
-        )
+        text = "Lock %r: a message of %s was delivered again after its end (%s)"
+        name, title, extra = self._call.name, self._call.title, self._call.facts()
+        logger.info(text, name, title, begun.outcome, extra=extra)
         if self._is_result_stored(begun.outcome):
             raise Ignore(f"an earlier delivery of the message ended: {begun.outcome}")
         if not begun.is_past:
@@ -145,30 +138,17 @@ class Delivery:
                 "The end of a message wasn't recorded: %s", exc, extra=self._call.facts(str(exc))
             )
 
-    def newest_owner(self) -> str:
-        """Return the owner id of the run of the message's newest delivery."""
-        found = self._newest()
-        return "" if found is None else found[0]
-
-    def _newest(self) -> tuple[str, Begun] | None:
-        return self._ask(self._records.newest, self.message)
-
-    def _ask(self, question: Callable[..., T | None], *args: Any) -> T | None:
+    def _ask(self, question: Callable[[Message], T]) -> T | None:
         """Ask the database; without an answer, go on if the policy allows that."""
         call = self._call
         try:
-            return question(*args)
+            return question(self.message)
         except BackendUnavailable as exc:
             if call.policy.on_backend_error != "run":
                 raise
-            extra = call.facts(str(exc))
-            logger.error(
-                "%s runs without a record of its message: %s", call.title, exc, extra=extra
-            )
+            text, extra = "%s runs without a record of its message: %s", call.facts(str(exc))
+            logger.error(text, call.title, exc, extra=extra)
             return None
-
-    def _may_be_the_same(self, holder: Holder) -> bool:
-        return f"[{shorten_task_id(str(self._call.request.id))}]" in holder.description
 
     def _come_later(self, why: str) -> NoReturn:
         countdown = random.uniform(SHORTEST, max(2 * SHORTEST, self._call.ttl / 3))
@@ -267,8 +247,8 @@ class Again(Signature[Any]):
 
 
 def again(call: Call, countdown: float, headers: dict[str, Any]) -> Again:
-    """Make the task's next message, in the same chain, chord and group."""
-    task, request = call.task, call.request
+    """Make a copy of a call's message, with the same identity, chain, chord and group."""
+    task, request, identity = call.task, call.request, nonce(call.request, call.title)
     # Celery 5.5 drops this option.
     more: dict[str, Any] = {"ignore_result": True} if request.ignore_result else {}
     # Celery doesn't copy these, which may hide an argument.
@@ -279,22 +259,16 @@ def again(call: Call, countdown: float, headers: dict[str, Any]) -> Again:
         request,
         countdown=countdown,
         retries=request.retries,
-        headers={**(request.headers or {}), **headers},
+        headers={**(request.headers or {}), **headers, DELIVERY: _Copied(identity)},
         **more,
     )
     return Again(made, app=task.app)
 
 
-def publish_copy(call: Call, copy: Signature[Any]) -> None:
-    """Publish a copy of a call's message, with the same identity."""
-    copy.options["headers"][DELIVERY] = _Copied(nonce(call.request, call.title))
-    copy.apply_async()
-
-
 def postpone(call: Call, countdown: float, headers: dict[str, Any], why: str) -> NoReturn:
     """Publish a copy of a message that comes later, and raise `Ignore`."""
     try:
-        publish_copy(call, again(call, countdown, headers))
+        again(call, countdown, headers).apply_async()
     except Exception as exc:
         if call.task.acks_late:
             raise Reject(exc, requeue=True) from exc

@@ -278,8 +278,7 @@ class Run(Call):
         following = duplicates.again(self, countdown, {CONFLICTS: tries + 1})
         if not self.request.is_eager:
             try:
-                # The same message: another delivery of it may be queued, or come.
-                duplicates.publish_copy(self, following)
+                following.apply_async()
             except Exception as exc:
                 # As Celery does: the broker moves the message to the dead letters.
                 raise Reject(exc, requeue=False) from exc

@@ -42,6 +42,8 @@ class Begun:
     outcome: str
     #: Whether it ended more than a moment ago.
     is_past: bool = False
+    #: The owner id of the newest delivery's run.
+    owner: str = ""
 
     @property
     def is_first(self) -> bool:
@@ -66,23 +68,23 @@ def begin(using: str, message: Message) -> Begun:
             outcome="",
             kept_until=ServerTime(message.kept),
         ):
-            return Begun(1, "")
+            return Begun(1, "", owner=message.owner)
         # Not again for the same run, which may come twice if an answer was lost.
         unfinished = rows_of("MessageRecord", using).filter(nonce=message.nonce, outcome="")
         unfinished.exclude(owner=message.owner).update(
             tries=F("tries") + 1, owner=message.owner, kept_until=MessageTime(message.kept)
         )
         if found := _newest(using, message):
-            return found[1]
+            return found
     raise IntegrityError(f"message {message.nonce!r} has a record that can't be read")
 
 
-def _newest(using: str, message: Message) -> tuple[str, Begun] | None:
+def _newest(using: str, message: Message) -> Begun | None:
     is_past = Q(finished_at__lte=ServerTime(-SETTLED))
     rows = rows_of("MessageRecord", using).filter(nonce=message.nonce)
     rows = rows.annotate(is_past=ExpressionWrapper(is_past, BooleanField()))
     for row in fetch(rows, "owner", "tries", "outcome", "is_past"):
-        return row.owner, Begun(row.tries, row.outcome, bool(row.is_past))
+        return Begun(row.tries, row.outcome, bool(row.is_past), row.owner)
     return None
 
 
@@ -105,8 +107,8 @@ class MessageRecords(Records):
         )
 
     @private_query("look at a delivery")
-    def newest(self, message: Message) -> tuple[str, Begun] | None:
-        """Return the newest delivery's owner id, and what is known of the message."""
+    def newest(self, message: Message) -> Begun | None:
+        """Return what is known of the message; None if no delivery of it began."""
         return _newest(self.using, message)
 
     def sweep(self, batches: int, until: Any = None) -> int:
