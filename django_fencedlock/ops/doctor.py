@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
+from django.apps import apps
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.migrations.loader import MigrationLoader
-from django.db.models import Model
 
 from .. import checks, conf
 from ..backends.interface import Backend, Grant, Held, Renewal, Wait
@@ -27,7 +27,7 @@ from ..exceptions import FencedLockError
 from ..models.checks import has_tables, table_problems
 from ..problems import Level, Problem, clock_problem, error, note, ok, warning
 from ..storage.connections import query_once, time_limited
-from ..storage.tables import Fence, ForcedRelease, HeldLock, LockEvent, MessageRecord, PendingRun
+from ..storage.tables import Fence, HeldLock
 from ..storage.text import for_shell
 from ..storage.vendors import ledger_for
 
@@ -51,16 +51,6 @@ ROUND_TRIPS, SLOW = 7, 0.1
 UNREACHABLE = "E013"
 
 APP = "django_fencedlock"
-_ALL = ("SELECT", "INSERT", "UPDATE", "DELETE")
-#: The required privileges, and what fails without them; empty if locks fail.
-PRIVILEGES: tuple[tuple[type[Model], tuple[str, ...], str], ...] = (
-    (Fence, ("SELECT", "INSERT", "UPDATE"), ""),
-    (HeldLock, _ALL, ""),
-    (ForcedRelease, ("SELECT", "INSERT", "DELETE"), "it can't release a lock by force"),
-    (LockEvent, ("SELECT", "INSERT", "DELETE"), "it records no lock events"),
-    (MessageRecord, _ALL, "its workers may run a redelivered message again"),
-    (PendingRun, _ALL, 'its tasks with on_conflict="coalesce" fail'),
-)
 #: How to read a setting of a server, and the values by which committed grants survive a crash.
 DURABILITY: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "postgresql": ("SHOW {}", {"fsync": ("on",), "full_page_writes": ("on",)}),
@@ -184,12 +174,10 @@ def _tables(database: str) -> Iterator[Problem]:
     loader = MigrationLoader(connection)
     unapplied = set(loader.graph.nodes).difference(loader.applied_migrations or ())
     if missing := ", ".join(sorted(name for app, name in unapplied if app == APP)):
-        yield error(
-            f"Migrations of {APP} aren't applied: {missing}",
-            f"Run: manage.py migrate {APP} --database {database}",
-        )
+        hint = f"Run: manage.py migrate {APP} --database {database}"
+        yield error(f"Migrations of {APP} aren't applied: {missing}", hint)
         return
-    tables = {model._meta.db_table for model, _privileges, _harm in PRIVILEGES}
+    tables = {model._meta.db_table for model in apps.get_app_config(APP).get_models()}
     if without := ", ".join(sorted(tables.difference(connection.introspection.table_names()))):
         yield error(
             f"The migrations are applied, but there is no {without}: a database router keeps the "
@@ -205,17 +193,17 @@ def _tables(database: str) -> Iterator[Problem]:
 
 def _privileges(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
     user = _value(connection, "SELECT current_user")
-    to = connection.ops.quote_name(user)
-    for model, privileges, harm in PRIVILEGES:
-        table = model._meta.db_table
-        asked = "SELECT has_table_privilege(%s, %s)"
-        missing = ", ".join(
-            each for each in privileges if not _value(connection, asked, table, each)
-        )
-        if missing:
-            what = f"The role {user!r} lacks {missing} on {table}"
-            grant = f"GRANT {missing} ON {table} TO {to};"
-            yield warning(f"{what}: {harm}", grant) if harm else error(what, grant)
+    for model in apps.get_app_config(APP).get_models():
+        table, asked = model._meta.db_table, "SELECT has_table_privilege(%s, %s)"
+        # A fence is never deleted.
+        needed = ["SELECT", "INSERT", "UPDATE", *(["DELETE"] if model is not Fence else [])]
+        lacking = [each for each in needed if not _value(connection, asked, table, each)]
+        if missing := ", ".join(lacking):
+            report = error if model in (Fence, HeldLock) else warning
+            yield report(
+                f"The role {user!r} lacks {missing} on {table}; what uses this table fails.",
+                f"GRANT {missing} ON {table} TO {connection.ops.quote_name(user)};",
+            )
 
 
 def _value(connection: BaseDatabaseWrapper, sql: str, *parameters: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -48,7 +48,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class ListedLock:
-    """A lock of the registry."""
+    """A lock of the registry: columns of its row, and its state."""
 
     name: str
     alias: str
@@ -168,20 +168,13 @@ def _rejected(database: str) -> dict[str, int]:
     return dict(found.values_list("name").annotate(Sum("times")))
 
 
-#: Columns of the row that a listed lock has, too.
-_COLUMNS = (
-    *("name", "alias", "backend", "token", "fenced", "owner"),
-    *("host", "pid", "thread", "task_name", "task_id"),
-    *("acquired_at", "renewed_at", "expires_at"),
-)
-
-
 def _entry(row: HeldLock, now: datetime, holders: Holders, rejected: int) -> ListedLock:
     remaining, ttl = _left(row, now)
     held = holders.get(row.alias, {}).get(row.name)
     state = _state(row, now, holders)
+    columns = [each.name for each in fields(ListedLock) if hasattr(row, each.name)]
     return ListedLock(
-        **{column: getattr(row, column) for column in _COLUMNS},
+        **{column: getattr(row, column) for column in columns},
         state=state,
         holder=describe_place(row.host, row.pid, row.thread, row.task_name, row.task_id),
         held_for=(now - row.acquired_at).total_seconds(),
