@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from django import forms
@@ -72,15 +72,12 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     ) -> HttpResponse:
         show = functools.partial(super().changeform_view, request, object_id, *args, **kwargs)
         try:
-            with ExitStack() as stack:
-                why = _acquire(stack, self._rows_to_save(request, object_id))
-                if why is None:
-                    return show()
-        except FencedLockError as exc:
-            why = _not_saved(exc)
-        # Show the form again with what was typed; get_form() makes it invalid.
-        request.fencedlock_rejection = why  # type: ignore[attr-defined]
-        return show()
+            with _locked(self._rows_to_save(request, object_id)):
+                return show()
+        except _NotSaved as exc:
+            # Show the form again with what was typed; get_form() makes it invalid.
+            request.fencedlock_rejection = str(exc)  # type: ignore[attr-defined]
+            return show()
 
     def _rows_to_save(self, request: HttpRequest, object_id: str | None) -> list[Any]:
         """Return the row whose lock the request needs, if the user may save it."""
@@ -123,12 +120,11 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def delete_view(
         self, request: HttpRequest, object_id: str, extra_context: Any = None
     ) -> HttpResponse:
-        with ExitStack() as stack:
-            why = _acquire(stack, self._rows_to_delete(request, object_id))
-            if why is None:
+        try:
+            with _locked(self._rows_to_delete(request, object_id)):
                 return super().delete_view(request, object_id, extra_context)
-        self.message_user(request, why, messages.ERROR)
-        return HttpResponseRedirect(request.get_full_path())
+        except _NotSaved as exc:
+            return self._report(request, exc)
 
     def _rows_to_delete(self, request: HttpRequest, object_id: str) -> list[Any]:
         """Return the row whose lock the request needs, if it will be deleted."""
@@ -139,22 +135,22 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return [] if lacking or protected else [row]
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> None:
-        with ExitStack() as stack:
-            why = _acquire(stack, queryset)
-            if why is not None:
-                raise _NotDeleted(why)
+        with _locked(queryset):
             super().delete_queryset(request, queryset)
 
     def response_action(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().response_action(request, *args, **kwargs)
-        except _NotDeleted as exc:
-            self.message_user(request, str(exc), messages.ERROR)
-            return HttpResponseRedirect(request.get_full_path())
+        except _NotSaved as exc:
+            return self._report(request, exc)
+
+    def _report(self, request: HttpRequest, error: _NotSaved) -> HttpResponse:
+        self.message_user(request, str(error), messages.ERROR)
+        return HttpResponseRedirect(request.get_full_path())
 
 
-class _NotDeleted(Exception):
-    """The selected rows weren't deleted because a lock wasn't acquired."""
+class _NotSaved(Exception):
+    """Nothing was saved or deleted; the message is for the user."""
 
 
 def _rejected(form: Any, why: str) -> Any:
@@ -168,17 +164,20 @@ def _rejected(form: Any, why: str) -> Any:
     return RejectedForm
 
 
-def _acquire(stack: ExitStack, rows: Iterable[Any]) -> str | None:
-    """Acquire the rows' locks until `stack` closes; else return why not."""
-    # Sorted: two users who select the same rows must not each acquire a part of the locks.
-    for _name, row in sorted({row.fencing.name(): row for row in rows}.items()):
-        try:
-            stack.enter_context(row.fencing.lock(blocking_timeout=0))
-        except LockNotAcquired as exc:
-            return _held(row, exc)
-        except FencedLockError as exc:
-            return _not_saved(exc)
-    return None
+@contextlib.contextmanager
+def _locked(rows: Iterable[Any]) -> Iterator[None]:
+    """Hold the rows' locks. Raise `_NotSaved` if one is held, and for other errors of locks."""
+    try:
+        with contextlib.ExitStack() as stack:
+            # Sorted: two users who select the same rows must not each acquire a part of the locks.
+            for _name, row in sorted({row.fencing.name(): row for row in rows}.items()):
+                try:
+                    stack.enter_context(row.fencing.lock(blocking_timeout=0))
+                except LockNotAcquired as exc:
+                    raise _NotSaved(_held(row, exc)) from exc
+            yield
+    except FencedLockError as exc:
+        raise _NotSaved(_("Nothing was saved: %(why)s") % {"why": translated(exc)}) from exc
 
 
 def _held(row: Model, error: LockNotAcquired) -> str:
@@ -191,10 +190,6 @@ def _held(row: Model, error: LockNotAcquired) -> str:
         "“%(row)s” is being processed by %(who)s, at least until %(until)s. Nothing was saved. Try "
         "again after that."
     ) % {**facts, "until": formats.time_format(until, "H:i:s")}
-
-
-def _not_saved(error: FencedLockError) -> str:
-    return _("Nothing was saved: %(why)s") % {"why": translated(error)}
 
 
 def _stamp(row: Any) -> str:

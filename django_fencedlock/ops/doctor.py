@@ -90,7 +90,7 @@ def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Repor
         if report.level is Level.ERROR:
             broken.add(database)
     for database in [] if aliases else set(connections).difference(with_fences):
-        if found := list(_fenced_tables(database, limit)):
+        if found := list(_database(database, limit, has_fences=False)):
             yield Report(f"database {database!r} (only fenced tables)", found)
     for config in configs:
         about = f"alias {config.alias!r} ({conf.backend_class(config.backend).label})"
@@ -104,31 +104,23 @@ def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Repor
 # Databases
 
 
-def _database(database: str, limit: float) -> Iterator[Problem]:
+def _database(database: str, limit: float, has_fences: bool = True) -> Iterator[Problem]:
+    """Examine a database; yield nothing if it has neither fences nor fenced tables."""
+    brief, found = min(limit, CONNECT_TIMEOUT), []
     try:
-        # The project's own connection may have no time limits.
-        yield from query_once(database, min(limit, CONNECT_TIMEOUT), _server)
+        if has_fences:
+            # The project's own connection may have no time limits.
+            yield from query_once(database, brief, _server)
+        with time_limited(database, limit if has_fences else brief):
+            if has_fences:
+                found = [*_tables(database), *table_problems([database])]
+            elif has_tables(database):
+                healthy = ok("Its fenced tables match the models and the migrations.")
+                found = list(table_problems([database])) or [healthy]
     except Error as exc:
-        yield error(f"Unavailable: {str(exc).strip()}", "Start the database, or fix its settings.")
-        return
-    with time_limited(database, limit):
-        yield from [*_tables(database), *table_problems([database])]
-
-
-def _fenced_tables(database: str, limit: float) -> Iterator[Problem]:
-    """Examine the fenced tables of a database without fences; yield nothing if it has none."""
-    try:
-        with time_limited(database, min(limit, CONNECT_TIMEOUT)):
-            if not has_tables(database):
-                return
-            found = list(table_problems([database]))
-    except Error as exc:
-        yield warning(
-            f"Its fenced tables can't be checked: {str(exc).strip()}",
-            "Start the database, or fix its settings, if fenced models have rows in it.",
-        )
-        return
-    yield from found or [ok("Its fenced tables match the models and the migrations.")]
+        report = error if has_fences else warning
+        yield report(f"Unavailable: {str(exc).strip()}", "Start the database, or fix its settings.")
+    yield from found
 
 
 def _server(connection: BaseDatabaseWrapper) -> list[Problem]:
