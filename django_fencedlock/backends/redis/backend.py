@@ -22,7 +22,7 @@ from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 from . import client as clients
 from .client import Client, RedisError, is_cluster
 from .connections import Connections, Mailbox
-from .scripts import ACQUIRE, BEAT, GATE, RECHECK, RELEASE, RENEW, SUGGEST, Keys
+from .scripts import ACQUIRE, BEAT, GATE, LOOK, RECHECK, RELEASE, RENEW, SUGGEST, Keys
 
 logger = logging.getLogger(__name__)
 
@@ -143,14 +143,13 @@ class RedisBackend(Backend):
 
     def release(self, grant: Grant) -> bool:
         keys, _, counter = self._handle(grant)
-        fence = (counter, str(grant.token or 0)) if grant.fenced else ()
         try:
-            return self._release(keys, grant.owner, *fence)
+            return self._release(keys, grant.owner, *([counter] if grant.fenced else []))
         except RedisError as exc:
             raise self.unavailable("release", exc, grant.name) from exc
 
-    def _release(self, keys: Keys, owner: str, *fence: str) -> bool:
-        answer = self._here.run(RELEASE, keys, owner, *fence)
+    def _release(self, keys: Keys, owner: str, *counter: str) -> bool:
+        answer = self._here.run(RELEASE, keys, owner, *counter)
         if isinstance(answer, list):
             # The lock is released, whatever becomes of the waiter that got it.
             with contextlib.suppress(*RedisError):
@@ -175,19 +174,14 @@ class RedisBackend(Backend):
         return held == value if held else bool(counter) and drawn in ("", counter)
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
-        every = [self._keys(name) for name in names]
-        commands = [
-            command
-            for keys in every
-            for command in (("GET", keys.lock), ("PTTL", keys.lock), ("ZCARD", keys.queue))
-        ]
+        calls = [((keys.lock, keys.queue), ()) for keys in map(self._keys, names)]
         with self._requests("look"):
-            answers = self._here.batch(commands)
+            answers = self._here.run_batch(LOOK, calls)
             for answer in answers:
                 if isinstance(answer, Exception):
                     raise answer
-        rows = zip(names, answers[::3], answers[1::3], answers[2::3], strict=True)
-        return {name: _read_lock(value, *more) for name, value, *more in rows if value is not None}
+        found = zip(names, answers, strict=True)
+        return {name: _read_lock(*answer) for name, answer in found if answer[0] is not None}
 
     def suggest(self, name: str, floor: int) -> None:
         with self._requests("suggestion of a token", name):

@@ -1,4 +1,4 @@
-"""Requests to Redis: single ones, batches, and the blocking pops of waiters."""
+"""Requests to Redis: scripts, many calls of a script, and the blocking pops of waiters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from ..interface import Wait
 from .client import Client, RedisError, copy_pool, is_cluster, never_retry
 from .scripts import BEAT, WAKE, Script
 
-Command = Sequence[object]
+#: The keys and arguments of a script.
+Call = tuple[Sequence[str], Sequence[str]]
 
 #: Calls that one script serves, while no other client is served.
-AT_ONCE = 100
+AT_ONCE = 250
 #: Seconds between a failed blocking pop and the next try.
 PAUSE = 0.1
 
@@ -85,10 +86,12 @@ class Connections:
                 return self.client.execute_command(*command)
             return self._spare.execute(*command)
         except ResponseError as exc:
-            found = self._checked(exc)
-            if found is exc:
+            # Of Redis before 7, the driver doesn't know READONLY in the error of a script.
+            if not isinstance(exc, ReadOnlyError) and "-READONLY " not in str(exc):
                 raise
-            raise found from exc
+            # After a failover the server's name or address may lead to another server.
+            self.close()
+            raise ReadOnlyError(str(exc)) from exc
 
     def run(self, script: Script, keys: Sequence[str], *args: str) -> Any:
         """Run a script. Raise `RedisError`."""
@@ -99,32 +102,37 @@ class Connections:
         except NoScriptError:
             return self.execute("EVAL", script.text, *given)
 
-    def batch(self, commands: Sequence[Command]) -> list[Any]:
-        """Execute commands in one batch; an answer may be an exception."""
-        if is_cluster(self.client):
-            return _one_by_one(self.client, commands)
-        return [self._checked(each) for each in _pipeline(self.client, commands)]
-
-    def run_batch(
-        self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[str]]]
-    ) -> list[Any]:
-        """
-        Run a script that takes many calls at once, and returns a list of their answers.
-
-        An answer may be an exception.
-        """
+    def run_batch(self, script: Script, calls: Sequence[Call]) -> list[Any]:
+        """Run a script that takes many calls at once; an answer may be an exception."""
+        # The nodes of a Cluster that failed: each further request to one might take as long.
+        failures: dict[object, BaseException] = {}
         size = 1 if is_cluster(self.client) else AT_ONCE
         parts = [calls[start : start + size] for start in range(0, len(calls), size)]
-        answers = self.batch([("EVALSHA", script.sha, *_join(part)) for part in parts])
-        found: list[Any] = []
-        for part, answer in zip(parts, answers, strict=True):
-            if isinstance(answer, ResponseError) and not isinstance(answer, ReadOnlyError):
-                # It may be about one of the calls, or the server doesn't have the script.
-                each = self.batch([("EVAL", script.text, *_join([call])) for call in part])
-                found += [one if isinstance(one, Exception) else one[0] for one in each]
-            else:
-                found += [answer] * len(part) if isinstance(answer, Exception) else answer
-        return found
+        return [answer for part in parts for answer in self._run_part(script, part, failures)]
+
+    def _run_part(
+        self, script: Script, part: Sequence[Call], failures: dict[object, BaseException]
+    ) -> list[Any]:
+        keys = [key for keys, _ in part for key in keys]
+        node = self._node_of(keys[0])
+        if node not in failures:
+            try:
+                return list(self.run(script, keys, *(arg for _, args in part for arg in args)))
+            except RedisError as exc:
+                if len(part) > 1 and isinstance(exc, ResponseError):
+                    # It may be about one of the calls.
+                    return [self._run_part(script, [call], failures)[0] for call in part]
+                if isinstance(exc, ClusterError) or not isinstance(exc, ResponseError):
+                    failures[node] = exc
+                return [exc] * len(part)
+        return [failures[node]] * len(part)
+
+    def _node_of(self, key: str) -> object:
+        """Return a key's node in a Cluster; None if the client knows none."""
+        if is_cluster(self.client):
+            with contextlib.suppress(*RedisError):
+                return self.client.get_node_from_key(key)
+        return None
 
     def spare_to_wait(self, key: str) -> Spare:
         """Return connections for blocking pops of a key. None of them serves requests."""
@@ -149,27 +157,12 @@ class Connections:
         if self._pool is not None:
             self._pool.disconnect(inuse_connections=False)
 
-    def _checked(self, answer: Any) -> Any:
-        """
-        Return an answer. If the server has become a replica, close what leads to it.
-
-        After a failover its name or address may lead to another server. Redis before 7 reports
-        READONLY from a script as an error that the driver doesn't know.
-        """
-        if isinstance(answer, ResponseError) and "-READONLY " in str(answer):
-            answer = ReadOnlyError(str(answer).partition("-READONLY ")[2])
-        if isinstance(answer, ReadOnlyError):
-            self.close()
-        return answer
-
 
 class Mailbox:
     """The list whose messages wake one waiter. Cancelling the wait sends a message too."""
 
     def __init__(self, connections: Connections, key: str, wait: Wait) -> None:
-        self._connections = connections
-        self._key = key
-        self._wait = wait
+        self._connections, self._key, self._wait = connections, key, wait
         connections.waiters.add(self)
         wait.on_cancel(self._wake)
 
@@ -202,44 +195,3 @@ class Mailbox:
     def _push(self) -> None:
         with contextlib.suppress(*RedisError):
             self._connections.run(WAKE, [self._key])
-
-
-def _join(calls: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:
-    keys = [key for keys, _ in calls for key in keys]
-    return [str(len(keys)), *keys, *(arg for _, args in calls for arg in args)]
-
-
-def _pipeline(client: Client, commands: Sequence[Command]) -> list[Any]:
-    with client.pipeline(transaction=False) as pipeline:
-        for command in commands:
-            pipeline.execute_command(*command)
-        answers: list[Any] = pipeline.execute(raise_on_error=False)
-        return answers
-
-
-def _one_by_one(cluster: Client, commands: Sequence[Command]) -> list[Any]:
-    """
-    Execute commands on the nodes of a Cluster; an answer may be an exception.
-
-    The driver's pipeline would fail as a whole if one node fails.
-    """
-    answers: list[Any] = []
-    failures: dict[object, BaseException] = {}
-    for command in commands:
-        node = _node_name(cluster, command)
-        try:
-            # Each further command to such a node might take as long.
-            answers.append(failures.get(node) or cluster.execute_command(*command))
-        except RedisError as exc:
-            answers.append(exc)
-            if isinstance(exc, ClusterError) or not isinstance(exc, ResponseError):
-                failures[node] = exc
-    return answers
-
-
-def _node_name(cluster: Client, command: Command) -> object:
-    """Return the node of a command's first key; None if the client doesn't know one."""
-    key = command[3] if command[0] in ("EVAL", "EVALSHA") else command[1]
-    with contextlib.suppress(*RedisError):
-        return cluster.get_node_from_key(key).name
-    return None

@@ -178,8 +178,7 @@ return {{redis.call('PTTL', KEYS[1]), arrival or '', handed, redis.call('GET', K
 """)
 
 # KEYS     as in Keys
-# ARGV     owner; if fenced, the counter if no other owner came since, "" if unknown, and a token
-#          that the next one must exceed
+# ARGV     owner; only if fenced: the counter if no other owner came since, "" if unknown
 # Returns  1 if the owner had the lock or a place in the queue, else 0; or handed, as in ACQUIRE
 # An expired lease is the owner's if no other came since, as in RENEW. The owner leaves the counter:
 # a renewal that arrives late must not bring the lock back.
@@ -192,14 +191,12 @@ if not mine then
   redis.call('DEL', KEYS[3] .. ':' .. ARGV[1])
   if held then return had end
 end
-if ARGV[3] then
+if ARGV[2] then
   local counter = redis.call('GET', KEYS[2])
-  local drawn, last = string.match(counter or '', '^(%d+):(.*)$')
-  if last == ARGV[1] and (ARGV[2] == '' or ARGV[2] == counter) then had = 1 end
-  if not counter and ARGV[2] ~= '' then had = 1 end
-  local floor = math.max(tonumber(drawn) or 0, tonumber(ARGV[3]))
-  if (last or ARGV[1]) == ARGV[1] or tonumber(drawn) < floor then
-    redis.call('SET', KEYS[2], string.format('%.0f:', floor), 'PX', {_COUNTER_TTL})
+  local drawn, last = string.match(counter or ARGV[2], '^(%d+):(.*)$')
+  if last == ARGV[1] and (not counter or ARGV[2] == '' or ARGV[2] == counter) then had = 1 end
+  if (last or ARGV[1]) == ARGV[1] then
+    redis.call('SET', KEYS[2], (drawn or '0') .. ':', 'PX', {_COUNTER_TTL})
   end
 end
 if not mine then return had end
@@ -252,6 +249,19 @@ for last = 2, #KEYS, 2 do
   answers[last / 2] = renewed
 end
 return answers
+""")
+
+# KEYS     lock and queue of each lock
+# Returns  of each lock {value of the lock key, ms until it expires, number of waiters}
+LOOK = Script("""
+local found = {}
+for last = 2, #KEYS, 2 do
+  local lock = KEYS[last - 1]
+  found[last / 2] = {
+    redis.call('GET', lock), redis.call('PTTL', lock), redis.call('ZCARD', KEYS[last])
+  }
+end
+return found
 """)
 
 # KEYS     counter
