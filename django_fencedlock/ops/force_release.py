@@ -160,8 +160,11 @@ def held_by(name: str, backend: str = conf.DEFAULT_ALIAS) -> HeldBy | None:
     holder = now or (row.holder() if row else None)
     if holder is None:
         return None
-    # A service without tokens doesn't tell: the holder may be about to record its grant.
-    fenced = holder.token is not None or (newest is not None and not asked.backend.records_grants)
+    # A service without tokens doesn't tell: the holder may be about to record its grant. A name
+    # that was never fenced has no fence.
+    fenced = holder.token is not None or (
+        newest not in (None, (0, "")) and not asked.backend.records_grants
+    )
     return HeldBy(
         name=name,
         alias=backend,
