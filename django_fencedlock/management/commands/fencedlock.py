@@ -98,23 +98,18 @@ class Command(BaseCommand):
     def _list(self, alias: list[str], state: list[str] | None, **options: Any) -> int:
         found = registry.listing(alias)
         entries = [each for each in found.entries if not state or each.state in state]
-        if self.as_json:
-            locks = [asdict(each) for each in entries]
-            self._json({"locks": locks, "unanswered": found.unanswered})
-        elif entries:
+        lines = [] if found.unanswered else ["No locks."]
+        if entries:
             head = ("NAME", "STATE", "HOLDER", "ALIAS", "TOKEN", "HELD FOR", "LEFT")
-            self._table(head, [_cells(each) for each in entries])
-        elif not found.unanswered:
-            self.stdout.write("No locks.")
+            lines = table(head, [_cells(each) for each in entries], self._paint)
+        locks = [asdict(each) for each in entries]
+        self._put({"locks": locks, "unanswered": found.unanswered}, lines)
         self._unavailable(found.unanswered)
         return FAILED if found.unanswered else 0
 
     def _show(self, name: str, **options: Any) -> int:
         found = registry.portrait(names.validate(name))
-        if self.as_json:
-            self._json(asdict(found))
-        else:
-            self._table(("LOCK", found.name), list(_details(found)))
+        self._put(asdict(found), table(("LOCK", found.name), list(_details(found)), self._paint))
         if found.is_held:
             return 0
         return FAILED if found.unanswered else 1
@@ -146,10 +141,8 @@ class Command(BaseCommand):
             # Only the holder that was shown, or named by --owner, loses the lock.
             only = owner or found.owner
             done = force_release(found.name, by=by, backend=found.alias, owner=only)
-        if self.as_json:
-            self._json({**asdict(done), "done": done.done, "message": str(done)})
-        else:
-            self.stdout.write(escape_control(str(done)))
+        told = str(done)
+        self._put({**asdict(done), "done": done.done, "message": told}, [escape_control(told)])
         return 0 if done.done else 1
 
     def _confirm(self, found: HeldBy, stdin: Any) -> None:
@@ -175,10 +168,7 @@ class Command(BaseCommand):
             reports.append(_plain(report))
             if not self.as_json:
                 self._write_report(reports[-1])
-        if self.as_json:
-            self._json({"level": worst.label, "reports": reports})
-        else:
-            self.stdout.write(_VERDICTS[worst.exit_code])
+        self._put({"level": worst.label, "reports": reports}, [_VERDICTS[worst.exit_code]])
         return worst.exit_code
 
     def _write_report(self, report: dict[str, Any]) -> None:
@@ -196,10 +186,9 @@ class Command(BaseCommand):
                 results.append(result := resync.resync(model, database, dry_run=dry_run))
                 if not self.as_json:
                     self._write_resynced(result, dry_run, options["verbosity"])
-        if self.as_json:
-            self._json({"dry_run": dry_run, "models": [asdict(each) for each in results]})
-        elif not results:
-            self.stdout.write("There are no fenced models.")
+        models_done = [asdict(each) for each in results]
+        nothing = [] if results else ["There are no fenced models."]
+        self._put({"dry_run": dry_run, "models": models_done}, nothing)
         if any(each.error or each.locked for each in results):
             return FAILED
         return int(dry_run and any(each.low for each in results))
@@ -229,13 +218,13 @@ class Command(BaseCommand):
         for alias, why in unanswered.items():
             self.stderr.write(f"Alias {alias!r} is unavailable: {why}")
 
-    def _json(self, value: Any) -> None:
-        # ASCII, and no DEL: a terminal would obey the control characters of a lock name.
-        text = json.dumps(value, indent=2, default=_json_value).replace("\x7f", "\\u007f")
-        self.stdout.write(text)
-
-    def _table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        for line in table(head, rows, self._paint):
+    def _put(self, value: Any, lines: Sequence[str]) -> None:
+        """Write a value as JSON, or the lines that say the same."""
+        if self.as_json:
+            # ASCII, and no DEL: a terminal would obey the control characters of a lock name.
+            text = json.dumps(value, indent=2, default=_json_value)
+            lines = [text.replace("\x7f", "\\u007f")]
+        for line in lines:
             self.stdout.write(line)
 
     def _paint(self, word: str) -> str:
