@@ -15,6 +15,7 @@ from django_fencedlock import LeaseLost, StaleFence, lock
 from django_fencedlock.backends.interface import Wait
 from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.manager import service
+from django_fencedlock.lease import Lease
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.ops import resync
 from tests.backends import REDIS
@@ -113,8 +114,8 @@ def new_holder(invoice):
     """Return a lease of another process, which isn't renewed."""
     claim = new_claim(invoice.fencing.name(), 30)
     found = service("default")
-    home = connections[found.config.fence_database]
-    return found._lease(claim, *found.grants.acquire(claim, Wait()), home)
+    grant, since = found.grants.acquire(claim, Wait())
+    return Lease(grant, found, since=since, database=found.config.fence_database)
 
 
 @ON_ALL
