@@ -15,7 +15,7 @@ import pytest
 from example_project import servers
 from example_project.demo import DemoFailed, show
 from tests.scripts import ROOT, run_python
-from tests.servers import Postgres, Redis, shared
+from tests.servers import shared
 from tests.servers.process import wait_until
 from tests.visitor import Visitor
 
@@ -53,22 +53,20 @@ def test_its_checks_are_silent_and_its_migrations_complete(environment: dict[str
     assert "No changes" in _manage(environment, "makemigrations", "--check", "--dry-run")
 
 
-def test_its_tests_pass(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("locks", ["database", "postgres", "redis"])
+def test_its_tests_pass(
+    request: pytest.FixtureRequest, environment: dict[str, str], locks: str
+) -> None:
+    if locks == "postgres":
+        server = request.getfixturevalue("postgres")
+        environment["EXAMPLE_DATABASE_URL"] = server.url_of(server.create_database())
+        environment["EXAMPLE_LOCKS"] = "postgres"
+    elif locks == "redis":
+        url = request.getfixturevalue("redis_server").url
+        environment["EXAMPLE_LOCKS"] = f"{url.rpartition('/')[0]}/7"
     assert "\nOK\n" in _manage(environment, "test", "example_project")
-
-
-def test_its_tests_pass_on_postgres(environment: dict[str, str], postgres: Postgres) -> None:
-    environment |= {
-        "EXAMPLE_DATABASE_URL": postgres.url_of(postgres.create_database()),
-        "EXAMPLE_LOCKS": "postgres",
-    }
-    assert "\nOK\n" in _manage(environment, "test", "example_project")
-    assert "no issues" in _manage(environment, "check", "--database", "default")
-
-
-def test_its_tests_pass_with_redis_locks(environment: dict[str, str], redis_server: Redis) -> None:
-    environment["EXAMPLE_LOCKS"] = f"{redis_server.url.rpartition('/')[0]}/7"
-    assert "\nOK\n" in _manage(environment, "test", "example_project")
+    if locks == "postgres":
+        assert "no issues" in _manage(environment, "check", "--database", "default")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from django_fencedlock.checks import check_settings, problems
 
 OURS = "django_fencedlock"
 ALL = {"ops": "all", "timeout": 60}
+BY_HAND = {"*.*": {"timeout": 60}}
 
 
 @pytest.fixture
@@ -29,48 +30,43 @@ def test_without_such_a_cache_nothing_is_found(settings):
     assert found() == []
 
 
-@pytest.mark.parametrize(
-    ("given", "is_cached"),
-    [
-        ({}, True),
-        ({"CACHALOT_ENABLED": False}, False),
-        ({"CACHALOT_UNCACHABLE_APPS": ["shop"]}, True),
-        ({"CACHALOT_UNCACHABLE_APPS": ["shop", OURS]}, False),
-        ({"CACHALOT_ONLY_CACHABLE_APPS": ["shop"]}, False),
-        ({"CACHALOT_ONLY_CACHABLE_APPS": [OURS]}, True),
-        ({"CACHALOT_ONLY_CACHABLE_TABLES": ["shop_sale"]}, False),
-        ({"CACHALOT_ONLY_CACHABLE_APPS": [OURS], "CACHALOT_UNCACHABLE_APPS": [OURS]}, False),
-    ],
-)
-def test_cachalot(settings, install, given, is_cached):
-    install("cachalot")
-    for name, value in given.items():
-        setattr(settings, name, value)
-    hints = ["Add 'django_fencedlock' to CACHALOT_UNCACHABLE_APPS."] if is_cached else []
-    assert [message.hint for message in found()] == hints
+CACHALOT = ("cachalot", "Add 'django_fencedlock' to CACHALOT_UNCACHABLE_APPS.")
+CACHEOPS = ("cacheops", "Add 'django_fencedlock.*': None to CACHEOPS.")
 
 
 @pytest.mark.parametrize(
-    ("given", "is_cached"),
+    ("cache", "given", "is_cached"),
     [
-        ({}, False),
-        ({"CACHEOPS": {"shop.*": ALL}}, False),
-        ({"CACHEOPS": {"*.*": ALL}}, True),
-        ({"CACHEOPS": {"*.*": ALL}, "CACHEOPS_ENABLED": False}, False),
-        ({"CACHEOPS": {"*.*": ALL, "django_fencedlock.*": None}}, False),
-        ({"CACHEOPS": {"*.*": ALL, "django_fencedlock.*": {"ops": ()}}}, False),
-        ({"CACHEOPS": {"django_fencedlock.*": ALL}}, True),
+        (CACHALOT, {}, True),
+        (CACHALOT, {"CACHALOT_ENABLED": False}, False),
+        (CACHALOT, {"CACHALOT_UNCACHABLE_APPS": ["shop"]}, True),
+        (CACHALOT, {"CACHALOT_UNCACHABLE_APPS": ["shop", OURS]}, False),
+        (CACHALOT, {"CACHALOT_ONLY_CACHABLE_APPS": ["shop"]}, False),
+        (CACHALOT, {"CACHALOT_ONLY_CACHABLE_APPS": [OURS]}, True),
+        (CACHALOT, {"CACHALOT_ONLY_CACHABLE_TABLES": ["shop_sale"]}, False),
+        (
+            CACHALOT,
+            {"CACHALOT_ONLY_CACHABLE_APPS": [OURS], "CACHALOT_UNCACHABLE_APPS": [OURS]},
+            False,
+        ),
+        (CACHEOPS, {}, False),
+        (CACHEOPS, {"CACHEOPS": {"shop.*": ALL}}, False),
+        (CACHEOPS, {"CACHEOPS": {"*.*": ALL}}, True),
+        (CACHEOPS, {"CACHEOPS": {"*.*": ALL}, "CACHEOPS_ENABLED": False}, False),
+        (CACHEOPS, {"CACHEOPS": {"*.*": ALL, "django_fencedlock.*": None}}, False),
+        (CACHEOPS, {"CACHEOPS": {"*.*": ALL, "django_fencedlock.*": {"ops": ()}}}, False),
+        (CACHEOPS, {"CACHEOPS": {"django_fencedlock.*": ALL}}, True),
         # By hand alone, unless the defaults say another.
-        ({"CACHEOPS": {"*.*": {"timeout": 60}}}, False),
-        ({"CACHEOPS": {"*.*": {"timeout": 60}}, "CACHEOPS_DEFAULTS": {"ops": "get"}}, True),
+        (CACHEOPS, {"CACHEOPS": BY_HAND}, False),
+        (CACHEOPS, {"CACHEOPS": BY_HAND, "CACHEOPS_DEFAULTS": {"ops": "get"}}, True),
     ],
 )
-def test_cacheops(settings, install, given, is_cached):
-    install("cacheops")
-    for name, value in given.items():
-        setattr(settings, name, value)
-    hints = ["Add 'django_fencedlock.*': None to CACHEOPS."] if is_cached else []
-    assert [message.hint for message in found()] == hints
+def test_a_cache_of_the_packages_tables_is_found(settings, install, cache, given, is_cached):
+    name, hint = cache
+    install(name)
+    for setting, value in given.items():
+        setattr(settings, setting, value)
+    assert [message.hint for message in found()] == ([hint] if is_cached else [])
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -148,12 +148,8 @@ def cluster_client() -> redis.RedisCluster:
 @pytest.fixture
 def nodes(make_any_redis, monkeypatch):
     """Three nodes with a third of the slots each. One that dies takes its own slots along alone."""
-    arguments = {
-        "--cluster-enabled": "yes",
-        "--cluster-node-timeout": "1000",
-        "--cluster-require-full-coverage": "no",
-    }
-    flat = [word for option in arguments.items() for word in option]
+    flat = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"]
+    flat += ["--cluster-require-full-coverage", "no"]
     made = [make_any_redis(*flat) for _ in range(3)]
     for number, node in enumerate(made):
         slots = range(SLOTS * number // 3, SLOTS * (number + 1) // 3)
@@ -221,18 +217,17 @@ def test_a_slot_moves_to_another_node_with_the_lock_and_its_queue(nodes, closing
     backend = backend_of(closing, CLIENT_FACTORY=FACTORY)
     name = _name_on(0)
     held = take(backend, claim(name, ttl=60))
-    sent, answers = claim(name), []
-    waiter = threading.Thread(target=lambda: answers.append(backend.acquire(sent, Wait(60))))
-    waiter.start()
+    sent = claim(name)
+    waiter = ThreadPoolExecutor(1).submit(backend.acquire, sent, Wait(60))
     queue = Keys.of("", name).queue
     wait_until(lambda: nodes[0].execute("ZCARD", queue), "a waiter in the queue")
     _move(_slot(name), *nodes[:2])
     assert backend.renew([held]) == [Renewal.KEPT]
     assert backend.verify(held)
     assert backend.release(held)
-    waiter.join(PATIENCE)
-    assert isinstance(answers[0], Granted)
-    assert backend.verify(grant(sent, answers[0]))
+    answer = waiter.result(PATIENCE)
+    assert isinstance(answer, Granted)
+    assert backend.verify(grant(sent, answer))
     assert isinstance(backend.acquire(claim(name), Wait()), Held)
 
 

@@ -1,7 +1,6 @@
 """The times of the tables: in UTC, whatever USE_TZ and the TIME_ZONE of a database say."""
 
 import contextlib
-import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -13,6 +12,7 @@ from django_fencedlock.models import ForcedRelease, HeldLock
 from django_fencedlock.ops.registry import State, listing
 from django_fencedlock.storage import dialect
 from django_fencedlock.storage.fences import notes
+from tests.threads import elsewhere
 
 BERLIN, NEW_YORK = "Europe/Berlin", "America/New_York"
 #: Clocks in Berlin go back at 01:00 UTC, from 03:00 to 02:00.
@@ -113,15 +113,6 @@ def test_a_lease_on_sqlite_lasts_while_clocks_go_back(settings, monkeypatch):
     moment = CLOCKS_GO_BACK - timedelta(seconds=10)
     monkeypatch.setattr(dialect, "machine_time", lambda: moment)
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "default"}}
-    taken = []
-
-    def take():
-        taken.append(lock("x", ttl=30).acquire(blocking=False))
-        connections.close_all()
-
     with in_zone("default", BERLIN), lock("x", ttl=30):
         moment += timedelta(seconds=1)
-        thread = threading.Thread(target=take)
-        thread.start()
-        thread.join()
-    assert taken == [None]
+        assert elsewhere(lock("x", ttl=30).acquire, blocking=False) is None

@@ -1,5 +1,7 @@
 """Locks taken and released inside the caller's own transactions."""
 
+import contextlib
+
 import pytest
 from django.db import connections, transaction
 
@@ -69,22 +71,21 @@ def test_a_transaction_inside_of_the_lock_ends_first_and_costs_no_waiting(databa
     assert not is_held("x")
 
 
-def test_a_transaction_on_another_database_delays_the_release_as_well(settings):
+@pytest.fixture
+def on_postgres(settings):
+    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_the_lock_waits_for_the_last_of_several_transactions(on_postgres, within):
     """The next holder would read what isn't committed yet, wherever it is."""
-    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
     with transaction.atomic(using="default"):
-        with lock("x"):
+        with contextlib.nullcontext() if within else lock("x"):
             pass
-        with transaction.atomic(using="postgres"):
-            pass
-        assert is_held("x")
-    assert not is_held("x")
-
-
-def test_the_lock_waits_for_the_last_of_several_transactions(settings):
-    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
-    with transaction.atomic(using="default"):
-        with transaction.atomic(using="postgres"), lock("x"):
+        with (
+            transaction.atomic(using="postgres"),
+            lock("x") if within else contextlib.nullcontext(),
+        ):
             pass
         assert is_held("x")
     assert not is_held("x")
@@ -101,8 +102,7 @@ def test_sqlite_refuses_at_once_after_a_write_and_says_what_to_do(settings):
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-def test_a_snapshot_older_than_the_grant_is_refused_and_the_lock_given_back(settings, level):
-    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+def test_a_snapshot_older_than_the_grant_is_refused_and_the_lock_given_back(on_postgres, level):
     with transaction.atomic(using="postgres"), connections["postgres"].cursor() as cursor:
         cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
         cursor.execute("SELECT 1 FROM django_fencedlock_fence")
@@ -111,17 +111,15 @@ def test_a_snapshot_older_than_the_grant_is_refused_and_the_lock_given_back(sett
         assert not is_held("x")
 
 
-def test_a_snapshot_that_sees_the_grant_is_fine(settings):
-    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
+def test_a_snapshot_that_sees_the_grant_is_fine(on_postgres):
     with transaction.atomic(using="postgres"), connections["postgres"].cursor() as cursor:
         cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         with lock("x") as lease:
             assert lease.token == 1
 
 
-def test_a_fence_pinned_by_an_open_transaction_is_a_lock_that_is_held(settings):
+def test_a_fence_pinned_by_an_open_transaction_is_a_lock_that_is_held(on_postgres):
     """A former holder that is still writing delays its successor, within bounds."""
-    settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
     lock("x").acquire().release()
     with transaction.atomic(using="postgres"):
         Fence.objects.using("postgres").select_for_update().get(name="x")

@@ -74,11 +74,8 @@ def see(browser: Client, marked: None) -> Callable[..., None]:
     """Return a function that checks a page, or the answer to a form."""
 
     def look(path: str, form: dict[str, Any] | None = None) -> None:
-        answer = (
-            browser.get(path, follow=True)
-            if form is None
-            else browser.post(path, form, follow=True)
-        )
+        ask = browser.get if form is None else browser.post
+        answer = ask(path, form, follow=True)
         assert answer.status_code == 200
         page = answer.content.decode()
         assert BEGIN in page
@@ -124,11 +121,8 @@ def test_messages_of_a_forced_release(see: Callable[..., None], browser: Client)
 def test_every_reason_is_marked(marked: None) -> None:
     for kind in vars(exceptions).values():
         if isinstance(kind, type) and issubclass(kind, exceptions.FencedLockError):
-            is_for_code = kind in (
-                exceptions.FencedLockError,
-                exceptions.NotTheHolder,
-                exceptions.Unfenced,
-            )
+            for_code = (exceptions.FencedLockError, exceptions.NotTheHolder, exceptions.Unfenced)
+            is_for_code = kind in for_code
             assert translated(kind("q1")).startswith(BEGIN) != is_for_code, kind
 
 

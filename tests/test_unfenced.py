@@ -28,13 +28,15 @@ def rows(backend):
     return HeldLock.objects.using("postgres" if backend == "postgres" else "default")
 
 
-def renew_all():
-    """Renew all leases, as the keeper does each third of a ttl."""
+def renew_all(writing=None):
+    """Renew all leases, as the keeper does each third of a ttl, and write what that is to write."""
     keeper = service("default").keeper
     with keeper._lock:
         keeper._due = dict.fromkeys(keeper._due, 0.0)
     keeper.tick()
     runtime.worker.finish(10)
+    if writing:
+        writing.flush()
 
 
 def test_one_that_was_renewed_is_in_the_registry_until_its_release(writing, rows):
@@ -42,8 +44,7 @@ def test_one_that_was_renewed_is_in_the_registry_until_its_release(writing, rows
         lease.granted_at -= 100
         writing.flush()
         assert [row.name for row in rows.all()] == ["invoice"]
-        renew_all()
-        writing.flush()
+        renew_all(writing)
         row = rows.get(name="report")
         assert (row.owner, row.fenced, row.token) == (lease.owner_id, False, None)
         entry = next(each for each in listing().entries if each.name == "report")
@@ -63,11 +64,9 @@ def test_a_short_one_gets_no_row(writing, rows):
 
 def test_a_row_is_renewed_with_its_lease(writing, rows):
     with lock("report", fenced=False, ttl=60):
-        renew_all()
-        writing.flush()
+        renew_all(writing)
         first = rows.get()
-        renew_all()
-        writing.flush()
+        renew_all(writing)
         again = rows.get()
         assert again.acquired_at == first.acquired_at
         assert again.expires_at > first.expires_at
@@ -75,41 +74,35 @@ def test_a_row_is_renewed_with_its_lease(writing, rows):
 
 def test_the_row_of_a_dead_holder_is_replaced(writing, rows):
     with lock("report", fenced=False, ttl=60):
-        renew_all()
-        writing.flush()
+        renew_all(writing)
         # As if its process were killed: nothing deletes the row.
         unfenced_rows.after_fork()
     row = rows.get()
     row.owner = "b" * 32
     row.save(using=rows.db)
     with lock("report", fenced=False, ttl=60) as lease:
-        renew_all()
-        writing.flush()
+        renew_all(writing)
         # The other row hasn't expired.
         assert rows.get().owner == "b" * 32
         rows.update(expires_at=row.acquired_at)
-        renew_all()
-        writing.flush()
+        renew_all(writing)
         assert rows.get().owner == lease.owner_id
 
 
 def test_the_row_of_another_alias_is_left_alone(writing, rows):
     with lock("report", fenced=False, ttl=60):
-        renew_all()
-        writing.flush()
+        renew_all(writing)
         row = rows.get()
         row.alias, row.owner = "other", "c" * 32
         row.save(using=rows.db)
         rows.update(expires_at=row.acquired_at)
-        renew_all()
-        writing.flush()
+        renew_all(writing)
         assert rows.get().alias == "other"
 
 
 def test_one_that_is_lost(writing, rows):
     with lock("report", fenced=False, ttl=60) as lease:
-        renew_all()
-        writing.flush()
+        renew_all(writing)
         service("default").lose(lease, "for a test")
         writing.flush()
         assert not rows.exists()
@@ -122,8 +115,7 @@ def test_one_whose_release_gets_no_answer(writing, rows, monkeypatch):
         raise BackendUnavailable("no answer", name=lease.name, alias="default")
 
     lease = lock("report", fenced=False, ttl=60).acquire()
-    renew_all()
-    writing.flush()
+    renew_all(writing)
     assert rows.exists()
     with monkeypatch.context() as patched, pytest.raises(BackendUnavailable):
         patched.setattr(service("default").backend, "release", fail)
@@ -143,8 +135,7 @@ def test_one_that_ends_while_it_is_written(writing, rows, monkeypatch):
     write = unfenced.write
     with monkeypatch.context() as patched:
         patched.setattr(unfenced, "write", write_and_release)
-        renew_all()
-    writing.flush()
+        renew_all(writing)
     writing.flush()
     assert not rows.exists()
 
@@ -165,8 +156,7 @@ def test_many_at_once(writing, rows):
 
 def test_one_that_is_released_by_force(writing, rows):
     lease = lock("report", fenced=False, ttl=60).acquire()
-    renew_all()
-    writing.flush()
+    renew_all(writing)
     done = force_release("report", by="ada")
     assert done.done
     renew_all()
@@ -181,8 +171,7 @@ def test_one_that_is_released_by_force(writing, rows):
 @pytest.mark.parametrize("verifies", [False, True])
 def test_a_release_after_a_forced_release_returns_false(writing, rows, verifies):
     lease = lock("report", fenced=False, ttl=60).acquire()
-    renew_all()
-    writing.flush()
+    renew_all(writing)
     force_release("report", by="ada")
     # verify() finds it lost before the release does.
     assert not verifies or not lease.verify()

@@ -189,14 +189,9 @@ def test_a_parents_version(database):
     Letter.objects.bulk_update([letter], ["sender"])
     assert versions(Paper) == [letter.version] == [4]
     set_(old, sender="x")
-    all_refused(
-        VersionConflict,
-        (Letter, Paper),
-        old.save,
-        lambda: old.save(update_fields=["sender"]),
-        lambda: Letter.objects.bulk_update([old], ["sender"]),
-        old.delete,
-    )
+    writes = (old.save, lambda: old.save(update_fields=["sender"]), old.delete)
+    many = lambda: Letter.objects.bulk_update([old], ["sender"])  # noqa: E731
+    all_refused(VersionConflict, (Letter, Paper), *writes, many)
 
 
 def test_a_child_that_fails_half_way_can_be_saved_again(database):

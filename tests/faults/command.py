@@ -105,16 +105,9 @@ def _missing(
 
 
 def _plan(fault: Fault, options: argparse.Namespace, seed: str) -> Plan:
-    return Plan(
-        fault=fault,
-        seed=seed,
-        seconds=options.seconds,
-        most=options.seconds * 6,
-        directory=options.keep,
-        fenced=not options.unfenced,
-        ttl=options.ttl,
-        clients=options.clients,
-    )
+    given = {"ttl": options.ttl, "clients": options.clients, "fenced": not options.unfenced}
+    seconds = {"seconds": options.seconds, "most": options.seconds * 6}
+    return Plan(fault=fault, seed=seed, directory=options.keep, **seconds, **given)
 
 
 def _status(results: Sequence[Result], unfenced: bool) -> int:

@@ -8,16 +8,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from tests.servers.process import _alive, _stopped, wait_until
+from tests.servers.process import _alive, _send, _stopped, wait_until
 
 from .settings import VARIABLE
 
 ROOT = Path(__file__).parent.parent.parent
 #: Seconds that anything may take that isn't under attack.
 PATIENCE = 60
+
+
+def variables_of(lab: str) -> dict[str, str]:
+    """Return the environment of a process of the lab."""
+    settings = {"PYTHONPATH": str(ROOT), "DJANGO_SETTINGS_MODULE": "tests.faults.settings"}
+    return {**os.environ, **settings, VARIABLE: lab}
 
 
 class Host:
@@ -28,13 +35,7 @@ class Host:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.host"],
             cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "DJANGO_SETTINGS_MODULE": "tests.faults.settings",
-                VARIABLE: json.dumps(lab),
-                **environment,
-            },
+            env=variables_of(json.dumps(lab)) | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("ab"),
@@ -80,6 +81,18 @@ class Host:
         return answer
 
 
+@contextlib.contextmanager
+def standing_still(pids: list[int]) -> Iterator[None]:
+    try:
+        for pid in pids:
+            _send(pid, signal.SIGSTOP)
+        wait_until(lambda: _stopped(pids), "processes to stand still")
+        yield
+    finally:
+        for pid in pids:
+            _send(pid, signal.SIGCONT)
+
+
 class Crew:
     """The clients of a run. Dead ones are replaced."""
 
@@ -114,18 +127,9 @@ class Crew:
         _send(pid, signal.SIGKILL)
         wait_until(lambda: not _alive([pid]), "a client to be gone")
 
-    @contextlib.contextmanager
-    def paused(self, *names: str) -> Iterator[None]:
+    def paused(self, *names: str) -> AbstractContextManager[None]:
         """Pause clients inside the block."""
-        pids = [self.pids[name] for name in names if name in self.pids]
-        try:
-            for pid in pids:
-                _send(pid, signal.SIGSTOP)
-            wait_until(lambda: _stopped(pids), "clients to stand still")
-            yield
-        finally:
-            for pid in pids:
-                _send(pid, signal.SIGCONT)
+        return standing_still([self.pids[name] for name in names if name in self.pids])
 
     def wait_for_end(self, timeout: float) -> list[str]:
         """Wait until all have ended; return the names of those that didn't, and end them."""
@@ -136,8 +140,3 @@ class Crew:
         for name in late:
             self.kill(name)
         return late
-
-
-def _send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)

@@ -47,14 +47,11 @@ def _note(task_id: str, **kwargs: Any) -> None:
     client.scribe.answer(client.scribe.invoke("deliver", task_id), "ok")
 
 
+LAB_TERMS = {"ttl": LAB["ttl"], "on_lost": LAB["on_lost"]}
+
+
 @app.task(bind=True, name="faults.work", **LAB["task"])
-@single_instance(
-    "row:{pk}",
-    ttl=LAB["ttl"],
-    on_conflict="wait",
-    blocking_timeout=4 * LAB["ttl"],
-    on_lost=LAB["on_lost"],
-)
+@single_instance("row:{pk}", on_conflict="wait", blocking_timeout=4 * LAB["ttl"], **LAB_TERMS)
 def work(self: Any, pk: int) -> None:
     """Work under the lock as any client does."""
     lease = current_lease()

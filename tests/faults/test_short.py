@@ -55,27 +55,15 @@ def started(sites: dict[str, Site], name: str) -> Any:
 
 
 def plan(fault: str, directory: Path, fenced: bool) -> Plan:
-    return Plan(
-        fault=BY_NAME[fault],
-        seed="short",
-        seconds=LEAST,
-        most=MOST,
-        directory=directory,
-        fenced=fenced,
-        ttl=0.6,
-        clients=4,
-    )
+    terms = {"seed": "short", "seconds": LEAST, "most": MOST, "ttl": 0.6, "clients": 4}
+    return Plan(fault=BY_NAME[fault], directory=directory, fenced=fenced, **terms)
 
 
 @pytest.mark.parametrize(
     ("site", "fault"),
     [
-        ("sqlite", "pause"),
-        ("mariadb", "pause"),
-        ("postgres", "pause"),
-        ("redis", "fail-over"),
-        ("rows", "lose-replies"),
-        ("redis", "celery-pause"),
+        *((site, "pause") for site in ("sqlite", "mariadb", "postgres")),
+        *(("redis", "fail-over"), ("rows", "lose-replies"), ("redis", "celery-pause")),
     ],
 )
 def test_nothing_stale_gets_through(do_run, site, fault):

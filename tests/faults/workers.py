@@ -8,16 +8,16 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from celery import Celery
 
 from tests.servers import Redis, finding
-from tests.servers.process import Process, _alive, _processes, _stopped, wait_until
+from tests.servers.process import Process, _alive, _processes, _send, wait_until
 
-from .hosts import ROOT
-from .settings import VARIABLE
+from .hosts import standing_still, variables_of
 
 #: Messages that wait for a child, at the most.
 QUEUED = 6
@@ -38,12 +38,7 @@ class Workers:
         settings = {**_settings(self._broker.url), **lab["celery"]}
         self._app = Celery("tests.faults.sender", set_as_current=False)
         self._app.conf.update(settings)
-        variables = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "DJANGO_SETTINGS_MODULE": "tests.faults.settings",
-            VARIABLE: json.dumps({**lab, "celery": settings, "ready": str(ready)}),
-        }
+        variables = variables_of(json.dumps({**lab, "celery": settings, "ready": str(ready)}))
         command = [sys.executable, "-m", "celery", "-A", "tests.faults.tasks", "worker"]
         command += ["-c", str(size), "-l", "WARNING", *_QUICK]
         self._process = Process(
@@ -75,8 +70,7 @@ class Workers:
     def kill(self, name: str) -> None:
         """End a child as SIGKILL does."""
         pid = int(name.removeprefix("child-"))
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        _send(pid, signal.SIGKILL)
         wait_until(lambda: not _alive([pid]), "a child to be gone")
 
     def kill_all(self) -> None:
@@ -89,20 +83,9 @@ class Workers:
             wait_until(lambda: not self._process.running, "the worker to end", 20)
         self._process.kill()
 
-    @contextlib.contextmanager
-    def paused(self, *names: str) -> Iterator[None]:
+    def paused(self, *names: str) -> AbstractContextManager[None]:
         """Pause children inside the block."""
-        pids = [int(name.removeprefix("child-")) for name in names]
-        try:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGSTOP)
-            wait_until(lambda: _stopped(pids), "children to stand still")
-            yield
-        finally:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+        return standing_still([int(name.removeprefix("child-")) for name in names])
 
     @contextlib.contextmanager
     def all_paused(self) -> Iterator[None]:

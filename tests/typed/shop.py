@@ -1,12 +1,11 @@
 """A user's models, tasks and locks; each ``assert_type`` is a promise to type checkers."""
 
-from collections.abc import Coroutine
 from typing import Any, ClassVar, assert_type
 
 from celery import shared_task
 from django.db import models
 
-from django_fencedlock import Lease, LockNotAcquired, current_lease, lock
+from django_fencedlock import Lease
 from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.models import FencedManager, FencedModel, Fencing, VersionedModel
 
@@ -47,12 +46,6 @@ def managers() -> None:
 
 
 def blocks(pk: int) -> None:
-    with lock("invoice:42", ttl=30, blocking_timeout=5) as lease:
-        assert_type(lease, Lease)
-        assert_type(lease.token, int)
-        lease.check()
-        with lease.atomic():
-            pass
     with Account.fencing.lock(pk=pk) as lease:
         assert_type(lease, Lease)
         account = Account.objects.get(pk=pk)
@@ -64,35 +57,6 @@ def blocks(pk: int) -> None:
         Account.objects.using_lease(lease).filter(pk=pk).update(balance=0)
     with Account(pk=pk).fencing.lock() as lease:
         assert_type(lease, Lease)
-    taken = lock("invoice:42").acquire(blocking=False)
-    assert_type(taken, Lease | None)
-    assert_type(current_lease("invoice:42"), Lease | None)
-    try:
-        lock("x").acquire()
-    except LockNotAcquired as exc:
-        print(exc.name, exc.holder)
-
-
-async def asynchronous() -> None:
-    async with lock("invoice:42") as lease:
-        assert_type(lease, Lease)
-        await lease.averify()
-
-
-@lock("report:{user_id}", ttl=60)
-def build(user_id: int, fresh: bool = False) -> str:
-    return f"{user_id} {fresh}"
-
-
-@lock("feed:{url}")
-async def fetch(url: str) -> bytes:
-    return url.encode()
-
-
-def decorated() -> None:
-    assert_type(build(7, fresh=True), str)
-    download: Coroutine[Any, Any, bytes] = fetch("x")
-    download.close()
 
 
 @shared_task(acks_late=True)

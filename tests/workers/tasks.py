@@ -8,6 +8,7 @@ on the alias ``default``; ``task("skip", "redis")`` has it on the alias ``redis`
 import hashlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from celery import Task, _state, chain, current_app
@@ -51,13 +52,10 @@ def run(
 
     Args:
         key: Which spans of the journal are this call's; names the lock.
-        value: What is returned.
         gate: Wait until the test opens the gate of the key.
-        seconds: Sleep for so long.
         grind: Compute so many rounds in one call of C, in which no signal is seen.
-        outcome: return, raise, retry, replace, chain, ignore or reject;
-            "raise, return" has one per attempt. What replaces it, and the chain, are of the task
-            "skip" and under the same lock.
+        outcome: return, raise, retry, replace, chain, ignore or reject; "raise, return" has one per
+            attempt. What replaces it, and the chain, are of the task "skip" under the same lock.
         tidy: Sleep for so long in a ``finally`` of the first attempt, under the lock.
     """
     journal = Journal()
@@ -130,27 +128,19 @@ def _policies(alias: str) -> None:
     terms: dict[str, Any] = {"backend": "redis" if alias == "unfenced" else alias, "fenced": fenced}
     for policy in ("skip", "raise"):
         _define(policy, alias)(single_instance("{key}", on_conflict=policy, **terms)(run))
-    _define("wait", alias)(
-        single_instance("{key}", on_conflict="wait", blocking_timeout=20, **terms)(run)
-    )
-    _define("retry", alias)(
-        single_instance("{key}", on_conflict="retry", retry_countdown=0.3, **terms)(run)
-    )
-    if fenced:
-        _define("coalesce", alias)(single_instance("{key}", on_conflict="coalesce", **terms)(run))
+    wait = {"on_conflict": "wait", "blocking_timeout": 20}
+    retry = {"on_conflict": "retry", "retry_countdown": 0.3}
+    _define("wait", alias)(single_instance("{key}", **wait, **terms)(run))
+    _define("retry", alias)(single_instance("{key}", **retry, **terms)(run))
     # The ttl is longer than a test: whoever gets the lock didn't wait for it to run out.
     late = {"acks_late": True, "reject_on_worker_lost": True}
-    _define("late", alias, **late)(
-        single_instance("{key}", on_conflict="wait", blocking_timeout=20, **terms)(run)
-    )
+    _define("late", alias, **late)(single_instance("{key}", **wait, **terms)(run))
     _define("late_skip", alias, **late)(single_instance("{key}", **terms)(run))
     if fenced:
-        _define("late_retry", alias, **late)(
-            single_instance("{key}", on_conflict="retry", retry_countdown=0.3, **terms)(run)
-        )
-        _define("late_coalesce", alias, **late)(
-            single_instance("{key}", on_conflict="coalesce", ttl=2, **terms)(run)
-        )
+        coalesce = partial(single_instance, "{key}", on_conflict="coalesce", **terms)
+        _define("coalesce", alias)(coalesce()(run))
+        _define("late_retry", alias, **late)(single_instance("{key}", **retry, **terms)(run))
+        _define("late_coalesce", alias, **late)(coalesce(ttl=2)(run))
 
 
 for _alias in ALIASES:

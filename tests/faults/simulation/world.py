@@ -41,19 +41,8 @@ class Step(NamedTuple):
 #: A third of a ttl is when the keeper comes, and beyond a ttl others may.
 SECONDS = (0.0, 1.0, 9.0, 11.0, 16.0, 31.0)
 #: How often each act is drawn.
-ACTS = {
-    "wait": 4,
-    "acquire": 6,
-    "tick": 6,
-    "write": 4,
-    "release": 3,
-    "renew": 2,
-    "verify": 1,
-    "late": 3,
-    "crash": 1,
-    "evict": 1,
-    "force": 1,
-}
+ACTS = {"wait": 4, "acquire": 6, "tick": 6, "write": 4, "release": 3, "renew": 2, "late": 3}
+ACTS |= dict.fromkeys(("verify", "crash", "evict", "force"), 1)
 _DRAWN = tuple(act for act, weight in ACTS.items() for _ in range(weight))
 _FAULTS = (*[Fault.NONE] * 4, *Fault)
 
