@@ -25,9 +25,9 @@ from django.utils.translation import gettext as _now
 from django.utils.translation import gettext_lazy as _
 
 from .. import conf, exceptions
-from ..ops.registry import ANSWERED, fence_databases, words_of
+from ..ops.registry import ANSWERED, fence_databases
 from ..storage.connections import time_limited
-from ..storage.text import is_table_missing, show_blanks
+from ..storage.text import describe_error, is_table_missing, show_blanks
 
 #: A method of a page that returns what a column shows of a row.
 Value = Callable[[Any, Any], Any]
@@ -215,7 +215,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "opts": self.opts,
             "list_url": self.url(request, "changelist"),
             "database": using,
-            "why": words_of(error, using),
+            "why": describe_error(error, using),
             "others": [(each, page_url(self, "changelist", each)) for each in others],
         }
         request.current_app = self.admin_site.name

@@ -25,7 +25,7 @@ from ..core.identity import Holder
 from ..core.manager import Service, service
 from ..exceptions import BackendUnavailable, ReleaseBlocked
 from ..storage.dialect import whose
-from ..storage.fences import Fences, Revoked, Revoking, named, pinned_by, tables_locked_by
+from ..storage.fences import Fences, Revoked, Revoking, pinned_by
 from ..storage.rows import Newest, Row
 from ..storage.text import escape_control, is_table_missing
 from ..storage.vendors import ledger_for
@@ -183,8 +183,7 @@ def _read(asked: Service, name: str) -> tuple[Row | None, Newest | None]:
         if is_table_missing(exc):
             # A project with unfenced locks alone needs no tables.
             return None, None
-        using = asked.config.fence_database
-        raise asked.backend.unavailable("look", named(exc, using), name) from exc
+        raise asked.backend.unavailable("look", exc, name) from exc
     return row if row is not None and row.alias == asked.config.alias else None, newest
 
 
@@ -266,8 +265,8 @@ def _revoke(found: HeldBy, by: str, seen: Newest | None, *, again: bool = False)
 def _blocked(found: HeldBy, using: str) -> ReleaseBlocked:
     obstacle = ledger_for(connections[using]).obstacle.format(using=using)
     blocker = pinned_by(using, found.name)
-    if not blocker and (blocker := tables_locked_by(using)):
-        obstacle = f"a table of locks is locked in {using!r}"
+    if not blocker:
+        obstacle = f"another session has a table locked in {using!r}: see fencedlock doctor"
     return ReleaseBlocked(
         f"Lock {found.name!r} of {found.holder} wasn't released by force, since its fence can't be "
         f"raised: {obstacle}{whose(blocker)}. Try again when that has ended, or end it.",

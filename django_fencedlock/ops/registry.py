@@ -19,7 +19,7 @@ from ..core.identity import Holder, describe_place
 from ..core.manager import service
 from ..exceptions import BackendUnavailable, SettingsError
 from ..storage.connections import time_limited
-from ..storage.fences import named, pinned_by
+from ..storage.fences import pinned_by
 from ..storage.tables import HeldLock, LockEvent
 from ..storage.text import describe_error
 from ..storage.vendors import ledger_for
@@ -113,12 +113,7 @@ def _reading(database: str, away: dict[str, str]) -> Iterator[None]:
         with time_limited(database, ANSWERED):
             yield
     except Error as exc:
-        away[database] = words_of(exc, database)
-
-
-def words_of(error: Error, database: str) -> str:
-    """Return what is wrong with a database, and the remedy."""
-    return describe_error(named(error, database), database)
+        away[database] = describe_error(exc, database)
 
 
 def fence_databases(aliases: Sequence[str]) -> list[str]:

@@ -180,12 +180,8 @@ def _limit_row_waits(connection: BaseDatabaseWrapper) -> None:
 class NoAnswer(OperationalError):
     """A server didn't answer in time, and its connection was closed."""
 
-    def __init__(self, seconds: float, blocker: str = "") -> None:
-        super().__init__(seconds, blocker)
-        self.seconds, self.blocker = seconds, blocker
-
     def __str__(self) -> str:
-        return f"no answer within {self.seconds:g} s" + (self.blocker and f": {self.blocker}")
+        return f"no answer within {self.args[0]:g} s"
 
 
 class _DeadWhileIdle(Exception):

@@ -20,7 +20,6 @@ from .rows import Claimed, Newest, Row, as_time
 
 #: What is in the way of a grant, where the database doesn't name the session.
 OPEN_TRANSACTION = "an open transaction"
-
 #: Milliseconds that a recording waits for a row that another transaction has locked.
 LOCK_WAIT = 250
 
@@ -388,11 +387,8 @@ def listed(prefix: str, values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
 
 
 def batches(leases: Sequence[Claimed]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """
-    Cut `leases` into (names, owners, parameters) for statements with two IN lists.
-
-    An owner holds one name only, so no wrong pair of the two lists is ever found.
-    """
+    """Cut `leases` into (names, owners, parameters) for statements with two IN lists."""
+    # An owner holds one name only, so no wrong pair of the two lists is ever found.
     for start in range(0, len(leases), BATCH):
         part = leases[start : start + BATCH]
         names, given = listed("n", [lease.name for lease in part])

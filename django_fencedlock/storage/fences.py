@@ -1,9 +1,4 @@
-"""
-The condition that a grant is still the newest of its name, and stays so until the writer commits.
-
-The locking clause is what makes a fenced write airtight. Without it a newer grant could commit
-between the check and the writer's commit, and the writer wouldn't see it.
-"""
+"""The fences: recorded, checked by writers, raised by forced releases and `resync`."""
 
 from __future__ import annotations
 
@@ -20,13 +15,7 @@ from django.db.models.sql.compiler import SQLCompiler
 
 from ..conf import AliasConfig
 from ..core.identity import Holder
-from .connections import (
-    SQLITE_BUSY_TIMEOUT,
-    NoAnswer,
-    pool,
-    query_once,
-    query_outside,
-)
+from .connections import SQLITE_BUSY_TIMEOUT, pool, query_once, query_outside
 from .dialect import FENCE, Entry, Ledger, entry_of
 from .records import Records, ServerTime, durable, fetch, insert, private_query, rows_of
 from .rows import Claimed, Newest, Row, as_time
@@ -98,6 +87,7 @@ class Fences:
 
 
 #: How each vendor locks a row that it reads, so that others may read and lock it, but not write.
+#: Without it a newer grant could commit between the check and the writer's commit.
 SHARE = {"postgresql": " FOR SHARE", "mysql": " LOCK IN SHARE MODE", "sqlite": ""}
 
 # Ends the session of a transaction that fell silent. Set until the transaction's end, at the cost
@@ -215,12 +205,10 @@ class Revoking(Records):
         """
         Raise the fence above every grant of the owner, and note who did it.
 
-        `BackendUnavailable` is raised, in time, if a transaction has the fence locked.
-
         Args:
-            proposed: The owner's token, as far as its service knows.
+            proposed: The owner's token, as far as its service knows. It may be about to record it.
             seen: The fence that was read before the service said who the owner is, or that the
-                first raise has set. The owner may be about to record the number that follows it.
+                first raise has set. Without a proposal, the owner may record the next number.
             again: This is the second raise of one forced release.
         """
         with durable(self.using, PATIENCE):
@@ -238,8 +226,6 @@ class Revoking(Records):
             return Revoked(fence[0].token if held.fenced and fence else None, note, is_new)
 
     def _raise(self, held: Claimed, proposed: int, last: Newest) -> bool:
-        # A proposed token above the fence's is one that the holder is about to record. Without a
-        # proposal, it is about to record the number that follows the fence that it has read.
         below = Q(owner=held.owner) | Q(token__lt=proposed) | Q(token=last[0], owner=last[1])
         token = Greatest("token", Value(proposed)) + 1
         return _raise_or_make(self.using, held.name, below, token, proposed and proposed + 1)
@@ -318,37 +304,18 @@ def too_low(using: str, highest: Mapping[str, int]) -> dict[str, int]:
 
 
 def lift(using: str, highest: Mapping[str, int]) -> None:
-    """
-    Raise the fences of some names above the tokens given, unless they are by now.
-
-    All of them or none; raises what `Ledger.is_row_locked()` knows if one is locked.
-    """
+    """Raise all the names' fences above the tokens given, unless they are by now; or none."""
     with durable(using, RESYNC_PATIENCE):
         # In the order of their names: two processes would wait for each other otherwise.
         for name, token in sorted(highest.items()):
             _raise_or_make(using, name, Q(token__lt=token), token + 1, token + 1)
 
 
-def tables_locked_by(using: str) -> str:
-    """Describe the session that has a table locked; empty if none has, or if it is unknown."""
-    return _described(using, lambda own: ledger_for(own).tables_locked_by(own))
-
-
 def pinned_by(using: str, name: str) -> str:
     """Describe the open transaction that has a fence locked; empty if none, or if unknown."""
-    return _described(using, lambda own: ledger_for(own).pinned_by(own, name))
-
-
-def _described(using: str, ask: Callable[[BaseDatabaseWrapper], str | None]) -> str:
     try:
-        return query_outside(using, BRIEFLY, ask) or ""
+        found = query_outside(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name))
     except Error:
         logger.debug("It is unknown which session is in the way", exc_info=True)
         return ""
-
-
-def named(error: Error, using: str) -> Error:
-    """The same error, with who is to blame for it, if it is about an answer that didn't come."""
-    if isinstance(error, NoAnswer) and (blocker := tables_locked_by(using)):
-        return NoAnswer(error.seconds, blocker)
-    return error
+    return found or ""

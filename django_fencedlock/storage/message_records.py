@@ -25,7 +25,7 @@ class Message:
     """One delivery of a message."""
 
     nonce: str
-    #: The lock's name, and the owner id of the run of this delivery.
+    #: Of the lock, and of the run of this delivery.
     name: str
     owner: str
     task_id: str
@@ -112,12 +112,7 @@ class MessageRecords(Records):
         return _newest(self.using, message)
 
     def sweep(self, batches: int, until: Any = None) -> int:
-        """
-        Delete old records, except of active runs; return how many.
-
-        Args:
-            until: Delete those that are kept until then at the longest, rather than until now.
-        """
+        """Delete records kept until now or `until`, except of active runs; return how many."""
         live = self.rows("HeldLock").filter(
             name=OuterRef("name"), owner=OuterRef("owner"), expires_at__gt=ServerTime()
         )

@@ -1,10 +1,9 @@
 """
 `PendingRun`: the run that coalesced triggers still need.
 
-Lock and row may be in two services, so the order matters. A trigger that is refused counts itself,
-then tries the lock again; a holder releases the lock, then looks for triggers. Either the trigger
-finds the lock free, or the holder finds the trigger. If one of them dies, a worker finds the row:
-nothing is done before a run that covers it has ended.
+A trigger that is refused counts itself, then tries the lock again; a holder releases the lock, then
+looks for triggers. So the trigger finds the lock free, or the holder finds the trigger. If one of
+them dies, a worker finds the row: nothing is done before a run that covers it has ended.
 """
 
 from __future__ import annotations
@@ -46,18 +45,17 @@ class StoredMessage(NamedTuple):
 
 
 class Claimed(NamedTuple):
-    """What a run claimed: all triggers up to a number."""
+    """What a run claimed: all triggers up to a number, with the newest one's message."""
 
     number: int
     tries: int
-    #: The newest trigger's; None if that is the run's own.
+    #: None if it is the run's own.
     message: StoredMessage | None = None
 
 
 class EarlierRun(NamedTuple):
-    """A run that claimed a trigger, and ended without the work being done."""
+    """A run that ended without its work being done: the number that it claimed, or its owner id."""
 
-    #: The number that it claimed, if it is known; else its owner id.
     number: int = 0
     owner: str = ""
 
@@ -102,14 +100,11 @@ class PendingRuns(Records):
         unless_newer: EarlierRun | None = None,
     ) -> Begun | None:
         """
-        Count a trigger that didn't get the lock.
+        Count a trigger that didn't get the lock, unless an earlier delivery was counted.
 
         Args:
             unless_newer: The run of a trigger that was counted before. It isn't counted again if
                 newer ones came since, whose arguments would be lost.
-
-        Returns:
-            What is known of its message. One that was counted at an earlier delivery isn't again.
         """
         begun = None if delivery is None else message_records.begin(self.using, delivery)
         if begun is None or begun.is_first:
@@ -127,11 +122,7 @@ class PendingRuns(Records):
         grace: float,
         delivery: message_records.Message | None = None,
     ) -> tuple[Begun | None, Claimed | None]:
-        """
-        Count a trigger that got the lock, and claim all that is pending.
-
-        One that was counted at an earlier delivery claims what is pending, if anything is.
-        """
+        """Count a trigger that got the lock, unless it was counted; claim all that is pending."""
         begun = None if delivery is None else message_records.begin(self.using, delivery)
         if begun is not None and begun.outcome:
             return begun, None

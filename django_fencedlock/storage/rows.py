@@ -1,4 +1,4 @@
-"""What the tables say of a name: the types of what is read, and the times in them."""
+"""What is read from the tables."""
 
 from __future__ import annotations
 

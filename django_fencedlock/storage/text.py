@@ -63,11 +63,7 @@ def _without_credentials(text: str) -> str:
 
 
 def can_store(connection: BaseDatabaseWrapper, text: str) -> bool:
-    """
-    Return whether any column can store a text, or be compared with it.
-
-    Databases made by older MariaDB versions have the character set latin1.
-    """
+    """Return whether any column can store a text; those of older MariaDB versions are latin1."""
     if connection.vendor != "mysql" or text.isascii():
         return True
     with connection.cursor() as cursor:

@@ -1,9 +1,8 @@
 """
 Registry rows without a live fenced lock.
 
-Those of unfenced locks are written in the background after the first renewal. Those whose locks
-expired long ago are deleted: a process that is killed deletes no row, and one whose name is never
-locked again would stay for ever.
+Those of unfenced locks are written in the background after the first renewal. Those that expired
+long ago are deleted: a killed process deletes no row.
 """
 
 from __future__ import annotations
