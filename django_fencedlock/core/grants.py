@@ -145,9 +145,9 @@ class Grants:
         self, claim: Claim, granted: Granted, fences: Fences | None
     ) -> tuple[Grant, float] | None:
         """Record a grant that the service gave, or release it and return None."""
-        grant = grant_of(claim, granted)
+        grant, since = grant_of(claim, granted), granted.since
         try:
-            found = self._recorded(claim, grant, granted.since, fences)
+            found = self._recorded(grant, since, fences)
         except BaseException:
             self.release(grant)
             raise
@@ -164,22 +164,18 @@ class Grants:
         return found
 
     def _recorded(
-        self, claim: Claim, grant: Grant, since: float, fences: Fences | None
+        self, grant: Grant, since: float, fences: Fences | None
     ) -> tuple[Grant, float] | None:
-        renewed: float | None = since
-        if self._clock() >= since + claim.ttl:
-            renewed = self._renewed(grant)
-        if renewed is not None and claim.fenced and fences is not None:
+        renewed = since if self._clock() < since + grant.ttl else self._renewed(grant)
+        if renewed is None:
+            return None
+        if fences is not None and grant.fenced:
             recorded = self._record(grant, renewed, fences)
-            if recorded is None:
+            # Once more before the caller's code runs: this process may have been paused.
+            if recorded is None or self._clock() >= renewed + grant.ttl:
                 return None
             grant = recorded
-        # Once more before the caller's code runs: this process may have been paused.
-        if renewed is not None and self._clock() >= renewed + claim.ttl:
-            renewed = self._renewed(grant)
-            if renewed is not None and not self.is_newest(grant):
-                return None
-        return None if renewed is None else (grant, renewed)
+        return grant, renewed
 
     def _renewed(self, grant: Grant) -> float | None:
         """Renew a grant whose ttl is over; return the time from which the new one counts."""
@@ -244,15 +240,6 @@ class Grants:
             if is_open(connections[using]):
                 raise self.backend.inside_transaction(grant.name) from error
         raise self.backend.unavailable("recording of the grant", error, grant.name) from error
-
-    def is_newest(self, grant: Grant) -> bool:
-        """Return whether no newer grant than this one was recorded."""
-        if self.fences is None or not grant.fenced:
-            return True
-        try:
-            return self.fences.read(grant.name)[1] == (grant.token, grant.owner)
-        except Error as exc:
-            raise self.backend.unavailable("look at the fence", exc, grant.name) from exc
 
     def release(self, grant: Grant) -> None:
         """Release a grant that the caller doesn't get, as far as possible."""

@@ -13,25 +13,14 @@ import sys
 import threading
 import time
 import weakref
-from _queue import Empty, SimpleQueue
+from _queue import Empty as Empty
+from _queue import SimpleQueue as SimpleQueue
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from django.db import close_old_connections
-
-__all__ = [
-    "Empty",
-    "SimpleQueue",
-    "Worker",
-    "allocate_lock",
-    "clock",
-    "forks",
-    "is_patched",
-    "original",
-    "start",
-]
 
 T = TypeVar("T")
 

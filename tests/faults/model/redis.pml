@@ -258,7 +258,7 @@ proctype Client() {
           }
        :: else
        fi;
-       /* Grants._recorded(): once more before the caller's code runs. */
+       /* Keeper.tick() and compare(). Grants._recorded() releases a grant that is late. */
        if
        :: true
        :: true ->
