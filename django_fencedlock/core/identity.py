@@ -266,11 +266,11 @@ def shorten_task_id(task_id: str) -> str:
 class LocalHolder:
     """A holder in this process: a task, a greenlet, a thread, or one call in a thread."""
 
-    __slots__ = ("__weakref__", "_ended", "_runs_in", "leases", "may_be_call")
+    __slots__ = ("__weakref__", "_runs_in", "ended", "leases", "may_be_call")
 
     def __init__(self, runs_in: object = None, may_be_call: bool = False) -> None:
         self._runs_in = None if runs_in is None else weakref.ref(runs_in)
-        self._ended = False
+        self.ended = False
         #: It may be a call of ``asyncio.to_thread()``, whose end is noticed a moment late.
         self.may_be_call = may_be_call
         #: Leases by lock service and lock name, freed with the holder.
@@ -283,13 +283,10 @@ class LocalHolder:
     def is_task(self) -> bool:
         return self._runs_in is not None and isinstance(self._runs_in(), asyncio.Future)
 
-    def end(self) -> None:
-        self._ended = True
-
     def has_ended(self) -> bool:
         """Return whether none of its code can run any more."""
-        if self._ended or self._runs_in is None:
-            return self._ended
+        if self.ended or self._runs_in is None:
+            return self.ended
         place = self._runs_in()
         if isinstance(place, asyncio.Future):
             return place.done()
@@ -372,7 +369,7 @@ def _mark_calls(handler: Callable[..., Any]) -> Callable[..., Any]:
             return handler(*args, **kwargs)
         finally:
             _thread.call = outer
-            call.end()
+            call.ended = True
 
     return thread_handler
 

@@ -138,13 +138,12 @@ class Keeper:
         try:
             self._fences.clear(ended)
         except Error as exc:
-            logger.warning(
-                "Rows of alias %r weren't deleted: %s",
-                self._backend.config.alias,
-                exc,
-                extra=logs.facts(alias=self._backend.config.alias, reason=str(exc)),
-            )
+            self._warn("Rows of alias %r weren't deleted: %s", exc)
             self._ended.extend(ended)
+
+    def _warn(self, message: str, error: Error) -> None:
+        alias, reason = self._backend.config.alias, str(error)
+        logger.warning(message, alias, reason, extra=logs.facts(alias=alias, reason=reason))
 
     def forget(self, lease: Lease) -> None:
         """Renew a lost lease no more. Called from the keeper's own thread as well."""
@@ -166,12 +165,7 @@ class Keeper:
         """Note that the sessions of these owners died."""
         with self._lock:
             dead = [lease for lease in self._due if lease.owner_id in owners]
-        self._give_up({lease: self._ended_with_session(lease) for lease in dead}, guessed=True)
-
-    def _ended_with_session(self, lease: Lease) -> str:
-        # The server may end the session of an expired lock.
-        too_long = lease.expired and lease.held_too_long
-        return _too_long(lease) if too_long else "the session that held it ended"
+        self._give_up({lease: _why_ended(lease) for lease in dead}, guessed=True)
 
     def end(self, lease: Lease) -> None:
         """Give up a lease that was held for too long."""
@@ -198,14 +192,12 @@ class Keeper:
             try:
                 answers = self._renew(batch)
             finally:
-                self._end_batch()
-            refused = [
-                lease
-                for lease, answer in zip(batch, answers, strict=True)
-                if answer is Renewal.LOST
-            ]
+                with self._lock:
+                    self._batch = frozenset()
+                    self._batch_done.set()
+            refused = [lease for lease, answer in answers.items() if answer is Renewal.LOST]
             self._give_up(dict.fromkeys(refused, REFUSED), guessed=True)
-            self._report(batch, answers)
+            self._report(answers)
         for lease in ended:
             self.end(lease)
         with self._lock:
@@ -243,19 +235,15 @@ class Keeper:
             self._batch_done = threading.Event()
             return batch, ended
 
-    def _end_batch(self) -> None:
-        with self._lock:
-            self._batch = frozenset()
-            self._batch_done.set()
-
-    def _report(self, batch: list[Lease], answers: list[Renewal]) -> None:
+    def _report(self, answers: Mapping[Lease, Renewal]) -> None:
         """Leave to other threads what is to be done about a batch that was renewed."""
         if not runtime.is_behind():
-            notify(emit, Kind.RENEWED, self._backend, "", leases=batch, answers=answers)
+            known = {"leases": list(answers), "answers": list(answers.values())}
+            notify(emit, Kind.RENEWED, self._backend, "", **known)
         if self._fences is None:
             return
         with self._lock:
-            for lease, answer in zip(batch, answers, strict=True):
+            for lease, answer in answers.items():
                 # What a test's own transaction has recorded can't be seen from here.
                 if answer is Renewal.KEPT and lease.fenced and not lease.lent:
                     self._renewed[lease] = None
@@ -285,12 +273,7 @@ class Keeper:
         except Error as exc:
             # The service has renewed the leases, and the fence rejects the writes of those
             # overtaken.
-            logger.warning(
-                "The registry of alias %r wasn't renewed: %s",
-                self._backend.config.alias,
-                exc,
-                extra=logs.facts(alias=self._backend.config.alias, reason=str(exc)),
-            )
+            self._warn("The registry of alias %r wasn't renewed: %s", exc)
             return []
         for grant in overtaken:
             with contextlib.suppress(BackendUnavailable):
@@ -318,7 +301,7 @@ class Keeper:
                 self._backend.release(grant)
         return self._until(upcoming)
 
-    def _renew(self, batch: list[Lease]) -> list[Renewal]:
+    def _renew(self, batch: list[Lease]) -> dict[Lease, Renewal]:
         # The clock is read before the request: the service counts the ttl from later on.
         since = self._clock()
         ttls = [lease.ttl for lease in batch]
@@ -336,7 +319,7 @@ class Keeper:
             answers = [Renewal.UNKNOWN] * len(batch)
         for lease, ttl, answer in zip(batch, ttls, answers, strict=True):
             self._note(lease, answer, since, ttl)
-        return answers
+        return dict(zip(batch, answers, strict=True))
 
     def _note(self, lease: Lease, answer: Renewal, since: float, ttl: float) -> None:
         if answer is Renewal.KEPT:
@@ -368,6 +351,13 @@ class Keeper:
         due = deadline - lease.grant.ttl * (1 - 1 / BEATS)
         # After max_hold, only its end is noted.
         return due if due <= lease.renewed_until else deadline
+
+
+def _why_ended(lease: Lease) -> str:
+    # The server may end the session of an expired lock.
+    if lease.expired and lease.held_too_long:
+        return _too_long(lease)
+    return "the session that held it ended"
 
 
 def _too_long(lease: Lease) -> str:
