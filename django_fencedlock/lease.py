@@ -48,11 +48,10 @@ class Control(Protocol):
 
 class Lease:
     """
-    A lock that was granted, for as long as it is renewed.
+    Release the lock, by the last of as many releases as it was entered.
 
-    A lease doesn't promise that no other holder runs: its holder may be paused past its end. It
-    promises that its ``token`` is newer than every token granted before, so that a system that
-    checks tokens rejects the writes of former holders.
+    Returns:
+        Whether the lock service still had this holder, or the release is still to come.
     """
 
     name: str
@@ -277,11 +276,7 @@ class Lease:
             self.run_callbacks()
 
     def interrupt_by(self, interrupt: Callable[[Lease], object]) -> None:
-        """
-        Call `interrupt(lease)` at the very moment of the loss, before any callback.
-
-        For the package alone: it is called by the thread that renews leases, and must not wait.
-        """
+        """Call `interrupt(lease)` at its loss, from the thread that renews; it must not wait."""
         self._interrupts.append(interrupt)
         if self.lost:
             self._run(self._interrupts)

@@ -24,7 +24,6 @@ from ..exceptions import (
 from ..lease import current_lease
 from ..storage.connections import (
     has_own_block,
-    is_of_test,
     is_open,
     query_outside,
     test_connection,
@@ -99,7 +98,8 @@ class Grants:
     def _acquire(self, claim: Claim, wait: Wait) -> tuple[Grant, float] | Held:
         pause, backend = FIRST_PAUSE, self.backend
         fences, sent = self.fences, claim
-        if fences is None and not backend.records_unfenced and self._is_in_test():
+        home = backend.config.fence_database
+        if fences is None and not backend.records_unfenced and test_connection(home) is not None:
             # A session sees nothing of a test's own transaction, and what it records outlives the
             # test: the grant is recorded here.
             fences, sent = self.recorder, claim._replace(fenced=False)
@@ -118,9 +118,6 @@ class Grants:
                 return answer
             time.sleep(min(wait.left, pause * random.uniform(0.5, 1.5)))
             pause = min(LONGEST_PAUSE, pause * 1.5)
-
-    def _is_in_test(self) -> bool:
-        return test_connection(self.backend.config.fence_database) is not None
 
     def _note_refusal(
         self,
@@ -274,12 +271,8 @@ class Grants:
         return True
 
     def _refuse_to_wait_for_caller(self, claim: Claim, wait: Wait, who: LocalHolder | None) -> None:
-        """
-        Raise if the holder of the lock waits for this very call.
-
-        The context of the call has the lease. A child task that the holder started has it as well,
-        and can't be distinguished here.
-        """
+        """Raise if the holder of the lock waits for this very call: its context has the lease."""
+        # A child task that the holder started has it as well, and can't be distinguished here.
         lease = current_lease(claim.name)
         if lease is None or lease.alias != self.backend.config.alias or lease.lost or not wait.left:
             return
@@ -317,16 +310,10 @@ class Grants:
     def limit_in_test(
         self, claim: Claim, wait: Wait, home: BaseDatabaseWrapper, of_another_process: bool
     ) -> None:
-        """
-        Within a ``TestCase``, don't wait, and refuse what would be refused outside of one.
-
-        On SQLite that is a lock inside the code's own ``atomic()``: the grant would be written by
-        another connection, which has to wait for that transaction.
-        """
-        if not home.in_atomic_block or not is_of_test(home):
-            return
+        """Within a ``TestCase``, don't wait, and refuse what would be refused outside of one."""
         # Only this very thread could release the lock.
         wait.seconds = 0.0
+        # Outside of a test, another connection would wait for the code's own ``atomic()``.
         if of_another_process or home.vendor != "sqlite" or not has_own_block(home):
             return
         if self.backend.excludes and (claim.fenced or self.backend.records_unfenced):
@@ -337,9 +324,8 @@ class Grants:
     ) -> LockNotAcquired:
         """Return the error that says who has the lock; `held` is what `acquire()` saw."""
         try:
-            seen = held is not None and held.owner
             alias = self.backend.config.alias
-            holder = holder_of(held, alias) if held and seen else self.holder(name)
+            holder = holder_of(held, alias) if held and held.owner else self.holder(name)
         except BackendUnavailable:
             holder = None
         by = f"held by {holder}" if holder else "taken; its holder has just gone, or isn't known"

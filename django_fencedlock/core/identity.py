@@ -33,11 +33,7 @@ _INITIAL_TIME_NAMESPACE = "time:[4026531834]"
 
 
 class Process(NamedTuple):
-    """
-    One process, distinct from every other process that ever had its pid.
-
-    What the system doesn't reveal is empty or 0. `is_process_gone()` returns None for those.
-    """
+    """One process, distinct from all that had its pid. Unknown parts are empty or 0."""
 
     boot_id: str = ""
     pid_namespace: str = ""
@@ -85,11 +81,8 @@ def this_process() -> Process:
 
 
 def is_process_gone(process: Process) -> bool | None:
-    """
-    Return whether a process has ended with all its threads; None if unknown.
-
-    A pid that was reused within the same 10 ms counts as the old process, and so as alive.
-    """
+    """Return whether a process has ended with all its threads; None if unknown."""
+    # A pid that was reused within the same 10 ms counts as the old process, and so as alive.
     mine = this_process()
     if not all(mine) or not process.started or process[:2] != mine[:2]:
         return None
@@ -103,12 +96,7 @@ def is_process_gone(process: Process) -> bool | None:
 
 
 class PidFd:
-    """
-    A file descriptor of one process; another process with the same pid doesn't match it.
-
-    Raises `ProcessLookupError` if no process has this pid, and another `OSError` where the system
-    has no such descriptors.
-    """
+    """A file descriptor of one process. Raises `OSError` where the system has none."""
 
     def __init__(self, pid: int) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -132,12 +120,9 @@ class PidFd:
         return None if found is None else False
 
     def has_ended(self) -> bool:
-        """
-        Return whether the process has ended with all its threads.
-
-        ``kill(pid, 0)`` counts a zombie as alive; the state in /proc shows a zombie while other
-        threads of the process still run.
-        """
+        """Return whether the process has ended with all its threads."""
+        # ``kill(pid, 0)`` counts a zombie as alive; the state in /proc shows a zombie while other
+        # threads of the process still run.
         poll = runtime.original("select", "poll")()
         poll.register(self._fd, select.POLLIN)
         return bool(poll.poll(0))

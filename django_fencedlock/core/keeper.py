@@ -98,12 +98,8 @@ class Keeper:
                 self._wakes_at = due
 
     def drop(self, lease: Lease) -> None:
-        """
-        Renew `lease` no more.
-
-        Waits for a batch that has it under way: a renewal that came to the service after the
-        release would take the lock again.
-        """
+        """Renew `lease` no more, and wait for a batch that has it under way."""
+        # A renewal that came to the service after the release would take the lock again.
         with self._lock:
             self._due.pop(lease, None)
             done = self._batch_done if lease in self._batch else None

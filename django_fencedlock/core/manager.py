@@ -391,12 +391,9 @@ def service(alias: str) -> Service:
 
 
 def give_back_left_over(since: float) -> None:
-    """
-    Release every lease that this thread, greenlet or task has acquired since then.
-
-    An exception that is thrown into a block as it begins or ends may skip the release of its lock.
-    The lease would then be renewed as long as the process lives.
-    """
+    """Release every lease that this thread, greenlet or task has acquired since then."""
+    # An exception that is thrown into a block as it begins or ends may skip the release of its
+    # lock. The lease would then be renewed as long as the process lives.
     who = current_holder()
     for lease in list(who.leases.values()):
         if lease.granted_at < since or lease.put_off or not lease.is_open():
@@ -409,12 +406,8 @@ def give_back_left_over(since: float) -> None:
 
 
 def drop_leases_of_test(**kwargs: object) -> None:
-    """
-    Forget what a test left behind, when the runner has emptied the database after it.
-
-    Its leases would go on being renewed, and hold sessions that keep the database from being
-    dropped in the end.
-    """
+    """Forget what a test left behind, when the runner has emptied the database after it."""
+    # It would be renewed, and its sessions keep the database from being dropped in the end.
     if under_test():
         for each in list(_living):
             each.drop_all()

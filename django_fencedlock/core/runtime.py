@@ -62,11 +62,7 @@ allocate_lock = original("_thread", "allocate_lock")
 
 
 def start(target: Callable[[], object]) -> None:
-    """
-    Run `target` in a real daemon thread.
-
-    A greenlet would stop renewing leases while another greenlet computes or blocks.
-    """
+    """Run `target` in a real daemon thread: a busy greenlet would keep others from renewals."""
     original("_thread", "start_new_thread")(target, ())
 
 
@@ -76,10 +72,8 @@ def _do_nothing() -> None:
 
 class Forks:
     """
-    Calls registered objects when the process forks, each in the order of registration.
-
-    In a child, it calls their ``after_fork()``. In the parent it calls ``before_fork()`` and
-    ``after_fork_in_parent()`` of objects that have them. Objects are referred to weakly.
+    Calls objects at each fork, in order: `after_fork()` in the child, and in the parent
+    `before_fork()` and `after_fork_in_parent()`, if they have these. Refers to them weakly.
     """
 
     def __init__(self) -> None:
@@ -111,8 +105,7 @@ class Worker:
     """
     Runs jobs in order in a daemon thread, which ends when it is idle.
 
-    `tick` is called after each job, and again after the seconds that it returned; None if nothing
-    is due.
+    Calls `tick` after each job, and again after the seconds that it returned; None ends that.
     """
 
     def __init__(self, name: str, tick: Callable[[], float | None] = _do_nothing) -> None:
@@ -135,11 +128,7 @@ class Worker:
         return self._jobs.qsize()
 
     def put(self, job: Callable[[], object]) -> bool:
-        """
-        Queue `job`. Return whether a thread runs it.
-
-        If no thread can be started, the job runs after a later call.
-        """
+        """Queue `job`. Return whether a thread runs it; if none can be started, it waits."""
         # Before the thread is looked for: one that ends looks for jobs after it said so.
         self._jobs.put(job)
         return self.start()
