@@ -168,7 +168,7 @@ class TestLeftLocks:
     def quick(self, monkeypatch, settings):
         settings.FENCEDLOCK = {"default": {}}
         monkeypatch.setattr(worker, "LOOK_AFTER", (0.0, 0.05))
-        monkeypatch.setattr(worker, "RETRY_AFTER", 0.01)
+        monkeypatch.setattr(worker, "AFTER_ERROR", 0.01)
 
     @pytest.fixture
     def second_look_after(self, monkeypatch):

@@ -1,13 +1,10 @@
 """
-Release the locks of a worker's children that ended, and look after rows.
-
-The main process also serves pending runs whose holder died, and deletes old rows.
+In a worker's main process: release the locks of children that ended, and look after rows.
 
 A child announces itself to the main process before it runs a task. The main process watches it by a
-pidfd, which becomes readable when the whole process has ended, for whatever reason. Celery's own
-signals come too early (the child still runs) or too late (up to 5 s after a SIGKILL). Then the main
-process looks up the child's rows in the registry, which has one for each fenced lock, and evicts
-their owners.
+pidfd, which becomes readable when the whole process has ended. Celery's own signals come too early
+(the child still runs) or too late (up to 5 s after a SIGKILL). Then the main process looks up the
+child's rows in the registry, which has one for each fenced lock, and evicts their owners.
 """
 
 from __future__ import annotations
@@ -56,11 +53,8 @@ FORK_TIMEOUT = 0.2
 #: Seconds from a child's end to each look at the registry. The service may carry out a request of
 #: the child after its end; that request waits up to 0.25 s for a row.
 LOOK_AFTER = (0.0, 0.4, 2.0)
-#: Seconds until a service that didn't answer is asked again.
-RETRY_AFTER = 1.0
-#: Seconds to pause after an unexpected error.
+#: Seconds to pause after an error.
 AFTER_ERROR = 1.0
-
 #: Seconds between two looks for pending runs, at least and at most.
 OFTEN, SELDOM = 1.0, 15.0
 #: Seconds between two deletions of old rows, and between two counts of message records.
@@ -77,9 +71,8 @@ class ForkGate:
     """
     Keeps forks and the threads of the main process apart.
 
-    A child inherits every open connection, and every mutex that a thread has just locked. So a fork
-    waits until the threads that use a server are done, and they until it is done. A fork doesn't
-    wait long for a server that doesn't answer.
+    A child inherits every open connection, and every mutex that a thread has just locked. A fork
+    doesn't wait long for a server that doesn't answer.
     """
 
     def __init__(self) -> None:
@@ -196,33 +189,27 @@ class ChildWatch:
         """Wait until a child begins or ends."""
         for ready, _ in self._poll.poll(None if timeout is None else timeout * 1000):
             if ready == self._announcements:
-                self._read_announcements()
+                with contextlib.suppress(BlockingIOError):
+                    self._unread += os.read(self._announcements, 65536)
+                *lines, self._unread = self._unread.split(b"\n")
+                for line in lines:
+                    self._watch(Process.read(line.decode(errors="replace")))
             else:
                 child, opened = self._children.pop(ready)
                 self._poll.unregister(ready)
                 opened.close()
                 self._ended(child)
 
-    def _read_announcements(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._unread += os.read(self._announcements, 65536)
-        *lines, self._unread = self._unread.split(b"\n")
-        for line in lines:
-            self._watch(Process.read(line.decode(errors="replace")))
-
     def _watch(self, child: Process) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             opened = PidFd(child.pid)
-        except ProcessLookupError:
-            self._ended(child)
-            return
-        # Another process may have the pid by now.
-        if opened.is_gone(child.started):
+            # Another process may have the pid by now.
+            if not opened.is_gone(child.started):
+                self._children[opened.fileno()] = child, opened
+                self._poll.register(opened, select.POLLIN)
+                return
             opened.close()
-            self._ended(child)
-        else:
-            self._children[opened.fileno()] = child, opened
-            self._poll.register(opened, select.POLLIN)
+        self._ended(child)
 
 
 class LeftLocks:
@@ -266,7 +253,7 @@ class LeftLocks:
                     extra=logs.facts(alias=alias, reason=str(exc)),
                     exc_info=not isinstance(exc, FencedLockError),
                 )
-                at = clock() + RETRY_AFTER
+                at = clock() + AFTER_ERROR
                 with self._changed:
                     self.looks[alias] += [(at, *look[1:]) for look in due if at < look[2]]
 
@@ -291,36 +278,36 @@ def release_locks_of(children: Collection[Process], alias: str) -> None:
     """
     records = Records(conf.config(alias))
 
-    def look() -> list[tuple[str, str, Process]]:
+    def look() -> list[Any]:
         pids = [child.pid for child in children]
         rows = records.rows("HeldLock").filter(alias=alias, pid__in=pids)
-        columns = ("boot_id", "pid_namespace", "pid", "pid_started")
-        found = [
-            (row.name, row.owner, Process(*(getattr(row, column) for column in columns)))
-            for row in fetch(rows, "name", "owner", *columns)
-        ]
-        return [row for row in found if row[2] in children]
+        return fetch(rows, "name", "owner", "boot_id", "pid_namespace", "pid", "pid_started")
 
     with _gate.closed():
         try:
-            if held := records.query("look for ended children", None, look):
+            held = [
+                row
+                for row in records.query("look for ended children", None, look)
+                if Process(row.boot_id, row.pid_namespace, row.pid, row.pid_started) in children
+            ]
+            if held:
                 _release(records, held)
         finally:
             connections.close_all()
 
 
-def _release(records: Records, held: list[tuple[str, str, Process]]) -> None:
+def _release(records: Records, held: list[Any]) -> None:
     config, rows = records.config, []
     backend: Backend = conf.backend_class(config.backend)(config)
     try:
-        for name, owner, child in held:
-            grant = Grant(name, owner)
+        for row in held:
+            grant = Grant(row.name, row.owner)
             released = backend.release(grant)
             if not backend.records_grants:
                 Fences(config, backend.label).clear([grant])
             if released:
-                emit(Kind.EVICTED, backend, name, owner=owner, pid=child.pid)
-                rows.append((clock(), history.death(name, config.alias, child.pid)))
+                emit(Kind.EVICTED, backend, row.name, owner=row.owner, pid=row.pid)
+                rows.append((clock(), history.death(row.name, config.alias, row.pid)))
     finally:
         with contextlib.suppress(BackendUnavailable, Error):
             backend.close()
@@ -454,14 +441,16 @@ class Housekeeping(bootsteps.StartStopStep):
         forks = any(
             each.__module__ == "celery.concurrency.prefork" for each in worker.pool_cls.__mro__
         )
+        self._watch: ChildWatch | None = None
         if forks:
             writer.disable()
-            if not can_watch():
+            if can_watch():
+                self._watch = ChildWatch(LeftLocks().release)
+            else:
                 logger.info(
                     "This system has no pidfd_open() (Linux 5.3), which shows the end of another "
                     "process: the locks of children that are killed are held until they expire"
                 )
-        self._watch = ChildWatch(LeftLocks().release) if forks and can_watch() else None
         self._maintenance = Maintenance(worker.app, forks=forks)
 
     def start(self, worker: Any) -> None:
