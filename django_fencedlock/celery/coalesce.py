@@ -102,10 +102,9 @@ class Coalescing:
 
     def begin(self) -> tuple[Skip | None, Arguments | None]:
         """
-        Claim all that is pending. Call it with the lock.
+        Claim all that is pending, with the lock.
 
-        Returns:
-            Why there is nothing to run; and the arguments, unless they are the run's own.
+        Return why there is nothing to run; and the arguments, unless they are the run's own.
         """
         skip, claimed = self._claim()
         if claimed is None:
@@ -137,11 +136,7 @@ class Coalescing:
             )
 
     def released(self) -> None:
-        """
-        Publish messages for the triggers that were counted meanwhile.
-
-        A trigger that is counted from now on finds the lock free.
-        """
+        """Publish messages for the triggers that were counted before the release."""
         lease = self._call.lease
         if lease is not None and lease.put_off:
             when_all_ended(open_connections(), self._serve)
@@ -200,11 +195,7 @@ class Coalescing:
 
 
 def serve(app: Celery, pending: Pending, **more: Any) -> bool:
-    """
-    Publish a message for a pending run, if its task is one of this app.
-
-    It has no chain, chord or group.
-    """
+    """Publish a message for a pending run, without chain and chord, if this app has the task."""
     task: Any = app.tasks.get(pending.place.task_name)
     single = single_of(task)
     if single is None or single.policy.on_conflict != "coalesce":
@@ -219,12 +210,7 @@ def serve(app: Celery, pending: Pending, **more: Any) -> bool:
 
 
 def serve_overdue(app: Celery, config: AliasConfig, policies: dict[str, Policy]) -> int:
-    """
-    Publish messages for pending runs whose holder died; return how many.
-
-    Args:
-        policies: Of the tasks whose pending runs are in this database, by name.
-    """
+    """Publish messages for these tasks' pending runs whose holder died; return how many."""
     runs = PendingRuns(config)
     # Only of the queues of this worker: another one's tasks may even have another broker.
     found = runs.overdue(list(policies), list(app.amqp.queues.consume_from), MOST_SERVED)
@@ -276,20 +262,19 @@ def report_given_up(place: Place, tries: int, messages: int = 0) -> None:
 
 
 def pack(call: Call) -> StoredMessage:
-    """Return a call's message, for the database."""
     serializer = serializer_of(call.task)
+    start = f'on_conflict="coalesce" stores the arguments of {call.title} in the database, and'
     if serializer in PICKLES:
         raise TypeError(
-            f'on_conflict="coalesce" stores the arguments of {call.title} in the database, and '
-            "never as a pickle: anyone who can write there could run any code. Give the task "
-            'another serializer, such as "json".'
+            f"{start} never as a pickle: anyone who can write there could run any code. Give the "
+            'task another serializer, such as "json".'
         )
     try:
         content_type, encoding, body = dumps(arguments(call), serializer=serializer)
     except Exception as exc:
         raise TypeError(
-            f'on_conflict="coalesce" stores the arguments of {call.title} in the database, and '
-            f"{serializer!r} can't serialise them: {exc}. Pass plain values, such as primary keys."
+            f"{start} {serializer!r} can't serialise them: {exc}. Pass plain values, such as "
+            "primary keys."
         ) from exc
     if not (isinstance(body, str) and body.isascii()):
         raw = body.encode() if isinstance(body, str) else bytes(body)
@@ -301,7 +286,6 @@ def pack(call: Call) -> StoredMessage:
 
 
 def unpack(task: AnyTask, message: StoredMessage) -> Arguments:
-    """Return the stored arguments."""
     if message.content_type in PICKLES:
         raise ContentDisallowed(f"A pickle is stored for {task.name}; pickles are never loaded.")
     encoding, body = message.content_encoding, message.body
@@ -314,7 +298,6 @@ def unpack(task: AnyTask, message: StoredMessage) -> Arguments:
 
 
 def serializer_of(task: Any) -> str:
-    """Return the serializer of a task's messages."""
     return str(task.serializer or task.app.conf.task_serializer)
 
 

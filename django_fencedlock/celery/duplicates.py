@@ -197,7 +197,6 @@ def nonce(request: Any, task_name: str) -> str:
 
 
 def kept(app: Any) -> float:
-    """Return the seconds for which a record is kept."""
     given = (app.conf.broker_transport_options or {}).get("visibility_timeout")
     timeout = given if isinstance(given, int | float) else VISIBILITY_TIMEOUT
     return max(KEPT, 2.0 * timeout)
@@ -324,7 +323,6 @@ def _followed_run(name: str, headers: Any, body: Any) -> str:
 
 
 def _task_of_any_app(name: str) -> Any:
-    """Return the task of that name, of any app."""
     if (task := current_app.tasks.get(name)) is not None:
         return task
     # `app.tasks` would make each app create all its tasks.

@@ -44,11 +44,7 @@ _SOFT_LIMIT: Any = getattr(pool, "SIG_SOFT_TIMEOUT", None)
 
 
 class Abort(BaseException):
-    """
-    Raised in a body whose lock was lost; the run raises `LeaseLost`.
-
-    It is no ``Exception``, since bodies swallow those.
-    """
+    """Raised in a body whose lock was lost. Bodies would swallow an ``Exception``."""
 
 
 def run_interruptible(lease: Lease | None, body: Callable[[], T]) -> T:
@@ -102,11 +98,7 @@ def _came_of(exc: BaseException | None, kinds: tuple[type[BaseException], ...]) 
 
 
 class Interruptible:
-    """
-    One run that may be interrupted, once, while it is armed.
-
-    It is made in the thread of the run; any thread calls `lost()`.
-    """
+    """One run of the present thread that may be interrupted, once, while it is armed."""
 
     def __init__(self) -> None:
         self.armed = self.is_lost = self.interrupted = False
@@ -117,7 +109,6 @@ class Interruptible:
         self._outer = _innermost.get(self.thread)
 
     def open(self) -> None:
-        """Be the innermost run of this thread."""
         _innermost[self.thread] = self
 
     def close(self) -> None:
@@ -191,11 +182,7 @@ def new_interruptible() -> Interruptible:
 
 
 class BySignal(Interruptible):
-    """
-    Interrupts the main thread, of prefork and solo pools among others.
-
-    A signal ends most system calls; nothing else does. Its handler runs in the body's thread.
-    """
+    """Interrupts the main thread. Only a signal ends most system calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,12 +220,7 @@ def on_signal(number: int, frame: FrameType | None) -> None:
 
 
 class ByException(Interruptible):
-    """
-    Interrupts another thread, by an asynchronous exception.
-
-    It stays pending during a system call or a call of C. It must arrive before the code after the
-    body runs.
-    """
+    """Interrupts another thread, by an exception that stays pending during a call of C."""
 
     def interrupt(self) -> None:
         # Don't wait: this thread renews leases. `arm()` looks for a loss after it has unlocked,
@@ -269,8 +251,7 @@ def close_broken(before: set[str]) -> None:
     """
     Close the connections of this thread that an interrupt broke.
 
-    Django doesn't notice: the next task would get a connection that is "already in progress" of
-    another command, or a transaction that is never committed.
+    Django doesn't notice: the next task's commands would fail, or never be committed.
     """
     for connection in connections.all(initialized_only=True):
         if connection.connection is None:
@@ -289,10 +270,10 @@ def close_broken(before: set[str]) -> None:
 
 def cancel_statements() -> None:
     """
-    Cancel the statements that connections of this thread wait for.
+    Cancel the statements that connections of this thread wait for, before an interrupt.
 
-    Call it before an interrupt. ``atomic()`` closes a connection that it can't roll back, and the
-    server would continue the statement, with all its locks.
+    ``atomic()`` closes a connection that it can't roll back, and the server would continue the
+    statement, with all its locks.
     """
     for connection in connections.all(initialized_only=True):
         raw: Any = connection.connection

@@ -187,7 +187,6 @@ Naming = Callable[["AnyTask | None", str, Mapping[str, Any]], str]
 def naming(
     given: object, parameters: Mapping[str, object], function: Callable[..., Any]
 ) -> tuple[Naming, Callable[[], str]]:
-    """Return what names a lock, and what returns the names' pattern."""
     if isinstance(given, type) and issubclass(given, Model):
         return _by_model(given, parameters, function)
     for key in parameters:

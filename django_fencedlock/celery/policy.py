@@ -85,7 +85,6 @@ TERMS = frozenset(each.name for each in fields(Policy))
 
 
 def policy(**terms: Any) -> Policy:
-    """Check the arguments of `single_instance`."""
     for term in ("ttl", "max_hold", "blocking_timeout", "retry_countdown"):
         if terms.get(term) is not None:
             zero = term in ("blocking_timeout", "retry_countdown")

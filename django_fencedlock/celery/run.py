@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
@@ -20,7 +19,7 @@ from ..core.grants import new_claim
 from ..core.identity import current_holder, running_task
 from ..core.runtime import clock
 from ..exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
-from ..lease import enter, leave
+from ..lease import Lease, enter, leave
 from . import duplicates, interrupts
 from .coalesce import Arguments, Coalescing
 from .duplicates import CONFLICTS, RUN, HolderGone
@@ -36,13 +35,7 @@ _converting: ContextVar[Run | None] = ContextVar("fencedlock_converting", defaul
 
 
 class Run(Call):
-    """
-    One run of a task: a delivery, a retry or a call, with its own owner.
-
-    Its steps are methods, in their order: look whether there is work, acquire the lock, begin, run
-    the body, note how it ended, release the lock, look whether there is more work. A step that
-    finds nothing to run returns a `Skip`.
-    """
+    """One run of a task. A step that finds nothing to run returns a `Skip`."""
 
     def __init__(self, single: Single, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         task, arguments = single.task_of(args)
@@ -103,13 +96,11 @@ class Run(Call):
         try:
             # A greenlet can't be interrupted by a signal or an asynchronous exception.
             aborts = self.policy.on_lost == "abort" and not runtime.is_patched("_thread")
-            lease = self.lease if aborts else None
-            with self._entered():
-                enter(self.lease)
-                try:
-                    result = interrupts.run_interruptible(lease, self._call)
-                finally:
-                    leave(self.lease)
+            enter(self.lease)
+            try:
+                result = self._call_interruptible(self.lease if aborts else None)
+            finally:
+                leave(self.lease)
             self._raise_loss()
             return result
         except BaseException as exc:
@@ -130,13 +121,7 @@ class Run(Call):
     # The lock
 
     def _acquire(self) -> Skip | None:
-        """
-        Acquire the lock; return why there is nothing to run.
-
-        Raises:
-            LockNotAcquired: Another holder has it.
-            Ignore: The message comes again later.
-        """
+        """Acquire the lock; return why there is nothing to run."""
         while refusal := self._refuse_own_lock() or self._try_to_acquire():
             try:
                 skip: Skip | None = None
@@ -233,8 +218,14 @@ class Run(Call):
             task=title,
             reason=reason,
         )
-        with self._entered():
-            return interrupts.run_interruptible(None, self._call)
+        return self._call_interruptible(None)
+
+    def _call_interruptible(self, lease: Lease | None) -> Any:
+        mark = _running.set((*_running.get(), self))
+        try:
+            return interrupts.run_interruptible(lease, self._call)
+        finally:
+            _running.reset(mark)
 
     def _call(self) -> Any:
         with self._time_limit.allowed():
@@ -250,19 +241,9 @@ class Run(Call):
             finally:
                 _converting.reset(mark)
 
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        """Be the run whose body this is."""
-        mark = _running.set((*_running.get(), self))
-        try:
-            yield
-        finally:
-            _running.reset(mark)
-
     # Conflicts
 
     def _answer(self, refusal: LockNotAcquired) -> Any:
-        """Do what ``on_conflict`` says."""
         if self.policy.on_conflict == "skip":
             return SkippedRun.made(str(refusal.name), Skip.HELD, refusal.holder)
         if self.policy.on_conflict == "retry" and not self.is_called_directly:

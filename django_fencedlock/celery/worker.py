@@ -152,12 +152,9 @@ def can_watch() -> bool:
 
 class ChildWatch:
     """
-    Watches the children, in a thread that sleeps until one begins or ends.
+    Calls `ended` with each child that has ended, in a thread that sleeps until then.
 
     Create it before the first child, so that each child can announce itself.
-
-    Args:
-        ended: Called with each child that has ended, in the thread.
     """
 
     def __init__(self, ended: Callable[[Process], object]) -> None:
@@ -323,10 +320,8 @@ class Maintenance:
     """
     Serves pending runs whose holder died, and deletes old rows.
 
-    Its thread closes connections after each look: a child that is forked later would inherit them.
-
-    Args:
-        forks: Whether the worker has children. Without, its tasks use the same private connections.
+    If the worker forks, it closes all connections after each look: a child that is forked later
+    would inherit them. Otherwise its tasks use the same private connections.
     """
 
     def __init__(
