@@ -122,15 +122,11 @@ def _pinned_blocks(connection: BaseDatabaseWrapper) -> list[PinnedBlock]:
 
 def _require_outermost(lease: Lease, connection: BaseDatabaseWrapper) -> None:
     """Raise within a savepoint: Postgres unlocks the fence at ROLLBACK TO."""
-    if connection.get_autocommit():
-        return
     blocks: list[Any] = connection.atomic_blocks
-    outer = [block for block in blocks if not block._from_testcase][:1]
-    if outer:
-        first = outer[0]
-        if isinstance(first, PinnedBlock) and not any(connection.savepoint_ids[first.depth :]):
-            return
-    elif blocks:
+    first = next((block for block in blocks if not block._from_testcase), None)
+    if isinstance(first, PinnedBlock) and not any(connection.savepoint_ids[first.depth :]):
+        return
+    if first is None and (blocks or connection.get_autocommit()):
         return
     raise InsideTransaction(
         f"lease.atomic() of lock {lease.name!r} was called inside a transaction on "

@@ -19,7 +19,7 @@ from ..core.identity import new_owner
 from ..core.runtime import clock, forks
 from ..exceptions import FencedLockError
 from ..lease import Lease
-from .background_writer import BATCH, MAX_QUEUED, BackgroundWriter, writer
+from .background_writer import BATCH, MAX_QUEUED, writer
 from .text import MAX_NOTE, escape_control, fit_column
 from .vendors import ledger_for
 
@@ -83,14 +83,13 @@ def write(database: str, happened: Sequence[tuple[float, Event]]) -> None:
 class History:
     """Notes what happens to locks in this process."""
 
-    def __init__(self, writer: BackgroundWriter) -> None:
-        self._writer = writer
+    def __init__(self) -> None:
         writer.sources.append(self._add_grants)
         self.after_fork()
         forks.register(self)
 
     def after_fork(self) -> None:
-        #: Leases whose grant has no row yet, in order. All values are None.
+        #: Leases whose grant has no row yet, in order.
         self.granted: dict[Lease, None] = {}
 
     def connect(self) -> None:
@@ -114,10 +113,10 @@ class History:
                 self._add_grant(lease)
             self._add_about(LOST, lease, event.facts["reason"])
         # A writer that is due already isn't off.
-        elif len(self.granted) < MAX_QUEUED and (self._writer.is_due or self._is_on()):
+        elif len(self.granted) < MAX_QUEUED and (writer.is_due or self._is_on()):
             self.granted[lease] = None
-            if not self._writer.is_due:
-                self._writer.start()
+            if not writer.is_due:
+                writer.start()
 
     def add(self, event: Event, age: float = 0.0) -> None:
         """Note an event that happened `age` seconds ago."""
@@ -127,10 +126,10 @@ class History:
             database = conf.config(event.alias).fence_database
         except FencedLockError:
             return
-        self._writer.put(database, write, (clock() - age, event))
+        writer.put(database, write, (clock() - age, event))
 
     def _is_on(self) -> bool:
-        return bool(conf.history()) and not self._writer.is_off()
+        return bool(conf.history()) and not writer.is_off()
 
     def _add_grants(self) -> bool:
         """Add the grants that have lasted; return whether others may."""
@@ -182,4 +181,4 @@ def _by(what: str, holder: Holder | None) -> str:
     return what if holder is None else f"{what}; the newest grant is that of {holder}"
 
 
-history = History(writer)
+history = History()

@@ -62,18 +62,15 @@ def _without_credentials(text: str) -> str:
     return f"{text[: start + 3]}{user if colon else ''}{colon}{HIDDEN}{text[end:]}"
 
 
-def can_store(connection: BaseDatabaseWrapper, text: str) -> bool:
-    """Return whether any column can store a text; those of older MariaDB versions are latin1."""
-    if connection.vendor != "mysql" or text.isascii():
-        return True
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT @@character_set_database")
-        return str(cursor.fetchone()[0]).startswith("utf8")
-
-
 def fit_column(connection: BaseDatabaseWrapper, text: str, length: int | None = None) -> str:
     """Escape characters that the database can't store, and cut the text to `length`."""
-    return (text if can_store(connection, text) else in_ascii(text))[:length]
+    if connection.vendor == "mysql" and not text.isascii():
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT @@character_set_database")
+            # Databases made by older MariaDB versions have latin1.
+            if not str(cursor.fetchone()[0]).startswith("utf8"):
+                text = in_ascii(text)
+    return text[:length]
 
 
 def shorten_error(exc: BaseException) -> str:

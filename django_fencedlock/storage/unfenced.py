@@ -20,7 +20,7 @@ from ..backends.interface import Renewal
 from ..core.events import Kind, LockEvent, subscribe
 from ..core.runtime import forks
 from ..lease import Lease
-from .background_writer import BackgroundWriter, writer
+from .background_writer import writer
 from .dialect import Entry
 from .records import Records, ServerTime
 from .vendors import ledger_for
@@ -95,8 +95,7 @@ def write(database: str, items: list[tuple[Lease, str]]) -> None:
 class UnfencedRows:
     """The unfenced leases of this process that the registry shows."""
 
-    def __init__(self, writer: BackgroundWriter) -> None:
-        self._writer = writer
+    def __init__(self) -> None:
         self.after_fork()
         forks.register(self)
 
@@ -108,22 +107,19 @@ class UnfencedRows:
         """Queue the rows of leases that were renewed, released or lost."""
         if event.kind is not Kind.RENEWED:
             self.ended(event.lease)
-        elif not self._writer.is_off() and not event.sender.records_unfenced:  # type: ignore[attr-defined]
+        elif not writer.is_off() and not event.sender.records_unfenced:  # type: ignore[attr-defined]
             label: str = event.sender.label  # type: ignore[attr-defined]
             for lease, answer in zip(event.facts["leases"], event.facts["answers"], strict=True):
                 if answer is Renewal.KEPT and not lease.fenced and not lease.lent:
                     # Not before: most processes have no such rows.
                     subscribe(self.on_event, Kind.RELEASED, Kind.LOST)
                     self.labels[lease.owner_id] = label
-                    self._put(lease, label)
+                    writer.put(conf.config(lease.alias).fence_database, write, (lease, label))
 
     def ended(self, lease: Lease) -> None:
         """Delete the row of a lease that was released or lost, if it has one."""
         if (label := self.labels.pop(lease.owner_id, None)) is not None:
-            self._put(lease, label)
-
-    def _put(self, lease: Lease, label: str) -> None:
-        self._writer.put(conf.config(lease.alias).fence_database, write, (lease, label))
+            writer.put(conf.config(lease.alias).fence_database, write, (lease, label))
 
 
-rows = UnfencedRows(writer)
+rows = UnfencedRows()
