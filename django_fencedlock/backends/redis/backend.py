@@ -19,12 +19,13 @@ from ...exceptions import BackendUnavailable
 from ...problems import clock_problem, ok
 from ...storage.text import shorten_error
 from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
-from . import client as clients
-from .client import Client, RedisError, is_cluster
+from .client import Client, RedisError, is_cluster, make_client, settings_problems
 from .connections import Connections, Mailbox
 from .scripts import ACQUIRE, BEAT, GATE, LOOK, RECHECK, RELEASE, RENEW, SUGGEST, Keys
 
 logger = logging.getLogger(__name__)
+
+_RENEWALS: Mapping[object, Renewal] = {0: Renewal.LOST, 1: Renewal.KEPT}
 
 
 class _Handle(NamedTuple):
@@ -62,7 +63,6 @@ class RedisBackend(Backend):
 
     def after_fork(self) -> None:
         # The driver shuts down no socket that another process opened.
-        self._lock = runtime.allocate_lock()
         self._connections: dict[int, tuple[object, Connections]] = {}
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
@@ -125,21 +125,16 @@ class RedisBackend(Backend):
         for grant in grants:
             keys, value, _ = self._handle(grant)
             calls.append((keys[:2], (value, _milliseconds(grant.ttl))))
-        try:
-            answers = self._here.run_batch(RENEW, calls) if calls else []
-        except RedisError as exc:
-            answers = [exc] * len(grants)
+        answers = self._here.run_batch(RENEW, calls)
         if failed := [answer for answer in answers if isinstance(answer, Exception)]:
+            why = shorten_error(failed[0])
             runtime.notify(
                 logger.warning,
                 "Redis of alias %r failed at the renewal of %d of %d leases: %s",
-                *(self.config.alias, len(failed), len(grants), shorten_error(failed[0])),
-                extra=logs.facts(alias=self.config.alias, reason=shorten_error(failed[0])),
+                *(self.config.alias, len(failed), len(grants), why),
+                extra=logs.facts(alias=self.config.alias, reason=why),
             )
-        kept = {False: Renewal.LOST, True: Renewal.KEPT}
-        return [
-            Renewal.UNKNOWN if isinstance(each, Exception) else kept[bool(each)] for each in answers
-        ]
+        return [_RENEWALS.get(answer, Renewal.UNKNOWN) for answer in answers]
 
     def release(self, grant: Grant) -> bool:
         keys, _, counter = self._handle(grant)
@@ -163,7 +158,7 @@ class RedisBackend(Backend):
         A waiter that is blocked on its mailbox was woken. One whose heartbeat is younger than GATE
         may not be blocked yet.
         """
-        while isinstance(handed, list) and handed and handed[2] >= GATE:
+        while handed and handed[2] >= GATE:
             handed = self._here.run(RECHECK, keys, _text(handed[0]), _text(handed[1]))
 
     def verify(self, grant: Grant) -> bool:
@@ -190,7 +185,7 @@ class RedisBackend(Backend):
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:
         yield from super().problems(config)
-        yield from clients.problems(config)
+        yield from settings_problems(config)
 
     def check(self) -> Iterator[Problem]:
         try:
@@ -218,11 +213,8 @@ class RedisBackend(Backend):
             hub = sys.modules["gevent"].get_hub()
         found = self._connections.get(thread)
         if found is None or found[0] is not hub:
-            with self._lock:
-                found = self._connections.get(thread)
-                if found is None or found[0] is not hub:
-                    made = Connections(clients.make_client(self.config))
-                    found = self._connections[thread] = hub, made
+            # If two threads come here, one has connections of its own for one request.
+            found = self._connections[thread] = hub, Connections(make_client(self.config))
         return found[1]
 
     def _keys(self, name: str) -> Keys:
@@ -268,8 +260,6 @@ def _text(value: bytes | str | None) -> str:
 
 # What `check --database` and the doctor ask the servers.
 
-Info = Mapping[str, Any]
-
 #: The oldest version whose commands the scripts use.
 OLDEST = (6, 2)
 #: The part of maxmemory that may be used.
@@ -285,21 +275,43 @@ def server_problems(client: Client, alias: str) -> Iterator[Problem]:
     where = f"The Redis of FENCEDLOCK[{alias!r}]"
     if is_cluster(client):
         for node in client.get_primaries():
-            yield from _problems(f"{where} (node {node.name})", client, {"target_nodes": node})
+            yield from _problems(f"{where} (node {node.name})", client, target_nodes=node)
         return
-    yield from _problems(where, client, {})
+    yield from _problems(where, client)
     if client.info("cluster").get("cluster_enabled"):
         what = f"{where} is one node of a Cluster: locks of the other nodes fail."
         remedy = "Give a function that returns a redis.RedisCluster as OPTIONS['CLIENT_FACTORY']."
         yield Problem("E017", what, remedy)
 
 
-def _problems(where: str, client: Client, target: dict[str, Any]) -> Iterator[Problem]:
+def _problems(where: str, client: Client, **target: Any) -> Iterator[Problem]:
     info = client.info(**target)
-    yield _version(where, info)
-    yield _clock(where, client, target)
-    yield from _memory(where, info)
-    yield from _persistence(where, info, _saves(client, target))
+    version = str(info.get("redis_version", "unknown"))
+    # Valkey reports that it is Redis 7.2, beside its own version.
+    if "valkey_version" in info:
+        yield ok(f"{where} is Valkey {info['valkey_version']}.")
+    elif tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= OLDEST:
+        yield ok(f"{where} is Redis {version}.")
+    else:
+        yield Problem(
+            "E014", f"{where} has version {version}.", "Use Redis 6.2 or newer, or Valkey."
+        )
+    before, began = time.time(), clock()
+    seconds, micros = client.time(**target)
+    ahead = seconds + micros / 1e6 - before - (clock() - began) / 2
+    found = clock_problem(ahead, f"{where}: ")
+    yield Problem("W005", found.message, found.hint) if found.id else found
+    limit, policy = info.get("maxmemory", 0), info.get("maxmemory_policy", "noeviction")
+    if limit and policy != "noeviction":
+        what = f"{where} drops keys when it is full (maxmemory-policy {policy}): a dropped lock is"
+        remedy = f"Set maxmemory-policy to noeviction, {_OWN_SERVER}"
+        yield Problem("W002", f"{what} free for the next owner. Tokens stay right.", remedy)
+    else:
+        yield ok(f"{where} drops no keys.")
+        if limit and (used := info.get("used_memory", 0)) > FULL * limit:
+            what = f"{where} uses {used / limit:.0%} of its maxmemory, and refuses writes at 100%."
+            yield Problem("W006", what, f"Raise maxmemory, {_OWN_SERVER}")
+    yield from _persistence(where, info, client, **target)
     if info.get("role") == "slave":
         remedy = "Name the primary, or a Sentinel that knows it."
         yield Problem("W008", f"{where} is a replica.", remedy)
@@ -308,49 +320,9 @@ def _problems(where: str, client: Client, target: dict[str, Any]) -> Iterator[Pr
         yield Problem("I003", f"{what} granted again while its holder {_FENCED}")
 
 
-def _version(where: str, info: Info) -> Problem:
-    # Valkey reports that it is Redis 7.2, beside its own version.
-    if "valkey_version" in info:
-        return ok(f"{where} is Valkey {info['valkey_version']}.")
-    version = str(info.get("redis_version", "unknown"))
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= OLDEST:
-        return ok(f"{where} is Redis {version}.")
-    return Problem("E014", f"{where} has version {version}.", "Use Redis 6.2 or newer, or Valkey.")
-
-
-def _clock(where: str, client: Client, target: dict[str, Any]) -> Problem:
-    before, began = time.time(), clock()
-    seconds, micros = client.time(**target)
-    ahead = seconds + micros / 1e6 - before - (clock() - began) / 2
-    found = clock_problem(ahead, f"{where.removesuffix(',')}: ")
-    return Problem("W005", found.message, found.hint) if found.id else found
-
-
-def _memory(where: str, info: Info) -> Iterator[Problem]:
-    limit, used = info.get("maxmemory", 0), info.get("used_memory", 0)
-    policy = info.get("maxmemory_policy", "noeviction")
-    if limit and policy != "noeviction":
-        what = f"{where} drops keys when it is full (maxmemory-policy {policy}): a dropped lock is"
-        yield Problem(
-            "W002",
-            f"{what} free for the next owner. Tokens stay right.",
-            f"Set maxmemory-policy to noeviction, {_OWN_SERVER}",
-        )
-        return
-    yield ok(f"{where} drops no keys.")
-    if limit and used > FULL * limit:
-        what = f"{where} uses {used / limit:.0%} of its maxmemory, and refuses writes at 100%."
-        yield Problem("W006", what, f"Raise maxmemory, {_OWN_SERVER}")
-
-
-def _saves(client: Client, target: dict[str, Any]) -> bool | None:
-    """Return whether the server makes snapshots; None if this user may not ask."""
-    with contextlib.suppress(*RedisError):
-        return bool(client.config_get("save", **target).get("save"))
-    return None
-
-
-def _persistence(where: str, info: Info, saves: bool | None) -> Iterator[Problem]:
+def _persistence(
+    where: str, info: Mapping[str, Any], client: Client, **target: Any
+) -> Iterator[Problem]:
     for key, effect in (
         ("rdb_last_bgsave_status", "It may refuse every write"),
         ("aof_last_write_status", "It refuses every write"),
@@ -360,9 +332,14 @@ def _persistence(where: str, info: Info, saves: bool | None) -> Iterator[Problem
             yield Problem("W007", found, f"{effect}: look at its log and its disk.")
     if info.get("aof_enabled"):
         yield ok(f"{where} keeps an append-only file.")
-    elif saves is False:
-        what = f"{where} keeps nothing on disk: after a restart every lock is free while its holder"
-        yield Problem("I001", f"{what} {_FENCED}", _APPEND_ONLY)
-    else:
+        return
+    saves = True
+    # This user may not ask.
+    with contextlib.suppress(*RedisError):
+        saves = bool(client.config_get("save", **target).get("save", True))
+    if saves:
         what = f"{where} keeps snapshots at most: after a crash a new lock is free while its holder"
         yield Problem("I002", f"{what} {_FENCED}", _APPEND_ONLY)
+    else:
+        what = f"{where} keeps nothing on disk: after a restart every lock is free while its holder"
+        yield Problem("I001", f"{what} {_FENCED}", _APPEND_ONLY)

@@ -109,11 +109,7 @@ def _pool_of_url(url: str, timeout: float) -> Any:
 def _pool_of_sentinels(url: str, timeout: float) -> Any:
     addresses, service, options = _parse_sentinel_url(url)
     tls = {"ssl": options.pop("connection_class", None) is SSLConnection}
-    secrets = {
-        key: options.pop(f"sentinel_{key}")
-        for key in ("username", "password")
-        if f"sentinel_{key}" in options
-    }
+    secrets = {key: options.pop(f"sentinel_{key}", None) for key in ("username", "password")}
     # The driver asks one after the other: together they have the time of one server.
     limits = _limits(timeout / len(addresses))
     sentinel = Sentinel(addresses, sentinel_kwargs={**limits, **tls, **secrets})
@@ -145,7 +141,7 @@ def _address(host: str) -> tuple[str, int]:
     return found[1] or found[2], int(found[3] or 26379)
 
 
-def problems(config: AliasConfig) -> Iterator[Problem]:
+def settings_problems(config: AliasConfig) -> Iterator[Problem]:
     """Yield the problems of the settings, without a request to a server."""
     named = [f"OPTIONS[{key!r}]" for key in ("CACHE", "CLIENT_FACTORY") if key in config.options]
     if config.location:
