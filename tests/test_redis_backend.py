@@ -329,7 +329,7 @@ def expired_and_another_waits(store, me):
 def expired_and_a_dead_one_waits(store, me):
     expired_and_another_waits(store, me)
     dead = store.client.zrange(store.keys.queue, 0, -1)
-    store.client.zadd(store.keys.alive, dict.fromkeys(dead, 1))
+    store.client.zadd(store.keys.mailbox(""), dict.fromkeys(dead, 1))
 
 
 def without_counter(store, me):
@@ -587,7 +587,7 @@ def test_all_that_dead_waiters_leave_expires(backend, store):
     store.dead()
     store.run(RELEASE, held.owner, "")
     keys = store.keys
-    assert store.left() == {keys.lock, keys.queue, keys.alive, keys.mailbox(first.owner)}
+    assert store.left() == {keys.lock, keys.queue, keys.mailbox(""), keys.mailbox(first.owner)}
     assert all(store.client.pttl(key) > 0 for key in store.left())
     assert store.client.pttl(keys.lock) <= CLAIM * 1000
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -49,23 +48,18 @@ class DatabaseBackend(Backend):
         self._one_writer = connections[config.fence_database].vendor == "sqlite"
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
-        with contextlib.suppress(_FileLocked):
-            return self._try(claim, wait, min(self._timeout, wait.seconds or BRIEFLY, BRIEFLY))
-        # A try that doesn't wait for a holder does wait for SQLite's file: that is no holder.
-        rest = min(self._timeout, wait.left if wait.seconds else self._timeout - BRIEFLY)
-        # Another owner may have been granted the lock meanwhile: a claim looks first.
-        with contextlib.suppress(_FileLocked):
-            if rest > 0:
-                return self._try(claim, wait, rest)
-        return Held()
-
-    def _try(self, claim: Claim, wait: Wait, patience: float) -> Granted | Held:
-        since = clock()
         # On SQLite the keeper can't renew while the caller's own transaction has the file.
         home = _Home(connections[self.config.fence_database])
+        # A try that doesn't wait for a holder does wait for SQLite's file: that is no holder.
+        patience = wait.left if wait.seconds else self._timeout
+        if patience < BRIEFLY or is_open(home.connection):
+            # Waiting longer for the caller's own transaction has no use.
+            patience = BRIEFLY
+        since = clock()
         entry = entry_of(claim, self.config.alias, self.label)
         try:
-            found = self._run(partial(self._claim, home.connection, wait, entry), patience)
+            work = partial(self._claim, home.connection, wait, entry)
+            found = self._run(work, min(self._timeout, patience))
         except Error as exc:
             self._raise_unless_held(claim, exc)
             return Held()
@@ -84,11 +78,7 @@ class DatabaseBackend(Backend):
     ) -> tuple[bool, int | None] | Row:
         # A refused claim writes to the row, and locks SQLite's file for all other writers. If the
         # caller's own transaction has the file, that is an error, even if the lock is held.
-        if self._one_writer:
-            looks_first = not (home.in_atomic_block and is_open(home))
-        else:
-            looks_first = wait.held is not None
-        if looks_first:
+        if not is_open(home) if self._one_writer else wait.held is not None:
             row = ledger.look(connection, entry.name)
             if row is not None and row.live and row.owner != entry.owner.id:
                 return row
@@ -150,18 +140,9 @@ class DatabaseBackend(Backend):
 
     def release(self, grant: Grant) -> bool:
         try:
-            return self._clear(grant, BRIEFLY)
-        except Error as exc:
-            if not self._ledger.is_row_locked(exc):
-                raise self.unavailable("release", exc, grant.name) from exc
-        try:
-            # Locked by a renewal, or by another writer to SQLite's file; for a moment only.
-            return self._clear(grant, self._timeout)
+            return self._run(lambda ledger, used: ledger.clear(used, [grant])) == 1
         except Error as exc:
             raise self.unavailable("release", exc, grant.name) from exc
-
-    def _clear(self, grant: Grant, patience: float) -> bool:
-        return self._run(lambda ledger, used: ledger.clear(used, [grant]), patience) == 1
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
         rows = self._look(names, LOOKING)
@@ -200,7 +181,6 @@ class DatabaseBackend(Backend):
             raise self.inside_transaction(claim.name) from error
         if is_of_test(connections[self.config.fence_database]):
             raise self.unavailable("acquiring", error, claim.name) from error
-        raise _FileLocked from error
 
     def _run(self, work: Work[T], patience: float | None = None, renews: bool = False) -> T:
         """Do `work`, which waits at most `patience` for SQLite's file."""
@@ -218,7 +198,3 @@ class _Home:
 
 def _is_of_test(grant: Grant) -> bool:
     return isinstance(grant.handle, _Home) and grant.handle.is_of_test
-
-
-class _FileLocked(Exception):
-    """Another transaction is writing to SQLite's file."""

@@ -48,15 +48,13 @@ class Keys(NamedTuple):
             tag = f"{{{blake2b(whole.encode(), digest_size=16).hexdigest()}}}:{whole}"
         return cls(f"{tag}:lock", f"{tag}:seq", f"{tag}:queue")
 
-    # The scripts build the following two by themselves: only waiting needs them.
-
-    @property
-    def alive(self) -> str:
-        """The sorted set of waiting owners by the end of their last heartbeat."""
-        return f"{self.queue}:"
-
     def mailbox(self, owner: str) -> str:
-        """Return the key of the list that wakes one waiter."""
+        """
+        Return the key of the list that wakes one waiter.
+
+        The scripts build it themselves. That of no owner is the sorted set of waiting owners by
+        the end of their last heartbeat.
+        """
         return f"{self.queue}:{owner}"
 
 
