@@ -131,8 +131,7 @@ def private(using: str, timeout: float) -> BaseDatabaseWrapper:
     """
     Copy the connection `using`: the same server and user, with time limits of its own.
 
-    It isn't registered in ``connections``, so neither ``close_old_connections()`` nor Celery's
-    clean-up closes it, and it isn't taken from Django's pool.
+    Neither ``close_old_connections()`` nor Celery's clean-up closes it.
     """
     copy = connections[using].copy()
     settings = copy.settings_dict
@@ -218,11 +217,8 @@ class ConnectionPool:
         """
         Run `work` with a private connection; with the test's own inside a ``TestCase``.
 
-        It runs twice if an idle connection turns out to be dead, so it must be idempotent.
-
-        Args:
-            renews: Whether the work renews leases. It then has one place more.
-            busy_timeout: Seconds to wait for SQLite's file.
+        It runs twice if an idle connection turns out to be dead, so it must be idempotent. Work
+        that `renews` leases has one place more.
         """
         home = connections[self.using]
         if is_of_test(home):
@@ -376,12 +372,8 @@ def query_outside(using: str, timeout: float, work: Callable[[BaseDatabaseWrappe
 
 @contextlib.contextmanager
 def time_limited(using: str, timeout: float) -> Iterator[None]:
-    """
-    Limit each query of this thread to database `using` to `timeout` seconds.
-
-    The block uses a private connection instead of the project's, which may have no limit. SQLite
-    needs none, and a test's rows are visible on the test's own connection alone.
-    """
+    """Limit each of this thread's queries to a database, on a private connection of the block."""
+    # SQLite needs no limit, and a test's rows are visible on the test's own connection alone.
     if connections[using].vendor == "sqlite" or test_connection(using) is not None:
         yield
         return

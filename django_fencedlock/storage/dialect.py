@@ -246,8 +246,7 @@ class Ledger:
         """
         Record a grant and its row of the registry, if the token is newer than the fence's.
 
-        False as well if the name is live at another lock service, or if the fence isn't the one
-        that was `seen`.
+        False too if the name is live at another service, or the fence isn't the one `seen`.
         """
         with self.transaction(connection) as cursor:
             given = {**self.parameters(connection, entry), "token": token, **seen_values(seen)}

@@ -37,12 +37,7 @@ def is_pinned(connection: BaseDatabaseWrapper, grant: WriteGrant) -> bool:
 
 @contextlib.contextmanager
 def pinned_atomic(lease: Lease, using: str | None = None) -> Iterator[None]:
-    """
-    Open a transaction that commits only under `lease`.
-
-    The next grant of the lock's name waits for its end. So a former holder writes nothing in it,
-    also not by plain models, raw SQL, many-to-many tables or cascades.
-    """
+    """Open a transaction that commits only under `lease`: the next grant waits for its end."""
     grant = grant_of(lease)
     using = using or lease.database
     if using != lease.database:
@@ -139,11 +134,8 @@ def _require_outermost(lease: Lease, connection: BaseDatabaseWrapper) -> None:
 
 
 def _notice_rollback(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-    """
-    Mark the block for rollback if the database rolled all of it back because of one statement.
-
-    Code that caught the error would go on in a new transaction, which locks no fence.
-    """
+    """Mark the block for rollback if the database rolled it back because of one statement."""
+    # Code that caught the error would go on in a new transaction, which locks no fence.
     try:
         return execute(sql, params, many, context)
     except Error as exc:

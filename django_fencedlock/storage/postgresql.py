@@ -191,12 +191,8 @@ class PostgresLedger(Ledger):
     def cursor(
         self, connection: BaseDatabaseWrapper, *, prepare: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """
-        Return a cursor whose statements PostgreSQL prepares, where that is possible.
-
-        The types of parameters must be clear from the statement. Without prepared statements
-        (`prepare` is False), the server plans for the present length of an array.
-        """
+        """Return a cursor that prepares its statements, which show their parameters' types."""
+        # Unless `prepare` is False: the server then plans for the present length of an array.
         raw = getattr(connection, PREPARES, None)
         return connection.cursor() if raw is None else DriverCursor(connection, raw, prepare)
 
@@ -210,11 +206,7 @@ class PostgresLedger(Ledger):
         return row is not None, row[0] if row and draw else None
 
     def record(
-        self,
-        connection: BaseDatabaseWrapper,
-        entry: Entry,
-        token: int,
-        seen: Newest | None = None,
+        self, connection: BaseDatabaseWrapper, entry: Entry, token: int, seen: Newest | None = None
     ) -> bool:
         given = {**self.parameters(connection, entry), "token": token, **seen_values(seen)}
         with self.cursor(connection) as cursor:

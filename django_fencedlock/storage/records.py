@@ -49,15 +49,11 @@ class ServerTime(Expression):
 
 
 class MessageTime(ServerTime):
-    """
-    The server's time, for a row that represents a message.
-
-    A transaction that writes or locks such a row outlasts a crash, since its message is
-    acknowledged then. It costs no further statement.
-    """
+    """The server's time, for a row that represents a message, which is acknowledged then."""
 
     def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
         sql, params = super().as_sql(compiler, connection)
+        # The transaction outlasts a crash, at the cost of no further statement.
         if connection.vendor == "postgresql":
             sql = f"CASE WHEN ({DURABLE} || {_NOT_PAUSED}) IS NOT NULL THEN {sql} END"
         return sql, params
@@ -70,11 +66,8 @@ def rows_of(model: str, using: str) -> QuerySet[Any]:
 
 
 def fetch(rows: QuerySet[Any], *columns: str) -> list[Any]:
-    """
-    Return these columns of the rows, as attributes.
-
-    The queryset itself may be given old rows by django-cachalot or django-cacheops.
-    """
+    """Return these columns of the rows, as attributes."""
+    # The queryset itself may be given old rows by django-cachalot or django-cacheops.
     sql, params = rows.values_list(*columns).query.get_compiler(rows.db).as_sql()
     with connections[rows.db].cursor() as cursor:
         cursor.execute(sql, params)
@@ -83,11 +76,7 @@ def fetch(rows: QuerySet[Any], *columns: str) -> list[Any]:
 
 
 def insert(using: str, model: str, **values: Any) -> Model | None:
-    """
-    Insert a row and return it; None if its key is there.
-
-    One statement that needs no transaction, and sends no signals.
-    """
+    """Insert a row and return it, without signals; None if its key is there."""
     row: Model = rows_of(model, using).model(**values)
     # MySQL's INSERT IGNORE would store a value that its column rejects, cut or empty. An error of
     # a plain INSERT undoes that statement alone there.
@@ -108,11 +97,7 @@ def insert(using: str, model: str, **values: Any) -> Model | None:
 
 @contextlib.contextmanager
 def durable(using: str, lock_timeout: float) -> Iterator[None]:
-    """
-    Open a transaction that raises fences; within a test's own, a part of that.
-
-    It is reported once it has committed, so a crash must not undo it.
-    """
+    """Open a transaction that raises fences. It is reported then, so a crash must not undo it."""
     connection = connections[using]
     limits = connection.vendor == "postgresql" and not connection.in_atomic_block
     with transaction.atomic(using=using):
@@ -136,11 +121,7 @@ class Records:
         return rows_of(model, self.using)
 
     def query(self, doing: str, name: str | None, work: Callable[[], T]) -> T:
-        """
-        Call `work`, whose ORM queries use a private connection.
-
-        It may be called several times: a lost answer doesn't show whether the query took effect.
-        """
+        """Call `work`, whose ORM queries use a private connection; again if rows are locked."""
         for left in reversed(range(TRIES)):
             try:
                 return pool(self.using, self.config.timeout).run_orm(work)

@@ -25,11 +25,7 @@ if not apps.is_installed("django_fencedlock"):
 
 
 class ExactCharField(models.CharField):  # type: ignore[type-arg]
-    """
-    A CharField that compares every character, on every database.
-
-    By default, MariaDB and MySQL ignore case and trailing blanks.
-    """
+    """A CharField that compares every character, also on MariaDB and MySQL."""
 
     def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
         found = super().db_type(connection)
@@ -47,11 +43,7 @@ class ExactCharField(models.CharField):  # type: ignore[type-arg]
 
 
 class UTCDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
-    """
-    A DateTimeField that stores and returns UTC, as the SQL statements of locks do.
-
-    A plain one depends on ``USE_TZ`` and the ``TIME_ZONE`` of the database.
-    """
+    """A DateTimeField that stores and returns UTC, whatever ``USE_TZ`` and ``TIME_ZONE`` say."""
 
     def deconstruct(self) -> Any:
         name, _, args, kwargs = super().deconstruct()
@@ -88,11 +80,7 @@ class _Named(models.Model):
 
 
 class Fence(models.Model):
-    """
-    The newest grant of a lock name. The row is never deleted.
-
-    A fenced transaction locks this row, so it has no column for heartbeats or expiry.
-    """
+    """The newest grant of a lock name. Fenced transactions lock the row: it has no heartbeat."""
 
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH, primary_key=True)
     token = models.BigIntegerField(_("token"), help_text=_("It only rises."))

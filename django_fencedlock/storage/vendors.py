@@ -62,12 +62,8 @@ class MySQLLedger(Ledger):
             return token is not None, token
 
     def _draw(self, cursor: Any, given: dict[str, Any]) -> int | None:
-        """
-        Raise the fence by one for the row's owner, unless it did so before. Return its token.
-
-        None if the row has another owner by now. The row is locked meanwhile, so tokens rise in
-        the order in which the row was taken.
-        """
+        """Raise the fence for the row's owner; return the token, None for another owner's row."""
+        # The row is locked meanwhile, so tokens rise in the order in which it was taken.
         # LAST_INSERT_ID(x) brings x back with the answer, on the insert's path as well. Assignments
         # take effect from left to right: the owner who is compared is the one that was there.
         cursor.execute(
