@@ -366,6 +366,10 @@ def test_what_django_refuses_is_left_to_django(database):
     rows.create()
     with refused((LockRequired, TypeError)):  # Django 5.2 would write them.
         rows.distinct("note").update(amount=1)
+    listens = pre_delete.has_listeners(LedgerLine)
+    with pytest.raises(ValueError, match="can't be deleted"):
+        LedgerLine().delete()
+    assert pre_delete.has_listeners(LedgerLine) is listens
 
 
 # How old an object is

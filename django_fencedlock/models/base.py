@@ -176,7 +176,7 @@ class SaveHooks:
         """Delete the row on the same conditions as it is saved."""
         parent: Any = super()
         is_djangos = getattr(parent.delete, "__func__", None) is models.Model.delete
-        if is_djangos and self.pk is not None and is_fast_delete(self):
+        if is_djangos and (self.pk is None or is_fast_delete(self)):
             return self._delete_at_once(*args, **kwargs)
         # The row is guarded when Django collects it. What the delete() of another base class
         # saves, such as a soft delete, is guarded as well.
@@ -196,7 +196,7 @@ class SaveHooks:
         row: Any = self
         using = using or router.db_for_write(type(row), instance=row)
         table = self._meta.concrete_model
-        guards = _writing(self._guards(table, using, DELETING, is_first=True))
+        guards = _writing(self._guards(table, using, DELETING, True)) if self.pk is not None else []
         if not guards:
             return models.Model.delete(row, using, keep_parents)
         with transaction.mark_for_rollback_on_error(using=using):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections, models, router
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.migrations.loader import MigrationLoader
+from django.db.migrations.executor import MigrationExecutor
 from django.db.migrations.operations import DeleteModel, RenameModel, SeparateDatabaseAndState
 
 from .. import conf, operations
@@ -351,12 +350,12 @@ def _naming_fields(model: Model, declared: Sequence[str]) -> tuple[str, ...]:
 
 def declared_triggers(connection: BaseDatabaseWrapper) -> dict[Model, tuple[str, ...]]:
     """Find the models that applied migrations give a trigger, and its `named_by`."""
-    loader = MigrationLoader(connection)
-    graph, declared = loader.graph, Declared()
-    plans = (graph.forwards_plan(leaf) for leaf in graph.leaf_nodes())
-    for node in dict.fromkeys(itertools.chain.from_iterable(plans)):
-        if node in loader.applied_migrations:
-            _follow(node[0], graph.nodes[node].operations, declared)
+    executor, declared = MigrationExecutor(connection), Declared()
+    applied = executor.loader.applied_migrations
+    plan = executor.migration_plan(executor.loader.graph.leaf_nodes(), clean_start=True)
+    for migration, _ in plan:
+        if (migration.app_label, migration.name) in applied:
+            _follow(migration.app_label, migration.operations, declared)
     return {
         apps.all_models[app][name]: named_by
         for (app, name), named_by in declared.items()
