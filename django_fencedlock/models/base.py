@@ -22,8 +22,8 @@ from django.db.models.signals import class_prepared, pre_delete
 from ..lease import Lease
 from .fields import is_rejected
 
+_OWN = ("fence", "version")
 _Row = TypeVar("_Row", bound=models.Model, covariant=True)
-_ABSENT = object()
 
 
 #: What is done to a row, LOADING from a fixture; the text begins the messages.
@@ -47,7 +47,6 @@ class Guard:
 
     def __init__(self, instance: SaveHooks) -> None:
         self.instance: Any = instance
-        self.before = instance.__dict__.get(self.column, _ABSENT)
 
     def condition(self, table: str, connection: BaseDatabaseWrapper) -> tuple[str, list[Any]]:
         """Return the condition of the row's UPDATE or DELETE, with its parameters."""
@@ -66,13 +65,6 @@ class Guard:
 
     def set(self, value: Any) -> None:
         self.instance.__dict__[self.column] = value
-
-    def restore(self) -> None:
-        """Restore the attribute, so that retrying a failed write fails again."""
-        if self.before is _ABSENT:
-            self.instance.__dict__.pop(self.column, None)
-        else:
-            self.set(self.before)
 
 
 class SaveHooks:
@@ -109,24 +101,24 @@ class SaveHooks:
         must_exist = force_update or update_fields
         adding = bool(self._state.adding or is_copy) and not must_exist
         doing = LOADING if raw else ADDING if adding else SAVING
-        is_first = not is_copy and "_guards_of_parents" not in self.__dict__
-        # What was done in the tables of parents is rolled back along with this table.
-        guards: list[Guard] = self.__dict__.pop("_guards_of_parents", [])
+        is_first = not is_copy and "_before_parents" not in self.__dict__
+        before = {key: self.__dict__[key] for key in _OWN if key in self.__dict__}
+        before = self.__dict__.pop("_before_parents", before)
         try:
             if raw:
                 self._guard_parents(using)
-            own = self._guards(cls, using, doing, is_first)
-            guards = guards + own
-            self.__dict__["_guarded_step"] = own, adding
+            self.__dict__["_guarded_step"] = self._guards(cls, using, doing, is_first), adding
             updated = parent._save_table(raw, cls, force_insert, force_update, using, update_fields)
         except BaseException:
-            for guard in guards:
-                guard.restore()
+            # The tables of parents are rolled back as well. A failed write fails again.
+            for key in _OWN:
+                self.__dict__.pop(key, None)
+            self.__dict__.update(before)
             raise
         finally:
             self.__dict__.pop("_guarded_step", None)
         if cls is not self._meta.concrete_model:
-            self.__dict__["_guards_of_parents"] = guards
+            self.__dict__["_before_parents"] = before
         return updated
 
     def _do_update(self, base_qs: Any, using: Any, *args: Any, **kwargs: Any) -> Any:

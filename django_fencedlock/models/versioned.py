@@ -51,7 +51,8 @@ class VersionGuard(Guard):
         self.keeps = doing == LOADING
         # An object that was never loaded takes no other's place.
         self.insert_only = doing == ADDING
-        self.loaded = self.before if isinstance(self.before, int) else None
+        loaded = instance.__dict__.get("version")
+        self.loaded = loaded if isinstance(loaded, int) else None
         if self.loaded is None and not self.keeps:
             raise self._conflict("its version wasn't loaded with it, so it can't be compared")
         self.updated = F("version") + 1 if self.keeps else (self.loaded or 0) + 1
