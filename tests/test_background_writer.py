@@ -90,6 +90,19 @@ def test_items_are_dropped_while_a_database_fails(writer, caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
+def test_a_project_without_the_app_hears_of_it_once(writer, caplog):
+    """Unfenced locks alone need neither the app nor its tables."""
+
+    def missing(database, items):
+        raise LookupError("No installed app with label 'django_fencedlock'.")
+
+    caplog.set_level("INFO")
+    for number in range(2):
+        writer.put("default", missing, number)
+        assert not writer.flush()
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
 def test_another_writer_of_sqlites_file_is_not_delayed(writer):
     """SQLite has one writer at a time: a write that waits delays locks."""
     waits = []

@@ -77,9 +77,8 @@ class BackgroundWriter:
         if not self.is_due:
             # Set before: the thread may write, and reset it, at once.
             self.is_due = True
-            if self._worker.waiting:
-                self.is_due = self._worker.start()
-            elif not self._worker.put(self._write_soon):
+            worker = self._worker
+            if not (worker.start() if worker.waiting else worker.put(self._write_soon)):
                 self.is_due = False
 
     def flush(self) -> bool:
@@ -132,8 +131,8 @@ class BackgroundWriter:
             pool = self._pools[database] = ConnectionPool(database, WRITE_TIMEOUT)
         try:
             pool.run_orm(write, SQLITE_BUSY_TIMEOUT)
-        except Error as exc:
-            if ledger_for(connections[database]).is_row_locked(exc):
+        except (Error, LookupError) as exc:
+            if isinstance(exc, Error) and ledger_for(connections[database]).is_row_locked(exc):
                 return False
             if database not in self._failing:
                 self._failing.add(database)
