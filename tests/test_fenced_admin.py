@@ -10,6 +10,7 @@ from django.urls import path
 
 from django_fencedlock import lock
 from django_fencedlock.admin import FencedModelAdmin
+from django_fencedlock.exceptions import StaleFence
 from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock
 from tests.backends import REDIS
@@ -203,6 +204,17 @@ def test_an_unavailable_lock_service(browser: Client, invoice: Invoice) -> None:
         answer = browser.post(url(invoice), form)
     assert answer.status_code == 200
     assert "Nothing was saved" in answer.content.decode()
+
+
+def test_a_delete_that_is_rejected_is_reported(
+    browser: Client, invoice: Invoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delete(page: Any, request: Any, row: Any) -> None:
+        raise StaleFence("A newer holder has written it.")
+
+    monkeypatch.setattr(InvoiceAdmin, "delete_model", delete)
+    answer = browser.post(url(invoice, "delete"), {"post": "yes"}, follow=True)
+    assert "Nothing was saved: Another holder has acquired the lock" in answer.content.decode()
 
 
 def test_list_editable_is_reported_by_the_checks() -> None:
