@@ -151,28 +151,28 @@ def held_by(name: str, backend: str = conf.DEFAULT_ALIAS) -> HeldBy | None:
 
     A holder whose lease has expired counts too: it may be paused, and continue.
     """
+    return _look(name, backend)[0]
+
+
+def _look(name: str, backend: str) -> tuple[HeldBy | None, Newest | None]:
+    """Return who holds the lock, and the fence as it was before the service was asked."""
     asked = service(backend)
-    row, newest = _read(asked, name)
+    row, seen = _read(asked, name)
     now = asked.holder(name)
     if now is not None and now.alias != backend:
         # The database backend reads the rows of other aliases, too.
         now = None
     holder = now or (row.holder() if row else None)
     if holder is None:
-        return None
+        return None, seen
     # A service without tokens doesn't tell: the holder may be about to record its grant. A name
     # that was never fenced has no fence.
     fenced = holder.token is not None or (
-        newest not in (None, (0, "")) and not asked.backend.records_grants
+        seen not in (None, (0, "")) and not asked.backend.records_grants
     )
-    return HeldBy(
-        name=name,
-        alias=backend,
-        backend=asked.backend.label,
-        holder=holder,
-        fenced=row.fenced if row and row.owner == holder.owner else fenced,
-        expired=now is None,
-    )
+    if row and row.owner == holder.owner:
+        fenced = row.fenced
+    return HeldBy(name, backend, asked.backend.label, holder, fenced, expired=now is None), seen
 
 
 def _read(asked: Service, name: str) -> tuple[Row | None, Newest | None]:
@@ -213,8 +213,7 @@ def force_release(
         raise ValueError("by= has to say who releases the lock: its holder and the log name them.")
     by = escape_control(by)
     # The fence is read before the service is asked: see `Revoking.revoke()`.
-    _row, seen = _read(service(backend), name)
-    found = held_by(name, backend)
+    found, seen = _look(name, backend)
     if found is None:
         return Release(name, backend, Outcome.NOT_HELD)
     if not found.owner:
