@@ -22,14 +22,14 @@ import argparse
 import inspect
 import json
 import os
-import subprocess
 import sys
-import tarfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.sdists import fetched, run_logged
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = "t/integration"
@@ -90,7 +90,7 @@ class _Suite:
         self.options = options
         self.version = celery.__version__
         self.work: Path = options.work.resolve()
-        self.source = _fetched(self.version, self.work)
+        self.source = fetched("celery", self.version, self.work, _is_kept)
         self.records = self.work / f"{self.version}-{options.backend}"
         self.records.mkdir(parents=True, exist_ok=True)
         self.redis = shared.redis()
@@ -132,33 +132,14 @@ class _Suite:
             NOTED: str(noted),
             DECORATED: "1" if how == "decorated" else "",
         }
-        with log.open("w") as output:
-            try:
-                return subprocess.run(
-                    [sys.executable, "-W", "ignore", *arguments],
-                    cwd=self.source,
-                    env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=self.options.timeout,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired as exc:
-                raise SystemExit(f"Not done in {exc.timeout:.0f} s, see {log}") from None
+        command = [sys.executable, "-W", "ignore", *arguments]
+        options = {"cwd": self.source, "env": environment}
+        return run_logged(command, log, self.options.timeout, **options)
 
 
-def _fetched(version: str, work: Path) -> Path:
-    """Celery's tests, from its sdist."""
-    source = work / f"celery-{version}"
-    if not (source / TESTS).exists():
-        work.mkdir(parents=True, exist_ok=True)
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
-        subprocess.run([*pip, "-d", str(work), f"celery=={version}"], check=True)
-        with tarfile.open(work / f"celery-{version}.tar.gz") as tar:
-            # The package itself would take the place of the one that is installed.
-            members = [each for each in tar.getmembers() if each.name.split("/")[1:2] != ["celery"]]
-            tar.extractall(work, members, filter="data")
-    return source
+def _is_kept(name: str) -> bool:
+    """Whether a file isn't of the package itself, which would take the place of the installed."""
+    return name.split("/")[1:2] != ["celery"]
 
 
 def _write_settings(directory: Path, database: dict[str, Any], redis: str, backend: str) -> str:

@@ -121,17 +121,29 @@ def no_leases_left_behind() -> Iterator[None]:
         leave(lease)
 
 
-@pytest.fixture(params=["default", "postgres", "mariadb"])
-def using(
-    request: pytest.FixtureRequest, settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
-    """Return each of the databases in turn, with its fences there and its private sessions kept."""
+@pytest.fixture
+def keep_connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep idle private connections, as outside of a test runner."""
     monkeypatch.setattr(sessions, "under_test", lambda: False)
+    yield
+    sessions.close_all()
+
+
+@pytest.fixture
+def boss(client: Any, django_user_model: Any) -> Any:
+    """Return a client of Django's that is logged in as a superuser."""
+    client.force_login(django_user_model.objects.create_superuser("boss"))
+    return client
+
+
+@pytest.fixture(params=["default", "postgres", "mariadb"])
+def using(request: pytest.FixtureRequest, settings: Any, keep_connections: None) -> str:
+    """Return each of the databases in turn, with its fences there and its private sessions kept."""
     # SQLite serves those who wait for its file in no order.
     options = {"TIMEOUT": 20}
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": request.param, "OPTIONS": options}}
-    yield request.param
-    sessions.close_all()
+    database: str = request.param
+    return database
 
 
 @pytest.fixture(params=BACKENDS)

@@ -1,10 +1,10 @@
 """
 Runs Django's own tests, their models based on `FencedModel`, and shows what that breaks.
 
-    python tests/django_suite.py                     # all apps below, on SQLite
-    python tests/django_suite.py basic queries       # these
+    python -m tests.django_suite                     # all apps below, on SQLite
+    python -m tests.django_suite basic queries       # these
     DJANGO_SUITE_POSTGRES=postgresql://postgres@127.0.0.1:5432/postgres \
-        python tests/django_suite.py --database postgresql
+        python -m tests.django_suite --database postgresql
 
 It tests with the Django that is installed; the tests themselves aren't in Django's wheel, and are
 taken from its sdist (``pip download``). Each app runs in two processes: as it is, which tells what
@@ -22,9 +22,7 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
-import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -160,10 +158,12 @@ class _Suite:
     def __init__(self, options: argparse.Namespace) -> None:
         import django
 
+        from tests.sdists import fetched
+
         self.options = options
         self.version = django.__version__
         self.work: Path = options.work.resolve()
-        self.tests = _fetched(self.version, self.work)
+        self.tests = fetched("django", self.version, self.work) / "tests"
         self.records = self.work / f"{self.version}-{options.database}"
         self.records.mkdir(parents=True, exist_ok=True)
         self.settings = _write_settings(self.records, options.database)
@@ -206,6 +206,8 @@ class _Suite:
         return len(unexplained)
 
     def run(self, app: str, how: str, again: bool) -> dict[str, Any]:
+        from tests.sdists import run_logged
+
         record = self.records / f"{app}.{how}.json"
         if record.exists() and not again:
             return dict(json.loads(record.read_text()))
@@ -216,19 +218,8 @@ class _Suite:
         began = time.monotonic()
         path = [str(self.options.package.resolve()), str(self.records)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-        with record.with_suffix(".log").open("w") as log:
-            try:
-                code = subprocess.run(
-                    command,
-                    cwd=self.tests,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=self.options.timeout,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = -1
+        options = {"cwd": self.tests, "env": environment}
+        code = run_logged(command, record.with_suffix(".log"), self.options.timeout, **options)
         if noted.exists():
             result = json.loads(noted.read_text())
             noted.unlink()
@@ -274,21 +265,6 @@ def _last_line(text: str, whole: bool = False) -> str:
     ]
     found = lines[at[-1] if at else -1 :]
     return "\n".join(found) if whole else found[0][:300]
-
-
-def _fetched(version: str, work: Path) -> Path:
-    """Django's tests, from its sdist."""
-    tests = work / f"django-{version}" / "tests"
-    if not tests.exists():
-        work.mkdir(parents=True, exist_ok=True)
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
-        subprocess.run([*pip, "-d", str(work), f"django=={version}"], check=True)
-        archive = next(work.glob(f"[dD]jango-{version}.tar.gz"))
-        with tarfile.open(archive) as tar:
-            tar.extractall(work, filter="data")
-        if not tests.exists():
-            (work / f"Django-{version}").rename(work / f"django-{version}")
-    return tests
 
 
 _COLUMN = """

@@ -7,7 +7,6 @@ from html import unescape
 
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.contrib.auth.models import User
 from django.contrib.messages import get_messages
 from django.core.management import call_command
 from django.db import connections
@@ -31,12 +30,6 @@ OTHER = {"database": "postgres"}
 def two_databases(settings):
     shared.postgres()
     settings.FENCEDLOCK = {"default": {}, "ledger": {"FENCE_DATABASE": "postgres"}}
-
-
-@pytest.fixture
-def boss(client):
-    client.force_login(User.objects.create_superuser("boss"))
-    return client
 
 
 @pytest.fixture

@@ -123,12 +123,8 @@ def test_the_holder_acquires_again_although_others_wait():
 def test_a_frozen_lock_service_holds_up_no_other(settings, make_redis, make_proxy):
     server = make_redis()
     proxy = make_proxy(server.host, server.port)
-    frozen = {
-        "BACKEND": REDIS,
-        "LOCATION": f"redis://{proxy.host}:{proxy.port}/0",
-        "OPTIONS": {"TIMEOUT": PATIENCE},
-    }
-    settings.FENCEDLOCK = {"default": {}, "frozen": frozen}
+    frozen = {"BACKEND": REDIS, "LOCATION": f"redis://{proxy.host}:{proxy.port}/0"}
+    settings.FENCEDLOCK = {"default": {}, "frozen": {**frozen, "OPTIONS": {"TIMEOUT": PATIENCE}}}
 
     async def hold(name, leave):
         async with lock(name, backend="frozen", fenced=False, ttl=600):

@@ -20,6 +20,7 @@ from django_fencedlock.backends.interface import Backend, Claim, Grant, Granted,
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.test.processes import wait_until
+from tests.failing import raising
 from tests.stub_backend import StubBackend, StubService
 
 #: Seconds that a busy machine may take for anything.
@@ -254,12 +255,9 @@ class BackendInterface:
         waits_in_the_service(backend)
         taken = take(backend, claim(name))
 
-        def refuse(held):
-            raise LookupError("changed its mind")
-
         sent = claim(name)
         with pytest.raises(LookupError, match="changed its mind"):
-            other.acquire(sent, Wait(SLACK, refuse))
+            other.acquire(sent, Wait(SLACK, raising(LookupError("changed its mind"))))
         other.release(Grant(name, sent.owner, sent.ttl))
         backend.release(taken)
         assert isinstance(backend.acquire(claim(name), Wait()), Granted)

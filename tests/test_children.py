@@ -20,6 +20,7 @@ from django_fencedlock.storage import connections
 from django_fencedlock.storage.dialect import LOCK_WAIT
 from tests.scripts import python
 from tests.servers.process import wait_until
+from tests.threads import beside
 
 pytestmark = pytest.mark.skipif(not worker.can_watch(), reason="this system has no pidfd")
 
@@ -196,20 +197,18 @@ class TestLeftLocks:
         for made in started:
             wait_until(lambda made=made: not made.looks, "the end of its threads", 30)
 
-    def test_they_are_released_and_once_more_a_little_later(self, release, second_look_after):
+    @pytest.mark.parametrize("aliases", [["default"], ["default", "other"]])
+    def test_every_alias_is_asked_and_once_more_a_little_later(
+        self, release, settings, second_look_after, aliases
+    ):
+        settings.FENCEDLOCK = {alias: {} for alias in aliases}
         service = Service()
-        second_look_after(lambda: service.released)
+        second_look_after(lambda: len(service.released) >= len(aliases))
         release(service)
-        wait_until(lambda: len(service.released) == 2, "two looks", 30)
-        assert service.released == [("default", {this_process()})] * 2
-
-    def test_every_alias_is_asked(self, release, settings, second_look_after):
-        settings.FENCEDLOCK = {"default": {}, "other": {}}
-        service = Service()
-        second_look_after(lambda: len(service.released) > 1)
-        release(service)
-        wait_until(lambda: len(service.released) == 4, "both aliases, twice", 30)
-        assert {alias for alias, _ in service.released} == {"default", "other"}
+        wait_until(lambda: len(service.released) == 2 * len(aliases), "two looks", 30)
+        assert sorted(service.released) == sorted(
+            2 * [(each, {this_process()}) for each in aliases]
+        )
 
     def test_but_not_for_longer_than_the_ttl(self, release, settings):
         settings.FENCEDLOCK = {"default": {"TTL": 1}}
@@ -288,13 +287,12 @@ class TestForks:
                 began.set()
                 until.wait(30)
 
-        thread = threading.Thread(target=talk)
-        thread.start()
+        talking = beside(talk)
         try:
             yield began
         finally:
             until.set()
-            thread.join()
+            talking.result()
 
     @pytest.mark.parametrize("is_short", [True, False])
     def test_a_fork_waits_for_a_short_talk_and_not_for_a_long_one(self, monkeypatch, is_short):

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import logging
-import threading
 import uuid
 import zlib
 from datetime import UTC, datetime, timedelta
@@ -12,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from celery import current_app
 from celery.exceptions import Reject
-from django.db import connections
 from django.db.models import F
 from kombu.serialization import register
 
@@ -22,13 +20,13 @@ from django_fencedlock.celery.coalesce import MOST_RESCUES, MOST_TRIES, Coalesci
 from django_fencedlock.celery.duplicates import DELIVERY, NUMBER, SERVE
 from django_fencedlock.celery.worker import Maintenance
 from django_fencedlock.core.manager import service
-from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, MessageRecord, PendingRun
 from django_fencedlock.storage.message_records import SETTLED, MessageRecords
 from django_fencedlock.storage.pending_runs import PendingRuns
 from tests.deliveries import QUEUE, Done, app, deliver, deliver_sent, sending
+from tests.failing import raising, unavailable
 from tests.interleavings import ORDER, Broken, Explorer
-from tests.threads import elsewhere
+from tests.threads import at_once, elsewhere
 
 NAME = "index"
 ran: list[object] = []
@@ -110,6 +108,10 @@ def reason(done, expected):
 def overdue():
     """Let the time pass in which the living leave a pending run alone."""
     PendingRun.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
+
+
+def retry(self):
+    raise self.retry(countdown=60)
 
 
 def rescued():
@@ -224,7 +226,7 @@ class TestTasks:
         with sending() as sent:
             deliver(late, 1)
             # Its pending run tells whether there is something to do, whoever has the lock.
-            monkeypatch.setattr(MessageRecords, "newest", broken)
+            monkeypatch.setattr(MessageRecords, "newest", unavailable)
             while_held(lambda: reason(deliver_sent(sent[0], redelivered=True), "coalesced"))
         assert len(sent) == 1
         assert PendingRun.objects.get().wanted == 2
@@ -342,7 +344,7 @@ class TestTasks:
         assert deliver_sent(sent[0]).result == 2
 
     def test_the_end_is_no_failure_when_it_cannot_be_recorded(self, monkeypatch, caplog):
-        monkeypatch.setattr(PendingRuns, "end", broken)
+        monkeypatch.setattr(PendingRuns, "end", unavailable)
         assert deliver(rebuild, 1).result == 1
         assert "wasn't recorded" in caplog.text
 
@@ -351,9 +353,6 @@ class TestTasks:
 @pytest.mark.usefixtures("here")
 class TestRetries:
     def retried(self):
-        def retry(self):
-            raise self.retry(countdown=60)
-
         within.append(retry)
         with sending() as sent:
             assert deliver(rebuild, 1).state == "RETRY"
@@ -367,10 +366,6 @@ class TestRetries:
 
     def test_a_retry_of_a_run_that_served_runs_too(self):
         meanwhile(coalesced(rebuild, 2))
-
-        def retry(self):
-            raise self.retry(countdown=60)
-
         within.append(retry)
         with sending() as sent:
             deliver(rebuild, 1)
@@ -463,10 +458,7 @@ class TestMessagesAgain:
         """A message whose run failed, which its worker could tell nobody."""
         told = self.told()
 
-        def fail(self):
-            raise ValueError
-
-        within.append(fail)
+        within.append(raising(ValueError))
         deliver(late, 1, **told)
         app.AsyncResult(told["id"]).forget()
         for row in MessageRecord.objects.all():
@@ -573,17 +565,9 @@ class TestRescue:
 
     def test_of_several_workers_one_serves(self):
         overdue()
-        found = []
         with sending() as sent:
-            threads = [
-                threading.Thread(target=lambda: (found.append(Maintenance(app).look()), close()))
-                for _ in range(4)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert sum(found) == len(sent) == 1
+            assert sum(at_once([lambda: Maintenance(app).look()] * 4)) == 1
+        assert len(sent) == 1
 
     def test_leaves_alone_what_its_app_does_not_have(self):
         PendingRun.objects.update(task_name="gone.task")
@@ -622,10 +606,8 @@ class TestRescue:
         assert "wait for the broker" in caplog.text
 
     def test_a_database_that_is_down_is_told_of_once(self, monkeypatch, caplog):
-        def down(*args):
-            raise BackendUnavailable("down", alias="default")
 
-        monkeypatch.setattr(PendingRuns, "overdue", down)
+        monkeypatch.setattr(PendingRuns, "overdue", unavailable)
         rescue = Maintenance(app)
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
@@ -677,17 +659,9 @@ class TestRescue:
         assert Maintenance(app).period() == 1
 
 
-def broken(*args, **kwargs):
-    raise BackendUnavailable("no", alias="default")
-
-
 def unreachable(*args, **kwargs):
     raise OSError("no broker")
 
 
 def reason_of_call(result):
     assert SkippedRun.of(result).reason == "coalesced"
-
-
-def close():
-    connections.close_all()

@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 from celery import Celery
@@ -16,16 +17,14 @@ from django.db import OperationalError, close_old_connections, connections, tran
 from django_fencedlock.core.runtime import Watchdog, clock, watchdog
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.connections import ConnectionPool, NoAnswer, private, query_once
+from tests.failing import raising
 from tests.servers.process import wait_until
+from tests.threads import at_once
 
-pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-
-
-@pytest.fixture(autouse=True)
-def keep_connections(monkeypatch):
-    monkeypatch.setattr(sessions, "under_test", lambda: False)
-    yield
-    sessions.close_all()
+pytestmark = [
+    pytest.mark.django_db(transaction=True, databases=["default", "postgres"]),
+    pytest.mark.usefixtures("keep_connections"),
+]
 
 
 @pytest.fixture
@@ -213,11 +212,7 @@ def test_a_burst_of_threads_uses_a_bounded_number_of_connections(pool):
         with lock_:
             now[0] -= 1
 
-    workers = [threading.Thread(target=pool.run, args=(work,)) for _ in range(40)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    at_once([partial(pool.run, work)] * 40)
     assert most[0] <= sessions.MAX_CONNECTIONS
     assert len(pool._idle) <= sessions.MAX_IDLE
 
@@ -298,12 +293,8 @@ class TestRoom:
             for _ in range(200):
                 pool.run(done.append)
 
-        threads = [threading.Thread(target=come_and_go) for _ in range(8)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(60)
-        assert len(done) == 200 * len(threads)
+        at_once([come_and_go] * 8)
+        assert len(done) == 200 * 8
         assert pool._room.qsize() == 1
 
 
@@ -380,11 +371,11 @@ class TestWatchdog:
         assert not watchdog._watched
 
     def test_a_thread_that_could_not_be_started_is_started_by_the_next_one(self, monkeypatch):
-        def refuse(thread):
-            raise RuntimeError("can't start new thread")
 
         dog, called = Watchdog(), threading.Event()
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        monkeypatch.setattr(
+            threading.Thread, "start", raising(RuntimeError("can't start new thread"))
+        )
         with pytest.raises(RuntimeError):
             dog.begin(0.05, lambda: None)
         assert not dog._watched

@@ -20,17 +20,9 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.test.processes import Processes
-from tests.test_message_records import at_once
+from tests.threads import at_once
 
 DATABASES = ["default", "postgres", "mariadb"]
-
-
-@pytest.fixture
-def keep_connections(monkeypatch):
-    """Keep idle private connections, as outside of a test runner."""
-    monkeypatch.setattr(sessions, "under_test", lambda: False)
-    yield
-    sessions.close_all()
 
 
 @pytest.fixture

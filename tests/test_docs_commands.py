@@ -68,12 +68,8 @@ def test_every_block_is_tried_somewhere() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "manage.py fencedlock lst",
-        "manage.py fencedlock list --nothing",
-        "manage.py nothing",
-        "python -m nothing",
-        "pip install 'django-fencedlock[nothing]'",
-        "nothing",
+        *(f"manage.py {words}" for words in ("fencedlock lst", "fencedlock list --no", "nothing")),
+        *("python -m nothing", "pip install 'django-fencedlock[nothing]'", "nothing"),
     ],
 )
 def test_a_command_that_does_not_exist_is_found(command: str) -> None:
@@ -98,11 +94,8 @@ def test_the_warning_of_an_write_without_lock_is_as_it_is_shown(settings, caplog
     invoice = Invoice.objects.create()
     invoice.save()
     (shown,) = [b.text.strip() for b in _blocks(ROOT / "docs/adopting.md") if b.language == "text"]
-    assert caplog.messages == [
-        shown.replace("billing.Invoice", "tests.Invoice").replace(
-            "billing.invoice:42", f"tests.invoice:{invoice.pk}"
-        )
-    ]
+    told = shown.replace("billing.Invoice", "tests.Invoice")
+    assert caplog.messages == [told.replace("billing.invoice:42", f"tests.invoice:{invoice.pk}")]
     assert caplog.records[0].name in (ROOT / "docs/adopting.md").read_text()
 
 

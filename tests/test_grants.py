@@ -17,6 +17,7 @@ from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.manager import Service
 from django_fencedlock.exceptions import AliasConflict, BackendUnavailable, LockNotAcquired
 from django_fencedlock.models import Fence, HeldLock
+from tests.failing import raising, unavailable
 from tests.stub_backend import StubBackend, StubService
 from tests.threads import without_threads
 
@@ -366,10 +367,8 @@ def test_a_claim_without_an_answer_is_doubted(step, stub, monkeypatch):
 
 
 def test_an_interrupted_claim_is_released_now_and_doubted(step, stub, monkeypatch):
-    def interrupt(*args):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(step.fences, "record", interrupt)
+    monkeypatch.setattr(step.fences, "record", raising(KeyboardInterrupt))
     claim = new_claim("x", 30)
     (service,) = (each for each in manager._living if each.grants is step)
     with pytest.raises(KeyboardInterrupt):
@@ -390,11 +389,8 @@ def test_a_release_without_an_answer_ends_the_acquire(step, monkeypatch):
     """The keeper repeats it at any time: it would release what the same owner got later."""
     release, record, keeper = step.backend.release, step.fences.record, step._keeper
 
-    def fail(grant):
-        raise BackendUnavailable("no answer", name="x", alias="default")
-
     def locked(*args):
-        monkeypatch.setattr(step.backend, "release", fail)
+        monkeypatch.setattr(step.backend, "release", unavailable)
         raise OperationalError("locked")
 
     def recorded(*args):
@@ -414,10 +410,8 @@ def test_a_release_without_an_answer_ends_the_acquire(step, monkeypatch):
 
 
 def test_a_database_that_fails_leaves_no_lock(step, stub, settings, monkeypatch):
-    def fail(*args):
-        raise OperationalError("gone")
 
-    monkeypatch.setattr(step.fences, "record", fail)
+    monkeypatch.setattr(step.fences, "record", raising(OperationalError("gone")))
     with pytest.raises(BackendUnavailable, match="recording of the grant"):
         take(step)
     assert not stub.locks
@@ -453,10 +447,7 @@ def test_a_lease_that_a_newer_grant_came_after_is_released(leased, make):
 def test_leases_are_kept_while_the_database_fails(leased, monkeypatch, caplog):
     service, lease = leased
 
-    def fail(grants):
-        raise OperationalError("gone")
-
-    monkeypatch.setattr(service.grants.fences, "renew", fail)
+    monkeypatch.setattr(service.grants.fences, "renew", raising(OperationalError("gone")))
     lease.renew()
     assert not lease.lost
     assert "The registry of alias 'default' wasn't renewed: gone" in caplog.text
@@ -465,11 +456,8 @@ def test_leases_are_kept_while_the_database_fails(leased, monkeypatch, caplog):
 def test_a_lock_whose_release_got_no_answer_leaves_no_row_and_a_doubt(leased, monkeypatch):
     service, lease = leased
 
-    def fail(grant):
-        raise BackendUnavailable("no answer", name="x", alias="default")
-
     with monkeypatch.context() as patch, pytest.raises(BackendUnavailable):
-        patch.setattr(service.backend, "release", fail)
+        patch.setattr(service.backend, "release", unavailable)
         lease.release()
     service.keeper.clear()
     assert not HeldLock.objects.exists()

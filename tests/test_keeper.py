@@ -18,17 +18,11 @@ from django_fencedlock.core.keeper import CLEAR_AFTER, DOUBTED, Keeper
 from django_fencedlock.core.runtime import clock as real_clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.lease import Lease
+from tests.clocks import Clock
+from tests.failing import raising, unavailable
 from tests.scripts import run_python
 from tests.servers.process import wait_until
 from tests.threads import without_threads
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Service:
@@ -317,10 +311,13 @@ def test_a_lease_is_renewed_until_its_max_hold_and_lost_a_ttl_later(
     assert keeper.tick() is None
 
 
-def test_a_max_hold_shorter_than_a_third_of_the_ttl_renews_nothing(keeper, service, lease, losses):
-    kept = lease(max_hold=5, kept_by=keeper)
-    assert keeper.tick() == pytest.approx(30)
-    assert keeper.after(30) is None
+@pytest.mark.parametrize(("max_hold", "pause"), [(5, 30), (60, 500)])
+def test_a_short_max_hold_or_a_pause_beyond_it_renews_nothing(
+    keeper, service, lease, losses, max_hold, pause
+):
+    kept = lease(max_hold=max_hold, kept_by=keeper)
+    assert keeper.tick() == pytest.approx(30 if max_hold < 10 else 10)
+    assert keeper.after(pause) is None
     assert service.batches == []
     assert lost_of(losses) == [kept]
 
@@ -348,13 +345,6 @@ def test_what_was_held_too_long_is_not_renewed_near_its_end(keeper, service, clo
     assert losses == []
 
 
-def test_a_pause_beyond_max_hold_is_not_renewed_away(keeper, service, lease, losses):
-    kept = lease(max_hold=60, kept_by=keeper)
-    keeper.after(500)
-    assert service.batches == []
-    assert lost_of(losses) == [kept]
-
-
 @pytest.mark.parametrize("supports_ttl", [True, False])
 def test_a_lock_without_ttl_is_released_once_it_is_lost(keeper, service, lease, supports_ttl):
     service.supports_ttl = supports_ttl
@@ -368,10 +358,8 @@ def test_a_lock_without_ttl_is_released_once_it_is_lost(keeper, service, lease, 
 
 
 def test_a_lock_that_can_not_be_given_back_disturbs_no_others(keeper, service, clock, lease):
-    def release(lease):
-        raise BackendUnavailable("no answer", alias="default")
 
-    service.supports_ttl, service.release = False, release
+    service.supports_ttl, service.release = (False, unavailable)
     keeper.keep(lease(name="bounded", max_hold=5))
     kept = lease(name="kept", kept_by=keeper)
     drive(keeper, clock, clock.now + 40)
@@ -524,10 +512,8 @@ def test_a_lease_before_a_newer_grant_is_released_and_lost(
 
 
 def test_rows_are_deleted_if_others_could_not_be_renewed(keeper, registry, lease, monkeypatch):
-    def fail(grants):
-        raise RuntimeError("driver")
 
-    monkeypatch.setattr(registry, "renew", fail)
+    monkeypatch.setattr(registry, "renew", raising(RuntimeError("driver")))
     kept, released = lease(), lease(name="y")
     keeper._renewed = {kept: None}
     keeper._due = dict.fromkeys(keeper._renewed, 1e9)
@@ -539,8 +525,6 @@ def test_rows_are_deleted_if_others_could_not_be_renewed(keeper, registry, lease
 
 
 def test_a_loss_without_a_thread_is_reported_later(service, clock, lease, losses, monkeypatch):
-    def refuse(target):
-        raise RuntimeError("can't start new thread")
 
     worker = runtime.Worker("notifier")
     monkeypatch.setattr(keeper_module.runtime, "worker", worker)
@@ -550,7 +534,7 @@ def test_a_loss_without_a_thread_is_reported_later(service, clock, lease, losses
     service.answer = Renewal.LOST
     clock.now += 10
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "start", refuse)
+        patch.setattr(runtime, "start", raising(RuntimeError("can't start new thread")))
         keeper.tick()
     assert refused.lost
     assert losses == []

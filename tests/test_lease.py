@@ -104,23 +104,18 @@ def test_the_clock_is_the_one_that_counts_a_machines_sleep_and_nobody_sets():
 
 
 class TestCurrentLease:
-    def test_the_innermost_lease_is_found_first(self, make):
+    @pytest.mark.parametrize("out_of_turn", [False, True])
+    def test_the_innermost_lease_is_found_first(self, make, out_of_turn):
         outer, inner = make(name="outer"), make(name="inner")
         enter(outer)
         enter(inner)
         assert current_lease() is inner
         assert current_lease("outer") is outer
         assert current_lease("other") is None
-        leave(inner)
-        assert current_lease() is outer
-
-    def test_a_lease_left_out_of_turn_is_gone(self, make):
-        outer, inner = make(name="outer"), make(name="inner")
-        enter(outer)
-        enter(inner)
-        leave(outer)
-        assert current_lease("outer") is None
-        assert current_lease() is inner
+        gone, left = (outer, inner) if out_of_turn else (inner, outer)
+        leave(gone)
+        assert current_lease(gone.name) is None
+        assert current_lease() is left
 
     def test_a_lease_entered_twice_is_left_twice(self, make):
         lease = make()

@@ -10,10 +10,11 @@ import pytest
 import django_fencedlock
 from django_fencedlock import LeaseLost, LockNotAcquired, lock
 from django_fencedlock.core.manager import service
-from django_fencedlock.exceptions import BackendUnavailable, StaleFence
+from django_fencedlock.exceptions import StaleFence
 from django_fencedlock.logs import KEYS, PREFIX
 from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock, lose_lease
+from tests.failing import unavailable
 from tests.models import Invoice
 from tests.test_docs import ROOT, _table
 
@@ -100,16 +101,14 @@ def test_a_refused_write_is_an_error(records):
 
 
 def test_a_lock_that_could_not_be_given_back_is_a_warning(records, monkeypatch):
-    def fail(grant):
-        raise BackendUnavailable("gone fishing", name=grant.name, alias="default")
 
     with lock("x") as lease:
-        monkeypatch.setattr(service("default").backend, "release", fail)
+        monkeypatch.setattr(service("default").backend, "release", unavailable)
     (record,) = records
     assert (record.name, record.levelname) == ("django_fencedlock.locks", "WARNING")
-    message = "Lock 'x' couldn't be released, and is left to expire: gone fishing"
+    message = "Lock 'x' couldn't be released, and is left to expire: no answer"
     assert record.getMessage() == message
-    assert facts(record) == facts_of(lease, reason="gone fishing")
+    assert facts(record) == facts_of(lease, reason="no answer")
 
 
 def calls():

@@ -3,7 +3,6 @@
 import threading
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
@@ -18,6 +17,7 @@ from django_fencedlock.models import MessageRecord
 from django_fencedlock.storage.dialect import BATCH
 from django_fencedlock.storage.message_records import SETTLED, Begun, Message, MessageRecords
 from django_fencedlock.storage.pending_runs import PendingRuns, Place, StoredMessage
+from tests.threads import at_once
 
 DAY = 86400.0
 
@@ -222,31 +222,6 @@ def test_missing_tables_name_the_command_that_makes_them(make_alias, settings, t
 def fill(deliveries, rows, number):
     deliveries.begin(message(kept=-1))
     row = rows.get()
-    rows.bulk_create(
-        MessageRecord(
-            nonce=f"n{place}",
-            name=row.name,
-            owner="o",
-            task_id="t",
-            tries=1,
-            began_at=row.began_at,
-            outcome="success",
-            kept_until=row.kept_until,
-        )
-        for place in range(number - 1)
-    )
-
-
-def at_once(calls):
-    """Make the calls in threads that begin together; returns what they returned."""
-    start = threading.Barrier(len(calls))
-
-    def make(call):
-        start.wait()
-        try:
-            return call()
-        finally:
-            connections.close_all()
-
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return list(threads.map(make, calls))
+    facts = {"name": row.name, "owner": "o", "task_id": "t", "tries": 1, "outcome": "success"}
+    facts |= {"began_at": row.began_at, "kept_until": row.kept_until}
+    rows.bulk_create(MessageRecord(nonce=f"n{place}", **facts) for place in range(number - 1))

@@ -26,7 +26,7 @@ from django_fencedlock.storage.pending_runs import (
     Place,
     StoredMessage,
 )
-from tests.test_message_records import at_once
+from tests.threads import at_once
 
 GRACE = 30.0
 PLACE = Place("invoice:1", "app.charge")

@@ -32,6 +32,8 @@ from django_fencedlock.storage.connections import private, set_busy_timeout
 from django_fencedlock.storage.dialect import Entry
 from django_fencedlock.storage.fenced_atomic import grant_of, is_pinned
 from django_fencedlock.storage.vendors import ledger_for
+from tests.failing import raising
+from tests.threads import beside
 
 from .models import Account, Invoice, LedgerLine
 from .servers import shared
@@ -116,31 +118,6 @@ def overtake(lease):
         assert ledger_for(session).claim(session, entry)[0]
 
 
-class Elsewhere(threading.Thread):
-    """Runs a function in a thread with connections of its own."""
-
-    def __init__(self, work):
-        super().__init__(daemon=True)
-        self._work = work
-        self.result = self.error = None
-        self.start()
-
-    def run(self):
-        try:
-            self.result = self._work()
-        except Exception as exc:
-            self.error = exc
-        finally:
-            connections.close_all()
-
-    def outcome(self):
-        self.join(LONG)
-        assert not self.is_alive()
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-
 def take(name, timeout=0.0):
     """Acquire a lock in another thread: the lease's token, or the error."""
 
@@ -148,7 +125,7 @@ def take(name, timeout=0.0):
         with lock(name, blocking_timeout=timeout) as lease:
             return lease.token
 
-    return Elsewhere(enter)
+    return beside(enter)
 
 
 @contextlib.contextmanager
@@ -266,8 +243,8 @@ class TestWhatIsInside:
         with lock("x") as lease, contextlib.suppress(Error), lease.atomic():
             context = contextvars.copy_context()
             grant = grant_of(lease)
-            there = Elsewhere(lambda: context.run(is_pinned, connections["postgres"], grant))
-            assert not there.outcome()
+            there = beside(lambda: context.run(is_pinned, connections["postgres"], grant))
+            assert not there.result(LONG)
             connections["postgres"].close()
             connections["postgres"].connect()
             assert not is_pinned(connections["postgres"], grant)
@@ -383,7 +360,7 @@ class TestARollbackByTheDatabase:
                 wanted.wait(LONG)
                 execute("mariadb", add, 10, one.pk)
 
-        thread = Elsewhere(other)
+        thread = beside(other)
         assert locked.wait(LONG)
         with lock("x") as lease, lease.atomic():
             execute("mariadb", add, 1, one.pk)
@@ -392,7 +369,7 @@ class TestARollbackByTheDatabase:
                 execute("mariadb", add, 1, two.pk)
             with pytest.raises(TransactionManagementError):
                 execute("mariadb", add, 1, one.pk)
-        thread.outcome()
+        thread.result(LONG)
         balances = accounts("mariadb").filter(pk__in=[one.pk, two.pk])
         assert [account.balance for account in balances] == [10, 10]
 
@@ -444,8 +421,8 @@ class TestTheNextGrantWaits:
             accounts(server).create()
             waiting = take("x", timeout=LONG)
             wait_until(lambda: pinned_by(lease) is not None, "the transaction is found")
-            assert waiting.is_alive()
-        assert waiting.outcome() == 2
+            assert not waiting.done()
+        assert waiting.result(LONG) == 2
         assert accounts(server).exists()
 
     @pytest.mark.parametrize("block", ["atomic", "save", "update", "insert"])
@@ -467,7 +444,7 @@ class TestTheNextGrantWaits:
             else:
                 accounts("postgres").update(balance=9)
             started = time.monotonic()
-            assert take(lease.name, timeout=LONG).outcome() == 3
+            assert take(lease.name, timeout=LONG).result(LONG) == 3
             assert 0.3 < time.monotonic() - started < 5
             execute("postgres", "SELECT 1")
         connections["postgres"].close()
@@ -479,7 +456,7 @@ class TestTheNextGrantWaits:
         lease = abandoned(ttl=0.1)
         with pytest.raises(Error, match="idle-in-transaction"), lease.atomic():
             accounts("postgres").create()
-            assert take("x", timeout=LONG).outcome() == 2
+            assert take("x", timeout=LONG).result(LONG) == 2
         connections["postgres"].close()
         assert not accounts("postgres").exists()
 
@@ -525,10 +502,9 @@ class TestWhatTheWaitersErrorSays:
 
     def refused(self, lease, timeout=0.3):
         """Return the error of a waiter while the lease's transaction is open."""
-        waiting = take(lease.name, timeout)
-        waiting.join(LONG)
-        assert isinstance(waiting.error, LockNotAcquired)
-        return str(waiting.error)
+        error = take(lease.name, timeout).exception(LONG)
+        assert isinstance(error, LockNotAcquired)
+        return str(error)
 
     def session(self, database):
         sql = "SELECT pg_backend_pid()" if database == "postgres" else "SELECT CONNECTION_ID()"
@@ -586,7 +562,7 @@ class TestWhatTheWaitersErrorSays:
         with lease.atomic():
             waiting = take("x", LONG)
             wait_until(keys_of_redis, "a key of the waiter")
-        assert waiting.outcome() > lease.token
+        assert waiting.result(LONG) > lease.token
 
     def test_the_holder_if_redis_knows_it(self, on_redis):
         on_redis("postgres")
@@ -690,10 +666,8 @@ class TestACommitWithoutAnAnswer:
         assert not accounts("postgres").exists()
 
     def test_an_error_after_it_is_known_too(self, database):
-        def fail():
-            raise OperationalError("of a hook")
 
         with lock("x") as lease, pytest.raises(OperationalError, match="of a hook"), lease.atomic():
             accounts(database).create()
-            transaction.on_commit(fail, using=database)
+            transaction.on_commit(raising(OperationalError("of a hook")), using=database)
         assert accounts(database).exists()

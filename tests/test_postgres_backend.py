@@ -16,6 +16,7 @@ from textwrap import dedent
 import pytest
 from django.core.management import call_command
 from django.db import connections
+from django.utils import timezone
 
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.postgres import PostgresBackend, holding
@@ -26,7 +27,7 @@ from django_fencedlock.backends.postgres.sessions import open_session
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
-from django_fencedlock.models import Fence, HeldLock
+from django_fencedlock.models import Fence, ForcedRelease, HeldLock
 from tests.backends import POSTGRES
 from tests.scripts import python, run_python
 from tests.servers.process import wait_until
@@ -304,27 +305,22 @@ class TestRenewals:
             contender.execute("ROLLBACK")
         assert backend.renew([other]) == [Renewal.KEPT]
 
+    @pytest.mark.parametrize("by_force", [True, False])
     @pytest.mark.parametrize("fenced", [True, False])
-    def test_a_key_that_another_session_has_is_lost(self, backend, peer, name, fenced):
+    def test_a_key_that_another_session_has_or_that_was_released_by_force_is_lost(
+        self, backend, peer, name, fenced, by_force
+    ):
         taken, key = take(backend, claim(name, fenced=fenced)), backend._key(name)
-        backend._local.ask(lambda: taken.handle.session.unlock(key))
-        take(peer, claim(name, fenced=False))
-        assert not backend.verify(taken)
-        assert backend.renew([taken]) == [Renewal.LOST]
-
-    @pytest.mark.parametrize("fenced", [True, False])
-    def test_a_lock_that_was_released_by_force_is_lost(self, backend, peer, name, fenced):
-        taken = take(backend, claim(name, fenced=fenced))
         assert backend.renew([taken]) == [Renewal.KEPT]
-        with connections[ALIAS].cursor() as cursor:
-            cursor.execute(
-                "INSERT INTO django_fencedlock_forcedrelease (owner, name, released_by, "
-                "released_at) VALUES (%s, %s, 'x', now())",
-                [taken.owner, name],
-            )
+        if by_force:
+            facts = {"owner": taken.owner, "name": name, "released_by": "x"}
+            ForcedRelease.objects.using(ALIAS).create(released_at=timezone.now(), **facts)
+        else:
+            backend._local.ask(lambda: taken.handle.session.unlock(key))
+            take(peer, claim(name, fenced=False))
         assert not backend.verify(taken)
         assert backend.renew([taken]) == [Renewal.LOST]
-        assert take(peer, claim(name))
+        assert not by_force or take(peer, claim(name))
 
     def test_no_lock_means_no_idle_limit(self, backend, name):
         def limit():

@@ -15,15 +15,13 @@ from django_fencedlock.storage.connections import PREPARE_THRESHOLD, ConnectionP
 from django_fencedlock.storage.dialect import Entry
 from django_fencedlock.storage.vendors import ledger_for
 
-pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+pytestmark = [
+    pytest.mark.django_db(transaction=True, databases=["default", "postgres"]),
+    pytest.mark.usefixtures("keep_connections"),
+]
 
 #: More executions than it takes to prepare a statement.
 OFTEN = PREPARE_THRESHOLD + 3
-
-
-@pytest.fixture(autouse=True)
-def keep_connections(monkeypatch):
-    monkeypatch.setattr(sessions, "under_test", lambda: False)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 
 from django_fencedlock.core import identity as processes
 from django_fencedlock.core.identity import PidFd, Process, this_process
+from tests.failing import raising
 from tests.scripts import python
 from tests.servers.process import wait_until
 
@@ -93,11 +94,9 @@ class TestIsGone:
         assert is_gone(who._replace(**other)) is None
 
     def test_nothing_is_known_without_pidfd_or_where_it_is_refused(self, child, monkeypatch):
-        def refuse(pid):
-            raise PermissionError
 
         who = identity(child)
-        monkeypatch.setattr(os, "pidfd_open", refuse)
+        monkeypatch.setattr(os, "pidfd_open", raising(PermissionError))
         assert is_gone(who) is None
         monkeypatch.delattr(os, "pidfd_open")
         assert is_gone(who) is is_gone(this_process()) is None

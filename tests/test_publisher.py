@@ -13,11 +13,11 @@ from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.backends.interface import Held
 from django_fencedlock.celery import SkippedRun, single_instance
 from django_fencedlock.celery.duplicates import DELIVERY, FOLLOWS, LONGEST_PAUSE, POSTPONED
-from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import MessageRecord
 from django_fencedlock.test import hold_lock
 from tests.backends import POSTGRES, REDIS
 from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
+from tests.failing import raising, unavailable
 from tests.threads import elsewhere
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -255,14 +255,8 @@ class TestRetry:
     def test_of_the_task_by_itself_follows_the_run_whose_lock_was_not_released(self, monkeypatch):
         """``autoretry_for`` publishes when the lock has been released, if that worked."""
 
-        def fail(self, lease):
-            raise BackendUnavailable("down")
-
-        def raise_(self):
-            raise ValueError
-
-        monkeypatch.setattr(DatabaseBackend, "release", fail)
-        within.append(raise_)
+        monkeypatch.setattr(DatabaseBackend, "release", unavailable)
+        within.append(raising(ValueError))
         with sending() as sent:
             assert deliver(autoretry, 1).state == "RETRY"
             assert deliver_sent(sent[0]).state == "IGNORED"

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import redis
@@ -22,9 +23,11 @@ from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from tests.backends import REDIS
+from tests.failing import raising
 from tests.scripts import run_python
 from tests.servers.process import wait_until
 from tests.test_backend_interface import BackendInterface, claim, grant, take
+from tests.threads import at_once
 
 #: Seconds that a busy machine may add to a time limit.
 SLACK = 0.3
@@ -241,13 +244,10 @@ def test_an_error_before_the_answer_was_read_leaves_it_to_no_other_request(backe
     class Interrupt(BaseException):
         pass
 
-    def interrupt(*args, **kwargs):
-        raise Interrupt
-
     take(backend, mine("other"))
     here = backend._here
     one = here._spare._idle[0]
-    monkeypatch.setattr(one, "read_response", interrupt)
+    monkeypatch.setattr(one, "read_response", raising(Interrupt))
     with pytest.raises(Interrupt):
         here.execute("ECHO", "first")
     monkeypatch.undo()
@@ -716,11 +716,7 @@ def test_nothing_overlaps_or_stays_when_many_give_up_and_come_again(backend, sto
                 faults.append("lost")
 
     end = clock() + 1.5
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([partial(run, seed) for seed in range(8)])
     assert faults == []
     assert next(grants) > 50
     assert store.left() == set()

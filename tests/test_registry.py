@@ -92,18 +92,14 @@ def test_a_lock_that_somebody_else_has_is_lost(backend):
 
 def test_a_service_that_does_not_answer_is_said(settings, make_redis):
     server = make_redis()
-    settings.FENCEDLOCK = {
-        "default": {},
-        "jobs": {"BACKEND": REDIS, "LOCATION": server.url, "OPTIONS": {"TIMEOUT": 1}},
-    }
+    jobs = {"BACKEND": REDIS, "LOCATION": server.url, "OPTIONS": {"TIMEOUT": 1}}
+    settings.FENCEDLOCK = {"default": {}, "jobs": jobs}
     with lock("near"):
         lease = lock("far", backend="jobs", ttl=60).acquire()
         server.kill()
         found = listing()
-        assert {each.name: each.state for each in found.entries} == {
-            "near": State.HELD,
-            "far": State.UNKNOWN,
-        }
+        told = {each.name: each.state for each in found.entries}
+        assert told == {"near": State.HELD, "far": State.UNKNOWN}
         assert set(found.unanswered) == {"jobs"}
         shown = portrait("far")
         assert shown.unanswered

@@ -160,13 +160,8 @@ def test_within_a_test_case_on_redis(settings, redis_server):
 @real
 def test_an_unfenced_lock_of_redis_needs_no_tables(settings, redis_server, make_alias, tmp_path):
     entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "empty.sqlite3")}
-    settings.FENCEDLOCK = {
-        "default": {
-            "BACKEND": REDIS,
-            "LOCATION": redis_server.url,
-            "FENCE_DATABASE": (alias := make_alias(entry)),
-        }
-    }
+    terms = {"LOCATION": redis_server.url, "FENCE_DATABASE": (alias := make_alias(entry))}
+    settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, **terms}}
     call_command("migrate", "django_fencedlock", "zero", database=alias, verbosity=0)
     lease = lock("x", fenced=False).acquire()
     assert force_release("x", by="me").outcome is Outcome.FREED

@@ -16,7 +16,7 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.storage import connections
 from django_fencedlock.test.processes import another_thread
-from tests.backends import REDIS
+from tests.backends import DATABASE, POSTGRES, REDIS
 from tests.servers.process import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.django_db(transaction=True)]
@@ -31,14 +31,8 @@ def database(settings, redis_server, postgres, make_proxy, make_alias):
     entry = postgres.django(postgres.create_database())
     proxy = make_proxy(postgres.host, postgres.port)
     alias = make_alias({**entry, "HOST": proxy.host, "PORT": str(proxy.port)})
-    settings.FENCEDLOCK = {
-        "default": {
-            "BACKEND": REDIS,
-            "LOCATION": redis_server.url,
-            "FENCE_DATABASE": alias,
-            "OPTIONS": {"TIMEOUT": TIMEOUT},
-        }
-    }
+    terms = {"BACKEND": REDIS, "LOCATION": redis_server.url, "OPTIONS": {"TIMEOUT": TIMEOUT}}
+    settings.FENCEDLOCK = {"default": {**terms, "FENCE_DATABASE": alias}}
     redis_server.empty()
     yield alias, proxy
     proxy.pass_through()
@@ -122,9 +116,9 @@ def real(database):
 @pytest.mark.parametrize(
     ("backend", "database"),
     [
-        pytest.param("database.DatabaseBackend", "postgres", marks=real("postgres")),
-        pytest.param("database.DatabaseBackend", "mariadb", marks=real("mariadb")),
-        pytest.param("postgres.PostgresBackend", "postgres", marks=real("postgres")),
+        pytest.param(DATABASE, "postgres", marks=real("postgres")),
+        pytest.param(DATABASE, "mariadb", marks=real("mariadb")),
+        pytest.param(POSTGRES, "postgres", marks=real("postgres")),
     ],
 )
 def test_grants_that_wait_delay_no_renewal(request, settings, monkeypatch, backend, database):
@@ -132,13 +126,8 @@ def test_grants_that_wait_delay_no_renewal(request, settings, monkeypatch, backe
     # As outside of tests: private connections stay open.
     monkeypatch.setattr(connections, "under_test", lambda: False)
     request.addfinalizer(connections.close_all)
-    settings.FENCEDLOCK = {
-        "default": {
-            "BACKEND": f"django_fencedlock.backends.{backend}",
-            "FENCE_DATABASE": database,
-            "OPTIONS": {"TIMEOUT": 1},
-        }
-    }
+    terms = {"FENCE_DATABASE": database, "OPTIONS": {"TIMEOUT": 1}}
+    settings.FENCEDLOCK = {"default": {"BACKEND": backend, **terms}}
     names, stop, tries = [f"pinned{number}" for number in range(30)], threading.Event(), []
     for name in names:
         lock(name).acquire().release()

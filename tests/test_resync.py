@@ -13,6 +13,8 @@ from django_fencedlock.ops import resync
 from django_fencedlock.storage import fences
 from tests import models as m
 from tests.models import Account, Invoice, LedgerLine, Seat, Unique, Vehicle
+from tests.test_write_paths import Everything
+from tests.threads import beside
 
 ON_ALL = pytest.mark.parametrize(
     "database",
@@ -34,19 +36,7 @@ def database():
 @pytest.fixture(autouse=True)
 def on(database, settings):
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": database}}
-    settings.DATABASE_ROUTERS = [f"{__name__}.Everything"]
-    Everything.database = database
-
-
-class Everything:
-    """Sends every model to one database."""
-
-    database = "default"
-
-    def db_for_read(self, model, **hints):
-        return self.database
-
-    db_for_write = db_for_read
+    settings.DATABASE_ROUTERS = [Everything(database)]
 
 
 def written(model, **values):
@@ -150,27 +140,19 @@ def test_tokens_stay_unique_beside_grants(database):
     """Grants run all the while: no token comes twice, and none at or below the row's after it."""
     row = written(Invoice)
     restored()
-    name, stop, tokens, errors = row.fencing.name(), threading.Event(), [], []
+    name, stop, tokens = row.fencing.name(), threading.Event(), []
 
     def take():
-        try:
-            while not stop.is_set():
-                with lock(name, blocking_timeout=20) as lease:
-                    tokens.append(lease.token)
-        except Exception as exc:
-            errors.append(exc)
-        finally:
-            connections.close_all()
+        while not stop.is_set():
+            with lock(name, blocking_timeout=20) as lease:
+                tokens.append(lease.token)
 
-    threads = [threading.Thread(target=take) for _ in range(2)]
-    for thread in threads:
-        thread.start()
+    taking = [beside(take) for _ in range(2)]
     for _ in range(10):
         lift(Invoice)
     stop.set()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    for each in taking:
+        each.result(60)
     assert len(tokens) == len(set(tokens))
     with lock(name) as lease:
         assert lease.token > max(5, *tokens)

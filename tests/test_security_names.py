@@ -14,7 +14,6 @@ from functools import partial
 
 import pytest
 from django.contrib.admin.utils import quote
-from django.contrib.auth.models import User
 from django.core.management import CommandError, call_command
 from django.urls import reverse
 from django.utils import timezone
@@ -75,12 +74,6 @@ def alias(service_name, settings, monkeypatch):
     yield given.get("FENCE_DATABASE", "default")
     service("default").drop_all()
     connections.close_all()
-
-
-@pytest.fixture
-def boss(client):
-    client.force_login(User.objects.create_superuser("boss"))
-    return client
 
 
 def command(*arguments):

@@ -1,6 +1,7 @@
 """What comes between a lock service and the caller's code: pauses, slow answers and none."""
 
 import threading
+from concurrent.futures import wait
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,8 +18,10 @@ from django_fencedlock.core.keeper import Keeper
 from django_fencedlock.core.manager import service
 from django_fencedlock.core.runtime import Worker
 from django_fencedlock.exceptions import BackendUnavailable
+from tests.clocks import Clock
+from tests.failing import raising
 from tests.servers.process import wait_until
-from tests.threads import without_threads
+from tests.threads import beside, without_threads
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -42,13 +45,9 @@ class TestAThreadThatCannotBeStarted:
     @pytest.fixture
     def no_threads(self, monkeypatch):
         """Have no thread be started, as where there are too many; returns what undoes it."""
-
-        def refuse(target):
-            raise RuntimeError("can't start new thread")
-
         keeper = Keeper(service("default").backend, service("default").lose)
         monkeypatch.setattr(service("default"), "keeper", keeper)
-        monkeypatch.setattr(runtime, "start", refuse)
+        monkeypatch.setattr(runtime, "start", raising(RuntimeError("can't start new thread")))
         return monkeypatch.undo
 
     def test_a_lock_that_nobody_would_renew_is_given_back(self, no_threads):
@@ -83,14 +82,6 @@ class TestAThreadThatCannotBeStarted:
         with lock("x"):
             pass
         assert writing._worker._run in [target.func for target in started]
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 class Scripted(DatabaseBackend):
@@ -175,11 +166,9 @@ class TestASlowAnswer:
 
     @pytest.mark.parametrize(("ttl", "left"), [(60, 20), (5, 5)])
     def test_a_struck_renewal_may_have_been_done(self, scripted, now, monkeypatch, ttl, left):
-        def strike(leases):
-            raise KeyboardInterrupt
 
         lease = self.take(scripted)
-        monkeypatch.setattr(scripted.backend, "renew", strike)
+        monkeypatch.setattr(scripted.backend, "renew", raising(KeyboardInterrupt))
         now.now += 10
         with pytest.raises(KeyboardInterrupt):
             lease.renew(ttl=ttl)
@@ -227,17 +216,15 @@ class TestASlowAnswer:
 
         backend.renew = slow
         now.now += 10
-        keeping = threading.Thread(target=scripted.keeper.tick)
-        keeping.start()
+        keeping = beside(scripted.keeper.tick)
         assert under_way.wait(20)
-        releasing = threading.Thread(target=scripted.release, args=(lease, lease.who))
-        releasing.start()
+        releasing = beside(scripted.release, lease, lease.who)
         # It may not have come as far as that, and then this says less; it never fails for nothing.
-        releasing.join(0.1)
+        wait([releasing], 0.1)
         assert "release" not in backend.calls
         go_on.set()
-        keeping.join(20)
-        releasing.join(20)
+        keeping.result(20)
+        releasing.result(20)
         # The other way about, the renewal would have taken the lock again, for nobody.
         assert backend.calls == ["acquire", "renew", "release"]
 

@@ -14,6 +14,7 @@ from example_project.simulator.player import _STEPS, Player
 from example_project.simulator.readings import latest
 from example_project.simulator.scenarios import SCENARIOS
 from example_project.simulator.simulation import Refused, Simulation
+from tests.clocks import Clock
 from tests.scripts import python
 from tests.servers.process import _alive, wait_until
 
@@ -221,15 +222,8 @@ time.sleep(60)
 # Rooms
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def test_rooms_are_limited_and_closed_when_unused():
-    clock = Clock()
+    clock = Clock(0.0)
     house = House(clock, idle=20)
     rooms = [house.begin(f"browser {number}", Plan()) for number in range(MOST)]
     with pytest.raises(Refused, match="which is the limit"):

@@ -28,6 +28,7 @@ from django_fencedlock.test import (
 )
 from tests.backends import REDIS
 from tests.brokered import deliver, waiting
+from tests.failing import raising, unavailable
 from tests.threads import elsewhere
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -498,10 +499,7 @@ class TestRetries:
         charge = task(on_conflict="retry")
         charge.delay()
 
-        def refuse(*given, **terms):
-            raise OSError("no broker")
-
-        monkeypatch.setattr(charge.app, "send_task", refuse)
+        monkeypatch.setattr(charge.app, "send_task", raising(OSError("no broker")))
         with hold_lock("invoice:42"):
             deliver(charge.app)
         # As Celery does with a retry of a task's own: the broker has a place for such.
@@ -589,11 +587,9 @@ class TestABackendThatIsDown:
         assert record.lock_reason in record.getMessage()
 
     def test_at_the_release_does_not_fail_what_is_done(self, task, monkeypatch, caplog):
-        def release(lease):
-            raise BackendUnavailable("gone", name=lease.name, alias="default")
 
         charge = task()
-        monkeypatch.setattr(service("default").backend, "release", release)
+        monkeypatch.setattr(service("default").backend, "release", unavailable)
         assert charge() == 1
         assert "left to expire" in caplog.text
 

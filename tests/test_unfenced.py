@@ -15,6 +15,7 @@ from django_fencedlock.ops.registry import State, listing
 from django_fencedlock.storage import unfenced
 from django_fencedlock.storage.connections import ConnectionPool
 from django_fencedlock.storage.unfenced import rows as unfenced_rows
+from tests.failing import unavailable
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, databases=["default", "postgres"]),
@@ -111,14 +112,12 @@ def test_one_that_is_lost(writing, rows):
 
 
 def test_one_whose_release_gets_no_answer(writing, rows, monkeypatch):
-    def fail(lease):
-        raise BackendUnavailable("no answer", name=lease.name, alias="default")
 
     lease = lock("report", fenced=False, ttl=60).acquire()
     renew_all(writing)
     assert rows.exists()
     with monkeypatch.context() as patched, pytest.raises(BackendUnavailable):
-        patched.setattr(service("default").backend, "release", fail)
+        patched.setattr(service("default").backend, "release", unavailable)
         lease.release()
     writing.flush()
     assert not rows.exists()

@@ -1,7 +1,8 @@
 """Code that runs in another thread, which is another holder."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from django.db import connections
@@ -9,21 +10,41 @@ from django.db import connections
 from django_fencedlock.core.keeper import Keeper
 
 
+def elsewhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return or raise what a function does in another thread, with connections of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_apart, function, *args, **kwargs).result()
+
+
+def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Begin to call a function in such a thread."""
+    thread = ThreadPoolExecutor(1)
+    called = thread.submit(_apart, function, *args, **kwargs)
+    thread.shutdown(wait=False)
+    return called
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Make the calls in threads that begin together; returns what they returned."""
+    start = threading.Barrier(len(calls))
+
+    def make(call: Callable[[], Any]) -> Any:
+        start.wait()
+        return _apart(call)
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(make, calls))
+
+
+def _apart(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    finally:
+        connections.close_all()
+
+
 def without_threads(keeper: Keeper) -> Keeper:
     """Let no thread of a keeper run: the test calls what they would call."""
     for worker in (keeper._thread, keeper._registry, keeper._releaser):
         worker.start = lambda: True  # type: ignore[method-assign]
     return keeper
-
-
-def elsewhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return or raise what a function does in another thread, with connections of its own."""
-
-    def run() -> Any:
-        try:
-            return function(*args, **kwargs)
-        finally:
-            connections.close_all()
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()

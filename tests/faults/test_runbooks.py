@@ -20,7 +20,8 @@ from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.ops import resync
 from tests.backends import REDIS
 from tests.models import Invoice
-from tests.test_resync import ON_ALL, Everything
+from tests.test_resync import ON_ALL
+from tests.test_write_paths import Everything
 
 TTL = 0.5
 RESTORE = (Path(__file__).parent.parent.parent / "docs/restore.md").read_text()
@@ -55,8 +56,7 @@ TABLES = [model._meta.db_table for model in (Fence, HeldLock, Invoice)]
 @pytest.fixture
 def on(database, settings):
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": database}}
-    settings.DATABASE_ROUTERS = ["tests.test_resync.Everything"]
-    Everything.database = database
+    settings.DATABASE_ROUTERS = [Everything(database)]
     yield connections[database]
     service("default").drop_all()
 

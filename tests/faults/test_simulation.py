@@ -23,7 +23,8 @@ from django_fencedlock.core import grants, keeper, manager
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.storage.dialect import Entry
 from django_fencedlock.storage.vendors import ledger_for
-from tests.faults.simulation.server import Clock, Fault, Tables
+from tests.clocks import Clock
+from tests.faults.simulation.server import Fault, Tables
 from tests.faults.simulation.world import (
     ACTS,
     NAMES,

@@ -16,21 +16,12 @@ from typing import Any, TypeVar
 
 from django_fencedlock.backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.exceptions import BackendUnavailable
+from tests.clocks import Clock
 
 T = TypeVar("T")
 
 #: Seconds until a request without an answer is given up.
 TIMEOUT = 5.0
-
-
-class Clock:
-    """Seconds, as all processes of one machine read them."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Tables:

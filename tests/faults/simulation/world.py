@@ -18,9 +18,10 @@ from django_fencedlock.core.identity import LocalHolder
 from django_fencedlock.core.manager import Service
 from django_fencedlock.exceptions import BackendUnavailable, LeaseLost, LockNotAcquired
 from django_fencedlock.lease import Lease
+from tests.clocks import Clock
 from tests.threads import without_threads
 
-from .server import Clock, Fault, Network, SimulatedBackend, Tables
+from .server import Fault, Network, SimulatedBackend, Tables
 
 PROCESSES, NAMES = 3, ("a", "b")
 TTL = 30.0
