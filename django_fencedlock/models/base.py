@@ -337,11 +337,7 @@ _watched: set[type] = set()
 
 
 def watch(model: Any) -> None:
-    """
-    Guard the collected rows of a fenced model, if Django collects them anyway.
-
-    Called whenever Django looks rows up, for relations and other listeners may come at any time.
-    """
+    """Guard the collected rows of a fenced model, if Django collects them anyway by now."""
     if not model._is_fenced or model in _watched:
         return
     if not is_fast_delete(model) and model.fencing.may_need_lease(None):

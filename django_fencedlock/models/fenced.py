@@ -51,11 +51,7 @@ class FencedModel(GuardedModel):
         fields: Iterable[str] | None = None,
         from_queryset: models.QuerySet[Self] | None = None,
     ) -> None:
-        """
-        Reload the row, and with it the fence.
-
-        Some fields alone leave the fence as it is, since the others stay older.
-        """
+        """Reload the row and its fence; `fields` leave the fence, since the others stay older."""
         before = self.__dict__.get("fence")
         owners = held_owners()
         super().refresh_from_db(using, fields, from_queryset)

@@ -58,15 +58,10 @@ class Write:
         return self
 
     def adding(self, given: Lease | None) -> Write:
-        """
-        Find the lease for rows that aren't there yet.
-
-        A row whose lock is named by its own primary key can always be added: no holder has its
-        lock.
-        """
-        if self.fencing.is_of_own_pk and given is None and self.name not in held_names():
-            return self
-        return self.under(given)
+        """Find the lease for rows that aren't there yet."""
+        is_free = self.fencing.is_of_own_pk and given is None and self.name not in held_names()
+        # No holder has the lock of a row that names it by a primary key of its own.
+        return self if is_free else self.under(given)
 
     def _find(self, given: Lease | None) -> Lease | None:
         if given is not None:
@@ -199,11 +194,10 @@ def accepted_fences(write: Write, row: Any) -> tuple[int, ...] | None:
     Find the fences that an object's row may have for the object to be written.
 
     The fence that it was read with, and the lease's own token if it was read under this lease: then
-    no other holder can have written in between. None stands for any up to the token: an object
-    that was never loaded overwrites what is there.
+    no other holder can have written in between. None stands for any up to the token.
     """
     if row._state.adding:
-        return None
+        return None  # An object that was never loaded overwrites what is there.
     loaded = row.__dict__.get("fence")
     read_under = getattr(row._state, "fence_read_under", ())
     if read_under is None or not isinstance(loaded, int):
