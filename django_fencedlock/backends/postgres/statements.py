@@ -159,8 +159,9 @@ HOLDERS_UNRECORDED = _HOLDERS.format(columns="", rows="")
 
 # With the time zone written out: with USE_TZ = False an hour of autumn would be ambiguous.
 IDENTITY = """
-SELECT a.pid, a.backend_start AT TIME ZONE 'UTC' FROM pg_stat_activity a
-WHERE a.pid = pg_backend_pid()
+SELECT a.pid,
+to_char(a.backend_start AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"')
+FROM pg_stat_activity a WHERE a.pid = pg_backend_pid()
 """
 
 PID = "SELECT pg_backend_pid()"
