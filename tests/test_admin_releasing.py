@@ -18,7 +18,7 @@ from django_fencedlock.models import Fence, HeldLock
 from tests.backends import POSTGRES, REDIS
 from tests.servers import shared
 from tests.sessions import as_in_another_process
-from tests.test_command import another_transaction_that_writes
+from tests.threads import sqlite_written_to
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -173,7 +173,7 @@ class TestReleasing:
     def test_a_failure_is_reported_and_does_not_stop_the_others(self, anna):
         free, pinned = lock("a").acquire(), lock("b").acquire()
         asked = choose(anna, "a", "b")
-        with another_transaction_that_writes():
+        with sqlite_written_to():
             answer = confirm(anna, asked)
         assert [level for level, _ in told(answer)] == ["error", "error"]
         assert "its fence can't be raised" in told(answer)[0][1]

@@ -22,6 +22,7 @@ from django_fencedlock.core.runtime import clock
 from django_fencedlock.test.processes import wait_until
 from tests.failing import raising
 from tests.stub_backend import StubBackend, StubService
+from tests.threads import beside
 
 #: Seconds that a busy machine may take for anything.
 SLACK = 20.0
@@ -202,7 +203,7 @@ class BackendInterface:
         taken = take(backend, claim(name))
         waiter = waits(other, claim(name), Wait(SLACK))
         waiter.refused.wait(SLACK)
-        assert waiter.answer is None
+        assert not waiter.answered.done()
         backend.release(taken)
         assert isinstance(waiter.result(), Granted)
 
@@ -285,7 +286,7 @@ class BackendInterface:
         yield start
         for each in waiters:
             each.wait.cancel()
-            each.thread.join(SLACK)
+            each.answered.exception(SLACK)
 
 
 class Waiter:
@@ -294,10 +295,8 @@ class Waiter:
     def __init__(self, backend: Backend, sent: Claim, wait: Wait) -> None:
         self.backend, self.sent, self.wait = backend, sent, wait
         self.refused, self.seen, self.evicts = threading.Event(), [], False
-        self.answer: Granted | Held | BaseException | None = None
         wait.refused = self._refused
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
+        self.answered = beside(self._run)
 
     def _refused(self, held: Held) -> None:
         self.seen.append(held)
@@ -306,23 +305,16 @@ class Waiter:
             held = held if held.owner else self.backend.holders([self.sent.name])[self.sent.name]
             self.backend.release(Grant(self.sent.name, held.owner))
 
-    def _run(self) -> None:
-        try:
+    def _run(self) -> Granted | Held:
+        answer = self.backend.acquire(self.sent, self.wait)
+        while isinstance(answer, Held) and self.wait.left and not self.backend.supports_waiting:
+            self._refused(answer)
+            time.sleep(0.02)
             answer = self.backend.acquire(self.sent, self.wait)
-            while isinstance(answer, Held) and self.wait.left and not self.backend.supports_waiting:
-                self._refused(answer)
-                time.sleep(0.02)
-                answer = self.backend.acquire(self.sent, self.wait)
-            self.answer = answer
-        except BaseException as exc:
-            self.answer = exc
+        return answer
 
     def result(self) -> Granted | Held:
-        self.thread.join(SLACK)
-        assert not self.thread.is_alive()
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer
+        return self.answered.result(SLACK)
 
 
 def waits_in_the_service(backend: Backend) -> None:

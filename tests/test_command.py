@@ -1,20 +1,18 @@
 """``manage.py fencedlock``, with text and JSON output."""
 
-import contextlib
 import io
 import json
 import os
 import pty
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from uuid import uuid4
 
 import pytest
 from django.core.management import CommandError, call_command, load_command_class
-from django.db import connections, transaction
+from django.db import connections
 from django.db.models import F
 from django.utils import timezone
 
@@ -31,6 +29,7 @@ from tests.scripts import run_python
 from tests.sessions import as_in_another_process
 from tests.test_docs import ROOT, _table
 from tests.test_resync import restored, written
+from tests.threads import sqlite_written_to
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -197,28 +196,6 @@ class TestShow:
         assert run("show", "")[1:] == ("A lock name can't be empty.", 2)
 
 
-@contextlib.contextmanager
-def another_transaction_that_writes():
-    """Keep SQLite's write lock in another thread."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold():
-        with transaction.atomic():
-            Fence.objects.update(owner=F("owner"))
-            entered.set()
-            leave.wait(60)
-        connections.close_all()
-
-    with ThreadPoolExecutor(1) as another:
-        holding = another.submit(hold)
-        assert entered.wait(60)
-        try:
-            yield
-        finally:
-            leave.set()
-            holding.result()
-
-
 class Terminal(io.StringIO):
     """A terminal with prepared answers."""
 
@@ -300,7 +277,7 @@ class TestRelease:
     @pytest.mark.slow
     def test_an_open_transaction(self):
         with lock("x") as lease:
-            with another_transaction_that_writes():
+            with sqlite_written_to():
                 _, err, code = run("release", "x", "--yes")
             assert code == 2
             assert "ReleaseBlocked: " in err

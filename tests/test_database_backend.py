@@ -1,7 +1,6 @@
 """The row lease on each database: what it costs, and what happens when the server fails."""
 
 import contextlib
-import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -20,7 +19,7 @@ from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.test.processes import Processes
-from tests.threads import at_once
+from tests.threads import at_once, sqlite_written_to
 
 DATABASES = ["default", "postgres", "mariadb"]
 
@@ -185,7 +184,7 @@ class TestOnSQLite:
     @pytest.mark.parametrize("timeout", [0, 0.3, 1.2])
     def test_who_waits_for_a_file_that_stays_locked_gets_no_grant_in_time(self, on, timeout):
         on("default", TIMEOUT=0.5)
-        with held_file(), took() as seconds:
+        with sqlite_written_to(), took() as seconds:
             assert lock("x", blocking_timeout=timeout).acquire() is None
         # Who doesn't wait for a holder does wait for the file, as for any answer.
         assert 0 <= seconds() - (timeout or 0.5) < 1
@@ -195,30 +194,33 @@ class TestOnSQLite:
         backend = on("default", TIMEOUT=5).backend
         over = Wait(1.0)
         over.since -= 60
-        with held_file(), took() as seconds:
+        with sqlite_written_to(), took() as seconds:
             assert backend.acquire(new_claim("x", 30), over) == Held()
         assert seconds() < 2
 
     def test_a_file_that_is_let_go_meanwhile_is_no_obstacle(self, on):
         on("default", TIMEOUT=0.3)
         # Timed from before the file is held: how long it takes to get here isn't known.
-        with took() as seconds, held_file(seconds=1):
+        with took() as seconds, sqlite_written_to(1):
             assert lock("x", blocking_timeout=20).acquire().release()
         assert 0.9 < seconds() < 5
 
     def test_a_short_wait_or_release_for_a_short_write_is_not_in_vain(self, on):
         on("default")
-        with held_file(seconds=0.5):
+        with sqlite_written_to(0.5):
             lease = lock("x", blocking_timeout=0).acquire()
-        Fence.objects.filter(name="other").delete()
-        with held_file(seconds=0.7):
+        with sqlite_written_to(0.7):
             assert lease.release()
 
     def test_who_waits_in_vain_is_told_of_the_file(self, on):
         on("default", TIMEOUT=0.3)
         with lock("x"):
             pass
-        with held_file(), pytest.raises(LockNotAcquired) as caught, lock("x", blocking_timeout=0.1):
+        with (
+            sqlite_written_to(),
+            pytest.raises(LockNotAcquired) as caught,
+            lock("x", blocking_timeout=0.1),
+        ):
             pass
         assert "free, but another transaction is writing to 'default'" in str(caught.value)
         assert "held by" not in str(caught.value)
@@ -326,28 +328,6 @@ def took():
     began, ended = time.monotonic(), []
     yield lambda: ended[0] - began
     ended.append(time.monotonic())
-
-
-@contextlib.contextmanager
-def held_file(seconds=30):
-    """Have another connection hold SQLite's write lock."""
-    holds, done = threading.Event(), threading.Event()
-
-    def hold():
-        with transaction.atomic():
-            Fence.objects.create(name="other", token=1, owner="o")
-            holds.set()
-            done.wait(seconds)
-        connections.close_all()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    holds.wait(10)
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 class TestWhenTheServerFails:

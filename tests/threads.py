@@ -1,13 +1,15 @@
 """Code that runs in another thread, which is another holder."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from django.db import connections
+from django.db import connections, transaction
 
 from django_fencedlock.core.keeper import Keeper
+from django_fencedlock.models import Fence
 
 
 def elsewhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -22,6 +24,27 @@ def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[An
     called = thread.submit(_apart, function, *args, **kwargs)
     thread.shutdown(wait=False)
     return called
+
+
+@contextlib.contextmanager
+def sqlite_written_to(seconds: float = 60) -> Iterator[None]:
+    """Have a transaction in another thread hold SQLite's write lock, at most for so long."""
+    holds, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with transaction.atomic():
+            Fence.objects.create(name="other", token=1, owner="o")
+            holds.set()
+            done.wait(seconds)
+            transaction.set_rollback(True)
+
+    holding = beside(hold)
+    assert holds.wait(60)
+    try:
+        yield
+    finally:
+        done.set()
+        holding.result(60)
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
