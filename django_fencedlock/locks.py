@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import logging
@@ -21,7 +22,7 @@ from .backends.interface import Claim, Wait
 from .core import aio, names, runtime
 from .core.grants import FIRST_PAUSE, LONGEST_PAUSE, new_claim
 from .core.identity import Holder, LocalHolder, current_holder
-from .core.manager import Service, give_back_left_over, service, services
+from .core.manager import Service, service, services
 from .core.runtime import clock
 from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
 from .lease import Duration, Lease, enter, leave
@@ -109,7 +110,7 @@ class Lock:
             raise
         except BaseException:
             # Ctrl-C, or a signal's handler: the caller doesn't get the lease.
-            _drop_interrupted(control, claim, wait)
+            control.interrupted(claim, wait.since)
             raise
 
     async def aacquire(
@@ -154,7 +155,7 @@ class Lock:
             raise
         except BaseException:
             # As in acquire(): a block that was never entered is never left.
-            _drop_interrupted(control, claim, wait)
+            control.interrupted(claim, wait.since)
             raise
 
     def __exit__(
@@ -241,14 +242,8 @@ class Lock:
         return service(self.backend)
 
     def _renamed(self, name: str) -> Lock:
-        found = Lock(
-            name,
-            ttl=self._ttl,
-            blocking_timeout=self._blocking_timeout,
-            backend=self.backend,
-            fenced=self.fenced,
-        )
-        found.pattern = self.name
+        found = copy.copy(self)
+        found.name, found.pattern, found._entered = name, self.name, []
         return found
 
     def _ask(
@@ -327,11 +322,6 @@ def forbid_in_event_loop(call: str, instead: str) -> None:
         raise SynchronousOnlyOperation(
             f"{call} would block the event loop; write `{instead.format(call)}`."
         )
-
-
-def _drop_interrupted(service: Service, claim: Claim, wait: Wait) -> None:
-    service.leave_again(claim)
-    give_back_left_over(wait.since)
 
 
 def _forbid_generators(function: Callable[..., Any]) -> None:

@@ -65,29 +65,20 @@ def emit(kind: Kind, backend: Backend, name: str, lease: Any = None, **facts: An
 
 
 def _log(event: LockEvent) -> None:
-    facts = event.facts
+    name, alias, facts = event.name, event.alias, event.facts
     if event.kind is Kind.REFUSED:
-        known = logs.facts(name=event.name, alias=event.alias, waited=facts["waited"])
-        logger.info(
-            "Lock %r (alias %r) wasn't acquired in %.1f s: another holder has it",
-            event.name,
-            event.alias,
-            facts["waited"],
-            extra=known,
-        )
+        waited = facts["waited"]
+        message = "Lock %r (alias %r) wasn't acquired in %.1f s: another holder has it"
+        known = logs.facts(name=name, alias=alias, waited=waited)
+        logger.info(message, name, alias, waited, extra=known)
     elif event.kind is Kind.EVICTED:
-        logger.warning(
-            "Freed lock %r (alias %r): its holder, process %d of this machine, is gone",
-            event.name,
-            event.alias,
-            facts["pid"],
-            extra=logs.facts(name=event.name, alias=event.alias, owner=facts["owner"]),
-        )
+        message = "Freed lock %r (alias %r): its holder, process %d of this machine, is gone"
+        known = logs.facts(name=name, alias=alias, owner=facts["owner"])
+        logger.warning(message, name, alias, facts["pid"], extra=known)
     else:
-        known = logs.about(event.lease, reason=facts["reason"], held_for=event.lease.held_for())
-        logger.warning(
-            "Lost lock %r (alias %r): %s", event.name, event.alias, facts["reason"], extra=known
-        )
+        reason = facts["reason"]
+        known = logs.about(event.lease, reason=reason, held_for=event.lease.held_for())
+        logger.warning("Lost lock %r (alias %r): %s", name, alias, reason, extra=known)
 
 
 subscribe(_log, Kind.REFUSED, Kind.EVICTED, Kind.LOST)

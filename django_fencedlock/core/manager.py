@@ -177,11 +177,12 @@ class Service:
         lease.entries, lease.entered_by = lease.entries + 1, claim
         return lease
 
-    def leave_again(self, claim: Claim) -> None:
-        """Undo the last entry, if an exception interrupted the code that would leave it."""
+    def interrupted(self, claim: Claim, since: float) -> None:
+        """Undo what a claim has got since then: an exception interrupted its code."""
         lease = self.lease_of(claim.name, current_holder())
         if lease is not None and lease.entered_by is claim:
             lease.entries, lease.entered_by = lease.entries - 1, None
+        give_back_left_over(since)
 
     # What a lease asks for
 
