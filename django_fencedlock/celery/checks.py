@@ -64,7 +64,7 @@ def _task_problems(app: Celery, task: Any, policy: Policy) -> Iterator[Problem]:
     # Settings that can't be read are reported by their own check.
     with contextlib.suppress(SettingsError):
         case = _Case(app, task, policy, conf.config(policy.backend))
-        for check in (_arguments, _redeliveries, _limits, _waits, _aborts):
+        for check in (_arguments, _redeliveries, _times, _aborts):
             yield from check(case)
 
 
@@ -88,7 +88,6 @@ class _Case:
 
     @property
     def limits(self) -> dict[str, float]:
-        """The time limits of the task."""
         given = {name: self.setting(name) for name in ("soft_time_limit", "time_limit")}
         return {name: float(limit) for name, limit in given.items() if limit}
 
@@ -177,19 +176,17 @@ def _redeliveries(case: _Case) -> Iterator[Problem]:
         )
 
 
-def _limits(case: _Case) -> Iterator[Problem]:
-    for name in IGNORED_LIMITS.get(case.pool, ()):
-        if name in case.limits and case.policy.max_hold is None:
+def _times(case: _Case) -> Iterator[Problem]:
+    alias, policy, ttl = case.alias, case.policy, case.ttl
+    ignored = IGNORED_LIMITS.get(case.pool, ())
+    for name in ignored:
+        if name in case.limits and policy.max_hold is None:
             yield Problem(
                 "W032",
                 f"{name} of {case.limits[name]:g} s, which the pool {case.app.conf.worker_pool!r} "
                 "ignores: a run that hangs keeps its lock.",
                 "Give max_hold, after which the lock isn't renewed any more, or use another pool.",
             )
-
-
-def _waits(case: _Case) -> Iterator[Problem]:
-    alias, policy, ttl = case.alias, case.policy, case.ttl
     has_timeout = "TIMEOUT" in conf.backend_class(alias.backend).option_names
     if has_timeout and ttl < REQUESTS * alias.timeout:
         yield Problem(
@@ -199,7 +196,6 @@ def _waits(case: _Case) -> Iterator[Problem]:
             f"Make the ttl at least {REQUESTS * alias.timeout:g} s, or lower "
             f"{alias.where('OPTIONS')}['TIMEOUT'].",
         )
-    ignored = IGNORED_LIMITS.get(case.pool, ())
     obeyed = [limit for name, limit in case.limits.items() if name not in ignored]
     given = policy.blocking_timeout
     waits = alias.blocking_timeout if given is None else given

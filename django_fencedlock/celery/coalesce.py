@@ -327,16 +327,11 @@ def _options(request: Any) -> dict[str, Any]:
 
 
 def _headers(headers: dict[str, Any]) -> dict[str, Any]:
-    return {
+    """Return the headers of the user's own, without values that JSON doesn't have."""
+    own = {
         name: value
         for name, value in headers.items()
-        if not name.startswith((_OURS, "x-")) and name not in _CELERYS and _is_plain(value)
+        if not name.startswith((_OURS, "x-")) and name not in _CELERYS
     }
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+    plain = json.loads(json.dumps(own, default=lambda value: None))
+    return {name: value for name, value in plain.items() if value is not None}

@@ -432,7 +432,7 @@ class Housekeeping(bootsteps.StartStopStep):
     # Created before the first child, and started after the pool.
     requires = ("celery.worker.components:Pool",)
 
-    def create(self, worker: Any) -> None:
+    def create(self, worker: Any) -> Any:
         forks = any(
             each.__module__ == "celery.concurrency.prefork" for each in worker.pool_cls.__mro__
         )
@@ -446,19 +446,13 @@ class Housekeeping(bootsteps.StartStopStep):
                     "This system has no pidfd_open() (Linux 5.3), which shows the end of another "
                     "process: the locks of children that are killed are held until they expire"
                 )
-        self._maintenance = Maintenance(worker.app, forks=forks)
+        return Maintenance(worker.app, forks=forks)
 
     def start(self, worker: Any) -> None:
         if self._watch:
             self._watch.start()
-        self._maintenance.start()
-
-    def stop(self, worker: Any) -> None:
-        # The watch continues: the pool stops later, and its children may be killed until then.
-        self._maintenance.stop()
-
-    def terminate(self, worker: Any) -> None:
-        self.stop(worker)
+        # The worker stops it too. The watch continues: children may be killed until the pool stops.
+        super().start(worker)
 
 
 @signals.celeryd_init.connect(weak=False, dispatch_uid="django_fencedlock.worker")
