@@ -686,7 +686,7 @@ def test_idle_connections_of_waiters_are_closed(server, closing):
 
         held = take(backend, mine())
         waiters = [store.wait() for _ in range(4)]
-        assert waiting() == 4
+        wait_until(lambda: waiting() == 4, "all of them to wait")
         for waiter in waiters:
             backend.release(held)
             held = waiter.result()

@@ -22,7 +22,7 @@ from django_fencedlock.models import Fence, HeldLock, writes
 from django_fencedlock.storage import fenced_atomic
 from django_fencedlock.storage.dialect import Entry
 from django_fencedlock.storage.postgresql import DriverCursor
-from tests import test_ledgers, test_pinning, test_same_token, test_write_paths, test_write_rules
+from tests import test_ledgers, test_pinning, test_write_paths, test_write_rules
 from tests.models import Account, Docket, Invoice, LedgerLine
 from tests.test_write_paths import PATHS, Everything
 
@@ -51,10 +51,9 @@ def killers_of_writes(settings: Any) -> Killers:
     )
     yield paths.test_a_loaded_object_whose_row_is_gone_is_refused, on, invoice(), "save"
     for write in ("save", "update", "insert", "atomic"):
-        write = test_same_token.WRITES[write]
         for other in ({"owner": "f" * 32}, {"token": 9}):
-            test = test_same_token.test_a_write_needs_the_fences_token_and_its_owner
-            yield test, on, write, other
+            test = rules.test_a_write_needs_the_fences_token_and_its_owner
+            yield test, on, rules.WRITES[write], other
     inside = test_pinning.TestWhatIsInside()
     yield inside.test_the_fence_is_looked_at_once, on
     yield inside.test_a_save_under_another_lease_is_checked, on

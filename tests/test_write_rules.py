@@ -653,6 +653,31 @@ def test_a_row_of_a_higher_fence_is_refused(database, invoice, write):
         all_refused(StaleFence, (Invoice,), getattr(invoice, write), match="token 1000 already")
 
 
+def _in_one_transaction(lease, line):
+    with lease.atomic():
+        pytest.fail("the block was entered")
+
+
+WRITES = {
+    "save": lambda lease, line: line.save(),
+    "delete": lambda lease, line: line.delete(),
+    "update": lambda lease, line: LedgerLine.objects.update(amount=7),
+    "insert": lambda lease, line: LedgerLine(account=line.account).save(),
+    "atomic": _in_one_transaction,
+}
+
+
+@pytest.mark.parametrize("other", [{"owner": "f" * 32}, {"token": 9}], ids=["owner", "token"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_needs_the_fences_token_and_its_owner(database, write, other):
+    """A crash or a restored backup may have a token handed out again, to another owner."""
+    line = leased(LedgerLine, account=Account.objects.create(), amount=1)
+    with line.fencing.lock() as lease:
+        Fence.objects.filter(name=lease.name).update(**other)
+        with refused(StaleFence, LedgerLine):
+            write(lease, line)
+
+
 # Rows of several locks
 
 
