@@ -7,6 +7,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,7 +21,7 @@ from django.db.models.sql import InsertQuery
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
 from .connections import pool, test_connection
-from .dialect import BATCH
+from .dialect import BATCH, machine_time, utc_text
 from .postgresql import DURABLE
 from .text import describe_error
 from .vendors import ledger_for
@@ -42,10 +43,12 @@ class ServerTime(Expression):
         self.plus = plus
 
     def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
-        ledger = ledger_for(connection)
-        times = ledger.times(float(self.plus))
-        (name,) = (each for each in times if f"%({each})s" in ledger.expiry)
-        return f"({ledger.expiry % {name: '%s'}})", [times[name]]
+        if connection.vendor == "postgresql":
+            return "(clock_timestamp() + %s * interval '1 second')", [float(self.plus)]
+        if connection.vendor == "mysql":
+            return "(UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND)", [round(self.plus * 1_000_000)]
+        # Read after BEGIN IMMEDIATE, which may wait.
+        return "%s", [utc_text(machine_time() + timedelta(seconds=self.plus))]
 
 
 class MessageTime(ServerTime):
