@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from django.apps import apps
 from django.db import connections
@@ -22,9 +22,6 @@ from ..lease import Lease
 from .background_writer import BATCH, MAX_QUEUED, writer
 from .text import MAX_NOTE, escape_control, fit_column
 from .vendors import ledger_for
-
-if TYPE_CHECKING:
-    from ..core.identity import Holder
 
 #: The values of `LockEvent.Kind`. Models can't be imported here.
 GRANTED, LOST, REJECTED, FORCED = "granted", "lost", "rejected", "forced"
@@ -149,24 +146,16 @@ class History:
         self.add(Event(kind, lease.name, lease.alias, token, str(lease.holder), note), age)
 
     def _write_rejected(
-        self,
-        sender: Any,
-        *,
-        name: str,
-        alias: str,
-        pk: Any,
-        token: int,
-        holder: Holder | None,
-        **kwargs: Any,
+        self, sender: Any, name: str, alias: str, pk: Any, token: int, holder: object, **facts: Any
     ) -> None:
         row = sender._meta.label if pk is None else f"{sender._meta.label} pk={pk!r}"
         self.add(Event(REJECTED, name, alias, token, str(new_owner()), _by(row, holder)))
 
-    def _transaction_rejected(self, lease: Lease, holder: Holder | None, **kwargs: Any) -> None:
+    def _transaction_rejected(self, lease: Lease, holder: object, **facts: Any) -> None:
         self._add_about(REJECTED, lease, _by("lease.atomic()", holder))
 
     def _forced(
-        self, name: str, alias: str, token: int | None, holder: Any, by: Any, **kwargs: Any
+        self, name: str, alias: str, token: int | None, holder: Any, by: Any, **facts: Any
     ) -> None:
         self.add(Event(FORCED, name, alias, token, str(holder or ""), f"by {by}"))
 
@@ -177,7 +166,7 @@ def death(name: str, alias: str, pid: int) -> Event:
     return Event(LOST, name, alias, None, place, "its process is gone; the lock was freed")
 
 
-def _by(what: str, holder: Holder | None) -> str:
+def _by(what: str, holder: object) -> str:
     return what if holder is None else f"{what}; the newest grant is that of {holder}"
 
 

@@ -116,21 +116,21 @@ FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
 """
 RENEW_WAITING = RENEW.replace(" SKIP LOCKED", "")
 
+#: What `session_words()` describes.
+_SESSION = """a.pid, a.application_name, a.state,
+extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.backend_start))"""
 # Row locks aren't in pg_locks, but the row itself names the transaction that has it locked. Where
 # several have, it names none.
 PINNED_BY = f"""
-SELECT a.pid, a.application_name, a.state,
-extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.backend_start))
-FROM {FENCE} f
+SELECT {_SESSION} FROM {FENCE} f
 JOIN pg_locks l ON l.locktype = 'transactionid' AND l.granted AND l.transactionid = f.xmax
 JOIN pg_stat_activity a ON a.pid = l.pid
 WHERE f.name = %(name)s
 """
 
 # By a change of the schema, an index that is made, or a VACUUM FULL: what keeps writes waiting.
-LOCKED_BY = """
-SELECT c.relname, a.pid, a.application_name, a.state,
-extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.backend_start))
+LOCKED_BY = f"""
+SELECT c.relname, {_SESSION}
 FROM pg_locks l JOIN pg_class c ON c.oid = l.relation JOIN pg_stat_activity a ON a.pid = l.pid
 WHERE l.locktype = 'relation' AND l.granted AND c.relkind IN ('r', 'p')
 AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
