@@ -84,11 +84,10 @@ class Visitor:
 VISITORS = {
     "anonymous": Visitor(None),
     "staff without permission": Visitor(frozenset()),
-    "view only": Visitor(frozenset({"view"})),
-    "add only": Visitor(frozenset({"add"})),
-    "change only": Visitor(frozenset({"change"})),
-    "delete only": Visitor(frozenset({"delete"})),
-    "release only": Visitor(frozenset({"release"})),
+    **{
+        f"{verb} only": Visitor(frozenset({verb}))
+        for verb in ("view", "add", "change", "delete", "release")
+    },
     "view and release": Visitor(frozenset({"view", "release"})),
     "all permissions": Visitor(ALL),
     "narrowed queryset": Visitor(ALL, "narrowed"),

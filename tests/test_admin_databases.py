@@ -103,9 +103,8 @@ def test_locks_are_released_by_the_action(boss, held):
 
 
 def test_fences_and_events(boss, held):
-    LockEvent.objects.using("postgres").create(
-        name="x", kind="lost", happened_at=timezone.now(), times=1
-    )
+    event = {"name": "x", "kind": "lost", "happened_at": timezone.now(), "times": 1}
+    LockEvent.objects.using("postgres").create(**event)
     assert names(boss.get(FENCES)) == ["here"]
     assert names(boss.get(FENCES, OTHER)) == ["there"]
     assert "0 lock events" in boss.get(EVENTS).content.decode()

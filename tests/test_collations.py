@@ -30,21 +30,20 @@ def tables(database):
                 )
         except DatabaseError as exc:
             pytest.skip(f"this PostgreSQL has no such collations: {exc}")
+    terms = {"max_length": 20, "db_collation": COLLATIONS[database]}
     with isolate_apps("tests"):
 
         class Code(FencedModel):
             fencing = Fencing("code:{text}")
 
-            text = models.CharField(max_length=20, db_collation=COLLATIONS[database])
+            text = models.CharField(**terms)
             number = models.IntegerField(default=0)
 
             class Meta:
                 app_label = "tests"
 
         class Key(FencedModel):
-            text = models.CharField(
-                max_length=20, primary_key=True, db_collation=COLLATIONS[database]
-            )
+            text = models.CharField(primary_key=True, **terms)
             number = models.IntegerField(default=0)
 
             class Meta:
@@ -141,14 +140,8 @@ def test_a_row_is_not_written_under_the_lock_of_an_equal_key(tables):
 def test_a_conflict_with_an_equal_key_does_not_tell_the_lock(tables, database):
     key = tables[1]
     target = {} if database == "mariadb" else {"unique_fields": ["text"]}
-    with (
-        key.fencing.lock(pk="a"),
-        refused(
-            ImproperlyConfigured,
-            key,
-            match="rows of another lock, as the database takes 'a' for 'A'",
-        ),
-    ):
+    why = "rows of another lock, as the database takes 'a' for 'A'"
+    with key.fencing.lock(pk="a"), refused(ImproperlyConfigured, key, match=why):
         key.objects.bulk_create(
             [key(pk="a")], update_conflicts=True, update_fields=["number"], **target
         )

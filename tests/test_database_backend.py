@@ -93,11 +93,8 @@ class TestOnPostgres:
         backend = on("postgres").backend
         free, locked = lock("free").acquire(), lock("locked").acquire()
         with transaction.atomic(using="postgres"):
-            list(
-                HeldLock.objects.using("postgres")
-                .select_for_update(of=("self",))
-                .filter(name="locked")
-            )
+            rows = HeldLock.objects.using("postgres").filter(name="locked")
+            list(rows.select_for_update(of=("self",)))
             assert backend.renew([free.grant, locked.grant]) == [Renewal.KEPT, Renewal.UNKNOWN]
         assert backend.renew([free.grant, locked.grant]) == [Renewal.KEPT, Renewal.KEPT]
 

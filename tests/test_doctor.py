@@ -2,6 +2,7 @@
 
 import re
 import time
+from functools import partial
 
 import pytest
 import redis
@@ -79,9 +80,8 @@ def test_a_healthy_alias_is_reported_and_only_its_fence_remains(
         for line in told(reports, Level.WARNING).splitlines():
             assert "fsync" in line or "innodb_flush_log_at_trx_commit" in line or "W026" in line
     assert list(HeldLock.objects.using(database)) == []
-    assert [fence.name for fence in Fence.objects.using(database)] == [
-        "django_fencedlock.doctor:default"
-    ]
+    (fence,) = Fence.objects.using(database)
+    assert fence.name == "django_fencedlock.doctor:default"
     keys = redis_server.execute("KEYS", "*")
     assert [key for key in keys if not key.endswith(":seq")] == []
     wait_until(lambda: sessions_of_locks(postgres) <= sessions, "the doctor's sessions to end")
@@ -180,9 +180,8 @@ class TestRedis:
         server.execute("SET", "a", "b")
         server.directory.joinpath("x").mkdir()
         server.execute("BGSAVE")
-        wait_until(
-            lambda: server.info("persistence")["rdb_last_bgsave_status"] != "ok", "the error"
-        )
+        info = partial(server.info, "persistence")
+        wait_until(lambda: info()["rdb_last_bgsave_status"] != "ok", "the error")
         reports = examine(settings, BACKEND=REDIS, LOCATION=server.url)
         assert "rdb_last_bgsave_status is err" in told(reports, Level.WARNING)
         assert "append-only" in told(reports, Level.OK)
@@ -228,7 +227,7 @@ class TestDatabases:
     ):
         server = make_postgres()
         proxy = make_proxy(server.host, server.port)
-        alias = make_alias({**server.django(), "HOST": proxy.host, "PORT": str(proxy.port)})
+        alias = make_alias(server.django(by=proxy))
         connections[alias].close()
         monkeypatch.setattr(doctor, "CONNECT_TIMEOUT", 1.0)
         proxy.black_hole() if hangs else proxy.retarget("127.0.0.1", 1)
@@ -355,7 +354,7 @@ class TestDatabases:
         server = make_postgres()
         direct = make_alias(server.django())
         pooler = make_pgbouncer(server)
-        entry = {**server.django(), "HOST": pooler.host, "PORT": str(pooler.port)}
+        entry = server.django(by=pooler)
         pooled = make_alias({**entry, "DISABLE_SERVER_SIDE_CURSORS": True})
         reports = examine(settings, FENCE_DATABASE=pooled)
         assert "goes through a pooler" in told(reports, Level.NOTE)

@@ -17,7 +17,7 @@ def aliases(make_postgres, make_pgbouncer, make_alias):
     """A database, directly and through two sessions that all share."""
     server = make_postgres()
     pooler = make_pgbouncer(server, pool_mode="transaction", pool_size=2)
-    entry = {**server.django(), "HOST": pooler.host, "PORT": str(pooler.port)}
+    entry = server.django(by=pooler)
     entry["DISABLE_SERVER_SIDE_CURSORS"] = True
     return make_alias(server.django()), make_alias(entry)
 

@@ -612,7 +612,7 @@ class TestACommitWithoutAnAnswer:
         if request.param == "mariadb":
             server.execute("CREATE DATABASE IF NOT EXISTS fencedlock")
         proxy = make_proxy(server.host, server.port)
-        alias = make_alias({**server.django(), "HOST": proxy.host, "PORT": str(proxy.port)})
+        alias = make_alias(server.django(by=proxy))
         on(alias)
         return alias, proxy
 

@@ -182,7 +182,7 @@ class TestThroughAPooler:
         server = make_postgres()
         make_alias(server.django())
         bouncer = make_pgbouncer(server, pool_mode="transaction", pool_size=2)
-        entry = {**server.django(), "HOST": bouncer.host, "PORT": str(bouncer.port)}
+        entry = server.django(by=bouncer)
         return make_alias(entry)
 
     def test_nothing_is_prepared(self, route):

@@ -89,10 +89,8 @@ def test_a_holder_whose_grant_is_about_to_be_recorded_is_above_no_fence():
         config = fences.Revoking(lease._control.config)
         assert config.revoke(Grant("x", "somebody"), "me", proposed=7).token == 8
         assert config.revoke(Grant("y", "somebody else"), "me", proposed=7).token == 8
-        assert set(Fence.objects.values_list("name", "token", "owner")) == {
-            ("x", 8, ""),
-            ("y", 8, ""),
-        }
+        fences_now = set(Fence.objects.values_list("name", "token", "owner"))
+        assert fences_now == {("x", 8, ""), ("y", 8, "")}
 
 
 @real

@@ -28,9 +28,9 @@ TTL, TIMEOUT = 2.0, 5
 @pytest.fixture
 def database(settings, redis_server, postgres, make_proxy, make_alias):
     """The alias of the fence database of locks on Redis, and the network on the way to it."""
-    entry = postgres.django(postgres.create_database())
+
     proxy = make_proxy(postgres.host, postgres.port)
-    alias = make_alias({**entry, "HOST": proxy.host, "PORT": str(proxy.port)})
+    alias = make_alias(postgres.django(postgres.create_database(), by=proxy))
     terms = {"BACKEND": REDIS, "LOCATION": redis_server.url, "OPTIONS": {"TIMEOUT": TIMEOUT}}
     settings.FENCEDLOCK = {"default": {**terms, "FENCE_DATABASE": alias}}
     redis_server.empty()

@@ -81,10 +81,8 @@ def test_a_pause_does_no_harm_if_no_client_took_over(begin):
     simulation = begin(scenario="unharmed")
     mirror = played(simulation)
     assert (mirror.value, mirror.rejected, mirror.newest) == (1, 0, 1)
-    assert [kind for kind in kinds(simulation, "A") if kind in ("ran_out", "wrote", "lost")] == [
-        "ran_out",
-        "wrote",
-    ]
+    told = [kind for kind in kinds(simulation, "A") if kind in ("ran_out", "wrote", "lost")]
+    assert told == ["ran_out", "wrote"]
 
 
 @pytest.mark.parametrize("backend", ["redis", "postgres"])
@@ -108,9 +106,8 @@ def test_the_lock_of_a_killed_client_is_released(backend, begin):
     simulation = begin(scenario="killed", backend=backend)
     mirror = played(simulation)
     assert (mirror.value, mirror.newest) == (2, 2)
-    assert "A is dead" in next(
-        event["text"] for event in simulation.log.after(0) if event["kind"] == "ended"
-    )
+    events = simulation.log.after(0)
+    assert "A is dead" in next(each["text"] for each in events if each["kind"] == "ended")
 
 
 @pytest.mark.parametrize("backend", ["redis"])

@@ -134,9 +134,7 @@ class OnPostgres(Site):
         self.database_name = self.postgres.create_database()
 
     def database(self, far: bool) -> dict[str, Any]:
-        entry = self.postgres.django(self.database_name)
-        if far:
-            entry |= {"HOST": self.postgres_proxy.host, "PORT": str(self.postgres_proxy.port)}
+        entry = self.postgres.django(self.database_name, self.postgres_proxy if far else None)
         # Who would hang for ever on a connection that has gone silent learns nothing.
         return entry | {"OPTIONS": {"connect_timeout": 5, "tcp_user_timeout": 8000}}
 
@@ -251,10 +249,7 @@ class OnMariaDB(Site):
         self.mariadb.execute(f"CREATE DATABASE {self._database_name}")
 
     def database(self, far: bool) -> dict[str, Any]:
-        entry = self.mariadb.django(self._database_name)
-        if far:
-            entry |= {"HOST": self.mariadb_proxy.host, "PORT": str(self.mariadb_proxy.port)}
-        return entry
+        return self.mariadb.django(self._database_name, self.mariadb_proxy if far else None)
 
     def versions(self) -> list[str]:
         return [str(finding.mariadb())]

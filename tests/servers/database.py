@@ -32,12 +32,13 @@ class DatabaseServer(Server):
         secret = f":{self.password}" if self.password else ""
         return f"{self.engine}://{self.user}{secret}@{self.host}:{self.port}/{database}"
 
-    def django(self, database: str | None = None) -> dict[str, Any]:
+    def django(self, database: str | None = None, by: Any = None) -> dict[str, Any]:
+        """Return an entry of DATABASES, by the address of a proxy if there is one."""
         return {
             "ENGINE": f"django.db.backends.{self.engine}",
             "NAME": database or self.database,
             "USER": self.user,
             "PASSWORD": self.password,
-            "HOST": self.host,
-            "PORT": str(self.port),
+            "HOST": (by or self).host,
+            "PORT": str((by or self).port),
         }
