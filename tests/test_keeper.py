@@ -451,7 +451,7 @@ def test_renewals_are_reported_until_the_notifier_is_behind(keeper, service, lea
     try:
         kept = lease(kept_by=keeper)
         for behind in (False, True):
-            monkeypatch.setattr(keeper_module.runtime, "is_behind", lambda behind=behind: behind)
+            monkeypatch.setattr(runtime, "MAX_QUEUED", -1 if behind else 0)
             keeper.after(10)
     finally:
         signals.leases_renewed.disconnect(receiver)

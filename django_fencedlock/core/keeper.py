@@ -233,7 +233,7 @@ class Keeper:
 
     def _report(self, answers: Mapping[Lease, Renewal]) -> None:
         """Leave to other threads what is to be done about a batch that was renewed."""
-        if not runtime.is_behind():
+        if runtime.worker.waiting <= runtime.MAX_QUEUED:
             known = {"leases": list(answers), "answers": list(answers.values())}
             notify(emit, Kind.RENEWED, self._backend, "", **known)
         if self._fences is None:

@@ -422,7 +422,7 @@ def _forget_settings(*, setting: str, **kwargs: object) -> None:
 
 def tidy_at_exit() -> None:
     """Do what releases have put off: the process ends."""
-    runtime.finish()
+    runtime.worker.finish(runtime.EXIT_TIMEOUT)
     for each in list(_living):
         with contextlib.suppress(Error, BackendUnavailable, LeaseLost):
             each.keeper.clear()

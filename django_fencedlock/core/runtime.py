@@ -238,10 +238,8 @@ class Watchdog:
         while True:
             with self._changed:
                 self._call_overdue()
-                self._wakes_at = math.inf
-                for deadline, _ in self._watched.copy().values():
-                    if deadline < self._wakes_at:
-                        self._wakes_at = deadline
+                deadlines = [deadline for deadline, _ in self._watched.copy().values()]
+                self._wakes_at = min(deadlines, default=math.inf)
                 wait = self._wakes_at - clock()
                 self._changed.wait(None if math.isinf(wait) else max(0.0, wait))
 
@@ -270,16 +268,6 @@ worker = Worker("fencedlock-notifier")
 def notify(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
     """Call `function` from the notifier's thread."""
     worker.put(partial(_call, partial(function, *args, **kwargs)))
-
-
-def is_behind() -> bool:
-    """Return whether too many notifications wait to report renewals as well."""
-    return worker.waiting > MAX_QUEUED
-
-
-def finish() -> None:
-    """Wait for the notifier, at the interpreter's exit."""
-    worker.finish(EXIT_TIMEOUT)
 
 
 def _call(function: Callable[[], object]) -> None:
