@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from . import logs
-from .core.identity import Owner, current_holder
+from .core.identity import Owner
 from .core.runtime import clock
 from .exceptions import LeaseLost, Unfenced
 
@@ -40,6 +40,7 @@ class Control(Protocol):
     def verify(self, lease: Lease) -> bool: ...
     def renew(self, lease: Lease, ttl: Duration | None) -> None: ...
     def release(self, lease: Lease, who: LocalHolder | None = None) -> bool: ...
+    async def arelease(self, lease: Lease) -> bool: ...
     def atomic(self, lease: Lease, using: str | None) -> AbstractContextManager[None]: ...
     def explain(self, leases: Sequence[Lease]) -> None: ...
     def abandon(self, lease: Lease) -> None: ...
@@ -256,7 +257,7 @@ class Lease:
         if not self.is_open():
             return False
         try:
-            return await self._control.in_thread(self._control.release, self, current_holder())
+            return await self._control.arelease(self)
         finally:
             leave(self)
 

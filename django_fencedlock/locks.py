@@ -202,7 +202,7 @@ class Lock:
             self._throw_away(lease)
             return
         try:
-            await self._service.in_thread(self._service.release, lease, lease.who)
+            await self._service.arelease(lease, lease.who)
         except BackendUnavailable as exc:
             left_to_run_out(logger, lease.name, exc, about(lease))
         finally:

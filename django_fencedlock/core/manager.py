@@ -331,6 +331,13 @@ class Service:
             return False
         return await sync_to_async(test_connection)(self.config.fence_database) is not None
 
+    async def arelease(self, lease: Lease, who: LocalHolder | None = None) -> bool:
+        who = who or current_holder()
+        if lease.lent:
+            return await sync_to_async(self.release)(lease, who)
+        # Not by in_thread(): a cancellation before the release begins would leave the lock.
+        return await aio.run(aio.RELEASE, self.config.alias, self.release, lease, who)
+
     def drop_all(self) -> None:
         """Release whatever is held, as far as possible. For the end of a test."""
         mine = [lease for lease in current_holder().leases.values() if lease._control is self]
