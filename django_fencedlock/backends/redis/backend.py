@@ -42,7 +42,7 @@ class RedisBackend(Backend):
     """
     Locks on Redis or Valkey.
 
-    An uncontended acquire is one request, a release is one, and so is a batch of renewals.
+    An uncontended acquire is one request, a release is one, and so is a renewal of 250 leases.
 
     With T for OPTIONS["TIMEOUT"], a request ends after T if the server doesn't answer, and a
     waiter's after T, a beat and a second. For a client from CACHE or CLIENT_FACTORY, T is what that
