@@ -329,15 +329,8 @@ def claim(name: str, *, ttl: float = 30.0, fenced: bool = True) -> Claim:
 
 def grant(sent: Claim, granted: Granted) -> Grant:
     """Return the grant as the core keeps it."""
-    return Grant(
-        sent.name,
-        sent.owner,
-        sent.ttl,
-        granted.token,
-        fenced=sent.fenced,
-        identity=sent.identity,
-        handle=granted.handle,
-    )
+    facts = {"fenced": sent.fenced, "identity": sent.identity, "handle": granted.handle}
+    return Grant(sent.name, sent.owner, sent.ttl, granted.token, **facts)
 
 
 def take(backend: Backend, sent: Claim) -> Grant:

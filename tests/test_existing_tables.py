@@ -35,12 +35,8 @@ def step(name):
     return found["Migration"].operations
 
 
-COLUMN, CONSTRAINT, VALIDATED, TRIGGER = (
-    "0002_fence",
-    "0003_fence_rejected",
-    "0004_fence_validated",
-    "0005_fence_trigger",
-)
+STEPS = ("0002_fence", "0003_fence_rejected", "0004_fence_validated", "0005_fence_trigger")
+COLUMN, CONSTRAINT, VALIDATED, TRIGGER = STEPS
 
 
 def migrate(state, *names):
@@ -80,7 +76,7 @@ class TestOnPostgres:
     def test_no_step_rewrites_the_table(self, old):
         node = ask("SELECT pg_relation_filenode('billing_invoice')")
         size = ask("SELECT pg_relation_size('billing_invoice')")
-        migrate(old, COLUMN, CONSTRAINT, VALIDATED, TRIGGER)
+        migrate(old, *STEPS)
         assert ask("SELECT pg_relation_filenode('billing_invoice')") == node
         assert ask("SELECT pg_relation_size('billing_invoice')") == size
         assert ask("SELECT count(*) FROM billing_invoice WHERE fence = 0 AND version = 0") == ROWS
@@ -116,7 +112,7 @@ class TestOnPostgres:
 @pytest.mark.parametrize("bases", [(FencedModel,), (FencedModel, VersionedModel)])
 def test_makemigrations_finds_nothing_more(bases):
     state = before()
-    for name in (COLUMN, CONSTRAINT, VALIDATED, TRIGGER):
+    for name in STEPS:
         for operation in step(name):
             # "leave out what has `version` in it if yours gets none"
             if VersionedModel in bases or "version" not in repr(operation.deconstruct()):

@@ -75,13 +75,8 @@ def test_a_lost_lease_is_a_warning(records):
 
 
 def facts_of(lease, **more):
-    return {
-        "name": lease.name,
-        "alias": "default",
-        "token": lease.token,
-        "owner": lease.owner_id,
-        **more,
-    }
+    facts = {"name": lease.name, "alias": "default", "token": lease.token, **more}
+    return facts | {"owner": lease.owner_id}
 
 
 def test_a_refused_write_is_an_error(records):

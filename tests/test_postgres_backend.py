@@ -38,16 +38,8 @@ _numbers = itertools.count()
 
 
 def configured(using=ALIAS, alias="default", **options):
-    return AliasConfig(
-        alias=alias,
-        backend=POSTGRES,
-        location="",
-        ttl=30.0,
-        blocking_timeout=10.0,
-        key_prefix="",
-        fence_database=using,
-        options=options,
-    )
+    terms = {"ttl": 30.0, "blocking_timeout": 10.0, "key_prefix": "", "fence_database": using}
+    return AliasConfig(alias=alias, backend=POSTGRES, location="", options=options, **terms)
 
 
 @pytest.fixture(scope="module")

@@ -45,16 +45,9 @@ def make_any_redis(request):
 
 
 def config_of(url="", alias="default", prefix=None, **options):
-    return AliasConfig(
-        alias=alias,
-        backend=REDIS,
-        location=url,
-        ttl=30,
-        blocking_timeout=10,
-        key_prefix=prefix or uuid.uuid4().hex,
-        fence_database="default",
-        options=options,
-    )
+    terms = {"ttl": 30, "blocking_timeout": 10, "fence_database": "default", "options": options}
+    prefix = prefix or uuid.uuid4().hex
+    return AliasConfig(alias=alias, backend=REDIS, location=url, key_prefix=prefix, **terms)
 
 
 @pytest.fixture

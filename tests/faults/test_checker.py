@@ -35,16 +35,9 @@ class Story:
 
     def operation(self, kind, client, outcome=OK, begun=None, ended=None, **facts):
         own = {key: facts.pop(key) for key in ("token", "owner") if key in facts}
-        made = Operation(
-            kind,
-            "row:1",
-            begun=begun or self.tick(),
-            ended=ended or (self.tick() if outcome != UNKNOWN else None),
-            outcome=outcome,
-            client=client,
-            facts=facts,
-            **own,
-        )
+        begun = begun or self.tick()
+        ended = ended or (self.tick() if outcome != UNKNOWN else None)
+        made = Operation(kind, "row:1", begun, ended, outcome, client, facts=facts, **own)
         self.history.operations.append(made)
         return made
 
@@ -66,16 +59,8 @@ class Story:
             token = None if table == "plain" else facts.pop("left", lease.token)
             self.entry(table, count, read + 1, token, stamp)
             self.counts[table] = read + 1
-        return self.operation(
-            "write",
-            lease.client,
-            outcome,
-            token=lease.token,
-            owner=lease.owner,
-            table=table,
-            stamp=stamp,
-            **facts,
-        )
+        own = {"token": lease.token, "owner": lease.owner, "table": table, "stamp": stamp}
+        return self.operation("write", lease.client, outcome, **own, **facts)
 
     def ask(self, lease, kind, outcome, left=0.5, lost=False, **facts):
         return self.operation(
