@@ -184,6 +184,7 @@ class Explorer:
         message = None
         if actor.nonce and not actor.serves:
             message = Message(actor.nonce, NAME, actor.owner, "id", 1000.0)
+        told = {"headers": headers, "retries": actor.retries, "called_directly": False}
         run: Any = SimpleNamespace(
             task=rebuild,
             name=NAME,
@@ -196,14 +197,7 @@ class Explorer:
             args=(actor.version,),
             kwargs={},
             is_called_directly=False,
-            request=Context(
-                id=actor.label,
-                args=[actor.version],
-                kwargs={},
-                headers=headers,
-                retries=actor.retries,
-                called_directly=False,
-            ),
+            request=Context(id=actor.label, args=[actor.version], kwargs={}, **told),
         )
         delivery: Any = None
         if message is not None:
@@ -223,15 +217,9 @@ class Explorer:
             return world, replace(actor, step="lost")
         now = datetime.now(UTC)
         times = dict.fromkeys(("acquired_at", "renewed_at"), now)
-        HeldLock.objects.create(
-            name=NAME,
-            owner=actor.owner,
-            fenced=True,
-            pid=0,
-            pid_started=0,
-            expires_at=now + timedelta(hours=1),
-            **times,
-        )
+        times["expires_at"] = now + timedelta(hours=1)
+        facts = {"name": NAME, "owner": actor.owner, "fenced": True, "pid": 0, "pid_started": 0}
+        HeldLock.objects.create(**facts, **times)
         return world, replace(actor, step="won")
 
     def _lost(self, world: World, actor: Actor, run: Any, steps: Coalescing) -> Any:
@@ -259,14 +247,8 @@ class Explorer:
 
     def _ended(self, world: World, actor: Actor, run: Any, steps: Coalescing) -> Any:
         if self.retry and actor.label == "t1" and not actor.retries:
-            again = replace(
-                self._start.actors[0],
-                owner=_owner(),
-                nonce="n1r" if self.late else "",
-                retries=1,
-                retried=actor.claimed.number,
-                version=actor.version,
-            )
+            again = replace(self._start.actors[0], owner=_owner(), nonce="n1r" if self.late else "")
+            again = replace(again, retries=1, retried=actor.claimed.number, version=actor.version)
             world = replace(world, queue=(*world.queue, again))
         steps.ended("success")
         world = replace(world, owed=world.owed - actor.covers, ended=world.ended + 1)
@@ -371,14 +353,8 @@ class Explorer:
         return (
             tuple(sorted((each.key() for each in world.actors), key=repr)),
             tuple(sorted((each.key() for each in world.queue), key=repr)),
-            bool(world.dead),
-            world.kills,
-            world.owed,
-            world.counted,
-            world.latest,
-            world.fresh,
-            world.surplus,
-            world.killed,
+            *(bool(world.dead), world.kills, world.killed, world.owed, world.counted),
+            *(world.latest, world.fresh, world.surplus),
             repr((pending_runs, held, nonces)),
         )
 

@@ -44,16 +44,9 @@ class PgBouncer(Server):
         # An empty password is a syntax error to it.
         password = f"password='{postgres.password}'" if postgres.password else ""
         configuration = directory / "pgbouncer.ini"
-        configuration.write_text(
-            _CONFIGURATION.format(
-                postgres=postgres,
-                password=password,
-                port=port,
-                directory=directory,
-                pool_mode=pool_mode,
-                pool_size=pool_size,
-            )
-        )
+        terms = {"port": port, "directory": directory, "password": password}
+        terms |= {"postgres": postgres, "pool_mode": pool_mode, "pool_size": pool_size}
+        configuration.write_text(_CONFIGURATION.format(**terms))
         server = cls(postgres, port)
         server._process = Process(
             [found.path, configuration], directory, lambda process: accepts_connections(port)
