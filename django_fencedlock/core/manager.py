@@ -89,8 +89,7 @@ class Service:
         """
         Acquire the lock before the wait is over, or enter it again if `who` holds it; else None.
 
-        `Wait.refused` is called after the first refusal, and `Wait.held` says who has the lock. A
-        lock that is entered again keeps its `max_hold`.
+        A lock that is entered again keeps its `max_hold`.
 
         Args:
             tells: Whether a refusal is an event: not if the caller tries again.
@@ -128,13 +127,7 @@ class Service:
         except FencedLockError:
             raise
         except BaseException:
-            # No thread can be started, or an exception from outside, maybe between the grant and
-            # the note of it.
-            if lease is not None:
-                lease.released = True
-                self._forget(lease)
-                self.keeper.forget(lease)
-            self.grants.drop(grant_of(claim) if lease is None else lease.grant)
+            self._undo(claim, lease)
             raise
         waited = self._clock() - wait.since
         if lease is not None:
@@ -142,6 +135,14 @@ class Service:
         elif tells:
             self.tell_refused(claim.name, pattern, waited)
         return lease
+
+    def _undo(self, claim: Claim, lease: Lease | None) -> None:
+        """Release what no thread renews, or what an exception from outside kept from the caller."""
+        if lease is not None:
+            lease.released = True
+            self._forget(lease)
+            self.keeper.forget(lease)
+        self.grants.drop(grant_of(claim) if lease is None else lease.grant)
 
     def tell_refused(self, name: str, pattern: str, waited: float) -> None:
         emit(Kind.REFUSED, self.backend, name, pattern=pattern, waited=waited)
