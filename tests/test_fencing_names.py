@@ -186,6 +186,7 @@ def test_the_terms_are_those_of_a_lock(settings):
         (lambda: name(Invoice, pk=None), ValueError, "id is empty. Save it first"),
         (lambda: name(LedgerLine, account=Account()), ValueError, "account_id is empty"),
         (lambda: Invoice().fencing.lock(), ValueError, "This Invoice has no lock yet"),
+        (lambda: Seat(row=None, number=1).fencing.lock(), ValueError, "row, number is empty"),
         (lambda: Invoice(pk=1).fencing.lock(pk=1), TypeError, "of a row names itself; remove pk"),
         (lambda: Fencing(mode="lax"), ImproperlyConfigured, "'serialised', 'high_water'"),
         (lambda: Fencing(without_lock="no"), ImproperlyConfigured, "'reject', 'warn', 'allow'"),

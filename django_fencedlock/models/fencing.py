@@ -166,7 +166,7 @@ class FencingOf:
 
     def value_of(self, row: Any, column: str) -> Any:
         value = getattr(row, column)
-        if value is None and column == self.pk[0].attname:
+        if value is None and [column] == [field.attname for field in self.pk]:
             # A child that was made by hand has its key in its own table's column alone.
             return row.pk
         return value
