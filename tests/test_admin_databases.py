@@ -66,6 +66,18 @@ def test_the_filter_chooses_the_database(boss, held):
     assert names(boss.get(LIST, {**OTHER, "state": "expired"})) == []
 
 
+@pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
+@pytest.mark.parametrize("page", [LIST, FENCES, EVENTS])
+def test_a_search_for_what_latin1_lacks(boss, settings, page):
+    settings.FENCEDLOCK = {"default": {}, "ledger": {"FENCE_DATABASE": "mariadb"}}
+    kind, now = LockEvent.Kind.REJECTED, timezone.now()
+    LockEvent.objects.using("mariadb").create(name="冰 1", kind=kind, happened_at=now, times=1)
+    with lock("冰 1", backend="ledger"):
+        for text in ("冰", "雪"):
+            found = boss.get(page, {"database": "mariadb", "q": text})
+            assert (found.status_code, "冰 1" in found.content.decode()) == (200, text == "冰")
+
+
 def test_the_page_of_a_lock(boss, held):
     now = timezone.now()
     LockEvent.objects.using("postgres").create(

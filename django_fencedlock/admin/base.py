@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.contrib.admin.utils import quote
+from django.contrib.admin.views.main import SEARCH_VAR
 from django.contrib.auth import get_user_model
 from django.core.exceptions import BadRequest
 from django.db import Error, InterfaceError, OperationalError, connections, router, transaction
@@ -27,7 +28,7 @@ from django.utils.translation import gettext_lazy as _
 from .. import conf, exceptions
 from ..ops.registry import ANSWERED, fence_databases
 from ..storage.connections import time_limited
-from ..storage.text import describe_error, is_table_missing, show_blanks
+from ..storage.text import describe_error, fit_column, is_table_missing, show_blanks
 
 #: A method of a page that returns what a column shows of a row.
 Value = Callable[[Any, Any], Any]
@@ -178,6 +179,13 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).using(self.database(request))
+
+    def get_search_fields(self, request: HttpRequest) -> Any:
+        text = request.GET.get(SEARCH_VAR, "")
+        if fit_column(connections[self.database(request)], text) == text:
+            return super().get_search_fields(request)
+        # The other columns have a character set that can't be compared with this text.
+        return ["name"]
 
     def changelist_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         return self.answer(super().changelist_view, request, *args, **kwargs)
