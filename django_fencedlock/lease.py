@@ -49,10 +49,11 @@ class Control(Protocol):
 
 class Lease:
     """
-    Release the lock, by the last of as many releases as it was entered.
+    A lock that was granted, for as long as it is renewed.
 
-    Returns:
-        Whether the lock service still had this holder, or the release is still to come.
+    A lease doesn't promise that no other holder runs: its holder may be paused past its end. It
+    promises that its ``token`` is newer than every token granted before, so that a system that
+    checks tokens rejects the writes of former holders.
     """
 
     name: str
