@@ -263,6 +263,24 @@ class BackendInterface:
         backend.release(taken)
         assert isinstance(backend.acquire(claim(name), Wait()), Granted)
 
+    # Several locks
+
+    def test_all_locks_or_none(self, backend, other, name):
+        claims = [claim(f"{name}:{number}") for number in (2, 1, 3)]
+        held = take(other, claim(f"{name}:2"))
+        refused = backend.acquire_all(claims, Wait())
+        assert isinstance(refused, Held)
+        assert set(other.holders([each.name for each in claims])) == {held.name}
+        other.release(held)
+        granted = backend.acquire_all(claims, Wait())
+        assert all(map(backend.verify, map(grant, claims, granted)))
+
+    def test_any_lock(self, backend, other, name):
+        claims = [claim(f"{name}:{number}") for number in (1, 2)]
+        take(other, claim(f"{name}:1"))
+        sent, granted = backend.acquire_any(claims, Wait())
+        assert (sent, isinstance(granted, Granted)) == (claims[1], True)
+
     # Housekeeping
 
     def test_a_closed_backend_may_be_used_again(self, backend, name):

@@ -26,6 +26,8 @@ class Claim(NamedTuple):
     #: service stores it beside the lock and returns it in `Held`. `Owner.read()` parses it.
     identity: str = ""
     fenced: bool = True
+    #: Only if the backend's `supports_shared`.
+    shared: bool = False
 
 
 class Granted(NamedTuple):
@@ -70,6 +72,7 @@ class Grant(NamedTuple):
     ttl: float = 0.0
     token: int | None = None
     fenced: bool = True
+    shared: bool = False
     identity: str = ""
     #: `Granted.handle`; None for another process's grant (eviction, forced release).
     handle: Any = None
@@ -143,6 +146,8 @@ class Backend(ABC):
     supports_waiting: ClassVar[bool] = False
     #: A lock expires with its ttl. Otherwise it lives as long as a session.
     supports_ttl: ClassVar[bool] = True
+    #: Shared (read) locks.
+    supports_shared: ClassVar[bool] = False
     #: acquire() records the grant in the fence table in the same statement.
     records_grants: bool = False
     #: acquire() writes registry rows of unfenced locks as well.
@@ -195,6 +200,32 @@ class Backend(ABC):
 
     def suggest(self, name: str, floor: int) -> None:
         """Propose only tokens above `floor`. A hint: services without a counter ignore it."""
+
+    def acquire_all(self, claims: Sequence[Claim], wait: Wait) -> list[Granted] | Held:
+        """Take all locks or none, in the order of their names; answers in the order of claims."""
+        granted: dict[Claim, Granted] = {}
+        answer: Granted | Held = Held()
+        try:
+            for claim in sorted(claims, key=lambda claim: claim.name.encode()):
+                answer = self.acquire(claim, wait)
+                if isinstance(answer, Held):
+                    return answer
+                granted[claim] = answer
+            return [granted[claim] for claim in claims]
+        finally:
+            if len(granted) < len(claims):
+                for claim in granted:
+                    self.release(Grant(claim.name, claim.owner, claim.ttl, fenced=claim.fenced))
+
+    def acquire_any(self, claims: Sequence[Claim], wait: Wait) -> tuple[Claim, Granted] | Held:
+        """Take one of several locks: the first that is free."""
+        held = Held()
+        for claim in claims:
+            answer = self.acquire(claim, Wait())
+            if isinstance(answer, Granted):
+                return claim, answer
+            held = answer
+        return held
 
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:

@@ -390,6 +390,7 @@ def grant_of(claim: Claim, granted: Granted | None = None) -> Grant:
         claim.ttl,
         token=granted.token if granted and claim.fenced else None,
         fenced=claim.fenced,
+        shared=claim.shared,
         identity=claim.identity,
         handle=granted.handle if granted else None,
     )
