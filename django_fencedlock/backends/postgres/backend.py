@@ -21,7 +21,6 @@ from ...exceptions import BackendUnavailable
 from ...storage.connections import NoAnswer, pool
 from ...storage.dialect import Entry
 from ...storage.postgresql import sqlstate
-from ...storage.text import is_table_missing
 from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
 try:
@@ -137,8 +136,8 @@ class PostgresBackend(Backend):
         raise AssertionError
 
     def _of_this_process(self, claim: Claim, key: int) -> Granted | Held | None:
-        hold = self._local.by_key.get(key)
-        if hold is None or not self._local.is_held(hold):
+        hold = self._local.hold_at(key)
+        if hold is None:
             return None
         return hold.granted if hold.claim.owner == claim.owner else hold.held()
 
@@ -195,7 +194,7 @@ class PostgresBackend(Backend):
             rows = session.all(sql.ROW, {"name": claim.name})
             alias, label = rows[0][10:12] if rows else ("", "")
             return _read_holder(rows[0])._replace(alias=alias, label=label) if rows else Held()
-        hold = Hold(claim, key, session, self._report_lost, claim.ttl)
+        hold = Hold(claim, key, session, self.lost or (lambda owners: None), claim.ttl)
         hold.granted = Granted(token, since, hold)
         self._local.add(hold)
         return hold.granted
@@ -213,10 +212,6 @@ class PostgresBackend(Backend):
         entry = Entry(claim.name, self.config.alias, self.label, owner, claim.ttl)
         entry.session_pid, entry.session_started = session.pid, session.started
         return {**entry.values(), **given, "ttl": claim.ttl}
-
-    def _report_lost(self, owners: Sequence[str]) -> None:
-        if self.lost is not None:
-            self.lost(owners)
 
     def _key(self, name: str) -> int:
         """Return the lock's key: 64 bits, so two names in use never share one in practice."""
@@ -266,11 +261,12 @@ class PostgresBackend(Backend):
             if clock() > limit:
                 raise NoAnswer(self._timeout)
             wait.refused(self._look(claim.name))
-        if wait.cancelled:
-            # An earlier cancellation may have reached the server before the statement did.
-            session.cancel()
-            if not session.has_answer(LEAVES_WITHIN):
+        limit = clock() + LEAVES_WITHIN
+        while wait.cancelled and not session.has_answer(0.02):
+            if clock() > limit:
                 raise _Cancelled
+            # Again: an earlier one may have reached the server before the statement did.
+            session.cancel()
         return session.read()[0]
 
     def _renew_after_wait(self, claim: Claim, granted: Granted) -> Granted:
@@ -333,7 +329,6 @@ class PostgresBackend(Backend):
         self, hold: Hold, held: bool, renewed: bool, recorded: bool, forced: bool
     ) -> Renewal:
         if held and not forced and (renewed or not hold.claim.fenced):
-            hold.renewed = True
             return Renewal.KEPT
         if held and recorded:
             # A transaction has the row locked.
@@ -346,9 +341,9 @@ class PostgresBackend(Backend):
         hold = self._hold_of(grant)
         if hold is None:
             return False
-        unfenced = sql.VERIFY_RENEWED if hold.renewed else sql.VERIFY_UNFENCED
-        statement = sql.VERIFY if hold.claim.fenced else unfenced
-        ask = partial(hold.session.one, statement, hold.values())
+        statement = sql.VERIFY if grant.fenced else sql.VERIFY_UNFENCED
+        given = {"name": grant.name, "key": hold.key, "owner": grant.owner}
+        ask = partial(hold.session.one, statement, given)
         with self._errors("verification", grant.name):
             try:
                 return bool(self._local.run(hold.session, ask)[0])
@@ -375,17 +370,11 @@ class PostgresBackend(Backend):
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
         keys = [self._key(name) for name in names]
         given = {"names": list(names), "keys": keys}
-        try:
-            rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS, given))
-        except BackendUnavailable as exc:
-            if not is_table_missing(exc):
-                raise
-            # Unfenced locks need no tables.
-            rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS_UNRECORDED, given))
+        rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS, given))
         holders = {}
         for name, pid, application, waiting, *row in rows:
             held = Held(identity=read_application_name(application))
-            if row and row[0]:
+            if row[0]:
                 held = _read_holder(row)
             holders[name] = held._replace(session_pid=pid, waiting=waiting)
         return holders

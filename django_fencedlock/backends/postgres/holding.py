@@ -40,13 +40,7 @@ class Hold:
     #: Called with the owner ids of holds whose session ended.
     lost: Callable[[Sequence[str]], object]
     ttl: float
-    #: The tables exist, and a registry row may exist by now; of an unfenced lock.
-    renewed: bool = False
     granted: Granted = field(init=False, repr=False)
-
-    def values(self) -> dict[str, Any]:
-        """Return the parameters of a statement about it."""
-        return {"name": self.claim.name, "key": self.key, "owner": self.claim.owner}
 
     @property
     def session_columns(self) -> dict[str, Any]:
@@ -118,17 +112,18 @@ class SessionLocks:
 
     # Holds
 
-    def hold_of(self, key: int, owner: str) -> Hold | None:
-        """Return the owner's hold of a lock, unless its session has ended."""
+    def hold_at(self, key: int) -> Hold | None:
+        """Return who holds a lock in this process, unless the session has ended."""
         hold = self.by_key.get(key)
-        if hold is None or hold.claim.owner != owner:
-            return None
-        return hold if self.is_held(hold) else None
-
-    def is_held(self, hold: Hold) -> bool:
-        if hold.session.closed:
+        if hold is not None and hold.session.closed:
             self.drop(hold.session)
-        return self.by_key.get(hold.key) is hold
+            return None
+        return hold
+
+    def hold_of(self, key: int, owner: str) -> Hold | None:
+        """Return the owner's hold of a lock."""
+        hold = self.hold_at(key)
+        return hold if hold is not None and hold.claim.owner == owner else None
 
     def add(self, hold: Hold) -> None:
         """Note a lock that was granted."""
@@ -143,10 +138,10 @@ class SessionLocks:
             return False
         session = hold.session
         session.doubts[hold.key] = hold.claim
-        del self.by_key[hold.key]
+        self.by_key.pop(hold.key, None)
         session.holds.pop(hold.key, None)
         try:
-            held = session.unlock(hold.key, hold.claim, renewed=hold.renewed)
+            held = session.unlock(hold.key, hold.claim)
             session.doubts.pop(hold.key, None)
             return held
         finally:
@@ -156,7 +151,7 @@ class SessionLocks:
         """Note that a session has ended, and its locks are lost."""
         for key, hold in list(session.holds.items()):
             if self.by_key.get(key) == hold:
-                del self.by_key[key]
+                self.by_key.pop(key, None)
                 hold.lost([hold.claim.owner])
         session.holds.clear()
 

@@ -191,13 +191,13 @@ class Session:
                 if self.asked is not None:
                     raise
 
-    def unlock(self, key: int, claim: Claim, *, renewed: bool = False) -> bool:
+    def unlock(self, key: int, claim: Claim) -> bool:
         """Unlock a key and delete the owner's row; return whether the lock was held until now."""
-        unfenced = sql.RELEASE_RENEWED if renewed else sql.RELEASE_UNFENCED
         idle = idle_limit(self.ttl if self.holds else 0.0)
         given = {"name": claim.name, "key": key, "owner": claim.owner, "idle": idle}
         try:
-            unlocked, forced, _ = self.one(sql.RELEASE if claim.fenced else unfenced, given)
+            statement = sql.RELEASE if claim.fenced else sql.RELEASE_UNFENCED
+            unlocked, forced, _ = self.one(statement, given)
             return bool(unlocked) and not forced
         except NoAnswer:
             raise
@@ -318,17 +318,13 @@ def _settings(ttl: float | None) -> dict[str, str]:
         "idle_in_transaction_session_timeout": "0",
         "default_transaction_isolation": "read committed",
         "synchronous_commit": "on",
-        "tcp_keepalives_idle": str(_at_least_one(within / 3)),
-        "tcp_keepalives_interval": str(_at_least_one(within / 6)),
+        "tcp_keepalives_idle": str(max(1, round(within / 3))),
+        "tcp_keepalives_interval": str(max(1, round(within / 6))),
         "tcp_keepalives_count": "3",
         "tcp_user_timeout": str(int(max(1.0, within * 0.9) * 1000)),
         # Looks for the client within a statement as well; only a waiter stays in one.
         "client_connection_check_interval": "2s" if ttl is None else "0",
     }
-
-
-def _at_least_one(seconds: float) -> int:
-    return max(1, round(seconds))
 
 
 #: Shows in ``pg_stat_activity`` who holds a lock that isn't recorded in a table.

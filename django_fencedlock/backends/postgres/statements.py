@@ -79,9 +79,8 @@ WITH {LAZY_LIMITS},
 d AS (DELETE FROM {HELD} h USING s WHERE h.name = %(name)s AND h.owner = %(owner)s)
 {UNLOCK}, {IS_FORCED.format(owner="%(owner)s")}, {_IDLE}
 """
-#: Of an unfenced lock: before its first renewal it needs no tables.
+#: Of an unfenced lock, whose forced release is noticed when it is renewed or verified.
 RELEASE_UNFENCED = f"{UNLOCK}, false, {_IDLE}"
-RELEASE_RENEWED = f"{UNLOCK}, {IS_FORCED.format(owner='%(owner)s')}, {_IDLE}"
 
 # Clear the row of an owner whose session is gone.
 # Returns: whether the row was deleted; the session that still holds the key, or NULL; the owner's
@@ -134,28 +133,23 @@ LEFT JOIN {HELD} x ON x.name = w.name AND x.owner = w.owner
 
 _HAS_KEY = """EXISTS (
     SELECT 1 FROM locks k WHERE k.key = %(key)s AND k.pid = pg_backend_pid() AND k.granted)"""
-#: Whether this session has the key.
-VERIFY_UNFENCED = f"WITH {LOCKS} SELECT {_HAS_KEY}"
-VERIFY_RENEWED = f"{VERIFY_UNFENCED} AND NOT {IS_FORCED.format(owner='%(owner)s')}"
+#: Whether this session has the key, and the lock wasn't released by force.
+VERIFY_UNFENCED = f"""WITH {LOCKS} SELECT {_HAS_KEY}
+AND NOT {IS_FORCED.format(owner="%(owner)s")}"""
 #: And whether the owner has its row.
-VERIFY = f"""{VERIFY_RENEWED} AND EXISTS (
+VERIFY = f"""{VERIFY_UNFENCED} AND EXISTS (
     SELECT 1 FROM {HELD} x WHERE x.name = %(name)s AND x.owner = %(owner)s)"""
 
 # Who holds each of many keys: the session, what it calls itself, how many sessions wait for the
 # key, and the registry row of that very session.
-_HOLDERS = f"""
+HOLDERS = f"""
 WITH {LOCKS}, q AS (SELECT key, count(*) AS waiting FROM locks WHERE NOT granted GROUP BY key)
-SELECT w.name, k.pid, a.application_name, coalesce(q.waiting, 0){{columns}}
+SELECT w.name, k.pid, a.application_name, coalesce(q.waiting, 0), {HOLDER}
 FROM unnest(%(names)s::text[], %(keys)s::bigint[]) AS w(name, key)
 JOIN locks k ON k.key = w.key AND k.granted LEFT JOIN pg_stat_activity a ON a.pid = k.pid
-LEFT JOIN q ON q.key = w.key{{rows}}
+LEFT JOIN q ON q.key = w.key
+LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid AND h.session_key = k.key
 """
-HOLDERS = _HOLDERS.format(
-    columns=f", {HOLDER}",
-    rows=f" LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid "
-    "AND h.session_key = k.key",
-)
-HOLDERS_UNRECORDED = _HOLDERS.format(columns="", rows="")
 
 # With the time zone written out: with USE_TZ = False an hour of autumn would be ambiguous.
 IDENTITY = """
