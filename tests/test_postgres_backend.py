@@ -11,6 +11,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from textwrap import dedent
 
 import pytest
@@ -21,13 +22,13 @@ from django.utils import timezone
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.postgres import PostgresBackend, holding
 from django_fencedlock.backends.postgres import backend as backend_module
-from django_fencedlock.backends.postgres.holding import SessionLocks
+from django_fencedlock.backends.postgres.holding import MAX_IDLE, SessionLocks
+from django_fencedlock.backends.postgres.jobs import Job, NoAnswer, ask
 from django_fencedlock.backends.postgres.sessions import open_session
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock
-from django_fencedlock.storage.connections import NoAnswer
 from tests.backends import POSTGRES
 from tests.scripts import python, run_python
 from tests.servers.process import wait_until
@@ -140,12 +141,6 @@ def terminate(postgres, taken):
     postgres.execute(f"SELECT pg_terminate_backend({taken.handle.session.pid})")
 
 
-def on_session(backend, statement, ttl=30.0):
-    """Execute a statement on the session that tries locks of a ttl."""
-    session = backend._local.session(ttl)
-    return backend._local.run(session, lambda: session.all(statement, {}, prepare=False))
-
-
 @pytest.fixture
 def threads():
     """Return a function that runs another in a thread; result() returns its answer."""
@@ -209,7 +204,7 @@ class TestGrants:
     def test_a_refused_try_changes_and_locks_no_row(self, postgres, backend, peer, name):
         taken = take(backend, claim(name))
         before = row_of(name).values().get()
-        on_session(peer, "BEGIN")
+        peer._local.ask(lambda: peer._local.session(30.0).raw.execute("BEGIN"))
         assert refused(peer, name)
         assert row_of(name).values().get() == before
         assert backend.renew([taken]) == [Renewal.KEPT]
@@ -226,7 +221,7 @@ class TestGrants:
         held = backend.acquire(claim(name), Wait(seconds))
         row = row_of(name).get()
         assert (held.alias, held.label, held.owner) == (row.alias, row.backend, row.owner)
-        assert not backend._local.by_key
+        assert not backend._local.by_owner
         assert not backend.holders([name])
         row_of(name).update(expires_at="2020-01-01T00:00Z")
         assert take(backend, claim(name)).token == 3
@@ -266,7 +261,7 @@ class TestGrants:
 
     def test_a_read_only_server_is_no_grant_and_no_lock(self, backend, peer, name):
         read_only = "SELECT set_config('default_transaction_read_only', 'on', false)"
-        on_session(backend, read_only)
+        backend._local.ask(lambda: backend._local.session(30.0).all(read_only, {}))
         with pytest.raises(BackendUnavailable, match="read-only"):
             backend.acquire(claim(name), Wait())
         assert not peer.holders([name])
@@ -314,26 +309,32 @@ class TestRenewals:
             facts = {"owner": taken.owner, "name": name, "released_by": "x"}
             ForcedRelease.objects.using(ALIAS).create(released_at=timezone.now(), **facts)
         else:
-            on_session(backend, f"SELECT pg_advisory_unlock({key})")
+            backend._local.ask(lambda: taken.handle.session.unlock(key))
             take(peer, claim(name, fenced=False))
         assert not backend.verify(taken)
         assert backend.renew([taken]) == [Renewal.LOST]
         assert not by_force or take(peer, claim(name))
 
-    def test_the_server_limits_the_idle_time_of_each_ttl_apart(self, backend, name):
+    def test_no_lock_means_no_idle_limit(self, backend, name):
         def limits():
             show = "SHOW idle_session_timeout"
-            return [on_session(backend, show, ttl)[0][0] for ttl in (2, 3)]
+            asked = [partial(backend._local.session(ttl).one, show, {}) for ttl in (2, 3)]
+            return [backend._local.ask(each)[0] for each in asked]
 
         short, long = (
             take(backend, claim(f"{name}:{ttl}", ttl=ttl, fenced=ttl > 2)) for ttl in (2, 3)
         )
         assert limits() == ["2s", "3s"]
         assert backend.release(long)
-        assert backend.renew([short._replace(ttl=4.0)]) == [Renewal.KEPT]
-        assert limits() == ["4s", "0"]
+        assert backend.renew([short]) == [Renewal.KEPT]
+        assert limits() == ["2s", "0"]
         assert backend.release(short)
         assert limits() == ["0", "0"]
+
+    def test_few_sessions_without_locks_are_kept(self, postgres, backend, name):
+        for ttl in range(2, 10):
+            assert backend.release(take(backend, claim(name, ttl=ttl)))
+        assert len(backend._local._shared) == MAX_IDLE + 1
 
 
 class TestWaiting:
@@ -407,9 +408,9 @@ class TestWaiting:
         monkeypatch.setattr(backend_module, "SHORT_WAIT", 0)
         renew = backend._renew
 
-        def slowly(*args):
+        def slowly(holds):
             row_of(name).update(owner="another")
-            return renew(*args)
+            return renew(holds)
 
         monkeypatch.setattr(backend, "_renew", slowly)
         taken = take(peer, claim(name))
@@ -473,7 +474,7 @@ class TestLosses:
         self, postgres, backend, peer, name
     ):
         def wait():
-            assert refused(backend, name, 0.5)
+            assert refused(backend, name, 0.05)
             (session,) = backend._local._idle
             return session
 
@@ -531,11 +532,13 @@ class TestLosses:
 
         with pytest.raises(BackendUnavailable, match="max_locks_per_transaction"):
             fill()
-        assert len(backend._local.by_key) == len(held)
+        assert len(backend._local.by_owner) == len(held)
         assert backend.release(held.pop())
         assert backend.release(held.pop())
         count = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"
-        assert on_session(backend, count) == [(len(held),)]
+        assert backend._local.ask(lambda: backend._local.session(30.0).one(count, {})) == (
+            len(held),
+        )
 
 
 @pytest.mark.slow
@@ -657,7 +660,7 @@ class TestProcesses:
                 gevent.sleep(random.choice([0, 0, 0.0002, 0.001]))
                 killed.kill()
                 backend.release(Grant(sent.name, sent.owner))
-            while len(backend._local.by_key) > 1: gevent.sleep(0.01)
+            while len(backend._local.by_owner) > 1: gevent.sleep(0.01)
             assert backend.verify(kept)
             backend.release(take(backend, claim({name + ":killed"!r})))
             say("done")
@@ -692,18 +695,6 @@ class TestInterrupts:
         go_on.set()
         assert isinstance(waiter.result(10), Held)
 
-    def test_a_handler_within_a_request_gets_an_error_instead_of_waiting_for_itself(
-        self, backend, name
-    ):
-        taken = take(backend, claim(name))
-
-        def handler():
-            with pytest.raises(BackendUnavailable, match="within another request"):
-                backend.release(taken)
-
-        backend._local.run(taken.handle.session, handler)
-        assert backend.release(taken)
-
 
 class TestTurns:
     """The queue of the threads of one process."""
@@ -729,6 +720,46 @@ class TestTurns:
             assert refused(peer, f"{name}:kept")
 
 
+class TestJobs:
+    @pytest.mark.parametrize("can_be_undone", [True, False])
+    def test_work_whose_caller_has_left_is_skipped_if_it_can_be_undone(self, can_be_undone):
+        done = []
+        undo = [lambda value: done.append("undo")] if can_be_undone else []
+        job = Job(lambda: done.append("work"), *undo)
+        with pytest.raises(NoAnswer):
+            ask(job, 0.0, lambda job: None)
+        job.run()
+        assert done == ([] if can_be_undone else ["work"])
+
+    def test_work_whose_caller_leaves_meanwhile_is_undone(self):
+        done = []
+
+        def work():
+            job.leave()
+            done.append("work")
+
+        job = Job(work, lambda value: done.append("undo"))
+        job.run()
+        assert done == ["work", "undo"]
+
+    def test_work_that_was_done_for_an_interrupted_caller_is_undone(self):
+        done = []
+        job = Job(lambda: done.append("work"), lambda value: done.append("undo"))
+
+        def interrupt(job):
+            job.run()
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            ask(job, 1.0, interrupt)
+        assert done == ["work", "undo"]
+
+    def test_a_deadline_that_passed_during_a_pause(self):
+        assert ask(Job(lambda: "answer"), -3.5, lambda job: job.run()) == "answer"
+        with pytest.raises(NoAnswer):
+            ask(Job(lambda: "answer"), -3.5, lambda job: None)
+
+
 @pytest.mark.usefixtures("database")
 class TestSessions:
     @pytest.mark.parametrize(
@@ -748,35 +779,21 @@ class TestSessions:
         with connections[ALIAS].cursor() as cursor:
             cursor.execute(f'ALTER DATABASE "{found}" SET {setting} = {unlike}')
         try:
-            with contextlib.closing(open_session(ALIAS, 5.0, 30.0)) as session:
+            with contextlib.closing(open_session(ALIAS, 5.0, waits=False)) as session:
                 assert session.one(f"SHOW {setting}", {}, prepare=False) == (value,)
         finally:
             with connections[ALIAS].cursor() as cursor:
                 cursor.execute(f'ALTER DATABASE "{found}" RESET {setting}')
 
-    @pytest.mark.parametrize("ttl", [None, 30.0])
-    def test_a_dead_peer_is_given_up(self, ttl):
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_a_dead_peer_is_given_up(self, waits):
         names = ("tcp_user_timeout", "tcp_keepalives_idle", "tcp_keepalives_count")
         shown = ", ".join(f"current_setting('{each}')" for each in names)
-        with contextlib.closing(open_session(ALIAS, 5.0, ttl)) as session:
+        with contextlib.closing(open_session(ALIAS, 5.0, waits=waits)) as session:
             address, *limits = session.one(f"SELECT inet_client_addr(), {shown}", {}, prepare=False)
         if address is None:
             pytest.skip("a socket of the system has no cable")
         assert all(int(each.removesuffix("ms").removesuffix("s")) > 0 for each in limits)
-
-    def test_an_answer_that_came_during_a_pause_or_after_an_interrupt_is_read(self):
-        with contextlib.closing(open_session(ALIAS, 5.0)) as session:
-            session.send("SELECT 1", {})
-            time.sleep(0.3)
-            session.asked -= 60
-            assert session.read() == [(1,)]
-            session.send("SELECT pg_sleep(0.3)", {})
-            session.asked -= 60
-            with pytest.raises(NoAnswer):
-                session.read()
-            session.asked = clock()
-            session.read_left()
-            assert session.one("SELECT 2", {}) == (2,)
 
     def test_a_closed_backend_keeps_its_locks(self, backend, peer, name):
         taken = take(backend, claim(name))
@@ -921,7 +938,7 @@ def interrupt_threads(backend, name, times=200):
             backend.release(Grant(sent.name, sent.owner))
 
     def release_rest():
-        for hold in list(backend._local.by_key.values()):
+        for hold in list(backend._local.by_owner.values()):
             if hold is not kept.handle:
                 backend.release(Grant(hold.claim.name, hold.claim.owner))
 
@@ -952,7 +969,7 @@ def interrupt_threads(backend, name, times=200):
     for each in threads:
         each.join(20)
     release_rest()
-    return f"{[*renewals]} {backend.verify(kept)} {kept.handle.session.lock.locked()}"
+    return f"{[*renewals]} {backend.verify(kept)} {backend._local._mutex.locked()}"
 
 
 _PRELUDE = """

@@ -17,8 +17,7 @@ from django.db import connections, transaction
 from django_fencedlock import lock, locks
 from django_fencedlock.backends import database
 from django_fencedlock.backends.postgres import backend as postgres_backend
-from django_fencedlock.backends.postgres import holding
-from django_fencedlock.backends.postgres import sessions as postgres_sessions
+from django_fencedlock.backends.postgres import holding, jobs
 from django_fencedlock.backends.redis import backend as redis_backend
 from django_fencedlock.backends.redis import connections as redis_connections
 from django_fencedlock.core import grants, keeper, manager
@@ -35,8 +34,8 @@ pytestmark = [
 ]
 
 #: Where the strikes hit.
-MODULES = [locks, manager, grants, keeper, sessions, database, postgres_backend, holding]
-FILES = {each.__file__ for each in (*MODULES, postgres_sessions, redis_backend, redis_connections)}
+MODULES = [locks, manager, grants, keeper, sessions, database, postgres_backend, holding, jobs]
+FILES = {each.__file__ for each in (*MODULES, redis_backend, redis_connections)}
 
 
 class Struck(BaseException):

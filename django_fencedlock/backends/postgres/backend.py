@@ -15,12 +15,14 @@ from django.db import Error, OperationalError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ...conf import AliasConfig, Problem
+from ...core import runtime
 from ...core.identity import Owner, Process, is_process_gone
 from ...core.runtime import clock
 from ...exceptions import BackendUnavailable
-from ...storage.connections import NoAnswer, pool
+from ...storage.connections import pool
 from ...storage.dialect import Entry
 from ...storage.postgresql import sqlstate
+from ...storage.text import is_table_missing
 from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
 try:
@@ -34,14 +36,8 @@ except ImportError as exc:
 from . import checks
 from . import statements as sql
 from .holding import TICK, Hold, session_locks
-from .sessions import (
-    LOCKED,
-    OUT_OF_MEMORY,
-    PoolsTransactions,
-    Session,
-    idle_limit,
-    read_application_name,
-)
+from .jobs import Job, NoAnswer
+from .sessions import LOCKED, OUT_OF_MEMORY, PoolsTransactions, Session, read_application_name
 
 T = TypeVar("T")
 
@@ -61,8 +57,6 @@ SHORT_WAIT = 1 / 6
 ENDS_WITHIN = 0.25
 #: Seconds that a cancelled waiter may take to leave the server's queue.
 LEAVES_WITHIN = 2.0
-#: How many sessions a try may find ended.
-ATTEMPTS = 3
 
 
 class PostgresBackend(Backend):
@@ -121,55 +115,35 @@ class PostgresBackend(Backend):
     def _try(self, claim: Claim, key: int) -> Granted | Held:
         if answer := self._of_this_process(claim, key):
             return answer
-        with self._errors("acquiring", claim.name):
-            for left in reversed(range(ATTEMPTS)):
-                session = self._local.session(claim.ttl)
-                work = partial(self._try_on_session, session, claim, key)
-                try:
-                    return self._local.run(session, work)
-                except (NoAnswer, PoolsTransactions):
-                    raise
-                except Error:
-                    # It may have ended while it was idle. No lock of it is left.
-                    if not (session.closed and left):
-                        raise
-        raise AssertionError
+        work = partial(self._try_on_session, claim, key)
+        return self._ask("acquiring", work, claim.name, self._undo)
 
     def _of_this_process(self, claim: Claim, key: int) -> Granted | Held | None:
-        hold = self._local.hold_at(key)
+        hold = self._local.by_key.get(key)
         if hold is None:
             return None
         return hold.granted if hold.claim.owner == claim.owner else hold.held()
 
-    def _try_on_session(self, session: Session, claim: Claim, key: int) -> Granted | Held:
-        # While this thread has the session, so that no try overlaps another.
+    def _try_on_session(self, claim: Claim, key: int) -> Granted | Held:
+        # By the thread alone, so that no try overlaps another.
         if answer := self._of_this_process(claim, key):
             return answer
-        if len(self._local.by_key) >= self._max_locks:
-            raise self._refusal(
-                claim,
-                f"would be one more than the {self._max_locks} that one process may hold through "
-                f"{self.config.where()}. Hold fewer at once, or raise OPTIONS['MAX_LOCKS'] and "
-                "the server's max_locks_per_transaction with it.",
-            )
+        self._refuse_beyond_cap(claim)
         statement = sql.TRY if claim.fenced else sql.TRY_UNFENCED
-        return self._claim(session, claim, key, partial(session.one, statement))
+        return self._send(self._local.session(claim.ttl), claim, key, statement)
 
-    def _claim(
-        self,
-        session: Session,
-        claim: Claim,
-        key: int,
-        send: Callable[[dict[str, Any]], Sequence[Any]],
-        wait: float = 0.0,
+    def _send(
+        self, session: Session, claim: Claim, key: int, statement: str, wait: float = 0.0
     ) -> Granted | Held:
-        """Send a claim. Until its outcome is known, the session is in doubt about the key."""
-        session.doubts[key] = claim
+        """Send a claim. Unless it is granted, the session doesn't have the key afterwards."""
         since = clock()
         try:
-            free, token, pid, _, *row = send(self._values(session, claim, key, wait))
+            given = self._values(session, claim, key, wait)
+            free, token, pid, _, *row = session.one(statement, given, wait=wait)
         except Error as exc:
             # An error undoes the records, but not the lock.
+            if not session.closed:
+                session.unlock(key)
             if sqlstate(exc) in LOCKED:
                 # The time is up; or the key was free, but a transaction has a row locked.
                 return Held()
@@ -188,13 +162,13 @@ class PostgresBackend(Backend):
                 "direct connection, or a pooler in session mode"
             )
         if not free:
-            del session.doubts[key]
             return _read_holder(row) if row and row[0] else Held()
         if token is None and claim.fenced:
+            session.unlock(key)
             rows = session.all(sql.ROW, {"name": claim.name})
             alias, label = rows[0][10:12] if rows else ("", "")
             return _read_holder(rows[0])._replace(alias=alias, label=label) if rows else Held()
-        hold = Hold(claim, key, session, self.lost or (lambda owners: None), claim.ttl)
+        hold = Hold(claim, key, session, self._report_lost, claim.ttl)
         hold.granted = Granted(token, since, hold)
         self._local.add(hold)
         return hold.granted
@@ -202,7 +176,7 @@ class PostgresBackend(Backend):
     def _values(self, session: Session, claim: Claim, key: int, wait: float) -> dict[str, Any]:
         given: dict[str, Any] = {
             "session_key": key,
-            "idle": idle_limit(max(session.ttl, claim.ttl) if session.holds else claim.ttl),
+            "idle": _idle(max(session.ttl, claim.ttl)),
             # Zero would mean no limit.
             "wait": f"{max(1, round(wait * 1000))}ms",
         }
@@ -213,11 +187,29 @@ class PostgresBackend(Backend):
         entry.session_pid, entry.session_started = session.pid, session.started
         return {**entry.values(), **given, "ttl": claim.ttl}
 
+    def _undo(self, answer: Granted | Held | None) -> None:
+        """Release a grant whose caller has left."""
+        if isinstance(answer, Granted):
+            self._local.submit(partial(self._release, answer.handle))
+
+    def _report_lost(self, owners: Sequence[str]) -> None:
+        if self.lost is not None:
+            self.lost(owners)
+
     def _key(self, name: str) -> int:
         """Return the lock's key: 64 bits, so two names in use never share one in practice."""
         text = f"{self.config.key_prefix}\0{name}".encode()
         digest = hashlib.blake2b(text, digest_size=8, person=b"fencedlock").digest()
         return int.from_bytes(digest, "big", signed=True)
+
+    def _refuse_beyond_cap(self, claim: Claim) -> None:
+        if len(self._local.by_owner) >= self._max_locks:
+            raise self._refusal(
+                claim,
+                f"would be one more than the {self._max_locks} that one process may hold through "
+                f"{self.config.where()}. Hold fewer at once, or raise OPTIONS['MAX_LOCKS'] and "
+                "the server's max_locks_per_transaction with it.",
+            )
 
     def _refusal(self, claim: Claim, reason: str) -> BackendUnavailable:
         message = f"Lock {claim.name!r} {reason}"
@@ -228,153 +220,205 @@ class PostgresBackend(Backend):
     def _wait_in_server(self, claim: Claim, key: int, wait: Wait) -> Granted | Held | None:
         """Wait in the server's queue; None if this process may use no further session."""
         seconds = min(wait.left, SLICE)
-        local = self._local
-        with self._errors("wait", claim.name):
-            session = local.take_waiter(wait, self._max_waiters)
-            if session is None:
-                return None
-            answered = False
-            try:
-                wait.on_cancel(partial(local.interrupt, session, wait))
-                send = partial(self._wait_on_session, session, claim, wait, clock() + seconds)
-                answer = self._claim(session, claim, key, send, seconds)
-                if isinstance(answer, Granted):
-                    answer = self._renew_after_wait(claim, answer)
-                else:
-                    local.run(session, lambda: None)
-                    local.give_back(session)
-                answered = True
-                return answer
-            except _Cancelled:
-                return Held()
-            finally:
-                if not answered:
-                    # The key goes with the session. The core releases what was recorded.
-                    local.abandon(session)
+        used: list[Session] = []
+        job = Job(partial(self._wait_on_session, claim, key, seconds, used), self._undo)
+        answered = False
+        try:
+            wait.on_cancel(job.wake)
+            runtime.start(job.run)
+            answered = self._await(job, claim, wait, clock() + seconds + self._timeout)
+            if answered:
+                with self._errors("wait", claim.name):
+                    return job.result()
+            self._interrupt(job, used, LEAVES_WITHIN)
+            return Held()
+        except Exception:
+            if not answered:
+                self._interrupt(job, used, LEAVES_WITHIN)
+            raise
+        finally:
+            # Also in a killed greenlet.
+            if not answered:
+                self._interrupt(job, used)
+
+    def _await(self, job: Job[Any], claim: Claim, wait: Wait, limit: float) -> bool:
+        """Return whether the job was done before the wait was cancelled."""
+        while not job.wait(TICK):
+            if wait.cancelled:
+                return False
+            if not job.begun:
+                # CPython may raise an asynchronous exception of this thread in the new one.
+                runtime.start(job.run)
+            if clock() > limit:
+                error = NoAnswer(f"no answer within {self._timeout:g} s")
+                raise self.unavailable("wait", error, claim.name)
+            wait.refused(self._look(claim.name))
+        return True
+
+    def _interrupt(self, job: Job[Any], used: list[Session], stay: float = 0.0) -> None:
+        """Cancel a wait, and stay until the server's queue is left, but at most `stay` seconds."""
+
+        def interrupt() -> None:
+            end, sleep = clock() + self._timeout, runtime.original("time", "sleep")
+            # Repeated: the statement may not have reached the server yet.
+            while not job.done:
+                for session in self._local.interrupt(used):
+                    session.cancel() if clock() < end else session.cut()
+                sleep(0.02)
+
+        job.leave()
+        if job.begun and not job.done:
+            with contextlib.suppress(RuntimeError):
+                runtime.start(interrupt)
+        until = clock() + stay
+        while job.begun and not job.wait(until - clock()) and clock() < until:
+            pass
 
     def _wait_on_session(
-        self, session: Session, claim: Claim, wait: Wait, until: float, given: dict[str, Any]
-    ) -> Sequence[Any]:
-        session.send(sql.WAIT if claim.fenced else sql.WAIT_UNFENCED, given)
-        limit = until + self._timeout
-        while not wait.cancelled and not session.has_answer(min(TICK, max(0.0, limit - clock()))):
-            if clock() > limit:
-                raise NoAnswer(self._timeout)
-            wait.refused(self._look(claim.name))
-        limit = clock() + LEAVES_WITHIN
-        while wait.cancelled and not session.has_answer(0.02):
-            if clock() > limit:
-                raise _Cancelled
-            # Again: an earlier one may have reached the server before the statement did.
-            session.cancel()
-        return session.read()[0]
-
-    def _renew_after_wait(self, claim: Claim, granted: Granted) -> Granted:
-        """
-        Renew a lock that was waited for, so that its ttl doesn't count from before a long wait.
-
-        The process may have been paused since the server granted the lock, so the lease counts
-        from before a short wait, or from before a renewal.
-        """
-        since = clock()
-        hold: Hold = granted.handle
-        if since - granted.since >= claim.ttl * SHORT_WAIT:
-            renew = partial(self._renew, hold.session, [hold])
-            if self._local.run(hold.session, renew)[claim.owner] is not Renewal.KEPT:
-                raise OperationalError("a newer grant was recorded before the answer")
-            hold.granted = granted._replace(since=since)
-        hold.session.wait = None
-        return hold.granted
+        self, claim: Claim, key: int, seconds: float, used: list[Session]
+    ) -> Granted | Held | None:
+        """Wait for the lock on a session of its own, in a thread of its own."""
+        deadline = clock() + seconds
+        session = self._local.take_waiter(self._max_waiters)
+        if session is None:
+            return None
+        used.append(session)
+        try:
+            statement = sql.WAIT if claim.fenced else sql.WAIT_UNFENCED
+            wait = max(0.0, deadline - clock())
+            answer = self._send(session, claim, key, statement, wait)
+            since = clock()
+            if isinstance(answer, Granted) and since - answer.since >= claim.ttl * SHORT_WAIT:
+                # The process may have been paused since the server granted the lock, so the lease
+                # counts from before a short wait, or from before a renewal.
+                hold: Hold = answer.handle
+                if self._renew([hold])[claim.owner] is not Renewal.KEPT:
+                    raise OperationalError("a newer grant was recorded before the answer")
+                answer = hold.granted = answer._replace(since=since)
+        except BaseException:
+            # The key goes with the session. The core releases what was recorded, by its owner.
+            session.close()
+            raise
+        if isinstance(answer, Held):
+            # Before the answer: a late interrupt must not cancel the session's next wait.
+            self._local.give_back(session, used)
+        return answer
 
     # Renew, verify, release
 
-    def _hold_of(self, grant: Grant) -> Hold | None:
-        key = self._key(grant.name) if grant.handle is None else grant.handle.key
-        return self._local.hold_of(key, grant.owner)
-
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
-        holds: dict[Session, list[Hold]] = {}
-        for grant in grants:
-            if hold := self._hold_of(grant):
+        found = [(grant, self._local.hold_of(grant.owner)) for grant in grants]
+        holds = [hold for _, hold in found if hold is not None]
+        for grant, hold in found:
+            if hold is not None:
                 hold.ttl = grant.ttl
-                holds.setdefault(hold.session, []).append(hold)
         answers: dict[str, Renewal] = {}
-        until = clock() + self._timeout
-        for session, mine in holds.items():
-            unknown = {hold.claim.owner: Renewal.UNKNOWN for hold in mine}
+        if holds:
             try:
-                # A server that doesn't answer on one session seldom does on the next one.
-                late = clock() > until
-                work = partial(self._renew, session, mine)
-                answers |= unknown if late else self._local.run(session, work, first=True)
-            except Error:
-                answers |= {} if session.closed else unknown
+                answers = self._ask("renewal", partial(self._renew, holds), first=True)
+            except BackendUnavailable:
+                # Those whose session ended with it are lost by now.
+                held = filter(self._local.is_held, holds)
+                answers = {hold.claim.owner: Renewal.UNKNOWN for hold in held}
         return [answers.get(grant.owner, Renewal.LOST) for grant in grants]
 
-    def _renew(self, session: Session, holds: Sequence[Hold]) -> dict[str, Renewal]:
-        """Renew locks of one session, which also keeps it from being idle."""
-        session.ttl = max([hold.ttl for hold in session.holds.values()], default=0.0)
-        by_owner = {hold.claim.owner: hold for hold in holds}
-        given = {
-            "names": [hold.claim.name for hold in holds],
-            "owners": list(by_owner),
-            "ttls": [hold.ttl for hold in holds],
-            "keys": [hold.key for hold in holds],
-            "idle": idle_limit(session.ttl),
-        }
-        rows = session.all(sql.RENEW, given, prepare=False)
-        return {owner: self._renewal(by_owner[owner], *facts) for owner, *facts in rows}
+    def _renew(self, holds: Sequence[Hold]) -> dict[str, Renewal]:
+        """Renew locks by one statement for each session, which also keeps it from being idle."""
+        answers: dict[str, Renewal] = {}
+        for session in {hold.session for hold in holds}:
+            each = {hold.claim.owner: hold for hold in holds if hold.session is session}
+            given = {
+                "names": [hold.claim.name for hold in each.values()],
+                "owners": list(each),
+                "ttls": [hold.ttl for hold in each.values()],
+                "keys": [hold.key for hold in each.values()],
+                "idle": _idle(self._local.longest_ttl(session)),
+            }
+            try:
+                rows = session.all(sql.RENEW, given, prepare=False)
+            except Error:
+                usable = not session.closed and session.is_usable()
+                answers |= dict.fromkeys(each, Renewal.UNKNOWN if usable else Renewal.LOST)
+                continue
+            answers |= {owner: self._renewal(each[owner], *facts) for owner, *facts in rows}
+        return answers
 
     def _renewal(
         self, hold: Hold, held: bool, renewed: bool, recorded: bool, forced: bool
     ) -> Renewal:
         if held and not forced and (renewed or not hold.claim.fenced):
+            hold.renewed = True
             return Renewal.KEPT
         if held and recorded:
             # A transaction has the row locked.
             return Renewal.UNKNOWN
         with contextlib.suppress(Error):
-            self._local.release(hold)
+            self._release(hold)
         return Renewal.LOST
 
     def verify(self, grant: Grant) -> bool:
-        hold = self._hold_of(grant)
+        hold = self._local.hold_of(grant.owner)
         if hold is None:
             return False
-        statement = sql.VERIFY if grant.fenced else sql.VERIFY_UNFENCED
-        given = {"name": grant.name, "key": hold.key, "owner": grant.owner}
-        ask = partial(hold.session.one, statement, given)
-        with self._errors("verification", grant.name):
-            try:
-                return bool(self._local.run(hold.session, ask)[0])
-            except Error:
-                if hold.session.closed:
-                    return False
+        unfenced = sql.VERIFY_RENEWED if hold.renewed else sql.VERIFY_UNFENCED
+        statement = sql.VERIFY if hold.claim.fenced else unfenced
+        ask = partial(hold.session.one, statement, hold.values())
+        try:
+            return bool(self._ask("verification", ask, grant.name)[0])
+        except BackendUnavailable:
+            if self._local.is_held(hold):
                 raise
+            # The session had ended.
+            return False
 
     def release(self, grant: Grant) -> bool:
-        with self._errors("release", grant.name):
-            if hold := self._hold_of(grant):
-                released = self._local.run(hold.session, partial(self._local.release, hold))
-                # A forced release in the holder's own process finds its own note.
-                return released or grant.handle is None
-            # It may be in doubt: the caller of a request of its owner was interrupted.
-            self._local.settle()
+        if hold := self._local.hold_of(grant.owner):
+            released = self._ask("release", partial(self._release, hold), grant.name)
+            # A forced release in the holder's own process finds its own note.
+            return released or grant.handle is None
         # A lock of this process that is gone already has a handle.
         if grant.handle is not None or not grant.fenced:
             return False
         return self._on_pool("eviction", grant.name, partial(_clear_row, grant))
+
+    def _release(self, hold: Hold) -> bool:
+        if not self._local.remove(hold):
+            return False
+        session = hold.session
+        unfenced = sql.RELEASE_RENEWED if hold.renewed else sql.RELEASE_UNFENCED
+        statement = sql.RELEASE if hold.claim.fenced else unfenced
+        try:
+            given = {**hold.values(), "idle": _idle(session.ttl)}
+            unlocked, forced, _ = session.one(statement, given)
+            return bool(unlocked) and not forced
+        except Error as exc:
+            if session.closed:
+                # It isn't known when it ended: others may have had the lock since.
+                return False
+            session.unlock(hold.key)
+            if sqlstate(exc) in LOCKED:
+                # The key is free. The transaction that has the row locked is about to take it.
+                return True
+            raise
+        finally:
+            self._local.give_back(session)
 
     # Look
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
         keys = [self._key(name) for name in names]
         given = {"names": list(names), "keys": keys}
-        rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS, given))
+        try:
+            rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS, given))
+        except BackendUnavailable as exc:
+            if not is_table_missing(exc):
+                raise
+            # Unfenced locks need no tables.
+            rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS_UNRECORDED, given))
         holders = {}
         for name, pid, application, waiting, *row in rows:
             held = Held(identity=read_application_name(application))
-            if row[0]:
+            if row and row[0]:
                 held = _read_holder(row)
             holders[name] = held._replace(session_pid=pid, waiting=waiting)
         return holders
@@ -392,6 +436,20 @@ class PostgresBackend(Backend):
     def close(self) -> None:
         self._local.close()
 
+    def _ask(
+        self,
+        action: str,
+        work: Callable[[], T],
+        name: str | None = None,
+        undo: Callable[[T], object] | None = None,
+        *,
+        first: bool = False,
+    ) -> T:
+        try:
+            return self._local.ask(work, undo, first=first)
+        except (Error, NoAnswer) as exc:
+            raise self.unavailable(action, exc, name) from exc
+
     def _on_pool(
         self, action: str, name: str | None, work: Callable[[BaseDatabaseWrapper], T]
     ) -> T:
@@ -403,12 +461,13 @@ class PostgresBackend(Backend):
     def _errors(self, action: str, name: str | None) -> Iterator[None]:
         try:
             yield
-        except Error as exc:
+        except (Error, NoAnswer) as exc:
             raise self.unavailable(action, exc, name) from exc
 
 
-class _Cancelled(Exception):
-    """The wait was cancelled."""
+def _idle(seconds: float) -> str:
+    """Return a value of idle_session_timeout, which is a 32-bit number of milliseconds."""
+    return f"{min(round(seconds * 1000), 2**31 - 1)}ms"
 
 
 def _fetch(

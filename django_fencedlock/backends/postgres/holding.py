@@ -1,4 +1,4 @@
-"""What session locks of one database share in a process: the holds, and the sessions."""
+"""What session locks of one database share in a process: the holds, the sessions, one thread."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-from django.db import Error, OperationalError
-
 from ...core import runtime
-from ...core.runtime import clock, forks
-from ...storage.connections import MAX_IDLE, NoAnswer, under_test
+from ...core.runtime import forks
+from ...storage.connections import MAX_IDLE, under_test
 from ..interface import Claim, Granted, Held, Wait
+from . import jobs
+from .jobs import Job, NoAnswer
 from .sessions import Session, open_session
 
 T = TypeVar("T")
-
-_get_ident = runtime.original("_thread", "get_ident")
 
 #: Seconds between two calls of `Wait.refused()`.
 TICK = 1.5
@@ -40,7 +39,13 @@ class Hold:
     #: Called with the owner ids of holds whose session ended.
     lost: Callable[[Sequence[str]], object]
     ttl: float
+    #: The tables exist, and a registry row may exist by now; of an unfenced lock.
+    renewed: bool = False
     granted: Granted = field(init=False, repr=False)
+
+    def values(self) -> dict[str, Any]:
+        """Return the parameters of a statement about it."""
+        return {"name": self.claim.name, "key": self.key, "owner": self.claim.owner}
 
     @property
     def session_columns(self) -> dict[str, Any]:
@@ -82,143 +87,92 @@ class SessionLocks:
     """
     The session locks that this process holds in one database.
 
-    Locks are tried on a shared session for each ttl. A lock that was waited for stays on the
-    session that waited. The server lets a session have its own lock twice, so a table of keys
-    excludes the threads of this process.
+    One real thread uses the sessions that hold locks: the shared session of each ttl, on which
+    locks are tried, and each session that waited for a lock. The server lets a session have its
+    own lock twice, so a table of keys excludes the threads of this process.
     """
 
     def __init__(self, route: str, timeout: float) -> None:
         self._route = route
         self._timeout = timeout
+        self._worker = runtime.Worker("fencedlock-postgres")
         self._reset()
         forks.register(self)
 
     def _reset(self) -> None:
         # Held for microseconds, never while a server is asked.
         self._mutex = runtime.allocate_lock()
+        self._jobs: deque[Job[Any]] = deque()
+        self.by_owner: dict[str, Hold] = {}
         self.by_key: dict[int, Hold] = {}
-        #: By ttl: the server ends a session for all of its locks at once.
+        #: By ttl: the server ends a session that was silent for the ttl of its locks.
         self._shared: dict[float, Session] = {}
-        #: Sessions that wait, or hold a lock that was waited for: weak, so that a thread that is
-        #: interrupted keeps none. And those of them without a use.
-        self._waiters: weakref.WeakSet[Session] = weakref.WeakSet()
+        #: Sessions that wait, or hold a lock that was waited for; and those of them without a use.
+        self._waiters: set[Session] = set()
         self._opening = 0
         self._idle: list[Session] = []
-        self._queues: dict[Hashable, deque[weakref.ref[_Place]]] = {}
+        self._queues: dict[int, deque[weakref.ref[_Place]]] = {}
 
     def after_fork(self) -> None:
-        _of_parents.append((vars(self).copy(), list(self._waiters)))
+        _of_parents.append(vars(self).copy())
         self._reset()
 
-    # Holds
+    # Called by any thread
 
-    def hold_at(self, key: int) -> Hold | None:
-        """Return who holds a lock in this process, unless the session has ended."""
-        hold = self.by_key.get(key)
-        if hold is not None and hold.session.closed:
-            self.drop(hold.session)
-            return None
-        return hold
+    def ask(
+        self,
+        work: Callable[[], T],
+        undo: Callable[[T], object] | None = None,
+        *,
+        first: bool = False,
+    ) -> T:
+        """Run `work` in the thread, before all other work or after it; `Job` explains `undo`."""
+        try:
+            job = Job(partial(self._do, work), undo)
+            return jobs.ask(job, self._timeout, partial(self._send, first=first))
+        except NoAnswer:
+            for session in self._sessions():
+                session.cut_if_overdue()
+            raise NoAnswer(f"no answer within {self._timeout:g} s") from None
 
-    def hold_of(self, key: int, owner: str) -> Hold | None:
-        """Return the owner's hold of a lock."""
-        hold = self.hold_at(key)
-        return hold if hold is not None and hold.claim.owner == owner else None
+    def submit(self, work: Callable[[], object]) -> None:
+        """Run `work` in the thread next, without waiting for it."""
+        self._send(Job(partial(self._do, work)), first=True)
+
+    def _send(self, job: Job[Any], *, first: bool = False) -> None:
+        # Renewals come first: each grant may wait 0.25 s for a row that a transaction has locked.
+        self._jobs.appendleft(job) if first else self._jobs.append(job)
+        self._worker.put(self._run)
+
+    def hold_of(self, owner: str) -> Hold | None:
+        return self.by_owner.get(owner)
+
+    def is_held(self, hold: Hold) -> bool:
+        return self.by_owner.get(hold.claim.owner) is hold
 
     def add(self, hold: Hold) -> None:
         """Note a lock that was granted."""
-        session = hold.session
-        session.ttl = max(session.ttl, hold.ttl) if session.holds else hold.ttl
-        self.by_key[hold.key] = session.holds[hold.key] = hold
-        session.doubts.pop(hold.key, None)
+        session, owner = hold.session, hold.claim.owner
+        with self._mutex:
+            self.by_owner[owner] = self.by_key[hold.key] = session.holds[owner] = hold
+            session.ttl = max(session.ttl, hold.ttl)
 
-    def release(self, hold: Hold) -> bool:
-        """Release a lock on its session; return whether it was held until now."""
-        if self.by_key.get(hold.key) is not hold:
-            return False
-        session = hold.session
-        session.doubts[hold.key] = hold.claim
-        self.by_key.pop(hold.key, None)
-        session.holds.pop(hold.key, None)
-        try:
-            held = session.unlock(hold.key, hold.claim)
-            session.doubts.pop(hold.key, None)
-            return held
-        finally:
-            self.give_back(session)
-
-    def drop(self, session: Session) -> None:
-        """Note that a session has ended, and its locks are lost."""
-        for key, hold in list(session.holds.items()):
-            if self.by_key.get(key) == hold:
-                self.by_key.pop(key, None)
-                hold.lost([hold.claim.owner])
-        session.holds.clear()
-
-    # Requests to a session
-
-    def run(self, session: Session, work: Callable[[], T], *, first: bool = False) -> T:
-        """Run `work`, which uses a session, in turn with other threads, or `first`."""
-        if session.user == _get_ident() and session.lock.locked():
-            raise OperationalError(
-                "this thread is within another request to the session: a signal handler, or a "
-                "finalizer, has interrupted it"
-            )
-        if first or not (session.lock.locked() or session in self._queues):
-            return self._run(session, work)
-        # A lock alone goes to the thread that had it last, and the others wait for long.
-        with self.turn(session, Wait(TICK), lambda: None):
-            return self._run(session, work)
-
-    def _run(self, session: Session, work: Callable[[], T]) -> T:
-        try:
-            with session.lock:
-                return self._use(session, work)
-        finally:
-            # Before the answer: the caller finds that a lock is lost as soon as it has the answer.
-            if not session.holds and under_test():
-                # The test runner is going to drop the database.
-                session.close()
-            if session.closed:
-                self.drop(session)
-
-    def _use(self, session: Session, work: Callable[[], T]) -> T:
-        session.user = _get_ident()
-        try:
-            self._settle(session)
-            return work()
-        finally:
-            if session.doubts:
-                with contextlib.suppress(Error):
-                    self._settle(session)
-            session.user = 0
-
-    def _settle(self, session: Session) -> None:
-        """Read an answer that was left, and release what no caller got."""
-        try:
-            session.read_left()
-        except NoAnswer:
-            # Until then, a lease may be good whose renewal the server is late to answer.
-            ttl = session.ttl if session.holds else 0.0
-            if clock() > (session.asked or 0.0) + max(self._timeout, ttl):
-                session.close()
-            raise
-        for key, claim in list(session.doubts.items()):
-            granted = self.by_key.get(key)
-            if granted is None or granted.session is not session:
-                session.holds.pop(key, None)
-                session.unlock(key, claim)
-            session.doubts.pop(key, None)
-
-    def settle(self) -> None:
-        """Release what no caller got, on every session."""
-        for session in self._sessions():
-            # One that waits is used by its thread, without the lock.
-            if session.doubts and session.wait is None:
-                self.run(session, lambda: None)
+    def remove(self, hold: Hold) -> bool:
+        """Note that a lock is released or lost; return whether it was held until now."""
+        session, owner = hold.session, hold.claim.owner
+        with self._mutex:
+            if self.by_owner.get(owner) is not hold:
+                return False
+            del self.by_owner[owner], session.holds[owner]
+            # After the end of its session the key may be another hold's by now.
+            if self.by_key.get(hold.key) is hold:
+                del self.by_key[hold.key]
+            if not session.holds:
+                session.ttl = 0.0
+            return True
 
     @contextlib.contextmanager
-    def turn(self, key: Hashable, wait: Wait, refused: Callable[[], object]) -> Iterator[bool]:
+    def turn(self, key: int, wait: Wait, refused: Callable[[], object]) -> Iterator[bool]:
         """Queue behind earlier threads of this process; yield whether the turn came in time."""
         mine = _Place()
         place = weakref.ref(mine)
@@ -236,7 +190,7 @@ class SessionLocks:
             if (following := self._first(key)) is not None:
                 following.wake()
 
-    def _first(self, key: Hashable) -> _Place | None:
+    def _first(self, key: int) -> _Place | None:
         with self._mutex:
             queue = self._queues.get(key, ())
             while queue:
@@ -246,105 +200,114 @@ class SessionLocks:
             self._queues.pop(key, None)
         return None
 
-    # Sessions
-
-    def session(self, ttl: float) -> Session:
-        """Return the session on which locks of a ttl are tried."""
-        session = self._shared.get(ttl)
-        if session is None or session.closed:
-            self._close_idle(MAX_IDLE)
-            opened = open_session(self._route, self._timeout, ttl)
-            with self._mutex:
-                session = self._shared.get(ttl)
-                if session is None or session.closed:
-                    self._shared[ttl] = session = opened
-            if session is not opened:
-                # Another thread was faster.
-                opened.close()
-        return session
-
     def close(self) -> None:
         """Close the sessions that hold nothing."""
         while (idle := self._take_idle()) is not None:
             idle.close()
-        self._close_idle(0)
-
-    def _close_idle(self, most: int) -> None:
-        """Close sessions that hold nothing, except for `most` of them."""
-
-        def close_if_idle() -> None:
-            if not session.holds:
-                session.close()
-
-        every = list(self._shared.items())
-        for ttl, session in [each for each in every if not each[1].holds][most:]:
-            with contextlib.suppress(OperationalError):
-                self.run(session, close_if_idle)
-            if session.closed and self._shared.get(ttl) is session:
-                del self._shared[ttl]
+        if self._shared:
+            with contextlib.suppress(NoAnswer):
+                self.ask(self._close_unused)
 
     def close_all(self) -> None:
         """Close every session that runs no statement, at the interpreter's exit."""
         for session in self._sessions():
-            if session.asked is None:
+            if session.busy_until is None:
                 session.close()
 
     def _sessions(self) -> list[Session]:
         with self._mutex:
             return [*self._waiters, *self._shared.values()]
 
-    # Sessions that wait
+    # Called by the thread
 
-    def take_waiter(self, wait: Wait, most: int) -> Session | None:
-        """Return a session to wait on; None if this process uses `most` of them."""
-        session = self._take_idle()
-        while session is not None and not session.is_usable():
-            session = self._take_idle()
-        if session is None:
+    def _run(self) -> None:
+        while self._jobs:
+            self._jobs.popleft().run()
+            if under_test() and not self.by_owner:
+                # The test runner is going to drop the database.
+                self._close_unused()
+
+    def _do(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        finally:
+            # Before the answer: the caller finds that a lock is lost as soon as it has the answer.
+            self._drop_closed()
+
+    def session(self, ttl: float) -> Session:
+        """Return the shared session of a ttl; open it if there is none, or if it has ended."""
+        session = self._shared.get(ttl)
+        if session is not None and not session.is_usable():
+            self._drop_closed()
+        if ttl not in self._shared:
+            self._close_unused(MAX_IDLE)
+            session = open_session(self._route, self._timeout, waits=False)
             with self._mutex:
-                in_use = [each for each in self._waiters if not each.closed]
-                if len(in_use) + self._opening >= most:
-                    return None
-                self._opening += 1
-            try:
-                session = open_session(self._route, self._timeout)
+                self._shared[ttl] = session
+        return self._shared[ttl]
+
+    def longest_ttl(self, session: Session) -> float:
+        """Return the longest ttl of the locks that a session holds."""
+        with self._mutex:
+            session.ttl = max([hold.ttl for hold in session.holds.values()], default=0.0)
+        return session.ttl
+
+    def _drop_closed(self) -> None:
+        for session in self._sessions():
+            if session.closed:
                 with self._mutex:
-                    self._waiters.add(session)
-            finally:
-                with self._mutex:
-                    self._opening -= 1
-        session.wait = wait
+                    self._shared = {
+                        ttl: each for ttl, each in self._shared.items() if each is not session
+                    }
+                for hold in list(session.holds.values()):
+                    if self.remove(hold):
+                        hold.lost([hold.claim.owner])
+
+    def _close_unused(self, keep: int = 0) -> None:
+        """Close the shared sessions that hold nothing, but for `keep` of them."""
+        unused = [ttl for ttl, session in self._shared.items() if not session.holds]
+        for ttl in unused[: max(0, len(unused) - keep)]:
+            with self._mutex:
+                session = self._shared.pop(ttl)
+            session.close()
+
+    # Called by the threads that wait
+
+    def take_waiter(self, most: int) -> Session | None:
+        """Return a session to wait on; None if this process uses `most` of them."""
+        while (idle := self._take_idle()) is not None:
+            if idle.is_usable():
+                return idle
+        with self._mutex:
+            # A closed session that has holds is yet to be dropped.
+            self._waiters = {each for each in self._waiters if not each.closed or each.holds}
+            if len(self._waiters) + self._opening >= most:
+                return None
+            self._opening += 1
+        try:
+            session = open_session(self._route, self._timeout, waits=True)
+            with self._mutex:
+                self._waiters.add(session)
+        finally:
+            with self._mutex:
+                self._opening -= 1
         return session
 
-    def interrupt(self, session: Session, wait: Wait) -> None:
-        """Cancel a wait, if the session is still used for it; it isn't used for another one."""
+    def interrupt(self, used: Sequence[Session]) -> Sequence[Session]:
+        """Return the sessions that a wait still uses; no other wait will use them."""
         with self._mutex:
-            if session.wait is not wait:
-                return
-            session.interrupted = True
-        with contextlib.suppress(RuntimeError):
-            runtime.start(session.cancel)
+            for session in used:
+                session.interrupted = True
+            return [*used]
 
-    def abandon(self, session: Session) -> None:
-        """Leave the server's queue, from another thread; a lock that was granted goes as well."""
-
-        def leave() -> None:
-            session.cancel()
-            session.close()
-            self.drop(session)
-
-        session.interrupted = True
-        with contextlib.suppress(RuntimeError):
-            runtime.start(leave)
-
-    def give_back(self, session: Session) -> None:
-        """Put back a session that waited, and holds nothing."""
+    def give_back(self, session: Session, used: list[Session] | None = None) -> None:
+        """Put back a session that waited, and holds nothing; `used` is cleared."""
         with self._mutex:
-            session.wait = None
-            if session not in self._waiters:
+            if session in self._shared.values():
                 return
-            in_doubt = bool(session.doubts) or session.asked is not None
-            keep = not (session.closed or session.interrupted or in_doubt or under_test())
+            if used is not None:
+                used.clear()
+            keep = not (session.closed or session.interrupted or under_test())
             keep = keep and len(self._idle) < MAX_IDLE
             if keep:
                 self._idle.append(session)

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import re
 import select
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from functools import cache
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
 from django.db import Error, OperationalError
 from django.db.backends.base.base import BaseDatabaseWrapper
-from psycopg.pq import DiagnosticField, ExecStatus
 
+from ... import conf
 from ...core import runtime
 from ...core.runtime import clock
-from ...storage.connections import NoAnswer, private
+from ...exceptions import SettingsError
+from ...storage.connections import PREPARE_THRESHOLD, private
 from ...storage.dialect import LOCK_WAIT
 from ...storage.postgresql import sqlstate
 from ...storage.text import escape_control
-from ..interface import Claim, Wait
 from . import statements as sql
 
-#: SQLSTATEs that don't mean that the server failed: lock_not_available, deadlock_detected,
-#: query_canceled.
-LOCKED = ("55P03", "40P01", "57014")
+#: SQLSTATEs that don't mean that the server failed: lock_not_available, deadlock_detected.
+LOCKED = ("55P03", "40P01")
 OUT_OF_MEMORY = "53200"
 _OUTDATED = "0A000"  # feature_not_supported: "cached plan must not change result type"
 
@@ -38,179 +34,71 @@ DEAD_WAITER = 3
 #: How often two sessions are compared to find out whether a pooler shares them.
 ROUNDS = 20
 
-_PARAMETER = re.compile(r"%\((\w+)\)s")
-#: Readers of values, by the type's number. Any other is text.
-_READERS: dict[int, Callable[[bytes], Any]] = {
-    16: b"t".__eq__,  # boolean
-    20: int,  # bigint
-    23: int,  # integer
-    701: float,  # double precision
-}
-
-
-@cache
-def _numbered(statement: str) -> tuple[bytes, Sequence[str]]:
-    """Return a statement with numbered parameters, and their names in that order."""
-    names = list(dict.fromkeys(_PARAMETER.findall(statement)))
-    return _PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", statement).encode(), names
-
-
-def _text(value: Any) -> str:
-    """Return a parameter as the server reads it; the statement casts an array."""
-    if not isinstance(value, list):
-        return str(value)
-    items = [str(item).replace("\\", r"\\").replace('"', r"\"") for item in value]
-    return "{" + ",".join(f'"{item}"' for item in items) + "}"
-
 
 class Session:
     """
-    One session, which one thread uses at a time and which never reconnects.
+    One session. One thread uses it at a time, and it never reconnects.
 
-    It uses libpq directly, where an interrupt of the thread that waits for an answer does no harm:
-    the next thread reads the answer that was left. A statement of psycopg's cursor that is
-    interrupted leaves the session useless, and with it every lock on it.
+    It prepares the statements of every lock.
     """
 
     def __init__(self, wrapper: BaseDatabaseWrapper, timeout: float) -> None:
         self.wrapper = wrapper
         self.raw: psycopg.Connection[Any] = wrapper.connection
+        self._cursor = psycopg.Cursor(self.raw)
         self._timeout = timeout
-        #: Held by the thread that uses it, by `with` alone: otherwise an interrupt may leave it
-        #: locked. It blocks real threads: no greenlet is switched, or killed, while it is held.
-        self.lock = runtime.allocate_lock()
-        self.user = 0
-        #: The locks that it holds, by key; and those that it may hold although none was granted.
-        self.holds: dict[int, Any] = {}
-        self.doubts: dict[int, Claim] = {}
-        #: The longest ttl of its locks.
+        self.raw.prepare_threshold = PREPARE_THRESHOLD
+        #: When the present statement is overdue.
+        self.busy_until: float | None = None
+        #: The locks that it holds, by owner, and their longest ttl; 0 without a lock.
+        self.holds: dict[str, Any] = {}
         self.ttl = 0.0
-        #: What it is used to wait for; whether a late cancellation may still reach the server.
-        self.wait: Wait | None = None
+        #: A late cancellation may still reach the server.
         self.interrupted = False
-        #: When the statement was sent whose answer hasn't been read.
-        self.asked: float | None = None
-        self._prepared: dict[str, bytes] = {}
-        self._numbers = itertools.count()
-        self.pid, started = self.one(sql.IDENTITY, {}, prepare=False)
-        self.started = datetime.fromisoformat(started)
+        pid, started = self.one(sql.IDENTITY, {}, prepare=False)
+        self.pid: int = pid
+        self.started: datetime = started.replace(tzinfo=UTC)
 
     @property
     def closed(self) -> bool:
         return self.raw.closed
 
-    def one(self, statement: str, given: Mapping[str, Any], *, prepare: bool = True) -> Any:
-        """Execute a statement that returns one row."""
-        return self.all(statement, given, prepare=prepare)[0]
-
     def all(
-        self, statement: str, given: Mapping[str, Any], *, prepare: bool = True
+        self, statement: str, given: Mapping[str, Any], *, prepare: bool = True, wait: float = 0.0
     ) -> list[tuple[Any, ...]]:
+        """Execute one statement, which may wait for a lock for `wait` seconds."""
+        # Until then, a lease may be good whose renewal the server is late to answer.
+        self.busy_until = clock() + wait + max(self._timeout, self.ttl)
         try:
-            if prepare and statement not in self._prepared:
-                # A name of its own each time: an interrupted one may exist on the server.
-                name = b"fencedlock_%d" % next(self._numbers)
-                self._send(self.raw.pgconn.send_prepare, name, _numbered(statement)[0])
-                self.read()
-                self._prepared[statement] = name
-            self.send(statement, given)
-            return self.read()
+            with self.wrapper.wrap_database_errors:
+                asked = None if prepare else False
+                return self._cursor.execute(statement, given, prepare=asked).fetchall()
         except Error as exc:
-            if not prepare or sqlstate(exc) != _OUTDATED:
-                raise
-            # Its tables have changed since it was prepared. It did nothing.
-            self._prepared.clear()
-            return self.all(statement, given, prepare=False)
-
-    def send(self, statement: str, given: Mapping[str, Any]) -> None:
-        """Send a statement, whose answer `read()` returns."""
-        text, names = _numbered(statement)
-        values = [None if given[name] is None else _text(given[name]).encode() for name in names]
-        pgconn, name = self.raw.pgconn, self._prepared.get(statement)
-        if name is None:
-            self._send(pgconn.send_query_params, text, values)
-        else:
-            self._send(pgconn.send_query_prepared, name, values)
-
-    def _send(self, send: Callable[..., None], *args: Any) -> None:
-        self.asked = clock()
-        with self.wrapper.wrap_database_errors:
-            send(*args)
-
-    def read(self) -> list[tuple[Any, ...]]:
-        """Return the rows of the answer, once it has been read to its end."""
-        result = None
-        with self.wrapper.wrap_database_errors:
-            pgconn = self.raw.pgconn
-            while pgconn.flush():
-                self._wait(select.POLLOUT)
-            while True:
-                while pgconn.is_busy():
-                    self._wait(select.POLLIN)
-                    pgconn.consume_input()
-                if (following := pgconn.get_result()) is None:
-                    break
-                result = following
-            self.asked = None
-            if result is None:
-                return []
-            if result.status not in (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK):
-                state = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
-                error: type[Exception] = psycopg.OperationalError
-                with contextlib.suppress(KeyError):
-                    error = psycopg.errors.lookup(state)
-                raise error(result.error_message.decode(errors="replace").strip())
-        columns = range(result.nfields)
-        readers = [_READERS.get(result.ftype(column), bytes.decode) for column in columns]
-        return [
-            tuple(
-                None if (value := result.get_value(row, column)) is None else readers[column](value)
-                for column in columns
-            )
-            for row in range(result.ntuples)
-        ]
-
-    def _wait(self, event: int) -> None:
-        until = (self.asked or 0.0) + self._timeout
-        if not is_ready(self.raw.fileno(), event, until - clock(), runtime.original):
-            raise NoAnswer(self._timeout)
-
-    def has_answer(self, seconds: float) -> bool:
-        """Wait for an answer; other greenlets run meanwhile."""
-        if not is_ready(self.raw.fileno(), select.POLLIN, seconds):
-            return False
-        self.asked = clock()
-        return True
-
-    def read_left(self) -> None:
-        """Read the answer to a statement whose thread was interrupted, or has given it up."""
-        if self.asked is not None:
-            try:
-                self.read()
-            except Error:
-                if self.asked is not None:
-                    raise
-
-    def unlock(self, key: int, claim: Claim) -> bool:
-        """Unlock a key and delete the owner's row; return whether the lock was held until now."""
-        idle = idle_limit(self.ttl if self.holds else 0.0)
-        given = {"name": claim.name, "key": key, "owner": claim.owner, "idle": idle}
-        try:
-            statement = sql.RELEASE if claim.fenced else sql.RELEASE_UNFENCED
-            unlocked, forced, _ = self.one(statement, given)
-            return bool(unlocked) and not forced
-        except NoAnswer:
+            if sqlstate(exc) == _OUTDATED and prepare:
+                # Its tables have changed since it was prepared. It did nothing.
+                self._cursor.execute("DEALLOCATE ALL")
+                return self.all(statement, given, prepare=False, wait=wait)
             raise
-        except Error:
-            # It isn't known when a session ended: others may have had the lock since. Otherwise a
-            # transaction has the row locked, and is about to take it.
-            if not self.closed:
-                self.one(sql.UNLOCK, given)
-            return not self.closed
+        finally:
+            self.busy_until = None
+
+    def one(self, statement: str, given: Mapping[str, Any], **how: Any) -> Any:
+        """Execute a statement that returns one row."""
+        return self.all(statement, given, **how)[0]
+
+    def unlock(self, key: int) -> bool:
+        """Unlock a key that this session may have; close the session if that fails."""
+        try:
+            return bool(self.one(sql.UNLOCK, {"key": key})[0])
+        except BaseException:
+            self.close()
+            raise
 
     def is_usable(self) -> bool:
         """Return whether an idle session is still open."""
-        if is_ready(self.raw.fileno(), select.POLLIN, 0):
+        poll = runtime.original("select", "poll")()
+        poll.register(self.raw.fileno(), select.POLLIN)
+        if poll.poll(0):
             # It sent something: most likely the error that ended it. A notice is harmless.
             try:
                 self.one("SELECT 1", {}, prepare=False)
@@ -222,6 +110,16 @@ class Session:
         """Cancel the present statement, from another thread."""
         with contextlib.suppress(Exception):
             self.raw.cancel_safe(timeout=2)
+
+    def cut_if_overdue(self) -> None:
+        """End the wait for an answer that is overdue, from another thread."""
+        if self.busy_until is not None and clock() > self.busy_until:
+            self.cut()
+
+    def cut(self) -> None:
+        """End the wait for an answer, from another thread."""
+        with contextlib.suppress(Exception):
+            runtime.cut(self.raw.fileno())
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
@@ -249,27 +147,12 @@ class Session:
             other.close()
 
 
-def is_ready(
-    fileno: int, event: int, seconds: float, find: Callable[[str, str], Any] | None = None
-) -> bool:
-    """Wait for a socket; block the real thread if `find` is `runtime.original`."""
-    poll = (find("select", "poll") if find else select.poll)()
-    poll.register(fileno, event)
-    # The deadline may have passed while the process was paused.
-    return bool(poll.poll(max(0.0, seconds) * 1000))
-
-
-def idle_limit(seconds: float) -> str:
-    """Return a value of idle_session_timeout, which is a 32-bit number of milliseconds."""
-    return f"{min(round(seconds * 1000), 2**31 - 1)}ms"
-
-
 class PoolsTransactions(OperationalError):
     """The sessions behind this connection change from one transaction to the next."""
 
 
-def open_session(route: str, timeout: float, ttl: float | None = None) -> Session:
-    """Connect; to try locks of a ttl, or else to wait in the server's queues."""
+def open_session(route: str, timeout: float, *, waits: bool) -> Session:
+    """Connect; `waits` says whether the session will wait in the server's queues."""
     session = connect(route, timeout)
     try:
         # Before the settings are made: such a pooler would apply them to other clients.
@@ -278,7 +161,7 @@ def open_session(route: str, timeout: float, ttl: float | None = None) -> Sessio
                 f"database {route!r} is reached through a pooler that gives each transaction "
                 "another session, so a session lock holds nothing there"
             )
-        wanted = _settings(ttl)
+        wanted = _settings(waits)
         given = {"names": list(wanted), "values": list(wanted.values())}
         session.all(sql.CONFIGURE, given, prepare=False)
     except BaseException:
@@ -290,6 +173,11 @@ def open_session(route: str, timeout: float, ttl: float | None = None) -> Sessio
 def connect(route: str, timeout: float) -> Session:
     """Connect, and set nothing."""
     wrapper = private(route, timeout)
+    options = wrapper.settings_dict["OPTIONS"]
+    ttl = _smallest_ttl()
+    options.setdefault("keepalives_idle", _at_least_one(ttl / 3))
+    options.setdefault("keepalives_interval", _at_least_one(ttl / 6))
+    options.setdefault("keepalives_count", 3)
     try:
         with wrapper.wrap_database_errors:
             wrapper.connect()
@@ -300,14 +188,23 @@ def connect(route: str, timeout: float) -> Session:
         raise
 
 
-def _settings(ttl: float | None) -> dict[str, str]:
+def _smallest_ttl() -> float:
+    """Return the smallest ttl of the settings; a session may serve locks of several aliases."""
+    ttls = []
+    for alias in conf.aliases():
+        with contextlib.suppress(SettingsError):
+            ttls.append(conf.config(alias).ttl)
+    return min(ttls, default=float(conf.DEFAULTS["TTL"]))
+
+
+def _settings(waits: bool) -> dict[str, str]:
     """
     Return every setting that could end a session or a wait too soon, or a dead client's too late.
 
     Keepalives find a peer that is gone while idle, tcp_user_timeout a peer that takes no answer;
     either alone left a lock held for more than 50 s.
     """
-    within = DEAD_WAITER if ttl is None else ttl
+    ttl = DEAD_WAITER if waits else _smallest_ttl()
     return {
         "application_name": _application_name(),
         "lock_timeout": f"{LOCK_WAIT}ms",
@@ -318,13 +215,17 @@ def _settings(ttl: float | None) -> dict[str, str]:
         "idle_in_transaction_session_timeout": "0",
         "default_transaction_isolation": "read committed",
         "synchronous_commit": "on",
-        "tcp_keepalives_idle": str(max(1, round(within / 3))),
-        "tcp_keepalives_interval": str(max(1, round(within / 6))),
+        "tcp_keepalives_idle": str(_at_least_one(ttl / 3)),
+        "tcp_keepalives_interval": str(_at_least_one(ttl / 6)),
         "tcp_keepalives_count": "3",
-        "tcp_user_timeout": str(int(max(1.0, within * 0.9) * 1000)),
+        "tcp_user_timeout": str(int(max(1.0, ttl * 0.9) * 1000)),
         # Looks for the client within a statement as well; only a waiter stays in one.
-        "client_connection_check_interval": "2s" if ttl is None else "0",
+        "client_connection_check_interval": "2s" if waits else "0",
     }
+
+
+def _at_least_one(seconds: float) -> int:
+    return max(1, round(seconds))
 
 
 #: Shows in ``pg_stat_activity`` who holds a lock that isn't recorded in a table.

@@ -12,8 +12,8 @@ LOCKS = """locks AS MATERIALIZED (
     FROM pg_locks l WHERE l.locktype = 'advisory' AND l.objsubid = 1
     AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database()))"""
 
-# The server ends a session that is idle for as long as the longest ttl of its locks: that frees
-# the locks of a process that is paused or unreachable. 0 turns the limit off.
+# The server ends a session that is idle for the ttl of its locks: that frees the locks of a
+# process that is paused or unreachable. 0 turns the limit off.
 _IDLE = "set_config('idle_session_timeout', %(idle)s, false)"
 
 # The registry row is written first: its condition is checked against the newest version of the
@@ -79,8 +79,9 @@ WITH {LAZY_LIMITS},
 d AS (DELETE FROM {HELD} h USING s WHERE h.name = %(name)s AND h.owner = %(owner)s)
 {UNLOCK}, {IS_FORCED.format(owner="%(owner)s")}, {_IDLE}
 """
-#: Of an unfenced lock, whose forced release is noticed when it is renewed or verified.
+#: Of an unfenced lock: before its first renewal it needs no tables.
 RELEASE_UNFENCED = f"{UNLOCK}, false, {_IDLE}"
+RELEASE_RENEWED = f"{UNLOCK}, {IS_FORCED.format(owner='%(owner)s')}, {_IDLE}"
 
 # Clear the row of an owner whose session is gone.
 # Returns: whether the row was deleted; the session that still holds the key, or NULL; the owner's
@@ -133,29 +134,33 @@ LEFT JOIN {HELD} x ON x.name = w.name AND x.owner = w.owner
 
 _HAS_KEY = """EXISTS (
     SELECT 1 FROM locks k WHERE k.key = %(key)s AND k.pid = pg_backend_pid() AND k.granted)"""
-#: Whether this session has the key, and the lock wasn't released by force.
-VERIFY_UNFENCED = f"""WITH {LOCKS} SELECT {_HAS_KEY}
-AND NOT {IS_FORCED.format(owner="%(owner)s")}"""
+#: Whether this session has the key.
+VERIFY_UNFENCED = f"WITH {LOCKS} SELECT {_HAS_KEY}"
+VERIFY_RENEWED = f"{VERIFY_UNFENCED} AND NOT {IS_FORCED.format(owner='%(owner)s')}"
 #: And whether the owner has its row.
-VERIFY = f"""{VERIFY_UNFENCED} AND EXISTS (
+VERIFY = f"""{VERIFY_RENEWED} AND EXISTS (
     SELECT 1 FROM {HELD} x WHERE x.name = %(name)s AND x.owner = %(owner)s)"""
 
 # Who holds each of many keys: the session, what it calls itself, how many sessions wait for the
 # key, and the registry row of that very session.
-HOLDERS = f"""
+_HOLDERS = f"""
 WITH {LOCKS}, q AS (SELECT key, count(*) AS waiting FROM locks WHERE NOT granted GROUP BY key)
-SELECT w.name, k.pid, a.application_name, coalesce(q.waiting, 0), {HOLDER}
+SELECT w.name, k.pid, a.application_name, coalesce(q.waiting, 0){{columns}}
 FROM unnest(%(names)s::text[], %(keys)s::bigint[]) AS w(name, key)
 JOIN locks k ON k.key = w.key AND k.granted LEFT JOIN pg_stat_activity a ON a.pid = k.pid
-LEFT JOIN q ON q.key = w.key
-LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid AND h.session_key = k.key
+LEFT JOIN q ON q.key = w.key{{rows}}
 """
+HOLDERS = _HOLDERS.format(
+    columns=f", {HOLDER}",
+    rows=f" LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid "
+    "AND h.session_key = k.key",
+)
+HOLDERS_UNRECORDED = _HOLDERS.format(columns="", rows="")
 
 # With the time zone written out: with USE_TZ = False an hour of autumn would be ambiguous.
 IDENTITY = """
-SELECT a.pid,
-to_char(a.backend_start AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"')
-FROM pg_stat_activity a WHERE a.pid = pg_backend_pid()
+SELECT a.pid, a.backend_start AT TIME ZONE 'UTC' FROM pg_stat_activity a
+WHERE a.pid = pg_backend_pid()
 """
 
 PID = "SELECT pg_backend_pid()"
