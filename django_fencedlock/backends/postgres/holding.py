@@ -264,7 +264,7 @@ class SessionLocks:
                         hold.lost([hold.claim.owner])
 
     def _close_unused(self, keep: int = 0) -> None:
-        """Close the shared sessions that hold nothing, but for `keep` of them."""
+        """Close the shared sessions that hold nothing. Keep `keep` of them."""
         unused = [ttl for ttl, session in self._shared.items() if not session.holds]
         for ttl in unused[: max(0, len(unused) - keep)]:
             with self._mutex:
