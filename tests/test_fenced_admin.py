@@ -8,7 +8,7 @@ from django.db import connections
 from django.test import Client, RequestFactory, override_settings
 from django.urls import path
 
-from django_fencedlock import lock
+from django_fencedlock import current_lease, lock
 from django_fencedlock.admin import FencedModelAdmin
 from django_fencedlock.exceptions import StaleFence
 from django_fencedlock.models import Fence
@@ -215,6 +215,20 @@ def test_a_delete_that_is_rejected_is_reported(
     monkeypatch.setattr(InvoiceAdmin, "delete_model", delete)
     answer = browser.post(url(invoice, "delete"), {"post": "yes"}, follow=True)
     assert "Nothing was saved: Another holder has acquired the lock" in answer.content.decode()
+
+
+def test_what_was_written_before_its_lease_was_lost_is_saved(
+    browser: Client, invoice: Invoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delete(page: Any, request: Any, row: Any) -> None:
+        row.delete()
+        current_lease().mark_lost("the lock service no longer knows it")
+
+    monkeypatch.setattr(InvoiceAdmin, "delete_model", delete)
+    answer = browser.post(url(invoice, "delete"), {"post": "yes"}, follow=True)
+    assert not Invoice.objects.exists()
+    assert "Nothing was saved" not in answer.content.decode()
+    assert "was deleted successfully" in answer.content.decode()
 
 
 def test_list_editable_is_reported_by_the_checks() -> None:

@@ -167,6 +167,7 @@ def _rejected(form: Any, why: str) -> Any:
 @contextlib.contextmanager
 def _locked(rows: Iterable[Any]) -> Iterator[None]:
     """Hold the rows' locks. Raise `_NotSaved` if one is held, and for other errors of locks."""
+    is_done = False
     try:
         with contextlib.ExitStack() as stack:
             # Sorted: two users who select the same rows must not each acquire a part of the locks.
@@ -176,7 +177,10 @@ def _locked(rows: Iterable[Any]) -> Iterator[None]:
                 except LockNotAcquired as exc:
                     raise _NotSaved(_held(row, exc)) from exc
             yield
+            is_done = True
     except FencedLockError as exc:
+        if is_done:
+            return  # A lease was lost after the writes, which its fence has let through.
         raise _NotSaved(_("Nothing was saved: %(why)s") % {"why": translated(exc)}) from exc
 
 
