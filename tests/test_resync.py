@@ -8,7 +8,7 @@ from django.db import connections, transaction
 
 from django_fencedlock import current_lease, lock
 from django_fencedlock.exceptions import StaleFence
-from django_fencedlock.models import Fence
+from django_fencedlock.models import Fence, Fencing
 from django_fencedlock.ops import resync
 from django_fencedlock.storage import fences
 from tests import models as m
@@ -193,6 +193,17 @@ def test_every_kind_of_key_and_name(model, values, monkeypatch):
     assert outcome.rows == len(rows)
     assert set(outcome.low) == {row.fencing.name() for row in rows}
     assert not Fence.objects.filter(token__lt=6).exists()
+
+
+def test_rows_without_a_lock_name_are_counted(monkeypatch):
+    monkeypatch.setattr(m.Called, "fencing", Fencing(lambda row: row.note or None))
+    written(m.Called, note="a")
+    written(m.Called, note="b")
+    with connections["default"].cursor() as cursor:
+        cursor.execute("UPDATE tests_called SET note = '' WHERE note = 'b'")
+    restored()
+    done = lift(m.Called)
+    assert (done.rows, done.nameless, done.low) == (2, 1, {"a": 5})
 
 
 def test_children_are_covered_by_their_parents():

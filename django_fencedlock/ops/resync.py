@@ -97,9 +97,10 @@ def _batches(model: type[FencedModel], database: str, done: Resynced) -> Iterato
         highest: dict[str, int] = {}
         for row in batch:
             done.rows += 1
-            try:
+            name = None
+            with contextlib.suppress(TypeError, ValueError):
                 name = row.fencing.name()
-            except (TypeError, ValueError):
+            if name is None:
                 done.nameless += 1
             else:
                 highest[name] = max(row.fence, highest.get(name, 0))
