@@ -108,7 +108,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
                 if found < len({obj.pk for obj in batch}):
                     why = "a row is gone, or isn't among those of the queryset"
                     if leased:
-                        raise rejected(leased, why=why)
+                        raise rejected(leased, missed=why)
                     raise version_conflict(self.model, None, None, why)
                 count += found
         tokens = {write.name: write.token for write in leased}

@@ -160,13 +160,15 @@ _WRITTEN_SINCE = (
 )
 
 
-def rejected(writes: Sequence[Write], pk: Any = None, why: str = _WRITTEN_SINCE) -> StaleFence:
-    """Return the error for a statement that the constraint failed, or that missed a row."""
+def rejected(writes: Sequence[Write], pk: Any = None, missed: str = "") -> StaleFence:
+    """Return the error for a statement that the constraint failed, or that `missed` a row."""
+    why = missed or _WRITTEN_SINCE
     if len(writes) > 1:
         some = [repr(write.name) for write in writes[:3]] + ["..."] * (len(writes) > 3)
         why += f" (of the locks {', '.join(some)})"
     connection = connections[writes[0].using]
-    is_broken = connection.vendor == "postgresql" or connection.needs_rollback
+    # A statement that failed leaves the transaction unusable.
+    is_broken = connection.needs_rollback or (not missed and connection.vendor == "postgresql")
     if connection.in_atomic_block and is_broken:
         return writes[0].error(f"a newer grant exists, or {why}", pk=pk)
     found = (superseded for write in writes if (superseded := write.superseded(pk)))
