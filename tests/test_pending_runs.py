@@ -426,6 +426,15 @@ def test_a_stored_message_outlasts_a_crash_and_a_pause_delays_none(using, runs, 
     assert set(found) == {("on", "2s")}
 
 
+@pytest.mark.django_db(databases=["postgres"])
+@pytest.mark.parametrize("using", ["postgres"], indirect=True)
+def test_the_transaction_of_a_test_may_pause_afterwards(using, runs):
+    runs.begin(PLACE, owner(), stored(), GRACE)
+    with connections[using].cursor() as cursor:
+        cursor.execute("SHOW idle_in_transaction_session_timeout")
+        assert cursor.fetchone() == ("0",)
+
+
 WATCH_COMMITS = """
 CREATE TABLE commits (durable text, idle text);
 CREATE FUNCTION watch_commit() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN

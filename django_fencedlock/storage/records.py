@@ -20,7 +20,7 @@ from django.db.models.sql import InsertQuery
 
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
-from .connections import pool, test_connection
+from .connections import is_of_test, pool, test_connection
 from .dialect import BATCH, machine_time, utc_text
 from .postgresql import DURABLE
 from .text import describe_error
@@ -56,8 +56,9 @@ class MessageTime(ServerTime):
 
     def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
         sql, params = super().as_sql(compiler, connection)
-        # The transaction outlasts a crash, at the cost of no further statement.
-        if connection.vendor == "postgresql":
+        # The transaction outlasts a crash, at the cost of no further statement. The transaction of a
+        # test would keep the settings, and may pause.
+        if connection.vendor == "postgresql" and not is_of_test(connection):
             sql = f"CASE WHEN ({DURABLE} || {_NOT_PAUSED}) IS NOT NULL THEN {sql} END"
         return sql, params
 
