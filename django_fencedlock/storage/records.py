@@ -56,8 +56,8 @@ class MessageTime(ServerTime):
 
     def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
         sql, params = super().as_sql(compiler, connection)
-        # The transaction outlasts a crash, at the cost of no further statement. The transaction of a
-        # test would keep the settings, and may pause.
+        # The transaction outlasts a crash, at the cost of no further statement. A test's would keep
+        # the limit, and may pause.
         if connection.vendor == "postgresql" and not is_of_test(connection):
             sql = f"CASE WHEN ({DURABLE} || {_NOT_PAUSED}) IS NOT NULL THEN {sql} END"
         return sql, params
