@@ -143,3 +143,31 @@ def test_greenlets_take_turns_as_the_page_says(run_green):
     page = Path(__file__).resolve().parent.parent / "docs/gevent.md"
     code = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
     run_green(f"{textwrap.dedent(code)}\nassert fetch_twice('news') == [1, 2]", "default")
+
+
+def test_a_real_thread_and_a_greenlet_wait_for_each_others_connection(run_green):
+    run_green(
+        """
+        from functools import partial
+        from django_fencedlock.core import runtime
+        from django_fencedlock.storage import connections as sessions
+
+        sessions.MAX_CONNECTIONS = 1
+        pool, done = sessions.ConnectionPool("default", timeout=5), []
+        hold = partial(pool.run, lambda connection: time.sleep(0.3))
+        wait = partial(pool.run, done.append)
+        for start_first, start_second in (
+            (runtime.start, gevent.spawn),
+            (gevent.spawn, runtime.start),
+        ):
+            began = time.monotonic()
+            done.clear()
+            start_first(hold)
+            gevent.sleep(0.1)
+            start_second(wait)
+            while not done and time.monotonic() < began + 4:
+                gevent.sleep(0.01)
+            assert done, f"{start_second} wasn't woken"
+        """,
+        "default",
+    )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import queue
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from django.db import Error, InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ..core.runtime import cut, forks, watchdog
+from ..core.runtime import Empty, SimpleQueue, clock, cut, forks, is_patched, watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 #: Connections that one pool may use at once, and that it keeps while idle.
 MAX_CONNECTIONS, MAX_IDLE = 10, 2
+#: Seconds between two looks of a greenlet for room in a pool.
+LOOK = 0.005
 #: Executions after which PostgreSQL prepares a statement.
 PREPARE_THRESHOLD = 5
 #: Seconds to wait for SQLite's file if the caller's own transaction may have it locked.
@@ -200,9 +202,9 @@ class ConnectionPool:
         self._idle: list[BaseDatabaseWrapper] = []
         # Each place is taken and returned by one call of C, so that an exception that a signal
         # handler raises in between doesn't lose it.
-        self._room: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room: SimpleQueue[Any] = SimpleQueue()
         #: One more, for renewals: claims that wait for locked rows may use all others.
-        self._spare: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._spare: SimpleQueue[Any] = SimpleQueue()
         for room in (*[self._room] * MAX_CONNECTIONS, self._spare):
             room.put(room)
         self._prepares = True
@@ -227,7 +229,7 @@ class ConnectionPool:
             if busy_timeout is None:
                 busy_timeout = SQLITE_BUSY_TIMEOUT if is_open(home) else self.timeout
             work = partial(_run_busy, work, busy_timeout)
-        place: list[queue.SimpleQueue[Any]] = []
+        place: list[SimpleQueue[Any]] = []
         try:
             if not (
                 _take(self._room, place)
@@ -322,14 +324,19 @@ def _run_busy(
     return work(connection)
 
 
-def _take(room: queue.SimpleQueue[Any], place: list[Any], timeout: float = 0.0) -> bool:
+def _take(room: SimpleQueue[Any], place: list[Any], timeout: float = 0.0) -> bool:
     """Move an item from `room` to `place`, if there is one in time."""
-    try:
-        # One call of C: an interrupted caller has the item in the list that it returns.
-        place.extend(map(room.get, (timeout > 0,), (timeout,)))
-    except queue.Empty:
-        return False
-    return True
+    until, green = clock() + timeout, timeout > 0 and is_patched("threading")
+    wait = 0.0 if green else timeout
+    while True:
+        with contextlib.suppress(Empty):
+            # One call of C: an interrupted caller has the item in the list that it returns.
+            place.extend(map(room.get, (wait > 0,), (wait,)))
+            return True
+        if not green or clock() >= until:
+            return False
+        # A real thread may return it, which wakes no greenlet.
+        time.sleep(LOOK)
 
 
 def _cut(connection: BaseDatabaseWrapper, late: list[bool]) -> None:
