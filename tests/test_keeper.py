@@ -1,5 +1,6 @@
 """The keeper's timing, with a clock of the test's own and no thread; and its threads."""
 
+import contextlib
 import ctypes
 import gc
 import math
@@ -646,6 +647,21 @@ def test_an_interrupt_as_the_thread_is_woken_leaves_none_unrenewed(asleep, servi
         asleep.keep_for(0.3)
     asleep.keep_for(0.6)
     wait_until(lambda: service.batches, "a renewal")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_registry_thread_that_did_not_start_is_started_by_the_next_release(
+    threaded, registry, monkeypatch, error
+):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(keeper_module, "CLEAR_AFTER", 0.0)
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr(runtime, "start", fail)
+        threaded.clear_row(a_lease("x", 60).grant)
+    threaded.clear_row(a_lease("y", 60).grant)
+    wait_until(lambda: not threaded._ended, "the rows' deletion", 5)
 
 
 def test_a_thread_that_an_exception_ended_is_replaced(asleep, service, monkeypatch):

@@ -111,9 +111,9 @@ class Keeper:
         if self._fences is None or not grant.fenced:
             return
         self._ended.append(grant)
-        if self._clear_at == math.inf:
+        if self._clear_at == math.inf or self._registry.thread() is None:
             self._clear_at = self._clock() + CLEAR_AFTER
-            # If no thread can be started, the rows are deleted later; the lock is released.
+            # If no thread can be started, the next release tries again; the lock is released.
             self._registry.wake()
 
     def doubt(self, grant: Grant) -> None:
