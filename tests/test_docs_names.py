@@ -47,6 +47,29 @@ def test_metrics_that_are_named_exist(metrics: set[str]) -> None:
     assert _named(r"\bfencedlock_[a-z]+_[a-z_]+\b", metrics) == {}
 
 
+def test_tests_that_are_named_exist() -> None:
+    page = (ROOT / "docs/dev/promises.md").read_text()
+    rows = re.findall(r"^\| .* \| (.*`) \|$", page, re.M)
+    named = {
+        (module, name)
+        for module, names in re.findall(r"([\w/]+): ([^;]*)", "; ".join(rows))
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert len(rows) > 70
+    assert named - _tests() == set()
+
+
+def _tests() -> set[tuple[str, str]]:
+    """Return the module and the name of each test; all modules of the contract are one."""
+    contract = ROOT / "django_fencedlock/test/contract"
+    modules = dict.fromkeys(contract.rglob("*.py"), "contract")
+    folder = ROOT / "tests"
+    for page in folder.rglob("test_*.py"):
+        modules[page] = str(page.relative_to(folder).with_suffix(""))
+    found = {page: re.findall(r"def test_(\w+)", page.read_text()) for page in modules}
+    return {(modules[page], name) for page, names in found.items() for name in names}
+
+
 def test_a_name_that_does_not_exist_is_found() -> None:
     assert _named(r"\bFENCEDLOCK_[A-Z]+\b", SETTINGS - {"FENCEDLOCK_HISTORY"})
 
