@@ -102,7 +102,7 @@ def test_no_trigger_is_lost_while_children_are_killed(make_worker, journal, key,
     except TimeoutError:
         pytest.fail(f"{len(unserved())} of {len(triggers)} names were left: {unserved()}")
     told = [SkippedRun.of(result.result) for results in triggers.values() for result in results]
-    assert sum(skip is not None and skip.reason == "coalesced" for skip in told) > 5
+    assert sum(skip is not None and skip.reason == "coalesced" for skip in told) > 2
     spans = {span.run: span for name in triggers for span in journal.spans(name)}
     assert [spans[run].outcome for run in killed] == [None] * AIMED
 
