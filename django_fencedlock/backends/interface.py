@@ -213,7 +213,7 @@ class Backend(ABC):
                 granted[claim] = answer
             return [granted[claim] for claim in claims]
         finally:
-            if len(granted) < len(claims):
+            if len(granted) < len(set(claims)):
                 for claim in granted:
                     self.release(Grant(claim.name, claim.owner, claim.ttl, fenced=claim.fenced))
 
