@@ -19,6 +19,7 @@ from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.backends.interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.core.runtime import clock
+from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.test.processes import wait_until
 from tests.failing import raising
 from tests.stub_backend import StubBackend, StubService
@@ -276,6 +277,20 @@ class BackendInterface:
         claims.append(claims[0])
         granted = backend.acquire_all(claims, Wait())
         assert all(map(backend.verify, map(grant, claims, granted)))
+
+    def test_a_failed_release_leaves_no_other_lock(self, backend, other, name, monkeypatch):
+        def release(given):
+            if given.name.endswith(":1"):
+                raise BackendUnavailable("away")
+            return really(given)
+
+        really = backend.release
+        monkeypatch.setattr(backend, "release", release)
+        take(other, claim(f"{name}:3"))
+        claims = [claim(f"{name}:{number}") for number in (1, 2, 3)]
+        with pytest.raises(BackendUnavailable, match="away"):
+            backend.acquire_all(claims, Wait())
+        assert f"{name}:2" not in other.holders([each.name for each in claims])
 
     def test_any_lock(self, backend, other, name):
         claims = [claim(f"{name}:{number}") for number in (1, 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 from abc import ABC, abstractmethod
@@ -204,18 +205,16 @@ class Backend(ABC):
     def acquire_all(self, claims: Sequence[Claim], wait: Wait) -> list[Granted] | Held:
         """Take all locks or none, in the order of their names; answers in the order of claims."""
         granted: dict[Claim, Granted] = {}
-        answer: Granted | Held = Held()
-        try:
+        with contextlib.ExitStack() as undo:
             for claim in sorted(claims, key=lambda claim: claim.name.encode()):
                 answer = self.acquire(claim, wait)
                 if isinstance(answer, Held):
                     return answer
                 granted[claim] = answer
-            return [granted[claim] for claim in claims]
-        finally:
-            if len(granted) < len(set(claims)):
-                for claim in granted:
-                    self.release(Grant(claim.name, claim.owner, claim.ttl, fenced=claim.fenced))
+                grant = Grant(claim.name, claim.owner, fenced=claim.fenced, shared=claim.shared)
+                undo.callback(self.release, grant)
+            undo.pop_all()
+        return [granted[claim] for claim in claims]
 
     def acquire_any(self, claims: Sequence[Claim], wait: Wait) -> tuple[Claim, Granted] | Held:
         """Take one of several locks: the first that is free."""

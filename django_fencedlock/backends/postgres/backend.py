@@ -445,10 +445,8 @@ class PostgresBackend(Backend):
         *,
         first: bool = False,
     ) -> T:
-        try:
+        with self._errors(action, name):
             return self._local.ask(work, undo, first=first)
-        except (Error, NoAnswer) as exc:
-            raise self.unavailable(action, exc, name) from exc
 
     def _on_pool(
         self, action: str, name: str | None, work: Callable[[BaseDatabaseWrapper], T]

@@ -30,6 +30,7 @@ _PARTS = (
     "forcing",
     "holding",
     "losing",
+    "naming",
     "outages",
     "transactions",
     "waiting",
@@ -41,8 +42,9 @@ from .base import Contract  # noqa: E402
 from .dying import DeathContract  # noqa: E402
 from .exclusion import ExclusionContract  # noqa: E402
 from .forcing import ForcedReleaseContract  # noqa: E402
-from .holding import HoldingContract, NameContract  # noqa: E402
+from .holding import HoldingContract  # noqa: E402
 from .losing import ExpiryContract, LossContract  # noqa: E402
+from .naming import NameContract  # noqa: E402
 from .outages import DataLossContract, OutageContract  # noqa: E402
 from .transactions import TransactionContract  # noqa: E402
 from .waiting import WaitingContract  # noqa: E402
