@@ -21,7 +21,7 @@ from .exceptions import SettingsError
 from .problems import Problem as Problem
 from .storage.text import without_secrets
 
-DEFAULT_ALIAS = "default"
+DEFAULT_ALIAS, MAX_ALIAS = "default", 100
 DEFAULTS: Mapping[str, Any] = {
     "BACKEND": "django_fencedlock.backends.database.DatabaseBackend",
     "LOCATION": "",
@@ -244,6 +244,9 @@ def unknown(key: str, known: Any) -> str:
 
 
 def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
+    if (length := len(str(alias))) > MAX_ALIAS:
+        what = f"The alias {alias!r} has {length} characters."
+        yield Problem("E002", what, f"Use at most {MAX_ALIAS}: the tables have no room for more.")
     for key in set(given).difference(DEFAULTS):
         what = f"{_where(alias)} has an unknown key {key!r}."
         yield Problem("E002", what, unknown(str(key), DEFAULTS))

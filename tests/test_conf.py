@@ -47,6 +47,7 @@ def test_durations_may_be_timedeltas_and_are_read_again_when_they_change(setting
         ({"TTL": 9, "LOCATION": "x"}, "E001", "dict of aliases.*CACHES.*default"),
         ({"locks": {}}, "E001", "no alias 'default'; it has 'locks'"),
         ({"default": {"TLL": 3}}, "E002", "unknown key 'TLL'.*Did you mean 'TTL'"),
+        ({"default": {}, "a" * 101: {}}, "E002", "'a+' has 101 characters.*at most 100"),
         ({"default": {"BACKEND": 3}}, "E002", "is 3.*str"),
         ({"default": {"FENCE_DATABASE": []}}, "E002", r"is \[\].*str"),
         ({"default": {"TTL": "30"}}, "E003", "'TTL'.*'30'.*number of seconds or a timedelta"),

@@ -13,6 +13,7 @@ from django.db.models import OuterRef, Subquery
 from django.utils.timezone import is_aware
 from django.utils.translation import gettext_lazy as _
 
+from ..conf import MAX_ALIAS
 from ..core.names import MAX_LENGTH
 from .dialect import utc_text
 from .rows import as_time
@@ -106,7 +107,7 @@ class HeldLock(_Named):
     """The registry of held locks. With the database backend, a row is the lease itself."""
 
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH, primary_key=True)
-    alias = models.CharField(_("alias"), max_length=100)
+    alias = models.CharField(_("alias"), max_length=MAX_ALIAS)
     backend = models.CharField(_("backend"), max_length=30)
     owner = models.CharField(_("owner"), max_length=32)
     fenced = models.BooleanField(_("fenced"))
@@ -156,7 +157,7 @@ class LockEvent(models.Model):
     happened_at = UTCDateTimeField(_("when"))
     name = ExactCharField(_("lock name"), max_length=MAX_LENGTH)
     kind = models.CharField(_("what"), max_length=10, choices=Kind)
-    alias = models.CharField(_("alias"), max_length=100)
+    alias = models.CharField(_("alias"), max_length=MAX_ALIAS)
     token = models.BigIntegerField(_("token"), null=True)
     holder = models.CharField(_("holder"), max_length=400)
     note = models.CharField(_("note"), max_length=400)
@@ -186,7 +187,7 @@ class PendingRun(_Named):
     name = ExactCharField(max_length=MAX_LENGTH)
     # Two tasks may share a lock; each has runs of its own.
     task_name = ExactCharField(max_length=MAX_LENGTH)
-    alias = models.CharField(max_length=100)
+    alias = models.CharField(max_length=MAX_ALIAS)
     owner = models.CharField(max_length=32)
     # Numbers of triggers: of the newest one, and of those that a run has begun and ended for.
     wanted = models.BigIntegerField()
