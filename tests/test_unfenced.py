@@ -139,6 +139,24 @@ def test_one_that_ends_while_it_is_written(writing, rows, monkeypatch):
     assert not rows.exists()
 
 
+def test_a_row_that_another_process_inserts_meanwhile(writing, rows, monkeypatch):
+    ended = lock("ended", fenced=False, ttl=60).acquire()
+    renew_all(writing)
+    ended.release()
+    other = rows.get()
+    other.name, other.owner = "report", "b" * 32
+
+    def insert_and_make(*args, **options):
+        other.save(using=rows.db, force_insert=True)
+        return make(*args, **options)
+
+    make = unfenced.Entry
+    with lock("report", fenced=False, ttl=60), monkeypatch.context() as patched:
+        patched.setattr(unfenced, "Entry", insert_and_make)
+        renew_all(writing)
+        assert [row.owner for row in rows.all()] == ["b" * 32]
+
+
 def test_many_at_once(writing, rows):
     leases = [lock(f"report {number}", fenced=False, ttl=60).acquire() for number in range(100)]
     renew_all()

@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from datetime import timedelta
-from typing import Any
 
-from django.apps import apps
-from django.db import IntegrityError, connections, transaction
+from django.db import IntegrityError, connections
 
 from .. import conf
 from ..backends.interface import Renewal
@@ -22,7 +20,7 @@ from ..core.runtime import forks
 from ..lease import Lease
 from .background_writer import writer
 from .dialect import Entry
-from .records import Records, ServerTime
+from .records import Records, ServerTime, rows_of
 from .vendors import ledger_for
 
 #: Seconds for which an expired row is kept, so that the admin can show it.
@@ -45,51 +43,44 @@ class ExpiredRows(Records):
 
 def write(database: str, items: list[tuple[Lease, str]]) -> None:
     """Write the rows of leases, each with its backend's label; delete those of ended leases."""
-    model: Any = apps.get_model("django_fencedlock", "HeldLock")
     connection = connections[database]
     ledger = ledger_for(connection)
-    # Another process may insert a row of the same name. The next renewal tries again.
-    with contextlib.suppress(IntegrityError), transaction.atomic(using=database):
-        now = ledger.now(connection)
-        rows = model._base_manager.using(database).filter(name__in={row.name for row, _ in items})
-        known = {
-            name: (owner, expires_at > now, place)
-            for name, owner, expires_at, *place in rows.values_list(
-                "name", "owner", "expires_at", "alias", "backend"
+    now = ledger.now(connection)
+    rows = rows_of("HeldLock", database).filter(name__in={lease.name for lease, _ in items})
+    known = {row.name: row for row in rows}
+    kept: defaultdict[float, list[str]] = defaultdict(list)
+    old, new = [], []
+    for lease, label in dict(items).items():
+        is_held = lease.is_open() and not lease.lost
+        if row := known.get(lease.name):
+            is_own = row.owner == lease.owner_id
+            if is_own and is_held:
+                kept[lease.ttl].append(row.owner)
+                continue
+            # Another alias keeps its row of a name.
+            is_of_alias = (row.alias, row.backend) == (lease.alias, label)
+            if not is_own and (row.expires_at > now or not is_of_alias):
+                continue
+            old.append(row.owner)
+        if is_held:
+            session = getattr(lease.grant.handle, "session_columns", {})
+            entry = Entry(lease.name, lease.alias, label, lease.holder, lease.ttl, False, **session)
+            new.append(
+                rows.model(
+                    **ledger.values(connection, entry),
+                    acquired_at=now - timedelta(seconds=lease.held_for()),
+                    renewed_at=now,
+                    expires_at=now + timedelta(seconds=lease.ttl),
+                )
             )
-        }
-        kept: defaultdict[float, list[str]] = defaultdict(list)
-        old, new = [], []
-        for lease, label in dict(items).items():
-            is_held = lease.is_open() and not lease.lost
-            if lease.name in known:
-                owner, is_live, place = known[lease.name]
-                if owner == lease.owner_id and is_held:
-                    kept[lease.ttl].append(owner)
-                    continue
-                # Another alias keeps its row of a name.
-                if owner != lease.owner_id and (is_live or place != [lease.alias, label]):
-                    continue
-                old.append(owner)
-            if is_held:
-                session = getattr(lease.grant.handle, "session_columns", {})
-                entry = Entry(
-                    lease.name, lease.alias, label, lease.holder, lease.ttl, False, **session
-                )
-                new.append(
-                    model(
-                        **ledger.values(connection, entry),
-                        acquired_at=now - timedelta(seconds=lease.held_for()),
-                        renewed_at=now,
-                        expires_at=now + timedelta(seconds=lease.ttl),
-                    )
-                )
-        for ttl, owners in kept.items():
-            expires_at = now + timedelta(seconds=ttl)
-            rows.filter(owner__in=owners).update(renewed_at=now, expires_at=expires_at)
-        rows.filter(owner__in=old).delete()
-        # Without ignore_conflicts: MariaDB and MySQL would store a rejected value, cut or empty.
-        model._base_manager.using(database).bulk_create(new)
+    for ttl, owners in kept.items():
+        expires_at = now + timedelta(seconds=ttl)
+        rows.filter(owner__in=owners).update(renewed_at=now, expires_at=expires_at)
+    rows.filter(owner__in=old).delete()
+    # Another process may have inserted a row of the same name: the next renewal tries again.
+    # Not ignore_conflicts, with which MariaDB and MySQL store a rejected value, cut or empty.
+    with contextlib.suppress(IntegrityError):
+        rows.bulk_create(new)
 
 
 class UnfencedRows:
