@@ -109,7 +109,7 @@ def test_a_token_that_is_not_newer_is_not_recorded(connection, entry, token):
     assert record(connection, first, 5)
     assert not record(connection, second, token)
     assert newest(connection) == (5, first.owner.id)
-    assert look(connection).owner == first.owner.id
+    assert look(connection).owner.id == first.owner.id
 
 
 def test_a_newer_token_is_recorded_with_its_owner(connection, entry):
@@ -124,7 +124,7 @@ def test_a_newer_token_is_recorded_with_its_owner(connection, entry):
         assert newest(connection) == (5, first.owner.id)
     assert record(connection, second, 7, (5, first.owner.id))
     assert newest(connection) == (7, second.owner.id)
-    assert look(connection).owner == second.owner.id
+    assert look(connection).owner.id == second.owner.id
     assert record(connection, first, 8)
     assert newest(connection) == (8, first.owner.id)
 
@@ -246,7 +246,7 @@ def test_a_row_is_cleared_by_its_owner_alone(connection, entry):
     ledger = ledger_for(connection)
     assert ledger.clear(connection, [lease_of(entry())]) == 0
     assert ledger.clear(connection, [lease_of(entry()), lease_of(mine)]) == 1
-    assert look(connection).owner == present.owner.id
+    assert look(connection).owner.id == present.owner.id
     assert ledger.look(connection, mine.name) is None
     assert ledger.clear(connection, [lease_of(present)]) == 1
     assert look(connection) is None
@@ -280,7 +280,7 @@ def test_on_mariadb_no_token_is_drawn_for_a_row_of_another_owner(connection, ent
     monkeypatch.setattr(ledger, "_insert", insert_and_be_overtaken)
     assert claim(connection, entry()) == (False, None)
     assert newest(connection) is None
-    assert look(connection).owner == "another"
+    assert look(connection).owner.id == "another"
 
 
 class TestLockedRows:

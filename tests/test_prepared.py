@@ -82,7 +82,7 @@ class TestAKeptConnection:
             assert ledger.claim(connection, other) == (False, None)
             elsewhere = replace(other, alias="other", backend="redis")
             assert not ledger.record(connection, elsewhere, 10**6)
-            assert ledger.look(connection, "x").owner == wish.owner.id
+            assert ledger.look(connection, "x").owner.id == wish.owner.id
             assert ledger.clear(connection, [Grant("x", other.owner.id)]) == 0
             assert ledger.clear(connection, [held, Grant("y", other.owner.id)]) == 1
             assert ledger.claim(connection, entry(fenced=False)) == (True, None)

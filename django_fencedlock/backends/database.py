@@ -80,7 +80,7 @@ class DatabaseBackend(Backend):
         # caller's own transaction has the file, that is an error, even if the lock is held.
         if not is_open(home) if self._one_writer else wait.held is not None:
             row = ledger.look(connection, entry.name)
-            if row is not None and row.live and row.owner != entry.owner.id:
+            if row is not None and row.live and row.owner.id != entry.owner.id:
                 return row
         taken, token = ledger.claim(connection, entry)
         if taken:
@@ -90,8 +90,8 @@ class DatabaseBackend(Backend):
     def _held(self, row: Row) -> Held:
         foreign = (row.alias, row.backend) != (self.config.alias, self.label)
         return Held(
-            row.owner,
-            row.place.identity,
+            row.owner.id,
+            row.owner.identity,
             row.token,
             (row.expires_at - row.read_at).total_seconds(),
             held_for=(row.read_at - row.acquired_at).total_seconds(),
@@ -136,7 +136,7 @@ class DatabaseBackend(Backend):
 
     def verify(self, grant: Grant) -> bool:
         row = self._look([grant.name]).get(grant.name)
-        return row is not None and row.owner == grant.owner
+        return row is not None and row.owner.id == grant.owner
 
     def release(self, grant: Grant) -> bool:
         try:

@@ -170,7 +170,7 @@ def _look(name: str, backend: str) -> tuple[HeldBy | None, Newest | None]:
     fenced = holder.token is not None or (
         seen not in (None, (0, "")) and not asked.backend.records_grants
     )
-    if row and row.owner == holder.owner:
+    if row and row.owner.id == holder.owner:
         fenced = row.fenced
     return HeldBy(name, backend, asked.backend.label, holder, fenced, expired=now is None), seen
 

@@ -46,20 +46,13 @@ class Entry:
 
     def values(self) -> dict[str, Any]:
         """The values of `COLUMNS`, by column."""
-        owner = self.owner
-        lock = (self.name, self.alias, self.backend, owner.id, self.fenced)
-        process = (owner.host, owner.boot_id, owner.pid_namespace, owner.pid, owner.pid_started)
-        task = (owner.thread, owner.task_name, owner.task_id)
+        lock = (self.name, self.alias, self.backend, self.fenced)
         session = (self.session_pid, self.session_started, self.session_key)
-        return dict(zip(COLUMNS, (*lock, *process, *task, *session), strict=True))
+        return dict(zip(COLUMNS, (*lock, *self.owner, *session), strict=True))
 
 
-COLUMNS = (
-    *("name", "alias", "backend", "owner", "fenced"),
-    *("host", "boot_id", "pid_namespace", "pid", "pid_started"),
-    *("thread", "task_name", "task_id"),
-    *("session_pid", "session_started", "session_key"),
-)
+_LOCK = ("name", "alias", "backend", "fenced", "owner", *Owner._fields[1:])
+COLUMNS = (*_LOCK, "session_pid", "session_started", "session_key")
 TIMES = ("acquired_at", "renewed_at", "expires_at")
 CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
 VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
@@ -70,11 +63,6 @@ def entry_of(claim: Claimed, alias: str, label: str) -> Entry:
     """Return the row of the registry that a claim's grant has."""
     owner = Owner.read(claim.owner, claim.identity)
     return Entry(claim.name, alias, label, owner, claim.ttl, claim.fenced)
-
-
-#: The columns of a `Row`, in its order.
-_READ = ("name", *(column for column in Row._fields if column not in ("token", "read_at")))
-_READ_COLUMNS = ", ".join(f"h.{column}" for column in _READ)
 
 
 # Raises the fence by one, unless this owner did so before.
@@ -196,14 +184,15 @@ class Ledger:
             for start in range(0, len(names), BATCH):
                 inside, given = listed("n", names[start:][:BATCH])
                 cursor.execute(
-                    f"SELECT {_READ_COLUMNS}, f.token, {self.clock} FROM {HELD} h "
+                    f"SELECT {', '.join(f'h.{column}' for column in _LOCK)}, "
+                    f"f.token, h.acquired_at, h.expires_at, {self.clock} FROM {HELD} h "
                     f"LEFT JOIN {FENCE} f ON f.name = h.name AND f.owner = h.owner "
                     f"WHERE h.name IN ({inside})",
                     {**given, **self.times()},
                 )
-                for name, *values, acquired, expires, token, now in cursor.fetchall():
+                for name, *lock, token, acquired, expires, now in cursor.fetchall():
                     times = (as_time(each, connection) for each in (acquired, expires, now))
-                    rows[name] = Row._make((*values, token, *times))
+                    rows[name] = Row._make((*lock[:3], Owner(*lock[3:]), token, *times))
         return rows
 
     def now(self, connection: BaseDatabaseWrapper) -> datetime:

@@ -289,7 +289,7 @@ def overtaken(connection: BaseDatabaseWrapper, grant: WriteGrant) -> Overtaken |
     token, owner = newest
     why = f"the newest token is {token}"
     row = ledger.look(connection, grant.name)
-    if row is not None and row.owner == owner:
+    if row is not None and row.owner.id == owner:
         holder = row.holder()
         return Overtaken(f"{why}, granted to {holder}", holder)
     note = notes(connection.alias, [grant.owner]).get(grant.owner)

@@ -40,16 +40,8 @@ class Row(NamedTuple):
 
     alias: str
     backend: str
-    owner: str
     fenced: bool
-    host: str
-    boot_id: str
-    pid_namespace: str
-    pid: int
-    pid_started: int
-    thread: str
-    task_name: str
-    task_id: str
+    owner: Owner
     token: int | None
     acquired_at: datetime
     expires_at: datetime
@@ -60,16 +52,10 @@ class Row(NamedTuple):
     def live(self) -> bool:
         return self.expires_at > self.read_at
 
-    @property
-    def place(self) -> Owner:
-        """The owner, and where it runs."""
-        where = (self.host, self.boot_id, self.pid_namespace, self.pid, self.pid_started)
-        return Owner(self.owner, *where, self.thread, self.task_name, self.task_id)
-
     def holder(self) -> Holder:
         return Holder(
-            owner=self.owner,
-            description=str(self.place),
+            owner=self.owner.id,
+            description=str(self.owner),
             alias=self.alias,
             token=self.token,
             acquired_at=self.acquired_at,

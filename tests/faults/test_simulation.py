@@ -139,7 +139,7 @@ def test_the_tables_in_memory_answer_as_the_real_ones(acts):
                 cursor.execute("UPDATE django_fencedlock_heldlock SET expires_at = acquired_at")
             clock.now += 301
         found = ledger.look(connection, name)
-        assert (found.owner if found else "") == tables.holder(name)
+        assert (found.owner.id if found else "") == tables.holder(name)
         assert bool(found and found.live) is tables.is_live(name)
         assert ledger.newest(connection, name) == tables.fences.get(name)
 
