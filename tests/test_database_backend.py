@@ -184,16 +184,15 @@ class TestOnSQLite:
         with sqlite_written_to(), took() as seconds:
             assert lock("x", blocking_timeout=timeout).acquire() is None
         # Who doesn't wait for a holder does wait for the file, as for any answer.
-        assert 0 <= seconds() - (timeout or 0.5) < 1
+        assert 0 <= seconds() - (timeout or 0.5) < 5
         assert lock("x").holder() is None
 
     def test_the_last_try_of_a_wait_that_is_over_waits_for_the_file_but_briefly(self, on):
-        backend = on("default", TIMEOUT=5).backend
-        over = Wait(1.0)
-        over.since -= 60
+        backend = on("default", TIMEOUT=20).backend
+        over = Wait(60, held=Held())
         with sqlite_written_to(), took() as seconds:
             assert backend.acquire(new_claim("x", 30), over) == Held()
-        assert seconds() < 2
+        assert seconds() < 10
 
     def test_a_file_that_is_let_go_meanwhile_is_no_obstacle(self, on):
         on("default", TIMEOUT=0.3)

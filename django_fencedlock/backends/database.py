@@ -51,15 +51,15 @@ class DatabaseBackend(Backend):
         # On SQLite the keeper can't renew while the caller's own transaction has the file.
         home = _Home(connections[self.config.fence_database])
         # A try that doesn't wait for a holder does wait for SQLite's file: that is no holder.
-        patience = wait.left if wait.seconds else self._timeout
-        if patience < BRIEFLY or is_open(home.connection):
-            # Waiting longer for the caller's own transaction has no use.
+        patience = min(wait.seconds or self._timeout, self._timeout)
+        if wait.held is not None:
+            # The core repeats it.
             patience = BRIEFLY
         since = clock()
         entry = entry_of(claim, self.config.alias, self.label)
         try:
             work = partial(self._claim, home.connection, wait, entry)
-            found = self._run(work, min(self._timeout, patience))
+            found = self._run(work, patience)
         except Error as exc:
             self._raise_unless_held(claim, exc)
             return Held()

@@ -226,9 +226,10 @@ class ConnectionPool:
         if is_of_test(home):
             return work(home)
         if home.vendor == "sqlite":
-            if busy_timeout is None:
-                busy_timeout = SQLITE_BUSY_TIMEOUT if is_open(home) else self.timeout
-            work = partial(_run_busy, work, busy_timeout)
+            limit = self.timeout if busy_timeout is None else busy_timeout
+            if is_open(home):
+                limit = min(limit, SQLITE_BUSY_TIMEOUT)
+            work = partial(_run_busy, work, limit)
         place: list[SimpleQueue[Any]] = []
         try:
             if not (
