@@ -10,8 +10,6 @@ from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections, models, router
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.migrations.executor import MigrationExecutor
-from django.db.migrations.operations import DeleteModel, RenameModel, SeparateDatabaseAndState
 
 from .. import conf, operations
 from ..problems import Problem
@@ -23,9 +21,6 @@ from .queryset import BaseRowsManager, FencedQuerySet, GuardedModel
 from .versioned import VersionedModel
 
 Model = type[models.Model]
-
-#: The values of on_delete by which the database writes the rows itself, from Django 6.1 on.
-_DATABASE_RULES = ("DB_CASCADE", "DB_SET_NULL", "DB_SET_DEFAULT")
 
 
 def model_problems(chosen: Iterable[Model]) -> Iterator[Problem]:
@@ -108,22 +103,13 @@ def _router_problems(model: Model, spec: Fencing) -> Iterator[Problem]:
 
 
 def _column_problems(model: Model) -> Iterator[Problem]:
-    label, fields = model._meta.label, model._meta.fields
     for base, name in ((FencedModel, "fence"), (VersionedModel, "version")):
-        named = [field for field in fields if field.name == name]
-        stamps = [field for field in named if isinstance(field, StampField)]
-        if len(stamps) > 1:
-            owners = " and ".join(field.model._meta.label for field in stamps)
-            yield Problem(
-                "E024",
-                f"{label} has {len(stamps)} columns {name!r}, of {owners}.",
-                "Keep it in one of the tables: let the others inherit from models.Model.",
-            )
-        if issubclass(model, base) and not (named and isinstance(named[-1], StampField)):
-            found = f", but a {type(named[-1]).__name__} of that name." if named else "."
+        field = next((each for each in model._meta.fields if each.name == name), None)
+        if issubclass(model, base) and not isinstance(field, StampField):
+            found = f", but a {type(field).__name__} of that name." if field else "."
             yield Problem(
                 "E025",
-                f"{label} has no field {name!r} such as {base.__name__} writes{found}",
+                f"{model._meta.label} has no field {name!r} such as {base.__name__} writes{found}",
                 f"Leave the name to {base.__name__}.",
             )
 
@@ -165,16 +151,15 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
 
 
 def _database_rule_problems(model: Model) -> Iterator[Problem]:
-    rules = {getattr(models, name, None): name for name in _DATABASE_RULES}
     for field in model._meta.local_fields:
         remote: Any = field.remote_field
-        rule = rules.get(getattr(remote, "on_delete", None))
-        if remote is not None and rule is not None:
-            target = remote.model._meta.label
+        rule = getattr(getattr(remote, "on_delete", None), "__name__", "")
+        if rule.startswith("DB_"):
             yield Problem(
                 "W022",
-                f"{model._meta.label}.{field.name} has on_delete={rule}: when a row of {target} "
-                "is deleted, the database writes this table, under no lease and unseen by Django.",
+                f"{model._meta.label}.{field.name} has on_delete={rule}: when a row of "
+                f"{remote.model._meta.label} is deleted, the database writes this table, under no "
+                "lease and unseen by Django.",
                 f"Use on_delete=models.{rule.removeprefix('DB_')}.",
             )
 
@@ -196,7 +181,7 @@ def table_problems(databases: Iterable[str]) -> Iterator[Problem]:
         yield from _constraint_problems(connection, tables)
         yield from _collation_problems(connection)
         if connection.vendor == "postgresql":
-            yield from _trigger_problems(connection)
+            yield from _trigger_problems(connection, tables)
 
 
 def has_tables(database: str) -> bool:
@@ -217,18 +202,8 @@ def _stamps(model: Model) -> Iterator[StampField]:
 
 
 def _mode_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
-    if connection.vendor != "mysql":
-        return
-    mode = str(_row(connection, "SELECT @@sql_mode")[0])
-    if not {"STRICT_TRANS_TABLES", "STRICT_ALL_TABLES"} & set(mode.split(",")):
-        yield Problem(
-            "W023",
-            f"Database {connection.alias!r} isn't strict, its sql_mode being {mode!r}: it changes "
-            "values that don't fit, where a fenced write has to be rejected.",
-            "Add STRICT_TRANS_TABLES to the sql_mode, in OPTIONS or the server's configuration.",
-        )
-    mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
-    if mariadb and not _row(connection, "SELECT @@check_constraint_checks")[0]:
+    is_mariadb = getattr(connection, "mysql_is_mariadb", False)
+    if is_mariadb and not _row(connection, "SELECT @@check_constraint_checks")[0]:
         yield Problem(
             "W023",
             f"Database {connection.alias!r} has check_constraint_checks off: stale statements over "
@@ -300,9 +275,6 @@ def _columns_of(connection: BaseDatabaseWrapper, table: str) -> set[str]:
 
 # Triggers
 
-#: By app and lower-case name of a model, the `named_by` of its trigger.
-Declared = dict[tuple[str, str], tuple[str, ...]]
-
 _TRIGGER = """
 SELECT t.tgenabled IN ('O', 'A'), t.tgargs, p.prosrc
 FROM pg_trigger t JOIN pg_proc p ON p.oid = t.tgfoid
@@ -310,74 +282,43 @@ WHERE t.tgrelid = to_regclass(%s) AND t.tgname = %s
 """
 
 
-def _trigger_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
-    for model, declared in declared_triggers(connection).items():
-        table, named_by = model._meta.db_table, _naming_fields(model, declared)
-        wanted = operations.arguments_of(model, named_by)
-        if not router.allow_migrate_model(connection.alias, model):
+def _trigger_problems(
+    connection: BaseDatabaseWrapper, tables: Sequence[Model]
+) -> Iterator[Problem]:
+    for model in tables:
+        table = model._meta.db_table
+        found = _row(connection, _TRIGGER, [connection.ops.quote_name(table), operations.NAME])
+        if found is None:
             continue
+        enabled, arguments, body = found
+        given = tuple(bytes(arguments).decode().split("\0")[:-1])
+        named_by = _naming_fields(model, given[2:])
+        wanted = operations.arguments_of(model, named_by)
         if not {*filter(None, wanted)} <= _columns_of(connection, table):
             continue  # Migrations are due.
-        found = _row(connection, _TRIGGER, [connection.ops.quote_name(table), operations.NAME])
-        enabled, arguments, body = found or (False, b"", "")
         if not enabled:
-            state = "is disabled" if found else "isn't there"
-        elif (*bytes(arguments).decode().split("\0")[:-1], body) != (*wanted, operations.BODY):
+            state = "is disabled"
+        elif (given, body) != (wanted, operations.BODY):
             state = "is another than this release makes for its columns and its lock's name"
         else:
             continue
-        names = f", named_by={list(named_by)!r}" if named_by else ""
+        names = f", named_by={named_by!r}" if named_by else ""
         yield Problem(
             "W025",
-            f"A migration gives {model._meta.label} a FenceTrigger, and in database "
-            f"{connection.alias!r} it {state}.",
+            f"The FenceTrigger of {model._meta.label} in database {connection.alias!r} {state}.",
             f"Run it again, in a new migration: FenceTrigger({model.__name__!r}{names}).",
         )
 
 
-def _naming_fields(model: Model, declared: Sequence[str]) -> tuple[str, ...]:
+def _naming_fields(model: Model, given: Sequence[str]) -> list[str]:
     """Return the `named_by` that a trigger should have; none if the key names the locks."""
     if not has_fence(model):
-        return ()
+        return []
     fencing, own = model.fencing, model._meta.local_concrete_fields  # type: ignore[attr-defined]
-    if fencing.columns is None:
-        # Only the callable knows. What the migration said is kept, as far as it still holds.
-        known = {"pk", *(name for field in own for name in (field.name, field.attname))}
-        return tuple(name for name in declared if name in known)
+    if fencing.columns is None:  # Only the callable knows, so what the trigger has is kept.
+        return [field.name for field in own if field.column in given]
     naming = [field for field in own if field.attname in fencing.columns]
-    return () if set(naming) == set(fencing.pk) else tuple(field.name for field in naming)
-
-
-def declared_triggers(connection: BaseDatabaseWrapper) -> dict[Model, tuple[str, ...]]:
-    """Find the models that applied migrations give a trigger, and its `named_by`."""
-    executor, declared = MigrationExecutor(connection), Declared()
-    applied = executor.loader.applied_migrations
-    plan = executor.migration_plan(executor.loader.graph.leaf_nodes(), clean_start=True)
-    for migration, _ in plan:
-        if (migration.app_label, migration.name) in applied:
-            _follow(migration.app_label, migration.operations, declared)
-    return {
-        apps.all_models[app][name]: named_by
-        for (app, name), named_by in declared.items()
-        if name in apps.all_models[app]
-    }
-
-
-def _follow(app: str, steps: Iterable[Any], declared: Declared) -> None:
-    """Track the models with a trigger while they are renamed and deleted."""
-    for step in steps:
-        match step:
-            case operations.RemoveFenceTrigger():
-                declared.pop((app, step.model_name.lower()), None)
-            case operations.FenceTrigger():
-                declared[app, step.model_name.lower()] = step.named_by
-            case DeleteModel():
-                declared.pop((app, step.name_lower), None)
-            case RenameModel():
-                if (named_by := declared.pop((app, step.old_name_lower), None)) is not None:
-                    declared[app, step.new_name_lower] = named_by
-            case SeparateDatabaseAndState():
-                _follow(app, [*step.database_operations, *step.state_operations], declared)
+    return [] if set(naming) == set(fencing.pk) else [field.name for field in naming]
 
 
 def _row(connection: BaseDatabaseWrapper, sql: str, given: Sequence[Any] = ()) -> Any:
