@@ -78,6 +78,13 @@ def test_a_search_for_what_latin1_lacks(boss, settings, page):
             assert (found.status_code, "冰 1" in found.content.decode()) == (200, text == "冰")
 
 
+@pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
+def test_a_form_with_what_latin1_lacks(boss, settings):
+    settings.FENCEDLOCK = {"default": {}, "ledger": {"FENCE_DATABASE": "mariadb"}}
+    form = {"lock": "冰", "step": "release"}
+    assert boss.post(f"{LIST}release/?database=mariadb", form).status_code == 400
+
+
 def test_the_page_of_a_lock(boss, held):
     now = timezone.now()
     LockEvent.objects.using("postgres").create(

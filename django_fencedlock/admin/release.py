@@ -126,9 +126,10 @@ def _confirmation(request: HttpRequest, page: ReleasingAdmin, names: Sequence[st
 
 def _release(request: HttpRequest, page: ReleasingAdmin) -> HttpResponse:
     """Release the locks of a confirmed form, and report the result of each."""
-    if request.POST.get("step") != "release":
-        raise BadRequest("Unknown step in the form.")
     owners = set(request.POST.getlist("lock")[:MAX_LOCKS])
+    if request.POST.get("step") != "release" or not "".join(owners).isascii():
+        # MariaDB can't compare other characters with the owner's column if that is latin1.
+        raise BadRequest("The form isn't one of the confirmation page.")
     # A form can name any owner, also one whose lock the user may not view.
     rows = _viewable(request, page, owner__in=owners)
     if gone := len(owners) - len(rows):
