@@ -13,7 +13,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from ..models import Fence, HeldLock, LockEvent
-from ..ops.registry import State, duration, entries, history, states
+from ..ops.registry import State, duration, entries, history
 from .base import (
     EMPTY,
     DatabaseFilter,
@@ -25,21 +25,20 @@ from .base import (
 )
 from .release import ReleasingAdmin
 
+#: The name and the explanation of each state.
 STATES = {
-    State.HELD: _("held"),
-    State.EXPIRING: _("expiring"),
-    State.EXPIRED: _("expired"),
-    State.LOST: _("lost"),
-    State.FREE: _("free"),
-    State.UNKNOWN: _("unknown"),
-}
-EXPLANATIONS = {
-    State.HELD: _("The lock service confirms this holder."),
-    State.EXPIRING: _("Held, but the renewal is overdue."),
-    State.EXPIRED: _("The lease has expired and no other holder has acquired the lock."),
-    State.LOST: _("Another holder has acquired the lock."),
-    State.FREE: _("The lock is free: it was just released, or the service has lost it."),
-    State.UNKNOWN: _("The lock service is unavailable."),
+    State.HELD: (_("held"), _("The lock service confirms this holder.")),
+    State.EXPIRING: (_("expiring"), _("Held, but the renewal is overdue.")),
+    State.EXPIRED: (
+        _("expired"),
+        _("The lease has expired and no other holder has acquired the lock."),
+    ),
+    State.LOST: (_("lost"), _("Another holder has acquired the lock.")),
+    State.FREE: (
+        _("free"),
+        _("The lock is free: it was just released, or the service has lost it."),
+    ),
+    State.UNKNOWN: (_("unknown"), _("The lock service is unavailable.")),
 }
 #: Locks whose state is asked for the state filter, in one request to each service.
 STATE_FILTER_LIMIT = 1000
@@ -52,7 +51,7 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [(state.value, STATES[state]) for state in State]
+        return [(state.value, name) for state, (name, _why) in STATES.items()]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[HeldLock]) -> QuerySet[HeldLock]:
         return queryset
@@ -72,20 +71,18 @@ class HeldLockList(ChangeList):
         self.unanswered = {}
         queryset = super().get_queryset(request, exclude_parameters)
         wanted = request.GET.get(StateFilter.parameter_name)
-        return self._in_state(queryset, State(wanted)) if wanted in list(State) else queryset
-
-    def get_results(self, request: HttpRequest) -> None:
-        super().get_results(request)
-        self.result_list = with_entries(list(self.result_list), self.unanswered)
-
-    def _in_state(self, queryset: QuerySet[HeldLock], wanted: State) -> QuerySet[HeldLock]:
+        if wanted not in list(State):
+            return queryset
         # Expired and expiring ones first.
         rows = list(queryset.order_by("expires_at")[: STATE_FILTER_LIMIT + 1])
         if len(rows) > STATE_FILTER_LIMIT:
             self.looked_at = STATE_FILTER_LIMIT
-        rows = rows[:STATE_FILTER_LIMIT]
-        found = zip(rows, states(queryset.db, rows, self.unanswered), strict=True)
-        return queryset.filter(pk__in=[row.pk for row, state in found if state is wanted])
+        found = with_entries(rows[:STATE_FILTER_LIMIT], self.unanswered)
+        return queryset.filter(pk__in=[row.pk for row in found if row.entry.state == wanted])
+
+    def get_results(self, request: HttpRequest) -> None:
+        super().get_results(request)
+        self.result_list = with_entries(list(self.result_list), self.unanswered)
 
 
 def with_entries(rows: list[Any], unanswered: dict[str, str]) -> list[Any]:
@@ -153,16 +150,14 @@ class HeldLockAdmin(ReleasingAdmin):
 
     @admin.display(description=_("state"), ordering="expires_at")
     def state(self, row: Any) -> SafeString:
-        state = row.entry.state
-        return format_html(
-            '<span class="fencedlock-state fencedlock-{}" title="{}">{}</span>',
-            *(state.value, EXPLANATIONS[state], STATES[state]),
-        )
+        name, why = STATES[row.entry.state]
+        shown = '<span class="fencedlock-state fencedlock-{}" title="{}">{}</span>'
+        return format_html(shown, row.entry.state.value, why, name)
 
     @admin.display(description=_("state"))
     def state_explained(self, row: Any) -> SafeString:
-        why = row.unanswered.get(row.alias, "")
-        return format_html("{} {} {}", self.state(row), EXPLANATIONS[row.entry.state], why)
+        _name, why = STATES[row.entry.state]
+        return format_html("{} {} {}", self.state(row), why, row.unanswered.get(row.alias, ""))
 
     @admin.display(description=_("holder"), ordering="task_name")
     def holder(self, row: Any) -> SafeString:
@@ -202,11 +197,12 @@ class HeldLockAdmin(ReleasingAdmin):
 
     @column(_("lease left"), ordering="expires_at")
     def lease_left(self, row: Any) -> SafeString:
-        left = duration(max(0.0, row.entry.remaining))
+        left = max(0.0, row.entry.remaining)
+        ttl = (row.expires_at - row.renewed_at).total_seconds()
         return format_html(
-            '<meter class="fencedlock-left" min="0" low="0.33" optimum="1" max="1" value="{}" '
+            '<meter class="fencedlock-left" min="0" low="{}" optimum="{}" max="{}" value="{}" '
             'aria-label="{}"></meter> <span class="fencedlock-small">{}</span>',
-            *(f"{row.entry.part_left:.2f}", _("lease left"), left),
+            *(ttl / 3, ttl, ttl, left, _("lease left"), duration(left)),
         )
 
     @column(_("waiting"))

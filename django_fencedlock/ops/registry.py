@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db import Error, connections
 from django.db.models import F, Sum
@@ -23,9 +23,6 @@ from ..storage.fences import pinned_by
 from ..storage.tables import HeldLock, LockEvent
 from ..storage.text import describe_error
 from ..storage.vendors import ledger_for
-
-#: By alias and name; without the services that are unavailable.
-Holders = dict[str, dict[str, Held]]
 
 #: Locks in one request.
 BATCH = 10_000
@@ -48,16 +45,14 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class ListedLock:
-    """A lock of the registry: columns of its row, and its state."""
+    """A lock of the registry: columns of its row, and what its service says."""
 
     name: str
     alias: str
     backend: str
-    state: State
     token: int | None
     fenced: bool
     owner: str
-    holder: str
     host: str
     pid: int
     thread: str
@@ -66,11 +61,11 @@ class ListedLock:
     acquired_at: datetime
     renewed_at: datetime
     expires_at: datetime
+    state: State
+    holder: str
     #: Seconds, by the clock of the database.
     held_for: float
     remaining: float
-    #: `remaining` as a part of the ttl.
-    part_left: float
     #: The number of waiters, where its lock service has a queue.
     waiting: int
     #: The number of rejected writes under former grants in the history.
@@ -79,18 +74,16 @@ class ListedLock:
     taken_by: str
 
 
-@dataclass
-class Listing:
-    """The locks of the registry, and the unavailable lock services."""
+class Listing(NamedTuple):
+    """The locks of the registry, and the error of each unavailable alias."""
 
-    entries: list[ListedLock] = field(default_factory=list)
-    #: By alias.
-    unanswered: dict[str, str] = field(default_factory=dict)
+    entries: list[ListedLock]
+    unanswered: dict[str, str]
 
 
 def listing(aliases: Sequence[str] = ()) -> Listing:
     """Read the registries of all aliases, or of some."""
-    found = Listing()
+    found = Listing([], {})
     away: dict[str, str] = {}
     wanted = aliases or conf.aliases()
     for database in fence_databases(wanted):
@@ -98,7 +91,7 @@ def listing(aliases: Sequence[str] = ()) -> Listing:
         if aliases:
             rows = rows.filter(alias__in=aliases)
         with _reading(database, away):
-            found.entries += entries(database, list(rows), found.unanswered)
+            found.entries.extend(entries(database, list(rows), found.unanswered))
     for alias in wanted:
         if why := away.get(database := conf.config(alias).fence_database):
             why = f"its fence database {database!r} can't be asked: {why}"
@@ -125,28 +118,41 @@ def entries(
     database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]
 ) -> list[ListedLock]:
     """
-    Return the states of `rows`, in their order; each service is asked once.
+    Return `rows` with their states, in their order; each service is asked once.
 
     Aliases in `unanswered` aren't asked; those that are unavailable now are added to it.
     """
     connection = connections[database]
     now = ledger_for(connection).now(connection)
     holders = _holders(rows, unanswered)
-    rejected = _rejected(database)
-    return [_entry(row, now, holders, rejected.get(row.name, 0)) for row in rows]
+    events = LockEvent.objects.using(database).filter(kind=LockEvent.Kind.REJECTED)
+    # The history is bounded, so there are few.
+    rejected = dict(events.values_list("name").annotate(Sum("times")))
+    found = []
+    for row in rows:
+        columns = [each.name for each in fields(ListedLock) if each.name in vars(row)]
+        held = holders.get(row.alias, {}).get(row.name)
+        remaining = (row.expires_at - now).total_seconds()
+        state = _state(row, held, remaining) if row.alias in holders else State.UNKNOWN
+        found.append(
+            ListedLock(
+                **{column: getattr(row, column) for column in columns},
+                state=state,
+                holder=describe_place(row.host, row.pid, row.thread, row.task_name, row.task_id),
+                held_for=(now - row.acquired_at).total_seconds(),
+                remaining=remaining,
+                waiting=(held.waiting if held else None) or 0,
+                rejected=rejected.get(row.name, 0),
+                taken_by=str(holder_of(held, row.alias)) if held and state is State.LOST else "",
+            )
+        )
+    return found
 
 
-def states(database: str, rows: Sequence[HeldLock], unanswered: dict[str, str]) -> list[State]:
-    """Return the states of `rows` alone, as `entries()` does, for many rows."""
-    now = ledger_for(connections[database]).now(connections[database])
-    holders = _holders(rows, unanswered)
-    return [_state(row, now, holders) for row in rows]
-
-
-def _holders(rows: Sequence[HeldLock], unanswered: dict[str, str]) -> Holders:
-    found: Holders = {}
-    # Wait only once for a service that doesn't answer.
-    for alias in {row.alias for row in rows} - set(unanswered):
+def _holders(rows: Sequence[HeldLock], unanswered: dict[str, str]) -> dict[str, dict[str, Held]]:
+    """Return the holders by alias and name, without the services that are unavailable."""
+    found: dict[str, dict[str, Held]] = {}
+    for alias in {row.alias for row in rows}.difference(unanswered):
         names = [row.name for row in rows if row.alias == alias]
         try:
             ask = service(alias).backend.holders
@@ -157,49 +163,16 @@ def _holders(rows: Sequence[HeldLock], unanswered: dict[str, str]) -> Holders:
     return found
 
 
-def _rejected(database: str) -> dict[str, int]:
-    # The history is bounded, so there are few.
-    found = LockEvent.objects.using(database).filter(kind=LockEvent.Kind.REJECTED)
-    return dict(found.values_list("name").annotate(Sum("times")))
-
-
-def _entry(row: HeldLock, now: datetime, holders: Holders, rejected: int) -> ListedLock:
-    remaining, ttl = _left(row, now)
-    held = holders.get(row.alias, {}).get(row.name)
-    state = _state(row, now, holders)
-    columns = [each.name for each in fields(ListedLock) if hasattr(row, each.name)]
-    return ListedLock(
-        **{column: getattr(row, column) for column in columns},
-        state=state,
-        holder=describe_place(row.host, row.pid, row.thread, row.task_name, row.task_id),
-        held_for=(now - row.acquired_at).total_seconds(),
-        remaining=remaining,
-        part_left=max(0.0, min(1.0, remaining / ttl)) if ttl > 0 else 0.0,
-        waiting=(held.waiting if held else None) or 0,
-        rejected=rejected,
-        taken_by=str(holder_of(held, row.alias)) if held and state is State.LOST else "",
-    )
-
-
-def _left(row: HeldLock, now: datetime) -> tuple[float, float]:
-    """Return the seconds left, and the ttl."""
-    ttl = row.expires_at - row.renewed_at
-    return (row.expires_at - now).total_seconds(), ttl.total_seconds()
-
-
-def _state(row: HeldLock, now: datetime, holders: Holders) -> State:
-    if row.alias not in holders:
-        return State.UNKNOWN
-    remaining, ttl = _left(row, now)
-    holder = holders[row.alias].get(row.name)
-    if holder is None:
+def _state(row: HeldLock, held: Held | None, remaining: float) -> State:
+    if held is None:
         return State.FREE if remaining > 0 else State.EXPIRED
-    if holder.owner != row.owner:
+    if held.owner != row.owner:
         return State.LOST
-    if remaining <= 0:
-        # A session lock outlives its ttl. A lease can't: only its registry row wasn't renewed.
-        return State.HELD if service(row.alias).backend.supports_ttl else State.EXPIRED
-    return State.EXPIRING if remaining < ttl / 3 else State.HELD
+    if remaining > 0:
+        ttl = (row.expires_at - row.renewed_at).total_seconds()
+        return State.EXPIRING if remaining < ttl / 3 else State.HELD
+    # A session lock outlives its ttl. A lease can't: only its registry row wasn't renewed.
+    return State.HELD if service(row.alias).backend.supports_ttl else State.EXPIRED
 
 
 @dataclass
@@ -210,7 +183,7 @@ class KnownFence:
     token: int
     owner: str
     #: Whose open transaction keeps the next grant waiting.
-    pinned_by: str = ""
+    pinned_by: str
 
 
 @dataclass

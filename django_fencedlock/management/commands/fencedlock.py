@@ -125,22 +125,19 @@ class Command(BaseCommand):
     ) -> int:
         if self.as_json and not yes:
             raise ValueError("--format json can't ask for confirmation. Pass --yes to confirm.")
-        found, unanswered = find_holder(names.validate(name), alias or conf.aliases())
-        self._unavailable(unanswered)
-        if found is None and unanswered:
-            raise CommandError(
-                f"Could not determine whether lock {name!r} is held through alias "
-                f"{' or '.join(map(repr, unanswered))}. Nothing was released.",
-                returncode=FAILED,
+        asked = [held_by(names.validate(name), each) for each in alias or conf.aliases()]
+        holders = [each for each in asked if each]
+        if len(holders) > 1:
+            through = ", ".join(f"{each.holder} ({each.alias!r})" for each in holders)
+            raise LookupError(
+                f"Lock {name!r} is held through several aliases: {through}. Name one with --alias."
             )
-        if found is None:
-            done = Release(name, "".join(alias[:1]), Outcome.NOT_HELD)
-        else:
-            if not yes and found.owner and owner in (None, found.owner):
-                self._confirm(found, options.get("stdin") or sys.stdin)
+        done = Release(name, "".join(alias[:1]), Outcome.NOT_HELD)
+        for held in holders:
+            if not yes and held.owner and owner in (None, held.owner):
+                self._confirm(held, options.get("stdin") or sys.stdin)
             # Only the holder that was shown, or named by --owner, loses the lock.
-            only = owner or found.owner
-            done = force_release(found.name, by=by, backend=found.alias, owner=only)
+            done = force_release(name, by=by, backend=held.alias, owner=owner or held.owner)
         told = str(done)
         self._put({**asdict(done), "done": done.done, "message": told}, [escape_control(told)])
         return 0 if done.done else 1
@@ -257,25 +254,6 @@ def current_user() -> str:
         # In a container, the user id may have no name.
         user = "unknown"
     return f"{user}@{socket.gethostname()}"
-
-
-def find_holder(name: str, aliases: Sequence[str]) -> tuple[HeldBy | None, dict[str, str]]:
-    """Return the only holder, and the aliases that are unavailable."""
-    found: list[HeldBy] = []
-    unanswered: dict[str, str] = {}
-    for alias in aliases:
-        try:
-            each = held_by(name, alias)
-        except FencedLockError as exc:
-            unanswered[alias] = str(exc)
-        else:
-            found += [each] if each else []
-    if len(found) > 1:
-        by = ", ".join(f"{each.holder} ({each.alias!r})" for each in found)
-        raise LookupError(
-            f"Lock {name!r} is held through several aliases: {by}. Name one with --alias."
-        )
-    return (found[0] if found else None), unanswered
 
 
 def _cells(entry: registry.ListedLock) -> tuple[str, ...]:
