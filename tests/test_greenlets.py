@@ -40,10 +40,11 @@ def run_green(child_environment):
 @pytest.mark.parametrize("database", ["default", "postgres"])
 def test_leases_are_renewed_while_a_greenlet_leaves_no_room_to_others(run_green, database):
     code = """
-        with lock("x", ttl=1) as lease:
-            end = time.monotonic() + 2.5
-            while time.monotonic() < end:
+        with lock("x", ttl=5) as lease:
+            end, beyond = time.monotonic() + 60, lease.deadline + 5
+            while lease.deadline < beyond and time.monotonic() < end:
                 pass  # the hub never gets a turn
+            assert lease.deadline >= beyond
             lease.check()
             assert lease.verify()
     """
@@ -81,8 +82,7 @@ def test_a_greenlet_killed_while_it_waits_leaves_nothing_held(run_green):
             waiter = gevent.spawn(lambda: lock("x", blocking_timeout=30).acquire())
             gevent.sleep(0.1)
             waiter.kill()
-        gevent.sleep(0.3)
-        assert lock("x").acquire(blocking=False).release()
+        assert lock("x", blocking_timeout=20).acquire().release()
         """,
         "postgres",
     )
@@ -153,7 +153,7 @@ def test_a_real_thread_and_a_greenlet_wait_for_each_others_connection(run_green)
         from django_fencedlock.storage import connections as sessions
 
         sessions.MAX_CONNECTIONS = 1
-        pool, done = sessions.ConnectionPool("default", timeout=5), []
+        pool, done = sessions.ConnectionPool("default", timeout=30), []
         hold = partial(pool.run, lambda connection: time.sleep(0.3))
         wait = partial(pool.run, done.append)
         for start_first, start_second in (
@@ -165,7 +165,7 @@ def test_a_real_thread_and_a_greenlet_wait_for_each_others_connection(run_green)
             start_first(hold)
             gevent.sleep(0.1)
             start_second(wait)
-            while not done and time.monotonic() < began + 4:
+            while not done and time.monotonic() < began + 20:
                 gevent.sleep(0.01)
             assert done, f"{start_second} wasn't woken"
         """,
