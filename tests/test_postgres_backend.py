@@ -474,7 +474,8 @@ class TestLosses:
         self, postgres, backend, peer, name
     ):
         def wait():
-            assert refused(backend, name, 0.05)
+            # If the time is up before a session is open, there is none yet.
+            wait_until(lambda: refused(backend, name, 0.3) and backend._local._idle, "a session")
             (session,) = backend._local._idle
             return session
 
