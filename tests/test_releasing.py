@@ -233,7 +233,8 @@ def test_a_raise_outlasts_a_crash(settings, postgres, monkeypatch):
     # Raised before the release, and after it.
     assert seen[:2] == ["on", "on"]
     seen.clear()
-    storage_connections.query_once("postgres", 5, lambda used: fences.lift("postgres", {"x": 9}))
+    with storage_connections.time_limited("postgres", 5):
+        fences.lift("postgres", {"x": 9})
     assert seen == ["on"]
 
 

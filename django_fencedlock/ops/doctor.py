@@ -26,7 +26,7 @@ from ..core.runtime import clock
 from ..exceptions import FencedLockError
 from ..models.checks import has_tables, table_problems
 from ..problems import Level, Problem, clock_problem, error, note, ok, warning
-from ..storage.connections import query_once, time_limited
+from ..storage.connections import time_limited
 from ..storage.tables import Fence, HeldLock
 from ..storage.text import for_shell
 from ..storage.vendors import ledger_for
@@ -110,7 +110,9 @@ def _database(database: str, limit: float, has_fences: bool = True) -> Iterator[
     try:
         if has_fences:
             # The project's own connection may have no time limits.
-            yield from query_once(database, brief, _server)
+            with time_limited(database, brief):
+                facts = _server(connections[database])
+            yield from facts
         with time_limited(database, limit if has_fences else brief):
             if has_fences:
                 found = [*_tables(database), *table_problems([database])]

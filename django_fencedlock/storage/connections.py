@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Connections that one pool may use at once, and that it keeps while idle.
+#: Connections that one pool uses at once, and keeps while idle.
 MAX_CONNECTIONS, MAX_IDLE = 10, 2
 #: Seconds between two looks of a greenlet for room in a pool.
 LOOK = 0.005
@@ -36,13 +37,11 @@ SQLITE_BUSY_TIMEOUT = 0.25
 
 #: Attributes of private connections; the first is a cursor that prepares its statements.
 PREPARES, _BUSY_TIMEOUT = "_fencedlock_prepares", "_fencedlock_busy_timeout"
-# invalid_sql_statement_name, duplicate_prepared_statement: another session prepared it.
-_ANOTHER_SESSION = ("26000", "42P05")
-# feature_not_supported: "cached plan must not change result type", after a migration.
-_OUTDATED = "0A000"
+# SQLSTATEs of a statement that another session prepared, behind a pooler; and of one that was
+# prepared before a migration ("cached plan must not change result type").
+_ANOTHER_SESSION, _OUTDATED = ("26000", "42P05"), ("0A000",)
 
-#: Connections of a parent process, kept open: closing one would end the parent's session, and some
-#: drivers close a connection when it is collected.
+#: A parent's connections, kept: some drivers end a session when its connection is collected.
 _of_parents: list[Any] = []
 
 
@@ -86,44 +85,33 @@ def is_open(connection: BaseDatabaseWrapper) -> bool:
 
 def open_connections() -> list[BaseDatabaseWrapper]:
     """Return the caller's connections with an open transaction."""
-    every = connections.all(initialized_only=True)
-    return [each for each in every if each.in_atomic_block and is_open(each)]
+    return [each for each in connections.all(initialized_only=True) if is_open(each)]
 
 
 def when_all_ended(open_now: Sequence[BaseDatabaseWrapper], callback: Callable[[], object]) -> None:
     """Call `callback` once, when the last of these transactions is committed or rolled back."""
-    ending = _Ending(len(open_now), callback)
+    left = len(open_now)
+
+    def committed() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            # Not left to the collection, which would swallow an interrupt.
+            end()
+
+    def call() -> None:
+        try:
+            callback()
+        except Exception:
+            # It would replace the result of the user's commit or rollback.
+            logger.exception("A callback at the end of a transaction failed")
+
+    # Django has no hook for a rollback, but drops its list of callbacks then.
+    end = weakref.finalize(committed, call)
+    end.atexit = False
     for connection in open_now:
-        # on_commit() would bind the hook to the innermost savepoint. Django has no hook for a
-        # rollback, but drops this list then.
-        connection.run_on_commit.append((set(), ending, True))  # type: ignore[arg-type]
-
-
-class _Ending:
-    """Calls a function once all transactions have called or dropped this object."""
-
-    #: None after the call, or if an interrupt ended __init__().
-    _callback: Callable[[], object] | None = None
-
-    def __init__(self, left: int, callback: Callable[[], object]) -> None:
-        self._left, self._callback = left, callback
-
-    def __call__(self) -> None:
-        self._left -= 1
-        if not self._left:
-            # Not left to __del__(), which would swallow an interrupt.
-            self._end()
-
-    def _end(self) -> None:
-        callback, self._callback = self._callback, None
-        if callback is not None:
-            try:
-                callback()
-            except Exception:
-                # It would replace the result of the user's commit or rollback.
-                logger.exception("A callback at the end of a transaction failed")
-
-    __del__ = _end
+        # on_commit() would bind it to the innermost savepoint.
+        connection.run_on_commit.append((set(), committed, True))  # type: ignore[arg-type]
 
 
 # Private connections
@@ -136,18 +124,11 @@ def private(using: str, timeout: float) -> BaseDatabaseWrapper:
     Neither ``close_old_connections()`` nor Celery's clean-up closes it.
     """
     copy = connections[using].copy()
-    settings = copy.settings_dict
+    settings, options = copy.settings_dict, copy.settings_dict["OPTIONS"]
     settings.update(
         ATOMIC_REQUESTS=False, AUTOCOMMIT=True, CONN_MAX_AGE=None, CONN_HEALTH_CHECKS=False
     )
-    settings["OPTIONS"].pop("pool", None)
-    _set_options(copy, settings["OPTIONS"], timeout)
-    # One thread at a time uses it, though not always the one that opened it.
-    copy.inc_thread_sharing()
-    return copy
-
-
-def _set_options(copy: BaseDatabaseWrapper, options: dict[str, Any], timeout: float) -> None:
+    options.pop("pool", None)
     if copy.vendor == "postgresql":
         # Under a stricter level, a grant that waited for a row would fail with 40001.
         options.pop("isolation_level", None)
@@ -164,6 +145,9 @@ def _set_options(copy: BaseDatabaseWrapper, options: dict[str, Any], timeout: fl
         # another writer comes in between.
         options["transaction_mode"] = "IMMEDIATE"
         options.setdefault("timeout", timeout)
+    # One thread at a time uses it, though not always the one that opened it.
+    copy.inc_thread_sharing()
+    return copy
 
 
 def _limit_row_waits(connection: BaseDatabaseWrapper) -> None:
@@ -176,13 +160,6 @@ def _limit_row_waits(connection: BaseDatabaseWrapper) -> None:
             cursor.execute("SET SESSION innodb_lock_wait_timeout = 1")
 
     connection.init_connection_state = init_and_limit  # type: ignore[method-assign]
-
-
-class NoAnswer(OperationalError):
-    """A server didn't answer in time, and its connection was closed."""
-
-    def __str__(self) -> str:
-        return f"no answer within {self.args[0]:g} s"
 
 
 class _DeadWhileIdle(Exception):
@@ -225,11 +202,9 @@ class ConnectionPool:
         home = connections[self.using]
         if is_of_test(home):
             return work(home)
-        if home.vendor == "sqlite":
-            limit = self.timeout if busy_timeout is None else busy_timeout
-            if is_open(home):
-                limit = min(limit, SQLITE_BUSY_TIMEOUT)
-            work = partial(_run_busy, work, limit)
+        limit = self.timeout if busy_timeout is None else busy_timeout
+        if is_open(home):
+            limit = min(limit, SQLITE_BUSY_TIMEOUT)
         place: list[SimpleQueue[Any]] = []
         try:
             if not (
@@ -243,8 +218,8 @@ class ConnectionPool:
                 )
             if idle := self._idle_one():
                 with contextlib.suppress(_DeadWhileIdle):
-                    return self._run(work, idle, was_idle=True)
-            return self._run(work, private(self.using, self.timeout), was_idle=False)
+                    return self._run(work, idle, limit, was_idle=True)
+            return self._run(work, private(self.using, self.timeout), limit, was_idle=False)
         finally:
             for room in place:
                 room.put(room)
@@ -274,15 +249,22 @@ class ConnectionPool:
             return None
 
     def _run(
-        self, work: Callable[[BaseDatabaseWrapper], T], connection: Any, *, was_idle: bool
+        self,
+        work: Callable[[BaseDatabaseWrapper], T],
+        connection: BaseDatabaseWrapper,
+        busy_timeout: float,
+        *,
+        was_idle: bool,
     ) -> T:
         late: list[bool] = []
         keep, watch = False, None
-        # SQLite waits for its file only, and limits that wait itself.
-        if connection.vendor != "sqlite":
-            watch = watchdog.begin(self.timeout, partial(_cut, connection, late))
         try:
             try:
+                # SQLite waits for its file only, and limits that wait itself.
+                if connection.vendor == "sqlite":
+                    set_busy_timeout(connection, busy_timeout)
+                else:
+                    watch = watchdog.begin(self.timeout, partial(_cut, connection, late))
                 # Not for a connection that is closed after use: it costs a round trip.
                 if self._prepares and not was_idle and not under_test():
                     _prepare_statements(connection)
@@ -293,20 +275,17 @@ class ConnectionPool:
             keep = True
             return result
         except Error as exc:
-            prepares = getattr(connection, PREPARES, None) is not None
-            state = getattr(exc.__cause__, "sqlstate", None) if prepares else None
+            state = getattr(exc.__cause__, "sqlstate", None)
             is_dead = isinstance(exc, OperationalError | InterfaceError) and (
                 connection.connection is None or not connection.is_usable()
             )
             if state in _ANOTHER_SESSION:
-                # Through a pooler that looks like the server.
                 self._prepares = False
-                raise _DeadWhileIdle from exc
-            if was_idle and (is_dead or state == _OUTDATED):
+            if was_idle and (is_dead or state in _ANOTHER_SESSION + _OUTDATED):
                 raise _DeadWhileIdle from exc
             keep = not is_dead
             if late:
-                raise NoAnswer(self.timeout) from exc
+                raise _no_answer(self.timeout) from exc
             raise
         finally:
             # Any other exception (a killed greenlet, a signal handler's) may have interrupted a
@@ -318,11 +297,8 @@ class ConnectionPool:
                     connection.close()
 
 
-def _run_busy(
-    work: Callable[[BaseDatabaseWrapper], T], seconds: float, connection: BaseDatabaseWrapper
-) -> T:
-    set_busy_timeout(connection, seconds)
-    return work(connection)
+def _no_answer(timeout: float) -> OperationalError:
+    return OperationalError(f"no answer within {timeout:g} s")
 
 
 def _take(room: SimpleQueue[Any], place: list[Any], timeout: float = 0.0) -> bool:
@@ -364,25 +340,11 @@ def close_all() -> None:
         each.close()
 
 
-def query_once(using: str, timeout: float, work: Callable[[BaseDatabaseWrapper], T]) -> T:
-    """Run `work`, also by the ORM, in `timeout` seconds, on a connection that is closed then."""
-    once = ConnectionPool(using, timeout)
-    try:
-        return once.run_orm(lambda: work(connections[using]))
-    finally:
-        once.close()
-
-
-def query_outside(using: str, timeout: float, work: Callable[[BaseDatabaseWrapper], T]) -> T | None:
-    """Like `query_once()`; None within a ``TestCase``, whose transaction would seem to block."""
-    return query_once(using, timeout, work) if test_connection(using) is None else None
-
-
 @contextlib.contextmanager
 def time_limited(using: str, timeout: float) -> Iterator[None]:
     """Limit each of this thread's queries to a database, on a private connection of the block."""
-    # SQLite needs no limit, and a test's rows are visible on the test's own connection alone.
-    if connections[using].vendor == "sqlite" or test_connection(using) is not None:
+    # A test's rows are visible on the test's own connection alone.
+    if test_connection(using) is not None:
         yield
         return
     own = private(using, timeout)
@@ -392,6 +354,14 @@ def time_limited(using: str, timeout: float) -> Iterator[None]:
     finally:
         with contextlib.suppress(Error):
             own.close()
+
+
+def query_outside(using: str, timeout: float, work: Callable[[BaseDatabaseWrapper], T]) -> T | None:
+    """Run `work` under `time_limited()`; None within a ``TestCase``, which would seem to block."""
+    if test_connection(using) is not None:
+        return None
+    with time_limited(using, timeout):
+        return work(connections[using])
 
 
 @contextlib.contextmanager
@@ -412,7 +382,7 @@ def _in_time(timeout: float, execute: Any, sql: str, params: Any, many: bool, co
             return execute(sql, params, many, context)
     except Error as exc:
         if late:
-            raise NoAnswer(timeout) from exc
+            raise _no_answer(timeout) from exc
         raise
 
 

@@ -15,7 +15,7 @@ from django.db.models.sql.compiler import SQLCompiler
 
 from ..conf import AliasConfig
 from ..core.identity import Holder
-from .connections import SQLITE_BUSY_TIMEOUT, pool, query_once, query_outside
+from .connections import SQLITE_BUSY_TIMEOUT, pool, query_outside, time_limited
 from .dialect import FENCE, Entry, Ledger, entry_of
 from .records import Records, ServerTime, durable, fetch, insert, private_query, rows_of
 from .rows import Claimed, Newest, Row, as_time
@@ -261,7 +261,8 @@ def notes(using: str, owners: Sequence[str]) -> dict[str, Note]:
 def told(using: str, owners: Sequence[str]) -> dict[str, str]:
     """Return, by owner id, who released the lock by force, as far as it is known."""
     try:
-        found = query_once(using, BRIEFLY, lambda private: notes(using, owners))
+        with time_limited(using, BRIEFLY):
+            found = notes(using, owners)
     except (Error, LookupError):
         # The loss itself is known; and projects with unfenced locks alone need no tables.
         logger.debug("It is unknown whether locks were released by force", exc_info=True)
