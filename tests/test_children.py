@@ -12,12 +12,14 @@ from django_fencedlock import lock
 from django_fencedlock.backends.interface import Wait
 from django_fencedlock.celery import worker
 from django_fencedlock.celery.worker import VARIABLE, ChildWatch, ForkGate, LeftLocks, Maintenance
+from django_fencedlock.core import runtime
 from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import Process, this_process
 from django_fencedlock.core.manager import service
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.storage import connections
 from django_fencedlock.storage.dialect import LOCK_WAIT
+from tests.failing import raising
 from tests.scripts import python
 from tests.servers.process import wait_until
 from tests.threads import beside
@@ -36,17 +38,19 @@ sys.stdin.read()
 
 @pytest.fixture
 def ended():
-    return []
+    return runtime.SimpleQueue()
 
 
 @pytest.fixture
 def watch(ended, monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setattr(worker, "_pipe", None)
-    made = ChildWatch(ended.append)
+    made = ChildWatch([ended])
+    running = beside(made.run)
     yield made
-    for end in (made._announcements, worker._pipe):
-        os.close(end)
+    # It ends with the last writer.
+    os.close(worker._pipe)
+    running.result()
 
 
 @contextlib.contextmanager
@@ -57,178 +61,130 @@ def child_of(watch):
         yield child
 
 
-def look_until(watch, condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        watch.look(timeout=0.05)
-
-
 class TestChildWatch:
     @pytest.mark.slow
-    @pytest.mark.parametrize("before", [True, False])
-    def test_a_child_that_ends_before_or_after_the_first_look(self, watch, ended, before):
+    def test_a_child_is_reported_when_it_ends_and_not_before(self, watch, ended):
         with child_of(watch) as child:
-            if before:
-                child.kill()
-                child.wait()
-            else:
-                watch.look(timeout=1)
-                child.stdin.close()
-            look_until(watch, lambda: ended)
-        assert ended == [child.identity]
+            with pytest.raises(runtime.Empty):
+                ended.get(timeout=0.1)
+            child.kill()
+            assert ended.get(timeout=30) == child.identity
+
+    def test_a_child_that_has_ended_before_it_is_watched(self, watch, ended):
+        former = this_process()._replace(pid=2**22 + 1)
+        os.write(worker._pipe, f"{former}\n".encode())
+        assert ended.get(timeout=30) == former
 
     def test_a_child_whose_pid_another_process_has_by_now(self, watch, ended):
         former = this_process()._replace(started=this_process().started - 1)
         os.write(worker._pipe, f"{former}\n".encode())
-        watch.look(timeout=1)
-        assert ended == [former]
+        assert ended.get(timeout=30) == former
 
     def test_announcements_may_come_in_pieces(self, watch, ended):
         lines = "".join(f"{Process('b', 'n', 2**22 + number, 1)}\n" for number in range(50))
         for start in range(0, len(lines), 7):
             os.write(worker._pipe, lines[start : start + 7].encode())
-            watch.look(timeout=1)
-        assert [child.pid - 2**22 for child in ended] == list(range(50))
+        assert [ended.get(timeout=30).pid - 2**22 for _ in range(50)] == list(range(50))
 
-    @pytest.mark.slow
     def test_an_error_ends_no_watch(self, watch, ended, monkeypatch, caplog):
-        monkeypatch.setattr(worker, "AFTER_ERROR", 0.01)
-
-        def fail_once(child):
-            watch._ended = ended.append
-            raise RuntimeError
-
-        watch._ended = fail_once
-        watch.start()
-        try:
-            with child_of(watch) as first:
-                first.kill()
-            wait_until(lambda: "Watching the worker's children failed" in caplog.text, "the error")
-            with child_of(watch) as second:
-                second.kill()
-                wait_until(lambda: ended, "the second end", 30)
-            assert ended == [second.identity]
-        finally:
-            # The thread is left with a pipe of its own, which nobody closes under it.
-            watch._announcements, worker._pipe = os.pipe()
+        with monkeypatch.context() as patched:
+            patched.setattr(worker, "PidFd", raising(OSError("too many open files")))
+            os.write(worker._pipe, f"{this_process()}\n".encode())
+            wait_until(lambda: "can't be watched (too many open files)" in caplog.text, "an error")
+        former = this_process()._replace(started=this_process().started - 1)
+        os.write(worker._pipe, f"{former}\n".encode())
+        assert ended.get(timeout=30) == former
 
     @pytest.mark.slow
     def test_no_file_stays_open(self, watch, ended):
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             with child_of(watch) as child:
-                watch.look(timeout=1)
                 child.kill()
-                look_until(watch, lambda: ended)
-            ended.clear()
+                ended.get(timeout=30)
         assert len(os.listdir("/proc/self/fd")) == before
 
 
 class TestAnnouncing:
-    def test_without_a_worker_it_is_a_warning(self, monkeypatch, caplog):
-        monkeypatch.setenv(VARIABLE, "1:900")
+    def test_without_a_pipe_it_is_a_warning(self, monkeypatch, caplog):
+        monkeypatch.setenv(VARIABLE, f"{os.getppid()}:900")
         monkeypatch.setattr(worker, "_pipe", None)
         worker.announce()
         assert "couldn't announce itself" in caplog.text
 
-    def test_a_worker_that_a_task_started_is_not_its_child(self, monkeypatch):
-        monkeypatch.setenv(VARIABLE, "1:2")
-        monkeypatch.setattr(worker, "_pipe", None)
-        worker.forget_watch()
-        assert VARIABLE not in os.environ
-        assert worker._pipe is None
+    def test_a_worker_that_a_task_started_is_not_its_child(self, monkeypatch, caplog):
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        monkeypatch.setenv(VARIABLE, f"1:{writing}")
+        monkeypatch.setattr(worker, "_pipe", writing)
+        worker.announce()
+        with pytest.raises(BlockingIOError):
+            os.read(reading, 1)
+        assert caplog.text == ""
+        os.close(reading)
+        os.close(writing)
 
 
-class Service:
-    """Takes the place of `release_locks_of()`, and fails for as long as it is told to."""
-
-    def __init__(self):
-        self.released = []
-        self.tries = 0
-        self.away = False
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def __call__(self, ended, alias):
-        self.tries += 1
-        self.gate.wait(30)
-        if self.away:
-            raise BackendUnavailable("away")
-        self.released.append((alias, ended))
-
-
-def test_the_last_look_comes_after_any_request_that_a_child_has_sent():
-    assert worker.LOOK_AFTER[0] == 0
+def test_there_is_a_look_after_any_request_that_a_child_has_sent():
     # It may wait in the server for a row, and take it then.
-    assert worker.LOOK_AFTER[-1] > 2 * LOCK_WAIT / 1000
+    assert LOCK_WAIT / 1000 < worker.LOOK_EACH < 1
+    assert worker.LOOK_EACH < worker.LOOK_FOR
 
 
 class TestLeftLocks:
-    @pytest.fixture(autouse=True)
-    def quick(self, monkeypatch, settings):
-        settings.FENCEDLOCK = {"default": {}}
-        monkeypatch.setattr(worker, "LOOK_AFTER", (0.0, 0.05))
-        monkeypatch.setattr(worker, "AFTER_ERROR", 0.01)
-
     @pytest.fixture
-    def second_look_after(self, monkeypatch):
-        """By the real clock, both looks might be due before the thread runs, and become one."""
+    def left(self, monkeypatch, settings):
+        settings.FENCEDLOCK = {"default": {"TTL": 30}}
+        self.now, self.looks, self.error = 0.0, [], None
+        monkeypatch.setattr(worker, "LOOK_EACH", 0.0)
+        monkeypatch.setattr(worker, "clock", lambda: self.now)
+        monkeypatch.setattr(worker, "release_locks_of", self.release)
+        return LeftLocks("default")
 
-        def after(condition):
-            monkeypatch.setattr(worker, "clock", lambda: 1.0 if condition() else 0.0)
+    def release(self, ended, alias):
+        self.looks.append(({child.pid for child in ended}, alias))
+        if self.error is not None:
+            raise self.error
 
-        return after
+    def end(self, left, *pids):
+        for pid in pids:
+            left.ended.put(this_process()._replace(pid=pid))
 
-    @pytest.fixture
-    def release(self, monkeypatch):
-        started = []
+    def look_until_done(self, left):
+        """Look once a second, until there is nothing to look at; return the time of the last."""
+        left.look()
+        while left.children:
+            self.now += 1
+            left.look()
+        return self.now
 
-        def release(service):
-            monkeypatch.setattr(worker, "release_locks_of", service)
-            made = LeftLocks()
-            started.append(made)
-            made.release(this_process())
-            return made
+    def test_a_child_is_looked_up_again_a_little_later(self, left):
+        self.end(left, 1)
+        assert self.look_until_done(left) == 2
+        assert self.looks == [({1}, "default")] * 3
 
-        yield release
-        # A thread that goes on would call the service of the next test.
-        monkeypatch.setattr(worker, "release_locks_of", lambda ended, alias: None)
-        for made in started:
-            wait_until(lambda made=made: not made.looks, "the end of its threads", 30)
+    def test_children_that_ended_together_are_looked_up_together(self, left):
+        self.end(left, 1)
+        left.look()
+        self.end(left, 2, 3)
+        left.look()
+        assert self.looks == [({1}, "default"), ({1, 2, 3}, "default")]
 
-    @pytest.mark.parametrize("aliases", [["default"], ["default", "other"]])
-    def test_every_alias_is_asked_and_once_more_a_little_later(
-        self, release, settings, second_look_after, aliases
-    ):
-        settings.FENCEDLOCK = {alias: {} for alias in aliases}
-        service = Service()
-        second_look_after(lambda: len(service.released) >= len(aliases))
-        release(service)
-        wait_until(lambda: len(service.released) == 2 * len(aliases), "two looks", 30)
-        assert sorted(service.released) == sorted(
-            2 * [(each, {this_process()}) for each in aliases]
-        )
+    def test_a_service_that_does_not_answer_is_asked_for_a_ttl(self, left, caplog):
+        self.error = BackendUnavailable("away")
+        self.end(left, 1)
+        assert self.look_until_done(left) == 30
+        assert "through alias 'default' couldn't be released: away" in caplog.text
 
-    def test_but_not_for_longer_than_the_ttl(self, release, settings):
-        settings.FENCEDLOCK = {"default": {"TTL": 1}}
-        service = Service()
-        service.away = True
-        made = release(service)
-        wait_until(lambda: not made.looks, "it to give up", 30)
-        assert service.released == []
-
-    def test_children_that_end_meanwhile_are_looked_up_together(self, release):
-        service = Service()
-        service.gate.clear()
-        made = release(service)
-        wait_until(lambda: service.tries, "the first look", 30)
-        others = [this_process()._replace(pid=pid) for pid in (1, 2, 3)]
-        for each in others:
-            made.release(each)
-        service.gate.set()
-        wait_until(lambda: len(service.released) >= 2, "the second look", 30)
-        assert set(others) <= set(service.released[1][1])
+    def test_and_its_locks_are_released_when_it_answers(self, left):
+        self.error = BackendUnavailable("away")
+        self.end(left, 1)
+        for self.now in (0.0, 10.0):
+            left.look()
+        self.error = None
+        left.look()
+        assert len(self.looks) == 3
+        assert left.children == {}
 
 
 @pytest.mark.django_db(transaction=True)
@@ -268,11 +224,11 @@ class TestReleasing:
     @pytest.mark.slow
     def test_a_project_without_tables_is_told_nothing(self, settings, make_alias, tmp_path, caplog):
         entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "empty.sqlite3")}
-        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": (alias := make_alias(entry))}}
-        call_command("migrate", "django_fencedlock", "zero", database=alias, verbosity=0)
-        left = LeftLocks()
-        left.release(this_process())
-        wait_until(lambda: not left.looks, "the looks", 30)
+        settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": (database := make_alias(entry))}}
+        call_command("migrate", "django_fencedlock", "zero", database=database, verbosity=0)
+        left = LeftLocks("default")
+        left.ended.put(this_process())
+        left.look()
         assert caplog.text == ""
 
 

@@ -1,10 +1,11 @@
 """
 In a worker's main process: release the locks of children that ended, and look after rows.
 
-A child announces itself to the main process before it runs a task. The main process watches it by a
-pidfd, which becomes readable when the whole process has ended. Celery's own signals come too early
-(the child still runs) or too late (up to 5 s after a SIGKILL). Then the main process looks up the
-child's rows in the registry, which has one for each fenced lock, and evicts their owners.
+A child announces itself to the main process before it runs a task. The main process waits for its
+end by a pidfd, which becomes readable when the whole process has ended. Celery's own signals come
+too early (the child still runs) or too late (up to 5 s after a SIGKILL). Then the main process
+looks up the child's rows in the registry, which has one for each fenced lock, and evicts their
+owners.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import os
 import select
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,21 +51,17 @@ logger = logging.getLogger(__name__)
 VARIABLE = "FENCEDLOCK_WORKER"
 #: Seconds that a fork waits at most for the threads of the main process.
 FORK_TIMEOUT = 0.2
-#: Seconds from a child's end to each look at the registry. The service may carry out a request of
-#: the child after its end; that request waits up to 0.25 s for a row.
-LOOK_AFTER = (0.0, 0.4, 2.0)
-#: Seconds to pause after an error.
-AFTER_ERROR = 1.0
-#: Seconds between two looks for pending runs, at least and at most.
-OFTEN, SELDOM = 1.0, 15.0
-#: Seconds between two deletions of old rows, and between two counts of message records.
-DELETE_EACH, COUNT_EACH = 60.0, 600.0
+#: Seconds from one look at the registry to the next, and from a child's end to the last. The
+#: service may carry out a request of the child after its end, which waits up to 0.25 s for a row.
+LOOK_EACH, LOOK_FOR = 0.8, 1.5
+#: Seconds between two looks for pending runs, at least and at most; and after one that failed.
+OFTEN, SELDOM, AFTER_FAILURE = 1.0, 15.0, 5.0
+#: Seconds between two deletions of old rows. At each tenth, message records are counted.
+DELETE_EACH = 60.0
 #: Batches of old rows that are deleted at a time: no child is forked meanwhile.
 BATCHES = 50
 #: Limit of message records in a fence database.
 MOST_RECORDS = 1_000_000
-#: Seconds to pause after a failed look.
-AFTER_FAILURE = 5.0
 
 
 class ForkGate:
@@ -105,27 +102,21 @@ class ForkGate:
 _gate = runtime.forks.register(ForkGate())
 
 
-# In a child
+# Children that ended
 
-#: Where to announce oneself: the main process makes it, and forked children inherit it.
+#: Where children announce themselves: the main process makes it, and forked children inherit it.
 _pipe: int | None = None
-
-
-def forget_watch() -> None:
-    """Don't announce this process to a worker whose task started it."""
-    global _pipe
-    _pipe = None
-    os.environ.pop(VARIABLE, None)
 
 
 def announce() -> None:
     """Announce this process to the main process, if that watches it."""
-    if VARIABLE not in os.environ:
+    pid, _, file = os.environ.get(VARIABLE, "").partition(":")
+    # A worker that a task started has the variable too, and isn't a child.
+    if pid != str(os.getppid()):
         return
     try:
         if (pipe := _pipe) is None:
             # A spawned process opens the pipe of its main process.
-            pid, _, file = os.environ[VARIABLE].partition(":")
             pipe = os.open(f"/proc/{pid}/fd/{file}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         # A short line isn't mixed with others.
         os.write(pipe, f"{this_process()}\n".encode())
@@ -136,9 +127,6 @@ def announce() -> None:
             os.getpid(),
             exc,
         )
-
-
-# In the main process: watch the children
 
 
 def can_watch() -> bool:
@@ -152,119 +140,91 @@ def can_watch() -> bool:
 
 class ChildWatch:
     """
-    Calls `ended` with each child that has ended, in a thread that sleeps until then.
+    Puts each child that has ended into some queues. A thread for each child waits for its end.
 
     Create it before the first child, so that each child can announce itself.
     """
 
-    def __init__(self, ended: Callable[[Process], object]) -> None:
+    def __init__(self, queues: Sequence[runtime.SimpleQueue[Process]]) -> None:
         global _pipe
-        self._ended = ended
+        self._queues = queues
         self._announcements, _pipe = os.pipe()
-        for end in (self._announcements, _pipe):
-            os.set_blocking(end, False)
+        os.set_blocking(_pipe, False)
         os.environ[VARIABLE] = f"{os.getpid()}:{_pipe}"
-        self._unread = b""
-        self._children: dict[int, tuple[Process, PidFd]] = {}
-        self._poll = select.poll()
-        self._poll.register(self._announcements, select.POLLIN)
 
-    def start(self) -> None:
-        runtime.start(self._run)
-
-    def _run(self) -> None:
+    def run(self) -> None:
         threading.current_thread().name = "fencedlock-children"
-        while True:
-            try:
-                self.look()
-            except Exception:
-                # Without this thread the locks of killed children are held until they expire.
-                logger.exception("Watching the worker's children failed")
-                runtime.original("time", "sleep")(AFTER_ERROR)
-
-    def look(self, timeout: float | None = None) -> None:
-        """Wait until a child begins or ends."""
-        for ready, _ in self._poll.poll(None if timeout is None else timeout * 1000):
-            if ready == self._announcements:
-                with contextlib.suppress(BlockingIOError):
-                    self._unread += os.read(self._announcements, 65536)
-                *lines, self._unread = self._unread.split(b"\n")
-                for line in lines:
-                    self._watch(Process.read(line.decode(errors="replace")))
-            else:
-                child, opened = self._children.pop(ready)
-                self._poll.unregister(ready)
-                opened.close()
-                self._ended(child)
+        with open(self._announcements, errors="replace") as lines:
+            for line in lines:
+                self._watch(Process.read(line.strip()))
 
     def _watch(self, child: Process) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            opened = PidFd(child.pid)
+        try:
+            runtime.start(partial(self._wait, child, PidFd(child.pid)))
+        except ProcessLookupError:
+            self._ended(child)
+        except (OSError, RuntimeError) as exc:
+            logger.warning(
+                "Process %d can't be watched (%s). If it is killed, its locks are held until they "
+                "expire.",
+                child.pid,
+                exc,
+            )
+
+    def _wait(self, child: Process, opened: PidFd) -> None:
+        with contextlib.closing(opened):
             # Another process may have the pid by now.
             if not opened.is_gone(child.started):
-                self._children[opened.fileno()] = child, opened
-                self._poll.register(opened, select.POLLIN)
-                return
-            opened.close()
+                poll = select.poll()
+                poll.register(opened, select.POLLIN)
+                poll.poll()
         self._ended(child)
+
+    def _ended(self, child: Process) -> None:
+        for queue in self._queues:
+            queue.put(child)
 
 
 class LeftLocks:
     """
-    Releases what ended children have left.
+    Releases what ended children left, with a thread for each alias.
 
-    Each alias has a thread while there is something to do: a service that doesn't answer delays no
-    other alias.
+    So a service that doesn't answer delays no other alias.
     """
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        #: The planned looks of each active thread: when, at which child, and when to give up.
-        self.looks: dict[str, list[tuple[float, Process, float]]] = {}
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+        self.ended = runtime.SimpleQueue[Process]()
+        #: When each of the children ended that are still looked at.
+        self.children: dict[Process, float] = {}
 
-    def release(self, child: Process) -> None:
-        """Release the locks of a child that has ended."""
-        for alias in conf.aliases():
-            now = clock()
-            until = now + conf.config(alias).ttl
-            with self._changed:
-                if alias not in self.looks:
-                    self.looks[alias] = []
-                    runtime.start(partial(self._run, alias))
-                self.looks[alias] += [(now + seconds, child, until) for seconds in LOOK_AFTER]
-                self._changed.notify_all()
+    def run(self) -> None:
+        threading.current_thread().name = f"fencedlock-children-{self._alias}"
+        while True:
+            self.look()
 
-    def _run(self, alias: str) -> None:
-        threading.current_thread().name = f"fencedlock-children-{alias}"
-        while due := self._wait(alias):
-            try:
-                release_locks_of({child for _, child, _ in due}, alias)
-            except Exception as exc:
-                # A project that uses unfenced locks alone needs no tables.
-                if is_table_missing(exc):
-                    continue
+    def look(self) -> None:
+        """Wait for the next look, and look at all children that ended lately."""
+        with contextlib.suppress(runtime.Empty):
+            self.children[self.ended.get(timeout=LOOK_EACH if self.children else None)] = clock()
+            while True:
+                self.children[self.ended.get_nowait()] = clock()
+        look_for = LOOK_FOR
+        try:
+            release_locks_of(self.children, self._alias)
+        except Exception as exc:
+            # A project that uses unfenced locks alone needs no tables.
+            if not is_table_missing(exc):
                 logger.warning(
                     "The locks that ended children held through alias %r couldn't be released: %s",
-                    alias,
+                    self._alias,
                     exc,
-                    extra=logs.facts(alias=alias, reason=str(exc)),
+                    extra=logs.facts(alias=self._alias, reason=str(exc)),
                     exc_info=not isinstance(exc, FencedLockError),
                 )
-                at = clock() + AFTER_ERROR
-                with self._changed:
-                    self.looks[alias] += [(at, *look[1:]) for look in due if at < look[2]]
-
-    def _wait(self, alias: str) -> list[tuple[float, Process, float]]:
-        """Wait until looks are due, and take them; return [] if none is planned."""
-        with self._changed:
-            while looks := self.looks[alias]:
-                now = clock()
-                if due := [look for look in looks if look[0] <= now]:
-                    self.looks[alias] = [look for look in looks if look[0] > now]
-                    return due
-                self._changed.wait(min(at for at, _, _ in looks) - now)
-            del self.looks[alias]
-            return []
+                look_for = conf.config(self._alias).ttl
+        now = clock()
+        self.children = {child: at for child, at in self.children.items() if now - at < look_for}
 
 
 def release_locks_of(children: Collection[Process], alias: str) -> None:
@@ -275,26 +235,26 @@ def release_locks_of(children: Collection[Process], alias: str) -> None:
     """
     records = Records(conf.config(alias))
 
-    def look() -> list[Any]:
+    def find() -> list[Any]:
         pids = [child.pid for child in children]
         rows = records.rows("HeldLock").filter(alias=alias, pid__in=pids)
-        return fetch(rows, "name", "owner", "boot_id", "pid_namespace", "pid", "pid_started")
+        found = fetch(rows, "name", "owner", "boot_id", "pid_namespace", "pid", "pid_started")
+        return [
+            row
+            for row in found
+            if Process(row.boot_id, row.pid_namespace, row.pid, row.pid_started) in children
+        ]
 
     with _gate.closed():
         try:
-            held = [
-                row
-                for row in records.query("look for ended children", None, look)
-                if Process(row.boot_id, row.pid_namespace, row.pid, row.pid_started) in children
-            ]
-            if held:
+            if held := records.query("look for ended children", None, find):
                 _release(records, held)
         finally:
             connections.close_all()
 
 
 def _release(records: Records, held: list[Any]) -> None:
-    config, rows = records.config, []
+    config, deaths = records.config, []
     backend: Backend = conf.backend_class(config.backend)(config)
     try:
         for row in held:
@@ -304,16 +264,16 @@ def _release(records: Records, held: list[Any]) -> None:
                 Fences(config, backend.label).clear([grant])
             if released:
                 emit(Kind.EVICTED, backend, row.name, owner=row.owner, pid=row.pid)
-                rows.append((clock(), history.death(row.name, config.alias, row.pid)))
+                deaths.append((clock(), history.death(row.name, config.alias, row.pid)))
     finally:
         with contextlib.suppress(BackendUnavailable, Error):
             backend.close()
     # The background writer is off: it would have connections open at the next fork.
-    if rows and conf.history() and not connections.under_test():
-        records.query("history", None, partial(history.write, records.using, rows))
+    if deaths and conf.history() and not connections.under_test():
+        records.query("history", None, partial(history.write, records.using, deaths))
 
 
-# In the main process: pending runs and old rows
+# Pending runs and old rows
 
 
 class Maintenance:
@@ -331,7 +291,8 @@ class Maintenance:
         self._forks = forks
         self._clock = clock
         self._end = runtime.SimpleQueue[None]()
-        self._delete_at = self._count_at = -math.inf
+        self._delete_at = -math.inf
+        self._deletions = 0
         #: Whether there were more old rows than one look deletes.
         self._is_behind = False
         self._failing: set[str] = set()
@@ -360,7 +321,7 @@ class Maintenance:
                 return
 
     def period(self) -> float:
-        """Return the seconds from one look to the next."""
+        """Return the seconds from one look to the next: half of the shortest ttl."""
         if self._is_behind:
             return OFTEN
         ttls = [
@@ -368,36 +329,33 @@ class Maintenance:
             for config, policies in self._databases()
             for policy in policies.values()
         ]
-        return min(SELDOM, max(OFTEN, min(ttls) / 2)) if ttls else DELETE_EACH
+        return max(OFTEN, min([2 * SELDOM, *ttls]) / 2)
 
     def look(self) -> int:
-        """Serve pending runs, and delete old rows; return how many were served."""
-        served, is_behind = 0, False
-        deletes, counts = self._clock() >= self._delete_at, self._clock() >= self._count_at
+        """Serve pending runs, and delete old rows each minute; return how many were served."""
+        served, was_behind, now = 0, self._is_behind, self._clock()
+        self._is_behind = False
         for config, policies in self._databases():
             try:
                 if policies:
                     served += serve_overdue(self._app, config, policies)
-                if deletes:
-                    is_behind |= self._delete(config, counts)
+                if now >= self._delete_at:
+                    self._delete(config, was_behind)
                 self._failing.discard(config.fence_database)
             except FencedLockError as exc:
                 # A project that uses unfenced locks alone needs no tables.
                 if config.fence_database not in self._failing and not is_table_missing(exc):
                     logger.warning("Pending runs and old rows can't be looked after: %s", exc)
                 self._failing.add(config.fence_database)
-        if deletes:
-            self._is_behind = is_behind
-            self._delete_at = self._clock() + (OFTEN if is_behind else DELETE_EACH)
-            if counts and not is_behind:
-                self._count_at = self._clock() + COUNT_EACH
+        if now >= self._delete_at and not self._is_behind:
+            self._delete_at = now + DELETE_EACH
+            self._deletions += 1
         return served
 
-    def _delete(self, config: conf.AliasConfig, counts: bool) -> bool:
-        """Return whether there may be more to delete."""
+    def _delete(self, config: conf.AliasConfig, was_behind: bool) -> None:
         records = MessageRecords(config)
-        until = records.limit(MOST_RECORDS) if counts else None
-        if until is not None and not self._is_behind:
+        until = records.limit(MOST_RECORDS) if self._deletions % 10 == 0 else None
+        if until is not None and not was_behind:
             text = "More than %d messages of tasks are on record; the oldest are deleted early."
             logger.warning(text, MOST_RECORDS)
         deleted = (
@@ -405,23 +363,23 @@ class Maintenance:
             PendingRuns(config).forget(BATCHES),
             ExpiredRows(config).sweep(BATCHES),
         )
-        return max(deleted) >= BATCHES * BATCH
+        self._is_behind |= max(deleted) >= BATCHES * BATCH
 
     def _databases(self) -> Iterable[tuple[conf.AliasConfig, dict[str, Policy]]]:
         """Return an alias of each fence database, and the tasks that coalesce there."""
         found: dict[str, tuple[conf.AliasConfig, dict[str, Policy]]] = {}
         singles = {name: single_of(task) for name, task in dict(self._app.tasks).items()}
-        coalescing = {
-            name: single.policy
-            for name, single in singles.items()
-            if single is not None and single.policy.on_conflict == "coalesce"
-        }
         for alias in conf.aliases():
             # One whose settings are wrong fails by itself, and delays no other.
             with contextlib.suppress(FencedLockError):
                 config = conf.config(alias)
                 _, policies = found.setdefault(config.fence_database, (config, {}))
-                policies |= {n: each for n, each in coalescing.items() if each.backend == alias}
+                policies |= {
+                    name: single.policy
+                    for name, single in singles.items()
+                    if single
+                    and (single.policy.on_conflict, single.policy.backend) == ("coalesce", alias)
+                }
         return found.values()
 
 
@@ -436,11 +394,13 @@ class Housekeeping(bootsteps.StartStopStep):
         forks = any(
             each.__module__ == "celery.concurrency.prefork" for each in worker.pool_cls.__mro__
         )
-        self._watch: ChildWatch | None = None
+        self._threads: list[Callable[[], object]] = []
         if forks:
             writer.disable()
             if can_watch():
-                self._watch = ChildWatch(LeftLocks().release)
+                left = [LeftLocks(alias) for alias in conf.aliases()]
+                watch = ChildWatch([each.ended for each in left])
+                self._threads = [watch.run, *(each.run for each in left)]
             else:
                 logger.info(
                     "This system has no pidfd_open() (Linux 5.3), which shows the end of another "
@@ -449,21 +409,19 @@ class Housekeeping(bootsteps.StartStopStep):
         return Maintenance(worker.app, forks=forks)
 
     def start(self, worker: Any) -> None:
-        if self._watch:
-            self._watch.start()
+        for thread in self._threads:
+            runtime.start(thread)
         # The worker stops it too. The watch continues: children may be killed until the pool stops.
         super().start(worker)
 
 
 @signals.celeryd_init.connect(weak=False, dispatch_uid="django_fencedlock.worker")
 def _install(instance: Any, **kwargs: object) -> None:
-    forget_watch()
     instance.app.steps["worker"].add(Housekeeping)
 
 
 @signals.worker_process_init.connect(weak=False, dispatch_uid="django_fencedlock.worker_process")
 def _announce(**kwargs: object) -> None:
-    # The solo pool sends this signal too, in the main process, which no process watches.
     announce()
 
 
