@@ -97,7 +97,7 @@ def keeper(service, registry, clock, losses, monkeypatch):
     tick = keeper.tick
 
     def all_tick():
-        waits = [tick(), keeper.tend_registry(), keeper.release_doubts()]
+        waits = [tick(), keeper.tend()]
         return min((wait for wait in waits if wait is not None), default=None)
 
     keeper.tick = all_tick
@@ -236,7 +236,7 @@ def test_a_doubt_is_released_again_and_again_for_a_minute(keeper, service, clock
         clock.now += wait
     times.append(round(clock.now - 1000))
     assert set(service.released) == {doubted}
-    assert times[:4] == [1, 2, 4, 8]
+    assert times[:3] == [1, 6, 11]
     assert DOUBTED <= times[-1] < 2 * DOUBTED
     # A backend whose session outlives its locks keeps the session meanwhile.
     assert service.batches == [0] * len(times)
@@ -259,7 +259,7 @@ def test_a_renewal_by_the_holder_puts_the_keepers_off(keeper, service, clock, le
     kept = lease(kept_by=keeper)
     clock.now += 9
     kept.ttl, kept.deadline = 60, clock.now + 60
-    keeper.postpone(kept)
+    keeper.renewed(kept)
     assert keeper.tick() == pytest.approx(20)
 
 
@@ -442,7 +442,7 @@ def test_a_slow_registry_delays_no_renewal(threaded, service, registry, busy, wo
     threaded.keep_for(0.3)
     assert busy.began.wait(60)
     renewed_again(service)
-    assert threaded._registry.waiting <= 1
+    assert threaded._tending.waiting <= 1
 
 
 def test_renewals_are_reported_until_the_notifier_is_behind(keeper, service, lease, monkeypatch):
@@ -521,7 +521,7 @@ def test_rows_are_deleted_if_others_could_not_be_renewed(keeper, registry, lease
     keeper.clear_row(released.grant)
     keeper._clock.now += CLEAR_AFTER
     with pytest.raises(RuntimeError):
-        keeper.tend_registry()
+        keeper.tend()
     assert registry.cleared == [[released.owner_id]]
 
 
@@ -627,6 +627,27 @@ def asleep(threaded):
 def test_a_lease_that_is_due_sooner_wakes_the_thread(asleep, service):
     asleep.keep_for(0.3)
     wait_until(lambda: service.batches, "a renewal")
+
+
+def test_a_shorter_ttl_that_the_holder_asks_for_wakes_the_thread(asleep, service):
+    (kept,) = asleep.kept
+    kept.ttl, kept.deadline = 6, real_clock() + 6
+    asleep.renewed(kept)
+    wait_until(lambda: service.batches, "a renewal")
+
+
+def test_a_doubt_whose_thread_did_not_start_is_released_after_the_next_beat(
+    keeper, service, lease, monkeypatch
+):
+    lease(kept_by=keeper)
+    woken = []
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper._tending, "wake", lambda: False)
+        keeper.doubt(Grant("y", "an owner"))
+    monkeypatch.setattr(keeper._tending, "wake", lambda: woken.append(1))
+    service.answer = Renewal.UNKNOWN
+    keeper.after(10)
+    assert woken
 
 
 def _interrupt(*args):

@@ -68,6 +68,6 @@ def _apart(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def without_threads(keeper: Keeper) -> Keeper:
     """Let no thread of a keeper run: the test calls what they would call."""
-    for worker in (keeper._thread, keeper._registry, keeper._releaser):
+    for worker in (keeper._thread, keeper._tending):
         worker.start = lambda: True  # type: ignore[method-assign]
     return keeper

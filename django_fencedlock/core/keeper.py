@@ -29,8 +29,8 @@ BEATS = 3
 CLEAR_AFTER = 1.0
 #: Rows that wait to be deleted; those beyond it expire.
 MAX_ROWS = 10_000
-#: Seconds for which a doubt is kept, and until its first release; each pause is twice the last.
-DOUBTED, FIRST_DOUBT = 60.0, 1.0
+#: Seconds for which a doubt is kept, until its first release, and between two.
+DOUBTED, FIRST_DOUBT, DOUBT_PAUSE = 60.0, 1.0, 5.0
 #: Doubts that are kept.
 MAX_DOUBTS = 1000
 
@@ -44,12 +44,12 @@ class Keeper:
 
     Its thread waits for the lock service of its alias alone, and runs no code of the user's:
     callbacks, signal receivers and log handlers run in the notifier's thread. A second thread
-    renews the registry's rows and compares the fences, where the service doesn't. A third one
-    releases doubts: acquires that raised, and releases that failed, by their owners' ids.
+    renews the registry's rows and compares the fences, where the service doesn't; and it releases
+    doubts, by their owners' ids: acquires that raised, and releases that failed.
 
     A lease is lost when the service refuses it, or when its ttl is over and the last try to renew
     it failed. One that was held for its ``max_hold`` is renewed no more: it is lost when its ttl is
-    over. The threads call `tick()`, `tend_registry()` and `release_doubts()`.
+    over. The threads call `tick()` and `tend()`.
     """
 
     def __init__(
@@ -67,8 +67,7 @@ class Keeper:
         self._clock = clock
         alias = backend.config.alias
         self._thread = runtime.Worker(f"fencedlock-keeper-{alias}", self.tick)
-        self._registry = runtime.Worker(f"fencedlock-registry-{alias}", self.tend_registry)
-        self._releaser = runtime.Worker(f"fencedlock-releaser-{alias}", self.release_doubts)
+        self._tending = runtime.Worker(f"fencedlock-tending-{alias}", self.tend)
         backend.lost = self.lose
         self.after_fork()
 
@@ -80,22 +79,32 @@ class Keeper:
         self._wakes_at = math.inf
         self._batch: frozenset[Lease] = frozenset()
         self._batch_done = threading.Event()
-        #: For the registry's thread: rows to renew, and rows to delete at a time.
+        #: For the second thread: rows to renew, and rows to delete at a time.
         self._renewed: WeakKeyDictionary[Lease, None] = WeakKeyDictionary()
         self._ended: deque[Grant] = deque(maxlen=MAX_ROWS)
         self._clear_at = math.inf
-        #: By owner id: the grant, when to release it again, and when it was noted.
-        self.doubts: dict[str, tuple[Grant, float, float]] = {}
+        #: By owner id: the grant, and until when it is released again.
+        self.doubts: dict[str, tuple[Grant, float]] = {}
+        self._release_at = math.inf
 
     def keep(self, lease: Lease) -> None:
         """Renew `lease` from now on. RuntimeError: no thread can be started."""
         with self._lock:
-            self._due[lease] = due = self._due_after(lease)
-            if due < self._wakes_at or self._thread.thread() is None:
-                # In this order: an interrupt in between leaves no note of what wasn't done.
-                if not self._thread.wake():
-                    raise RuntimeError("can't start new thread")
-                self._wakes_at = due
+            self._plan(lease)
+
+    def renewed(self, lease: Lease) -> None:
+        """Note that the holder renews `lease`, maybe with another ttl."""
+        with self._lock:
+            if lease in self._due:
+                self._plan(lease)
+
+    def _plan(self, lease: Lease) -> None:
+        self._due[lease] = due = self._due_after(lease)
+        if due < self._wakes_at or self._thread.thread() is None:
+            # In this order: an interrupt in between leaves no note of what wasn't done.
+            if not self._thread.wake():
+                raise RuntimeError("can't start new thread")
+            self._wakes_at = due
 
     def drop(self, lease: Lease) -> None:
         """Renew `lease` no more, and wait for a batch that has it under way."""
@@ -107,22 +116,23 @@ class Keeper:
             done.wait()
 
     def clear_row(self, grant: Grant) -> None:
-        """Delete a grant's row of the registry soon, from the registry's thread."""
+        """Delete a grant's row of the registry soon, from the second thread."""
         if self._fences is None or not grant.fenced:
             return
         self._ended.append(grant)
-        if self._clear_at == math.inf or self._registry.thread() is None:
+        if self._clear_at == math.inf or self._tending.thread() is None:
             self._clear_at = self._clock() + CLEAR_AFTER
             # If no thread can be started, the next release tries again; the lock is released.
-            self._registry.wake()
+            self._tending.wake()
 
     def doubt(self, grant: Grant) -> None:
         """Release `grant` again and again for a minute: the service may have it, or get it yet."""
         now = self._clock()
-        with self._lock:
-            if len(self.doubts) < MAX_DOUBTS:
-                self.doubts[grant.owner] = grant, now + FIRST_DOUBT, now
-        self._releaser.wake()
+        if len(self.doubts) < MAX_DOUBTS:
+            self.doubts[grant.owner] = grant, now + DOUBTED
+        self._release_at = min(self._release_at, now + FIRST_DOUBT)
+        # If no thread can be started, the keeper's next beat tries again.
+        self._tending.wake()
 
     def clear(self) -> None:
         """Delete now the rows whose deletion was put off."""
@@ -150,12 +160,6 @@ class Keeper:
         """What is renewed."""
         with self._lock:
             return list(self._due)
-
-    def postpone(self, lease: Lease) -> None:
-        """Note that `lease` was renewed by its holder."""
-        with self._lock:
-            if lease in self._due:
-                self._due[lease] = self._due_after(lease)
 
     def lose(self, owners: Sequence[str]) -> None:
         """Note that the sessions of these owners died."""
@@ -236,17 +240,16 @@ class Keeper:
         if runtime.worker.waiting <= runtime.MAX_QUEUED:
             known = {"leases": list(answers), "answers": list(answers.values())}
             notify(emit, Kind.RENEWED, self._backend, "", **known)
-        if self._fences is None:
-            return
         with self._lock:
             for lease, answer in answers.items():
                 # What a test's own transaction has recorded can't be seen from here.
-                if answer is Renewal.KEPT and lease.fenced and not lease.lent:
+                if answer is Renewal.KEPT and lease.fenced and self._fences and not lease.lent:
                     self._renewed[lease] = None
-        self._registry.wake()
+        if self._renewed or self.doubts:
+            self._tending.wake()
 
-    def tend_registry(self) -> float | None:
-        """Renew rows, and delete those of released locks; return the seconds until more are."""
+    def tend(self) -> float | None:
+        """Renew and delete rows, and release doubts; return the seconds until more is due."""
         with self._lock:
             # One that was released meanwhile has no row, or its row is about to be deleted.
             leases = [lease for lease in self._renewed if lease in self._due]
@@ -257,7 +260,9 @@ class Keeper:
             if self._clear_at <= self._clock():
                 self._clear_at = math.inf
                 self.clear()
-        return self._until(self._clear_at)
+            if self._release_at <= self._clock():
+                self._release_doubts()
+        return self._until(min(self._clear_at, self._release_at))
 
     def compare(self, leases: Sequence[Lease]) -> list[Lease]:
         """Renew the rows of leases; release and return those that a newer grant came after."""
@@ -276,26 +281,21 @@ class Keeper:
                 self._backend.release(grant)
         return [by_owner[grant.owner] for grant in overtaken]
 
-    def release_doubts(self) -> float | None:
-        """Release the doubts that are due; return the seconds until more are."""
-        now = self._clock()
-        with self._lock:
-            due = [grant for grant, at, _ in self.doubts.values() if at <= now]
-            for grant in due:
-                _, _, noted = self.doubts.pop(grant.owner)
-                if now < noted + DOUBTED:
-                    # 1, 2, 4, ... seconds after it was noted.
-                    again = noted + 2 * max(FIRST_DOUBT, now - noted)
-                    self.doubts[grant.owner] = grant, again, noted
-            upcoming = min((at for _, at, _ in self.doubts.values()), default=math.inf)
-        # If the service is away, the next beat asks it again.
+    def _release_doubts(self) -> None:
+        now, self._release_at = self._clock(), math.inf
+        grants = []
+        for owner, (grant, until) in list(self.doubts.items()):
+            grants.append(grant)
+            if until <= now:
+                self.doubts.pop(owner, None)
+        if self.doubts:
+            self._release_at = min(self._release_at, now + DOUBT_PAUSE)
+        # If the service is away, the next round asks it again.
         with contextlib.suppress(BackendUnavailable):
-            if due:
-                # A session that no lease needs is kept until its doubts are over.
-                self._backend.renew([])
-            for grant in due:
+            # A session that no lease needs is kept until its doubts are over.
+            self._backend.renew([])
+            for grant in grants:
                 self._backend.release(grant)
-        return self._until(upcoming)
 
     def _renew(self, batch: list[Lease]) -> dict[Lease, Renewal]:
         # The clock is read before the request: the service counts the ttl from later on.

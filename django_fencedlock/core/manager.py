@@ -197,38 +197,31 @@ class Service:
         if lease.held_too_long:
             self.keeper.end(lease)
             raise lease.loss()
-        before, since = lease.ttl, self._clock()
-        asked = before if ttl is None else conf.seconds(ttl, "ttl")
+        since, asked = self._clock(), lease.ttl if ttl is None else conf.seconds(ttl, "ttl")
+        grant = lease.grant._replace(ttl=asked)
         # The service may count a shorter ttl from now on, whether or not its answer comes.
-        lease.ttl, lease.deadline = asked, min(lease.deadline, since + asked)
-        answer = Renewal.UNKNOWN
-        try:
-            answer = self._renew(lease)
-        finally:
-            if answer is not Renewal.KEPT:
-                lease.ttl = min(asked, before)
-                self.keeper.postpone(lease)
-        emit(Kind.RENEWED, self.backend, "", leases=[lease], answers=[answer])
+        lease.ttl = min(asked, lease.ttl)
+        lease.deadline = min(lease.deadline, since + asked)
+        self.keeper.renewed(lease)
+        (answer,) = self.backend.renew([grant])
         if answer is Renewal.KEPT:
-            lease.deadline = since + asked
-            self.keeper.postpone(lease)
-            return
+            lease.ttl = asked
+            if lease.fenced and self.keeper.compare([lease]):
+                answer = Renewal.LOST
+            else:
+                lease.deadline = since + asked
+                self.keeper.renewed(lease)
+        emit(Kind.RENEWED, self.backend, "", leases=[lease], answers=[answer])
         if answer is Renewal.LOST:
             self.lose(lease, REFUSED)
             raise lease.loss()
-        raise BackendUnavailable(
-            f"The lease of lock {lease.name!r} couldn't be renewed: lock service "
-            f"{lease.alias!r} didn't answer. {lease.remaining():.1f} s of it are left.",
-            name=lease.name,
-            alias=lease.alias,
-        )
-
-    def _renew(self, lease: Lease) -> Renewal:
-        """Renew a lease for its holder, who waits for the answer of the fence database too."""
-        (answer,) = self.backend.renew([lease.grant])
-        if answer is Renewal.KEPT and lease.fenced and self.keeper.compare([lease]):
-            return Renewal.LOST
-        return answer
+        if answer is Renewal.UNKNOWN:
+            raise BackendUnavailable(
+                f"The lease of lock {lease.name!r} couldn't be renewed: lock service "
+                f"{lease.alias!r} didn't answer. {lease.remaining():.1f} s of it are left.",
+                name=lease.name,
+                alias=lease.alias,
+            )
 
     def atomic(self, lease: Lease, using: str | None) -> contextlib.AbstractContextManager[None]:
         return pinned_atomic(lease, using)

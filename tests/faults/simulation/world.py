@@ -165,8 +165,7 @@ class World:
 
     def _tick(self, process: Process, step: Step) -> None:
         process.service.keeper.tick()
-        process.service.keeper.tend_registry()
-        process.service.keeper.release_doubts()
+        process.service.keeper.tend()
 
     def _write(self, process: Process, step: Step) -> None:
         """A fenced save: the condition is that the grant is the newest, as in `fences.pins`."""
