@@ -7,9 +7,11 @@ import logging
 import math
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from ... import logs
 from ...conf import AliasConfig, Problem
@@ -20,22 +22,12 @@ from ...problems import clock_problem, ok
 from ...storage.text import shorten_error
 from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 from .client import Client, RedisError, is_cluster, make_client, settings_problems
-from .connections import Connections, Mailbox
-from .scripts import ACQUIRE, BEAT, GATE, LOOK, RECHECK, RELEASE, RENEW, SUGGEST, Keys
+from .connections import Connections
+from .scripts import ACQUIRE, BEAT, GATE, LOOK, RECHECK, RELEASE, RENEW, SUGGEST, WAKE, Keys, Script
 
 logger = logging.getLogger(__name__)
 
 _RENEWALS: Mapping[object, Renewal] = {0: Renewal.LOST, 1: Renewal.KEPT}
-
-
-class _Handle(NamedTuple):
-    """What the requests of one grant need, computed once."""
-
-    keys: Keys
-    #: The lock key's value while the grant holds the lock.
-    value: str
-    #: The value of the counter if no other owner came since; empty if it isn't fenced.
-    counter: str
 
 
 class RedisBackend(Backend):
@@ -66,14 +58,11 @@ class RedisBackend(Backend):
         self._connections: dict[int, tuple[object, Connections]] = {}
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
-        try:
-            answer = self._claim(claim, "0" if wait.left else "")
-            if isinstance(answer, Granted):
-                return answer
-            held, arrival = answer
-            return self._queue(claim, wait, held, arrival) if arrival else held
-        except RedisError as exc:
-            raise self.unavailable("acquiring", exc, claim.name) from exc
+        answer = self._claim(claim, "0" if wait.left else "")
+        if isinstance(answer, Granted):
+            return answer
+        held, arrival = answer
+        return self._queue(claim, wait, held, arrival) if arrival else held
 
     def _claim(self, claim: Claim, arrival: str) -> Granted | tuple[Held, str]:
         """
@@ -86,46 +75,57 @@ class RedisBackend(Backend):
         ttl, fenced = _milliseconds(claim.ttl), "1" if claim.fenced else "0"
         terms = (claim.owner, ttl, claim.identity, fenced, arrival)
         since = clock()
-        answer = self._here.run(ACQUIRE, keys, *(terms if arrival else terms[:4]))
+        answer = self._run(
+            "acquiring", claim.name, ACQUIRE, keys, *(terms if arrival else terms[:4])
+        )
         if isinstance(answer, list):
             expires, arrival, handed, value = answer
             self._recheck(keys, handed)
             return _read_lock(value, expires), _text(arrival)
-        token = int(answer) if claim.fenced else None
-        return Granted(token, since, _handle(keys, claim.owner, token, claim.identity))
+        value = f"{claim.owner}:{_text(answer)}:{claim.identity}"
+        return Granted(int(answer) if claim.fenced else None, since, value)
 
     def _queue(self, claim: Claim, wait: Wait, held: Held, arrival: str) -> Granted | Held:
         """Wait for messages until the lock is granted or the wait is over."""
-        keys = self._keys(claim.name)
-        mailbox = Mailbox(self._here, keys.mailbox(claim.owner), wait)
+        mailbox = self._keys(claim.name).mailbox(claim.owner)
+        wait.on_cancel(partial(self._wake, mailbox))
         try:
             while arrival:
                 wait.refused(held)
                 pause = BEAT if held.expires_in is None else held.expires_in + 0.002
-                mailbox.sleep(min(BEAT, pause))
-                if wait.cancelled:
-                    self._release(keys, claim.owner)
-                    return held
+                self._here.pop(mailbox, min(BEAT, pause, wait.left))
                 # The last request leaves the queue, unless it gets the lock.
                 answer = self._claim(claim, arrival if wait.left else "")
                 if isinstance(answer, Granted):
                     return answer
                 held, arrival = answer
             return held
-        except BaseException as exc:
-            if not isinstance(exc, RedisError):
-                with contextlib.suppress(*RedisError):
-                    self._release(keys, claim.owner)
+        except BackendUnavailable:
             raise
-        finally:
-            mailbox.close()
+        except BaseException:
+            with contextlib.suppress(BackendUnavailable):
+                self.release(Grant(claim.name, claim.owner, fenced=False))
+            raise
+
+    def _wake(self, mailbox: str) -> None:
+        """Send a waiter a message, from another thread: this one may run an event loop."""
+
+        def push() -> None:
+            with contextlib.suppress(*RedisError):
+                self._here.run(WAKE, [mailbox])
+
+        # RuntimeError: the interpreter exits. The waiter notices after a beat.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=push, daemon=True).start()
 
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
-        calls = []
-        for grant in grants:
-            keys, value, _ = self._handle(grant)
-            calls.append((keys[:2], (value, _milliseconds(grant.ttl))))
-        answers = self._here.run_batch(RENEW, calls)
+        answers = self._here.run_batch(
+            RENEW,
+            [
+                (self._keys(grant.name)[:2], (_value(grant), _milliseconds(grant.ttl)))
+                for grant in grants
+            ],
+        )
         if failed := [answer for answer in answers if isinstance(answer, Exception)]:
             why = shorten_error(failed[0])
             runtime.notify(
@@ -137,18 +137,11 @@ class RedisBackend(Backend):
         return [_RENEWALS.get(answer, Renewal.UNKNOWN) for answer in answers]
 
     def release(self, grant: Grant) -> bool:
-        keys, _, counter = self._handle(grant)
-        try:
-            return self._release(keys, grant.owner, *([counter] if grant.fenced else []))
-        except RedisError as exc:
-            raise self.unavailable("release", exc, grant.name) from exc
-
-    def _release(self, keys: Keys, owner: str, *counter: str) -> bool:
-        answer = self._here.run(RELEASE, keys, owner, *counter)
+        keys = self._keys(grant.name)
+        terms = (grant.owner, _counter(grant)) if grant.fenced else (grant.owner,)
+        answer = self._run("release", grant.name, RELEASE, keys, *terms)
         if isinstance(answer, list):
-            # The lock is released, whatever becomes of the waiter that got it.
-            with contextlib.suppress(*RedisError):
-                self._recheck(keys, answer)
+            self._recheck(keys, answer)
         return bool(answer != 0)
 
     def _recheck(self, keys: Keys, handed: Any) -> None:
@@ -158,29 +151,31 @@ class RedisBackend(Backend):
         A waiter that is blocked on its mailbox was woken. One whose heartbeat is younger than GATE
         may not be blocked yet.
         """
-        while handed and handed[2] >= GATE:
-            handed = self._here.run(RECHECK, keys, _text(handed[0]), _text(handed[1]))
+        # Without an answer, the waiter has the lock until its claim is over.
+        with contextlib.suppress(*RedisError):
+            while handed and handed[2] >= GATE:
+                handed = self._here.run(RECHECK, keys, _text(handed[0]), _text(handed[1]))
 
     def verify(self, grant: Grant) -> bool:
-        keys, value, counter = self._handle(grant)
-        with self._requests("verification", grant.name):
+        keys, counter = self._keys(grant.name), _counter(grant)
+        try:
             held, drawn = map(_text, self._here.execute("MGET", keys.lock, keys.counter))
+        except RedisError as exc:
+            raise self.unavailable("verification", exc, grant.name) from exc
         # An expired lease is the owner's if no other came since, as in RENEW.
-        return held == value if held else bool(counter) and drawn in ("", counter)
+        return held == _value(grant) if held else bool(counter) and drawn in ("", counter)
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
         calls = [((keys.lock, keys.queue), ()) for keys in map(self._keys, names)]
-        with self._requests("look"):
-            answers = self._here.run_batch(LOOK, calls)
-            for answer in answers:
-                if isinstance(answer, Exception):
-                    raise answer
+        answers = self._here.run_batch(LOOK, calls)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise self.unavailable("look", answer) from answer
         found = zip(names, answers, strict=True)
         return {name: _read_lock(*answer) for name, answer in found if answer[0] is not None}
 
     def suggest(self, name: str, floor: int) -> None:
-        with self._requests("suggestion of a token", name):
-            self._here.run(SUGGEST, [self._keys(name).counter], str(floor))
+        self._run("suggestion of a token", name, SUGGEST, [self._keys(name).counter], str(floor))
 
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:
@@ -189,11 +184,10 @@ class RedisBackend(Backend):
 
     def check(self) -> Iterator[Problem]:
         try:
-            with self._requests("check"):
-                yield from server_problems(self._here.client, self.config.alias)
-        except BackendUnavailable as exc:
+            yield from server_problems(self._here.client, self.config.alias)
+        except RedisError as exc:
             remedy = "Start the server, or correct the settings of the alias."
-            yield Problem("E013", str(exc), remedy)
+            yield Problem("E013", str(self.unavailable("check", exc)), remedy)
 
     def close(self) -> None:
         for _, connections in [*self._connections.values()]:
@@ -220,17 +214,9 @@ class RedisBackend(Backend):
     def _keys(self, name: str) -> Keys:
         return Keys.of(self.config.key_prefix, name)
 
-    def _handle(self, grant: Grant) -> _Handle:
-        """Return a grant's handle; another process's grant has none."""
-        if isinstance(grant.handle, _Handle):
-            return grant.handle
-        token = grant.token if grant.fenced else None
-        return _handle(self._keys(grant.name), grant.owner, token, grant.identity)
-
-    @contextlib.contextmanager
-    def _requests(self, doing: str, name: str | None = None) -> Iterator[None]:
+    def _run(self, doing: str, name: str, script: Script, keys: Sequence[str], *args: str) -> Any:
         try:
-            yield
+            return self._here.run(script, keys, *args)
         except RedisError as exc:
             raise self.unavailable(doing, exc, name) from exc
 
@@ -239,8 +225,16 @@ def _milliseconds(seconds: float) -> str:
     return str(math.ceil(seconds * 1000))
 
 
-def _handle(keys: Keys, owner: str, token: int | None, identity: str) -> _Handle:
-    return _Handle(keys, f"{owner}:{token or 0}:{identity}", f"{token}:{owner}" if token else "")
+def _value(grant: Grant) -> str:
+    """Return the lock key's value while the grant holds the lock."""
+    # The core may have given the grant another token. Another process's grant has no handle.
+    return grant.handle or f"{grant.owner}:{grant.token or 0}:{grant.identity}"
+
+
+def _counter(grant: Grant) -> str:
+    """Return the counter if no other owner came since; empty if unfenced, or if unknown."""
+    owner, token, _ = _value(grant).split(":", 2)
+    return "" if token == "0" else f"{token}:{owner}"
 
 
 def _read_lock(value: bytes | str | None, expires: int, waiting: int | None = None) -> Held:
@@ -266,7 +260,6 @@ OLDEST = (6, 2)
 FULL = 0.9
 
 _FENCED = "still runs. Tokens still rise, and fenced writes are still rejected."
-_APPEND_ONLY = "Set appendonly to yes if tasks that run twice cost too much."
 _OWN_SERVER = "or use a separate server for locks."
 
 
@@ -290,12 +283,11 @@ def _problems(where: str, client: Client, **target: Any) -> Iterator[Problem]:
     # Valkey reports that it is Redis 7.2, beside its own version.
     if "valkey_version" in info:
         yield ok(f"{where} is Valkey {info['valkey_version']}.")
-    elif tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= OLDEST:
+    elif tuple(map(int, re.findall(r"\d+", version)[:2])) >= OLDEST:
         yield ok(f"{where} is Redis {version}.")
     else:
-        yield Problem(
-            "E014", f"{where} has version {version}.", "Use Redis 6.2 or newer, or Valkey."
-        )
+        remedy = "Use Redis 6.2 or newer, or Valkey."
+        yield Problem("E014", f"{where} has version {version}.", remedy)
     before, began = time.time(), clock()
     seconds, micros = client.time(**target)
     ahead = seconds + micros / 1e6 - before - (clock() - began) / 2
@@ -306,12 +298,17 @@ def _problems(where: str, client: Client, **target: Any) -> Iterator[Problem]:
         what = f"{where} drops keys when it is full (maxmemory-policy {policy}): a dropped lock is"
         remedy = f"Set maxmemory-policy to noeviction, {_OWN_SERVER}"
         yield Problem("W002", f"{what} free for the next owner. Tokens stay right.", remedy)
+    elif (used := info.get("used_memory", 0)) > FULL * limit > 0:
+        what = f"{where} uses {used / limit:.0%} of its maxmemory, and refuses writes at 100%."
+        yield Problem("W006", what, f"Raise maxmemory, {_OWN_SERVER}")
+    for key in ("rdb_last_bgsave_status", "aof_last_write_status"):
+        if info.get(key, "ok") != "ok":
+            what = f"{where} reports that {key} is {info[key]}, and may refuse every write."
+            yield Problem("W007", what, "Look at its log and its disk.")
+    if info.get("aof_enabled"):
+        yield ok(f"{where} keeps an append-only file.")
     else:
-        yield ok(f"{where} drops no keys.")
-        if limit and (used := info.get("used_memory", 0)) > FULL * limit:
-            what = f"{where} uses {used / limit:.0%} of its maxmemory, and refuses writes at 100%."
-            yield Problem("W006", what, f"Raise maxmemory, {_OWN_SERVER}")
-    yield from _persistence(where, info, client, **target)
+        yield _without_append_only(where, client, **target)
     if info.get("role") == "slave":
         remedy = "Name the primary, or a Sentinel that knows it."
         yield Problem("W008", f"{where} is a replica.", remedy)
@@ -320,26 +317,14 @@ def _problems(where: str, client: Client, **target: Any) -> Iterator[Problem]:
         yield Problem("I003", f"{what} granted again while its holder {_FENCED}")
 
 
-def _persistence(
-    where: str, info: Mapping[str, Any], client: Client, **target: Any
-) -> Iterator[Problem]:
-    for key, effect in (
-        ("rdb_last_bgsave_status", "It may refuse every write"),
-        ("aof_last_write_status", "It refuses every write"),
-    ):
-        if info.get(key, "ok") != "ok":
-            found = f"{where} reports that {key} is {info[key]}."
-            yield Problem("W007", found, f"{effect}: look at its log and its disk.")
-    if info.get("aof_enabled"):
-        yield ok(f"{where} keeps an append-only file.")
-        return
+def _without_append_only(where: str, client: Client, **target: Any) -> Problem:
+    remedy = "Set appendonly to yes if tasks that run twice cost too much."
     saves = True
     # This user may not ask.
     with contextlib.suppress(*RedisError):
         saves = bool(client.config_get("save", **target).get("save", True))
     if saves:
         what = f"{where} keeps snapshots at most: after a crash a new lock is free while its holder"
-        yield Problem("I002", f"{what} {_FENCED}", _APPEND_ONLY)
-    else:
-        what = f"{where} keeps nothing on disk: after a restart every lock is free while its holder"
-        yield Problem("I001", f"{what} {_FENCED}", _APPEND_ONLY)
+        return Problem("I002", f"{what} {_FENCED}", remedy)
+    what = f"{where} keeps nothing on disk: after a restart every lock is free while its holder"
+    return Problem("I001", f"{what} {_FENCED}", remedy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -81,10 +80,6 @@ def copy_pool(client: Client, **changes: Any) -> Any:
     return redis.ConnectionPool(**options)
 
 
-def never_retry() -> dict[str, Any]:
-    return {"retry": Retry(NoBackoff(), 0), "retry_on_timeout": False, "retry_on_error": []}
-
-
 def _limits(timeout: float) -> dict[str, Any]:
     # The server may have closed an idle connection: that deserves a second try. A request that
     # timed out doesn't: the server may still run it, and the time limit would double.
@@ -134,11 +129,10 @@ def _parse_sentinel_url(url: str) -> tuple[list[tuple[str, int]], str, dict[str,
 
 
 def _address(host: str) -> tuple[str, int]:
-    # An IPv6 address is used without its brackets.
-    found = re.fullmatch(r"(?:\[([^]]+)\]|([^:\[\]]+))(?::(\d+))?", host)
-    if found is None:
+    parts = urlsplit(f"//{host}")
+    if not parts.hostname:
         raise ValueError(f"{host!r} isn't a host with a port")
-    return found[1] or found[2], int(found[3] or 26379)
+    return parts.hostname, parts.port or 26379
 
 
 def settings_problems(config: AliasConfig) -> Iterator[Problem]:
@@ -152,7 +146,11 @@ def settings_problems(config: AliasConfig) -> Iterator[Problem]:
         return
     where = config.where("OPTIONS")
     if config.location:
-        yield from _url_problems(config)
+        if _fault_of_url(config.location):
+            url = without_secrets(config.location)
+            # The fault of the URL as shown: that of the real one may quote a part of the password.
+            why = _fault_of_url(url) or f"a character in {HIDDEN} must be quoted"
+            yield Problem("E007", f"{config.where('LOCATION')} is {url!r}: {why}.", _FORMS)
     elif "CACHE" in config.options:
         alias = config.options["CACHE"]
         if why := _fault_of_cache(alias):
@@ -162,15 +160,6 @@ def settings_problems(config: AliasConfig) -> Iterator[Problem]:
         if why := _fault_of_factory(path):
             what = f"{where}['CLIENT_FACTORY'] is {shown(path)}: {without_secrets(why)}."
             yield Problem("E008", what, _FACTORY)
-
-
-def _url_problems(config: AliasConfig) -> Iterator[Problem]:
-    if not _fault_of_url(config.location):
-        return
-    shown_url = without_secrets(config.location)
-    # The fault of the URL as shown: that of the real one may quote a part of the password.
-    why = _fault_of_url(shown_url) or f"a character in {HIDDEN} must be quoted"
-    yield Problem("E007", f"{config.where('LOCATION')} is {shown_url!r}: {why}.", _FORMS)
 
 
 def _fault_of_url(url: str) -> str:

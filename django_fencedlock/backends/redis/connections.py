@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import redis
-from redis.exceptions import ClusterError, NoScriptError, ReadOnlyError, ResponseError
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, ReadOnlyError, ResponseError
+from redis.retry import Retry
 
-from ..interface import Wait
-from .client import Client, RedisError, copy_pool, is_cluster, never_retry
-from .scripts import BEAT, WAKE, Script
+from .client import Client, RedisError, copy_pool, is_cluster
+from .scripts import BEAT, Script
 
 #: The keys and arguments of a script.
 Call = tuple[Sequence[str], Sequence[str]]
@@ -23,6 +23,8 @@ Call = tuple[Sequence[str], Sequence[str]]
 AT_ONCE = 250
 #: Seconds between a failed blocking pop and the next try.
 PAUSE = 0.1
+#: Idle connections that are kept, of those for requests and of those for waiters.
+MAX_IDLE = 10
 
 
 class Spare:
@@ -47,24 +49,25 @@ class Spare:
             connection.send_command(*command)
             return connection.read_response()
 
-        done = False
+        keep = False
         try:
             answer = connection.retry.call_with_retry(ask, lambda error: connection.disconnect())
-            done = True
+            keep = True
             return answer
         except ResponseError:
-            done = True
+            keep = True
             raise
         finally:
-            if not done:
-                # The next request would read this answer.
+            # After any other error, the next request would read this answer.
+            if keep and len(self._idle) < MAX_IDLE:
+                self._idle.append(connection)
+            else:
                 connection.disconnect()
-            self._idle.append(connection)
 
-    def close(self, keep: int = 0) -> None:
-        """Close all idle connections but `keep`."""
+    def close(self) -> None:
+        """Close all idle connections."""
         with contextlib.suppress(IndexError):
-            while len(self._idle) > keep:
+            while True:
                 self._idle.pop().disconnect()
 
 
@@ -76,8 +79,8 @@ class Connections:
         self._pool = getattr(client, "connection_pool", None)
         # A Sentinel's pool drops the connections to a former primary, so it must know them all.
         self._spare = Spare(self._pool) if type(self._pool) is redis.ConnectionPool else None
-        self._spare_to_wait: dict[Any, Spare] = {}
-        self.waiters: set[Mailbox] = set()
+        #: Those of waiters, by the server's pool. None of them serves requests.
+        self._waiting: dict[Any, Spare] = {}
 
     def execute(self, *command: object) -> Any:
         """Execute one command. Raise `RedisError`."""
@@ -104,28 +107,22 @@ class Connections:
 
     def run_batch(self, script: Script, calls: Sequence[Call]) -> list[Any]:
         """Run a script that takes many calls at once; an answer may be an exception."""
-        # The nodes of a Cluster that failed: each further request to one might take as long.
+        answers: list[Any] = []
+        # By node: each further request to one that failed might take as long.
         failures: dict[object, BaseException] = {}
         size = 1 if is_cluster(self.client) else AT_ONCE
-        parts = [calls[start : start + size] for start in range(0, len(calls), size)]
-        return [answer for part in parts for answer in self._run_part(script, part, failures)]
-
-    def _run_part(
-        self, script: Script, part: Sequence[Call], failures: dict[object, BaseException]
-    ) -> list[Any]:
-        keys = [key for keys, _ in part for key in keys]
-        node = self._node_of(keys[0])
-        if node not in failures:
-            try:
-                return list(self.run(script, keys, *(arg for _, args in part for arg in args)))
-            except RedisError as exc:
-                if len(part) > 1 and isinstance(exc, ResponseError):
-                    # It may be about one of the calls.
-                    return [self._run_part(script, [call], failures)[0] for call in part]
-                if isinstance(exc, ClusterError) or not isinstance(exc, ResponseError):
+        for start in range(0, len(calls), size):
+            part = calls[start : start + size]
+            keys = [key for keys, _ in part for key in keys]
+            node = self._node_of(keys[0])
+            if node not in failures:
+                try:
+                    answers += self.run(script, keys, *(arg for _, args in part for arg in args))
+                    continue
+                except RedisError as exc:
                     failures[node] = exc
-                return [exc] * len(part)
-        return [failures[node]] * len(part)
+            answers += [failures[node]] * len(part)
+        return answers
 
     def _node_of(self, key: str) -> object:
         """Return a key's node in a Cluster; None if the client knows none."""
@@ -134,64 +131,27 @@ class Connections:
                 return self.client.get_node_from_key(key)
         return None
 
-    def spare_to_wait(self, key: str) -> Spare:
-        """Return connections for blocking pops of a key. None of them serves requests."""
+    def pop(self, key: str, seconds: float) -> None:
+        """Wait for a message in a mailbox. An error ends the wait as a message does."""
         client = self.client
-        if is_cluster(client):
-            client = client.get_redis_connection(client.get_node_from_key(key))
-        pool = client.connection_pool
-        if pool not in self._spare_to_wait:
-            made = Spare(copy_pool(client, socket_timeout=BEAT + 1, **never_retry()))
-            self._spare_to_wait.setdefault(pool, made)
-        return self._spare_to_wait[pool]
-
-    def close_spare_to_wait(self, keep: int = 0) -> None:
-        for spare in list(self._spare_to_wait.values()):
-            spare.close(keep)
-
-    def close(self) -> None:
-        """Close idle connections."""
-        self.close_spare_to_wait()
-        if self._spare is not None:
-            self._spare.close()
-        if self._pool is not None:
-            self._pool.disconnect(inuse_connections=False)
-
-
-class Mailbox:
-    """The list whose messages wake one waiter. Cancelling the wait sends a message too."""
-
-    def __init__(self, connections: Connections, key: str, wait: Wait) -> None:
-        self._connections, self._key, self._wait = connections, key, wait
-        connections.waiters.add(self)
-        wait.on_cancel(self._wake)
-
-    def sleep(self, seconds: float) -> None:
-        """
-        Wait for a message, at most `seconds`.
-
-        An error ends it as a message does: after both, the waiter asks for the lock again.
-        """
         # Zero, and what the server rounds to zero, blocks without a limit.
-        limit = max(0.001, round(min(seconds, self._wait.left), 3))
+        limit = max(0.001, round(seconds, 3))
         try:
-            if not self._wait.cancelled:
-                self._connections.spare_to_wait(self._key).execute("BLPOP", self._key, limit)
+            if is_cluster(client):
+                client = client.get_redis_connection(client.get_node_from_key(key))
+            pool = client.connection_pool
+            if pool not in self._waiting:
+                never = Retry(NoBackoff(), 0)
+                made = Spare(copy_pool(client, socket_timeout=BEAT + 1, retry=never))
+                self._waiting.setdefault(pool, made)
+            self._waiting[pool].execute("BLPOP", key, limit)
         except RedisError:
             time.sleep(min(PAUSE, limit))
 
     def close(self) -> None:
-        waiters = self._connections.waiters
-        waiters.discard(self)
-        self._connections.close_spare_to_wait(keep=max(1, len(waiters)))
-
-    def _wake(self) -> None:
-        # The thread that cancels may run an event loop, which a request would block.
-        if self in self._connections.waiters:
-            # RuntimeError: the interpreter exits. The waiter notices after a beat.
-            with contextlib.suppress(RuntimeError):
-                threading.Thread(target=self._push, daemon=True).start()
-
-    def _push(self) -> None:
-        with contextlib.suppress(*RedisError):
-            self._connections.run(WAKE, [self._key])
+        """Close idle connections."""
+        for spare in [self._spare, *self._waiting.values()]:
+            if spare is not None:
+                spare.close()
+        if self._pool is not None:
+            self._pool.disconnect(inuse_connections=False)

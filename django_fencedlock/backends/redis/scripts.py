@@ -226,19 +226,20 @@ return owner and hand_to(owner, alive) or {{}}
 # KEYS     lock and counter of each lease
 # ARGV     value of the lock key and ttl in ms of each lease
 # Returns  of each lease 1 if it was renewed, else 0
-# A fenced lease that expired is renewed if no other owner came since.
+# A fenced lease that expired is renewed if no other owner came since. pcall: a key of another type,
+# which other software has set, is an error of its own lease alone.
 RENEW = Script(f"""
 local answers = {{}}
 for last = 2, #KEYS, 2 do
   local lock, counter, value, ttl = KEYS[last - 1], KEYS[last], ARGV[last - 1], ARGV[last]
-  local held = redis.call('GET', lock)
+  local held = redis.pcall('GET', lock)
   local renewed = 0
   if held == value then
     renewed = redis.call('PEXPIRE', lock, ttl)
   elseif not held then
     local owner, token = string.match(value, '^([^:]*):(%d+):')
     local mine = token .. ':' .. owner
-    if token ~= '0' and (redis.call('GET', counter) or mine) == mine then
+    if token ~= '0' and (redis.pcall('GET', counter) or mine) == mine then
       redis.call('SET', counter, mine, 'PX', {_COUNTER_TTL})
       redis.call('SET', lock, value, 'PX', ttl)
       renewed = 1
