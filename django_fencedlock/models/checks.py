@@ -244,7 +244,7 @@ def _collation_problems(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
     for (table, column), (model, field) in naming.items():
         if column not in _columns_of(connection, table):
             continue
-        if confused := confused_texts(connection, table, column):
+        if confused := confused_texts(connection, field):
             target = target_of(field)
             yield Problem(
                 "W026",

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import format_number
+from django.db.models import UniqueConstraint
 from django.utils import timezone
 
 from .. import conf
 from ..core import names
 from ..lease import Lease, current_lease
 from ..locks import Lock, lock
-from .fields import is_text, target_of
+from .fields import confused_texts, is_text, target_of
 
 if TYPE_CHECKING:
     from django.db.models import Model
@@ -189,25 +191,38 @@ class FencingOf:
                 columns[name] = {column: getattr(obj, column) for column in self.columns}
         return [(name, columns.get(name, {"pk__in": pks})) for name, pks in keys.items()]
 
-    def has_one_lock(self, unique_fields: Sequence[str] | None) -> bool:
-        """Whether any rows that conflict in these fields are rows of one lock."""
+    def why_incomparable(
+        self, connection: BaseDatabaseWrapper, unique_fields: Sequence[str] | None
+    ) -> str:
+        """Return why a row that conflicts in these fields may be one of another lock, if it may."""
         meta: Any = self.model._meta
         keys: list[Any] = [unique_fields]
+        if not self.spec.serialised:
+            return "can't compare tokens of the rows, so mode 'high_water' rejects it"
         if unique_fields is None:
             # MySQL goes by any unique key of the table, also one over an expression.
-            if any(getattr(each, "expressions", ()) for each in meta.constraints):
-                return False
             keys = [[field.name] for field in meta.concrete_fields if field.unique]
-            keys += [constraint.fields for constraint in meta.total_unique_constraints]
+            keys += [each.fields for each in meta.constraints if isinstance(each, UniqueConstraint)]
             keys += [*meta.unique_together, ["pk"]]
 
         def columns(name: str) -> set[str]:
             fields = meta.pk_fields if name == "pk" else [meta.get_field(name)]
             return {field.attname for field in fields}
 
-        return self.columns is not None and all(
-            set(self.columns) <= set().union(*map(columns, key)) for key in keys
-        )
+        found = [set().union(*map(columns, key)) for key in keys]
+        if self.columns is None or not all(set(self.columns) <= key for key in found):
+            named = ", ".join(self.columns or ("what names it",))
+            return (
+                f"might overwrite rows of another lock: {named} has to be among the unique fields "
+                "that it goes by"
+            )
+        for field in self.compared:
+            if field.attname in self.texts and (confused := confused_texts(connection, field)):
+                return (
+                    f"might overwrite rows of another lock, as the database takes {confused} in "
+                    f"{field.name!r}: give it a db_collation that compares every character"
+                )
+        return ""
 
     def naming_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of the values of an update() that are for columns of the lock's name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from django.db import Error, models
@@ -93,7 +94,7 @@ def constraint_name(model: Any, column: str) -> str:
 
 def is_rejected(error: Error, model: Any, column: str) -> bool:
     """Whether the constraint on a column of `model` failed the statement."""
-    name = constraint_name(model, column)
+    name = constraint_name(model._meta.get_field(column).model, column)
     diag = getattr(error.__cause__, "diag", None)
     if diag is not None and getattr(diag, "constraint_name", None):
         return bool(diag.constraint_name == name)
@@ -148,25 +149,14 @@ def same_text(field: Any, value: Any) -> Q:
     return Q(Exact(Exactly(F(field.attname)), Exactly(Value(value, output_field=field))))
 
 
-def confused_texts(connection: BaseDatabaseWrapper, table: str, column: str) -> str:
+def confused_texts(connection: BaseDatabaseWrapper, field: Any) -> str:
     """Return the texts among some pairs that a column takes for each other, for a message."""
     quote = connection.ops.quote_name
+    column, table = quote(field.column), quote(field.model._meta.db_table)
     # As a second part of the column's own values, a text is compared as they are.
-    text = f"SELECT {quote(column)} AS t FROM {quote(table)} WHERE 1 = 0 UNION ALL SELECT %s"
-    found = []
+    text = f"SELECT {column} AS t FROM {table} WHERE 1 = 0 UNION ALL SELECT %s"
+    same = f"(SELECT CASE WHEN x.t = y.t THEN 1 ELSE 0 END FROM ({text}) x, ({text}) y)"
     with connection.cursor() as cursor:
-        for one, other in _PAIRS:
-            cursor.execute(
-                f"SELECT CASE WHEN x.t = y.t THEN 1 ELSE 0 END FROM ({text}) x, ({text}) y",
-                [one, other],
-            )
-            if cursor.fetchone()[0]:
-                found.append(f"{one!r} for {other!r}")
-    return " and ".join(found)
-
-
-def may_confuse(connection: BaseDatabaseWrapper, field: Any) -> bool:
-    """Whether a text column might take texts for each other, so that the database is asked."""
-    plain = (field.db_type(connection) or "").startswith(("varchar", "text"))
-    declared = getattr(target_of(field), "db_collation", None)
-    return connection.vendor == "mysql" or bool(declared) or not plain
+        cursor.execute(f"SELECT {', '.join([same] * len(_PAIRS))}", [*chain(*_PAIRS)])
+        found = zip(_PAIRS, cursor.fetchone(), strict=True)
+    return " and ".join(f"{one!r} for {other!r}" for (one, other), is_same in found if is_same)

@@ -15,9 +15,9 @@ from django.db.models.base import ModelBase
 
 from ..lease import Lease, held_owners
 from ..storage.fences import is_newest
-from .base import GuardedQuerySet, SaveHooks, given, is_fast_delete, watch
+from .base import GuardedQuerySet, SaveHooks, given, watch
 from .fencing import FencingOf, Rows
-from .fields import REJECTED, Exactly, confused_texts, is_rejected, is_text, may_confuse
+from .fields import REJECTED, Exactly, is_rejected
 from .writes import (
     Write,
     claimed_fence,
@@ -85,12 +85,12 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
     ) -> int:
         objs, fields = tuple(objs), tuple(fields)
         self._require_other_columns(fields, "bulk_update")
-        if not (self._is_covered() or self._is_versioned) or not all(obj.pk for obj in objs):
-            return super().bulk_update(objs, fields, batch_size)
-        rows = self.filter(pk__in=[obj.pk for obj in objs])._copy(_objects=objs)
-        # A row without a lease raises here, before anything is written.
-        writes = rows._writes("Updating")
-        if writes is None and not self._is_versioned:
+        keys = [obj.pk for obj in objs]
+        writes = None
+        if self._is_covered() and all(keys):
+            # A row without a lease raises here, before anything is written.
+            writes = self.filter(pk__in=keys)._copy(_objects=objs)._writes("Updating")
+        if writes is None and not (self._is_versioned and all(keys)):
             return super().bulk_update(objs, fields, batch_size)
         leased = leases_of(writes or ())
         # As Django counts parameters, and some more for each object's fence and version.
@@ -155,12 +155,9 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             )
 
     def delete(self) -> tuple[int, dict[str, int]]:
+        # Each row that Django collects is guarded then; _raw_delete() deletes the others.
         if self._is_covered():
             watch(self.model)
-            if not is_fast_delete(self):
-                # Each row is guarded as it is collected. A row without a lease raises here,
-                # before anything is written.
-                self._writes("Deleting")
         return super().delete()
 
     delete.queryset_only = True  # type: ignore[attr-defined]
@@ -294,39 +291,19 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         self, writes: Sequence[Write], unique_fields: Sequence[str] | None
     ) -> None:
         """Raise if new rows may take the place of rows that they can't be compared with."""
-
-        def impossible(why: str) -> ImproperlyConfigured:
-            label = self.model._meta.label
-            return ImproperlyConfigured(f"bulk_create(update_conflicts=True) of {label} {why}.")
-
+        why = ""
         if self._is_versioned:
-            raise impossible("can't compare the versions of the rows that it overwrites")
-        if not self._is_covered():
-            return
-        fencing = self._fencing
-        for write in writes:
-            if write.grant is None:
-                # Adding is free, overwriting isn't.
-                replace(write, doing="Overwriting").under(None)
-        if not leases_of(writes):
-            return
-        if not fencing.spec.serialised:
-            raise impossible("can't compare tokens of the rows, so mode 'high_water' rejects it")
-        connection = connections[self._database()]
-        for field in fencing.compared:
-            if is_text(field) and may_confuse(connection, field):
-                table = field.model._meta.db_table
-                if confused := confused_texts(connection, table, str(field.column)):
-                    raise impossible(
-                        f"might overwrite rows of another lock, as the database takes {confused} "
-                        f"in {field.name!r}: give it a db_collation that compares every character"
-                    )
-        if not fencing.has_one_lock(unique_fields):
-            columns = ", ".join(fencing.columns or ("what names it",))
-            raise impossible(
-                f"might overwrite rows of another lock: {columns} has to be among the unique "
-                "fields that it goes by"
-            )
+            why = "can't compare the versions of the rows that it overwrites"
+        elif self._is_covered():
+            for write in writes:
+                if write.grant is None:
+                    # Adding is free, overwriting isn't.
+                    replace(write, doing="Overwriting").under(None)
+            if leases_of(writes):
+                why = self._fencing.why_incomparable(connections[self._database()], unique_fields)
+        if why:
+            label = self.model._meta.label
+            raise ImproperlyConfigured(f"bulk_create(update_conflicts=True) of {label} {why}.")
 
     @contextlib.contextmanager
     def _stamped(self, objs: Sequence[Any], writes: Sequence[Write]) -> Iterator[None]:
@@ -372,16 +349,14 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             if self._objects is not None:
                 raise  # It is explained by bulk_update(), once the transaction has ended.
             leased = leases_of(writes)
-            if self._is_fenced and is_rejected(exc, self._fencing.table, "fence"):
+            if self._is_fenced and is_rejected(exc, self.model, "fence"):
                 if leased:
                     raise rejected(leased) from exc
                 write = Write(self._fencing, self.db, "Writing")
                 raise write.lock_required("rows of some lock came meanwhile") from exc
-            if self._is_versioned:
-                table = self.model._meta.get_field("version").model
-                if is_rejected(exc, table, "version"):
-                    why = "one of the rows has another version now"
-                    raise version_conflict(self.model, None, None, why) from exc
+            if self._is_versioned and is_rejected(exc, self.model, "version"):
+                why = "one of the rows has another version now"
+                raise version_conflict(self.model, None, None, why) from exc
             raise
 
 
