@@ -218,7 +218,9 @@ class TestOnSQLite:
             lock("x", blocking_timeout=0.1),
         ):
             pass
-        assert "free, but another transaction is writing to 'default'" in str(caught.value)
+        assert "the next grant on 'default' has to wait for a transaction that writes" in str(
+            caught.value
+        )
         assert "held by" not in str(caught.value)
 
     def test_the_holder_is_told_if_the_file_is_his(self, on, process):
@@ -243,7 +245,7 @@ class TestOnSQLite:
         with took() as seconds, pytest.raises(LockNotAcquired) as caught, waiting:
             pass
         assert 0.5 < seconds() < 2.5
-        assert "another transaction is writing to 'default'" in str(caught.value)
+        assert "has to wait for a transaction that writes to SQLite's file" in str(caught.value)
         assert f"its last holder was {holder}" in str(caught.value)
         process.call(end_writing)
         assert lock("x", blocking_timeout=5).acquire().release()

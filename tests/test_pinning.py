@@ -523,7 +523,7 @@ class TestWhatTheWaitersErrorSays:
             pid = self.session("postgres")
         found = f"server session {pid} of 'night shift', idle in transaction, begun "
         assert re.search(rf"{re.escape(found)}\d+\.\d s ago\.", words)
-        assert "has to wait for its end" in words
+        assert "has to wait for" in words
         connections["postgres"].close()
 
     @pytest.mark.parametrize("several", [False, True])
@@ -536,7 +536,7 @@ class TestWhatTheWaitersErrorSays:
                     cursor.execute("SELECT 1 FROM django_fencedlock_fence FOR SHARE")
             words = self.refused(lease)
         assert f"its last holder was {lease.holder}" in words
-        assert "the next grant has to wait for its end" in words or not several
+        assert "has to wait for an open transaction" in words or not several
         assert ("server session" in words) is not several
 
     @pytest.mark.parametrize("server", SERVERS)
@@ -549,7 +549,7 @@ class TestWhatTheWaitersErrorSays:
         with lease.atomic():
             words = self.refused(lease)
             session = self.session(server)
-        assert "free, but a transaction under a former grant is still open" in words
+        assert "free, but the next grant on " in words
         assert (f"server session {session}" in words) is (server == "postgres")
         assert f"its last holder was {lease.holder}" in words
         # The waiter has released the lock that Redis granted.
@@ -569,7 +569,7 @@ class TestWhatTheWaitersErrorSays:
         with lock("x") as lease, lease.atomic():
             words = self.refused(lease)
         assert f"held by {lease.holder}" in words
-        assert "former grant" not in words
+        assert "next grant" not in words
 
     def test_mariadb_names_no_session(self, on, abandoned):
         on("mariadb")
@@ -577,7 +577,7 @@ class TestWhatTheWaitersErrorSays:
         with lease.atomic():
             words = self.refused(lease)
             assert pinned_by(lease) == "an open transaction"
-        assert "the next grant has to wait for its end" in words
+        assert "has to wait for an open transaction" in words
         assert "server session" not in words
         assert pinned_by(lease) is None
 
@@ -593,7 +593,7 @@ class TestWhatTheWaitersErrorSays:
         with abandoned().atomic(), contextlib.closing(private(server, 5)) as session:
             assert ledger_for(session).claim(session, entry)[0]
             words = str(service("default").grants.refusal("x", 1.0))
-        assert "has to wait for its end" in words
+        assert "has to wait for" in words
         assert "last holder" not in words
 
     def test_nothing_of_the_kind_if_the_fence_is_free(self, database):

@@ -28,7 +28,6 @@ from ..storage.connections import (
     query_outside,
     test_connection,
 )
-from ..storage.dialect import whose
 from ..storage.fences import Fences
 from ..storage.vendors import ledger_for
 from .events import Kind, emit
@@ -349,10 +348,7 @@ class Grants:
                 return None
             row = ledger.look(private, name)
             last = f"; its last holder was {row.holder()}" if row and not row.live else ""
-            return (
-                f"free, but {ledger.obstacle.format(using=using)}, and the next grant has to wait "
-                f"for its end{whose(blocker)}{last}"
-            )
+            return f"free, but the next grant on {using!r} has to wait for {blocker}{last}"
 
         try:
             return query_outside(using, BRIEFLY, look)

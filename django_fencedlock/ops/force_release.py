@@ -24,7 +24,6 @@ from ..core.events import Kind, emit
 from ..core.identity import Holder
 from ..core.manager import Service, service
 from ..exceptions import BackendUnavailable, ReleaseBlocked
-from ..storage.dialect import whose
 from ..storage.fences import Fences, Revoked, Revoking, pinned_by
 from ..storage.rows import Newest, Row
 from ..storage.text import escape_control, is_table_missing
@@ -262,13 +261,11 @@ def _revoke(found: HeldBy, by: str, seen: Newest | None, *, again: bool = False)
 
 
 def _blocked(found: HeldBy, using: str) -> ReleaseBlocked:
-    obstacle = ledger_for(connections[using]).obstacle.format(using=using)
     blocker = pinned_by(using, found.name)
-    if not blocker:
-        obstacle = f"another session has a table locked in {using!r}: see fencedlock doctor"
+    obstacle = blocker or "a session that has a table locked: see fencedlock doctor"
     return ReleaseBlocked(
-        f"Lock {found.name!r} of {found.holder} wasn't released by force, since its fence can't be "
-        f"raised: {obstacle}{whose(blocker)}. Try again when that has ended, or end it.",
+        f"Lock {found.name!r} of {found.holder} wasn't released by force, since its fence in "
+        f"{using!r} has to wait for {obstacle}. Try again when that has ended, or end it.",
         name=found.name,
         alias=found.alias,
         holder=found.holder,

@@ -18,8 +18,6 @@ from ..core.identity import Owner
 from .connections import set_busy_timeout
 from .rows import Claimed, Newest, Row, as_time
 
-#: What is in the way of a grant, where the database doesn't name the session.
-OPEN_TRANSACTION = "an open transaction"
 #: Milliseconds that a recording waits for a row that another transaction has locked.
 LOCK_WAIT = 250
 
@@ -53,26 +51,16 @@ class Entry:
 
 _LOCK = ("name", "alias", "backend", "fenced", "owner", *Owner._fields[1:])
 COLUMNS = (*_LOCK, "session_pid", "session_started", "session_key")
-TIMES = ("acquired_at", "renewed_at", "expires_at")
+TIME_COLUMNS = ("acquired_at", "renewed_at", "expires_at")
 CLEAR = f"DELETE FROM {HELD} WHERE name = %(name)s AND owner = %(owner)s"
 VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
-INTO_HELD = f"{HELD} ({', '.join((*COLUMNS, *TIMES))})"
+INTO_HELD = f"{HELD} ({', '.join((*COLUMNS, *TIME_COLUMNS))})"
 
 
 def entry_of(claim: Claimed, alias: str, label: str) -> Entry:
     """Return the row of the registry that a claim's grant has."""
     owner = Owner.read(claim.owner, claim.identity)
     return Entry(claim.name, alias, label, owner, claim.ttl, claim.fenced)
-
-
-# Raises the fence by one, unless this owner did so before.
-_DRAW = (
-    f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
-    "ON CONFLICT (name) DO UPDATE SET token = token + (owner <> excluded.owner), "
-    "owner = excluded.owner"
-)
-#: The obstacle on servers, where a fence is a row that transactions lock.
-OPEN = "a transaction under a former grant is still open on {using!r}"
 
 
 def machine_time() -> datetime:
@@ -94,8 +82,6 @@ class Ledger:
 
     #: The server's time in UTC, as an expression; and that time plus a ttl. See `times()`.
     clock, expiry = "%(now)s", "%(expiry)s"
-    #: What `pinned_by` finds. Not of this lock's holder, maybe: every writer keeps all others out.
-    obstacle = "another transaction is writing to {using!r}, which has one writer at a time"
     #: How a transaction of our own begins.
     begin = "BEGIN IMMEDIATE"
     #: An INSERT that does nothing if the name is there, and its values.
@@ -111,19 +97,35 @@ class Ledger:
 
         Return whether the row was taken, and the token. Without `draw`, the fence is left alone.
         """
-        with self.transaction(connection) as cursor:
+        with self.claiming(connection) as cursor:
             given = self.parameters(connection, entry)
             if not self._insert(cursor, given) and not self._take_over(cursor, given):
                 return False, None
             if not (entry.fenced and draw):
                 return True, None
-            # RETURNING came with SQLite 3.35.
-            if connection.features.can_return_columns_from_insert:
-                cursor.execute(f"{_DRAW} RETURNING token", given)
-            else:
-                cursor.execute(_DRAW, given)
-                cursor.execute(f"SELECT token FROM {FENCE} WHERE name = %(name)s", given)
-            return True, cursor.fetchone()[0]
+            token = self._draw(connection, cursor, given)
+            return token is not None, token
+
+    def claiming(self, connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
+        """A cursor for the statements of a claim."""
+        return self.transaction(connection)
+
+    def _draw(
+        self, connection: BaseDatabaseWrapper, cursor: Any, given: dict[str, Any]
+    ) -> int | None:
+        # Raises the fence by one, unless this owner did so before.
+        draw = (
+            f"INSERT INTO {FENCE} (name, token, owner) VALUES (%(name)s, 1, %(owner)s) "
+            "ON CONFLICT (name) DO UPDATE SET token = token + (owner <> excluded.owner), "
+            "owner = excluded.owner"
+        )
+        # RETURNING came with SQLite 3.35.
+        if connection.features.can_return_columns_from_insert:
+            cursor.execute(f"{draw} RETURNING token", given)
+        else:
+            cursor.execute(draw, given)
+            cursor.execute(f"SELECT token FROM {FENCE} WHERE name = %(name)s", given)
+        return int(cursor.fetchone()[0])
 
     def is_row_locked(self, error: Error) -> bool:
         """Return whether a statement failed because a row (or SQLite's file) is locked."""
@@ -136,7 +138,7 @@ class Ledger:
         return not connection.connection.in_transaction
 
     def pinned_by(self, connection: BaseDatabaseWrapper, name: str) -> str | None:
-        """Describe the open transaction that has the fence locked; None if none has."""
+        """Describe the transaction that the next grant of a name has to wait for; None if none."""
         row = self.look(connection, name)
         if row is not None and row.live:
             return None
@@ -146,7 +148,8 @@ class Ledger:
                 return None
         except Error as exc:
             if self.is_row_locked(exc):
-                return "SQLite doesn't tell whose it is"
+                # Maybe under another lock: SQLite has one writer at a time.
+                return "a transaction that writes to SQLite's file"
             raise
 
     def tables_locked_by(self, connection: BaseDatabaseWrapper) -> str | None:
@@ -354,14 +357,9 @@ def find_pin(ledger: Ledger, connection: BaseDatabaseWrapper, name: str) -> str 
             cursor.execute(f"SELECT 1 FROM {FENCE} WHERE name = %s FOR UPDATE NOWAIT", [name])
     except Error as exc:
         if ledger.is_row_locked(exc):
-            return OPEN_TRANSACTION
+            return "an open transaction"
         raise
     return None
-
-
-def whose(blocker: str) -> str:
-    """What an error adds about the session that is in the way; empty if nothing is known of it."""
-    return "" if blocker in ("", OPEN_TRANSACTION) else f": {blocker}"
 
 
 #: Rows of one statement. Databases limit its parameters; SQLite's limit was 999 for long.

@@ -15,14 +15,11 @@ from .dialect import (
     FENCE,
     HELD,
     LOCK_WAIT,
-    OPEN,
+    TIME_COLUMNS,
     Entry,
     Ledger,
     find_pin,
     seen_values,
-)
-from .dialect import (
-    TIMES as TIME_COLUMNS,
 )
 from .rows import Claimed, Newest
 
@@ -183,7 +180,6 @@ class DriverCursor:
 class PostgresLedger(Ledger):
     clock = "clock_timestamp()"
     expiry = "clock_timestamp() + %(ttl)s * interval '1 second'"
-    obstacle = OPEN
 
     def times(self, ttl: float = 0.0) -> dict[str, Any]:
         return {"ttl": ttl}
@@ -246,7 +242,9 @@ class PostgresLedger(Ledger):
         with connection.cursor() as cursor:
             cursor.execute(PINNED_BY, {"name": name})
             found = cursor.fetchone()
-        return session_words(*found) if found else find_pin(self, connection, name)
+        if found:
+            return f"the transaction of {session_words(*found)}"
+        return find_pin(self, connection, name)
 
     def tables_locked_by(self, connection: BaseDatabaseWrapper) -> str | None:
         with connection.cursor() as cursor:

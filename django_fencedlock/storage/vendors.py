@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .dialect import CLEAR, FENCE, HELD, OPEN, Entry, Ledger, find_pin
+from .dialect import CLEAR, FENCE, HELD, Entry, Ledger, find_pin
 from .postgresql import PostgresLedger
 from .text import fit_column
 
@@ -23,7 +24,6 @@ class MySQLLedger(Ledger):
 
     clock = "UTC_TIMESTAMP(6)"
     expiry = "UTC_TIMESTAMP(6) + INTERVAL %(micros)s MICROSECOND"
-    obstacle = OPEN
     begin = "BEGIN"
     insert_or_ignore = "INSERT IGNORE"
     # IGNORE alone locks a live row, and the renewals of that row leave it out. The UPDATE that
@@ -41,44 +41,37 @@ class MySQLLedger(Ledger):
     def times(self, ttl: float = 0.0) -> dict[str, Any]:
         return {"micros": round(ttl * 1_000_000)}
 
-    def claim(
-        self, connection: BaseDatabaseWrapper, entry: Entry, *, draw: bool = True
-    ) -> tuple[bool, int | None]:
-        # Two statements that commit by themselves, for half the round trips of a transaction, and
-        # because INSERT IGNORE followed by UPDATE in one would make concurrent claims deadlock.
-        given = self.parameters(connection, entry)
-        with connection.cursor() as cursor:
-            if not self._insert(cursor, given) and not self._take_over(cursor, given):
-                return False, None
-            if not (entry.fenced and draw):
-                return True, None
-            try:
-                token = self._draw(cursor, given)
-            except BaseException:
-                # The row is committed already, and would exclude all others for a whole ttl.
-                with contextlib.suppress(Error):
-                    cursor.execute(CLEAR, given)
-                raise
-            return token is not None, token
+    def claiming(self, connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
+        # No transaction: the statements commit by themselves, for half the round trips, and because
+        # INSERT IGNORE followed by UPDATE in one would make concurrent claims deadlock.
+        return connection.cursor()
 
-    def _draw(self, cursor: Any, given: dict[str, Any]) -> int | None:
+    def _draw(
+        self, connection: BaseDatabaseWrapper, cursor: Any, given: dict[str, Any]
+    ) -> int | None:
         """Raise the fence for the row's owner; return the token, None for another owner's row."""
-        # The row is locked meanwhile, so tokens rise in the order in which it was taken.
-        # LAST_INSERT_ID(x) brings x back with the answer, on the insert's path as well. Assignments
-        # take effect from left to right: the owner who is compared is the one that was there.
-        cursor.execute(
-            f"INSERT INTO {FENCE} (name, token, owner) "
-            f"SELECT h.name, LAST_INSERT_ID(1), h.owner FROM {HELD} h "
-            "WHERE h.name = %(name)s AND h.owner = %(owner)s FOR UPDATE "
-            f"ON DUPLICATE KEY UPDATE token = "
-            f"LAST_INSERT_ID({FENCE}.token + ({FENCE}.owner <> VALUES(owner))), "
-            "owner = VALUES(owner)",
-            given,
-        )
-        if not cursor.rowcount:
-            return None
-        # A trigger on the fences that fills an AUTO_INCREMENT has the answer bring 0.
-        return cursor.lastrowid or self._token_of(cursor, given)
+        try:
+            # The row is locked meanwhile, so tokens rise in the order in which it was taken.
+            # LAST_INSERT_ID(x) brings x back with the answer, on the insert's path as well.
+            # Assignments take effect from left to right: the owner is compared before it is set.
+            cursor.execute(
+                f"INSERT INTO {FENCE} (name, token, owner) "
+                f"SELECT h.name, LAST_INSERT_ID(1), h.owner FROM {HELD} h "
+                "WHERE h.name = %(name)s AND h.owner = %(owner)s FOR UPDATE "
+                f"ON DUPLICATE KEY UPDATE token = "
+                f"LAST_INSERT_ID({FENCE}.token + ({FENCE}.owner <> VALUES(owner))), "
+                "owner = VALUES(owner)",
+                given,
+            )
+            if not cursor.rowcount:
+                return None
+            # A trigger on the fences that fills an AUTO_INCREMENT has the answer bring 0.
+            return cursor.lastrowid or self._token_of(cursor, given)
+        except BaseException:
+            # The row is committed already, and would exclude all others for a whole ttl.
+            with contextlib.suppress(Error):
+                cursor.execute(CLEAR, given)
+            raise
 
     def _token_of(self, cursor: Any, given: dict[str, Any]) -> int | None:
         cursor.execute(
