@@ -168,7 +168,7 @@ def test_a_process_paused_before_recording_is_refused_and_leaves_its_successor_a
     granted = former.backend.acquire(claim, Wait())
     stub.locks.clear()  # It expired during the pause.
     successor = take(present)
-    assert former._confirm(claim, granted, former.fences) is None
+    assert former._confirm(claim, granted) is None
     assert fence() == (successor.token, successor.owner)
     assert present.backend.verify(successor)
 
@@ -185,7 +185,7 @@ def test_nothing_is_recorded_once_the_ttl_has_passed(make, monkeypatch):
         return found
 
     monkeypatch.setattr(step.backend, "verify", paused)
-    assert step._confirm(claim, granted, step.fences) is None
+    assert step._confirm(claim, granted) is None
     assert not Fence.objects.filter(name="x").exists()
 
 
@@ -196,7 +196,7 @@ def test_the_same_if_the_service_lost_its_data_meanwhile(make, stub):
     stub.locks.clear()
     stub.tokens.clear()
     successor = take(present)
-    assert former._confirm(claim, granted, former.fences) is None
+    assert former._confirm(claim, granted) is None
     assert fence() == (successor.token, successor.owner)
 
 
@@ -221,7 +221,7 @@ def test_the_fence_is_read_before_the_service_is_asked(make, stub, monkeypatch):
 
     monkeypatch.setattr(former.fences, "read", noting_read)
     monkeypatch.setattr(former.backend, "verify", then_overtaken)
-    assert former._confirm(claim, granted, former.fences) is None
+    assert former._confirm(claim, granted) is None
     assert asked[:2] == ["read", "verify"]
     assert fence() == (asked[2].token, asked[2].owner)
 
@@ -243,7 +243,7 @@ def test_a_number_is_not_recorded_over_a_fence_that_a_crash_set_back(make, stub,
         return held
 
     monkeypatch.setattr(former.backend, "verify", then_crash)
-    assert former._confirm(claim, granted, former.fences) is None
+    assert former._confirm(claim, granted) is None
     assert fence() == (1, successors[0].owner)
 
 
@@ -274,7 +274,7 @@ def test_a_restored_backup_gives_an_old_holder_the_key_and_no_write(make, stub):
 def test_what_expired_before_it_was_recorded_is_renewed_first(step, stub, monkeypatch):
     claim = new_claim("x", 30)
     granted = step.backend.acquire(claim, Wait())
-    _, since = step._confirm(claim, granted._replace(since=granted.since - 31), step.fences)
+    _, since = step._confirm(claim, granted._replace(since=granted.since - 31))
     assert since > granted.since
 
 

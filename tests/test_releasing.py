@@ -256,7 +256,7 @@ class TestAHolderThatRecordsItsGrantMeanwhile:
 
         def after_it_recorded(grant):
             monkeypatch.setattr(backend, "release", release)
-            found, _ = stub.grants._confirm(claim, granted, stub.grants.fences)
+            found, _ = stub.grants._confirm(claim, granted)
             tokens.append(found.token)
             if expires:
                 backend.service.locks.clear()

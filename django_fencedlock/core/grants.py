@@ -24,9 +24,9 @@ from ..exceptions import (
 from ..lease import current_lease
 from ..storage.connections import (
     has_own_block,
+    is_of_test,
     is_open,
     query_outside,
-    test_connection,
 )
 from ..storage.fences import Fences
 from ..storage.vendors import ledger_for
@@ -62,17 +62,19 @@ class Grants:
     """
 
     def __init__(
-        self, backend: Backend, fences: Fences | None, keeper: Keeper, clock: Callable[[], float]
+        self, backend: Backend, fences: Fences, keeper: Keeper, clock: Callable[[], float]
     ) -> None:
         self.backend = backend
-        #: None for a backend that records grants itself.
         self.fences = fences
-        self.recorder = fences or Fences(backend.config, backend.label)
         self._keeper = keeper
         self._clock = clock
 
     def acquire(
-        self, claim: Claim, wait: Wait, who: LocalHolder | None = None
+        self,
+        claim: Claim,
+        wait: Wait,
+        who: LocalHolder | None = None,
+        of_another_process: bool = False,
     ) -> tuple[Grant, float] | Held:
         """
         Acquire the lock for `who`, and record the grant.
@@ -83,40 +85,39 @@ class Grants:
         Returns:
             The grant and the local time that its ttl counts from, or who holds the lock.
         """
-        tell = wait.refused
-        wait.refused = partial(self._note_refusal, claim, wait, who, tell)
+        pause, backend = FIRST_PAUSE, self.backend
+        home = connections[backend.config.fence_database]
+        is_in_test = home.in_atomic_block and is_of_test(home)
+        if is_in_test:
+            self._limit_in_test(claim, wait, home, of_another_process)
+        sent, is_recorded = claim, backend.records_grants
+        if is_in_test and is_recorded and not backend.records_unfenced:
+            # A session sees nothing of a test's own transaction, and what it records outlives the
+            # test: the grant is recorded here.
+            sent, is_recorded = claim._replace(fenced=False), False
+        wait.refused = partial(self._note_refusal, claim, wait, who, wait.refused)
         try:
-            return self._acquire(claim, wait)
+            while True:
+                answer = backend.acquire(sent, wait)
+                if isinstance(answer, Granted):
+                    if found := self._confirm(claim, answer, is_recorded):
+                        if home.in_atomic_block and not is_in_test:
+                            self._require_visible(found[0], home)
+                        return found
+                    answer = Held()
+                elif wait.refused(answer):
+                    # The holder was evicted.
+                    continue
+                elif backend.supports_waiting:
+                    return answer
+                if not wait.left:
+                    return answer
+                time.sleep(min(wait.left, pause * random.uniform(0.5, 1.5)))
+                pause = min(LONGEST_PAUSE, pause * 1.5)
         except BackendUnavailable:
             # The service may carry the claim out later on.
             self._keeper.doubt(grant_of(claim))
             raise
-        finally:
-            wait.refused = tell
-
-    def _acquire(self, claim: Claim, wait: Wait) -> tuple[Grant, float] | Held:
-        pause, backend = FIRST_PAUSE, self.backend
-        fences, sent = self.fences, claim
-        home = backend.config.fence_database
-        if fences is None and not backend.records_unfenced and test_connection(home) is not None:
-            # A session sees nothing of a test's own transaction, and what it records outlives the
-            # test: the grant is recorded here.
-            fences, sent = self.recorder, claim._replace(fenced=False)
-        while True:
-            answer = backend.acquire(sent, wait)
-            if isinstance(answer, Granted):
-                if found := self._confirm(claim, answer, fences):
-                    return found
-                answer = Held()
-            elif wait.refused(answer):
-                # The holder was evicted.
-                continue
-            elif backend.supports_waiting:
-                return answer
-            if not wait.left:
-                return answer
-            time.sleep(min(wait.left, pause * random.uniform(0.5, 1.5)))
-            pause = min(LONGEST_PAUSE, pause * 1.5)
 
     def _note_refusal(
         self,
@@ -129,7 +130,7 @@ class Grants:
         """Evict the holder if its process is gone, and return whether that was done."""
         if held.alias:
             raise self._conflict(claim.name, held.alias, held.label, holder_of(held, held.alias))
-        if self.evict_if_gone(claim.name, held, claim.fenced):
+        if self._evict_if_gone(claim.name, held, claim.fenced):
             return True
         is_first, wait.held = wait.held is None, held
         if is_first:
@@ -138,48 +139,35 @@ class Grants:
         return False
 
     def _confirm(
-        self, claim: Claim, granted: Granted, fences: Fences | None
+        self, claim: Claim, granted: Granted, is_recorded: bool = False
     ) -> tuple[Grant, float] | None:
         """Record a grant that the service gave, or release it and return None."""
         grant, since = grant_of(claim, granted), granted.since
+        confirmed: Grant | None = grant
         try:
-            found = self._recorded(grant, since, fences)
+            if self._clock() >= since + grant.ttl:
+                since = self._clock()
+                (answer,) = self.backend.renew([grant])
+                confirmed = grant if answer is Renewal.KEPT else None
+            if confirmed and grant.fenced and not is_recorded:
+                confirmed = self._record(grant, since)
         except BaseException:
             self.release(grant)
             raise
-        if found is None:
-            try:
-                # Its failure ends the acquire: a doubt is released by its owner, at any time, and
-                # would release what this owner got by a later try.
-                self.backend.release(grant)
-            finally:
-                self._keeper.clear_row(grant)
-        else:
+        # Once more before the caller's code runs: this process may have been paused.
+        if confirmed and self._clock() < since + grant.ttl:
             # Of an earlier try of this owner, which must not be released now.
             self._keeper.doubts.pop(claim.owner, None)
-        return found
+            return confirmed, since
+        try:
+            # Its failure ends the acquire: a doubt is released by its owner, at any time, and
+            # would release what this owner got by a later try.
+            self.backend.release(grant)
+        finally:
+            self._keeper.clear_row(grant)
+        return None
 
-    def _recorded(
-        self, grant: Grant, since: float, fences: Fences | None
-    ) -> tuple[Grant, float] | None:
-        renewed = since if self._clock() < since + grant.ttl else self._renewed(grant)
-        if renewed is None:
-            return None
-        if fences is not None and grant.fenced:
-            recorded = self._record(grant, renewed, fences)
-            # Once more before the caller's code runs: this process may have been paused.
-            if recorded is None or self._clock() >= renewed + grant.ttl:
-                return None
-            grant = recorded
-        return grant, renewed
-
-    def _renewed(self, grant: Grant) -> float | None:
-        """Renew a grant whose ttl is over; return the time from which the new one counts."""
-        since = self._clock()
-        (answer,) = self.backend.renew([grant])
-        return since if answer is Renewal.KEPT and self._clock() < since + grant.ttl else None
-
-    def _record(self, grant: Grant, since: float, fences: Fences) -> Grant | None:
+    def _record(self, grant: Grant, since: float) -> Grant | None:
         """
         Record a grant under its token, or under the number that follows the fence's.
 
@@ -194,11 +182,11 @@ class Grants:
         token, seen = grant.token, None
         try:
             for _ in range(ATTEMPTS):
-                if token is not None and fences.record(grant, token, seen):
+                if token is not None and self.fences.record(grant, token, seen):
                     if seen is not None and grant.token is not None:
                         self._suggest(grant.name, token, forgot=bool(seen[1]))
                     return grant if token == grant.token else grant._replace(token=token)
-                row, newest = fences.read(grant.name)
+                row, newest = self.fences.read(grant.name)
                 config = self.backend.config
                 if row is not None and row.conflicts_with(config.alias, self.backend.label):
                     raise self._conflict(grant.name, row.alias, row.backend, row.holder())
@@ -209,33 +197,33 @@ class Grants:
                     return None
                 seen, token = newest, newest[0] + 1
         except Error as exc:
-            self._raise_unless_pinned(grant, exc, fences)
+            self._raise_unless_pinned(grant, exc)
         return None
 
     def _suggest(self, name: str, token: int, *, forgot: bool) -> None:
         """Tell the service which tokens were used: it has `forgot` them, or a fence was raised."""
-        logger.log(
-            logging.WARNING if forgot else logging.DEBUG,
-            "The service of alias %r was behind the tokens of lock %r, which go on from %d",
-            self.backend.config.alias,
-            name,
-            token,
-            extra=logs.facts(name=name, alias=self.backend.config.alias, token=token),
-        )
+        alias = self.backend.config.alias
+        if forgot:
+            logger.warning(
+                "The service of alias %r was behind the tokens of lock %r, which go on from %d",
+                alias,
+                name,
+                token,
+                extra=logs.facts(name=name, alias=alias, token=token),
+            )
         # A hint only.
         with contextlib.suppress(BackendUnavailable):
             self.backend.suggest(name, token)
 
-    def _raise_unless_pinned(self, grant: Grant, error: Error, fences: Fences) -> None:
+    def _raise_unless_pinned(self, grant: Grant, error: Error) -> None:
         """Return if `error` says that a transaction has the fence locked: the claim is repeated."""
-        using = self.backend.config.fence_database
-        if fences.is_row_locked(error):
-            if connections[using].vendor != "sqlite":
-                return
+        home = connections[self.backend.config.fence_database]
+        is_locked = self.fences.is_row_locked(error)
+        if is_locked and home.vendor == "sqlite" and is_open(home):
             # It isn't the fence that is locked, but the file.
-            if is_open(connections[using]):
-                raise self.backend.inside_transaction(grant.name) from error
-        raise self.backend.unavailable("recording of the grant", error, grant.name) from error
+            raise self.backend.inside_transaction(grant.name) from error
+        if not is_locked or home.vendor == "sqlite":
+            raise self.backend.unavailable("recording of the grant", error, grant.name) from error
 
     def release(self, grant: Grant) -> None:
         """Release a grant that the caller doesn't get, as far as possible."""
@@ -254,7 +242,7 @@ class Grants:
         with contextlib.suppress(RuntimeError):
             self.release(grant)
 
-    def evict_if_gone(self, name: str, held: Held, fenced: bool = True) -> bool:
+    def _evict_if_gone(self, name: str, held: Held, fenced: bool) -> bool:
         """Release the lock of a holder whose process is gone; return whether that was done."""
         process = Owner.read(held.owner, held.identity).process
         if not held.owner or not is_process_gone(process):
@@ -287,7 +275,7 @@ class Grants:
                 alias=self.backend.config.alias,
             )
 
-    def require_visible(self, grant: Grant, home: BaseDatabaseWrapper) -> None:
+    def _require_visible(self, grant: Grant, home: BaseDatabaseWrapper) -> None:
         """Refuse a grant that the caller's transaction can't see: its snapshot is older."""
         if not grant.fenced or not self.backend.excludes:
             return
@@ -306,7 +294,7 @@ class Grants:
             alias=self.backend.config.alias,
         )
 
-    def limit_in_test(
+    def _limit_in_test(
         self, claim: Claim, wait: Wait, home: BaseDatabaseWrapper, of_another_process: bool
     ) -> None:
         """Within a ``TestCase``, don't wait, and refuse what would be refused outside of one."""

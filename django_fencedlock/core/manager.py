@@ -28,7 +28,6 @@ from ..exceptions import (
 from ..lease import Duration, Lease
 from ..storage import history, unfenced
 from ..storage.connections import (
-    is_of_test,
     open_connections,
     test_connection,
     test_has_ended,
@@ -61,10 +60,10 @@ class Service:
         self.config = conf.config(alias)
         self.backend: Backend = backend or conf.backend_class(self.config.backend)(self.config)
         self._clock = clock
-        fences = None
-        if not self.backend.records_grants:
-            fences = Fences(self.config, self.backend.label)
-        self.keeper = Keeper(self.backend, self.report_losses, clock, fences)
+        fences = Fences(self.config, self.backend.label)
+        self.keeper = Keeper(
+            self.backend, self.report_losses, clock, None if self.backend.records_grants else fences
+        )
         self.grants = Grants(self.backend, fences, self.keeper, clock)
         _living.add(runtime.forks.register(self))
 
@@ -100,16 +99,10 @@ class Service:
         who = who or current_holder()
         if lease := self.enter_again(claim, who):
             return lease
-        home = connections[self.config.fence_database]
-        is_in_test = home.in_atomic_block and is_of_test(home)
-        if is_in_test:
-            self.grants.limit_in_test(claim, wait, home, of_another_process)
         try:
-            answer = self.grants.acquire(claim, wait, who)
+            answer = self.grants.acquire(claim, wait, who, of_another_process)
             if not isinstance(answer, Held):
                 grant, since = answer
-                if home.in_atomic_block and not is_in_test:
-                    self.grants.require_visible(grant, home)
                 lease = Lease(
                     grant,
                     cast(Any, self),
@@ -121,7 +114,7 @@ class Service:
                     max_hold=math.inf if max_hold is None else max_hold,
                     clock=self._clock,
                 )
-                lease.lent = test_has_ended(home) if is_in_test else None
+                lease.lent = test_has_ended(connections[self.config.fence_database])
                 who.leases[self, lease.name] = lease
                 self.keeper.keep(lease)
         except FencedLockError:
@@ -280,7 +273,7 @@ class Service:
             elif grant.fenced and not self.backend.records_unfenced:
                 # The test's transaction, if it is broken, takes the row along.
                 with contextlib.suppress(Error):
-                    self.grants.recorder.clear([grant])
+                    self.grants.fences.clear([grant])
         if not kept:
             self.lose(lease, "the lock service no longer knew this holder at the release")
         lease.released = True

@@ -67,10 +67,12 @@ def test_connection(using: str) -> BaseDatabaseWrapper | None:
     return connection if is_of_test(connection) else None
 
 
-def test_has_ended(connection: BaseDatabaseWrapper) -> Callable[[], bool]:
-    """Return a function that says whether the present test's transaction has ended."""
-    block = [each for each in connection.atomic_blocks if each._from_testcase][-1]  # type: ignore[attr-defined]
-    return lambda: block not in connection.atomic_blocks
+def test_has_ended(connection: BaseDatabaseWrapper) -> Callable[[], bool] | None:
+    """Return a function that says whether the present test's transaction has ended, if any."""
+    for block in reversed(connection.atomic_blocks):
+        if block._from_testcase:  # type: ignore[attr-defined]
+            return lambda: block not in connection.atomic_blocks
+    return None
 
 
 def has_own_block(connection: BaseDatabaseWrapper) -> bool:

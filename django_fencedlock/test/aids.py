@@ -173,10 +173,10 @@ def _held(control: Service, name: str, fenced: bool, let_wait: bool) -> Iterator
 def _fail_at_once(control: Service, name: str) -> Iterator[None]:
     acquire = control.grants.acquire
 
-    def try_once(claim: Claim, wait: Wait, who: Any) -> tuple[Grant, float] | Held:
+    def try_once(claim: Claim, wait: Wait, *more: Any) -> tuple[Grant, float] | Held:
         if claim.name == name:
             wait.seconds = 0.0
-        return acquire(claim, wait, who)
+        return acquire(claim, wait, *more)
 
     with mock.patch.object(control.grants, "acquire", try_once):
         yield
