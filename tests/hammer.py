@@ -326,5 +326,5 @@ class _Tracer:
 
     def finish(self):
         if self.struck and self.striker is not None:
-            self.striker.join(5)
+            self.striker.join(20)
             assert not self.striker.is_alive()

@@ -26,6 +26,7 @@ from django_fencedlock.test import lose_lease
 from django_fencedlock.test.contract.base import connected
 from tests import hammer
 from tests.hammer import Hammer, Sweep, a_lease, busy_switching, enter, late_strikes
+from tests.servers import shared
 from tests.servers.process import wait_until
 
 RUNS = int(os.environ.get("FENCEDLOCK_TEST_ABORTS", "300"))
@@ -86,7 +87,6 @@ def lost_soon(lease, after=0.05, begun=None):
 
 
 def aborted(body, place=lambda function: function(), **more):
-    """Run a body whose lock is lost soon, and expect the error that it ends with."""
     lease, started = a_lease(), time.monotonic()
     with lost_soon(lease, **more), pytest.raises(LeaseLost, match="taken away") as caught:
         place(lambda: interrupts.run_interruptible(lease, body))
@@ -169,33 +169,23 @@ def test_a_loss_after_the_end_hits_nobody(place):
     place(work)
 
 
-def test_a_body_that_swallows_everything_ends_by_itself(place):
-    """It was told, and no second time: that could hit what comes after it."""
+@pytest.mark.parametrize("again", [False, True])
+def test_a_body_that_swallows_everything_ends_by_itself(place, again):
+    """It is interrupted once: a second time could hit what comes after it."""
     lease = a_lease()
 
     def body():
         with contextlib.suppress(BaseException):
             loop()
+        if again:
+            in_thread(interrupts._innermost[interrupts._thread_id()].interrupt)
+            for _ in range(1000):
+                pass
         return "ended"
 
     with lost_soon(lease):
         assert place(lambda: interrupts.run_interruptible(lease, body)) == "ended"
     assert lease.lost
-
-
-def test_a_strike_that_comes_twice_is_one(place):
-    lease = a_lease()
-
-    def body():
-        with contextlib.suppress(BaseException):
-            loop()
-        in_thread(interrupts._innermost[interrupts._thread_id()].interrupt)
-        for _ in range(1000):
-            pass
-        return "ended"
-
-    with lost_soon(lease):
-        assert place(lambda: interrupts.run_interruptible(lease, body)) == "ended"
 
 
 # Runs within runs
@@ -265,10 +255,16 @@ def test_the_loss_of_both_ends_both(place):
 
 
 def test_a_thread_of_the_body_is_not_struck_in_its_place():
-    inner = a_lease("inner")
-    nap = lambda: time.sleep(0.3)  # noqa: E731
-    aborted(lambda: in_thread(lambda: interrupts.run_interruptible(inner, nap)))
+    inner, done, ended = a_lease("inner"), threading.Event(), []
+
+    def work():
+        ended.append(interrupts.run_interruptible(inner, partial(done.wait, LONG)))
+
+    aborted(lambda: in_thread(work))
     assert not inner.lost
+    done.set()
+    wait_until(lambda: ended, "the end of the thread")
+    assert ended == [True]
 
 
 # Where it may arrive
@@ -407,7 +403,7 @@ def test_max_hold_ends_a_body_that_hangs():
     with pytest.raises(LeaseLost, match=r"held for longer than max_hold=0\.1 s"):
         interrupts.run_interruptible(lease, lambda: time.sleep(LONG))
     assert lease.release() is False
-    with lock("x", blocking_timeout=5):
+    with lock("x", blocking_timeout=20):
         pass
 
 
@@ -467,9 +463,20 @@ def brief_query_in_transaction():
         brief_query()
 
 
+def in_query():
+    active = "SELECT 1 FROM pg_stat_activity WHERE state = 'active' AND query = %s"
+    return shared.postgres().execute(active, "SELECT pg_sleep(20)")
+
+
+class InQuery:
+    @staticmethod
+    def wait(seconds):
+        wait_until(in_query, "the query", seconds)
+
+
 def strike_at(body):
     """Interrupt `body` in the middle of its query; then do as Celery does between two tasks."""
-    aborted(body, after=0.2)
+    aborted(body, begun=InQuery)
     connections["postgres"].close_if_unusable_or_obsolete()
 
 
@@ -486,15 +493,14 @@ def in_savepoint():
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 @pytest.mark.parametrize("body", [query, in_transaction, in_savepoint])
-def test_the_next_task_has_a_connection_that_works(postgres_kept_open, postgres, body):
+def test_the_next_task_has_a_connection_that_works(postgres_kept_open, body):
     query("SELECT 1")
     strike_at(body)
     assert query("SELECT 42") == (42,)
     assert not postgres_kept_open.in_atomic_block
     with transaction.atomic(using="postgres"):
         assert query("SELECT 42") == (42,)
-    active = "SELECT 1 FROM pg_stat_activity WHERE state = 'active' AND query = %s"
-    wait_until(lambda: not postgres.execute(active, "SELECT pg_sleep(20)"), "its end there", 15)
+    wait_until(lambda: not in_query(), "its end there")
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -611,6 +617,11 @@ class TestInATestCase(TestCase):
             assert cursor.fetchone() == (42,)
 
 
+def query_again_and_again():
+    while True:
+        query("SELECT pg_sleep(0.2)")
+
+
 class TestInATestCaseOnPostgres(TestCase):
     """Were its connection closed, its own transaction would be gone, and all that it had made."""
 
@@ -620,14 +631,14 @@ class TestInATestCaseOnPostgres(TestCase):
         query("SELECT set_config('application_name', 'as it was', true)")
 
     def test_a_statement_that_is_struck_is_let_end(self):
-        aborted(lambda: query("SELECT pg_sleep(0.5)"))
+        aborted(query_again_and_again)
         assert query("SHOW application_name") == ("as it was",)
 
     def test_so_is_one_in_a_block_of_the_body(self):
         def body():
             with transaction.atomic(using="postgres"):
                 query("SELECT set_config('application_name', 'another', true)")
-                query("SELECT pg_sleep(0.5)")
+                query_again_and_again()
 
         aborted(body)
         assert query("SHOW application_name") == ("as it was",)
@@ -637,8 +648,7 @@ class TestInATestCaseOnPostgres(TestCase):
 
         def lose_and_go_on(lease):
             lose_lease(lease)
-            while True:
-                query("SELECT pg_sleep(0.05)")
+            query_again_and_again()
 
         with pytest.raises(LeaseLost), lock("x") as lease:
             interrupts.run_interruptible(lease, partial(lose_and_go_on, lease))

@@ -253,7 +253,7 @@ class TestForks:
     @pytest.mark.parametrize("is_short", [True, False])
     def test_a_fork_waits_for_a_short_talk_and_not_for_a_long_one(self, monkeypatch, is_short):
         if is_short:
-            monkeypatch.setattr(worker, "FORK_TIMEOUT", 5.0)
+            monkeypatch.setattr(worker, "FORK_TIMEOUT", 60.0)
         gate, until = ForkGate(), threading.Event()
         with self.talking(gate, until) as began:
             began.wait(30)
@@ -261,8 +261,8 @@ class TestForks:
                 threading.Timer(0.05, until.set).start()
             started = time.monotonic()
             gate.before_fork()
-            least, most = (0.04, 5) if is_short else (worker.FORK_TIMEOUT, worker.FORK_TIMEOUT + 5)
-            assert least <= time.monotonic() - started < most
+            least = 0.04 if is_short else worker.FORK_TIMEOUT
+            assert least <= time.monotonic() - started < 20
             gate.after_fork_in_parent()
 
     def test_a_talk_waits_for_the_fork(self):
@@ -271,7 +271,7 @@ class TestForks:
         with self.talking(gate, threading.Event()) as began:
             assert not began.wait(0.05)
             gate.after_fork_in_parent()
-            assert began.wait(5)
+            assert began.wait(20)
 
     def test_a_child_doesnt_wait(self):
         gate = ForkGate()
@@ -282,7 +282,7 @@ class TestForks:
             started = time.monotonic()
             gate.before_fork()
             gate.after_fork_in_parent()
-            assert time.monotonic() - started < 0.1
+            assert time.monotonic() - started < 10
 
 
 class TestMaintenance:
@@ -297,9 +297,9 @@ class TestMaintenance:
         maintenance = Maintenance(None)
         thread = threading.Thread(target=maintenance._run)
         thread.start()
-        wait_until(lambda: len(looks) > 3, "some looks", 5)
+        wait_until(lambda: len(looks) > 3, "some looks")
         maintenance.stop()
-        thread.join(5)
+        thread.join(20)
         assert not thread.is_alive()
 
     def test_an_error_is_logged_and_it_looks_again(self, looks, monkeypatch, caplog):
@@ -311,6 +311,6 @@ class TestMaintenance:
         monkeypatch.setattr(Maintenance, "look", fail)
         maintenance = Maintenance(None)
         maintenance.start()
-        wait_until(lambda: len(looks) > 1, "two looks", 5)
+        wait_until(lambda: len(looks) > 1, "two looks")
         maintenance.stop()
         assert "oh" in caplog.text

@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture
 def pool():
-    pool = ConnectionPool("postgres", timeout=2)
+    pool = ConnectionPool("postgres", timeout=20)
     yield pool
     pool.close()
 
@@ -133,7 +133,7 @@ def test_a_statement_that_takes_too_long_is_cut_off():
     started = time.monotonic()
     with pytest.raises(OperationalError, match=r"^no answer within 0\.3 s$"):
         pool.run(sleep)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
 
 
 def test_a_wait_for_sqlites_file_ends_as_sqlite_says():
@@ -228,7 +228,7 @@ class TestRoom:
         assert not done
         gate.set()
         for each in (first, *others):
-            each.join(10)
+            each.join(20)
         assert len(done) == len(others)
         assert pool._room.qsize() == 1
 
@@ -254,7 +254,7 @@ class TestRoom:
     @pytest.mark.parametrize("renews", [False, True])
     def test_an_interrupt_anywhere_returns_the_room(self, renews):
         """A signal handler may raise after each call, of C or of Python."""
-        pool, calls = ConnectionPool("default", timeout=0.05), 0
+        pool, calls = ConnectionPool("default", timeout=20), 0
         if renews:
             pool._room.get()
 
@@ -324,7 +324,7 @@ class TestWatchdog:
         late.begin = lambda: dog.begin(60, lambda: None)
         dog._watched[-1] = (late, called.set)
         dog.begin(60, lambda: None)
-        assert called.wait(5)
+        assert called.wait(20)
 
     def test_a_limit_that_its_own_thread_sets_before_it_sleeps(self):
         dog, sleeps, called = Watchdog(), threading.Event(), threading.Event()
@@ -338,10 +338,10 @@ class TestWatchdog:
 
         dog._changed.wait = meanwhile
         with dog.limit(60, lambda: None):
-            assert sleeps.wait(5)
+            assert sleeps.wait(20)
             time.sleep(0.02)
             with dog.limit(0.05, called.set):
-                assert called.wait(5)
+                assert called.wait(20)
 
     def test_a_block_that_ends_in_time(self):
         called = threading.Event()
@@ -356,7 +356,7 @@ class TestWatchdog:
         dog, called = Watchdog(), threading.Event()
         outer = dog.limit(60, lambda: None) if longer else contextlib.nullcontext()
         with outer, dog.limit(0.05, called.set):
-            assert called.wait(5)
+            assert called.wait(20)
 
     def test_many_limits_leave_nothing_behind(self):
         for _ in range(1000):
@@ -375,4 +375,4 @@ class TestWatchdog:
         assert not dog._watched
         monkeypatch.undo()
         with dog.limit(0.05, called.set):
-            assert called.wait(5)
+            assert called.wait(20)

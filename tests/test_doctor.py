@@ -126,7 +126,7 @@ class TestServices:
         proxy.black_hole() if hangs else proxy.retarget("127.0.0.1", 1)
         url, began = f"redis://{proxy.host}:{proxy.port}/0", time.monotonic()
         reports = examine(settings, BACKEND=REDIS, LOCATION=url, OPTIONS={"TIMEOUT": 1})
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 40
         assert "Start the" in told(reports, Level.ERROR)
 
     @pytest.mark.slow
@@ -140,7 +140,7 @@ class TestServices:
         settings.FENCEDLOCK = {"default": {"BACKEND": f"{__name__}.Slow"}}
         began = time.monotonic()
         reports = {each.about: each for each in doctor.examine(limit=limit)}
-        assert time.monotonic() - began < limit + 4
+        assert time.monotonic() - began < limit + 20
         assert words in told(reports, level)
 
     @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ class TestDatabases:
         proxy.black_hole() if hangs else proxy.retarget("127.0.0.1", 1)
         began = time.monotonic()
         reports = examine(settings, FENCE_DATABASE=alias)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 40
         assert "Unavailable" in told(reports, Level.ERROR)
         assert "Not tried" in told(reports, Level.ERROR)
 

@@ -157,7 +157,7 @@ class Demo:
         """Kill it; fails if that leaves processes behind."""
         self.process.kill()
         self.process.communicate()
-        wait_until(lambda: not self.processes(), "the demo's processes to be gone", 10)
+        wait_until(lambda: not self.processes(), "the demo's processes to be gone")
         self._directory.cleanup()
 
 

@@ -50,17 +50,17 @@ class TestIsGone:
     def test_a_killed_child_is_before_its_parent_took_notice(self, child):
         who = identity(child)
         child.kill()
-        wait_until(lambda: state_of(child.pid) == "Z", "the child to be a zombie", 5)
+        wait_until(lambda: state_of(child.pid) == "Z", "the child to be a zombie")
         os.kill(child.pid, 0)  # which says that it is there
         assert is_gone(who) is True
 
     def test_one_whose_other_threads_run_is_not(self):
         with python(code=WITHOUT_MAIN_THREAD) as child:
             who = identity(child)
-            wait_until(lambda: state_of(child.pid) == "Z", "the main thread to end", 10)
+            wait_until(lambda: state_of(child.pid) == "Z", "the main thread to end")
             assert is_gone(who) is False
             child.kill()
-            wait_until(lambda: is_gone(who), "the other threads to end", 5)
+            wait_until(lambda: is_gone(who), "the other threads to end")
 
     def test_one_whose_pid_somebody_else_has_by_now_is(self, child):
         assert is_gone(identity(child)._replace(started=start_of(child.pid) - 1)) is True
@@ -106,7 +106,7 @@ class TestIsGone:
         monkeypatch.setattr(processes, "_start_time", lambda pid: None)
         assert is_gone(who) is None
         child.kill()
-        wait_until(lambda: state_of(child.pid) == "Z", "the child to be a zombie", 5)
+        wait_until(lambda: state_of(child.pid) == "Z", "the child to be a zombie")
         assert is_gone(who) is True
 
 

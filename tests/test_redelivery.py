@@ -5,6 +5,7 @@ import threading
 import time
 import uuid
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 from celery import current_app
@@ -108,7 +109,7 @@ class TestAfterItsEnd:
     @pytest.mark.parametrize("end", [None, ValueError("no")], ids=["success", "failure"])
     def test_an_end_just_now_without_a_result_is_looked_at_later(self, task, end, monkeypatch):
         """Its worker may be about to store the result; nobody's worker waits for that."""
-        monkeypatch.setattr(duplicates, "UNDECIDED", 20.0)
+        monkeypatch.setattr(duplicates, "UNDECIDED", 60.0)
         told = message()
         ends["how"] = end
         deliver(task, 1, **told)
@@ -526,7 +527,8 @@ def soon(function, *args):
     """Have something done by another thread in a moment."""
     timer = threading.Timer(0.2, function, args)
     timer.start()
-    yield
+    with mock.patch.object(duplicates, "UNDECIDED", 20.0):
+        yield
     timer.join()
 
 

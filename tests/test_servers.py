@@ -18,7 +18,7 @@ def test_rabbitmq_leaves_no_process_and_nothing_at_home(make_rabbitmq):
     assert len(pids) > 2
     server.close()
     # What the server had started ends when it finds that the server has.
-    wait_until(lambda: not running(pids), "all of its processes to end", 5)
+    wait_until(lambda: not running(pids), "all of its processes to end")
     assert cookie.exists() == before
 
 

@@ -61,7 +61,7 @@ class TestAThreadThatCannotBeStarted:
             lock("x").acquire()
         no_threads()
         service("default").keeper = keeper
-        with lock("x", ttl=0.3) as lease:
+        with lock("x", ttl=6) as lease:
             deadline = lease.deadline
             wait_until(lambda: lease.deadline > deadline, "a renewal")
 

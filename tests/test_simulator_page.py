@@ -55,7 +55,7 @@ def site(redis_server):
     found = run_site("--noreload", EXAMPLE_REDIS_URL=redis_server.url)
     yield found
     found.process.terminate()
-    found.process.wait(10)
+    found.process.wait(20)
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_no_process_outlives_the_site():
         assert len(pids) == 2
     finally:
         os.killpg(site.process.pid, signal.SIGKILL)
-        site.process.wait(10)
+        site.process.wait(20)
     wait_until(lambda: not _alive(pids), "the processes to end")
 
 

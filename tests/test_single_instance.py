@@ -262,7 +262,7 @@ class TestCalls:
         result = charge.app.send_task("shop.charge", kwargs={"pk": 7})
         with hold_lock("invoice:7"):
             deliver(charge.app)
-        assert SkippedRun.of(result.get(timeout=5))
+        assert SkippedRun.of(result.get(timeout=20))
 
     def test_starmap_and_chunks(self, task):
         charge = task()
@@ -323,7 +323,7 @@ class TestErrors:
         result = loses.delay()
         deliver(app)
         with pytest.raises(LeaseLost, match="'x'"):
-            result.get(timeout=5)
+            result.get(timeout=20)
 
     def test_a_loss_that_shows_at_the_release_fails_the_task(self):
         @single_instance("x")
@@ -421,7 +421,7 @@ class TestRetries:
         assert (second.headers[CONFLICTS], second.headers["retries"]) == (1, 0)
         assert second.headers["id"] == first.headers["id"]
         deliver(charge.app)
-        assert result.get(timeout=5) == 2
+        assert result.get(timeout=20) == 2
         assert waiting(charge.app) == 0
 
     def test_are_messages_of_the_tasks_own_app(self, task):
@@ -442,7 +442,7 @@ class TestRetries:
                 deliver(charge.app)
         assert waiting(charge.app) == 0
         with pytest.raises(LockNotAcquired):
-            result.get(timeout=5)
+            result.get(timeout=20)
 
     @pytest.mark.parametrize("max_retries", [0, 1, None])
     def test_do_not_eat_those_of_the_task(self, app, max_retries):
@@ -462,7 +462,7 @@ class TestRetries:
         assert runs == [0]
         if max_retries == 0:
             with pytest.raises(MaxRetriesExceededError):
-                result.get(timeout=5)
+                result.get(timeout=20)
             return
         with hold_lock("x"):
             for _ in range(2):
@@ -569,7 +569,7 @@ class TestABackendThatIsDown:
         assert result.state == "RETRY"
         settings.FENCEDLOCK = {"default": {}}
         deliver(charge.app)
-        assert result.get(timeout=5) == 1
+        assert result.get(timeout=20) == 1
 
     def test_may_be_run_without_its_lock_and_loudly(self, app, settings, caplog):
         settings.FENCEDLOCK = {"default": DOWN}

@@ -9,7 +9,7 @@ def test_periodic_tasks_dont_overlap(worker, make_beat, journal, key):
     (first,) = journal.wait_for_begun(key)
     # As many as would have run at once.
     for _ in range(2):
-        task("plain").delay(f"{key}-plain", seconds=0.5).get(timeout=10)
+        task("plain").delay(f"{key}-plain", seconds=0.5).get(timeout=20)
     assert len(journal.spans(key)) == 1
     journal.open_gate(key)
     journal.wait_for_ended(key, 3)

@@ -28,11 +28,11 @@ def test_a_body_goes_on_and_its_message_runs_no_more(make_worker, journal, key, 
     (span,) = journal.wait_for_begun(key)
     proxy.cut()
     received = f"[{result.id}] received"
-    wait_until(lambda: worker.log.count(received) >= 2, "the message to come again", 20)
+    wait_until(lambda: worker.log.count(received) >= 2, "the message to come again")
     assert not is_free(key)
     journal.open_gate(key)
     assert result.get(timeout=20) == 42
-    wait_until(lambda: not broker.depth(), "an empty queue", 20)
+    wait_until(lambda: not broker.depth(), "an empty queue")
     assert [each.run for each in journal.spans(key)] == [span.run]
     wait_until_free(key)
 

@@ -18,14 +18,14 @@ def told(results):
 def test_a_group_has_a_result_for_what_was_skipped(any_worker, key):
     with lock(key):
         result = group(task("skip").s(key), task("skip").s(f"{key}-other", 2)).delay()
-        assert told(result.get(timeout=10)) == ["skipped", 2]
+        assert told(result.get(timeout=20)) == ["skipped", 2]
 
 
 def test_a_chord_ends_with_what_was_skipped(any_worker, journal, key):
     header = [task("skip").s(key), task("skip").s(f"{key}-other", 2)]
     with lock(key):
         result = chord(header)(task("total").s(key=key))
-        assert sorted(told(result.get(timeout=10)), key=str) == [2, "skipped"]
+        assert sorted(told(result.get(timeout=20)), key=str) == [2, "skipped"]
 
 
 def test_a_chord_fails_with_what_raised(any_worker, journal, key):
@@ -48,7 +48,7 @@ def test_a_chord_has_all_results_of_one_name(any_worker, journal, key, policy):
 def test_a_chain_goes_on_after_a_skip(worker, journal, key):
     steps = chain(task("skip").si(key), task("skip").si(f"{key}-tail", 2))
     with lock(key):
-        assert steps.delay().get(timeout=10) == 2
+        assert steps.delay().get(timeout=20) == 2
     assert journal.spans(key) == []
 
 
@@ -66,6 +66,6 @@ def test_a_chain_waits_for_a_retry_and_goes_on_once(any_worker, journal, key):
     result = chain(task("retry").s(key, 2), task("total").s(key=key)).delay()
     journal.open_gate(key)
     assert result.get(timeout=20) == 2
-    held.get(timeout=10)
+    held.get(timeout=20)
     assert len(journal.spans(key)) == 2
     assert len(journal.spans(f"{key}-total")) == 1

@@ -26,10 +26,10 @@ def check(journal, key, alias="default"):
     last = task("coalesce", alias).delay(key, 5)
     assert was_skipped(last).reason == "coalesced"
     journal.open_gate(key)
-    assert first.get(timeout=10) == 0
+    assert first.get(timeout=20) == 0
     journal.wait_for_ended(key, 2)
     # Whatever else would come is there by now.
-    task("coalesce", alias).delay(key, 6).get(timeout=10)
+    task("coalesce", alias).delay(key, 6).get(timeout=20)
     # It may have been coalesced, if the run before had not released the lock yet.
     journal.wait_for_ended(key, 3)
     spans = journal.assert_no_overlap(key)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 from celery.result import AsyncResult
@@ -31,9 +30,9 @@ def check_skip(worker, journal, key, held, alias="default"):
     skipped = was_skipped(task("skip", alias).delay(key, "second"))
     assert (skipped.lock, skipped.reason, skipped.token) == (key, "held", span.token)
     journal.open_gate(key)
-    assert first.get(timeout=10) == "first"
+    assert first.get(timeout=20) == "first"
     assert len(journal.spans(key)) == 1
-    assert task("skip", alias).delay(key, "third").get(timeout=10) == "third"
+    assert task("skip", alias).delay(key, "third").get(timeout=20) == "third"
 
 
 def test_a_skipped_run_succeeds_and_says_who_has_the_lock(any_worker, journal, key, held):
@@ -59,7 +58,7 @@ def test_wait_waits_for_the_end(worker, journal, key, held, alias):
     first = held("wait", alias)
     others = [task("wait", alias).delay(key, number) for number in range(3)]
     journal.open_gate(key)
-    assert first.get(timeout=10) == "first"
+    assert first.get(timeout=20) == "first"
     assert [other.get(timeout=20) for other in others] == [0, 1, 2]
     assert len(journal.assert_no_overlap(key)) == 4
     assert is_free(key, alias)
@@ -69,7 +68,7 @@ def test_wait_waits_for_the_end(worker, journal, key, held, alias):
 def test_retry_comes_again(any_worker, journal, key, held, alias):
     held("retry", alias)
     second = task("retry", alias).delay(key, "second")
-    wait_until(lambda: second.state == "RETRY", "a retry", 10)
+    wait_until(lambda: second.state == "RETRY", "a retry")
     journal.open_gate(key)
     assert second.get(timeout=20) == "second"
     spans = journal.assert_no_overlap(key)
@@ -99,11 +98,11 @@ def test_what_a_body_publishes_to_go_on_waits_for_its_end(worker, journal, key, 
 
 
 def test_a_retry_runs_though_its_own_run_was_killed(make_worker, journal, key):
-    make_worker()
-    task("skip").delay(key, 42, outcome="retry, return", tidy=60)
+    worker = make_worker()
+    result = task("skip").delay(key, 42, outcome="retry, return", tidy=60)
     first = journal.wait_for_begun(key)[0]
-    # So that the retry has been published, and found the lock held.
-    time.sleep(0.5)
+    received = f"[{result.id}] received"
+    wait_until(lambda: worker.log.count(received) >= 2, "the retry to be published")
     os.kill(first.pid, signal.SIGKILL)
-    wait_until(lambda: len(journal.spans(key)) == 2, "the retry", 20)
-    wait_until(lambda: is_free(key), "the end of the retry", 5)
+    wait_until(lambda: len(journal.spans(key)) == 2, "the retry")
+    wait_until(lambda: is_free(key), "the end of the retry")

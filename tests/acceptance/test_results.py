@@ -9,7 +9,7 @@ from tests.workers.tasks import ALIASES, Mishap, task
 
 
 def test_a_result_comes_back(any_worker, journal, key):
-    assert task("skip").delay(key, 42).get(timeout=10) == 42
+    assert task("skip").delay(key, 42).get(timeout=20) == 42
     assert [span.outcome for span in journal.spans(key)] == ["returned"]
     assert is_free(key)
 
@@ -29,12 +29,12 @@ def test_the_body_runs_under_its_lock(worker, journal, key, alias):
     assert span.lock == key
     assert (span.token is None) == (alias == "unfenced")
     journal.open_gate(key)
-    assert result.get(timeout=10) == 42
+    assert result.get(timeout=20) == 42
     assert is_free(key, alias)
 
 
 def test_each_retry_has_a_new_token(any_worker, journal, key):
-    assert task("skip").delay(key, 42, outcome="retry, retry, return").get(timeout=10) == 42
+    assert task("skip").delay(key, 42, outcome="retry, retry, return").get(timeout=20) == 42
     spans = journal.assert_no_overlap(key)
     assert [span.outcome for span in spans] == ["Retry", "Retry", "returned"]
     assert [span.retries for span in spans] == [0, 1, 2]
@@ -45,7 +45,7 @@ def test_each_retry_has_a_new_token(any_worker, journal, key):
 
 def test_a_run_before_is_no_conflict_for_its_own_automatic_retry(worker, journal, key):
     """Its policy is to fail at any conflict."""
-    assert task("autoretry").delay(key, 42, outcome="raise, raise, return").get(timeout=10) == 42
+    assert task("autoretry").delay(key, 42, outcome="raise, raise, return").get(timeout=20) == 42
     spans = journal.assert_no_overlap(key)
     assert [span.outcome for span in spans] == ["Mishap", "Mishap", "returned"]
     assert len({span.token for span in spans}) == 3
@@ -62,7 +62,7 @@ def test_what_leaves_no_result_gives_the_lock_back(any_worker, journal, key, out
 def test_a_fenced_row_is_written_by_one_at_a_time(worker, key):
     invoice = Invoice.objects.create()
     results = [task("pay").delay(invoice_id=invoice.pk, amount=1) for _ in range(10)]
-    ran = [SkippedRun.of(result.get(timeout=10)) is None for result in results]
+    ran = [SkippedRun.of(result.get(timeout=20)) is None for result in results]
     invoice.refresh_from_db()
     assert invoice.amount == sum(ran) >= 1
 

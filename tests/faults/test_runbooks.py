@@ -23,7 +23,7 @@ from tests.models import Invoice
 from tests.test_resync import ON_ALL
 from tests.test_write_paths import Everything
 
-TTL = 0.5
+TTL = 5
 RESTORE = (Path(__file__).parent.parent.parent / "docs/restore.md").read_text()
 
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -81,7 +81,7 @@ class Proxy:
         self._loop.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
 
     async def _hold(self) -> None:
         self._to_server.open.clear()

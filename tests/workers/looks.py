@@ -16,7 +16,7 @@ def is_free(key: str, alias: str = "default") -> bool:
     return lock(key, backend=backend, fenced=alias != "unfenced").holder() is None
 
 
-def wait_until_free(key: str, alias: str = "default", timeout: float = 5) -> float:
+def wait_until_free(key: str, alias: str = "default", timeout: float = 15) -> float:
     """Wait until nobody has a lock; return when that was seen."""
     wait_until(lambda: is_free(key, alias), f"lock {key!r} to be free", timeout)
     return now()

@@ -153,10 +153,10 @@ _define("autoretry", autoretry_for=(Mishap,), max_retries=2, default_retry_delay
 )
 _define("soft", soft_time_limit=1)(single_instance("{key}")(run))
 _define("hard", time_limit=1)(single_instance("{key}")(run))
-_define("short", acks_late=True)(single_instance("{key}", ttl=2)(run))
+_define("short", acks_late=True)(single_instance("{key}", ttl=5)(run))
 _define("any_delivery", acks_late=True)(single_instance("{key}", redelivery="run")(run))
 _define("abort")(single_instance("{key}", ttl=1.5, on_lost="abort")(run))
-_define("max_hold")(single_instance("{key}", ttl=1, max_hold=1, on_lost="abort")(run))
+_define("max_hold")(single_instance("{key}", ttl=3, max_hold=3, on_lost="abort")(run))
 _define("skip", "down")(single_instance("{key}", backend="down")(run))
 
 

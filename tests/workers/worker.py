@@ -71,7 +71,7 @@ class _Celery:
     def wait_for_end(self, timeout: float = 20) -> None:
         family = _family(self.pid)
         wait_until(lambda: not self.process.running, "the end of a Celery program", timeout)
-        wait_until(lambda: not _alive(family), "the end of its children", 5)
+        wait_until(lambda: not _alive(family), "the end of its children")
         self.process.kill()
 
     def close(self) -> None:
