@@ -40,7 +40,6 @@ class Browser:
         self.reset()
 
     def reset(self) -> None:
-        """Reset it: no cookies, no storage, light, 1280 pixels wide."""
         self.driver.get("about:blank")
         self._cdp("Storage.clearDataForOrigin", origin="*", storageTypes="all")
         self._cdp("Network.clearBrowserCookies")
@@ -56,21 +55,17 @@ class Browser:
         self._cdp("Emulation.setEmulatedMedia", features=[scheme])
 
     def script(self, allowed: bool) -> None:
-        """Switch the page's JavaScript on or off, from the next page on."""
         self._cdp("Emulation.setScriptExecutionDisabled", value=not allowed)
 
     def offline(self, cut: bool) -> None:
-        """Disconnect the page from all servers, or reconnect it."""
         speed = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
         self._cdp("Network.enable")
         self._cdp("Network.emulateNetworkConditions", offline=cut, **speed)
 
     def get(self, url: str) -> None:
-        """Go to a page."""
         self.driver.get(url)
 
     def log_in(self, client: Any, url: str) -> None:
-        """Use the session of a logged-in Django test client."""
         cookie = client.cookies["sessionid"]
         self._cdp("Network.setCookie", name="sessionid", value=cookie.value, url=url)
 
@@ -81,25 +76,21 @@ class Browser:
         return self.driver.find_elements("css selector", selector)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """Run JavaScript in the page; what it returns is returned."""
         return self.driver.execute_script(script, *arguments)
 
     def wait(self, condition: Any, message: str = "") -> Any:
         return WebDriverWait(self.driver, PATIENCE, 0.05).until(lambda _: condition(self), message)
 
     def scrolls_sideways(self) -> bool:
-        """Return whether the page is wider than its window."""
         return self.run("const e = document.documentElement; return e.scrollWidth > e.clientWidth;")
 
     def complaints(self) -> list[str]:
-        """Return the console's new warnings and errors."""
         log: list[dict[str, Any]] = self.driver.get_log("browser")
         said = [each["message"] for each in log if each["level"] in ("WARNING", "SEVERE")]
         # Every browser asks for one; an admin has none.
         return [message for message in said if "/favicon.ico" not in message]
 
     def close(self) -> None:
-        """End the browser and its driver."""
         self.driver.quit()
         self._profile.cleanup()
 

@@ -80,8 +80,6 @@ def _failed(outcomes: dict[str, str]) -> set[str]:
 
 
 class _Suite:
-    """Both runs with one Celery."""
-
     def __init__(self, options: argparse.Namespace) -> None:
         import celery
 
@@ -99,7 +97,6 @@ class _Suite:
         )
 
     def run(self, how: str, tests: Sequence[str], part: str = "all") -> dict[str, str]:
-        """The outcome of each test."""
         noted = self.records / f"{how}-{part}.json"
         noted.unlink(missing_ok=True)
         began = time.monotonic()

@@ -131,7 +131,6 @@ def keep_connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def boss(client: Any, django_user_model: Any) -> Any:
-    """Return a client of Django's that is logged in as a superuser."""
     client.force_login(django_user_model.objects.create_superuser("boss"))
     return client
 
@@ -176,7 +175,6 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[BackgroundWriter]:
 def django_db_modify_db_settings(
     request: pytest.FixtureRequest, django_db_modify_db_settings_parallel_suffix: None
 ) -> None:
-    """Start the servers behind the aliases that some test needs."""
     needed = set().union(*(aliases(item) for item in request.session.items))
     for alias in needed & {"postgres", "mariadb"} & set(connections.settings):
         address = getattr(shared, alias)().django()
@@ -212,7 +210,6 @@ def shared_browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(shared_browser: Browser) -> Browser:
-    """Return a browser without cookies and storage."""
     shared_browser.reset()
     return shared_browser
 
@@ -238,13 +235,11 @@ make_rabbitmq = _own(RabbitMQ.launch, finding.rabbitmq)
 
 @pytest.fixture
 def make_proxy(closing: Callable[[Proxy], Any]) -> Callable[[str, int], Proxy]:
-    """Put a network that can fail in front of a host and port."""
     return lambda host, port: closing(Proxy(host, port))
 
 
 @pytest.fixture
 def make_clock() -> Callable[[], Clock]:
-    """Return a function that makes a wall clock, which servers can be started with."""
     _optional(clock.compiler)
     return Clock
 
@@ -312,7 +307,6 @@ def celery_app() -> Iterator[Any]:
 
 @pytest.fixture
 def closing() -> Iterator[Callable[[Any], Any]]:
-    """Return a function that closes its argument at the end of the test."""
     with contextlib.ExitStack() as stack:
         yield lambda thing: stack.enter_context(contextlib.closing(thing))
 
@@ -334,7 +328,6 @@ def _optional(get: Callable[[], Any]) -> Any:
 
 
 def aliases(item: pytest.Item) -> set[str]:
-    """Return the databases that a test says it needs."""
     databases: Iterable[str] | None = getattr(getattr(item, "cls", None), "databases", None)
     for marker in item.iter_markers("django_db"):
         # The closest comes first, and is the one that counts.
@@ -343,7 +336,6 @@ def aliases(item: pytest.Item) -> set[str]:
 
 
 def _parameters(item: pytest.Item) -> set[str]:
-    """Return the texts that a test is parametrised with."""
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return {each for each in values if isinstance(each, str)}
 
@@ -363,7 +355,6 @@ def _leave_mariadb_alone(item: pytest.Item) -> None:
 
 
 def _is_slow(item: pytest.Item) -> bool:
-    """Tell whether a test takes long, besides those that are marked themselves."""
     return bool(
         item.nodeid.startswith(_SLOW_DIRECTORIES)
         or _SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ()))

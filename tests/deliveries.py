@@ -22,8 +22,6 @@ app.conf.task_default_queue = QUEUE
 
 @dataclass(frozen=True)
 class Sent:
-    """A message as it was published."""
-
     task: str
     args: Any
     kwargs: Any
@@ -37,8 +35,6 @@ class Sent:
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a delivery."""
-
     result: Any
     #: Celery's word; SUCCESS if it has none.
     state: str
@@ -51,7 +47,6 @@ def deliver(
     redelivered: bool = False,
     **request: Any,
 ) -> Done:
-    """Have a task run as for a message from the broker."""
     route = {"exchange": "", "routing_key": QUEUE, "priority": 3, "redelivered": redelivered}
     request = {
         "id": uuid.uuid4().hex,
@@ -73,7 +68,6 @@ def deliver_sent(sent: Sent, **more: Any) -> Done:
 
 @contextmanager
 def sending() -> Iterator[list[Sent]]:
-    """Collect what is published."""
     found: list[Sent] = []
 
     def note(sender: str, headers: Any, body: Any, routing_key: str, **kwargs: Any) -> None:

@@ -153,8 +153,6 @@ def _arguments() -> argparse.Namespace:
 
 
 class _Suite:
-    """All runs with one Django, on one database."""
-
     def __init__(self, options: argparse.Namespace) -> None:
         import django
 
@@ -170,7 +168,6 @@ class _Suite:
         self.totals: Counter[str] = Counter()
 
     def compare(self, app: str) -> int:
-        """Run `app` in all three ways; returns how many failures are left unexplained."""
         again, scope = self.options.again, self.options.scope
         plain = self.run(app, "plain", again=False)
         column = self.run(app, f"column-{scope}", again=False)
@@ -256,7 +253,6 @@ def _error(text: str) -> str:
 
 
 def _last_line(text: str, whole: bool = False) -> str:
-    """The error at the end of a traceback."""
     lines = text.strip().splitlines()
     at = [
         number

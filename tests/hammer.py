@@ -25,7 +25,6 @@ from django_fencedlock.lease import Lease
 
 
 def a_lease(name="x"):
-    """A lease that belongs to no service."""
     return Lease(Grant(name, new_owner().id, 60, token=1), None, since=clock())
 
 
@@ -34,7 +33,6 @@ def is_within_run():
 
 
 def enter(leases, body):
-    """Run `body` within runs that have these leases, the outermost first."""
     lease, *inner = leases
     return interrupts.run_interruptible(lease, (lambda: enter(inner, body)) if inner else body)
 
@@ -52,7 +50,6 @@ class Hammer:
         self.wrong = []
 
     def work(self):
-        """Run them all, whatever hits in between."""
         while self.left > 0:
             self.work_through()
 
@@ -210,7 +207,6 @@ class Sweep:
         return self.outcomes
 
     def strike_at(self, place):
-        """Whether there is an instruction at `place`."""
         leases = [a_lease("outer"), a_lease("inner")] if self.nested else [a_lease()]
         loser = leases[0 if self.outer else -1]
         tracer = _Tracer(self.FILES, place, None if self.foreign else lambda: lose(loser))

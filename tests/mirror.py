@@ -32,7 +32,6 @@ def names() -> list[str]:
 
 
 def files(alias: str) -> Iterator[tuple[Path, str]]:
-    """Yield each file of a database's folder, with its content."""
     for name in names():
         for direction in ("up", "down"):
             path = ROOT / FOLDERS[alias] / f"{name}.{direction}.sql"
@@ -40,7 +39,6 @@ def files(alias: str) -> Iterator[tuple[Path, str]]:
 
 
 def render(name: str, alias: str, *, backwards: bool) -> str:
-    """Return the SQL of one migration. It depends on the server's version."""
     answer = io.StringIO()
     call_command(
         "sqlmigrate", APP, name, database=alias, backwards=backwards, stdout=answer, no_color=True

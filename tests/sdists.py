@@ -11,7 +11,6 @@ from typing import Any
 def fetched(
     package: str, version: str, work: Path, keep: Callable[[str], bool] = lambda name: True
 ) -> Path:
-    """Return the sources of a package, but for members that aren't to be kept."""
     source = work / f"{package}-{version}"
     if not source.exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -29,7 +28,6 @@ def fetched(
 
 
 def run_logged(command: Sequence[str], log: Path, timeout: float, **options: Any) -> int:
-    """Run a command whose output goes to a file; return its exit status, -1 after the timeout."""
     with log.open("w") as output:
         try:
             done = subprocess.run(

@@ -9,6 +9,5 @@ from django_fencedlock.backends.postgres.holding import SessionLocks
 
 @contextlib.contextmanager
 def as_in_another_process() -> Iterator[None]:
-    """Run code that doesn't find the session locks of this process."""
     with mock.patch.object(SessionLocks, "hold_of", return_value=None):
         yield

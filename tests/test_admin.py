@@ -56,7 +56,6 @@ def in_task() -> Iterator[None]:
 
 
 def states(html: str) -> dict[str, str]:
-    """The state of each lock that a list shows."""
     rows = re.findall(r"<tr.*?</tr>", html.partition("<tbody>")[2], re.DOTALL)
     found = {}
     for row in rows:
@@ -69,7 +68,6 @@ def states(html: str) -> dict[str, str]:
 
 
 def cell(html: str, field: str) -> str:
-    """The text of the first cell of a column."""
     found = re.search(rf'<td class="field-{field}">(.*?)</td>', html, re.DOTALL)
     assert found
     return " ".join(re.sub(r"<.*?>", " ", found[1]).split())
@@ -214,7 +212,6 @@ def test_each_column_of_the_table_sorts(page: Callable[..., str], column: str, f
 
 @pytest.fixture(params=[1, 10_000])
 def many_held(request: pytest.FixtureRequest, redis_server: Redis) -> Iterator[int]:
-    """Hold so many locks of one Redis."""
     redis = on_redis(redis_server)
     # Long enough for ten thousand to be made, on any machine.
     with override_settings(FENCEDLOCK={"default": redis}), lock("lock 0", ttl=600):

@@ -256,7 +256,6 @@ def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sc
 
 @contextlib.contextmanager
 def acquired() -> Iterator[list[str]]:
-    """The names of the locks that are acquired meanwhile."""
     names: list[str] = []
 
     def note(sender: object, name: str, **kwargs: object) -> None:

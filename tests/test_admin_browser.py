@@ -23,7 +23,6 @@ FAINT = (Path(__file__).parent / "contrast.js").read_text()
 
 @pytest.fixture
 def page(browser, live_server, client):
-    """The browser, logged in; `open(path)` goes to a page of the package."""
     client.force_login(User.objects.create_superuser("boss", password="x"))
     browser.log_in(client, live_server.url)
     browser.open = lambda path="heldlock/": browser.get(
@@ -70,12 +69,10 @@ def names(page):
 
 
 def refresh(page):
-    """Refresh now, as when the page becomes visible again."""
     page.run("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def count_questions(page):
-    """Count the page's requests from now on, when they are sent."""
     page.run(
         "window.asked = 0; const ask = window.fetch;"
         "window.fetch = (...terms) => { window.asked += 1; return ask(...terms); };"
@@ -333,7 +330,6 @@ LONG = "invoice:" + "4711-" * 12
 
 
 def tab_to(page, selector):
-    """Press the tabulator key until the element has the focus."""
     for _ in range(60):
         page.driver.switch_to.active_element.send_keys(Keys.TAB)
         if page.run("return document.activeElement.matches(arguments[0])", selector):

@@ -34,7 +34,6 @@ def two_databases(settings):
 
 @pytest.fixture
 def held():
-    """A lock of each alias."""
     here, there = lock("here").acquire(), lock("there", backend="ledger").acquire()
     yield there
     here.release()
@@ -49,7 +48,6 @@ def names(answer):
 
 
 def link(answer, text):
-    """Where the link of a page leads that has this text."""
     found = re.search(rf'<a [^>]*href="([^"]*)"[^>]*>\s*{text}\s*</a>', answer.content.decode())
     assert found, text
     return unescape(found[1])

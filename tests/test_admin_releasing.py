@@ -50,7 +50,6 @@ def told(answer):
 
 
 def choose(client, *names):
-    """Run the action of the list."""
     data = {"action": "release_by_force", "_selected_action": names}
     return client.post(LIST, data)
 

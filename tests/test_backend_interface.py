@@ -40,7 +40,6 @@ class BackendInterface:
 
     @pytest.fixture
     def make(self) -> Callable[[], Backend]:
-        """Return a function that makes a backend, as another process has one."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -311,7 +310,6 @@ class BackendInterface:
 
     @pytest.fixture
     def waits(self):
-        """Return a function that acquires in a thread; all have ended when the test ends."""
         waiters = []
 
         def start(backend, sent, wait):
@@ -367,13 +365,11 @@ def claim(name: str, *, ttl: float = 30.0, fenced: bool = True) -> Claim:
 
 
 def grant(sent: Claim, granted: Granted) -> Grant:
-    """Return the grant as the core keeps it."""
     facts = {"fenced": sent.fenced, "identity": sent.identity, "handle": granted.handle}
     return Grant(sent.name, sent.owner, sent.ttl, granted.token, **facts)
 
 
 def take(backend: Backend, sent: Claim) -> Grant:
-    """Acquire a lock that is free."""
     answer = backend.acquire(sent, Wait())
     assert isinstance(answer, Granted), answer
     return grant(sent, answer)

@@ -11,7 +11,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def writer(monkeypatch):
-    """A writer of the test's own, which has no thread."""
     made = BackgroundWriter()
     monkeypatch.setattr(made, "is_off", lambda: False)
     monkeypatch.setattr(made._worker, "start", lambda: None)
@@ -20,7 +19,6 @@ def writer(monkeypatch):
 
 
 def failing(message, times=1000):
-    """Return a function that fails so many times, and the items that it has written."""
     done, left = [], [times]
 
     def write(database, items):

@@ -190,7 +190,6 @@ class TestLeftLocks:
 @pytest.mark.django_db(transaction=True)
 class TestReleasing:
     def hold(self, name):
-        """Hold a lock that no lease of this process has."""
         service("default").backend.acquire(new_claim(name, 30), Wait())
 
     def test_what_the_registry_says_is_released(self):
@@ -235,7 +234,6 @@ class TestReleasing:
 class TestForks:
     @contextlib.contextmanager
     def talking(self, gate, until):
-        """Talk to a server in another thread."""
         began = threading.Event()
 
         def talk():

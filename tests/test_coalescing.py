@@ -110,6 +110,9 @@ def overdue():
     PendingRun.objects.update(due_at=datetime.now(UTC) - timedelta(hours=1))
 
 
+unreachable = raising(OSError("no broker"))
+
+
 def retry(self):
     raise self.retry(countdown=60)
 
@@ -281,18 +284,17 @@ class TestTasks:
         finally:
             app.conf.accept_content = ["json"]
 
-    def test_pickles_are_not_stored(self):
-        with pytest.raises(TypeError, match="never as a pickle"):
-            pickled(1)
-        assert lock(NAME).holder() is None
-
-    def test_what_cannot_be_stored_is_a_clear_error(self):
-        with pytest.raises(TypeError, match="Pass plain values"):
-            rebuild(object())
+    @pytest.mark.parametrize(
+        ("task", "value", "why"),
+        [(pickled, 1, "never as a pickle"), (rebuild, object(), "Pass plain values")],
+    )
+    def test_what_cannot_be_stored_is_a_clear_error(self, task, value, why):
+        with pytest.raises(TypeError, match=why):
+            task(value)
         assert lock(NAME).holder() is None
 
     def test_a_plain_call_coalesces_too(self):
-        meanwhile(lambda: reason_of_call(rebuild(2)))
+        meanwhile(lambda: reason(Done(rebuild(2), ""), "coalesced"))
         with sending() as sent:
             assert rebuild(1) == 1
         assert deliver_sent(sent[0]).result == 2
@@ -533,6 +535,7 @@ class TestRescue:
         assert self.look() == []
         overdue()
         (sent,) = self.look()
+        assert self.look() == []
         assert sent.headers["ignore_result"] is True
         assert deliver_sent(sent).result == 7
         overdue()
@@ -549,11 +552,6 @@ class TestRescue:
         finally:
             del app.tasks[lost.name]
 
-    def test_serves_once_in_a_while(self):
-        overdue()
-        assert len(self.look()) == 1
-        assert self.look() == []
-
     def test_the_pauses_double(self):
         pauses = []
         for _ in range(9):
@@ -569,13 +567,9 @@ class TestRescue:
             assert sum(at_once([lambda: Maintenance(app).look()] * 4)) == 1
         assert len(sent) == 1
 
-    def test_leaves_alone_what_its_app_does_not_have(self):
-        PendingRun.objects.update(task_name="gone.task")
-        overdue()
-        assert self.look() == []
-
-    def test_leaves_alone_what_is_for_others_queues(self):
-        PendingRun.objects.update(queue="slow")
+    @pytest.mark.parametrize("of_others", [{"task_name": "gone.task"}, {"queue": "slow"}])
+    def test_leaves_alone_what_is_for_other_apps_or_queues(self, of_others):
+        PendingRun.objects.update(**of_others)
         overdue()
         assert self.look() == []
 
@@ -657,11 +651,3 @@ class TestRescue:
         assert Maintenance(app).period() == 4
         settings.FENCEDLOCK = {"default": {"TTL": 0.5}}
         assert Maintenance(app).period() == 1
-
-
-def unreachable(*args, **kwargs):
-    raise OSError("no broker")
-
-
-def reason_of_call(result):
-    assert SkippedRun.of(result).reason == "coalesced"

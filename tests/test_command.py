@@ -35,7 +35,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def run(*arguments, **options):
-    """Return what the command writes to stdout and stderr, and its exit code."""
     out, err = io.StringIO(), io.StringIO()
     try:
         call_command("fencedlock", *arguments, stdout=out, stderr=err, **options)
@@ -193,8 +192,6 @@ class TestShow:
 
 
 class Terminal(io.StringIO):
-    """A terminal with prepared answers."""
-
     def isatty(self):
         return True
 

@@ -47,8 +47,6 @@ BACKENDS = ["database", "postgres", "redis"]
 
 
 class Block(NamedTuple):
-    """A block of code of a page."""
-
     page: Path
     line: int
     language: str
@@ -345,7 +343,6 @@ def test_the_api_page_names_what_else_there_is() -> None:
 
 
 def _called(rows: list[list[str]]) -> dict[str, str | None]:
-    """Names in the first column, each with its arguments, or None where none are told."""
     found = {}
     for row in rows:
         for name, arguments in re.findall(r"(\w+)(\([^)]*\))?(?:, |$)", row[0]):

@@ -60,7 +60,6 @@ def test_tests_that_are_named_exist() -> None:
 
 
 def _tests() -> set[tuple[str, str]]:
-    """Return the module and the name of each test; all modules of the contract are one."""
     contract = ROOT / "django_fencedlock/test/contract"
     modules = dict.fromkeys(contract.rglob("*.py"), "contract")
     folder = ROOT / "tests"

@@ -362,7 +362,6 @@ class TestDatabases:
 
 
 def sessions_of_locks(postgres):
-    """How many sessions there are that can hold session locks."""
     ((count,),) = postgres.execute(
         "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'fencedlock %'"
     )

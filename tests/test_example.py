@@ -29,7 +29,6 @@ needs_pauses = pytest.mark.skipif(
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Return the environment for a process of the example."""
     return _environment(tmp_path)
 
 
@@ -40,7 +39,6 @@ def _environment(directory: Path) -> dict[str, str]:
 
 
 def _manage(environment: dict[str, str], *arguments: str) -> str:
-    """Run a command of Django's; return all that it said."""
     done = run_python("-m", "example_project", "manage", *arguments, env=environment)
     return done.stdout + done.stderr
 
@@ -132,7 +130,6 @@ class Demo:
         raise AssertionError(f"It never said {words!r}:\n{self.said}")
 
     def end(self) -> int:
-        """Wait for its end, and return its exit code."""
         self.said += self.process.communicate(timeout=60)[0]
         return self.process.returncode
 
@@ -150,7 +147,6 @@ class Demo:
         return str(self.temporary).encode() in known and state != "Z"
 
     def left(self) -> tuple[set[int], list[Path]]:
-        """Return processes and files of it."""
         return self.processes(), list(self.temporary.iterdir())
 
     def close(self) -> None:
@@ -289,7 +285,6 @@ def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def _excerpt() -> str:
-    """Return what the README shows of the demonstration."""
     return (ROOT / "README.md").read_text().split("```text\n", 1)[1].split("```", 1)[0]
 
 

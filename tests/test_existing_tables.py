@@ -40,7 +40,6 @@ COLUMN, CONSTRAINT, VALIDATED, TRIGGER = STEPS
 
 
 def migrate(state, *names):
-    """Run migrations of the page, each in a transaction of its own as Django does."""
     for name in names:
         for operation in step(name):
             old, state = state, state.clone()
@@ -63,7 +62,6 @@ def execute(sql):
 
 @pytest.fixture
 def old():
-    """A table with rows in it, and its state."""
     state = before()
     with connections["postgres"].schema_editor() as editor:
         editor.create_model(state.apps.get_model("billing", "Invoice"))

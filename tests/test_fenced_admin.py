@@ -50,7 +50,6 @@ def url(row: Any, view: str = "change") -> str:
 
 
 def opened(browser: Client, row: Any) -> dict[str, str]:
-    """What a form posts that was opened just now, and not changed."""
     html = browser.get(url(row)).content.decode()
     inputs = re.findall(r'<input type="(?:hidden|text|number)" name="(\w+)" value="([^"]*)"', html)
     return {**dict(inputs), "_save": "Save"}

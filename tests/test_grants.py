@@ -34,7 +34,6 @@ class NoTokens(StubBackend):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """Return the service that all backends of the test share."""
     found = StubService()
     monkeypatch.setattr(StubBackend, "service", found)
     return found
@@ -42,7 +41,6 @@ def stub(monkeypatch):
 
 @pytest.fixture
 def make(stub):
-    """Return a function that makes the core step of a process, on a backend of its own."""
     made = []
 
     def process(backend=StubBackend):

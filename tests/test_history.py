@@ -38,7 +38,6 @@ def events_in(database="default"):
 
 
 def held_for(lease, seconds):
-    """Make it look as if a lease had been held for so long."""
     lease.granted_at -= seconds
     return lease
 
@@ -313,8 +312,6 @@ exec(sys.argv[2])
 
 @pytest.mark.slow
 class TestProcess:
-    """In a process of its own, which isn't a test's."""
-
     @pytest.fixture
     def run(self, tmp_path, make_alias):
         path = tmp_path / "db.sqlite3"

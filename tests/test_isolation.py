@@ -276,7 +276,6 @@ SCHEDULES = [
 
 
 def outcomes(database, level, schedule, extra=""):
-    """What comes of a schedule, by the way of writing."""
     found = {}
     for write in PATHS:
         if write is plain_in_lease_atomic and schedule is granted_after_the_writers_snapshot:
@@ -331,7 +330,6 @@ def fences_in(settings):
 
 
 def expected(database, level, schedule):
-    """What has to come of a schedule, whatever the way of writing."""
     if schedule in (
         granted_between_the_write_and_its_commit,
         granted_while_the_write_waits_for_a_row,

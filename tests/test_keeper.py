@@ -51,8 +51,6 @@ class Service:
 
 
 class Registry:
-    """Notes which rows are renewed and deleted."""
-
     def __init__(self) -> None:
         self.overtaken: list[Lease] = []
         self.rows: list[list[str]] = []
@@ -172,25 +170,17 @@ def test_a_batch_that_a_lease_is_not_in_delays_no_release(keeper, service, clock
     keeper.tick()
 
 
-def test_a_lease_released_during_its_renewal_is_not_lost(keeper, service, lease, losses):
+@pytest.mark.parametrize("answer", [Renewal.KEPT, Renewal.LOST])
+def test_a_lease_released_during_its_renewal_is_neither_lost_nor_renewed_again(
+    keeper, service, lease, losses, answer
+):
     kept = lease(kept_by=keeper)
-
-    def renew(leases):
-        keeper.forget(kept)
-        return [Renewal.LOST]
-
-    service.renew = renew
-    keeper.after(10)
-    assert losses == []
-
-
-def test_nor_is_it_renewed_again(keeper, service, lease):
-    kept = lease(kept_by=keeper)
-    renew = service.renew
+    renew, service.answer = service.renew, answer
     service.renew = lambda leases: keeper.forget(kept) or renew(leases)
     assert keeper.after(10) is None
     keeper.after(100)
     assert service.batches == [1]
+    assert losses == []
 
 
 def test_a_lease_wakes_no_thread_that_will_wake_in_time(keeper, lease):
@@ -263,29 +253,22 @@ def test_a_renewal_by_the_holder_puts_the_keepers_off(keeper, service, clock, le
     assert keeper.tick() == pytest.approx(20)
 
 
-def test_the_ttl_that_was_sent_counts_if_it_changes_meanwhile(keeper, service, lease):
+@pytest.mark.parametrize(("ttl", "remaining"), [(300, 30), (5, 5)])
+def test_the_shorter_of_two_ttls_counts_if_it_changes_meanwhile(
+    keeper, service, clock, lease, ttl, remaining
+):
     kept = lease(kept_by=keeper)
 
     def renew(leases):
-        kept.ttl = 300  # what lease.renew(300) does before it asks
+        kept.ttl = ttl  # What lease.renew(ttl) does before it asks.
+        if ttl < 30:
+            # It comes to the service last, and is answered first.
+            kept.deadline = clock.now + ttl
         return [Renewal.KEPT]
 
     service.renew = renew
     keeper.after(10)
-    assert kept.remaining() == pytest.approx(30)
-
-
-def test_a_shorter_ttl_that_the_holder_got_meanwhile_counts(keeper, service, clock, lease):
-    kept = lease(kept_by=keeper)
-
-    def renew(leases):
-        # What lease.renew(5) does, which comes to the service last, and is answered first.
-        kept.ttl, kept.deadline = 5, clock.now + 5
-        return [Renewal.KEPT]
-
-    service.renew = renew
-    keeper.after(10)
-    assert kept.remaining() == pytest.approx(5)
+    assert kept.remaining() == pytest.approx(remaining)
 
 
 def drive(keeper, clock, until):
@@ -388,7 +371,6 @@ def test_the_thread_ends_without_leases_and_starts_again(monkeypatch, service, l
 
 @pytest.fixture
 def threaded(service, registry, losses):
-    """A keeper with its thread, by the real clock."""
     keeper = Keeper(service, losses.extend, fences=registry)
     kept = []
 
@@ -617,7 +599,6 @@ class TestWorkers:
 
 @pytest.fixture
 def asleep(threaded):
-    """A keeper whose thread sleeps for a long time."""
     threaded.keep_for(600)
     wait_until(lambda: threaded._wakes_at > real_clock() + 100, "the thread's first look")
     wait_until(lambda: not threaded._thread.waiting, "the thread's first look")
@@ -682,7 +663,7 @@ def test_a_registry_thread_that_did_not_start_is_started_by_the_next_release(
         patched.setattr(runtime, "start", fail)
         threaded.clear_row(a_lease("x", 60).grant)
     threaded.clear_row(a_lease("y", 60).grant)
-    wait_until(lambda: not threaded._ended, "the rows' deletion", 5)
+    wait_until(lambda: not threaded._ended, "the rows' deletion")
 
 
 def test_a_thread_that_an_exception_ended_is_replaced(asleep, service, monkeypatch):

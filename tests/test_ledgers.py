@@ -297,7 +297,6 @@ class TestLockedRows:
 
     @pytest.fixture
     def beside(self, connection):
-        """Call a function in another thread, with a connection of its own."""
         with (
             ThreadPoolExecutor(1) as executor,
             contextlib.closing(private(connection.alias, 30)) as other,

@@ -107,7 +107,6 @@ def test_a_lock_that_could_not_be_given_back_is_a_warning(records, monkeypatch):
 
 
 def calls():
-    """Every call in the package, with where it is."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):

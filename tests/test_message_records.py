@@ -40,7 +40,6 @@ def message(nonce=None, **changes):
 
 
 def another(first):
-    """Another delivery of the same message."""
     return replace(first, owner=uuid.uuid4().hex)
 
 

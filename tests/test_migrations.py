@@ -96,7 +96,6 @@ def test_a_grant_writes_no_unused_index() -> None:
 def migrated(
     request: pytest.FixtureRequest, make_alias: Callable[[dict[str, Any]], str], tmp_path: Path
 ) -> Iterator[str]:
-    """Return the alias of a migrated database that no other test uses."""
     if request.param == "sqlite":
         entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db.sqlite3")}
         yield make_alias(entry)
@@ -124,7 +123,6 @@ def _run(alias: str, path: Path) -> None:
 
 
 def _schema(alias: str) -> dict[str, Any]:
-    """Return the package's tables with their columns, collations and indexes."""
     connection = connections[alias]
     introspection = connection.introspection
     with connection.cursor() as cursor:

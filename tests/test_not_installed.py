@@ -97,7 +97,6 @@ def _last_line(apps: list[str], code: str) -> str:
 
 
 def _run(code: str) -> str | None:
-    """What a program says when it fails."""
     # In development mode, Python tells of databases in memory, which Django doesn't close.
     done = run_python(code=code, check=False, DJANGO_SETTINGS_MODULE=None, PYTHONDEVMODE=None)
     return done.stderr if done.returncode else None

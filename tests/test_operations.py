@@ -56,7 +56,6 @@ def execute(sql, *given):
 
 
 def refused(sql, *given):
-    """Run an UPDATE that has to be refused; returns its SQLSTATE and message."""
     with pytest.raises(OperationalError) as caught, transaction.atomic(using="postgres"):
         execute(sql, *given)
     return caught.value.__cause__.sqlstate, str(caught.value)

@@ -14,7 +14,6 @@ PAGE = Path(__file__).parent.parent / "docs/outside_the_database.md"
 
 @pytest.fixture(scope="module")
 def page():
-    """The functions of the page; its first block takes a lock, and is left out."""
     found = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1:]:
         exec(block, found)

@@ -84,8 +84,6 @@ class TestEarlierTriggers:
 
     @pytest.fixture
     def former(self, runs):
-        """Returns a function that has a run take on and end."""
-
         def run(body="old"):
             me = owner()
             claimed = begin(runs, me, body)

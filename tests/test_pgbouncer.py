@@ -14,7 +14,6 @@ THREADS, TIMES = 4, 15
 
 @pytest.fixture
 def aliases(make_postgres, make_pgbouncer, make_alias):
-    """A database, directly and through two sessions that all share."""
     server = make_postgres()
     pooler = make_pgbouncer(server, pool_mode="transaction", pool_size=2)
     entry = server.django(by=pooler)

@@ -111,7 +111,6 @@ def abandoned():
 
 
 def overtake(lease):
-    """Record a newer grant."""
     abandon(lease)
     entry = Entry(lease.name, "default", "database", new_owner(), ttl=30)
     with contextlib.closing(private(lease.database, 5)) as session:
@@ -119,8 +118,6 @@ def overtake(lease):
 
 
 def take(name, timeout=0.0):
-    """Acquire a lock in another thread: the lease's token, or the error."""
-
     def enter():
         with lock(name, blocking_timeout=timeout) as lease:
             return lease.token
@@ -500,7 +497,6 @@ class TestWhatTheWaitersErrorSays:
     """An open transaction of a former holder has no lock that the service knows of."""
 
     def refused(self, lease, timeout=0.3):
-        """Return the error of a waiter while the lease's transaction is open."""
         error = take(lease.name, timeout).exception(LONG)
         assert isinstance(error, LockNotAcquired)
         return str(error)

@@ -44,7 +44,6 @@ def entry(**options):
 
 
 def claim(connection):
-    """Acquire and release the lock. Return the token."""
     ledger = ledger_for(connection)
     wish = entry()
     taken, token = ledger.claim(connection, wish)

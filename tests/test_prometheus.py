@@ -218,7 +218,6 @@ PAGE = Path(ROOT / "docs/metrics.md")
 
 
 def exported(registry):
-    """The names of all samples, and of each metric its kind and labels."""
     with lock("x"):
         pass
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))

@@ -211,7 +211,6 @@ class TestAfterItsEnd:
 class TestWhileItRuns:
     @pytest.fixture
     def running(self):
-        """Have a delivery of a message run, as far as anybody can see."""
         leases = []
 
         def begin(told=None, *, recorded=True, task_id=None):
@@ -524,7 +523,6 @@ class TestWithoutAnAnswer:
 
 @contextlib.contextmanager
 def soon(function, *args):
-    """Have something done by another thread in a moment."""
     timer = threading.Timer(0.2, function, args)
     timer.start()
     with mock.patch.object(duplicates, "UNDECIDED", 20.0):

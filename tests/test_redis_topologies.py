@@ -136,7 +136,6 @@ _nodes: list[Redis] = []
 
 
 def cluster_client() -> redis.RedisCluster:
-    """As docs/sentinel_and_cluster.md tells."""
     return redis.RedisCluster(
         startup_nodes=[ClusterNode(node.host, node.port) for node in _nodes],
         socket_timeout=2,

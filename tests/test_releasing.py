@@ -136,7 +136,6 @@ def test_a_lease_that_is_over_is_taken_away_too():
 @pytest.mark.django_db
 @pytest.mark.parametrize("fenced", [True, False])
 def test_within_a_test_case(fenced):
-    """On the test's own connection."""
     lease = lock("x", fenced=fenced).acquire()
     assert force_release("x", by="me").outcome is Outcome.FREED
     assert not lease.verify()

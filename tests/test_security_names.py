@@ -48,8 +48,6 @@ SERVICES = {
 
 
 def on(*names):
-    """Parametrise a test with some of the services, which the fixture `alias` configures."""
-
     def param(name):
         databases = {"default", SERVICES[name].get("FENCE_DATABASE", "default")}
         return pytest.param(
@@ -64,7 +62,6 @@ every_service = on(*SERVICES)
 
 @pytest.fixture
 def alias(service_name, settings, monkeypatch):
-    """Have a lock service be the default one."""
     # As outside of tests: private connections stay open.
     monkeypatch.setattr(connections, "under_test", lambda: False)
     given = dict(SERVICES[service_name])

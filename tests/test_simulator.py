@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def addresses(request, monkeypatch):
-    """Let the simulator use the tests' servers."""
     backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get(
         "backend", ""
     )
@@ -34,8 +33,6 @@ def addresses(request, monkeypatch):
 
 @pytest.fixture
 def begin(closing):
-    """Return a function that makes a simulation with short leases."""
-
     def make(**switches):
         return closing(Simulation(Plan(**{"ttl": 1, "scenario": "free"} | switches)))
 

@@ -27,7 +27,6 @@ CONTRAST = (ROOT / "tests/contrast.js").read_text()
 
 
 def run_site(*options, **environment):
-    """Start Django's development server with only the simulator."""
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "django", "runserver", *options, str(port)],
@@ -60,8 +59,6 @@ def site(redis_server):
 
 @pytest.fixture
 def page(browser, site):
-    """Return a function that opens the page with options."""
-
     def opened(**switches):
         query = "&".join(f"{key}={value}" for key, value in ({"ttl": "2"} | switches).items())
         browser.get(f"{site.url}?{query}")

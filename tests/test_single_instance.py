@@ -49,8 +49,6 @@ def app(celery_app):
 
 @pytest.fixture
 def task(app):
-    """Return a function that makes a task of a policy, which returns its token."""
-
     def make(*naming, options=None, **policy):
         def charge(pk=42):
             return current_lease().token
@@ -62,10 +60,6 @@ def task(app):
 
 
 class TestTheDecorator:
-    def test_with_a_name(self, task):
-        assert task("x")() == 1
-        assert_not_locked("x")
-
     def test_bare(self, app):
         @app.task(name="shop.nightly", shared=False)
         @single_instance
@@ -511,7 +505,6 @@ class TestLinks:
 
     @pytest.fixture
     def after(self, app):
-        """Tasks to link, which note what they were called with."""
         called = []
 
         @app.task(name="shop.linked", shared=False)
@@ -536,19 +529,21 @@ class TestLinks:
         assert self.call(task(on_conflict=policy), after) == ["link"]
         assert after.called[0][1].reason == reason
 
-    @pytest.mark.parametrize("policy", ["raise", "wait"])
-    def test_a_refused_run_calls_the_errback(self, task, after, policy):
-        terms = {"blocking_timeout": 0} if policy == "wait" else {}
-        assert self.call(task(on_conflict=policy, **terms), after) == ["error"]
-
     def test_a_retry_calls_the_link_once_it_has_run(self, task, after):
         charge = task(on_conflict="retry", retry_countdown=0)
         assert self.call(charge, after) == ["link"]
         assert isinstance(after.called[0][1], int)
 
-    def test_the_last_retry_calls_the_errback(self, task, after):
-        charge = task(on_conflict="retry", retry_countdown=0, max_conflict_retries=0)
-        assert self.call(charge, after) == ["error"]
+    @pytest.mark.parametrize(
+        ("policy", "terms"),
+        [
+            ("raise", {}),
+            ("wait", {"blocking_timeout": 0}),
+            ("retry", {"retry_countdown": 0, "max_conflict_retries": 0}),
+        ],
+    )
+    def test_a_refused_run_and_the_last_retry_call_the_errback(self, task, after, policy, terms):
+        assert self.call(task(on_conflict=policy, **terms), after) == ["error"]
 
 
 def test_an_expired_message_takes_no_lock(task, monkeypatch):
@@ -626,13 +621,6 @@ class TestCost:
     def on_postgres(self, settings):
         settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
 
-    def test_of_a_run(self, task, postgres):
-        charge = task()
-        charge()
-        with postgres.statements() as seen:
-            charge()
-        assert ours(seen) == 2
-
     @pytest.mark.parametrize(
         ("terms", "count"),
         # On record when it begins, and when it has ended.
@@ -646,9 +634,12 @@ class TestCost:
             deliver(charge.app)
         assert ours(seen) == count
 
-    def test_of_a_skip(self, task, postgres):
+    def test_of_a_call_and_of_a_skip(self, task, postgres):
         charge = task()
         charge()
+        with postgres.statements() as seen:
+            charge()
+        assert ours(seen) == 2
         with hold_lock("invoice:42") as lease, postgres.statements() as seen:
             skipped = charge()
         # The try, and a look: who has it, and whether he is dead.

@@ -39,7 +39,6 @@ def add(app, function, name="shop.charge", **options):
 
 
 def found(policy=None, task=None, **config):
-    """Return what is wrong with one task: ids, with words."""
     app = app_with(**config)
     add(app, single_instance("x:{pk}", **(policy or {}))(body), **(task or {}))
     return {problem.id: str(problem) for problem in task_checks.problems([app])}

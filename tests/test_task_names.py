@@ -48,13 +48,11 @@ Pair = namedtuple("Pair", "a b")
 
 
 def through_json(*args, **kwargs):
-    """Return arguments as a worker gets them."""
     content_type, encoding, data = dumps((args, kwargs), "json")
     return loads(data, content_type, encoding)
 
 
 def fenced(model, **values):
-    """Return an instance that counts as saved."""
     row = model(**values)
     row._state.adding = False
     return row
@@ -223,15 +221,12 @@ class TestProperties:
 
 
 def lock_name_of(function, *args, **kwargs):
-    """Return the name of a call of a function that is no task yet."""
     single = function._fencedlock_single
     return single.name(None, args, kwargs).name
 
 
 @pytest.fixture
 def made(celery_app):
-    """Return a function that makes a task of a function."""
-
     def make(function, *naming, policy=None, **options):
         # Celery compiles it into a definition.
         function.__name__ = "charge"
@@ -311,10 +306,6 @@ class TestByCall:
         assert lock_name(task, "x" * room).endswith('x")')
         assert "…#" in lock_name(task, "x" * (room + 1))
 
-    def test_an_unknown_type_is_refused_at_the_call(self, made):
-        with pytest.raises(TypeError, match="isn't the same everywhere"):
-            lock_name(made(charge), object())
-
     @pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((1,), {"invoice_id": 1})])
     def test_wrong_arguments(self, made, args, kwargs):
         with pytest.raises(TypeError):
@@ -356,10 +347,10 @@ class TestByTemplate:
         with pytest.raises(ValueError, match=why):
             single_instance(template)(lambda a: None)
 
-    def test_values_without_a_text_of_their_own_are_refused_at_the_call(self, made):
-        task = made(charge, "x:{note}")
+    @pytest.mark.parametrize("naming", [(), ("x:{note}",)])
+    def test_values_without_a_text_of_their_own_are_refused_at_the_call(self, made, naming):
         with pytest.raises(TypeError, match="isn't the same everywhere"):
-            lock_name(task, 1, note=object())
+            lock_name(made(charge, *naming), 1, note=object())
 
     def test_a_name_that_gets_too_long_is_refused(self, made):
         with pytest.raises(ValueError, match="200 are allowed"):
@@ -400,10 +391,6 @@ class TestByModel:
         task = made(lambda invoice_id, dry=False: None, Invoice, policy={"pk": "invoice_id"})
         assert lock_name(task, 7) == Invoice.fencing.lock(pk=7).name
 
-    def test_a_template_of_columns(self, made):
-        task = made(lambda account: None, LedgerLine, policy={"account_id": "account"})
-        assert lock_name(task, 7) == LedgerLine.fencing.lock(account_id=7).name
-
     def test_a_parameter_that_is_not_there(self):
         with pytest.raises(TypeError, match=r"which parameters of charge\(\) name the row"):
             single_instance(Invoice, pk="invoce")(charge)
@@ -418,7 +405,7 @@ class TestByModel:
     @pytest.mark.parametrize("column", ["account", "account_id"])
     def test_columns_may_be_named_by_their_fields(self, made, column):
         task = made(lambda account: None, LedgerLine, policy={column: "account"})
-        assert lock_name(task, 7) == "account:7"
+        assert lock_name(task, 7) == "account:7" == LedgerLine.fencing.lock(account_id=7).name
 
     def test_a_model_without_a_lock(self):
         with pytest.raises(TypeError, match="is no FencedModel"):

@@ -274,8 +274,6 @@ class SwitchedOff:
 
 
 class OnPostgres:
-    """Uses the PostgreSQL database."""
-
     databases = {"default", "postgres"}
     using = "postgres"
 
@@ -466,7 +464,6 @@ REAL_TRANSACTIONS = """
 
 
 def run_tests(directory, tests, database, **fencedlock):
-    """Run ``manage.py test`` in a project of its own."""
     settings = SETTINGS.format(database=database, fencedlock={"default": fencedlock})
     directory.joinpath("their_settings.py").write_text(textwrap.dedent(settings))
     directory.joinpath("test_theirs.py").write_text(textwrap.dedent(tests))

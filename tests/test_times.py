@@ -23,7 +23,6 @@ pytestmark = pytest.mark.django_db(transaction=True, databases={"default", "post
 
 @contextlib.contextmanager
 def in_zone(alias, zone):
-    """Set the TIME_ZONE of a database."""
     entry = connections.settings[alias]
     before = entry["TIME_ZONE"]
     connections[alias].close()

@@ -71,8 +71,6 @@ def unmarked(page: str) -> set[str]:
 
 @pytest.fixture
 def see(browser: Client, marked: None) -> Callable[..., None]:
-    """Return a function that checks a page, or the answer to a form."""
-
     def look(path: str, form: dict[str, Any] | None = None) -> None:
         ask = browser.get if form is None else browser.post
         answer = ask(path, form, follow=True)

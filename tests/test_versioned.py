@@ -38,7 +38,6 @@ WRITES = {**SAVES, "delete": lambda row: row.delete()}
 
 
 def all_conflict(row):
-    """Expect that no write of a stale object writes anything, nor changes the object's version."""
     before = row.version
     for write in WRITES.values():
         with refused(VersionConflict, type(row)):

@@ -95,7 +95,6 @@ def run(killers: Callable[[Any], Killers], settings: Any) -> None:
 
 
 def is_killed(killers: Callable[[Any], Killers], settings: Any) -> bool:
-    """Run the tests, each on empty tables, until one fails."""
     try:
         run(killers, settings)
     except (Exception, pytest.fail.Exception):

@@ -40,8 +40,6 @@ def awaited(function, *args, **kwargs):
 
 
 class Everything:
-    """Routes all models to one database."""
-
     def __init__(self, alias):
         self.alias = alias
 
@@ -98,7 +96,6 @@ def plainly(model, **values):
 
 @contextlib.contextmanager
 def refused(error=StaleFence, *tables, match=None) -> Iterator[pytest.ExceptionInfo]:
-    """Expect the error, and that nothing is written."""
     tables = tables or (Invoice,)
     before = [rows_of(table) for table in tables]
     with pytest.raises(error, match=match) as caught:
@@ -123,7 +120,6 @@ def _loaded(label, pk=None, **fields):
 
 
 def load(label, pk=None, **fields):
-    """Load one row as from a fixture."""
     _loaded(label, pk, **fields).save()
 
 
@@ -135,8 +131,6 @@ def upsert(row):
 
 
 class Path(NamedTuple):
-    """A way to write rows of a fenced model."""
-
     model: Any
     #: Makes what is there before, and returns what the others take.
     make: Callable[[], Any]

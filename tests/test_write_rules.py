@@ -994,7 +994,6 @@ def test_a_listener_that_comes_later_lets_no_row_escape(database, signal):
 
 @pytest.fixture
 def given(invoice):
-    """Return a lease that the context doesn't know."""
     lease = invoice.fencing.lock().acquire()
     leave(lease)
     yield lease

@@ -19,7 +19,6 @@ def elsewhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Begin to call a function in such a thread."""
     thread = ThreadPoolExecutor(1)
     called = thread.submit(_apart, function, *args, **kwargs)
     thread.shutdown(wait=False)

@@ -18,16 +18,13 @@ class Visitor:
         self.get("")
 
     def get(self, address: str) -> str:
-        """Return a page; raises HTTPError if there is none."""
         with self._opener.open(urllib.parse.urljoin(self.url, address), timeout=30) as answer:
             return str(answer.read().decode())
 
     def get_json(self, address: str) -> Any:
-        """Return a decoded JSON answer."""
         return json.loads(self.get(address))
 
     def post(self, address: str, **form: str) -> str:
-        """Send a form, and return the page that it leads to."""
         token = next(each.value for each in self._jar.cookiejar if each.name == "csrftoken")
         return self.post_without_token(address, **form, csrfmiddlewaretoken=token or "")
 

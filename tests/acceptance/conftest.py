@@ -46,7 +46,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def locks(django_db_setup: None) -> dict[str, Any]:
-    """Return FENCEDLOCK, for tests and workers alike."""
     redis = {
         "BACKEND": REDIS,
         "LOCATION": shared.redis().url,
@@ -77,7 +76,6 @@ def worker_environment(
 
 @pytest.fixture(scope="session")
 def journal() -> Iterator[Journal]:
-    """Return what bodies write down."""
     path = workspace.new_directory("journal") / "journal"
     os.environ[JOURNAL] = str(path)
     yield Journal(path)
@@ -114,7 +112,6 @@ def patient_flush() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_locks(settings: Any, locks: dict[str, Any], journal: Journal) -> None:
-    """Have the test's own process take the locks that its worker takes."""
     settings.FENCEDLOCK = locks
 
 
@@ -128,7 +125,6 @@ def brokers_redis() -> Iterator[Redis]:
 def make_broker(
     request: pytest.FixtureRequest, brokers_redis: Redis
 ) -> Iterator[Callable[[str], Broker]]:
-    """Return a function that makes a queue that nobody else has."""
     with contextlib.ExitStack() as stack:
 
         def make(kind: str) -> Broker:
@@ -228,11 +224,9 @@ def shared_worker(
 
 @pytest.fixture
 def worker(shared_worker: Callable[..., Worker]) -> Worker:
-    """Return a prefork worker with four children, on Redis. Leave it as it is."""
     return shared_worker()
 
 
 @pytest.fixture(params=["redis", "filesystem", "rabbitmq"])
 def any_worker(request: pytest.FixtureRequest, shared_worker: Callable[..., Worker]) -> Worker:
-    """Return a prefork worker on each of the brokers. Leave it as it is."""
     return shared_worker(broker=request.param)

@@ -108,7 +108,6 @@ def test_no_trigger_is_lost_while_children_are_killed(make_worker, journal, key,
 
 
 def trigger_and_kill(worker, journal, triggers, alias):
-    """Trigger runs, and kill while they come: bodies, and children wherever they are."""
     chance = random.Random()
     killed = []
     orders = [*["aimed"] * AIMED, *["blind"] * BLIND, *["none"] * 30]

@@ -13,8 +13,6 @@ from tests.workers.tasks import ALIASES, task
 
 @pytest.fixture
 def held(journal, key):
-    """Returns a function that has a body of the key begin, which ends when the gate is opened."""
-
     def hold(kind, alias="default", **arguments):
         result = task(kind, alias).delay(key, "first", gate=True, **arguments)
         journal.wait_for_begun(key)

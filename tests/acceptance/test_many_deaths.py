@@ -126,7 +126,6 @@ def test_children_killed_at_any_moment_leave_no_lock(make_worker, journal, key, 
 
 
 def is_free_here(name, **terms):
-    """Whether a process of this host gets a lock."""
     lease = lock(name, **terms).acquire(blocking=False)
     return lease is not None and lease.release()
 

@@ -26,8 +26,6 @@ def workers(make_worker):
 
 
 def settle(worker):
-    """Wait until no message is left, and none comes back."""
-
     def is_empty():
         return not worker.broker.depth() and not worker.broker.unacknowledged()
 

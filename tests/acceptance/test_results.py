@@ -67,12 +67,6 @@ def test_a_fenced_row_is_written_by_one_at_a_time(worker, key):
     assert invoice.amount == sum(ran) >= 1
 
 
-# Without a worker
-
-
-# The lock service is down
-
-
 def test_a_service_that_is_down_fails_the_task(worker, journal, key):
     assert type(failure(task("skip", "down").delay(key))).__name__ == "BackendUnavailable"
     assert journal.spans(key) == []

@@ -11,7 +11,6 @@ TAKEN = {"strikes": 2, "takeovers": 1}
 
 
 def pause_worker(lab: Lab) -> None:
-    """Pause the worker with all its children, as on a suspended machine."""
     lab.await_holder()
     lab.note("pause worker")
     with lab.crew.all_paused():

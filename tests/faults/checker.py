@@ -50,7 +50,6 @@ class Terms:
 
 
 def violations(history: History, terms: Terms) -> list[Violation]:
-    """Return all that is wrong with a history."""
     return [found for check in CHECKS for found in check(_Index(history), terms)]
 
 
@@ -364,7 +363,6 @@ def takeovers(history: History) -> int:
 
 
 def refusals(history: History) -> int:
-    """Count the writes that were refused."""
     return len(history.of("write", FAIL))
 
 
@@ -408,7 +406,6 @@ CHECKS: tuple[Check, ...] = (
 
 
 def facts(history: History) -> dict[str, int]:
-    """Count what a run is made of."""
     return {
         "grants": len(history.of("acquire", OK)),
         "writes": len(history.of("write", OK)),

@@ -33,8 +33,6 @@ WAYS = {"save": 6, "held": 2, "update": 2, "atomic": 3, "gauge": 2}
 
 
 class Client:
-    """One client."""
-
     def __init__(self, name: str, lab: dict[str, Any]) -> None:
         self.scribe = Scribe(Path(lab["directory"]), name)
         self.random = random.Random(f"{lab['seed']} {name}")
@@ -47,13 +45,11 @@ class Client:
         self.end = Path(lab["directory"]) / "stop"
 
     def run(self) -> None:
-        """Work until the file ``stop`` is there."""
         while not self.end.exists():
             close_old_connections()
             self.work_once()
 
     def work_once(self) -> None:
-        """Acquire one lock, work under it, and release it."""
         pk = self.random.randint(1, self.rows)
         name = f"row:{pk}"
         number = self.scribe.invoke("acquire", name)
@@ -75,7 +71,6 @@ class Client:
             self.release(lease)
 
     def work_under(self, lease: Lease, pk: int) -> None:
-        """Write some times."""
         for _ in range(self.random.choice([1, 1, 2, 3])):
             way = self.random.choices(list(self.ways), list(self.ways.values()))[0]
             try:
@@ -154,7 +149,6 @@ class Client:
 
     @contextlib.contextmanager
     def writing(self, table: str, lease: Lease, read: int | None) -> Iterator[str]:
-        """Note a write and what came of it."""
         stamp = new_stamp()
         self._token = lease.token
         facts = {"table": table, "stamp": stamp, "token": lease.token, "owner": lease.owner_id}
@@ -202,7 +196,6 @@ class Client:
             self.scribe.answer(number, OK if kept else FAIL)
 
     def ask(self, kind: str, lease: Lease, question: Callable[[], Any]) -> None:
-        """Verify or renew a lease; record how much of it was left after the answer."""
         deadline, lost = lease.deadline, lease.lost
         number = self.scribe.invoke(kind, lease.name, token=lease.token, owner=lease.owner_id)
         try:
@@ -214,7 +207,6 @@ class Client:
         self.scribe.answer(number, outcome, left=deadline - clock(), lost=lost)
 
     def enter_again(self, lease: Lease) -> None:
-        """Acquire the held lock again, and release that."""
         number = self.scribe.invoke("reenter", lease.name, outer=lease.token, owner=lease.owner_id)
         try:
             with lock(lease.name) as again:
@@ -285,7 +277,6 @@ def prepare(using: str, rows: int) -> None:
 
 
 def collect(using: str) -> dict[str, Any]:
-    """Return the trail, and the counters at the end."""
     from .models import Trail
 
     fields = ("pk", "kind", "name", "before", "after", "token", "stamp")

@@ -80,7 +80,6 @@ def _runs(
 
 
 def versions() -> str:
-    """Return what is tried here."""
     import celery
     import django
 

@@ -25,7 +25,6 @@ GROUPS = (
 
 
 def mix(lab: Lab) -> None:
-    """Cause two different faults at once."""
     chosen = [lab.random.choice(_able(lab, group)) for group in lab.random.sample(GROUPS, 2)]
     with ThreadPoolExecutor(len(chosen)) as pool:
         for strike in [pool.submit(fault.strike, lab) for fault in chosen]:

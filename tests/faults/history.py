@@ -99,8 +99,6 @@ class History:
 
 
 class Scribe:
-    """Writes the account of one process."""
-
     def __init__(self, directory: Path, client: str) -> None:
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         self.client = client
@@ -108,7 +106,6 @@ class Scribe:
         self._numbers = itertools.count()
 
     def invoke(self, kind: str, name: str, **facts: Any) -> int:
-        """Note that something is asked for, before it is; return its number."""
         number = next(self._numbers)
         self.write(number=number, event="invoke", kind=kind, name=name, **facts)
         return number
@@ -124,12 +121,10 @@ class Scribe:
 
 
 def new_stamp() -> str:
-    """Return what marks one write."""
     return uuid.uuid4().hex
 
 
 def read_operations(directory: Path) -> list[Operation]:
-    """Read what all clients have written so far."""
     return [
         operation
         for path in sorted(directory.glob("*.jsonl"))
@@ -147,7 +142,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def entries(rows: Iterable[Iterable[Any]]) -> list[Entry]:
-    """Make the trail of its rows."""
     return sorted((Entry(*row) for row in rows), key=lambda entry: entry.place)
 
 

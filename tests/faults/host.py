@@ -19,7 +19,6 @@ _libc = ctypes.CDLL(None)
 
 
 def main() -> None:
-    """Follow orders until there are no more."""
     import django
 
     django.setup()

@@ -44,11 +44,9 @@ class Host:
         self._hear()
 
     def client(self, name: str) -> int:
-        """Start a client and return its pid."""
         return self._order(do="client", name=name)
 
     def ask(self, what: str, path: Path) -> Any:
-        """Run something in a separate process, and return its output."""
         path.unlink(missing_ok=True)
         pid = self._order(do=what, to=str(path))
         wait_until(lambda: path.exists() or not _alive([pid]), f"{what} by the lab", PATIENCE)
@@ -57,7 +55,6 @@ class Host:
         return json.loads(path.read_text())
 
     def close(self) -> None:
-        """End the process. Its clients die with it."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -106,7 +103,6 @@ class Crew:
         self.pids: dict[str, int] = {}
 
     def fill(self) -> None:
-        """Start clients for those that are gone."""
         with self._lock:
             self.bury()
             pids = dict(self.pids)
@@ -117,7 +113,6 @@ class Crew:
             self.pids = pids
 
     def bury(self) -> None:
-        """Forget those that are gone."""
         self.pids = {name: pid for name, pid in self.pids.items() if _alive([pid])}
 
     def kill(self, name: str) -> None:
@@ -128,7 +123,6 @@ class Crew:
         wait_until(lambda: not _alive([pid]), "a client to be gone")
 
     def paused(self, *names: str) -> AbstractContextManager[None]:
-        """Pause clients inside the block."""
         return standing_still([self.pids[name] for name in names if name in self.pids])
 
     def wait_for_end(self, timeout: float) -> list[str]:

@@ -66,7 +66,6 @@ class Lab:
         self._scribe = Scribe(directory, NEMESIS)
 
     def note(self, what: str, **facts: Any) -> None:
-        """Note that something is done."""
         self.strikes.append({"what": what, "at": now(), **facts})
         self._scribe.write(what=what, **facts)
 
@@ -100,7 +99,6 @@ class Lab:
                 return
 
     def holders(self) -> list[str]:
-        """Return those that have a lock just now."""
         history, at = self._history(), now()
         return [name for name in self.crew.pids if held_by(history, name, at)]
 

@@ -31,5 +31,4 @@ def _row(site: str, fault: str, group: Sequence[Result]) -> list[str]:
 
 
 def line(cells: Sequence[str]) -> str:
-    """Return a row of a table in Markdown."""
     return f"| {' | '.join(cells)} |"

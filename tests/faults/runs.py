@@ -57,8 +57,6 @@ class Plan:
 
 @dataclass
 class Result:
-    """What came of a run."""
-
     site: str
     plan: Plan
     verdict: str

@@ -79,7 +79,6 @@ def _is_kept(redis: Any) -> bool:
 
 
 def restart_redis(lab: Lab) -> None:
-    """Kill Redis and start it again, without its memory."""
     with _while_holding(lab):
         lab.note("restart redis")
         lab.site.redis.kill()
@@ -118,7 +117,6 @@ def restart_database(lab: Lab) -> None:
 
 
 def end_sessions(lab: Lab) -> None:
-    """End all sessions at the database, as an administrator may."""
     lab.await_holder()
     lab.note("end sessions")
     server = _database(lab)

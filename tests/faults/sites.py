@@ -33,14 +33,12 @@ class Site:
         """Start the servers."""
 
     def renew(self, directory: Path) -> None:
-        """Forget all runs before."""
         raise NotImplementedError
 
     def database(self, far: bool) -> dict[str, Any]:
         raise NotImplementedError
 
     def lab(self, far: bool = False) -> dict[str, Any]:
-        """Return the site's settings for clients."""
         lock = {
             "BACKEND": self.backend,
             "OPTIONS": {"TIMEOUT": TIMEOUT, **self.options()},
@@ -70,12 +68,10 @@ class Site:
         return self._clock
 
     def heal(self) -> None:
-        """Make all servers answer again."""
         for proxy in self.proxies:
             proxy.pass_through()
 
     def versions(self) -> list[str]:
-        """Return the servers that the site is made of."""
         return []
 
     def close(self) -> None:
@@ -204,7 +200,6 @@ class OnRedis(OnPostgres):
         return self.redis
 
     def launch(self, *arguments: str, replica_of: Redis | None = None) -> Redis:
-        """Start one more server."""
         found = self._find()
         server: Redis = self._keep(Redis.launch(found, *arguments, replica_of=replica_of))
         return server

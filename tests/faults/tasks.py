@@ -53,7 +53,6 @@ LAB_TERMS = {"ttl": LAB["ttl"], "on_lost": LAB["on_lost"]}
 @app.task(bind=True, name="faults.work", **LAB["task"])
 @single_instance("row:{pk}", on_conflict="wait", blocking_timeout=4 * LAB["ttl"], **LAB_TERMS)
 def work(self: Any, pk: int) -> None:
-    """Work under the lock as any client does."""
     lease = current_lease()
     assert lease is not None
     client = _client()

@@ -62,7 +62,6 @@ def on(database, settings):
 
 
 def backup(connection):
-    """What the tables have now."""
     found = {}
     with connection.cursor() as cursor:
         for table in TABLES:

@@ -35,8 +35,6 @@ def sites() -> Iterator[dict[str, Site]]:
 
 @pytest.fixture
 def do_run(sites, tmp_path):
-    """Do a run; its accounts are kept with the files of pytest's run."""
-
     def do(site: str, fault: str, fenced: bool = True) -> Result:
         return run(started(sites, site), plan(fault, tmp_path, fenced))
 

@@ -68,7 +68,6 @@ class Workers:
         wait_until(self._children, "a child of the worker", 30)
 
     def kill(self, name: str) -> None:
-        """End a child as SIGKILL does."""
         pid = int(name.removeprefix("child-"))
         _send(pid, signal.SIGKILL)
         wait_until(lambda: not _alive([pid]), "a child to be gone")
@@ -84,7 +83,6 @@ class Workers:
         self._process.kill()
 
     def paused(self, *names: str) -> AbstractContextManager[None]:
-        """Pause children inside the block."""
         return standing_still([int(name.removeprefix("child-")) for name in names])
 
     @contextlib.contextmanager
@@ -112,7 +110,6 @@ class Workers:
         return []
 
     def close(self) -> None:
-        """End everything, in whatever state it is."""
         self._ends.set()
         if self._sender.is_alive():
             self._sender.join()

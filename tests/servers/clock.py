@@ -47,18 +47,15 @@ class Clock:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment of a process with this clock."""
         return {"LD_PRELOAD": str(_library()), "FENCEDLOCK_CLOCK": str(self._file)}
 
     def set(self, seconds: float) -> None:
-        """Set it some seconds ahead, for running processes too."""
         self._seconds = seconds
         mode = "r+b" if self._file.exists() else "wb"
         with self._file.open(mode) as file:
             file.write(struct.pack("=q", round(seconds * 1_000_000)))
 
     def jump(self, seconds: float) -> None:
-        """Set it forward, or back, from where it is."""
         self.set(self._seconds + seconds)
 
 

@@ -25,7 +25,6 @@ class DatabaseServer(Server):
 
     @property
     def url(self) -> str:
-        """Return the address for a client."""
         return self.url_of(self.database)
 
     def url_of(self, database: str) -> str:
@@ -33,7 +32,6 @@ class DatabaseServer(Server):
         return f"{self.engine}://{self.user}{secret}@{self.host}:{self.port}/{database}"
 
     def django(self, database: str | None = None, by: Any = None) -> dict[str, Any]:
-        """Return an entry of DATABASES, by the address of a proxy if there is one."""
         return {
             "ENGINE": f"django.db.backends.{self.engine}",
             "NAME": database or self.database,

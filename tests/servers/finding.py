@@ -54,7 +54,6 @@ class Found:
 
 @functools.cache
 def postgres() -> Found:
-    """Find a postgres with its initdb."""
     for path in _system("postgres", _newest("/usr/lib/postgresql/*/bin")):
         # It may be a link in a directory without the rest.
         path = path.resolve()
@@ -68,7 +67,6 @@ def postgres() -> Found:
 
 @functools.cache
 def redis() -> Found:
-    """Find a genuine redis-server."""
     for path in _system("redis-server"):
         # Some distributions call their Valkey redis-server too.
         if "Redis" in _output(path):

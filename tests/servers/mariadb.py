@@ -34,7 +34,6 @@ class MariaDB(DatabaseServer):
 
     @classmethod
     def launch(cls, found: Found, *arguments: str) -> "MariaDB":
-        """Start a server of our own."""
         directory = workspace.new_directory("mariadb")
         data = directory / "data"
         run_as_server_user("cp", "-R", _template(found), data)
@@ -65,14 +64,12 @@ class MariaDB(DatabaseServer):
             return cursor.fetchall()
 
     def answers(self) -> bool:
-        """Tell whether the server can be asked something now."""
         try:
             return bool(self.execute("SELECT 1"))
         except pymysql.MySQLError:
             return False
 
     def empty(self) -> None:
-        """Drop all databases but the server's own."""
         for (name,) in self.execute("SHOW DATABASES"):
             if name not in _SYSTEM_DATABASES:
                 self.execute(f"DROP DATABASE `{name}`")

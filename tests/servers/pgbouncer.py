@@ -38,7 +38,6 @@ class PgBouncer(Server):
     def launch(
         cls, found: Found, postgres: Postgres, pool_mode: str = "transaction", pool_size: int = 5
     ) -> "PgBouncer":
-        """Start a server of our own."""
         directory = workspace.new_directory("pgbouncer")
         port = free_port()
         # An empty password is a syntax error to it.
@@ -56,7 +55,6 @@ class PgBouncer(Server):
 
     @property
     def url(self) -> str:
-        """Return the address for a client."""
         return f"postgresql://{self.postgres.user}@{self.host}:{self.port}/{self.postgres.database}"
 
     def django(self, database: str | None = None) -> dict[str, Any]:

@@ -41,7 +41,6 @@ class Postgres(DatabaseServer):
 
     @classmethod
     def launch(cls, found: Found, **options: str) -> "Postgres":
-        """Start a server of our own."""
         directory = workspace.new_directory("postgres")
         data = directory / "data"
         run_as_server_user("cp", "-R", _template(found), data)
@@ -84,7 +83,6 @@ class Postgres(DatabaseServer):
             self.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
 
     def terminate_sessions(self) -> None:
-        """End the sessions of all clients, as a failover or an administrator does."""
         self.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
             " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"

@@ -60,7 +60,6 @@ def accepts_connections(port: int) -> bool:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return an environment without PGHOST, locale and the like."""
     return {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TZ": "UTC"}
 
 
@@ -126,16 +125,13 @@ class Process:
         return self._popen is not None and self._popen.poll() is None
 
     def add_environment(self, variables: Mapping[str, object]) -> None:
-        """Set more environment variables from the next start on."""
         self._environment |= {name: str(value) for name, value in variables.items()}
 
     def drop_option(self, option: str, values: int) -> None:
-        """Leave an option and its values out from the next start on."""
         place = self._command.index(option)
         del self._command[place : place + 1 + values]
 
     def start(self) -> None:
-        """Start the server and wait until it answers."""
         user = workspace.server_user()
         uid, gid = (os.getuid(), os.getgid()) if self._ours else (user.pw_uid, user.pw_gid)
         ids = (str(os.getpid()), str(uid), str(gid))
@@ -165,12 +161,10 @@ class Process:
         self._pause()
 
     def resume(self) -> None:
-        """Continue a paused server."""
         for pid in _family(self.pid):
             _send(pid, signal.SIGCONT)
 
     def terminate(self) -> None:
-        """Stop the server cleanly."""
         self._end(self._terminate)
 
     def quit(self) -> None:
@@ -245,7 +239,6 @@ _spawner = _Spawner()
 
 @atexit.register
 def stop_everything() -> None:
-    """Stop all servers and remove their files."""
     if os.getpid() != _test_process:
         # A forked child that ends must not stop the servers.
         return
@@ -278,7 +271,6 @@ def _stopped(pids: Sequence[int]) -> bool:
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:
-    """Yield pid, parent's pid and state of every process on the machine."""
     if Path("/proc/self/stat").exists():
         yield from _processes_from_proc()
         return

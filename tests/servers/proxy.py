@@ -51,19 +51,15 @@ class Proxy:
         self._run(self._heal())
 
     def delay(self, to_server: float = 0, to_client: float = 0) -> None:
-        """Hold each piece of data back for some seconds."""
         self._to_server.delay, self._to_client.delay = to_server, to_client
 
     def black_hole(self) -> None:
-        """Accept connections and forward nothing. Nothing is closed either."""
         self._run(self._hold())
 
     def drop_replies(self) -> None:
-        """Forward what the client sends, and lose what the server answers."""
         self._to_client.drop = True
 
     def cut(self) -> None:
-        """Close all open connections. New ones are welcome."""
         self._run(self._cut(self._connections))
 
     def cut_after(self, *, to_server: int | None = None, to_client: int | None = None) -> None:
@@ -71,7 +67,6 @@ class Proxy:
         self._to_server.budget, self._to_client.budget = to_server, to_client
 
     def retarget(self, host: str, port: int) -> None:
-        """Send new connections to another server, as a failover does."""
         self._target = (host, port)
 
     def close(self) -> None:

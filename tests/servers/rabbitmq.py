@@ -50,7 +50,6 @@ class RabbitMQ(Server):
 
     @classmethod
     def launch(cls, found: Found) -> "RabbitMQ":
-        """Start a server of our own."""
         directory = workspace.new_directory("rabbitmq")
         port, names_port = free_port(), free_port()
         (directory / "rabbitmq.conf").write_text(_CONFIGURATION.format(port=port))
@@ -70,7 +69,6 @@ class RabbitMQ(Server):
 
     @contextlib.contextmanager
     def connect(self) -> Iterator[amqp.Connection]:
-        """Yield a connection that is closed when the block ends."""
         connection = amqp.Connection(
             f"{self.host}:{self.port}",
             userid=self.user,
@@ -87,7 +85,6 @@ class RabbitMQ(Server):
             connection.collect()
 
     def answers(self) -> bool:
-        """Tell whether the server can be asked something now."""
         try:
             with self.connect() as connection:
                 return bool(connection.connected)

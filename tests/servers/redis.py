@@ -22,8 +22,6 @@ _END = "end-of-monitor"
 
 @dataclass(frozen=True)
 class Command:
-    """A command that the server executed."""
-
     name: str
     text: str
     lua: bool
@@ -80,7 +78,6 @@ class Redis(Server):
         super().start()
 
     def client(self, **options: Any) -> redis.Redis:
-        """Return a client that tries once and gives up after five seconds."""
         defaults = {
             "decode_responses": True,
             "socket_timeout": 5,
@@ -90,7 +87,6 @@ class Redis(Server):
         return redis.Redis.from_url(self.url, **defaults | options)
 
     def answers(self) -> bool:
-        """Tell whether the server can be asked something now."""
         try:
             return bool(self.execute("PING", timeout=1))
         except redis.RedisError:
@@ -105,7 +101,6 @@ class Redis(Server):
         return self.execute("INFO", section)
 
     def empty(self) -> None:
-        """Remove all keys, and the scripts."""
         self.execute("FLUSHALL")
         self.execute("SCRIPT", "FLUSH")
 

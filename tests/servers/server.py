@@ -23,12 +23,10 @@ class Server:
 
     @property
     def can_kill(self) -> bool:
-        """Return whether tests may pause, kill and restart the process."""
         return self._process is not None
 
     @property
     def process(self) -> Process:
-        """Return the process, unless the server was named in the environment."""
         if self._process is None:
             raise ServerNotOurs(
                 f"{self!r} was named in the environment, so tests may not stop it. "
@@ -37,11 +35,9 @@ class Server:
         return self._process
 
     def start(self) -> None:
-        """Start the server again, on the same port and the same files."""
         self.process.start()
 
     def stop(self) -> None:
-        """Stop the server cleanly."""
         self.process.terminate()
 
     def restart(self) -> None:
@@ -49,15 +45,12 @@ class Server:
         self.start()
 
     def kill(self) -> None:
-        """Kill the server with SIGKILL."""
         self.process.kill()
 
     def pause(self) -> None:
-        """Let the server hang: connections stay open, nothing answers."""
         self.process.pause()
 
     def resume(self) -> None:
-        """Continue a paused server."""
         self.process.resume()
 
     def go_by(self, clock: Clock) -> None:
@@ -67,6 +60,5 @@ class Server:
         self.start()
 
     def close(self) -> None:
-        """Stop using the server."""
         if self.can_kill:
             self.process.quit()

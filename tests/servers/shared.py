@@ -26,7 +26,6 @@ def url(name: str) -> str | None:
 
 
 def available(name: str) -> bool:
-    """Return whether a server is available, without starting it."""
     try:
         return bool(url(name) or finding.FINDERS[name]())
     except ServerMissing:
@@ -34,7 +33,6 @@ def available(name: str) -> bool:
 
 
 def started() -> dict[str, Any]:
-    """Return the shared servers that were asked for so far."""
     return dict(_servers)
 
 
@@ -62,7 +60,6 @@ def mariadb() -> MariaDB:
 
 
 def pgbouncer() -> PgBouncer:
-    """Return the shared PgBouncer. It pools transactions of the shared PostgreSQL."""
     found = finding.pgbouncer()
     return _shared("pgbouncer", None, lambda: PgBouncer.launch(found, postgres()))
 

@@ -34,7 +34,6 @@ def reachable(path: Path) -> bool:
 
 @functools.cache
 def root() -> Path:
-    """Return the directory that holds everything of this test process."""
     _sweep()
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
     directory.chmod(0o711)
@@ -50,7 +49,6 @@ def new_directory(name: str) -> Path:
 
 
 def remove() -> None:
-    """Remove everything of this test process."""
     if root.cache_info().currsize:
         shutil.rmtree(root(), ignore_errors=True)
         root.cache_clear()

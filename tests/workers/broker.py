@@ -24,7 +24,6 @@ class Broker:
         self._options = options
 
     def settings(self, **transport_options: Any) -> dict[str, Any]:
-        """Return Celery's settings."""
         return {
             "broker_url": self._url,
             "broker_transport_options": self._options | transport_options,
@@ -39,7 +38,6 @@ class Broker:
         }
 
     def depth(self) -> int:
-        """Return how many messages wait for a worker."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -64,14 +62,11 @@ class RedisBroker(Broker):
             return int(client.llen(self.queue))
 
     def unacknowledged(self) -> int:
-        """Return how many messages workers have that they didn't acknowledge yet."""
         with self.client() as client:
             return int(client.hlen("unacked"))
 
 
 class FilesystemBroker(Broker):
-    """A directory for messages, and one for results."""
-
     kind = "filesystem"
 
     def __init__(self) -> None:
@@ -98,8 +93,6 @@ class FilesystemBroker(Broker):
 
 
 class RabbitBroker(Broker):
-    """A queue of a RabbitMQ, with the results in a Redis."""
-
     kind = "rabbitmq"
 
     def __init__(self, server: RabbitMQ, results: Redis) -> None:

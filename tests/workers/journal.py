@@ -56,8 +56,6 @@ class Span:
 
 
 class Journal:
-    """A file with a line for each begin and end of a body."""
-
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or Path(os.environ[VARIABLE])
         self._lines: list[dict[str, Any]] = []
@@ -67,7 +65,6 @@ class Journal:
 
     @contextlib.contextmanager
     def body(self, key: str, **facts: Any) -> Iterator[str]:
-        """Write down when the block begins and ends."""
         run = uuid.uuid4().hex
         who = {"pid": os.getpid(), "thread": threading.get_ident()}
         outcome = "returned"
@@ -117,7 +114,6 @@ class Journal:
         return self._lines
 
     def spans(self, key: str) -> list[Span]:
-        """Return the runs of a key, in the order of their begin."""
         spans: dict[str, Span] = {}
         for line in self.lines():
             if line["key"] != key or "run" not in line:
@@ -132,7 +128,6 @@ class Journal:
         return sorted(spans.values(), key=lambda span: span.begun)
 
     def notes(self, key: str, event: str) -> list[dict[str, Any]]:
-        """Return the lines of another kind that bodies wrote."""
         return [line for line in self.lines() if line["key"] == key and line["event"] == event]
 
     def wait_for_begun(self, key: str, count: int = 1, timeout: float = 20) -> list[Span]:

@@ -28,7 +28,6 @@ def was_skipped(result: AsyncResult) -> SkippedRun | None:
 
 
 def failure(result: AsyncResult) -> Any:
-    """Wait for the end of a task that fails, and return its exception."""
     exc = result.get(timeout=20, propagate=False)
     assert isinstance(exc, BaseException), (result.state, exc)
     return exc

@@ -19,8 +19,6 @@ _QUICK = ["--without-mingle", "--without-gossip", "--without-heartbeat"]
 
 
 class _Celery:
-    """A program of Celery's."""
-
     def __init__(
         self,
         arguments: list[object],
@@ -56,7 +54,6 @@ class _Celery:
         return self.process.pid
 
     def start(self) -> None:
-        """Start the program, and wait until it says that it is ready."""
         self._ready.unlink(missing_ok=True)
         self.process.start()
 
@@ -65,7 +62,6 @@ class _Celery:
         self.process.kill()
 
     def send(self, number: int) -> None:
-        """Send a signal to the main process."""
         os.kill(self.pid, number)
 
     def wait_for_end(self, timeout: float = 20) -> None:
@@ -75,17 +71,14 @@ class _Celery:
         self.process.kill()
 
     def close(self) -> None:
-        """Be done with it, whatever state it is in."""
         self.process.kill()
 
     @property
     def log(self) -> str:
-        """Return everything that it logged."""
         path = self.process.log
         return path.read_text(errors="replace") if path.exists() else ""
 
     def mark_log(self) -> None:
-        """Have ``new_log`` begin here."""
         self._seen = len(self.log)
 
     @property
@@ -94,8 +87,6 @@ class _Celery:
 
 
 class Worker(_Celery):
-    """A worker with more of the command line, transport options and settings of Celery's."""
-
     def __init__(
         self,
         broker: Broker,

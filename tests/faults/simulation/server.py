@@ -61,7 +61,6 @@ class Tables:
         self.fences[name] = self.fences.get(name, (0, ""))[0] + 1, ""
 
     def holder(self, name: str) -> str:
-        """Whose row it is, expired or not."""
         return self.rows.get(name, ("", 0.0))[0]
 
     def is_live(self, name: str) -> bool:

@@ -49,7 +49,6 @@ _FAULTS = (*[Fault.NONE] * 4, *Fault)
 
 
 def drawn(source: random.Random, length: int = 30) -> list[Step]:
-    """A schedule at random."""
     pick = source.choice
     return [
         Step(
