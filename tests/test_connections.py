@@ -41,7 +41,7 @@ def session_of(connection):
 
 def test_a_block_with_a_time_limit_leaves_no_session_behind(postgres):
     own = connections["postgres"]
-    with pytest.raises(ValueError, match="of the caller"), time_limited("postgres", 2):
+    with pytest.raises(ValueError, match="of the caller"), time_limited("postgres", 20):
         seen = session_of(connections["postgres"])
         raise ValueError("of the caller")
     # It isn't the server that has closed the connection, as the driver would have it.

@@ -83,7 +83,7 @@ def test_the_holder_is_found_at_once_among_5000_tasks():
         for task in tasks:
             task.cancel()
         # It took 4 s when each look went through all tasks.
-        assert fastest < 1
+        assert fastest < 2
 
     asyncio.run(main())
 
