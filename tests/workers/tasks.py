@@ -75,13 +75,20 @@ def run(
     with journal.body(key, **facts):
         if gate:
             journal.wait_at_gate(key)
-        time.sleep(seconds)
+        _sleep(seconds)
         if grind:
             hashlib.pbkdf2_hmac("sha256", b"", b"", grind)
         try:
             return _end(self, what, value)
         finally:
-            time.sleep(0 if self.request.retries else tidy)
+            _sleep(0 if self.request.retries else tidy)
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep in steps: a signal that comes just as a sleep begins is seen only when that ends."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, 0.2))
 
 
 def _end(self: Any, outcome: str, value: Any) -> Any:
