@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -90,15 +91,15 @@ def test_a_healthy_alias_is_reported_and_only_its_fence_remains(
 def test_the_two_owners_share_no_session(settings, postgres, backend):
     """Else this process would refuse the second, and the server not be asked."""
     settings.FENCEDLOCK = {"default": {"BACKEND": backend, "FENCE_DATABASE": "postgres"}}
-    tried = doctor.Trial(conf.config("default"), time.monotonic() + 60)
-    try:
-        lease = tried._acquire(tried._first)
+    config = conf.config("default")
+    with (
+        closing(doctor.TestOwner(config)) as first,
+        closing(doctor.TestOwner(doctor._apart(config))) as second,
+    ):
+        assert first.acquire()
         with postgres.statements() as statements:
-            assert tried._acquire(tried._second) is None
+            assert not second.acquire()
         assert any("django_fencedlock_fence" in each for each in statements)
-        assert lease.token
-    finally:
-        tried.close()
 
 
 def test_broken_settings_end_the_examination(settings):
@@ -227,7 +228,7 @@ class TestDatabases:
         proxy = make_proxy(server.host, server.port)
         alias = make_alias(server.django(by=proxy))
         connections[alias].close()
-        monkeypatch.setattr(doctor, "CONNECT_TIMEOUT", 1.0)
+        monkeypatch.setattr(doctor, "QUERY_TIMEOUT", 1.0)
         proxy.black_hole() if hangs else proxy.retarget("127.0.0.1", 1)
         began = time.monotonic()
         reports = examine(settings, FENCE_DATABASE=alias)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from django.apps import apps
 from django.db import Error, connections
@@ -17,7 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.migrations.loader import MigrationLoader
 
 from .. import checks, conf
-from ..backends.interface import Backend, Grant, Held, Renewal, Wait
+from ..backends.interface import Backend, Held, Renewal, Wait
 from ..conf import AliasConfig
 from ..core.grants import new_claim
 from ..core.identity import new_owner
@@ -30,13 +30,10 @@ from ..storage.connections import time_limited
 from ..storage.tables import Fence, HeldLock
 from ..storage.text import for_shell
 from ..storage.vendors import ledger_for
+from .registry import fence_databases
 
-T = TypeVar("T")
-
-#: Seconds for each alias and each database.
-LIMIT = 20.0
-#: Seconds for a connection to a database.
-CONNECT_TIMEOUT = 5.0
+#: Seconds for each alias, and for one query of a database.
+LIMIT, QUERY_TIMEOUT = 20.0, 5.0
 #: The name of the test lock, always the same: its fence is never deleted.
 LOCK_NAME = "django_fencedlock.doctor:{alias}"
 #: Seconds until the test lock expires if the doctor is killed.
@@ -83,8 +80,8 @@ def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Repor
     if any(problem.is_error for problem in conf.problems()):
         return
     broken = set()
-    configs = [conf.config(alias) for alias in aliases or conf.aliases()]
-    with_fences = list(dict.fromkeys(config.fence_database for config in configs))
+    wanted = aliases or conf.aliases()
+    with_fences = fence_databases(wanted)
     for database in with_fences:
         yield (report := Report(f"database {database!r}", list(_database(database, limit))))
         if report.level is Level.ERROR:
@@ -92,7 +89,7 @@ def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Repor
     for database in [] if aliases else set(connections).difference(with_fences):
         if found := list(_database(database, limit, has_fences=False)):
             yield Report(f"database {database!r} (only fenced tables)", found)
-    for config in configs:
+    for config in map(conf.config, wanted):
         about = f"alias {config.alias!r} ({conf.backend_class(config.backend).label})"
         if config.fence_database in broken:
             what = f"Not tried: it records its grants in database {config.fence_database!r}."
@@ -106,39 +103,27 @@ def examine(aliases: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Repor
 
 def _database(database: str, limit: float, has_fences: bool = True) -> Iterator[Problem]:
     """Examine a database; yield nothing if it has neither fences nor fenced tables."""
-    brief, found = min(limit, CONNECT_TIMEOUT), []
     try:
-        if has_fences:
-            # The project's own connection may have no time limits.
-            with time_limited(database, brief):
-                facts = _server(connections[database])
-            yield from facts
-        with time_limited(database, limit if has_fences else brief):
+        # The project's own connection may have no time limits.
+        with time_limited(database, min(limit, QUERY_TIMEOUT)):
             if has_fences:
-                found = [*_tables(database), *table_problems([database])]
+                yield from _server(connections[database])
+                yield from _tables(database)
+                yield from table_problems([database])
             elif has_tables(database):
                 healthy = ok("Its fenced tables match the models and the migrations.")
-                found = list(table_problems([database])) or [healthy]
+                yield from list(table_problems([database])) or [healthy]
     except Error as exc:
         report = error if has_fences else warning
         yield report(f"Unavailable: {str(exc).strip()}", "Start the database, or fix its settings.")
-    yield from found
 
 
-def _server(connection: BaseDatabaseWrapper) -> list[Problem]:
+def _server(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
     connection.ensure_connection()
-    before, began = datetime.now(UTC), clock()
-    theirs = ledger_for(connection).now(connection)
+    ledger, before, began = ledger_for(connection), datetime.now(UTC), clock()
+    ahead = (ledger.now(connection) - before).total_seconds()
     seconds = clock() - began
-    ahead = (theirs - before).total_seconds() - seconds / 2
-    return [
-        clock_problem(ahead, f"Answers in {_ms(seconds)}; "),
-        *(list(_durability(connection)) or [ok("Its settings keep committed data after a crash.")]),
-        *_obstacles(connection),
-    ]
-
-
-def _durability(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
+    yield clock_problem(ahead - seconds / 2, f"Answers in {_ms(seconds)}; ")
     query, safe = DURABILITY[connection.vendor]
     for setting, values in safe.items():
         found = str(_value(connection, query.format(setting)))
@@ -148,10 +133,7 @@ def _durability(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
                 "would be granted again.",
                 f"Set {setting} = {values[0]}.",
             )
-
-
-def _obstacles(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
-    if who := ledger_for(connection).tables_locked_by(connection):
+    if who := ledger.tables_locked_by(connection):
         hint = "Wait until that has ended, or end it."
         yield warning(f"Locks can't be acquired or renewed: {who}", hint)
     # A pooler reports a process id of its own. psycopg 2 and 3 have the same attribute.
@@ -174,8 +156,7 @@ def _tables(database: str) -> Iterator[Problem]:
     tables = {model._meta.db_table for model in apps.get_app_config(APP).get_models()}
     if without := ", ".join(sorted(tables.difference(connection.introspection.table_names()))):
         yield error(
-            f"The migrations are applied, but there is no {without}: a database router keeps the "
-            "tables out.",
+            f"Its migrations are applied, but a database router keeps the tables out: {without}.",
             f"Change DATABASE_ROUTERS to allow {APP} in {database!r}. Run: manage.py migrate {APP} "
             f"zero --fake --database {database}, then the same without zero --fake",
         )
@@ -218,138 +199,55 @@ class _Failed(Exception):
     """Ends the examination of an alias, with a message and a hint."""
 
 
+class TestOwner:
+    """An owner of the test lock, with a client of its own."""
+
+    grant: Any = None
+
+    def __init__(self, config: AliasConfig) -> None:
+        self.service = Service(config.alias, conf.backend_class(config.backend)(config))
+        self.backend: Backend = self.service.backend
+        self.name = LOCK_NAME.format(alias=config.alias)
+
+    def acquire(self, timeout: float = 0.0) -> bool:
+        claim = new_claim(self.name, TTL, owner=new_owner()._replace(thread="doctor"))
+        answer = self.service.grants.acquire(claim, Wait(timeout))
+        if isinstance(answer, Held):
+            return False
+        self.grant = answer[0]
+        return True
+
+    def answers(self) -> set[bool]:
+        """Return whether the grant is verified, and whether it is renewed."""
+        kept = self.backend.renew([self.grant]) == [Renewal.KEPT]
+        return {self.backend.verify(self.grant), kept}
+
+    def close(self) -> None:
+        """Release the lock; only the fence of its name remains."""
+        with contextlib.suppress(FencedLockError):
+            if self.grant is not None:
+                self.backend.release(self.grant)
+        with contextlib.suppress(FencedLockError):
+            self.service.keeper.clear()
+            self.backend.close()
+
+
 def _alias(config: AliasConfig, until: float) -> Iterator[Problem]:
-    """Try one alias; end soon after `until`, on the clock of leases."""
-    trial = Trial(config, until)
+    """Try one alias with two owners; end soon after `until`, on the clock of leases."""
+    first, second = TestOwner(config), TestOwner(_apart(config))
     try:
-        yield from trial.run()
+        for problem in _trial(first, second):
+            if clock() > until:
+                hint = "The service is slow: look at its load and the network, or raise --timeout."
+                raise _Failed("The examination took too long.", hint)
+            yield problem
     except _Failed as exc:
         yield error(*exc.args)
     except FencedLockError as exc:
         yield error(str(exc), "Start the service, or fix the settings of the alias.")
     finally:
-        trial.close()
-
-
-class Trial:
-    """Two owners with a backend each acquire, renew, hand over and release one lock."""
-
-    def __init__(self, config: AliasConfig, until: float) -> None:
-        self._until = until
-        self._name = LOCK_NAME.format(alias=config.alias)
-        make: Callable[[AliasConfig], Backend] = conf.backend_class(config.backend)
-        self._first = Service(config.alias, make(config))
-        self._second = Service(config.alias, make(_apart(config)))
-        self._held: list[tuple[Backend, Grant]] = []
-        #: Seconds of the last step.
-        self._took = 0.0
-
-    def run(self) -> Iterator[Problem]:
-        problems = self._do(lambda: list(self._first.backend.check()))
-        yield from problems
-        if any(problem.id == UNREACHABLE for problem in problems):
-            return
-        yield self._round_trip()
-        first = self._do(lambda: self._acquire(self._first, OTHER_DOCTOR_TIMEOUT))
-        if first is None:
-            yield warning(
-                f"The test lock {self._name!r} is held by {self._first.holder(self._name)}.",
-                "Another doctor may be running. Try again later.",
-            )
-            return
-        yield ok(f"Acquires a lock: {_ms(self._took)}, token {first.token}.")
-        yield from self._hold(first)
-        second = yield from self._hand_over(first)
-        yield from self._release(first, second)
-
-    def close(self) -> None:
-        """Release the lock; only the fence of its name remains."""
-        for backend, grant in self._held:
-            with contextlib.suppress(FencedLockError):
-                backend.release(grant)
-        for service in (self._first, self._second):
-            with contextlib.suppress(FencedLockError):
-                service.keeper.clear()
-                service.backend.close()
-
-    def _round_trip(self) -> Problem:
-        times = []
-        for _ in range(ROUND_TRIPS):
-            self._do(lambda: self._first.backend.holders([self._name]))
-            times.append(self._took)
-        median = statistics.median(times)
-        what = f"Round trip {_ms(median)} (slowest of {ROUND_TRIPS}: {_ms(max(times))})."
-        if median < SLOW:
-            return ok(what)
-        return warning(what, "Move the lock service closer, or reduce its load.")
-
-    def _hold(self, first: Grant) -> Iterator[Problem]:
-        second = self._do(lambda: self._acquire(self._second))
-        if second is not None:
-            tokens = f"{first.token} and {second.token}"
-            raise _Failed(f"Two owners hold one lock (tokens {tokens}).", _DISTRUST)
-        yield ok("Rejects a second owner.")
-        if self._answers(first) != {True}:
-            raise _Failed("The service doesn't know the owner that holds the lock.", _DISTRUST)
-        yield ok(f"Verifies and renews: {_ms(self._took)}.")
-
-    def _hand_over(self, first: Grant) -> Generator[Problem, None, Grant]:
-        with ThreadPoolExecutor(1, thread_name_prefix="fencedlock-doctor") as thread:
-            waiter = thread.submit(self._acquire, self._second, HAND_OVER_TIMEOUT)
-            # If it doesn't wait by then, it acquires the lock all the same.
-            time.sleep(QUEUE_DELAY)
-            began = clock()
-            self._do(lambda: self._first.backend.release(first))
-            second = waiter.result()
-        if second is None:
-            raise _Failed(
-                "The lock was released, but the second owner could not acquire it.",
-                "Look for an open transaction that locks the fence: manage.py fencedlock show "
-                f"{for_shell(self._name)}",
-            )
-        tokens = f"token {second.token} after {first.token}"
-        if (second.token or 0) <= (first.token or 0):
-            hint = "Restore the fences: see docs/restore.md."
-            raise _Failed(f"The second owner got {tokens}: tokens must rise.", hint)
-        yield ok(f"Hands over to a waiter: {_ms(clock() - began)}, {tokens}.")
-        if not self._second.backend.supports_waiting:
-            yield note("Waiters poll, so they acquire the lock in no particular order.")
-        return second
-
-    def _release(self, first: Grant, second: Grant) -> Iterator[Problem]:
-        if self._answers(first) != {False}:
-            raise _Failed("The service still accepts the former owner as the holder.", _DISTRUST)
-        released = self._do(lambda: self._second.backend.release(second))
-        took = self._took
-        self._held.clear()
-        self._second.keeper.clear_row(second)
-        if not released or self._do(lambda: self._second.holder(self._name)):
-            raise _Failed("The lock isn't free after its release.", _DISTRUST)
-        yield ok(f"Rejects the former owner, and releases: {_ms(took)}.")
-
-    def _answers(self, grant: Grant) -> set[bool]:
-        """Return whether the first owner's grant is verified, and whether it is renewed."""
-        backend = self._first.backend
-        kept = [Renewal.KEPT]
-        return self._do(lambda: {backend.verify(grant), backend.renew([grant]) == kept})
-
-    def _acquire(self, service: Service, timeout: float = 0.0) -> Grant | None:
-        claim = new_claim(self._name, TTL, owner=new_owner()._replace(thread="doctor"))
-        answer = service.grants.acquire(claim, Wait(timeout))
-        if isinstance(answer, Held):
-            return None
-        self._held.append((service.backend, answer[0]))
-        return answer[0]
-
-    def _do(self, step: Callable[[], T]) -> T:
-        """Do a step, which the backend limits in time, and measure it."""
-        began = clock()
-        if began > self._until:
-            hint = "The service is slow: look at its load and the network, or raise --timeout."
-            raise _Failed("The examination took too long.", hint)
-        result = step()
-        self._took = clock() - began
-        return result
+        first.close()
+        second.close()
 
 
 def _apart(config: AliasConfig) -> AliasConfig:
@@ -359,6 +257,76 @@ def _apart(config: AliasConfig) -> AliasConfig:
     # Backends with the same timeout share a session. It would refuse the second owner itself,
     # without asking the server.
     return replace(config, options={**config.options, "TIMEOUT": config.timeout + 0.001})
+
+
+def _trial(first: TestOwner, second: TestOwner) -> Iterator[Problem]:
+    """Let the first owner acquire, renew and hand over the test lock, and the second release it."""
+    problems = list(first.backend.check())
+    yield from problems
+    if any(problem.id == UNREACHABLE for problem in problems):
+        return
+    yield _round_trip(first)
+    began = clock()
+    if not first.acquire(OTHER_DOCTOR_TIMEOUT):
+        yield warning(
+            f"The test lock {first.name!r} is held by {first.service.holder(first.name)}.",
+            "Another doctor may be running. Try again later.",
+        )
+        return
+    yield ok(f"Acquires a lock: {_ms(clock() - began)}, token {first.grant.token}.")
+    if second.acquire():
+        tokens = f"{first.grant.token} and {second.grant.token}"
+        raise _Failed(f"Two owners hold one lock (tokens {tokens}).", _DISTRUST)
+    yield ok("Rejects a second owner.")
+    began = clock()
+    if first.answers() != {True}:
+        raise _Failed("The service doesn't know the owner that holds the lock.", _DISTRUST)
+    yield ok(f"Verifies and renews: {_ms(clock() - began)}.")
+    yield _hand_over(first, second)
+    if not second.backend.supports_waiting:
+        yield note("Waiters poll, so they acquire the lock in no particular order.")
+    if first.answers() != {False}:
+        raise _Failed("The service still accepts the former owner as the holder.", _DISTRUST)
+    began = clock()
+    released = second.backend.release(second.grant)
+    took = clock() - began
+    second.service.keeper.clear_row(second.grant)
+    if not released or second.service.holder(second.name):
+        raise _Failed("The lock isn't free after its release.", _DISTRUST)
+    yield ok(f"Rejects the former owner, and releases: {_ms(took)}.")
+
+
+def _round_trip(owner: TestOwner) -> Problem:
+    times = []
+    for _ in range(ROUND_TRIPS):
+        began = clock()
+        owner.backend.holders([owner.name])
+        times.append(clock() - began)
+    median = statistics.median(times)
+    what = f"Round trip {_ms(median)} (slowest of {ROUND_TRIPS}: {_ms(max(times))})."
+    if median < SLOW:
+        return ok(what)
+    return warning(what, "Move the lock service closer, or reduce its load.")
+
+
+def _hand_over(first: TestOwner, second: TestOwner) -> Problem:
+    with ThreadPoolExecutor(1, thread_name_prefix="fencedlock-doctor") as thread:
+        waiter = thread.submit(second.acquire, HAND_OVER_TIMEOUT)
+        # If it doesn't wait by then, it acquires the lock all the same.
+        time.sleep(QUEUE_DELAY)
+        began = clock()
+        first.backend.release(first.grant)
+        if not waiter.result():
+            raise _Failed(
+                "The lock was released, but the second owner could not acquire it.",
+                "Look for an open transaction that locks the fence: manage.py fencedlock show "
+                f"{for_shell(first.name)}",
+            )
+    tokens = f"token {second.grant.token} after {first.grant.token}"
+    if (second.grant.token or 0) <= (first.grant.token or 0):
+        hint = "Restore the fences: see docs/restore.md."
+        raise _Failed(f"The second owner got {tokens}: tokens must rise.", hint)
+    return ok(f"Hands over to a waiter: {_ms(clock() - began)}, {tokens}.")
 
 
 def _ms(seconds: float) -> str:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from django.db import Error, connections
 
@@ -22,7 +21,7 @@ from ..backends.interface import Grant
 from ..core import names
 from ..core.events import Kind, emit
 from ..core.identity import Holder
-from ..core.manager import Service, service
+from ..core.manager import service
 from ..exceptions import BackendUnavailable, ReleaseBlocked
 from ..storage.fences import Fences, Revoked, Revoking, pinned_by
 from ..storage.rows import Newest, Row
@@ -126,22 +125,19 @@ class Release:
         """Whether the holder has lost the lock, at least as far as writes are concerned."""
         return self.outcome in (Outcome.FREED, Outcome.LEFT_TO_HOLDER)
 
-    def __str__(self) -> str:
-        return self.describe()
-
     def describe(self, translate: Callable[[str], str] = str) -> str:
         """Return what was done, and what to do."""
         pid = self.holder.session_pid if self.holder else None
-        facts: dict[str, Any] = {"name": self.name, "alias": self.alias, "holder": self.holder}
-        facts |= {"token": self.token, "pid": pid}
-        return " ".join(translate(each) % facts for each in self._sentences(pid))
-
-    def _sentences(self, pid: int | None) -> Iterator[str]:
-        yield _RESULTS[self.outcome]
+        texts = [_RESULTS[self.outcome]]
         if self.done:
-            yield _UNFENCED if self.token is None else _REJECTED
+            texts.append(_UNFENCED if self.token is None else _REJECTED)
         if pid and self.outcome in (Outcome.LEFT_TO_HOLDER, Outcome.NEEDS_END_OF_SESSION):
-            yield _END_SESSION
+            texts.append(_END_SESSION)
+        facts: dict[str, object] = {"name": self.name, "alias": self.alias, "pid": pid}
+        facts |= {"holder": self.holder, "token": self.token}
+        return " ".join(translate(each) % facts for each in texts)
+
+    __str__ = describe
 
 
 def held_by(name: str, backend: str = conf.DEFAULT_ALIAS) -> HeldBy | None:
@@ -156,9 +152,18 @@ def held_by(name: str, backend: str = conf.DEFAULT_ALIAS) -> HeldBy | None:
 def _look(name: str, backend: str) -> tuple[HeldBy | None, Newest | None]:
     """Return who holds the lock, and the fence as it was before the service was asked."""
     asked = service(backend)
-    row, seen = _read(asked, name)
+    row: Row | None = None
+    seen: Newest | None = None
+    try:
+        row, seen = Fences(asked.config, asked.backend.label, READ_TIMEOUT).read(name)
+    except Error as exc:
+        # A project with unfenced locks alone needs no tables.
+        if not is_table_missing(exc):
+            raise asked.backend.unavailable("look", exc, name) from exc
+    if row and row.alias != backend:
+        row = None
     now = asked.holder(name)
-    if now is not None and now.alias != backend:
+    if now and now.alias != backend:
         # The database backend reads the rows of other aliases, too.
         now = None
     holder = now or (row.holder() if row else None)
@@ -172,18 +177,6 @@ def _look(name: str, backend: str) -> tuple[HeldBy | None, Newest | None]:
     if row and row.owner.id == holder.owner:
         fenced = row.fenced
     return HeldBy(name, backend, asked.backend.label, holder, fenced, expired=now is None), seen
-
-
-def _read(asked: Service, name: str) -> tuple[Row | None, Newest | None]:
-    """Return the name's registry row of this alias, and its fence."""
-    try:
-        row, newest = Fences(asked.config, asked.backend.label, READ_TIMEOUT).read(name)
-    except Error as exc:
-        if is_table_missing(exc):
-            # A project with unfenced locks alone needs no tables.
-            return None, None
-        raise asked.backend.unavailable("look", exc, name) from exc
-    return row if row is not None and row.alias == asked.config.alias else None, newest
 
 
 def force_release(
@@ -220,7 +213,8 @@ def force_release(
     if owner is not None and owner != found.owner:
         return Release(name, backend, Outcome.CHANGED_HANDS, found.holder)
     revoked = _revoke(found, by, seen)
-    released = service(backend).backend.release(Grant(name, found.owner, fenced=found.fenced))
+    held = Grant(name, found.owner, fenced=found.fenced)
+    released = service(backend).backend.release(held)
     if revoked is not None and found.fenced:
         revoked = _revoke_again(found, by, revoked, seen)
         with contextlib.suppress(BackendUnavailable):
@@ -237,7 +231,8 @@ def _revoke_again(found: HeldBy, by: str, revoked: Revoked, seen: Newest | None)
         again = _revoke(found, by, last, again=True)
     except (BackendUnavailable, ReleaseBlocked):
         text = "It is unknown whether lock %r was acquired while it was released by force"
-        logger.warning(text, found.name, exc_info=True, extra=_facts(found))
+        known = logs.facts(name=found.name, alias=found.alias)
+        logger.warning(text, found.name, exc_info=True, extra=known)
         return revoked
     return revoked._replace(token=again.token) if again and again.is_new else revoked
 
@@ -250,27 +245,22 @@ def _revoke(found: HeldBy, by: str, seen: Newest | None, *, again: bool = False)
         proposed = found.holder.token
         return Revoking(config).revoke(held, by, proposed=proposed, seen=seen, again=again)
     except BackendUnavailable as exc:
-        cause = exc.__cause__
-        connection = connections[config.fence_database]
-        if isinstance(cause, Error) and ledger_for(connection).is_row_locked(cause):
-            raise _blocked(found, config.fence_database) from exc
+        cause, using = exc.__cause__, config.fence_database
+        if isinstance(cause, Error) and ledger_for(connections[using]).is_row_locked(cause):
+            blocker = pinned_by(using, found.name)
+            obstacle = blocker or "a session that has a table locked: see fencedlock doctor"
+            raise ReleaseBlocked(
+                f"Lock {found.name!r} of {found.holder} wasn't released by force, since its fence "
+                f"in {using!r} has to wait for {obstacle}. Try again when that has ended, or end it.",
+                name=found.name,
+                alias=found.alias,
+                holder=found.holder,
+                blocker=blocker or None,
+            ) from exc
         if found.fenced or not is_table_missing(cause):
             raise
         # The holder's error doesn't name the author.
         return None
-
-
-def _blocked(found: HeldBy, using: str) -> ReleaseBlocked:
-    blocker = pinned_by(using, found.name)
-    obstacle = blocker or "a session that has a table locked: see fencedlock doctor"
-    return ReleaseBlocked(
-        f"Lock {found.name!r} of {found.holder} wasn't released by force, since its fence in "
-        f"{using!r} has to wait for {obstacle}. Try again when that has ended, or end it.",
-        name=found.name,
-        alias=found.alias,
-        holder=found.holder,
-        blocker=blocker or None,
-    )
 
 
 def _conclude(found: HeldBy, by: str, revoked: Revoked | None, released: bool) -> Release:
@@ -306,21 +296,14 @@ def _delete_row(found: HeldBy) -> bool:
     return True
 
 
-def _facts(found: HeldBy, **known: object) -> dict[str, object]:
-    return logs.facts(
-        name=found.name, alias=found.alias, owner=found.owner, holder=str(found.holder), **known
-    )
-
-
 def _announce(found: HeldBy, by: str, token: int | None, freed: bool) -> None:
+    name, alias, holder = found.name, found.alias, found.holder
     logger.warning(
         "Lock %r (alias %r) was released by force, by %s; it was held by %s%s",
-        found.name,
-        found.alias,
-        by,
-        found.holder,
-        "" if freed else ", which releases it at its next renewal",
-        extra=_facts(found, token=token, by=by),
+        *(name, alias, by, holder, "" if freed else ", which releases it at its next renewal"),
+        extra=logs.facts(
+            name=name, alias=alias, owner=found.owner, holder=str(holder), token=token, by=by
+        ),
     )
-    backend, holder = service(found.alias).backend, found.holder
-    emit(Kind.FORCED, backend, found.name, token=token, holder=holder, by=by, freed=freed)
+    backend = service(alias).backend
+    emit(Kind.FORCED, backend, name, token=token, holder=holder, by=by, freed=freed)

@@ -68,7 +68,7 @@ class Command(BaseCommand):
 
         action = _action(actions, "doctor", "test each lock service and its databases")
         _add_alias(action)
-        limit = "the time for each alias and each database (default: %(default)g)"
+        limit = "the time for each alias (default: %(default)g)"
         action.add_argument(
             "--timeout", type=float, default=doctor.LIMIT, metavar="SECONDS", help=limit
         )
