@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,13 +22,12 @@ APP = "django_fencedlock"
 
 @register(Tags.compatibility)
 def check_settings(**kwargs: Any) -> list[CheckMessage]:
-    """Check the settings."""
     return messages(_settings_problems())
 
 
+# With `check --database ALIAS`.
 @register(Tags.database)
 def check_services(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
-    """Check the lock services, with ``check --database ALIAS``."""
     if not databases or any(problem.is_error for problem in conf.problems()):
         return []
     asked = [alias for alias in conf.aliases() if conf.config(alias).fence_database in databases]
@@ -38,21 +38,19 @@ def check_services(databases: Sequence[str] | None = None, **kwargs: Any) -> lis
 def check_models(
     app_configs: Sequence[AppConfig] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
-    """Check the fenced models."""
     configs = apps.get_app_configs() if app_configs is None else app_configs
     models = [model for config in configs for model in config.get_models()]
     return messages(checks.model_problems(models))
 
 
+# With `check --database ALIAS`.
 @register(Tags.database)
 def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
-    """Check the tables of fenced models, with ``check --database ALIAS``."""
     return messages(checks.table_problems(databases or ()))
 
 
 @register(Tags.compatibility)
 def check_tasks(**kwargs: Any) -> list[CheckMessage]:
-    """Check the Celery tasks with `single_instance`."""
     return messages(_task_problems())
 
 
@@ -65,17 +63,19 @@ def problems() -> list[Problem]:
 def _settings_problems() -> Iterator[Problem]:
     yield from conf.problems()
     # Rows are written on private connections, which query caches don't notice.
-    for name, is_caching, remedy in (
-        ("cachalot", _cachalot, f"Add {APP!r} to CACHALOT_UNCACHABLE_APPS."),
-        ("cacheops", _cacheops, f"Add '{APP}.*': None to CACHEOPS."),
-    ):
-        if apps.is_installed(name) and is_caching():
-            yield Problem(
-                "W004",
+    remedies = {
+        "cachalot": f"Add {APP!r} to CACHALOT_UNCACHABLE_APPS." if _cachalot() else "",
+        "cacheops": f"Add '{APP}.*': None to CACHEOPS." if _cacheops() else "",
+    }
+    for name, remedy in remedies.items():
+        if remedy and apps.is_installed(name):
+            what = (
                 f"django-{name} caches the tables of {APP}: the admin and `manage.py fencedlock` "
-                "show locks that were released, and miss new ones. Locks and fences still work.",
-                remedy,
             )
+            outdated = (
+                "show locks that were released, and miss new ones. Locks and fences still work."
+            )
+            yield Problem("W004", what + outdated, remedy)
 
 
 def _task_problems() -> list[Problem]:
@@ -104,19 +104,14 @@ def _celery_apps() -> list[Any]:
 
 
 def _import_tasks(app: Any) -> None:
-    before = os.environ.get("CELERY_SKIP_CHECKS")
+    before = os.environ.get("CELERY_SKIP_CHECKS", "")
     # Otherwise Celery runs Django's checks, including these, when it imports tasks.
     os.environ["CELERY_SKIP_CHECKS"] = "true"
-    try:
+    # Not every process can import all tasks. A worker reports the error.
+    with contextlib.suppress(Exception):
         app.loader.import_default_modules()
-    except Exception:
-        # Not every process can import all tasks. A worker reports the error.
-        return
-    finally:
-        if before is None:
-            del os.environ["CELERY_SKIP_CHECKS"]
-        else:
-            os.environ["CELERY_SKIP_CHECKS"] = before
+    # Celery skips no checks if it is empty.
+    os.environ["CELERY_SKIP_CHECKS"] = before
 
 
 def _cachalot() -> bool:
@@ -137,15 +132,11 @@ def _setting(name: str, default: Any) -> Any:
     return getattr(settings, name, default)
 
 
-_MESSAGES = {Level.ERROR: Error, Level.WARNING: Warning, Level.NOTE: Info}
-
-
 def messages(problems: Iterable[Problem], obj: Any = None) -> list[CheckMessage]:
     """Return the problems as Django's system checks report them."""
+    kinds = {Level.ERROR: Error, Level.WARNING: Warning, Level.NOTE: Info}
     return [
-        _MESSAGES[problem.level](
-            problem.message, hint=problem.hint or None, obj=obj, id=f"{APP}.{problem.id}"
-        )
-        for problem in problems
-        if problem.level is not Level.OK
+        kinds[each.level](each.message, each.hint or None, obj, f"{APP}.{each.id}")
+        for each in problems
+        if each.level is not Level.OK
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, cached_property
@@ -33,7 +33,6 @@ DEFAULTS: Mapping[str, Any] = {
 }
 #: Seconds for one request to a lock service; the option "TIMEOUT" of an alias overrides it.
 TIMEOUT = 5.0
-HISTORY, MOST_HISTORY = 20, 1000
 WITHOUT_LOCK = ("reject", "warn", "allow")
 VENDORS = ("postgresql", "sqlite", "mysql")
 
@@ -85,55 +84,57 @@ def without_lock() -> str:
 @cache
 def history() -> int:
     """Return how many events of each kind the history keeps per lock; 0 switches it off."""
-    value, problem = _simple("FENCEDLOCK_HISTORY")
+    value, problem = _other("FENCEDLOCK_HISTORY")
     # A wrong value must not fail a lock; a check reports it.
     return 0 if problem else int(value)
 
 
 @cache
 def abort_signal() -> int:
-    """Return the signal that interrupts a body in the main thread when its lock is lost."""
+    """Return the signal that interrupts a body in the main thread."""
     return int(_valid("FENCEDLOCK_ABORT_SIGNAL"))
 
 
 # Signals that neither the system nor Celery uses. macOS has no real-time signals. SIGUSR2 isn't the
 # default where there are: some projects and Celery set-ups use it.
 _SIGNALS = [int(getattr(signal, "SIGUSR2", 0))]
-_DEFAULT_SIGNAL = _SIGNALS[0]
+_SIGNAL = _SIGNALS[0]
 if hasattr(signal, "SIGRTMIN"):
     _SIGNALS += range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
-    _DEFAULT_SIGNAL = signal.SIGRTMIN + 5
+    _SIGNAL = signal.SIGRTMIN + 5
 
-#: The settings beside FENCEDLOCK: default, whether a value is valid, and the problem of others.
-_SIMPLE: dict[str, tuple[Any, Callable[[Any], bool], Problem]] = {
+#: The settings beside FENCEDLOCK: the default, the valid values, and the problem of others.
+_OTHERS: Mapping[str, tuple[Any, Container[Any], Problem]] = {
     "FENCEDLOCK_WITHOUT_LOCK": (
         "reject",
-        lambda value: value in WITHOUT_LOCK,
-        Problem("E012", "", f"Set it to one of {', '.join(map(repr, WITHOUT_LOCK))}."),
+        WITHOUT_LOCK,
+        Problem("E012", "", "Set it to 'reject', 'warn' or 'allow'."),
     ),
     "FENCEDLOCK_ABORT_SIGNAL": (
-        _DEFAULT_SIGNAL,
-        lambda value: value in _SIGNALS,
+        _SIGNAL,
+        _SIGNALS,
         Problem("E015", "", "Use signal.SIGUSR2, or one from signal.SIGRTMIN to signal.SIGRTMAX."),
     ),
     "FENCEDLOCK_HISTORY": (
-        HISTORY,
-        lambda value: type(value) is int and 0 <= value <= MOST_HISTORY,
-        Problem("E016", "", f"Set it to an int from 0, which switches it off, to {MOST_HISTORY}."),
+        20,
+        range(1001),
+        Problem("E016", "", "Set it to an int from 0, which switches it off, to 1000."),
     ),
 }
-SETTINGS = ("FENCEDLOCK", *_SIMPLE)
+SETTINGS = ("FENCEDLOCK", *_OTHERS)
 
 
-def _simple(name: str) -> tuple[Any, Problem | None]:
+def _other(name: str) -> tuple[Any, Problem | None]:
     """Return the value of a setting, and its problem if it is invalid."""
-    default, is_valid, problem = _SIMPLE[name]
+    default, allowed, problem = _OTHERS[name]
     value = getattr(settings, name, default)
-    return value, None if is_valid(value) else replace(problem, message=f"{name} is {value!r}.")
+    if value in allowed and not isinstance(value, bool):
+        return value, None
+    return value, replace(problem, message=f"{name} is {value!r}.")
 
 
 def _valid(name: str) -> Any:
-    value, problem = _simple(name)
+    value, problem = _other(name)
     if problem:
         raise SettingsError(str(problem))
     return value
@@ -141,8 +142,8 @@ def _valid(name: str) -> Any:
 
 def aliases() -> list[str]:
     """Return the configured aliases; ``default`` alone without settings."""
-    found = getattr(settings, "FENCEDLOCK", None)
-    return list(found) if isinstance(found, Mapping) and found else [DEFAULT_ALIAS]
+    found = _settings()
+    return list(found) if isinstance(found, Mapping) else [DEFAULT_ALIAS]
 
 
 def lacks(alias: str) -> bool:
@@ -157,9 +158,8 @@ def config(alias: str = DEFAULT_ALIAS) -> AliasConfig:
         raise SettingsError(str(problem))
     found = _settings()
     if alias not in found:
-        raise SettingsError(
-            f"FENCEDLOCK has no alias {alias!r}; it has {', '.join(map(repr, found))}."
-        )
+        has = ", ".join(map(repr, found))
+        raise SettingsError(f"FENCEDLOCK has no alias {alias!r}; it has {has}.")
     for problem in alias_problems(alias, found[alias]):
         if problem.is_error:
             raise SettingsError(str(problem))
@@ -175,15 +175,13 @@ def problems() -> Iterator[Problem]:
     for name in dir(settings):
         if name.startswith("FENCEDLOCK") and name not in SETTINGS:
             yield Problem("W003", f"Nothing reads the setting {name}.", unknown(name, SETTINGS))
-    yield from filter(None, (_simple(name)[1] for name in _SIMPLE))
+    yield from filter(None, (_other(name)[1] for name in _OTHERS))
 
 
 def shape_problems() -> Iterator[Problem]:
     """Yield the problems that make the settings unreadable."""
-    found = getattr(settings, "FENCEDLOCK", None)
-    if found is None:
-        return
-    if not isinstance(found, Mapping) or (found and set(found) <= set(DEFAULTS)):
+    found = _settings()
+    if not isinstance(found, Mapping) or set(found) <= set(DEFAULTS):
         hint = 'Make it one, as CACHES is: {"default": {"BACKEND": ...}}.'
         yield Problem("E001", "FENCEDLOCK isn't a dict of aliases.", hint)
         return
@@ -191,7 +189,7 @@ def shape_problems() -> Iterator[Problem]:
         if not isinstance(given, Mapping):
             hint = f"Make it a dict with some of the keys {', '.join(DEFAULTS)}."
             yield Problem("E001", f"{_where(alias)} is {shown(given)}.", hint)
-    if found and DEFAULT_ALIAS not in found:
+    if DEFAULT_ALIAS not in found:
         what = f"FENCEDLOCK has no alias 'default'; it has {', '.join(map(repr, found))}."
         yield Problem("E001", what, "Add one: locks use it unless they name another.")
 
@@ -251,16 +249,16 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
         what = f"{_where(alias)} has an unknown key {key!r}."
         yield Problem("E002", what, unknown(str(key), DEFAULTS))
     whole = {**DEFAULTS, **given}
-    for key in ("TTL", "BLOCKING_TIMEOUT"):
-        try:
-            seconds(whole[key], _where(alias, key), zero=key == "BLOCKING_TIMEOUT")
-        except (TypeError, ValueError) as exc:
-            yield Problem("E003", str(exc))
-    for key in ("BACKEND", "LOCATION", "KEY_PREFIX", "FENCE_DATABASE"):
-        if not isinstance(whole[key], str):
-            yield Problem("E002", f"{_where(alias, key)} is {shown(whole[key])}.", "Make it a str.")
-    if not isinstance(options := whole["OPTIONS"], Mapping):
-        yield Problem("E008", f"{_where(alias, 'OPTIONS')} is {shown(options)}.", "Make it a dict.")
+    for key, default in DEFAULTS.items():
+        value, kind = whole[key], type(default)
+        if kind is int:
+            try:
+                seconds(value, _where(alias, key), zero=key == "BLOCKING_TIMEOUT")
+            except (TypeError, ValueError) as exc:
+                yield Problem("E003", str(exc))
+        elif not isinstance(value, kind):
+            hint = f"Make it a {kind.__name__}."
+            yield Problem("E002", f"{_where(alias, key)} is {shown(value)}.", hint)
     if not isinstance(database := whole["FENCE_DATABASE"], str):
         return
     what = f"{_where(alias, 'FENCE_DATABASE')} is {database!r}"
@@ -280,7 +278,8 @@ def _read(alias: str, given: Mapping[str, Any]) -> AliasConfig:
 
 
 def _settings() -> Mapping[str, Mapping[str, Any]]:
-    return getattr(settings, "FENCEDLOCK", None) or {DEFAULT_ALIAS: {}}
+    found: Any = getattr(settings, "FENCEDLOCK", None)
+    return {DEFAULT_ALIAS: {}} if found in (None, {}) else found
 
 
 def _where(alias: str, key: str = "") -> str:

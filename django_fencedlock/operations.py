@@ -21,9 +21,8 @@ FENCE_LOWERED, VERSION_KEPT = "FL001", "FL002"
 NAME = "fencedlock_reject_update"
 
 # TG_ARGV: the columns of the fence and of the version, empty if the table lacks it; then those that
-# name the row's lock, none if the primary key does. It names no table and looks up the primary key,
-# so that both may be renamed. What names the lock isn't in the trigger's WHEN: PostgreSQL would
-# forbid to change the type of such a column.
+# name the row's lock, none if the primary key does. Table and primary key aren't named: both may be
+# renamed. In the trigger's WHEN, the type of a naming column couldn't be changed any more.
 BODY = f"""
 DECLARE
     before jsonb := to_jsonb(OLD);
@@ -124,16 +123,9 @@ class FenceTrigger(Operation):
     """
     Lets PostgreSQL reject an UPDATE of the model's table that lowers its fence.
 
-    If the table has a version, it also rejects an UPDATE that changes a row without raising its
-    version. What the package writes passes. On other databases it does nothing, so that one
-    migration serves several.
-
-    It doesn't see INSERT, DELETE and TRUNCATE, nor sessions whose ``session_replication_role`` is
-    ``replica``. An UPDATE passes that leaves the fence as it is, or changes what names the row's
-    lock: tokens of two locks can't be compared.
-
-    Run again, it replaces the trigger: after the model gained a version, after its `Fencing` or
-    the name of such a column changed, or after a release changed the trigger.
+    If the table has a version, it also rejects an UPDATE that changes a row without raising it.
+    What the package writes passes. On other databases it does nothing. Run again, it replaces the
+    trigger: after the model gained a version, or its `Fencing` changed.
 
     Args:
         model_name: The model whose own table has the column: under inheritance, a parent.

@@ -7,20 +7,15 @@ from enum import IntEnum
 
 
 class Level(IntEnum):
-    """The severity of a problem."""
+    """The severity of a problem; docs/commands.md explains each."""
 
-    #: No problem, or a measured value.
     OK = 0
-    #: Works as designed, though a reader may expect something else.
     NOTE = 1
-    #: Works, but needs attention.
     WARNING = 2
-    #: Doesn't work, or doesn't protect.
     ERROR = 3
 
     @property
     def label(self) -> str:
-        """The name in reports."""
         return self.name.lower()
 
     @property
