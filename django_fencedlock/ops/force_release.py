@@ -250,8 +250,9 @@ def _revoke(found: HeldBy, by: str, seen: Newest | None, *, again: bool = False)
             blocker = pinned_by(using, found.name)
             obstacle = blocker or "a session that has a table locked: see fencedlock doctor"
             raise ReleaseBlocked(
-                f"Lock {found.name!r} of {found.holder} wasn't released by force, since its fence "
-                f"in {using!r} has to wait for {obstacle}. Try again when that has ended, or end it.",
+                f"Lock {found.name!r} of {found.holder} wasn't released by force, since its "
+                f"fence in {using!r} has to wait for {obstacle}. Try again when that has ended, or "
+                "end it.",
                 name=found.name,
                 alias=found.alias,
                 holder=found.holder,
