@@ -102,9 +102,8 @@ class PendingRuns(Records):
         """
         Count a trigger that didn't get the lock, unless an earlier delivery was counted.
 
-        Args:
-            unless_newer: The run of a trigger that was counted before. It isn't counted again if
-                newer ones came since, whose arguments would be lost.
+        One that a former run claimed isn't counted again if newer ones came since, whose arguments
+        would be lost.
         """
         begun = None if delivery is None else message_records.begin(self.using, delivery)
         if begun is None or begun.is_first:
@@ -213,22 +212,20 @@ class PendingRuns(Records):
 
     def _count(self, row: Any, message: StoredMessage, grace: float, **values: Any) -> None:
         """Store one more trigger."""
-        values |= {**message._asdict(), "alias": self.config.alias, "wanted": row.wanted + 1}
-        self._update(row, grace, values)
+        values |= message._asdict()
+        self._update(row, grace, **values, alias=self.config.alias, wanted=row.wanted + 1)
 
     def _claim(self, row: Any, owner: str, grace: float) -> Claimed | None:
         if row.wanted <= row.done:
             return None
-        if row.started < row.wanted:
-            tries = 1
-        else:
-            # The same run may come twice, if an answer was lost.
-            tries = row.tries if row.owner == owner else row.tries + 1
-        values = {"tries": tries, "rescues": 0, "started": row.wanted, "owner": owner}
-        self._update(row, grace, values)
+        tries = row.tries if row.started == row.wanted else 0
+        # The same run may come twice, if an answer was lost.
+        if not tries or row.owner != owner:
+            tries += 1
+        self._update(row, grace, tries=tries, rescues=0, started=row.wanted, owner=owner)
         return Claimed(row.wanted, tries, StoredMessage.of(row))
 
-    def _update(self, row: Any, grace: float, values: dict[str, Any]) -> None:
+    def _update(self, row: Any, grace: float, **values: Any) -> None:
         """Change a row; after `grace`, workers look after its run, unless they do already."""
         if row.wanted <= row.done or row.due_at is None:
             values |= {"rescues": 0, "due_at": MessageTime(grace)}

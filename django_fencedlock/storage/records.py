@@ -7,7 +7,6 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,8 +19,8 @@ from django.db.models.sql import InsertQuery
 
 from ..conf import AliasConfig
 from ..exceptions import BackendUnavailable
-from .connections import is_of_test, pool, test_connection
-from .dialect import BATCH, machine_time, utc_text
+from .connections import is_of_test, pool
+from .dialect import BATCH
 from .postgresql import DURABLE
 from .text import describe_error
 from .vendors import ledger_for
@@ -43,12 +42,10 @@ class ServerTime(Expression):
         self.plus = plus
 
     def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
-        if connection.vendor == "postgresql":
-            return "(clock_timestamp() + %s * interval '1 second')", [float(self.plus)]
-        if connection.vendor == "mysql":
-            return "(UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND)", [round(self.plus * 1_000_000)]
-        # Read after BEGIN IMMEDIATE, which may wait.
-        return "%s", [utc_text(machine_time() + timedelta(seconds=self.plus))]
+        ledger = ledger_for(connection)
+        given = ledger.times(self.plus)
+        # Without names, which the ORM's parameters don't have. The last one is that of `expiry`.
+        return f"({ledger.expiry % dict.fromkeys(given, '%s')})", [*given.values()][-1:]
 
 
 class MessageTime(ServerTime):
@@ -126,15 +123,17 @@ class Records:
 
     def query(self, doing: str, name: str | None, work: Callable[[], T]) -> T:
         """Call `work`, whose ORM queries use a private connection; again if rows are locked."""
-        for left in reversed(range(TRIES)):
+        tries = 0
+        while True:
+            tries += 1
             try:
                 return pool(self.using, self.config.timeout).run_orm(work)
             except (Error, LookupError) as exc:
                 connection = connections[self.using]
                 # SQLite has waited already; in a test, the transaction has failed.
-                is_final = connection.vendor == "sqlite" or test_connection(self.using)
+                is_final = connection.vendor == "sqlite" or is_of_test(connection)
                 is_locked = isinstance(exc, Error) and ledger_for(connection).is_row_locked(exc)
-                if not left or is_final or not is_locked:
+                if tries == TRIES or is_final or not is_locked:
                     about = "" if name is None else f" of lock {name!r}"
                     raise BackendUnavailable(
                         f"Fence database {self.using!r} failed at the {doing}{about}: "
@@ -143,7 +142,6 @@ class Records:
                         alias=self.config.alias,
                     ) from exc
                 time.sleep(random.uniform(0.005, 0.05))
-        raise AssertionError  # pragma: no cover
 
     def delete(self, doing: str, old: QuerySet[Any], batches: int) -> int:
         """Delete these rows, at most so many batches of them; return how many."""
