@@ -95,7 +95,8 @@ class Grants:
             # A session sees nothing of a test's own transaction, and what it records outlives the
             # test: the grant is recorded here.
             sent, is_recorded = claim._replace(fenced=False), False
-        wait.refused = partial(self._note_refusal, claim, wait, who, wait.refused)
+        tell = wait.refused
+        wait.refused = partial(self._note_refusal, claim, wait, who, tell)
         try:
             while True:
                 answer = backend.acquire(sent, wait)
@@ -118,6 +119,9 @@ class Grants:
             # The service may carry the claim out later on.
             self._keeper.doubt(grant_of(claim))
             raise
+        finally:
+            # Nothing may refer to the holder: a call of asyncio.to_thread() has ended then.
+            wait.refused = tell
 
     def _note_refusal(
         self,
