@@ -177,7 +177,7 @@ def test_the_terms_are_those_of_a_lock(settings):
     [
         (lambda: name(Seat, pk=1), TypeError, "the primary key has 2 columns"),
         (lambda: name(Seat, row="A"), TypeError, r"named by row, number; lock\(\) was given row"),
-        (lambda: name(Called, pk=1), TypeError, "named by a callable, which needs a row"),
+        (lambda: name(Called, pk=1), TypeError, "named by a callable; lock.. was given pk"),
         (lambda: name(Invoice), TypeError, r"given nothing\. Write Invoice.fencing.lock.pk="),
         (lambda: name(Invoice, pk=1, note="x"), TypeError, "lock.. was given pk, note"),
         (lambda: name(Invoice, nonsense=1), TypeError, "lock.. was given nonsense"),

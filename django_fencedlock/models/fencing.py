@@ -236,29 +236,22 @@ class FencingOf:
     def lock(self, **arguments: Any) -> Lock:
         """Name the lock of a row: ``Invoice.fencing.lock(pk=42)``, ``invoice.fencing.lock()``."""
         options = {key: arguments.pop(key) for key in _LOCK_OPTIONS if key in arguments}
-        options.setdefault("backend", self.spec.backend)
-        label = self.model.__name__
+        label, given = self.model.__name__, ", ".join(arguments) or "nothing"
         if self._instance is not None and arguments:
-            given = ", ".join(sorted(arguments))
             raise TypeError(
                 f"fencing.lock() of a row names itself; remove {given}, or write "
                 f"{label}.fencing.lock(...)."
             )
-        name = self._name_from(arguments) if self._instance is None else self.name()
+        name = self._name_from(arguments, given) if self._instance is None else self.name()
         if name is None:
             empty = ", ".join(self.columns or ()) or "its name"
             raise ValueError(f"This {label} has no lock yet: {empty} is empty. Save it first.")
-        found = lock(name, **options)
+        found = lock(name, **{"backend": self.spec.backend, **options})
         found.pattern = self.pattern
         return found
 
-    def _name_from(self, arguments: Mapping[str, Any]) -> str | None:
-        label = self.model.__name__
-        if self.columns is None:
-            raise TypeError(
-                f"The lock of {label} is named by a callable, which needs a row: {self.usage()}."
-            )
-        values: dict[str, Any] = {}
+    def _name_from(self, arguments: Mapping[str, Any], given: str) -> str | None:
+        label, values = self.model.__name__, {}
         for key, value in arguments.items():
             fields = self.pk if key == "pk" else [_field(self.model, key)]
             parts = value if key == "pk" and isinstance(value, tuple | list) else (value,)
@@ -267,10 +260,11 @@ class FencingOf:
                 raise TypeError(f"{label}.fencing.lock(pk={value!r}): {why}.")
             for field, part in zip(fields, parts, strict=True):
                 values[field.attname if field else key] = value_in(field, part)
-        if set(values) != set(self.columns):
+        if self.columns is None or set(values) != set(self.columns):
+            named = "a callable" if self.columns is None else ", ".join(self.columns)
             raise TypeError(
-                f"The lock of {label} is named by {', '.join(self.columns) or 'nothing'}; "
-                f"lock() was given {', '.join(arguments) or 'nothing'}. Write {self.usage()}."
+                f"The lock of {label} is named by {named or 'nothing'}; lock() was given {given}. "
+                f"Write {self.usage()}."
             )
         return self.name_of(values)
 

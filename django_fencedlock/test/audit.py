@@ -6,14 +6,13 @@ import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 from unittest import mock
 
 from django.apps import apps
 from django.db import connections
-from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models.deletion import Collector
 
 from ..storage.fenced_atomic import PinnedBlock
@@ -39,8 +38,8 @@ def assert_all_writes_fenced() -> Iterator[list[UnfencedWrite]]:
     new rows added through the model. Not allowed are raw SQL, unfenced querysets and managers, and
     writes that only ``without_lock`` permits.
 
-    Only statements of this thread on Django's connections are seen: no COPY by the driver's own
-    method, no triggers, no cascades of the database. It can't check whether ``lease.atomic()``
+    Only statements of this thread on Django's connections are seen: no COPY,
+    no triggers, no cascades of the database. It can't check whether ``lease.atomic()``
     belongs to the right lock.
     """
     found: list[UnfencedWrite] = []
@@ -48,7 +47,7 @@ def assert_all_writes_fenced() -> Iterator[list[UnfencedWrite]]:
         for owner, name in _entry_points():
             path = _entry_point(getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, path))
-        watch = _Watch(found)
+        watch = functools.partial(_watch, found, _fenced_tables())
         for connection in connections.all():
             stack.enter_context(connection.execute_wrapper(watch))
         yield found
@@ -88,47 +87,45 @@ def _entry_point(function: Callable[..., Any]) -> Callable[..., Any]:
     return within
 
 
-class _Watch:
-    """An execute wrapper that notes unfenced writes."""
+def _watch(
+    found: list[UnfencedWrite],
+    columns: Mapping[str, str | None],
+    execute: Callable[..., Any],
+    sql: Any,
+    *given: Any,
+) -> Any:
+    """Execute a statement, and note its unfenced writes; if it raises, it has written nothing."""
+    answer, cursor = execute(sql, *given), given[-1]["cursor"]
+    if hasattr(sql, "as_string"):  # psycopg's composed SQL
+        sql = sql.as_string(cursor.db.connection)
+    text = sql.decode() if isinstance(sql, bytes) else str(sql)
+    for verb, table in writes_in(text):
+        if table in columns:
+            why = _why_unfenced(verb, table, columns[table], text, cursor)
+            if why:
+                found.append(UnfencedWrite(table, text, why))
+    return answer
 
-    def __init__(self, found: list[UnfencedWrite]) -> None:
-        self._found = found
-        self._columns = _fenced_tables()
 
-    def __call__(
-        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
-    ) -> Any:
-        connection: BaseDatabaseWrapper = context["connection"]
-        answer = execute(sql, params, many, context)
-        # A statement that raised wrote nothing.
-        text = _text(sql, connection)
-        for verb, table in writes_in(text, connection.vendor):
-            if table in self._columns:
-                why = self._why_unfenced(verb, table, text, context["cursor"])
-                if why:
-                    self._found.append(UnfencedWrite(table, text, why))
-        return answer
-
-    def _why_unfenced(self, verb: str, table: str, sql: str, cursor: Any) -> str:
-        if any(isinstance(block, PinnedBlock) for block in cursor.db.atomic_blocks):
-            return ""
-        claimed = _claimed.get()
-        if claimed is None:
-            return "bypasses the fenced model"
-        # From here on, the statement is one that Django's compiler made.
-        column = self._columns[table]
-        if column is None or (verb == "INSERT" and " UPDATE " not in sql):
-            return ""
-        fence = cursor.db.ops.quote_name(column)
-        if verb == "DELETE" and (fence in sql or table in claimed):
-            return ""
-        # Conditions name the column with its table.
-        if verb != "DELETE" and re.search(rf"(?<!\.){re.escape(fence)} = ", sql):
-            claimed.add(table)
-            return ""
-        # Without a row, the model has no lock name to check. SQLite's rowcount is 0 until the
-        # returned rows have been read.
-        return "without a lease" if cursor.rowcount or " RETURNING " in sql else ""
+def _why_unfenced(verb: str, table: str, column: str | None, sql: str, cursor: Any) -> str:
+    if any(isinstance(block, PinnedBlock) for block in cursor.db.atomic_blocks):
+        return ""
+    claimed = _claimed.get()
+    if claimed is None:
+        return "bypasses the fenced model"
+    # From here on, the statement is one that Django's compiler made.
+    if column is None or (verb == "INSERT" and " UPDATE " not in sql):
+        return ""
+    fence = cursor.db.ops.quote_name(column)
+    if verb == "DELETE" and (fence in sql or table in claimed):
+        return ""
+    # Conditions name the column with its table.
+    if verb != "DELETE" and re.search(rf"(?<!\.){re.escape(fence)} = ", sql):
+        claimed.add(table)
+        return ""
+    # Without a row, the model has no lock name to check. SQLite's rowcount is 0 until the returned
+    # rows have been read.
+    return "without a lease" if cursor.rowcount or " RETURNING " in sql else ""
 
 
 def _fenced_tables() -> dict[str, str | None]:
@@ -147,52 +144,28 @@ def _fenced_tables() -> dict[str, str | None]:
     return found
 
 
-def _text(sql: Any, connection: BaseDatabaseWrapper) -> str:
-    if hasattr(sql, "as_string"):  # psycopg's composed SQL
-        sql = sql.as_string(connection.connection)
-    return sql.decode() if isinstance(sql, bytes) else str(sql)
-
-
 # Reading SQL: words instead of a parser. It finds WITH ... UPDATE, and several statements in one.
 
-_COMMENTS = r"--[^\n]*|/\*(?!!).*?\*/"
-_NOISE = re.compile(rf"{_COMMENTS}|'(?:[^']|'')*'", re.S)
-_NOISE_OF_MYSQL = re.compile(rf"{_COMMENTS}|'(?:[^'\\]|''|\\.)*'", re.S)
+_NOISE = re.compile(r"--[^\n]*|/\*(?!!).*?\*/|'(?:[^']|'')*'", re.S)
 _TOKEN = re.compile(r'"(?:[^"]|"")*"|`(?:[^`]|``)*`|\[\w+\]|%\(\w+\)s|%s|\w+|[^\s\w]')
 #: Words before an UPDATE or DELETE that is no verb: FOR UPDATE, ON DELETE CASCADE.
 _NO_VERB = {"FOR", "KEY", "DO", "ON", "THEN", "AFTER", "BEFORE", "OF"}
 #: Verbs at any place of a statement, and only at its beginning.
 _VERBS = {"INSERT", "UPDATE", "DELETE", "MERGE"}
-_FIRST_VERBS = {"REPLACE", "TRUNCATE", "COPY", "LOAD"}
+_FIRST_VERBS = {"REPLACE", "TRUNCATE", "LOAD"}
 #: Words that end the list of tables after a verb.
-_ENDS = {"SET", "WHERE", "USING", "RETURNING", "VALUES", "SELECT", "(", ")"}
-#: Statements that define something: verbs in them aren't executed.
-_DEFINING = {"CREATE", "ALTER", "DROP", "COMMENT", "GRANT", "REVOKE"}
+_ENDS = {"SET", "WHERE", "USING", "RETURNING", "VALUES", "SELECT", "(", ")", ";"}
 
 
-def writes_in(sql: str, vendor: str = "") -> Iterator[tuple[str, str]]:
+def writes_in(sql: str) -> Iterator[tuple[str, str]]:
     """Yield the verb and each word that may be a table of it, for each write."""
-    noise = _NOISE_OF_MYSQL if vendor == "mysql" else _NOISE
-    tokens = _TOKEN.findall(noise.sub(" '' ", sql))
-    for is_end, group in itertools.groupby(tokens, ";".__eq__):
-        statement = [] if is_end else list(group)
-        upper = [token.upper() for token in statement]
-        if _DEFINING.intersection(upper[:1]):
-            if {"$", "BEGIN"} & set(upper):
-                return  # The rest is the body of a function or trigger.
-            continue
-        for place, verb in enumerate(upper):
-            if _is_verb(upper, place) and not (verb == "COPY" and "FROM" not in upper):
-                end = next((i for i in range(place, len(upper)) if upper[i] in _ENDS), None)
-                for word in dict.fromkeys(map(_plain, statement[place + 1 : end])):
-                    yield verb, word
-
-
-def _is_verb(upper: list[str], place: int) -> bool:
-    word = upper[place]
-    if word in _VERBS:
-        return place == 0 or upper[place - 1] not in _NO_VERB
-    return place == 0 and word in _FIRST_VERBS
+    tokens = _TOKEN.findall(_NOISE.sub(" '' ", sql))
+    upper = [";", *(token.upper() for token in tokens), ";"]
+    for place, (before, verb) in enumerate(itertools.pairwise(upper)):
+        if (verb in _VERBS and before not in _NO_VERB) or (verb in _FIRST_VERBS and before == ";"):
+            end = next(i for i in range(place, len(tokens) + 1) if upper[i + 1] in _ENDS)
+            for word in dict.fromkeys(map(_plain, tokens[place + 1 : end])):
+                yield verb, word
 
 
 def _plain(token: str) -> str:
