@@ -7,9 +7,9 @@ import contextlib
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from datetime import UTC, date, datetime, time, timedelta
-from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
+from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
@@ -35,12 +35,10 @@ MARK = "_fencedlock_single"
 #: Hexadecimal digits of a digest in a name.
 _DIGEST = 32
 _SALT = "django_fencedlock.sensitive"
-#: Zeros that a decimal may have at its end or after its point before it is written with an E.
+#: Rounds no decimal.
+_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
+#: Powers of ten beyond which a decimal may be written with an E.
 _READABLE = 20
-
-
-#: Kinds of parameters that have a place of their own.
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class LockName(NamedTuple):
@@ -99,18 +97,19 @@ class Single:
         args, kwargs, _ = body
         known = list(self.signature.parameters.values())[int(is_bound(task)) :]
         by_kind = {each.kind: each.name for each in known}
-        places = [each.name for each in known if each.kind in _POSITIONAL]
+        places = [each.name for each in known if each.kind <= each.POSITIONAL_OR_KEYWORD]
         places += [by_kind.get(inspect.Parameter.VAR_POSITIONAL, "")] * len(args)
-        keys = {key: by_kind.get(inspect.Parameter.VAR_KEYWORD, "") for key in kwargs}
-        keys |= {each.name: each.name for each in known}
-        headers["argsrepr"] = saferepr(
-            tuple(
-                HIDDEN if name in sensitive else value
-                for name, value in zip(places, args, strict=False)
-            )
-        )
+        more = by_kind.get(inspect.Parameter.VAR_KEYWORD, "")
+
+        def shown(name: str, value: object) -> object:
+            return HIDDEN if name in sensitive else value
+
+        headers["argsrepr"] = saferepr(tuple(map(shown, places, args)))
         headers["kwargsrepr"] = saferepr(
-            {key: HIDDEN if keys[key] in sensitive else value for key, value in kwargs.items()}
+            {
+                key: shown(key if key in self.signature.parameters else more, value)
+                for key, value in kwargs.items()
+            }
         )
 
     def task_of(self, args: tuple[Any, ...]) -> tuple[AnyTask | None, tuple[Any, ...]]:
@@ -222,7 +221,7 @@ def _by_template(text: str, function: Callable[..., Any]) -> Naming:
 def _by_model(
     model: Any, parameters: Mapping[str, object], function: Callable[..., Any]
 ) -> tuple[Naming, Callable[[], str]]:
-    start, known = f"@single_instance({model.__name__}", inspect.signature(function).parameters
+    start = f"@single_instance({model.__name__}"
     if not hasattr(model, "fencing"):
         raise TypeError(
             f"{start}): {model.__name__} is no FencedModel, so it has no lock. Give a template, "
@@ -240,10 +239,12 @@ def _by_model(
             "(task, arguments) -> name instead of the model."
         )
     given = {column for key in parameters for column in columns[key]}
+    known = inspect.signature(function).parameters
     if given != {*fencing.columns} or not {*parameters.values()} <= {*known}:
+        example = ", ".join(f'{column}="..."' for column in fencing.columns)
         raise TypeError(
-            f"{start}) needs to know which parameters of {function.__qualname__}() name the row: "
-            f"write {start}, {_example(fencing.columns, known)})."
+            f"{start}, {example}) has to name parameters of {function.__qualname__}(), which are "
+            f"{', '.join(known)}."
         )
 
     def name(task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
@@ -251,15 +252,6 @@ def _by_model(
         return str(fencing.lock(**values).name)
 
     return name, lambda: str(fencing.pattern)
-
-
-def _example(columns: Iterable[str], parameters: Iterable[str]) -> str:
-    """Return each column with the parameter that probably gives it."""
-    likely = {
-        column: next((each for each in parameters if each.endswith(column)), "...")
-        for column in columns
-    }
-    return ", ".join(f'{column}="{parameter}"' for column, parameter in likely.items())
 
 
 def _unknown(given: str, key: str) -> TypeError:
@@ -286,7 +278,9 @@ def canonical(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(float(value) if isinstance(value, float) else int(value))
     if isinstance(value, str):
-        return _quoted(value)
+        # A lone surrogate can't be encoded.
+        text = json.dumps(value, ensure_ascii=False)
+        return text.encode(errors="backslashreplace").decode()
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(canonical, value))}]"
     if isinstance(value, Mapping):
@@ -300,22 +294,10 @@ def canonical(value: Any) -> str:
     return _scalar(value)
 
 
-def _quoted(text: str) -> str:
-    readable = json.dumps(text, ensure_ascii=False)
-    try:
-        readable.encode()
-    except UnicodeEncodeError:
-        return json.dumps(text)
-    return readable
-
-
 def _key(key: Any) -> str:
-    if isinstance(key, Enum):
-        return _key(key.value)
     # As in JSON, whose keys are texts.
-    if key is None or isinstance(key, bool | int | float):
-        return _quoted(json.dumps(key))
-    return canonical(key)
+    is_json = key is None or isinstance(key, bool | int | float)
+    return canonical(json.dumps(key) if is_json else key)
 
 
 def _row(row: Model) -> str:
@@ -331,7 +313,9 @@ def _scalar(value: Any) -> str:
     if isinstance(value, UUID | timedelta):
         return f"{type(value).__name__}({value})"
     if isinstance(value, Decimal):
-        return f"Decimal({_number(value)})"
+        number = value.normalize(_EXACT) or Decimal()
+        is_readable = abs(number.adjusted()) <= _READABLE
+        return f"Decimal({number:f})" if is_readable else f"Decimal({number})"
     if isinstance(value, datetime):
         # One moment has one name in every time zone.
         moment = value if value.tzinfo is None else value.astimezone(UTC)
@@ -345,16 +329,6 @@ def _scalar(value: Any) -> str:
         "same everywhere. Name the lock by a template over plain arguments, or by a callable "
         "(task, arguments) -> name."
     )
-
-
-def _number(value: Decimal) -> str:
-    if not value or not value.is_finite():
-        return str(value) if value else "0"
-    # Precise enough to round nothing.
-    context = Context(prec=len(value.as_tuple().digits), Emax=MAX_EMAX, Emin=MIN_EMIN)
-    number = value.normalize(context)
-    exponent = int(number.as_tuple().exponent)
-    return f"{number:f}" if abs(exponent) <= _READABLE else str(number)
 
 
 # Sensitive arguments
