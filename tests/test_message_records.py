@@ -116,7 +116,7 @@ def test_a_row_that_the_table_rejects_is_an_error(deliveries):
     with pytest.raises(BackendUnavailable, match="beginning of a delivery"):
         deliveries.begin(message(name=None))
     with pytest.raises(BackendUnavailable, match="count of a trigger"):
-        stored = StoredMessage("application/json", "utf-8", None, "{}")
+        stored = StoredMessage(None, "{}")
         PendingRuns(conf.config()).count(Place("x", "app.charge"), stored, 1.0)
 
 

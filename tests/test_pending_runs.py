@@ -63,7 +63,7 @@ def remembered(monkeypatch):
 
 
 def stored(body="a"):
-    return StoredMessage("application/json", "utf-8", body, "{}")
+    return StoredMessage(body, "{}")
 
 
 def owner():

@@ -1,17 +1,14 @@
 """Messages and arguments of tasks that strangers, or those who may write tables, have made."""
 
-import base64
 import json
 import logging
-import pickle
 
 import pytest
 from celery import current_app
-from kombu.exceptions import ContentDisallowed
 
 from django_fencedlock import lock
-from django_fencedlock.celery import checks, lock_name, single_instance
-from django_fencedlock.celery.coalesce import SERVE, serve
+from django_fencedlock.celery import lock_name, single_instance
+from django_fencedlock.celery.coalesce import serve
 from django_fencedlock.celery.duplicates import CONFLICTS, DELIVERY
 from django_fencedlock.celery.policy import policy
 from django_fencedlock.core.manager import service
@@ -114,32 +111,8 @@ class TestSensitive:
             single_instance(Invoice, pk="card", sensitive="card")(pay)
 
 
-class Bomb:
-    def __reduce__(self):
-        return ran.append, ("a pickle was loaded",)
-
-
 class TestStoredMessages:
     """Whoever may write the table of duties can't have anything run but the task itself."""
-
-    @pytest.fixture(autouse=True)
-    def pickles_are_accepted(self):
-        app.conf.accept_content = ["json", "pickle"]
-        yield
-        app.conf.accept_content = ["json"]
-
-    def test_a_pickle_is_never_loaded(self):
-        self.leave(
-            content_type="application/x-python-serialize",
-            content_encoding="base64,binary",
-            body=base64.b64encode(pickle.dumps(([Bomb()], {}))).decode(),
-        )
-        with sending() as sent, pytest.raises(ContentDisallowed):
-            self.serve()
-        assert sent == []
-        done = deliver(coalescing, "third", headers={SERVE: 1})
-        assert "pickles are never loaded" in str(done.result)
-        assert ran == []
 
     def test_what_is_sent_is_the_task_and_nothing_is_linked_to_it(self):
         headers = {"task": other.name, "id": "x", "root_id": "y", "tenant": "a", DELIVERY: "z"}
@@ -209,10 +182,3 @@ class TestMessages:
 @pytest.mark.parametrize("tries", [0, 1, 4, 5000])
 def test_pauses_grow_and_do_not_overflow(tries):
     assert policy(retry_countdown=1).pause(tries) == min(2**tries, 12)
-
-
-def test_pickles_under_coalesce_are_an_error_of_the_checks():
-    pickled = task_of(keep, "p", name="p", terms={"on_conflict": "coalesce"}, serializer="pickle")
-    found = {each.id for each in checks.problems([app]) if pickled.name in str(each)}
-    del app.tasks[pickled.name]
-    assert "E031" in found

@@ -15,7 +15,6 @@ from ..conf import Problem
 from ..core import runtime
 from ..exceptions import SettingsError
 from . import interrupts
-from .coalesce import PICKLES, serializer_of
 from .names import single_of
 from .policy import Policy
 
@@ -112,13 +111,6 @@ class _Case:
 
 def _arguments(case: _Case) -> Iterator[Problem]:
     policy = case.policy
-    if policy.on_conflict == "coalesce" and serializer_of(case.task) in PICKLES:
-        yield Problem(
-            "E031",
-            'on_conflict="coalesce" stores arguments in the database, never as a pickle: anyone '
-            "who can write there could run any code.",
-            'Give the task another serializer, such as "json".',
-        )
     if policy.max_hold is not None and policy.max_hold < case.ttl:
         yield Problem(
             "W035",

@@ -8,14 +8,11 @@ that serves them. `storage.pending_runs` says why no trigger is lost.
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 from typing import TYPE_CHECKING, Any
 
 from celery.app.task import Context
-from kombu.exceptions import ContentDisallowed
-from kombu.serialization import dumps, loads, prepare_accept_content
+from kombu.utils import json
 
 from .. import logs
 from ..conf import AliasConfig
@@ -31,7 +28,6 @@ from .policy import Policy, Skip
 if TYPE_CHECKING:
     from celery import Celery
 
-    from .names import AnyTask
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +46,6 @@ MOST_RESCUES = 24
 
 Arguments = tuple[list[Any], dict[str, Any]]
 
-#: By name and by content type.
-PICKLES = frozenset({"pickle", "application/x-python-serialize"})
 _OURS = "fencedlock_"
 #: Headers that a message has from Celery itself.
 _CELERYS = frozenset({*vars(Context), *REPRS, "lang", "task", "compression"})
@@ -62,8 +56,6 @@ _OPTIONS = frozenset(
         *("soft_time_limit", "time_limit", *REPRS),
     }
 )
-#: Marks a body that isn't plain ASCII. A table's character set may lack most other characters.
-_BASE64 = "base64,"
 
 
 class Coalescing:
@@ -117,7 +109,7 @@ class Coalescing:
         self._remember(claimed)
         if claimed.message is None:
             return None, None
-        latest = unpack(self._call.task, claimed.message)
+        latest = unpack(claimed.message)
         # A run's own arguments stay as they are: code above the function may have converted them.
         return None, None if latest == arguments(self._call) else latest
 
@@ -200,7 +192,7 @@ def serve(app: Celery, pending: Pending, **more: Any) -> bool:
     single = single_of(task)
     if single is None or single.policy.on_conflict != "coalesce":
         return False
-    args, kwargs = unpack(task, pending.message)
+    args, kwargs = unpack(pending.message)
     # Only what pack() stores: in a row from elsewhere, a header may name another task.
     given = json.loads(pending.message.options)
     options = {name: value for name, value in given.items() if name in _OPTIONS}
@@ -262,43 +254,21 @@ def report_given_up(place: Place, tries: int, messages: int = 0) -> None:
 
 
 def pack(call: Call) -> StoredMessage:
-    serializer = serializer_of(call.task)
-    start = f'on_conflict="coalesce" stores the arguments of {call.title} in the database, and'
-    if serializer in PICKLES:
-        raise TypeError(
-            f"{start} never as a pickle: anyone who can write there could run any code. Give the "
-            'task another serializer, such as "json".'
-        )
     try:
-        content_type, encoding, body = dumps(arguments(call), serializer=serializer)
+        body = json.dumps(arguments(call))
     except Exception as exc:
         raise TypeError(
-            f"{start} {serializer!r} can't serialise them: {exc}. Pass plain values, such as "
-            "primary keys."
+            f'on_conflict="coalesce" stores the arguments of {call.title} in the database as JSON, '
+            f"which can't represent them: {exc}. Pass plain values, such as primary keys."
         ) from exc
-    if not (isinstance(body, str) and body.isascii()):
-        raw = body.encode() if isinstance(body, str) else bytes(body)
-        encoding, body = _BASE64 + encoding, base64.b64encode(raw).decode()
     options = _options(call.request)
     queue = options.get("queue", "")
-    queue = queue if len(queue) <= MAX_LENGTH else ""
-    return StoredMessage(content_type, encoding, body, json.dumps(options), queue)
+    return StoredMessage(body, json.dumps(options), queue if len(queue) <= MAX_LENGTH else "")
 
 
-def unpack(task: AnyTask, message: StoredMessage) -> Arguments:
-    if message.content_type in PICKLES:
-        raise ContentDisallowed(f"A pickle is stored for {task.name}; pickles are never loaded.")
-    encoding, body = message.content_encoding, message.body
-    raw: Any = body
-    if encoding.startswith(_BASE64):
-        encoding, raw = encoding.removeprefix(_BASE64), base64.b64decode(body)
-    accept = prepare_accept_content(task.app.conf.accept_content)
-    args, kwargs = loads(raw, message.content_type, encoding, accept=accept)
+def unpack(message: StoredMessage) -> Arguments:
+    args, kwargs = json.loads(message.body)
     return list(args), dict(kwargs)
-
-
-def serializer_of(task: Any) -> str:
-    return str(task.serializer or task.app.conf.task_serializer)
 
 
 def arguments(call: Call) -> Arguments:

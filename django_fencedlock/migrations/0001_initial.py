@@ -106,8 +106,6 @@ class Migration(migrations.Migration):
                 ('wanted', models.BigIntegerField()),
                 ('started', models.BigIntegerField()),
                 ('done', models.BigIntegerField()),
-                ('content_type', models.CharField(max_length=100)),
-                ('content_encoding', models.CharField(max_length=30)),
                 ('body', models.TextField()),
                 ('options', models.TextField()),
                 ('queue', django_fencedlock.storage.tables.ExactCharField(max_length=200)),

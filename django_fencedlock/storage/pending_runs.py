@@ -32,8 +32,6 @@ class Place(NamedTuple):
 class StoredMessage(NamedTuple):
     """The message of a trigger, for the table. All of it is plain ASCII."""
 
-    content_type: str
-    content_encoding: str
     body: str
     options: str
     #: Empty if it is unknown.

@@ -193,9 +193,7 @@ class PendingRun(_Named):
     wanted = models.BigIntegerField()
     started = models.BigIntegerField()
     done = models.BigIntegerField()
-    # The newest trigger's arguments, encoded as in a message.
-    content_type = models.CharField(max_length=100)
-    content_encoding = models.CharField(max_length=30)
+    # The newest trigger's arguments, and the options of its message, as JSON.
     body = models.TextField()
     options = models.TextField()
     # Empty if unknown. Only the workers of this queue check the row: the others can't run

@@ -24,7 +24,7 @@ CREATE TABLE "django_fencedlock_lockevent" ("id" integer NOT NULL PRIMARY KEY AU
 --
 -- Create model PendingRun
 --
-CREATE TABLE "django_fencedlock_pendingrun" ("id" integer NOT NULL PRIMARY KEY AUTOINCREMENT, "name" varchar(200) NOT NULL, "task_name" varchar(200) NOT NULL, "alias" varchar(100) NOT NULL, "owner" varchar(32) NOT NULL, "wanted" bigint NOT NULL, "started" bigint NOT NULL, "done" bigint NOT NULL, "content_type" varchar(100) NOT NULL, "content_encoding" varchar(30) NOT NULL, "body" text NOT NULL, "options" text NOT NULL, "queue" varchar(200) NOT NULL, "tries" integer NOT NULL, "rescues" integer NOT NULL, "due_at" datetime NULL, "updated_at" datetime NOT NULL, CONSTRAINT "fencedlock_pendingrun_unique" UNIQUE ("name", "task_name"));
+CREATE TABLE "django_fencedlock_pendingrun" ("id" integer NOT NULL PRIMARY KEY AUTOINCREMENT, "name" varchar(200) NOT NULL, "task_name" varchar(200) NOT NULL, "alias" varchar(100) NOT NULL, "owner" varchar(32) NOT NULL, "wanted" bigint NOT NULL, "started" bigint NOT NULL, "done" bigint NOT NULL, "body" text NOT NULL, "options" text NOT NULL, "queue" varchar(200) NOT NULL, "tries" integer NOT NULL, "rescues" integer NOT NULL, "due_at" datetime NULL, "updated_at" datetime NOT NULL, CONSTRAINT "fencedlock_pendingrun_unique" UNIQUE ("name", "task_name"));
 CREATE INDEX "django_fencedlock_forcedrelease_released_at_12ced739" ON "django_fencedlock_forcedrelease" ("released_at");
 CREATE INDEX "django_fencedlock_messagerecord_kept_until_8c81436c" ON "django_fencedlock_messagerecord" ("kept_until");
 CREATE INDEX "fencedlock_event_of_name" ON "django_fencedlock_lockevent" ("name", "kind", "id");
