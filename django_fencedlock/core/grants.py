@@ -26,9 +26,8 @@ from ..storage.connections import (
     has_own_block,
     is_of_test,
     is_open,
-    query_outside,
 )
-from ..storage.fences import Fences
+from ..storage.fences import Fences, pinned_by
 from ..storage.vendors import ledger_for
 from .events import Kind, emit
 from .identity import (
@@ -322,30 +321,15 @@ class Grants:
         by = f"held by {holder}" if holder else "taken; its holder has just gone, or isn't known"
         if fenced and (holder is None or holder.token is None):
             # That holder's grant isn't recorded yet: it may wait for the same transaction.
-            by = self._pinned(name) or by
+            using = self.backend.config.fence_database
+            if blocker := pinned_by(using, name, BRIEFLY):
+                by = f"free, but the next grant on {using!r} has to wait for {blocker}"
         return LockNotAcquired(
             f"Lock {name!r} is {by}. Waited {waited:.1f} s for it.",
             name=name,
             alias=self.backend.config.alias,
             holder=holder,
         )
-
-    def _pinned(self, name: str) -> str | None:
-        """Describe an open transaction that keeps a grant from being recorded."""
-        using = self.backend.config.fence_database
-
-        def look(private: BaseDatabaseWrapper) -> str | None:
-            ledger = ledger_for(private)
-            if (blocker := ledger.pinned_by(private, name)) is None:
-                return None
-            row = ledger.look(private, name)
-            last = f"; its last holder was {row.holder()}" if row and not row.live else ""
-            return f"free, but the next grant on {using!r} has to wait for {blocker}{last}"
-
-        try:
-            return query_outside(using, BRIEFLY, look)
-        except Error:
-            return None
 
     def holder(self, name: str) -> Holder | None:
         """Ask the service who has lock `name` now."""

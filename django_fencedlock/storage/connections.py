@@ -358,14 +358,6 @@ def time_limited(using: str, timeout: float) -> Iterator[None]:
             own.close()
 
 
-def query_outside(using: str, timeout: float, work: Callable[[BaseDatabaseWrapper], T]) -> T | None:
-    """Run `work` under `time_limited()`; None within a ``TestCase``, which would seem to block."""
-    if test_connection(using) is not None:
-        return None
-    with time_limited(using, timeout):
-        return work(connections[using])
-
-
 @contextlib.contextmanager
 def _replace(using: str, connection: BaseDatabaseWrapper) -> Iterator[None]:
     """Make `connection` the one that this thread's ORM uses for database `using`."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 from django.db import Error
@@ -21,10 +20,8 @@ from .rows import Claimed, Newest, Row, as_time
 #: Milliseconds that a recording waits for a row that another transaction has locked.
 LOCK_WAIT = 250
 
-# The names that the models give their tables. The models themselves can't be imported here: the
-# package's root leads here before Django has loaded its apps.
-FENCE = "django_fencedlock_fence"
-HELD = "django_fencedlock_heldlock"
+# The tables of models, which can't be imported here: Django may not have loaded its apps yet.
+FENCE, HELD = "django_fencedlock_fence", "django_fencedlock_heldlock"
 
 
 # Each lock makes one, and a frozen one takes five times as long to make.
@@ -99,7 +96,9 @@ class Ledger:
         """
         with self.claiming(connection) as cursor:
             given = self.parameters(connection, entry)
-            if not self._insert(cursor, given) and not self._take_over(cursor, given):
+            # An expired row, or one of this owner.
+            mine = f" AND (expires_at <= {self.clock} OR owner = %(owner)s)"
+            if not self._insert(cursor, given) and not self._overwrite(cursor, given, mine):
                 return False, None
             if not (entry.fenced and draw):
                 return True, None
@@ -211,7 +210,7 @@ class Ledger:
                 f"SELECT token, owner FROM {FENCE} WHERE name = %(name)s", {"name": name}
             )
             found = cursor.fetchone()
-        return None if found is None else (found[0], found[1])
+        return found and tuple(found)
 
     def clear(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> int:
         """Delete rows by their owners; return how many there were."""
@@ -220,10 +219,8 @@ class Ledger:
                 cursor.execute(CLEAR, {"name": leases[0].name, "owner": leases[0].owner})
                 return int(cursor.rowcount)
             cleared = 0
-            for names, owners, given in batches(leases):
-                cursor.execute(
-                    f"DELETE FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners})", given
-                )
+            for where, given in batches(leases):
+                cursor.execute(f"DELETE FROM {HELD} WHERE {where}", given)
                 cleared += cursor.rowcount
             return cleared
 
@@ -250,7 +247,7 @@ class Ledger:
             if cursor.fetchone() is not None or not self._raise_fence(cursor, given):
                 return False
             if not self._insert(cursor, given):
-                self._overwrite(cursor, given, "")
+                self._overwrite(cursor, given)
             return True
 
     def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
@@ -271,14 +268,14 @@ class Ledger:
     ) -> set[str]:
         kept: set[str] = set()
         with self.transaction(connection) as cursor:
-            for ttl, group in groupby(sorted(leases, key=_ttl), key=_ttl):
-                mine = list(group)
+            for ttl in {lease.ttl for lease in leases}:
+                mine = [lease for lease in leases if lease.ttl == ttl]
                 free = self._owners(cursor, mine, lock)
                 times = self.times(ttl)
-                for names, owners, given in batches([each for each in mine if each.owner in free]):
+                for where, given in batches([each for each in mine if each.owner in free]):
                     cursor.execute(
                         f"UPDATE {HELD} SET renewed_at = {self.clock}, expires_at = {self.expiry} "
-                        f"WHERE name IN ({names}) AND owner IN ({owners})",
+                        f"WHERE {where}",
                         {**given, **times},
                     )
                 kept |= free
@@ -317,11 +314,8 @@ class Ledger:
     def _owners(self, cursor: Any, leases: Sequence[Claimed], lock: str = "") -> set[str]:
         """Return the owners of those whose rows are there, and lock these rows with `lock`."""
         found: set[str] = set()
-        for names, owners, given in batches(leases):
-            cursor.execute(
-                f"SELECT owner FROM {HELD} WHERE name IN ({names}) AND owner IN ({owners}){lock}",
-                given,
-            )
+        for where, given in batches(leases):
+            cursor.execute(f"SELECT owner FROM {HELD} WHERE {where}{lock}", given)
             found.update(owner for (owner,) in cursor.fetchall())
         return found
 
@@ -334,13 +328,7 @@ class Ledger:
         values = f"{VALUES}, {self.clock}, {self.clock}, {self.expiry}"
         return f"{self.insert_or_ignore} INTO {INTO_HELD} {self.if_absent.format(values)}"
 
-    def _take_over(self, cursor: Any, given: dict[str, Any]) -> bool:
-        return self._overwrite(
-            cursor, given, f" AND (expires_at <= {self.clock} OR owner = %(owner)s)"
-        )
-
-    def _overwrite(self, cursor: Any, given: dict[str, Any], condition: str) -> bool:
-        # Everything but the key.
+    def _overwrite(self, cursor: Any, given: dict[str, Any], condition: str = "") -> bool:
         columns = ", ".join(f"{column} = %({column})s" for column in COLUMNS[1:])
         cursor.execute(
             f"UPDATE {HELD} SET {columns}, acquired_at = {self.clock}, renewed_at = {self.clock}, "
@@ -372,18 +360,14 @@ def listed(prefix: str, values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
     return ", ".join(f"%({key})s" for key in given), given
 
 
-def batches(leases: Sequence[Claimed]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Cut `leases` into (names, owners, parameters) for statements with two IN lists."""
+def batches(leases: Sequence[Claimed]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Cut `leases` into conditions of statements, with their parameters."""
     # An owner holds one name only, so no wrong pair of the two lists is ever found.
     for start in range(0, len(leases), BATCH):
         part = leases[start : start + BATCH]
         names, given = listed("n", [lease.name for lease in part])
         owners, more = listed("o", [lease.owner for lease in part])
-        yield names, owners, given | more
-
-
-def _ttl(lease: Claimed) -> float:
-    return lease.ttl
+        yield f"name IN ({names}) AND owner IN ({owners})", given | more
 
 
 def seen_values(seen: Newest | None) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from django.db.models import BooleanField, Exists, Expression, OuterRef, Q, Valu
 from django.db.models.functions import Greatest
 from django.db.models.sql.compiler import SQLCompiler
 
+from ..backends.interface import Grant
 from ..conf import AliasConfig
 from ..core.identity import Holder
-from .connections import SQLITE_BUSY_TIMEOUT, pool, query_outside, time_limited
-from .dialect import FENCE, Entry, Ledger, entry_of
+from .connections import SQLITE_BUSY_TIMEOUT, pool, test_connection, time_limited
+from .dialect import FENCE, Ledger, entry_of
 from .records import Records, ServerTime, durable, fetch, insert, private_query, rows_of
 from .rows import Claimed, Newest, Row, as_time
 from .text import fit_column
@@ -34,13 +35,9 @@ class Fences:
         self._config, self._label = config, label
         self._timeout = config.timeout if timeout is None else timeout
 
-    def entry(self, claim: Claimed) -> Entry:
-        """Return the row of the registry that a claim's grant has."""
-        return entry_of(claim, self._config.alias, self._label)
-
     def record(self, claim: Claimed, token: int, seen: Newest | None = None) -> bool:
         """Record a grant; see `Ledger.record()`."""
-        entry = self.entry(claim)
+        entry = entry_of(claim, self._config.alias, self._label)
         return self._run(lambda ledger, used: ledger.record(used, entry, token, seen))
 
     def read(self, name: str) -> tuple[Row | None, Newest]:
@@ -49,27 +46,24 @@ class Fences:
             lambda ledger, used: (ledger.look(used, name), ledger.newest(used, name) or (0, ""))
         )
 
-    def renew(self, grants: Sequence[Any]) -> list[Any]:
+    def renew(self, grants: Sequence[Grant]) -> list[Grant]:
         """Renew the rows of grants; return those that a newer grant came after."""
 
-        def renew(ledger: Ledger, used: BaseDatabaseWrapper) -> list[Any]:
+        def renew(ledger: Ledger, used: BaseDatabaseWrapper) -> list[Grant]:
             kept = ledger.renew(used, grants)
             rest = [grant for grant in grants if grant.owner not in kept]
             gone = ledger.missing(used, rest) if rest else set()
-            return [
-                grant
-                for grant in rest
-                if grant.owner in gone and not self._put_back(ledger, used, grant)
-            ]
+            overtaken = []
+            for grant in (each for each in rest if each.owner in gone):
+                if ledger.newest(used, grant.name) != (grant.token, grant.owner):
+                    overtaken.append(grant)
+                else:
+                    # Only its row is missing.
+                    entry = entry_of(grant, self._config.alias, self._label)
+                    ledger.claim(used, entry, draw=False)
+            return overtaken
 
         return self._run(renew, SQLITE_BUSY_TIMEOUT)
-
-    def _put_back(self, ledger: Ledger, used: BaseDatabaseWrapper, grant: Any) -> bool:
-        """Write a missing row again, unless a newer grant came."""
-        if ledger.newest(used, grant.name) != (grant.token, grant.owner):
-            return False
-        ledger.claim(used, self.entry(grant), draw=False)
-        return True
 
     def clear(self, held: Sequence[Claimed]) -> None:
         """Delete rows by their owners."""
@@ -203,13 +197,10 @@ class Revoking(Records):
         again: bool = False,
     ) -> Revoked:
         """
-        Raise the fence above every grant of the owner, and note who did it.
+        Raise the fence above every grant of the owner, and note who did it; twice, if `again`.
 
-        Args:
-            proposed: The owner's token, as far as its service knows. It may be about to record it.
-            seen: The fence that was read before the service said who the owner is, or that the
-                first raise has set. Without a proposal, the owner may record the next number.
-            again: This is the second raise of one forced release.
+        The owner may be about to record the token `proposed` by its service, or the number after
+        the fence `seen`: read before the service named the owner, or set by the first raise.
         """
         with durable(self.using, PATIENCE):
             note = notes(self.using, [held.owner]).get(held.owner)
@@ -312,11 +303,19 @@ def lift(using: str, highest: Mapping[str, int]) -> None:
             _raise_or_make(using, name, Q(token__lt=token), token + 1, token + 1)
 
 
-def pinned_by(using: str, name: str) -> str:
-    """Describe the open transaction that has a fence locked; empty if none, or if unknown."""
+def pinned_by(using: str, name: str, seconds: float = BRIEFLY) -> str:
+    """Describe the transaction that a name's next grant waits for; empty if none, or unknown."""
+    # A test's own transaction would seem to be one.
+    if test_connection(using) is not None:
+        return ""
     try:
-        found = query_outside(using, BRIEFLY, lambda own: ledger_for(own).pinned_by(own, name))
+        with time_limited(using, seconds):
+            own = connections[using]
+            ledger = ledger_for(own)
+            if (blocker := ledger.pinned_by(own, name)) is None:
+                return ""
+            row = ledger.look(own, name)
     except Error:
         logger.debug("It is unknown which session is in the way", exc_info=True)
         return ""
-    return found or ""
+    return blocker if row is None or row.live else f"{blocker}; its last holder was {row.holder()}"

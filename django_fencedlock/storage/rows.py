@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
+from ..backends.interface import Claim, Grant
 from ..core.identity import Holder, Owner
 
 #: The token and the owner of a name's newest grant; (0, "") if there is none.
 Newest = tuple[int, str]
 
 
-class Claimed(Protocol):
-    """A claim or a grant of a lock service."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def owner(self) -> str: ...
-
-    @property
-    def ttl(self) -> float: ...
-
-    @property
-    def fenced(self) -> bool: ...
-
-    @property
-    def identity(self) -> str: ...
+#: What the registry has a row of.
+Claimed = Claim | Grant
 
 
 class Row(NamedTuple):
