@@ -28,7 +28,11 @@ _QUEUE_TTL = 60_000
 
 
 class Keys(NamedTuple):
-    """The keys of one lock. They share a hash tag, and so one slot of a Cluster."""
+    """
+    The keys of one lock. They share a hash tag, and so one slot of a Cluster.
+
+    A script is given all three: while a slot moves, Redis runs it where all of its keys are.
+    """
 
     #: "owner:token:identity", with the ttl of the lease. The token is 0 if it isn't fenced; the
     #: identity is empty from a hand-over until the new owner claims the lock.
