@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -13,7 +13,7 @@ from ..conf import AliasConfig, Problem, location_problems
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable
 from ..storage.connections import is_of_test, is_open, pool
-from ..storage.dialect import Entry, Ledger, entry_of
+from ..storage.dialect import Ledger, entry_of
 from ..storage.rows import Row
 from ..storage.text import is_table_missing
 from ..storage.vendors import ledger_for
@@ -48,44 +48,40 @@ class DatabaseBackend(Backend):
         self._one_writer = connections[config.fence_database].vendor == "sqlite"
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
-        # On SQLite the keeper can't renew while the caller's own transaction has the file.
-        home = _Home(connections[self.config.fence_database])
+        home = connections[self.config.fence_database]
         # A try that doesn't wait for a holder does wait for SQLite's file: that is no holder.
         patience = min(wait.seconds or self._timeout, self._timeout)
         if wait.held is not None:
             # The core repeats it.
             patience = BRIEFLY
-        since = clock()
-        entry = entry_of(claim, self.config.alias, self.label)
+        handle = _Handle(home, home.in_atomic_block and is_of_test(home))
+        work = partial(self._claim, claim, wait, handle, clock())
         try:
-            work = partial(self._claim, home.connection, wait, entry)
-            found = self._run(work, patience)
+            return self._run(work, patience)
         except Error as exc:
             self._raise_unless_held(claim, exc)
             return Held()
-        if isinstance(found, Row):
-            return self._held(found)
-        taken, token = found
-        return Granted(token, since, home) if taken else Held()
 
     def _claim(
         self,
-        home: BaseDatabaseWrapper,
+        claim: Claim,
         wait: Wait,
-        entry: Entry,
+        handle: _Handle,
+        since: float,
         ledger: Ledger,
         connection: BaseDatabaseWrapper,
-    ) -> tuple[bool, int | None] | Row:
-        # A refused claim writes to the row, and locks SQLite's file for all other writers. If the
-        # caller's own transaction has the file, that is an error, even if the lock is held.
-        if not is_open(home) if self._one_writer else wait.held is not None:
-            row = ledger.look(connection, entry.name)
-            if row is not None and row.live and row.owner.id != entry.owner.id:
-                return row
-        taken, token = ledger.claim(connection, entry)
+    ) -> Granted | Held:
+        # A refused claim locks SQLite's file for all other writers: tries that don't wait may be
+        # many. Further tries are likely to be refused.
+        if wait.held is not None or (self._one_writer and not wait.seconds):
+            row = ledger.look(connection, claim.name)
+            if row is not None and row.live and row.owner.id != claim.owner:
+                return self._held(row)
+        taken, token = ledger.claim(connection, entry_of(claim, self.config.alias, self.label))
         if taken:
-            return taken, token
-        return ledger.look(connection, entry.name) or (False, None)
+            return Granted(token, since, handle)
+        row = ledger.look(connection, claim.name)
+        return Held() if row is None else self._held(row)
 
     def _held(self, row: Row) -> Held:
         foreign = (row.alias, row.backend) != (self.config.alias, self.label)
@@ -100,39 +96,19 @@ class DatabaseBackend(Backend):
         )
 
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
-        # No other process sees what is recorded in a test's own transaction.
-        ours = [grant for grant in grants if not _is_of_test(grant)]
-        kept: set[str] = set()
-        gone: set[str] = set()
-        try:
-            if ours:
+        # No other thread sees what is recorded in a test's own transaction.
+        lent = [grant.owner for grant in grants if grant.handle and grant.handle.is_of_test]
+        answers = dict.fromkeys(lent, Renewal.KEPT)
+        if asked := [grant for grant in grants if grant.owner not in answers]:
+            try:
                 # The keeper repeats it soon: a longer wait would delay all leases.
-                kept, gone = self._run(partial(self._renew, ours), BRIEFLY, renews=True)
-        except Error as exc:
-            return [self._not_renewed(grant, exc) for grant in grants]
-        return [
-            Renewal.LOST
-            if grant.owner in gone
-            else Renewal.KEPT
-            if grant.owner in kept or _is_of_test(grant)
-            else Renewal.UNKNOWN
-            for grant in grants
-        ]
-
-    def _renew(
-        self, grants: Sequence[Grant], ledger: Ledger, connection: BaseDatabaseWrapper
-    ) -> tuple[set[str], set[str]]:
-        """Renew all rows that no other session has locked, then the rest; (kept, gone) owners."""
-        kept = ledger.renew(connection, grants)
-        rest = [grant for grant in grants if grant.owner not in kept]
-        gone = ledger.missing(connection, rest) if rest else set()
-        return kept, gone
-
-    def _not_renewed(self, grant: Grant, error: Error) -> Renewal:
-        """No other owner can get the lock while its holder's transaction has SQLite's file."""
-        home = grant.handle.connection if isinstance(grant.handle, _Home) else None
-        ours = _is_of_test(grant) or (self._one_writer and home and home.in_atomic_block)
-        return Renewal.KEPT if ours and self._ledger.is_row_locked(error) else Renewal.UNKNOWN
+                answers |= self._run(partial(_renew, asked), BRIEFLY, renews=True)
+            except Error as exc:
+                if self._one_writer and self._ledger.is_row_locked(exc):
+                    # No other owner can get the lock while its holder's transaction has the file.
+                    writing = [each for each in asked if each.handle and each.handle.is_writing]
+                    answers |= {each.owner: Renewal.KEPT for each in writing}
+        return [answers.get(grant.owner, Renewal.UNKNOWN) for grant in grants]
 
     def verify(self, grant: Grant) -> bool:
         row = self._look([grant.name]).get(grant.name)
@@ -188,13 +164,22 @@ class DatabaseBackend(Backend):
         return self._sessions.run(run, renews=renews, busy_timeout=patience)
 
 
-class _Home:
-    """The handle of a grant: the caller's own connection, and whether a test's transaction is."""
+class _Handle(NamedTuple):
+    #: The caller's own connection, and whether a test's transaction is open on it.
+    home: BaseDatabaseWrapper
+    is_of_test: bool
 
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
-        self.connection = connection
-        self.is_of_test = connection.in_atomic_block and is_of_test(connection)
+    @property
+    def is_writing(self) -> bool:
+        """Whether the caller's own transaction may have SQLite's file."""
+        return self.home.in_atomic_block
 
 
-def _is_of_test(grant: Grant) -> bool:
-    return isinstance(grant.handle, _Home) and grant.handle.is_of_test
+def _renew(
+    grants: Sequence[Grant], ledger: Ledger, connection: BaseDatabaseWrapper
+) -> dict[str, Renewal]:
+    """Renew all rows that no other session has locked, then the rest; the answers by owner."""
+    kept = ledger.renew(connection, grants)
+    rest = [grant for grant in grants if grant.owner not in kept]
+    gone = ledger.missing(connection, rest) if rest else set()
+    return dict.fromkeys(kept, Renewal.KEPT) | dict.fromkeys(gone, Renewal.LOST)
