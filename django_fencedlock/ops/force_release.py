@@ -51,41 +51,33 @@ def _(text: str) -> str:
 
 _RESULTS = {
     Outcome.FREED: _("Lock %(name)r (alias %(alias)r) of %(holder)s was released by force."),
-    Outcome.LEFT_TO_HOLDER: _(
-        "Lock %(name)r (alias %(alias)r) was taken from %(holder)s. Its process releases it at its "
-        "next renewal, within a third of its ttl."
-    ),
+    Outcome.LEFT_TO_HOLDER: _("Lock %(name)r (alias %(alias)r) was taken from %(holder)s."),
     Outcome.NOT_HELD: _("Lock %(name)r is free: there is nothing to release."),
     Outcome.CHANGED_HANDS: _(
-        "Lock %(name)r (alias %(alias)r) has changed hands: %(holder)s holds it now. Nothing was "
-        "released."
+        "Lock %(name)r (alias %(alias)r) has changed hands, to %(holder)s. Nothing was released."
     ),
     Outcome.NEEDS_END_OF_SESSION: _(
-        "Lock %(name)r (alias %(alias)r) of %(holder)s isn't in the registry, so only the end of "
-        "its session releases it. Nothing was released."
+        "Lock %(name)r (alias %(alias)r) of %(holder)s isn't in the registry: it wasn't released."
     ),
 }
 _REJECTED = _("The holder's writes are rejected: the fence is at %(token)d.")
 _UNFENCED = _("The lock isn't fenced: the holder's writes are not rejected.")
+_LEFT = _("The holder's process releases it at its next renewal, within a third of its ttl.")
 _END_SESSION = _(
     "If its process hangs, end its session, and with it every other lock of that session: "
     "SELECT pg_terminate_backend(%(pid)d)"
 )
 _RAISED_FIRST = _("The fence is raised first: the holder's writes are rejected from then on.")
 _RELEASED_THEN = _("Then the lock is released. The holder notices at its next renewal.")
-_LEFT_THEN = _(
-    "Then the holder's process releases the lock at its next renewal, within a third of its ttl."
-)
 
 
 def consequences(
     fenced: bool, session_pid: int | None, translate: Callable[[str], str] = str
 ) -> list[str]:
     """Return what a forced release will do, step by step."""
-    steps = [translate(_RAISED_FIRST if fenced else _UNFENCED)]
-    if session_pid is None:
-        return [*steps, translate(_RELEASED_THEN)]
-    return [*steps, translate(_LEFT_THEN), translate(_END_SESSION) % {"pid": session_pid}]
+    texts = [_RAISED_FIRST if fenced else _UNFENCED]
+    texts += [_RELEASED_THEN] if session_pid is None else [_LEFT, _END_SESSION]
+    return [translate(each) % {"pid": session_pid} for each in texts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +121,8 @@ class Release:
         """Return what was done, and what to do."""
         pid = self.holder.session_pid if self.holder else None
         texts = [_RESULTS[self.outcome]]
+        if self.outcome is Outcome.LEFT_TO_HOLDER:
+            texts.append(_LEFT)
         if self.done:
             texts.append(_UNFENCED if self.token is None else _REJECTED)
         if pid and self.outcome in (Outcome.LEFT_TO_HOLDER, Outcome.NEEDS_END_OF_SESSION):
@@ -248,11 +242,12 @@ def _revoke(found: HeldBy, by: str, seen: Newest | None, *, again: bool = False)
         cause, using = exc.__cause__, config.fence_database
         if isinstance(cause, Error) and ledger_for(connections[using]).is_row_locked(cause):
             blocker = pinned_by(using, found.name)
-            obstacle = blocker or "a session that has a table locked: see fencedlock doctor"
+            obstacle = (
+                blocker or "a transaction that has it or a table locked: see fencedlock doctor"
+            )
             raise ReleaseBlocked(
-                f"Lock {found.name!r} of {found.holder} wasn't released by force, since its "
-                f"fence in {using!r} has to wait for {obstacle}. Try again when that has ended, or "
-                "end it.",
+                f"Lock {found.name!r} of {found.holder} wasn't released by force: its fence in "
+                f"{using!r} can't be raised before the end of {obstacle}. Wait for it, or end it.",
                 name=found.name,
                 alias=found.alias,
                 holder=found.holder,
