@@ -83,7 +83,7 @@ def test_a_held_lock(page: Callable[..., str], in_task: None) -> None:
     assert "billing.charge" in html
     assert "0714a454" in html
     assert cell(html, "token_number") == f"token {lease.token}"
-    assert cell(html, "service") == "lock service default database"
+    assert cell(html, "service") == "lock service default (database)"
     assert cell(html, "rejected") == "writes rejected \N{EN DASH}"
     assert cell(html, "waiting") == "waiting \N{EN DASH}"
     assert "The lock service confirms this holder." in one

@@ -49,16 +49,14 @@ _REASONS = {
     exceptions.WrongDatabase: _("The row isn't in the database that has its fence."),
     exceptions.OutcomeUnknown: _("It is unknown whether it was saved. Check it."),
     exceptions.SettingsError: _("The lock settings are invalid."),
+    exceptions.FencedLockError: _("The lock can't be used."),
 }
 
 
 def translated(error: exceptions.FencedLockError) -> str:
     """Return a translation of an error, and its own English text."""
-    for kind in type(error).__mro__:
-        if kind in _REASONS:
-            facts = {"reason": _REASONS[kind], "details": error}
-            return _now("%(reason)s Details: %(details)s") % facts
-    return str(error)
+    reason = next(_REASONS[kind] for kind in type(error).__mro__ if kind in _REASONS)
+    return _now("%(reason)s Details: %(details)s") % {"reason": reason, "details": error}
 
 
 def outside_transactions(view: Any) -> Any:
@@ -80,8 +78,8 @@ def column(title: Any, ordering: str | None = None) -> Callable[[Value], Value]:
         @admin.display(description=title, ordering=ordering)
         @functools.wraps(value_of)
         def show(page: Any, row: Any) -> SafeString:
-            cell = '<span class="fencedlock-label">{}</span> {}'
-            return format_html(cell, title, value_of(page, row))
+            label = '<span class="fencedlock-label">{}</span> {}'
+            return format_html(label, title, value_of(page, row))
 
         return show
 

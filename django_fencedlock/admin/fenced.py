@@ -9,7 +9,6 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin, messages
-from django.contrib.admin.checks import ModelAdminChecks
 from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import unquote
 from django.core.checks import CheckMessage
@@ -28,40 +27,32 @@ from .base import outside_transactions, translated
 SEEN = "_fencedlock_seen"
 
 
-class FencedModelAdminChecks(ModelAdminChecks):
-    """Rejects options that can't work with one lock per row."""
-
-    def check(self, admin_obj: Any, **kwargs: Any) -> list[CheckMessage]:
-        found: list[CheckMessage] = super().check(admin_obj, **kwargs)
-        if admin_obj.list_editable:
-            problem = Problem(
-                "E040",
-                f"{type(admin_obj).__name__}.list_editable saves many rows at once, but each row "
-                "has its own lock.",
-                "Remove list_editable. Users can change each row on its own page.",
-            )
-            found += messages_of([problem], type(admin_obj))
-        return found
-
-
 class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """
-    Acquire the row's lock for each change, before the transaction.
+    Acquires the row's lock for each change, before the transaction.
 
-    If another holder has the lock, or the row was changed since the form was opened, nothing is
-    saved. The form then shows the reason and keeps what the user typed.
+    A form that can't be saved shows the reason and keeps what the user typed.
     """
 
-    checks_class = FencedModelAdminChecks
     change_form_template = "admin/django_fencedlock/fenced_change_form.html"
+
+    def check(self, **kwargs: Any) -> list[CheckMessage]:
+        found: list[CheckMessage] = super().check(**kwargs)
+        if self.list_editable:
+            problem = Problem(
+                "E040",
+                f"{type(self).__name__}.list_editable saves many rows at once, but each row has "
+                "its own lock.",
+                "Remove list_editable. Users can change each row on its own page.",
+            )
+            found += messages_of([problem], type(self))
+        return found
 
     def get_urls(self) -> list[Any]:
         # Django's views begin a transaction of their own, after the lock was acquired.
-        base = f"{self.opts.app_label}_{self.opts.model_name}"
-        names = {f"{base}_{view}" for view in ("add", "change", "delete")}
-        urls = super().get_urls()
+        base, urls = f"{self.opts.app_label}_{self.opts.model_name}", super().get_urls()
         for each in urls:
-            if each.name in names:
+            if each.name in (f"{base}_add", f"{base}_change", f"{base}_delete"):
                 outside_transactions(each.callback)
         return urls
 
@@ -104,7 +95,16 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     ) -> type[forms.ModelForm[Any]]:
         form: Any = super().get_form(request, obj, change, **kwargs)
         why = getattr(request, "fencedlock_rejection", None) or _changed_since(request, obj)
-        return form if why is None else _rejected(form, why)  # type: ignore[no-any-return]
+        if why is None:
+            return form  # type: ignore[no-any-return]
+
+        class RejectedForm(form):  # type: ignore[misc]
+            def clean(self) -> Any:
+                """Show what was typed, and never be valid."""
+                super().clean()
+                raise ValidationError(str(why))
+
+        return RejectedForm
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
@@ -151,17 +151,6 @@ class FencedModelAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
 class _NotSaved(Exception):
     """Nothing was saved or deleted; the message is for the user."""
-
-
-def _rejected(form: Any, why: str) -> Any:
-    """Return a form class that shows what was typed and is never valid."""
-
-    class RejectedForm(form):  # type: ignore[misc]
-        def clean(self) -> Any:
-            super().clean()
-            raise ValidationError(why)
-
-    return RejectedForm
 
 
 @contextlib.contextmanager

@@ -151,8 +151,8 @@ class HeldLockAdmin(ReleasingAdmin):
     @admin.display(description=_("state"), ordering="expires_at")
     def state(self, row: Any) -> SafeString:
         name, why = STATES[row.entry.state]
-        shown = '<span class="fencedlock-state fencedlock-{}" title="{}">{}</span>'
-        return format_html(shown, row.entry.state.value, why, name)
+        badge = '<span class="fencedlock-state fencedlock-{}" title="{}">{}</span>'
+        return format_html(badge, row.entry.state.value, why, name)
 
     @admin.display(description=_("state"))
     def state_explained(self, row: Any) -> SafeString:
@@ -160,21 +160,12 @@ class HeldLockAdmin(ReleasingAdmin):
         return format_html("{} {} {}", self.state(row), why, row.unanswered.get(row.alias, ""))
 
     @admin.display(description=_("holder"), ordering="task_name")
-    def holder(self, row: Any) -> SafeString:
-        place = f"{row.host}, pid {row.pid}"
-        if not row.task_name:
-            return format_html("{}", f"{place}, {row.thread}" if row.thread else place)
-        return format_html(
-            '<strong>{}</strong><br><span class="fencedlock-small">{}{}</span>',
-            *(row.task_name, f"{row.task_id} · " if row.task_id else "", place),
-        )
+    def holder(self, row: Any) -> str:
+        return str(row.entry.holder)
 
     @column(_("lock service"), ordering="alias")
-    def service(self, row: Any) -> Any:
-        if row.alias == row.backend:
-            return row.alias
-        small = '{}<br><span class="fencedlock-small">{}</span>'
-        return format_html(small, row.alias, row.backend)
+    def service(self, row: Any) -> str:
+        return row.alias if row.alias == row.backend else f"{row.alias} ({row.backend})"
 
     @admin.display(description=_("session"))
     def session(self, row: Any) -> Any:
@@ -196,14 +187,8 @@ class HeldLockAdmin(ReleasingAdmin):
         return duration(row.entry.held_for)
 
     @column(_("lease left"), ordering="expires_at")
-    def lease_left(self, row: Any) -> SafeString:
-        left = max(0.0, row.entry.remaining)
-        ttl = (row.expires_at - row.renewed_at).total_seconds()
-        return format_html(
-            '<meter class="fencedlock-left" min="0" low="{}" optimum="{}" max="{}" value="{}" '
-            'aria-label="{}"></meter> <span class="fencedlock-small">{}</span>',
-            *(ttl / 3, ttl, ttl, left, _("lease left"), duration(left)),
-        )
+    def lease_left(self, row: Any) -> str:
+        return duration(max(0.0, row.entry.remaining))
 
     @column(_("waiting"))
     def waiting(self, row: Any) -> Any:

@@ -21,7 +21,6 @@ from ..core.runtime import clock
 from ..models import HeldLock
 from ..ops.force_release import Outcome, consequences, force_release
 from ..ops.registry import State, entries
-from ..storage.fences import notes
 from ..storage.text import show_blanks
 from .base import ReadOnlyAdmin, outside_transactions, translated
 
@@ -85,22 +84,6 @@ def _viewable(request: HttpRequest, page: ReleasingAdmin, **which: Any) -> list[
     return [row for row in rows if page.has_view_permission(request, row)]
 
 
-def _questions(rows: Sequence[HeldLock], using: str) -> list[dict[str, Any]]:
-    """Return what the confirmation page shows of each lock."""
-    before = notes(using, [row.owner for row in rows])
-    return [
-        {
-            "entry": entry,
-            "name": show_blanks(row.name),
-            "obstacle": _OBSTACLES.get(entry.state),
-            "before": before.get(row.owner),
-            "session_pid": row.session_pid,
-            "consequences": consequences(row.fenced, row.session_pid, _),
-        }
-        for row, entry in zip(rows, entries(using, rows, {}), strict=True)
-    ]
-
-
 def _confirmation(request: HttpRequest, page: ReleasingAdmin, names: Sequence[str]) -> HttpResponse:
     """Ask whether to release these locks."""
     rows = _viewable(request, page, pk__in=names)
@@ -108,7 +91,16 @@ def _confirmation(request: HttpRequest, page: ReleasingAdmin, names: Sequence[st
     if not rows:
         messages.warning(request, _("The lock was released, or another holder has acquired it."))
         return HttpResponseRedirect(list_url)
-    locks = _questions(rows, page.database(request))
+    locks = [
+        {
+            "row": row,
+            "entry": entry,
+            "name": show_blanks(row.name),
+            "obstacle": _OBSTACLES.get(entry.state),
+            "consequences": consequences(row.fenced, row.session_pid, _),
+        }
+        for row, entry in zip(rows, entries(page.database(request), rows, {}), strict=True)
+    ]
     context = {
         **page.admin_site.each_context(request),
         "title": _("Release by force?"),

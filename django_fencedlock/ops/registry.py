@@ -14,7 +14,6 @@ from django.db.models import F, Sum
 
 from .. import conf
 from ..backends.interface import Held
-from ..core.grants import holder_of
 from ..core.identity import Holder, describe_place
 from ..core.manager import service
 from ..exceptions import BackendUnavailable, SettingsError
@@ -70,8 +69,6 @@ class ListedLock:
     waiting: int
     #: The number of rejected writes under former grants in the history.
     rejected: int
-    #: The present holder, if the lock is lost.
-    taken_by: str
 
 
 class Listing(NamedTuple):
@@ -143,7 +140,6 @@ def entries(
                 remaining=remaining,
                 waiting=(held.waiting if held else None) or 0,
                 rejected=rejected.get(row.name, 0),
-                taken_by=str(holder_of(held, row.alias)) if held and state is State.LOST else "",
             )
         )
     return found

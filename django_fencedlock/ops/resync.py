@@ -38,7 +38,6 @@ class Resynced:
     locked: list[str] = field(default_factory=list)
     #: Rows without a valid lock name.
     nameless: int = 0
-    error: str = ""
 
 
 def models(labels: Sequence[str] = ()) -> list[type[FencedModel]]:
@@ -73,10 +72,6 @@ def resync(model: type[FencedModel], database: str, *, dry_run: bool) -> Resynce
     """Raise the fences of one model's rows in one database."""
     fences = conf.config(model.fencing.spec.backend).fence_database
     done = Resynced(model._meta.label, database, fences)
-    if model._meta.db_table not in connections[database].introspection.table_names():
-        missing = f"database {database!r} has no table {model._meta.db_table!r}"
-        done.error = f"{missing}; run: manage.py migrate --database {database}"
-        return done
     with contextlib.closing(ConnectionPool(fences, TIMEOUT)) as pool:
         for highest in _batches(model, database, done):
             low = pool.run_orm(partial(too_low, fences, highest))

@@ -186,15 +186,12 @@ class Command(BaseCommand):
         models_done = [asdict(each) for each in results]
         nothing = [] if results else ["There are no fenced models."]
         self._put({"dry_run": dry_run, "models": models_done}, nothing)
-        if any(each.error or each.locked for each in results):
+        if any(each.locked for each in results):
             return FAILED
         return int(dry_run and any(each.low for each in results))
 
     def _write_resynced(self, result: resync.Resynced, dry_run: bool, verbosity: int) -> None:
         where = f"{result.model} in {result.database!r}"
-        if result.error:
-            self.stderr.write(f"{where}: {result.error}")
-            return
         verb, count = "would be raised" if dry_run else "raised", len(result.low)
         count -= len(result.locked)
         self.stdout.write(f"{where}: {result.rows} rows with a token, {count} fences {verb}")
@@ -257,10 +254,8 @@ def current_user() -> str:
 
 
 def _cells(entry: registry.ListedLock) -> tuple[str, ...]:
-    holder = f"{entry.holder} (now {entry.taken_by})" if entry.taken_by else entry.holder
-    left = duration(max(0.0, entry.remaining))
-    held_for = duration(entry.held_for)
-    return entry.name, entry.state, holder, entry.alias, _token(entry), held_for, left
+    times = duration(entry.held_for), duration(max(0.0, entry.remaining))
+    return entry.name, entry.state, entry.holder, entry.alias, _token(entry), *times
 
 
 def _token(entry: registry.ListedLock) -> str:
