@@ -115,7 +115,7 @@ class HeldLockAdmin(ReleasingAdmin):
     _summary = ("lock_name", "state_explained", "token_number", "lease_left", "waiting", "rejected")
     fieldsets = (
         (None, {"fields": _summary}),
-        (_("Holder"), {"fields": ("holder", "task_name", "task_id", "host", "pid", "thread")}),
+        (_("Holder"), {"fields": ("task_name", "task_id", "host", "pid", "thread")}),
         (_("Lock service"), {"fields": ("alias", "backend", "fenced", "owner", "session")}),
         (_("Times"), {"fields": ("acquired", "renewed", "expires", "held_for")}),
     )
