@@ -9,12 +9,13 @@ import inspect
 import logging
 import os
 import random
-import threading
 from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Never, TypeVar, cast
 
+from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 
 from . import conf
@@ -29,6 +30,7 @@ from .lease import Duration, Lease, enter, leave
 from .logs import about, left_to_run_out
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -120,13 +122,8 @@ class Lock:
         claim, who, wait = self._ask(self._service, blocking, blocking_timeout)
         lease = self._service.enter_again(claim, who)
         if lease is None:
-            handover = _Handover(self._service, wait)
             acquire = functools.partial(self._service.acquire, claim, who=who, pattern=self.pattern)
-            try:
-                lease = await self._atake(wait, handover, acquire)
-            except BaseException:
-                handover.abandon()
-                raise
+            lease = await self._aacquire(wait, acquire)
         if lease is not None:
             enter(lease)
         return lease
@@ -254,35 +251,52 @@ class Lock:
             if blocking_timeout is not None:
                 raise ValueError("blocking=False and a blocking_timeout exclude each other.")
             blocking_timeout = 0.0
-        timeout = self._blocking_timeout
-        if blocking_timeout is not None:
-            timeout = _seconds(blocking_timeout)
+        timeout = _seconds(blocking_timeout)
+        if timeout is None:
+            timeout = self._blocking_timeout
         if timeout is None:
             timeout = control.config.blocking_timeout
         claim = new_claim(self.name, self._ttl or control.config.ttl, self.fenced)
         return claim, current_holder(), Wait(timeout)
 
-    async def _atake(
-        self, wait: Wait, handover: _Handover, acquire: Callable[..., Lease | None]
-    ) -> Lease | None:
+    async def _aacquire(self, wait: Wait, acquire: Callable[..., Lease | None]) -> Lease | None:
         """Ask in threads: the first waiter of a lock waits in one, or tries if there is none."""
         service, pause = self._service, FIRST_PAUSE
-        acquire_waiting = functools.partial(handover.take, functools.partial(acquire, wait=wait))
-        if wait.left <= 0 or await service.is_lent():
-            return await service.in_thread(acquire_waiting, kind=aio.TRY)
+        if await service.is_lent():
+            return await sync_to_async(acquire)(wait=wait)
+        acquire_waiting = functools.partial(acquire, wait=wait)
+        if wait.left <= 0:
+            return await self._hand_over(self._submit(aio.TRY, acquire_waiting), wait)
         async with aio.turn((self.backend, self.name), wait.left):
             while (left := wait.left) > 0:
                 waiting = aio.wait_in_thread(acquire_waiting)
                 if waiting is not None:
-                    return await aio.answer(waiting)
+                    return await self._hand_over(waiting, wait)
                 once = functools.partial(acquire, wait=Wait(since=wait.since), tells=False)
-                if lease := await service.in_thread(handover.take, once, kind=aio.TRY):
+                if lease := await self._hand_over(self._submit(aio.TRY, once), wait):
                     return lease
                 await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.5)))
                 pause = min(LONGEST_PAUSE, pause * 1.5)
         waited = clock() - wait.since
         await service.in_thread(service.tell_refused, self.name, self.pattern, waited, kind=aio.TRY)
         return None
+
+    async def _hand_over(self, acquired: Future[Lease | None], wait: Wait) -> Lease | None:
+        """Return what a thread acquires; release it if the coroutine is cancelled meanwhile."""
+        try:
+            return await aio.answer(acquired)
+        except BaseException:
+            wait.cancel()
+            # Not by the event loop, which may end with the cancellation.
+            acquired.add_done_callback(self._give_back_acquired)
+            raise
+
+    def _give_back_acquired(self, acquired: Future[Lease | None]) -> None:
+        if acquired.exception() is None and (lease := acquired.result()) is not None:
+            self._submit(aio.RELEASE, functools.partial(_give_back, lease))
+
+    def _submit(self, kind: str, function: Callable[[], T]) -> Future[T]:
+        return aio.submit(kind, self.backend, function)
 
     def _leave_block(self, kind: type[BaseException] | None, who: LocalHolder) -> Lease:
         """Return the lease of the innermost block that this code may leave."""
@@ -303,7 +317,7 @@ class Lock:
 
     def _throw_away(self, lease: Lease) -> None:
         """Release in another thread: the garbage collector may run inside any code."""
-        runtime.start(functools.partial(_give_back, self._service, lease))
+        runtime.start(functools.partial(_give_back, lease))
 
 
 #: Names a lock, for ``with``, ``async with``, ``acquire()``, ``aacquire()``, or as a decorator.
@@ -332,46 +346,9 @@ def _forbid_generators(function: Callable[..., Any]) -> None:
         )
 
 
-class _Handover:
-    """
-    Moves a lease from the thread that acquired it to the coroutine that asked for it.
-
-    If the coroutine was cancelled meanwhile, the lease is released. That is decided here and not
-    by the event loop, which may end with the cancellation.
-    """
-
-    def __init__(self, service: Service, wait: Wait) -> None:
-        self._service = service
-        self._wait = wait
-        self._lock = threading.Lock()
-        self._abandoned = False
-        self._lease: Lease | None = None
-
-    def take(self, acquire: Callable[[], Lease | None]) -> Lease | None:
-        """In the thread: acquire, and keep the lease unless the coroutine was cancelled."""
-        lease = acquire()
-        with self._lock:
-            if not self._abandoned:
-                self._lease = lease
-                return lease
-        if lease is not None:
-            _give_back(self._service, lease)
-        return None
-
-    def abandon(self) -> None:
-        """In the coroutine, once it was cancelled."""
-        with self._lock:
-            self._abandoned = True
-            lease = self._lease
-        self._wait.cancel()
-        if lease is not None:
-            alias = self._service.config.alias
-            aio.submit(aio.RELEASE, alias, _give_back, self._service, lease)
-
-
-def _give_back(service: Service, lease: Lease) -> None:
+def _give_back(lease: Lease) -> None:
     """Release a lease on behalf of its holder."""
     try:
-        service.release(lease, lease.who)
+        lease._control.release(lease, lease.who)
     except BackendUnavailable as exc:
         left_to_run_out(logger, lease.name, exc, about(lease))

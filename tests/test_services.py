@@ -1,13 +1,14 @@
 """What comes between a lock service and the caller's code: pauses, slow answers and none."""
 
+import asyncio
 import threading
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from django_fencedlock import LeaseLost, conf, lock, locks
+from django_fencedlock import LeaseLost, conf, lock
 from django_fencedlock.backends import database
 from django_fencedlock.backends.database import DatabaseBackend
 from django_fencedlock.backends.interface import Granted, Held, Renewal, Wait
@@ -21,7 +22,7 @@ from django_fencedlock.exceptions import BackendUnavailable
 from tests.clocks import Clock
 from tests.failing import raising
 from tests.servers.process import wait_until
-from tests.threads import beside, without_threads
+from tests.threads import beside, elsewhere, without_threads
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -258,10 +259,16 @@ class TestASlowAnswer:
 
 
 def test_what_a_coroutine_is_granted_as_it_is_cancelled_is_given_back():
-    found = service("default")
-    claim, wait = new_claim("x", 30), Wait()
-    handover = locks._Handover(found, wait)
-    lease = handover.take(lambda: found.acquire(claim, wait))
-    assert lease is not None
-    handover.abandon()
+    found, acquired = service("default"), Future()
+
+    async def main():
+        handing = asyncio.ensure_future(lock("x")._hand_over(acquired, Wait()))
+        await asyncio.sleep(0)
+        # Its result doesn't come to the coroutine any more.
+        acquired.set_result(elsewhere(found.acquire, new_claim("x", 30)))
+        handing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handing
+
+    asyncio.run(main())
     wait_until(lambda: found.holder("x") is None, "the lock to be given back")
