@@ -57,7 +57,6 @@ class Lease:
     """
 
     name: str
-    #: The unique id of this acquisition.
     owner_id: str
     fenced: bool
     # Weak: a holder that is gone has ended.
@@ -76,7 +75,6 @@ class Lease:
         max_hold: float = math.inf,
         clock: Callable[[], float] = clock,
     ) -> None:
-        #: What the backend is asked about.
         self.grant = grant
         self.name = grant.name
         self.owner_id = grant.owner
@@ -84,7 +82,7 @@ class Lease:
         self.alias = alias
         #: The alias of the database where the fence is.
         self.database = database
-        #: What the code wrote of the name, if that is a template; metrics go by it.
+        #: The template of the name, if it has one; metrics are counted by it.
         self.pattern = pattern
         #: When it was asked for, and when its ttl is over, on the local clock.
         self.granted_at = since
@@ -124,19 +122,14 @@ class Lease:
 
     def is_left(self) -> bool:
         """Whether the code that acquired it has ended, so that any other code may release it."""
-        if self._who is None:
-            return False
-        who = self._who()
-        return who is None or who.has_ended()
+        return self._who is not None and ((who := self._who()) is None or who.has_ended())
 
     def wait_until_left(self) -> bool:
         """As `is_left()`, for code that may know of the end before it was noticed here."""
         until = self._clock() + NOTICED
         while not self.is_left():
-            who = self.who
-            if who is not None and (not who.may_be_call or self._clock() > until):
+            if self._clock() > until or not getattr(self.who, "may_be_call", True):
                 return False
-            del who
             time.sleep(0.001)
         return True
 
@@ -197,20 +190,19 @@ class Lease:
 
     def check(self) -> None:
         """
-        Raise `LeaseLost` unless the lease is good by all that is known in this process.
+        Raise `LeaseLost` if this process knows the lease to be over, or its ttl has passed.
 
-        After a pause longer than the ttl it raises, even without a new holder; `verify()` asks
-        the lock service.
+        `verify()` asks the lock service.
         """
         if self.released:
-            raise self._loss("it was released")
+            raise self.loss("it was released")
         if not self.is_of_this_process():
-            raise self._loss(f"it belongs to the parent process {self._pid}; acquire it again")
+            raise self.loss(f"it belongs to the parent process {self._pid}; acquire it again")
         if self.why_lost:
             raise self.loss()
         if self.expired:
             ago = self._clock() - self.deadline
-            raise self._loss(
+            raise self.loss(
                 f"its ttl of {self.ttl:g} s ended {ago:.1f} s ago with no renewal; "
                 "verify() asks whether another holder has the lock now"
             )
@@ -223,7 +215,7 @@ class Lease:
         """
         Make the lease last `ttl` from now; without one, the ttl it has. Raises `LeaseLost`.
 
-        A lease that was held for longer than its ``max_hold`` is lost by asking for more.
+        A lease that was held for longer than its ``max_hold`` is lost then.
         """
         if self.released or self.lost:
             self.check()
@@ -231,12 +223,10 @@ class Lease:
 
     def release(self) -> bool:
         """
-        Release the lock.
+        Release the lock; return False if the lock service no longer had this holder.
 
-        A lease that was entered several times is released by the last of as many releases.
-
-        Returns:
-            Whether the lock service still had this holder, or the release is still to come.
+        A lease that was entered several times is released by the last of as many releases, and
+        inside a transaction by its end.
         """
         if not self.is_open():
             return False
@@ -266,8 +256,7 @@ class Lease:
         """
         Open a transaction in which everything is fenced by this lease, whatever it writes.
 
-        The next grant of the name waits for its end. It has to be the outermost transaction, on
-        the database where the fences are.
+        It has to be the outermost one, on the fences' database. The next grant waits for its end.
         """
         return self._control.atomic(self, using)
 
@@ -307,11 +296,9 @@ class Lease:
         if self.loss_is_guessed:
             self._control.explain([self])
 
-    def loss(self) -> LeaseLost:
+    def loss(self, why: str = "") -> LeaseLost:
         """Return the error of this lease's loss."""
-        return self._loss(self.why_lost or "the lock service no longer knows this holder")
-
-    def _loss(self, why: str) -> LeaseLost:
+        why = why or self.why_lost or "the lock service no longer knows this holder"
         return LeaseLost(
             f"The lease of lock {self.name!r} ({self._described()}) is gone: {why}.",
             name=self.name,

@@ -13,6 +13,7 @@ from celery import Celery
 from celery.fixups.django import DjangoWorkerFixup
 from django.db import OperationalError, close_old_connections, connections, transaction
 
+from django_fencedlock.core import runtime
 from django_fencedlock.core.runtime import Watchdog, clock, watchdog
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.connections import ConnectionPool, private, time_limited
@@ -326,23 +327,6 @@ class TestWatchdog:
         dog.begin(60, lambda: None)
         assert called.wait(20)
 
-    def test_a_limit_that_its_own_thread_sets_before_it_sleeps(self):
-        dog, sleeps, called = Watchdog(), threading.Event(), threading.Event()
-        wait = dog._changed.wait
-
-        def meanwhile(timeout):
-            dog._changed.wait = wait
-            dog.end(dog.begin(0.01, lambda: None))
-            sleeps.set()
-            wait(timeout)
-
-        dog._changed.wait = meanwhile
-        with dog.limit(60, lambda: None):
-            assert sleeps.wait(20)
-            time.sleep(0.02)
-            with dog.limit(0.05, called.set):
-                assert called.wait(20)
-
     def test_a_block_that_ends_in_time(self):
         called = threading.Event()
         dog = Watchdog()
@@ -367,9 +351,7 @@ class TestWatchdog:
     def test_a_thread_that_could_not_be_started_is_started_by_the_next_one(self, monkeypatch):
 
         dog, called = Watchdog(), threading.Event()
-        monkeypatch.setattr(
-            threading.Thread, "start", raising(RuntimeError("can't start new thread"))
-        )
+        monkeypatch.setattr(runtime, "start", raising(RuntimeError("can't start new thread")))
         with pytest.raises(RuntimeError):
             dog.begin(0.05, lambda: None)
         assert not dog._watched

@@ -201,7 +201,7 @@ def told_by(request, monkeypatch):
         threading.current_thread().name = ugly if request.param == "thread" else before
         if request.param == "host":
             monkeypatch.setattr(socket, "gethostname", lambda: ugly)
-        identity.here.after_fork()
+        identity._here.cache_clear()
         try:
             return work()
         finally:
@@ -211,7 +211,7 @@ def told_by(request, monkeypatch):
     yield take
     threading.current_thread().name = before
     monkeypatch.undo()
-    identity.here.after_fork()
+    identity._here.cache_clear()
 
 
 @every_service

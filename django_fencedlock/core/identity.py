@@ -52,32 +52,20 @@ class Process(NamedTuple):
         return cls(parts[0], parts[1], int(parts[2]), int(parts[3]))
 
 
-class _Here:
-    """The name of the host and this process, read once per process."""
-
-    _found: tuple[str, Process] | None = None
-
-    def after_fork(self) -> None:
-        self._found = None
-
-    def get(self) -> tuple[str, Process]:
-        if self._found is None:
-            pid = os.getpid()
-            # /proc of another pid namespace shows another process under this pid.
-            started = _start_time("self") if _link("/proc/self") == str(pid) else None
-            pids, time = _link("/proc/self/ns/pid"), _link("/proc/self/ns/time")
-            namespaces = pids if time in ("", _INITIAL_TIME_NAMESPACE) else f"{pids} {time}"
-            boot_id = _read("/proc/sys/kernel/random/boot_id")
-            process = Process(boot_id, namespaces, pid, started or 0)
-            self._found = escape_control(socket.gethostname())[:100], process
-        return self._found
-
-
-here = runtime.forks.register(_Here())
+@lru_cache(1)
+def _here(pid: int) -> tuple[str, Process]:
+    """Return the name of the host and the process that has this pid: this one."""
+    # /proc of another pid namespace shows another process under this pid.
+    started = _start_time("self") if _link("/proc/self") == str(pid) else None
+    pids, time = _link("/proc/self/ns/pid"), _link("/proc/self/ns/time")
+    namespaces = pids if time in ("", _INITIAL_TIME_NAMESPACE) else f"{pids} {time}"
+    boot_id = _read("/proc/sys/kernel/random/boot_id")
+    process = Process(boot_id, namespaces, pid, started or 0)
+    return escape_control(socket.gethostname())[:100], process
 
 
 def this_process() -> Process:
-    return here.get()[1]
+    return _here(os.getpid())[1]
 
 
 def is_process_gone(process: Process) -> bool | None:
@@ -121,8 +109,7 @@ class PidFd:
 
     def has_ended(self) -> bool:
         """Return whether the process has ended with all its threads."""
-        # ``kill(pid, 0)`` counts a zombie as alive; the state in /proc shows a zombie while other
-        # threads of the process still run.
+        # ``kill(pid, 0)`` counts a zombie as alive; /proc shows one while other threads still run.
         poll = runtime.original("select", "poll")()
         poll.register(self._fd, select.POLLIN)
         return bool(poll.poll(0))
@@ -234,7 +221,8 @@ class Holder:
 def new_owner(task: tuple[str, str] | None = None) -> Owner:
     """Make a new owner; `task` replaces `running_task`."""
     thread = threading.current_thread().name
-    return Owner(os.urandom(16).hex(), *_place(*here.get(), thread, *(task or running_task.get())))
+    place = _place(*_here(os.getpid()), thread, *(task or running_task.get()))
+    return Owner(os.urandom(16).hex(), *place)
 
 
 @lru_cache(256)
@@ -262,7 +250,6 @@ class LocalHolder:
         self.leases: dict[tuple[object, str], Any] = {}
 
     def runs_in(self, place: object) -> bool:
-        """Return whether this is the holder of a task, a greenlet or a thread."""
         return self._runs_in is not None and self._runs_in() is place
 
     def is_task(self) -> bool:

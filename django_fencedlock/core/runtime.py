@@ -193,17 +193,16 @@ class Watchdog:
     """One thread that calls a function for each block that exceeds its time limit."""
 
     def __init__(self) -> None:
+        self._worker = Worker("fencedlock-watchdog", self._call_overdue)
         self.after_fork()
         forks.register(self)
 
     def after_fork(self) -> None:
         # Reentrant: a finalizer that the garbage collector runs inside may set a limit, too.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._lock = original("_thread", "RLock")()
         self._ids = itertools.count()
         self._watched: dict[int, tuple[float, Callable[[], object]]] = {}
         self._wakes_at = math.inf
-        self._runs = False
 
     @contextlib.contextmanager
     def limit(self, seconds: float, on_timeout: Callable[[], object]) -> Iterator[None]:
@@ -216,17 +215,14 @@ class Watchdog:
 
     def begin(self, seconds: float, on_timeout: Callable[[], object]) -> int:
         """Call `on_timeout` from another thread unless `end()` is called within `seconds`."""
-        watch = next(self._ids)
-        deadline = clock() + seconds
-        with self._lock:
-            if not self._runs:
-                threading.Thread(target=self._run, name="fencedlock-watchdog", daemon=True).start()
-                # Only now: if there are too many threads, the next statement tries again.
-                self._runs = True
-            self._watched[watch] = (deadline, on_timeout)
-            # Only the thread sets _wakes_at: this may be a finalizer inside that very thread.
-            if deadline < self._wakes_at:
-                self._changed.notify()
+        watch, deadline = next(self._ids), clock() + seconds
+        # In this order: the thread forgets when it wakes, and then looks for watches. Only it sets
+        # _wakes_at: this may be a finalizer inside that very thread.
+        self._watched[watch] = (deadline, on_timeout)
+        will_wake = self._wakes_at <= deadline and self._worker.thread() is not None
+        if not will_wake and not self._worker.wake():
+            self.end(watch)
+            raise RuntimeError("can't start new thread")
         return watch
 
     def end(self, watch: int) -> None:
@@ -234,22 +230,16 @@ class Watchdog:
         with self._lock:
             self._watched.pop(watch, None)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._call_overdue()
-                deadlines = [deadline for deadline, _ in self._watched.copy().values()]
-                self._wakes_at = min(deadlines, default=math.inf)
-                wait = self._wakes_at - clock()
-                self._changed.wait(None if math.isinf(wait) else max(0.0, wait))
-
-    # Both loops go over a copy: a finalizer in this thread may add or remove a watch.
-    def _call_overdue(self) -> None:
-        now = clock()
-        for watch, (deadline, on_timeout) in self._watched.copy().items():
-            if deadline <= now and watch in self._watched:
-                del self._watched[watch]
-                on_timeout()
+    def _call_overdue(self) -> float | None:
+        with self._lock:
+            now, self._wakes_at = clock(), math.inf
+            # Both go over a copy: a finalizer in this thread may add or remove a watch.
+            for watch, (deadline, on_timeout) in self._watched.copy().items():
+                if deadline <= now and watch in self._watched:
+                    del self._watched[watch]
+                    on_timeout()
+            self._wakes_at = min((at for at, _ in self._watched.copy().values()), default=math.inf)
+            return None if self._wakes_at == math.inf else max(0.0, self._wakes_at - clock())
 
 
 watchdog = Watchdog()
