@@ -9,5 +9,5 @@ from django_fencedlock.backends.postgres.holding import SessionLocks
 
 @contextlib.contextmanager
 def as_in_another_process() -> Iterator[None]:
-    with mock.patch.object(SessionLocks, "hold_of", return_value=None):
+    with mock.patch.object(SessionLocks, "find", return_value=None):
         yield

@@ -23,7 +23,7 @@ from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, 
 from django_fencedlock.backends.postgres import PostgresBackend, holding
 from django_fencedlock.backends.postgres import backend as backend_module
 from django_fencedlock.backends.postgres.holding import MAX_IDLE, SessionLocks
-from django_fencedlock.backends.postgres.jobs import Job, NoAnswer, ask
+from django_fencedlock.backends.postgres.jobs import Job, NoAnswer
 from django_fencedlock.backends.postgres.sessions import open_session
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
@@ -73,7 +73,7 @@ def make(database, monkeypatch):
     yield make
     for backend in made:
         backend.close()
-        backend._local.close_all()
+        end_sessions(backend)
 
 
 class TestInterface(BackendInterface):
@@ -135,6 +135,11 @@ def waiting(postgres, count):
 def queued(backend, name, count):
     queues, key = backend._local._queues, backend._key(name)
     wait_until(lambda: len(queues.get(key, ())) == count, f"{count} queued threads")
+
+
+def end_sessions(backend):
+    for session in backend._local._sessions():
+        session.close()
 
 
 def terminate(postgres, taken):
@@ -215,12 +220,12 @@ class TestGrants:
         backend.release(take(backend, claim(name)))
         take(peer, claim(name))
         row_of(name).update(**other)
-        peer._local.close_all()
+        end_sessions(peer)
         wait_until(lambda: not backend.holders([name]), "the end of the session")
         held = backend.acquire(claim(name), Wait(seconds))
         row = row_of(name).get()
         assert (held.alias, held.label, held.owner) == (row.alias, row.backend, row.owner)
-        assert not backend._local.by_owner
+        assert not backend._local.by_key
         assert not backend.holders([name])
         row_of(name).update(expires_at="2020-01-01T00:00Z")
         assert take(backend, claim(name)).token == 3
@@ -532,7 +537,7 @@ class TestLosses:
 
         with pytest.raises(BackendUnavailable, match="max_locks_per_transaction"):
             fill()
-        assert len(backend._local.by_owner) == len(held)
+        assert len(backend._local.by_key) == len(held)
         assert backend.release(held.pop())
         assert backend.release(held.pop())
         count = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"
@@ -660,7 +665,7 @@ class TestProcesses:
                 gevent.sleep(random.choice([0, 0, 0.0002, 0.001]))
                 killed.kill()
                 backend.release(Grant(sent.name, sent.owner))
-            while len(backend._local.by_owner) > 1: gevent.sleep(0.01)
+            while len(backend._local.by_key) > 1: gevent.sleep(0.01)
             assert backend.verify(kept)
             backend.release(take(backend, claim({name + ":killed"!r})))
             say("done")
@@ -695,6 +700,17 @@ class TestInterrupts:
         go_on.set()
         assert isinstance(waiter.result(20), Held)
 
+    def test_a_release_follows_the_claim_of_an_interrupted_caller(self, backend, name, threads):
+        sent, go_on = claim(name), threading.Event()
+        backend._local.submit(lambda: go_on.wait(20))
+        claims = partial(backend._try_on_session, sent, backend._key(name))
+        backend._local._send(claims, first=False)
+        released = threads(backend.release, Grant(name, sent.owner))
+        wait_until(lambda: len(backend._local._jobs) == 2, "the release")
+        go_on.set()
+        assert released.result(20)
+        assert not backend.holders([name])
+
 
 class TestTurns:
     """The queue of the threads of one process."""
@@ -724,40 +740,37 @@ class TestJobs:
     @pytest.mark.parametrize("can_be_undone", [True, False])
     def test_work_whose_caller_has_left_is_skipped_if_it_can_be_undone(self, can_be_undone):
         done = []
-        undo = [lambda value: done.append("undo")] if can_be_undone else []
-        job = Job(lambda: done.append("work"), *undo)
+        undo = [lambda: done.append("undo")] if can_be_undone else []
+        job = Job(lambda job: done.append("work"), *undo)
         with pytest.raises(NoAnswer):
-            ask(job, 0.0, lambda job: None)
+            job.answer(0.0)
         job.run()
         assert done == ([] if can_be_undone else ["work"])
 
     def test_work_whose_caller_leaves_meanwhile_is_undone(self):
         done = []
 
-        def work():
-            job.leave()
+        def work(job):
+            with pytest.raises(NoAnswer):
+                job.answer(0.0)
             done.append("work")
 
-        job = Job(work, lambda value: done.append("undo"))
-        job.run()
+        Job(work, lambda: done.append("undo")).run()
         assert done == ["work", "undo"]
 
-    def test_work_that_was_done_for_an_interrupted_caller_is_undone(self):
+    def test_work_is_done_once(self):
         done = []
-        job = Job(lambda: done.append("work"), lambda value: done.append("undo"))
-
-        def interrupt(job):
-            job.run()
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            ask(job, 1.0, interrupt)
-        assert done == ["work", "undo"]
+        job = Job(lambda job: done.append("work"))
+        job.run()
+        job.run()
+        assert done == ["work"]
 
     def test_a_deadline_that_passed_during_a_pause(self):
-        assert ask(Job(lambda: "answer"), -3.5, lambda job: job.run()) == "answer"
+        job = Job(lambda job: "answer")
         with pytest.raises(NoAnswer):
-            ask(Job(lambda: "answer"), -3.5, lambda job: None)
+            job.answer(-3.5)
+        job.run()
+        assert job.answer(-3.5) == "answer"
 
 
 @pytest.mark.usefixtures("database")
@@ -779,17 +792,17 @@ class TestSessions:
         with connections[ALIAS].cursor() as cursor:
             cursor.execute(f'ALTER DATABASE "{found}" SET {setting} = {unlike}')
         try:
-            with contextlib.closing(open_session(ALIAS, 5.0, waits=False)) as session:
+            with contextlib.closing(open_session(ALIAS, 5.0, 30.0)) as session:
                 assert session.one(f"SHOW {setting}", {}, prepare=False) == (value,)
         finally:
             with connections[ALIAS].cursor() as cursor:
                 cursor.execute(f'ALTER DATABASE "{found}" RESET {setting}')
 
-    @pytest.mark.parametrize("waits", [True, False])
-    def test_a_dead_peer_is_given_up(self, waits):
+    @pytest.mark.parametrize("ttl", [None, 30.0, 1e10])
+    def test_a_dead_peer_is_given_up(self, ttl):
         names = ("tcp_user_timeout", "tcp_keepalives_idle", "tcp_keepalives_count")
         shown = ", ".join(f"current_setting('{each}')" for each in names)
-        with contextlib.closing(open_session(ALIAS, 5.0, waits=waits)) as session:
+        with contextlib.closing(open_session(ALIAS, 5.0, ttl)) as session:
             address, *limits = session.one(f"SELECT inet_client_addr(), {shown}", {}, prepare=False)
         if address is None:
             pytest.skip("a socket of the system has no cable")
@@ -937,7 +950,7 @@ def interrupt_threads(backend, name, times=200):
             backend.release(Grant(sent.name, sent.owner))
 
     def release_rest():
-        for hold in list(backend._local.by_owner.values()):
+        for hold in list(backend._local.by_key.values()):
             if hold is not kept.handle:
                 backend.release(Grant(hold.claim.name, hold.claim.owner))
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,6 @@ from ...exceptions import BackendUnavailable
 from ...storage.connections import pool
 from ...storage.dialect import Entry
 from ...storage.postgresql import sqlstate
-from ...storage.text import is_table_missing
 from ..interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
 try:
@@ -113,22 +112,29 @@ class PostgresBackend(Backend):
         return Held()
 
     def _try(self, claim: Claim, key: int) -> Granted | Held:
-        if answer := self._of_this_process(claim, key):
-            return answer
+        # Without the thread first: many may ask for a lock that this process holds.
+        answer = self._of_this_process(claim, key)
         work = partial(self._try_on_session, claim, key)
-        return self._ask("acquiring", work, claim.name, self._undo)
+        undo = partial(self._release_owner, claim, key)
+        return answer or self._ask("acquiring", work, claim.name, undo)
 
     def _of_this_process(self, claim: Claim, key: int) -> Granted | Held | None:
         hold = self._local.by_key.get(key)
         if hold is None:
             return None
-        return hold.granted if hold.claim.owner == claim.owner else hold.held()
+        return hold.granted if hold.claim.owner == claim.owner else hold.held
 
     def _try_on_session(self, claim: Claim, key: int) -> Granted | Held:
         # By the thread alone, so that no try overlaps another.
         if answer := self._of_this_process(claim, key):
             return answer
-        self._refuse_beyond_cap(claim)
+        if len(self._local.by_key) >= self._max_locks:
+            raise self._refusal(
+                claim,
+                f"would be one more than the {self._max_locks} that one process may hold through "
+                f"{self.config.where()}. Hold fewer at once, or raise OPTIONS['MAX_LOCKS'] and "
+                "the server's max_locks_per_transaction with it.",
+            )
         statement = sql.TRY if claim.fenced else sql.TRY_UNFENCED
         return self._send(self._local.session(claim.ttl), claim, key, statement)
 
@@ -161,14 +167,13 @@ class PostgresBackend(Backend):
                 "a pooler changed the session between two statements; session locks need a "
                 "direct connection, or a pooler in session mode"
             )
+        held = _read_holder(row) if row and row[0] else Held()
         if not free:
-            return _read_holder(row) if row and row[0] else Held()
+            return held
         if token is None and claim.fenced:
             session.unlock(key)
-            rows = session.all(sql.ROW, {"name": claim.name})
-            alias, label = rows[0][10:12] if rows else ("", "")
-            return _read_holder(rows[0])._replace(alias=alias, label=label) if rows else Held()
-        hold = Hold(claim, key, session, self._report_lost, claim.ttl)
+            return held._replace(alias=row[10], label=row[11]) if held.owner else held
+        hold = Hold(claim, key, session, self, claim.ttl)
         hold.granted = Granted(token, since, hold)
         self._local.add(hold)
         return hold.granted
@@ -187,29 +192,11 @@ class PostgresBackend(Backend):
         entry.session_pid, entry.session_started = session.pid, session.started
         return {**entry.values(), **given, "ttl": claim.ttl}
 
-    def _undo(self, answer: Granted | Held | None) -> None:
-        """Release a grant whose caller has left."""
-        if isinstance(answer, Granted):
-            self._local.submit(partial(self._release, answer.handle))
-
-    def _report_lost(self, owners: Sequence[str]) -> None:
-        if self.lost is not None:
-            self.lost(owners)
-
     def _key(self, name: str) -> int:
         """Return the lock's key: 64 bits, so two names in use never share one in practice."""
         text = f"{self.config.key_prefix}\0{name}".encode()
         digest = hashlib.blake2b(text, digest_size=8, person=b"fencedlock").digest()
         return int.from_bytes(digest, "big", signed=True)
-
-    def _refuse_beyond_cap(self, claim: Claim) -> None:
-        if len(self._local.by_owner) >= self._max_locks:
-            raise self._refusal(
-                claim,
-                f"would be one more than the {self._max_locks} that one process may hold through "
-                f"{self.config.where()}. Hold fewer at once, or raise OPTIONS['MAX_LOCKS'] and "
-                "the server's max_locks_per_transaction with it.",
-            )
 
     def _refusal(self, claim: Claim, reason: str) -> BackendUnavailable:
         message = f"Lock {claim.name!r} {reason}"
@@ -221,61 +208,54 @@ class PostgresBackend(Backend):
         """Wait in the server's queue; None if this process may use no further session."""
         seconds = min(wait.left, SLICE)
         used: list[Session] = []
-        job = Job(partial(self._wait_on_session, claim, key, seconds, used), self._undo)
-        answered = False
+        undo = partial(self._local.submit, partial(self._release_owner, claim, key))
+        work = partial(self._wait_on_session, claim, key, seconds, used)
+        job = Job[Granted | Held | None](work, undo)
+        limit, answered = clock() + seconds + self._timeout, False
         try:
             wait.on_cancel(job.wake)
             runtime.start(job.run)
-            answered = self._await(job, claim, wait, clock() + seconds + self._timeout)
-            if answered:
-                with self._errors("wait", claim.name):
-                    return job.result()
-            self._interrupt(job, used, LEAVES_WITHIN)
-            return Held()
-        except Exception:
-            if not answered:
-                self._interrupt(job, used, LEAVES_WITHIN)
-            raise
+            with self._errors("wait", claim.name):
+                while not job.wait(TICK):
+                    if wait.cancelled:
+                        return Held()
+                    if not job.begun.locked():
+                        # CPython may raise an asynchronous exception of this thread in the new one.
+                        runtime.start(job.run)
+                    if clock() > limit:
+                        raise NoAnswer(self._timeout)
+                    wait.refused(self._look(claim.name))
+                answered = True
+                return job.answer(0.0)
         finally:
             # Also in a killed greenlet.
             if not answered:
-                self._interrupt(job, used)
+                self._leave(job, used)
+                undo()
 
-    def _await(self, job: Job[Any], claim: Claim, wait: Wait, limit: float) -> bool:
-        """Return whether the job was done before the wait was cancelled."""
-        while not job.wait(TICK):
-            if wait.cancelled:
-                return False
-            if not job.begun:
-                # CPython may raise an asynchronous exception of this thread in the new one.
-                runtime.start(job.run)
-            if clock() > limit:
-                error = NoAnswer(f"no answer within {self._timeout:g} s")
-                raise self.unavailable("wait", error, claim.name)
-            wait.refused(self._look(claim.name))
-        return True
+    def _leave(self, job: Job[Any], used: list[Session]) -> None:
+        """Cancel a wait, and stay until the server's queue is left, but at most some seconds."""
+        job.left = True
+        end, sleep = clock() + self._timeout, runtime.original("time", "sleep")
 
-    def _interrupt(self, job: Job[Any], used: list[Session], stay: float = 0.0) -> None:
-        """Cancel a wait, and stay until the server's queue is left, but at most `stay` seconds."""
-
-        def interrupt() -> None:
-            end, sleep = clock() + self._timeout, runtime.original("time", "sleep")
+        def cancel() -> None:
             # Repeated: the statement may not have reached the server yet.
-            while not job.done:
-                for session in self._local.interrupt(used):
-                    session.cancel() if clock() < end else session.cut()
+            while not job.done and clock() < end:
+                for session in [*used]:
+                    session.cancel()
                 sleep(0.02)
+            if not job.done:
+                for session in [*used]:
+                    session.cut()
 
-        job.leave()
-        if job.begun and not job.done:
-            with contextlib.suppress(RuntimeError):
-                runtime.start(interrupt)
-        until = clock() + stay
-        while job.begun and not job.wait(until - clock()) and clock() < until:
+        with contextlib.suppress(RuntimeError):
+            runtime.start(cancel)
+        until = clock() + LEAVES_WITHIN
+        while not job.wait(until - clock()) and clock() < until:
             pass
 
     def _wait_on_session(
-        self, claim: Claim, key: int, seconds: float, used: list[Session]
+        self, claim: Claim, key: int, seconds: float, used: list[Session], job: Job[Any]
     ) -> Granted | Held | None:
         """Wait for the lock on a session of its own, in a thread of its own."""
         deadline = clock() + seconds
@@ -285,8 +265,7 @@ class PostgresBackend(Backend):
         used.append(session)
         try:
             statement = sql.WAIT if claim.fenced else sql.WAIT_UNFENCED
-            wait = max(0.0, deadline - clock())
-            answer = self._send(session, claim, key, statement, wait)
+            answer = self._send(session, claim, key, statement, max(0.0, deadline - clock()))
             since = clock()
             if isinstance(answer, Granted) and since - answer.since >= claim.ttl * SHORT_WAIT:
                 # The process may have been paused since the server granted the lock, so the lease
@@ -300,45 +279,52 @@ class PostgresBackend(Backend):
             session.close()
             raise
         if isinstance(answer, Held):
-            # Before the answer: a late interrupt must not cancel the session's next wait.
-            self._local.give_back(session, used)
+            # In this order: whoever cancels notes first that it has left, and then looks for the
+            # session. So none that is used again is cancelled.
+            used.clear()
+            session.close() if job.left else self._local.give_back(session)
         return answer
 
     # Renew, verify, release
 
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
-        found = [(grant, self._local.hold_of(grant.owner)) for grant in grants]
-        holds = [hold for _, hold in found if hold is not None]
-        for grant, hold in found:
-            if hold is not None:
-                hold.ttl = grant.ttl
+        holds = [hold for grant in grants if (hold := self._hold_of(grant))]
+        ttls = {grant.owner: grant.ttl for grant in grants}
+        for hold in holds:
+            hold.ttl = ttls[hold.claim.owner]
         answers: dict[str, Renewal] = {}
         if holds:
             try:
                 answers = self._ask("renewal", partial(self._renew, holds), first=True)
             except BackendUnavailable:
                 # Those whose session ended with it are lost by now.
-                held = filter(self._local.is_held, holds)
+                held = [hold for hold in holds if self._local.has(hold)]
                 answers = {hold.claim.owner: Renewal.UNKNOWN for hold in held}
         return [answers.get(grant.owner, Renewal.LOST) for grant in grants]
 
-    def _renew(self, holds: Sequence[Hold]) -> dict[str, Renewal]:
+    def _hold_of(self, grant: Grant) -> Hold | None:
+        key = grant.handle.key if grant.handle else self._key(grant.name)
+        return self._local.find(key, grant.owner)
+
+    def _renew(self, holds: Iterable[Hold]) -> dict[str, Renewal]:
         """Renew locks by one statement for each session, which also keeps it from being idle."""
         answers: dict[str, Renewal] = {}
         for session in {hold.session for hold in holds}:
             each = {hold.claim.owner: hold for hold in holds if hold.session is session}
+            session.ttl = max([hold.ttl for hold in session.holds], default=0.0)
             given = {
                 "names": [hold.claim.name for hold in each.values()],
                 "owners": list(each),
                 "ttls": [hold.ttl for hold in each.values()],
                 "keys": [hold.key for hold in each.values()],
-                "idle": _idle(self._local.longest_ttl(session)),
+                "idle": _idle(session.ttl),
             }
             try:
                 rows = session.all(sql.RENEW, given, prepare=False)
             except Error:
-                usable = not session.closed and session.is_usable()
-                answers |= dict.fromkeys(each, Renewal.UNKNOWN if usable else Renewal.LOST)
+                answers |= dict.fromkeys(
+                    each, Renewal.UNKNOWN if session.is_usable() else Renewal.LOST
+                )
                 continue
             answers |= {owner: self._renewal(each[owner], *facts) for owner, *facts in rows}
         return answers
@@ -347,7 +333,6 @@ class PostgresBackend(Backend):
         self, hold: Hold, held: bool, renewed: bool, recorded: bool, forced: bool
     ) -> Renewal:
         if held and not forced and (renewed or not hold.claim.fenced):
-            hold.renewed = True
             return Renewal.KEPT
         if held and recorded:
             # A transaction has the row locked.
@@ -357,36 +342,42 @@ class PostgresBackend(Backend):
         return Renewal.LOST
 
     def verify(self, grant: Grant) -> bool:
-        hold = self._local.hold_of(grant.owner)
+        hold = self._hold_of(grant)
         if hold is None:
             return False
-        unfenced = sql.VERIFY_RENEWED if hold.renewed else sql.VERIFY_UNFENCED
-        statement = sql.VERIFY if hold.claim.fenced else unfenced
-        ask = partial(hold.session.one, statement, hold.values())
+        given = {**hold.values(), "fenced": hold.claim.fenced}
         try:
+            ask = partial(hold.session.one, sql.VERIFY, given)
             return bool(self._ask("verification", ask, grant.name)[0])
         except BackendUnavailable:
-            if self._local.is_held(hold):
+            if self._local.has(hold):
                 raise
             # The session had ended.
             return False
 
     def release(self, grant: Grant) -> bool:
-        if hold := self._local.hold_of(grant.owner):
-            released = self._ask("release", partial(self._release, hold), grant.name)
-            # A forced release in the holder's own process finds its own note.
-            return released or grant.handle is None
-        # A lock of this process that is gone already has a handle.
-        if grant.handle is not None or not grant.fenced:
+        if grant.handle is not None:
+            return self._ask("release", partial(self._release, grant.handle), grant.name)
+        # By the thread, after what it was asked before: maybe to acquire this very lock.
+        work = partial(self._release_owner, grant, self._key(grant.name))
+        if self._ask("release", work, grant.name):
+            return True
+        return grant.fenced and self._on_pool("eviction", grant.name, partial(_clear_row, grant))
+
+    def _release_owner(self, of: Claim | Grant, key: int) -> bool:
+        """Release the lock of an owner in this process; return whether there was one."""
+        hold = self._local.find(key, of.owner)
+        if hold is None:
             return False
-        return self._on_pool("eviction", grant.name, partial(_clear_row, grant))
+        # Whoever released it by force finds its own note.
+        self._release(hold)
+        return True
 
     def _release(self, hold: Hold) -> bool:
         if not self._local.remove(hold):
             return False
         session = hold.session
-        unfenced = sql.RELEASE_RENEWED if hold.renewed else sql.RELEASE_UNFENCED
-        statement = sql.RELEASE if hold.claim.fenced else unfenced
+        statement = sql.RELEASE if hold.claim.fenced else sql.RELEASE_UNFENCED
         try:
             given = {**hold.values(), "idle": _idle(session.ttl)}
             unlocked, forced, _ = session.one(statement, given)
@@ -401,24 +392,18 @@ class PostgresBackend(Backend):
                 return True
             raise
         finally:
-            self._local.give_back(session)
+            if session.waits:
+                self._local.give_back(session)
 
     # Look
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
-        keys = [self._key(name) for name in names]
-        given = {"names": list(names), "keys": keys}
-        try:
-            rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS, given))
-        except BackendUnavailable as exc:
-            if not is_table_missing(exc):
-                raise
-            # Unfenced locks need no tables.
-            rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS_UNRECORDED, given))
+        given = {"names": list(names), "keys": [self._key(name) for name in names]}
+        rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS, given))
         holders = {}
         for name, pid, application, waiting, *row in rows:
             held = Held(identity=read_application_name(application))
-            if row and row[0]:
+            if row[0]:
                 held = _read_holder(row)
             holders[name] = held._replace(session_pid=pid, waiting=waiting)
         return holders
@@ -441,7 +426,7 @@ class PostgresBackend(Backend):
         action: str,
         work: Callable[[], T],
         name: str | None = None,
-        undo: Callable[[T], object] | None = None,
+        undo: Callable[[], object] | None = None,
         *,
         first: bool = False,
     ) -> T:
@@ -459,7 +444,7 @@ class PostgresBackend(Backend):
     def _errors(self, action: str, name: str | None) -> Iterator[None]:
         try:
             yield
-        except (Error, NoAnswer) as exc:
+        except Error as exc:
             raise self.unavailable(action, exc, name) from exc
 
 
@@ -484,15 +469,13 @@ def _clear_row(grant: Grant, private: BaseDatabaseWrapper) -> bool:
     the lock was released by force. The session of a dead holder ends within milliseconds, unless a
     child process inherited it: then it is terminated here.
     """
-    given = {"name": grant.name, "owner": grant.owner}
     began = clock()
     while True:
-        ((cleared, session, *process),) = _fetch(sql.EVICT, given, private)
         waited = clock() - began
+        given = {"name": grant.name, "owner": grant.owner, "ends": waited > ENDS_WITHIN}
+        ((cleared, session, *process, _),) = _fetch(sql.EVICT, given, private)
         if session is None or waited > 2 * ENDS_WITHIN or not is_process_gone(Process(*process)):
             return bool(cleared)
-        if waited > ENDS_WITHIN:
-            _fetch(sql.END_ORPHAN, given, private)
         time.sleep(0.005)
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from ...core import runtime
-from ...core.runtime import forks
+from ...core.runtime import clock, forks
 from ...storage.connections import MAX_IDLE, under_test
-from ..interface import Claim, Granted, Held, Wait
-from . import jobs
+from ..interface import Backend, Claim, Granted, Held, Wait
 from .jobs import Job, NoAnswer
 from .sessions import Session, open_session
 
@@ -36,11 +34,9 @@ class Hold:
     claim: Claim
     key: int
     session: Session
-    #: Called with the owner ids of holds whose session ended.
-    lost: Callable[[Sequence[str]], object]
+    #: Learns the end of the session.
+    backend: Backend
     ttl: float
-    #: The tables exist, and a registry row may exist by now; of an unfenced lock.
-    renewed: bool = False
     granted: Granted = field(init=False, repr=False)
 
     def values(self) -> dict[str, Any]:
@@ -57,30 +53,10 @@ class Hold:
             "session_key": self.key,
         }
 
+    @property
     def held(self) -> Held:
         claim, token = self.claim, self.granted.token
         return Held(claim.owner, claim.identity, token, session_pid=self.session.pid)
-
-
-class _Place:
-    """
-    The place of a thread in a queue, which has a weak reference to it.
-
-    An exception from outside may interrupt the thread as it leaves: the next one looks each `TICK`.
-    """
-
-    def __init__(self) -> None:
-        # An Event that was interrupted may stay locked, and then the next set() never returns.
-        self._bell = threading.Lock()
-        self._bell.acquire()
-
-    def wait(self, seconds: float) -> bool:
-        return self._bell.acquire(timeout=seconds)
-
-    def wake(self) -> None:
-        """Wake the thread, from any thread, any number of times."""
-        with contextlib.suppress(RuntimeError):
-            self._bell.release()
 
 
 class SessionLocks:
@@ -103,7 +79,6 @@ class SessionLocks:
         # Held for microseconds, never while a server is asked.
         self._mutex = runtime.allocate_lock()
         self._jobs: deque[Job[Any]] = deque()
-        self.by_owner: dict[str, Hold] = {}
         self.by_key: dict[int, Hold] = {}
         #: By ttl: the server ends a session that was silent for the ttl of its locks.
         self._shared: dict[float, Session] = {}
@@ -111,7 +86,7 @@ class SessionLocks:
         self._waiters: set[Session] = set()
         self._opening = 0
         self._idle: list[Session] = []
-        self._queues: dict[int, deque[weakref.ref[_Place]]] = {}
+        self._queues: dict[int, deque[weakref.ref[Any]]] = {}
 
     def after_fork(self) -> None:
         _of_parents.append(vars(self).copy())
@@ -122,75 +97,86 @@ class SessionLocks:
     def ask(
         self,
         work: Callable[[], T],
-        undo: Callable[[T], object] | None = None,
+        undo: Callable[[], object] | None = None,
         *,
         first: bool = False,
     ) -> T:
         """Run `work` in the thread, before all other work or after it; `Job` explains `undo`."""
         try:
-            job = Job(partial(self._do, work), undo)
-            return jobs.ask(job, self._timeout, partial(self._send, first=first))
+            return self._send(work, undo, first=first).answer(self._timeout)
         except NoAnswer:
+            # An interrupt's mistake could cut a session that has answered meanwhile.
             for session in self._sessions():
-                session.cut_if_overdue()
-            raise NoAnswer(f"no answer within {self._timeout:g} s") from None
+                overdue = session.busy_until
+                if overdue is not None and clock() > overdue:
+                    session.cut()
+            raise
 
     def submit(self, work: Callable[[], object]) -> None:
         """Run `work` in the thread next, without waiting for it."""
-        self._send(Job(partial(self._do, work)), first=True)
+        self._send(work, first=True)
 
-    def _send(self, job: Job[Any], *, first: bool = False) -> None:
+    def _send(
+        self, work: Callable[[], T], undo: Callable[[], object] | None = None, *, first: bool
+    ) -> Job[T]:
+        job = Job[T](partial(self._do, work), undo)
         # Renewals come first: each grant may wait 0.25 s for a row that a transaction has locked.
         self._jobs.appendleft(job) if first else self._jobs.append(job)
         self._worker.put(self._run)
+        return job
 
-    def hold_of(self, owner: str) -> Hold | None:
-        return self.by_owner.get(owner)
+    def find(self, key: int, owner: str) -> Hold | None:
+        """Return the lock of an owner in this process."""
+        hold = self.by_key.get(key)
+        return hold if hold is not None and hold.claim.owner == owner else None
 
-    def is_held(self, hold: Hold) -> bool:
-        return self.by_owner.get(hold.claim.owner) is hold
+    def has(self, hold: Hold) -> bool:
+        return self.by_key.get(hold.key) is hold
 
     def add(self, hold: Hold) -> None:
         """Note a lock that was granted."""
-        session, owner = hold.session, hold.claim.owner
+        session = hold.session
         with self._mutex:
-            self.by_owner[owner] = self.by_key[hold.key] = session.holds[owner] = hold
+            self.by_key[hold.key] = hold
+            session.holds.add(hold)
             session.ttl = max(session.ttl, hold.ttl)
 
     def remove(self, hold: Hold) -> bool:
         """Note that a lock is released or lost; return whether it was held until now."""
-        session, owner = hold.session, hold.claim.owner
+        session = hold.session
         with self._mutex:
-            if self.by_owner.get(owner) is not hold:
-                return False
-            del self.by_owner[owner], session.holds[owner]
-            # After the end of its session the key may be another hold's by now.
-            if self.by_key.get(hold.key) is hold:
-                del self.by_key[hold.key]
+            session.holds.discard(hold)
             if not session.holds:
                 session.ttl = 0.0
-            return True
+            # After the end of its session the key may be another hold's by now.
+            if was_held := self.has(hold):
+                del self.by_key[hold.key]
+            return was_held
 
     @contextlib.contextmanager
     def turn(self, key: int, wait: Wait, refused: Callable[[], object]) -> Iterator[bool]:
         """Queue behind earlier threads of this process; yield whether the turn came in time."""
-        mine = _Place()
+        # An exception from outside may interrupt a thread as it leaves: so the queue has weak
+        # references, and the next one looks each `TICK`. A lock, since an Event that was
+        # interrupted may stay locked, and then the next set() never returns.
+        mine = threading.Lock()
+        mine.acquire()
         place = weakref.ref(mine)
         try:
             with self._mutex:
                 self._queues.setdefault(key, deque()).append(place)
-            wait.on_cancel(mine.wake)
+            wait.on_cancel(partial(_wake, mine))
             while not (is_first := self._first(key) is mine) and wait.left:
-                if not mine.wait(min(TICK, wait.left)) and wait.left:
+                if not mine.acquire(timeout=min(TICK, wait.left)) and wait.left:
                     refused()
             yield is_first and not wait.cancelled
         finally:
             with self._mutex, contextlib.suppress(KeyError, ValueError):
                 self._queues[key].remove(place)
             if (following := self._first(key)) is not None:
-                following.wake()
+                _wake(following)
 
-    def _first(self, key: int) -> _Place | None:
+    def _first(self, key: int) -> Any:
         with self._mutex:
             queue = self._queues.get(key, ())
             while queue:
@@ -208,12 +194,6 @@ class SessionLocks:
             with contextlib.suppress(NoAnswer):
                 self.ask(self._close_unused)
 
-    def close_all(self) -> None:
-        """Close every session that runs no statement, at the interpreter's exit."""
-        for session in self._sessions():
-            if session.busy_until is None:
-                session.close()
-
     def _sessions(self) -> list[Session]:
         with self._mutex:
             return [*self._waiters, *self._shared.values()]
@@ -223,11 +203,11 @@ class SessionLocks:
     def _run(self) -> None:
         while self._jobs:
             self._jobs.popleft().run()
-            if under_test() and not self.by_owner:
+            if under_test() and not self.by_key:
                 # The test runner is going to drop the database.
                 self._close_unused()
 
-    def _do(self, work: Callable[[], T]) -> T:
+    def _do(self, work: Callable[[], T], job: Job[T]) -> T:
         try:
             return work()
         finally:
@@ -237,20 +217,13 @@ class SessionLocks:
     def session(self, ttl: float) -> Session:
         """Return the shared session of a ttl; open it if there is none, or if it has ended."""
         session = self._shared.get(ttl)
-        if session is not None and not session.is_usable():
+        if session is None or not session.is_usable():
             self._drop_closed()
-        if ttl not in self._shared:
             self._close_unused(MAX_IDLE)
-            session = open_session(self._route, self._timeout, waits=False)
+            session = open_session(self._route, self._timeout, ttl)
             with self._mutex:
                 self._shared[ttl] = session
-        return self._shared[ttl]
-
-    def longest_ttl(self, session: Session) -> float:
-        """Return the longest ttl of the locks that a session holds."""
-        with self._mutex:
-            session.ttl = max([hold.ttl for hold in session.holds.values()], default=0.0)
-        return session.ttl
+        return session
 
     def _drop_closed(self) -> None:
         for session in self._sessions():
@@ -259,9 +232,10 @@ class SessionLocks:
                     self._shared = {
                         ttl: each for ttl, each in self._shared.items() if each is not session
                     }
-                for hold in list(session.holds.values()):
-                    if self.remove(hold):
-                        hold.lost([hold.claim.owner])
+                for hold in list(session.holds):
+                    self.remove(hold)
+                    if hold.backend.lost is not None:
+                        hold.backend.lost([hold.claim.owner])
 
     def _close_unused(self, keep: int = 0) -> None:
         """Close the shared sessions that hold nothing. Keep `keep` of them."""
@@ -285,7 +259,7 @@ class SessionLocks:
                 return None
             self._opening += 1
         try:
-            session = open_session(self._route, self._timeout, waits=True)
+            session = open_session(self._route, self._timeout, None)
             with self._mutex:
                 self._waiters.add(session)
         finally:
@@ -293,22 +267,10 @@ class SessionLocks:
                 self._opening -= 1
         return session
 
-    def interrupt(self, used: Sequence[Session]) -> Sequence[Session]:
-        """Return the sessions that a wait still uses; no other wait will use them."""
+    def give_back(self, session: Session) -> None:
+        """Put back a session that waited, and holds nothing."""
         with self._mutex:
-            for session in used:
-                session.interrupted = True
-            return [*used]
-
-    def give_back(self, session: Session, used: list[Session] | None = None) -> None:
-        """Put back a session that waited, and holds nothing; `used` is cleared."""
-        with self._mutex:
-            if session in self._shared.values():
-                return
-            if used is not None:
-                used.clear()
-            keep = not (session.closed or session.interrupted or under_test())
-            keep = keep and len(self._idle) < MAX_IDLE
+            keep = not (session.closed or under_test()) and len(self._idle) < MAX_IDLE
             if keep:
                 self._idle.append(session)
         if not keep:
@@ -319,6 +281,12 @@ class SessionLocks:
             return self._idle.pop() if self._idle else None
 
 
+def _wake(place: Any) -> None:
+    """Wake the thread of a place in a queue, from any thread, any number of times."""
+    with contextlib.suppress(RuntimeError):
+        place.release()
+
+
 _all: dict[tuple[str, float], SessionLocks] = {}
 
 
@@ -326,10 +294,3 @@ def session_locks(route: str, timeout: float) -> SessionLocks:
     """Return this process's session locks that are reached by database alias `route`."""
     found = _all.get((route, timeout))
     return found or _all.setdefault((route, timeout), SessionLocks(route, timeout))
-
-
-@atexit.register
-def _close_at_exit() -> None:
-    # The sessions would end with the process anyway, but with a warning of each of them.
-    for each in _all.values():
-        each.close_all()

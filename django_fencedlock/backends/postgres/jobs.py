@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
+
+from django.db import OperationalError
 
 from ...core import runtime
 from ...core.runtime import Empty, SimpleQueue, clock
@@ -20,45 +22,46 @@ T = TypeVar("T")
 SHORTEST_LOOK, LONGEST_LOOK = 0.0005, 0.01
 
 
-class NoAnswer(Exception):
+class NoAnswer(OperationalError):
     """The thread did not answer in time."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__(f"no answer within {timeout:g} s")
 
 
 class Job(Generic[T]):
     """
     Work for another thread, and its answer.
 
-    With an `undo`, the work is skipped once the caller has left, and its result undone if it was
-    done by then. Without one it is done in any case.
+    With an `undo`, the work is skipped once the caller has left, and undone if the caller leaves
+    meanwhile. A caller may leave at the very end, unnoticed by the thread: so it has to undo the
+    work as well, after the thread. Without an `undo`, the work is done in any case.
     """
 
-    def __init__(self, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> None:
+    def __init__(
+        self, work: Callable[[Job[T]], T], undo: Callable[[], object] | None = None
+    ) -> None:
         self._work = work
         self._undo = undo
-        self._mutex = runtime.allocate_lock()
         self._rings: SimpleQueue[None] = SimpleQueue()
-        self._left = False
-        self.begun = self.done = False
+        #: Locked once a thread has begun.
+        self.begun = runtime.allocate_lock()
+        self.left = self.done = False
         self._value: T | None = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the work; called by the other thread."""
-        with self._mutex:
-            if self.begun:
-                return
-            self.begun = True
-            skip = self._left and self._undo is not None
-        if not skip:
-            try:
-                self._value = self._work()
-            except BaseException as exc:
-                self._error = exc
-        with self._mutex:
-            self.done = True
-            undo = self._left and not skip
-        if undo:
-            self._undo_work()
+        """Do the work, once; called by the other thread."""
+        if not self.begun.acquire(blocking=False):
+            return
+        try:
+            if not (self.left and self._undo):
+                self._value = self._work(self)
+                if self.left and self._undo:
+                    self._undo()
+        except BaseException as exc:
+            self._error = exc
+        self.done = True
         self.wake()
 
     def wake(self) -> None:
@@ -81,35 +84,13 @@ class Job(Generic[T]):
             pause = min(LONGEST_LOOK, pause * 1.5)
         return self.done
 
-    def result(self) -> T:
-        """Return what the work returned, or raise what it raised."""
-        if self._error is not None:
-            raise self._error
-        return cast(T, self._value)
-
-    def leave(self) -> None:
-        """Leave without the answer: after a timeout, a cancellation, in a killed greenlet."""
-        with self._mutex:
-            undo = self.done and not self._left
-            self._left = True
-        if undo:
-            self._undo_work()
-
-    def _undo_work(self) -> None:
-        if self._undo is not None and self._error is None:
-            with contextlib.suppress(Exception):
-                self._undo(cast(T, self._value))
-
-
-def ask(job: Job[T], timeout: float, send: Callable[[Job[Any]], object]) -> T:
-    """Send a job, and wait for its answer."""
-    answered = False
-    try:
-        send(job)
-        answered = job.wait(timeout)
-        if not answered:
-            raise NoAnswer
-        return job.result()
-    finally:
-        if not answered:
-            job.leave()
+    def answer(self, timeout: float) -> T:
+        """Return what the work returned, or raise what it raised; leave after `timeout` seconds."""
+        try:
+            if not self.wait(timeout):
+                raise NoAnswer(timeout)
+            if self._error is not None:
+                raise self._error
+            return cast(T, self._value)
+        finally:
+            self.left = True

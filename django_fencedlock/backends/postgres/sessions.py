@@ -14,10 +14,8 @@ import psycopg
 from django.db import Error, OperationalError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from ... import conf
 from ...core import runtime
 from ...core.runtime import clock
-from ...exceptions import SettingsError
 from ...storage.connections import PREPARE_THRESHOLD, private
 from ...storage.dialect import LOCK_WAIT
 from ...storage.postgresql import sqlstate
@@ -30,7 +28,9 @@ OUT_OF_MEMORY = "53200"
 _OUTDATED = "0A000"  # feature_not_supported: "cached plan must not change result type"
 
 #: Seconds after which the server drops a dead waiter from its queue, where it delays all others.
-DEAD_WAITER = 3
+DEAD_WAITER = 3.0
+#: Seconds after which the server looks for a silent client at the latest, however long the ttl is.
+LONGEST_SILENCE = 3600.0
 #: How often two sessions are compared to find out whether a pooler shares them.
 ROUNDS = 20
 
@@ -45,16 +45,18 @@ class Session:
     def __init__(self, wrapper: BaseDatabaseWrapper, timeout: float) -> None:
         self.wrapper = wrapper
         self.raw: psycopg.Connection[Any] = wrapper.connection
+        self.raw.prepare_threshold = PREPARE_THRESHOLD
         self._cursor = psycopg.Cursor(self.raw)
         self._timeout = timeout
-        self.raw.prepare_threshold = PREPARE_THRESHOLD
+        self._poll = runtime.original("select", "poll")()
+        self._poll.register(self.raw.fileno(), select.POLLIN)
         #: When the present statement is overdue.
         self.busy_until: float | None = None
-        #: The locks that it holds, by owner, and their longest ttl; 0 without a lock.
-        self.holds: dict[str, Any] = {}
+        #: It waits in the server's queues, and later holds at most the lock that it waited for.
+        self.waits = False
+        #: The locks that it holds, and their longest ttl; 0 without a lock.
+        self.holds: set[Any] = set()
         self.ttl = 0.0
-        #: A late cancellation may still reach the server.
-        self.interrupted = False
         pid, started = self.one(sql.IDENTITY, {}, prepare=False)
         self.pid: int = pid
         self.started: datetime = started.replace(tzinfo=UTC)
@@ -86,22 +88,20 @@ class Session:
         """Execute a statement that returns one row."""
         return self.all(statement, given, **how)[0]
 
-    def unlock(self, key: int) -> bool:
+    def unlock(self, key: int) -> None:
         """Unlock a key that this session may have; close the session if that fails."""
         try:
-            return bool(self.one(sql.UNLOCK, {"key": key})[0])
+            self.one(sql.UNLOCK, {"key": key})
         except BaseException:
             self.close()
             raise
 
     def is_usable(self) -> bool:
         """Return whether an idle session is still open."""
-        poll = runtime.original("select", "poll")()
-        poll.register(self.raw.fileno(), select.POLLIN)
-        if poll.poll(0):
+        if not self.closed and self._poll.poll(0):
             # It sent something: most likely the error that ended it. A notice is harmless.
             try:
-                self.one("SELECT 1", {}, prepare=False)
+                self.one(sql.PID, {}, prepare=False)
             except Error:
                 self.close()
         return not self.closed
@@ -110,11 +110,6 @@ class Session:
         """Cancel the present statement, from another thread."""
         with contextlib.suppress(Exception):
             self.raw.cancel_safe(timeout=2)
-
-    def cut_if_overdue(self) -> None:
-        """End the wait for an answer that is overdue, from another thread."""
-        if self.busy_until is not None and clock() > self.busy_until:
-            self.cut()
 
     def cut(self) -> None:
         """End the wait for an answer, from another thread."""
@@ -136,24 +131,22 @@ class Session:
         """
         if self.raw.info.backend_pid == self.pid:
             return False
-        other = connect(route, self._timeout)
-        try:
+        with contextlib.closing(connect(route, self._timeout)) as other:
             for _ in range(ROUNDS):
                 mine, its = (each.one(sql.PID, {}, prepare=False)[0] for each in (self, other))
                 if mine != self.pid or its == self.pid:
                     return True
-            return False
-        finally:
-            other.close()
+        return False
 
 
 class PoolsTransactions(OperationalError):
     """The sessions behind this connection change from one transaction to the next."""
 
 
-def open_session(route: str, timeout: float, *, waits: bool) -> Session:
-    """Connect; `waits` says whether the session will wait in the server's queues."""
+def open_session(route: str, timeout: float, ttl: float | None) -> Session:
+    """Open the session of a ttl; without one, a session that waits in the server's queues."""
     session = connect(route, timeout)
+    session.waits = ttl is None
     try:
         # Before the settings are made: such a pooler would apply them to other clients.
         if session.pools_transactions(route):
@@ -161,7 +154,7 @@ def open_session(route: str, timeout: float, *, waits: bool) -> Session:
                 f"database {route!r} is reached through a pooler that gives each transaction "
                 "another session, so a session lock holds nothing there"
             )
-        wanted = _settings(waits)
+        wanted = _settings(ttl)
         given = {"names": list(wanted), "values": list(wanted.values())}
         session.all(sql.CONFIGURE, given, prepare=False)
     except BaseException:
@@ -173,11 +166,6 @@ def open_session(route: str, timeout: float, *, waits: bool) -> Session:
 def connect(route: str, timeout: float) -> Session:
     """Connect, and set nothing."""
     wrapper = private(route, timeout)
-    options = wrapper.settings_dict["OPTIONS"]
-    ttl = _smallest_ttl()
-    options.setdefault("keepalives_idle", _at_least_one(ttl / 3))
-    options.setdefault("keepalives_interval", _at_least_one(ttl / 6))
-    options.setdefault("keepalives_count", 3)
     try:
         with wrapper.wrap_database_errors:
             wrapper.connect()
@@ -188,23 +176,14 @@ def connect(route: str, timeout: float) -> Session:
         raise
 
 
-def _smallest_ttl() -> float:
-    """Return the smallest ttl of the settings; a session may serve locks of several aliases."""
-    ttls = []
-    for alias in conf.aliases():
-        with contextlib.suppress(SettingsError):
-            ttls.append(conf.config(alias).ttl)
-    return min(ttls, default=float(conf.DEFAULTS["TTL"]))
-
-
-def _settings(waits: bool) -> dict[str, str]:
+def _settings(ttl: float | None) -> dict[str, str]:
     """
     Return every setting that could end a session or a wait too soon, or a dead client's too late.
 
     Keepalives find a peer that is gone while idle, tcp_user_timeout a peer that takes no answer;
     either alone left a lock held for more than 50 s.
     """
-    ttl = DEAD_WAITER if waits else _smallest_ttl()
+    silence = min(ttl or DEAD_WAITER, LONGEST_SILENCE)
     return {
         "application_name": _application_name(),
         "lock_timeout": f"{LOCK_WAIT}ms",
@@ -215,17 +194,13 @@ def _settings(waits: bool) -> dict[str, str]:
         "idle_in_transaction_session_timeout": "0",
         "default_transaction_isolation": "read committed",
         "synchronous_commit": "on",
-        "tcp_keepalives_idle": str(_at_least_one(ttl / 3)),
-        "tcp_keepalives_interval": str(_at_least_one(ttl / 6)),
+        "tcp_keepalives_idle": str(max(1, round(silence / 3))),
+        "tcp_keepalives_interval": str(max(1, round(silence / 6))),
         "tcp_keepalives_count": "3",
-        "tcp_user_timeout": str(int(max(1.0, ttl * 0.9) * 1000)),
+        "tcp_user_timeout": str(int(max(1.0, silence * 0.9) * 1000)),
         # Looks for the client within a statement as well; only a waiter stays in one.
-        "client_connection_check_interval": "2s" if waits else "0",
+        "client_connection_check_interval": "0" if ttl else "2s",
     }
-
-
-def _at_least_one(seconds: float) -> int:
-    return max(1, round(seconds))
 
 
 #: Shows in ``pg_stat_activity`` who holds a lock that isn't recorded in a table.

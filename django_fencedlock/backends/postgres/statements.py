@@ -51,60 +51,47 @@ HOLDER = """h.owner, h.host, h.boot_id, h.pid_namespace, h.pid, h.pid_started, h
     extract(epoch FROM clock_timestamp() - h.acquired_at)::double precision AS held_for,"""
 HOLDER += f"(SELECT f.token FROM {FENCE} f WHERE f.name = h.name AND f.owner = h.owner) AS token"
 
-# Each grant returns: whether the key was free; the token, NULL if the name is live at another lock
-# service; the server process. A refused try also returns the holder's row.
-_GRANTED = f"""
-SELECT l.ok, (SELECT f.token FROM f), pg_backend_pid(), CASE WHEN l.ok THEN {_IDLE} END
+# Each claim returns: whether the key was free; the token, NULL if the name is live at another lock
+# service; the server process. Without a grant, a fenced one also returns the row of the name.
+_GRANTED = f"pg_backend_pid(), CASE WHEN l.ok THEN {_IDLE} END"
+_UNFENCED = f"SELECT l.ok, NULL::bigint, {_GRANTED} FROM l"
+_FENCED = f"""{_RECORD}
+SELECT l.ok, (SELECT f.token FROM f), {_GRANTED}, x.* FROM l LEFT JOIN LATERAL (
+    SELECT {HOLDER} FROM {HELD} h WHERE h.name = %(name)s::text
+    AND (NOT l.ok OR NOT EXISTS (SELECT 1 FROM f))) x ON true
 """
-_GRANTED_UNFENCED = _GRANTED.replace("(SELECT f.token FROM f)", "NULL::bigint")
-
-TRY = f"""
-WITH {_TRY_KEY}, {_RECORD} {_GRANTED}, x.* FROM l LEFT JOIN LATERAL (
-    SELECT {HOLDER} FROM {HELD} h WHERE h.name = %(name)s::text AND NOT l.ok) x ON true
-"""
-TRY_UNFENCED = f"WITH {_TRY_KEY} {_GRANTED_UNFENCED} FROM l"
-WAIT = f"WITH {_WAIT_FOR_KEY}, {_RECORD} {_GRANTED} FROM l"
-WAIT_UNFENCED = f"WITH {_WAIT_FOR_KEY} {_GRANTED_UNFENCED} FROM l"
-
-#: The holder's row by name alone.
-ROW = f"SELECT {HOLDER} FROM {HELD} h WHERE h.name = %(name)s::text"
+TRY, TRY_UNFENCED = f"WITH {_TRY_KEY}, {_FENCED}", f"WITH {_TRY_KEY} {_UNFENCED}"
+WAIT, WAIT_UNFENCED = f"WITH {_WAIT_FOR_KEY}, {_FENCED}", f"WITH {_WAIT_FOR_KEY} {_UNFENCED}"
 
 #: False if the session didn't hold the key; the server only adds a warning.
 UNLOCK = "SELECT pg_advisory_unlock(%(key)s::bigint)"
 
 # Each release returns: whether the session held the key; whether the lock was released by force.
 # The key may be free before the row is deleted: the row is deleted by its owner.
+_FORCED = IS_FORCED.format(owner="%(owner)s")
 RELEASE = f"""
 WITH {LAZY_LIMITS},
 d AS (DELETE FROM {HELD} h USING s WHERE h.name = %(name)s AND h.owner = %(owner)s)
-{UNLOCK}, {IS_FORCED.format(owner="%(owner)s")}, {_IDLE}
+{UNLOCK}, {_FORCED}, {_IDLE}
 """
-#: Of an unfenced lock: before its first renewal it needs no tables.
 RELEASE_UNFENCED = f"{UNLOCK}, false, {_IDLE}"
-RELEASE_RENEWED = f"{UNLOCK}, {IS_FORCED.format(owner='%(owner)s')}, {_IDLE}"
 
-# Clear the row of an owner whose session is gone.
+# Clear the row of an owner whose session is gone, or end that session: a child that a dead process
+# forked keeps it open.
 # Returns: whether the row was deleted; the session that still holds the key, or NULL; the owner's
 # process.
 EVICT = f"""
 WITH {LOCKS},
 k AS MATERIALIZED (
-    SELECT h.session_pid, h.boot_id, h.pid_namespace, h.pid, h.pid_started FROM {HELD} h
+    SELECT h.session_pid, h.boot_id, h.pid_namespace, h.pid, h.pid_started,
+    pg_terminate_backend(CASE WHEN %(ends)s THEN a.pid END) FROM {HELD} h
     JOIN locks k ON k.pid = h.session_pid AND k.key = h.session_key AND k.granted
+    LEFT JOIN pg_stat_activity a ON a.pid = k.pid AND a.backend_start = h.session_started
     WHERE h.name = %(name)s AND h.owner = %(owner)s),
 d AS (
     DELETE FROM {HELD} h WHERE h.name = %(name)s AND h.owner = %(owner)s
     AND NOT EXISTS (SELECT 1 FROM k) RETURNING h.name)
 SELECT EXISTS (SELECT 1 FROM d), k.* FROM (SELECT 1) one LEFT JOIN k ON true
-"""
-
-#: End the session of a process that is gone: a child that it forked keeps the session open.
-END_ORPHAN = f"""
-WITH {LOCKS}
-SELECT pg_terminate_backend(a.pid) FROM {HELD} h
-JOIN locks k ON k.pid = h.session_pid AND k.key = h.session_key AND k.granted
-JOIN pg_stat_activity a ON a.pid = h.session_pid AND a.backend_start = h.session_started
-WHERE h.name = %(name)s AND h.owner = %(owner)s
 """
 
 # Renew what this session holds. The server's own table of locks proves that it holds each key.
@@ -132,30 +119,24 @@ FROM w LEFT JOIN u ON u.owner = w.owner
 LEFT JOIN {HELD} x ON x.name = w.name AND x.owner = w.owner
 """
 
-_HAS_KEY = """EXISTS (
-    SELECT 1 FROM locks k WHERE k.key = %(key)s AND k.pid = pg_backend_pid() AND k.granted)"""
-#: Whether this session has the key.
-VERIFY_UNFENCED = f"WITH {LOCKS} SELECT {_HAS_KEY}"
-VERIFY_RENEWED = f"{VERIFY_UNFENCED} AND NOT {IS_FORCED.format(owner='%(owner)s')}"
-#: And whether the owner has its row.
-VERIFY = f"""{VERIFY_RENEWED} AND EXISTS (
-    SELECT 1 FROM {HELD} x WHERE x.name = %(name)s AND x.owner = %(owner)s)"""
+#: Whether this session has the key, and the owner of a fenced lock its row.
+VERIFY = f"""
+WITH {LOCKS} SELECT NOT {_FORCED} AND EXISTS (
+    SELECT 1 FROM locks k WHERE k.key = %(key)s AND k.pid = pg_backend_pid() AND k.granted)
+AND (NOT %(fenced)s OR EXISTS (
+    SELECT 1 FROM {HELD} x WHERE x.name = %(name)s AND x.owner = %(owner)s))
+"""
 
 # Who holds each of many keys: the session, what it calls itself, how many sessions wait for the
 # key, and the registry row of that very session.
-_HOLDERS = f"""
+HOLDERS = f"""
 WITH {LOCKS}, q AS (SELECT key, count(*) AS waiting FROM locks WHERE NOT granted GROUP BY key)
-SELECT w.name, k.pid, a.application_name, coalesce(q.waiting, 0){{columns}}
+SELECT w.name, k.pid, a.application_name, coalesce(q.waiting, 0), {HOLDER}
 FROM unnest(%(names)s::text[], %(keys)s::bigint[]) AS w(name, key)
 JOIN locks k ON k.key = w.key AND k.granted LEFT JOIN pg_stat_activity a ON a.pid = k.pid
-LEFT JOIN q ON q.key = w.key{{rows}}
+LEFT JOIN q ON q.key = w.key
+LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid AND h.session_key = k.key
 """
-HOLDERS = _HOLDERS.format(
-    columns=f", {HOLDER}",
-    rows=f" LEFT JOIN {HELD} h ON h.name = w.name AND h.session_pid = k.pid "
-    "AND h.session_key = k.key",
-)
-HOLDERS_UNRECORDED = _HOLDERS.format(columns="", rows="")
 
 # With the time zone written out: with USE_TZ = False an hour of autumn would be ambiguous.
 IDENTITY = """
