@@ -50,17 +50,21 @@ def write(database: str, happened: Sequence[tuple[float, Event]]) -> None:
     model: Any = apps.get_model("django_fencedlock", "LockEvent")
     events, connection = model.objects.using(database), connections[database]
     now = ledger_for(connection).now(connection) - timedelta(seconds=clock())
+
+    def fit(text: str) -> str:
+        return fit_column(connection, escape_control(text), MAX_NOTE)
+
     # Equal events are one row: a writer that is rejected may try again and again.
     times = Counter(event for _, event in happened)
     last = {event: at for at, event in happened}
-    rows = []
-    for event, at in last.items():
-        row = model(**event._asdict(), happened_at=now + timedelta(seconds=at), times=times[event])
-        row.holder, row.note = (
-            fit_column(connection, escape_control(text), MAX_NOTE)
-            for text in (event.holder, event.note)
+    rows = [
+        model(
+            **event._replace(holder=fit(event.holder), note=fit(event.note))._asdict(),
+            happened_at=now + timedelta(seconds=at),
+            times=times[event],
         )
-        rows.append(row)
+        for event, at in last.items()
+    ]
     events.bulk_create(rows)
     place = Window(RowNumber(), partition_by=[F("name"), F("kind")], order_by=F("id").desc())
     ranked = events.filter(name__in={event.name for event in last}).annotate(place=place)
@@ -73,8 +77,7 @@ def write(database: str, happened: Sequence[tuple[float, Event]]) -> None:
         if random.random() < len(rows) / SLACK:
             of_kind = events.filter(kind=kind)
             oldest = of_kind.order_by("-id").values_list("id", flat=True)[MAX_ROWS : MAX_ROWS + 1]
-            for last_id in list(oldest):
-                of_kind.filter(id__lte=last_id).delete()
+            of_kind.filter(id__lte=max(oldest, default=0)).delete()
 
 
 class History:
