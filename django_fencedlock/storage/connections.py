@@ -135,7 +135,6 @@ def private(using: str, timeout: float) -> BaseDatabaseWrapper:
         # Under a stricter level, a grant that waited for a row would fail with 40001.
         options.pop("isolation_level", None)
         options.setdefault("connect_timeout", max(2, math.ceil(timeout)))
-        options.setdefault("keepalives", 1)
         options.setdefault("tcp_user_timeout", int(timeout * 1000))
     elif copy.vendor == "mysql":
         options["isolation_level"] = "read committed"
@@ -220,8 +219,8 @@ class ConnectionPool:
                 )
             if idle := self._idle_one():
                 with contextlib.suppress(_DeadWhileIdle):
-                    return self._run(work, idle, limit, was_idle=True)
-            return self._run(work, private(self.using, self.timeout), limit, was_idle=False)
+                    return self._run(work, idle, limit)
+            return self._run(work, private(self.using, self.timeout), limit)
         finally:
             for room in place:
                 room.put(room)
@@ -251,15 +250,10 @@ class ConnectionPool:
             return None
 
     def _run(
-        self,
-        work: Callable[[BaseDatabaseWrapper], T],
-        connection: BaseDatabaseWrapper,
-        busy_timeout: float,
-        *,
-        was_idle: bool,
+        self, work: Callable[[BaseDatabaseWrapper], T], connection: Any, busy_timeout: float
     ) -> T:
-        late: list[bool] = []
-        keep, watch = False, None
+        was_idle = connection.connection is not None
+        keep, watch, late = False, None, list[bool]()
         try:
             try:
                 # SQLite waits for its file only, and limits that wait itself.

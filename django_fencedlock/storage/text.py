@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import unicodedata
 
 from django.apps import apps
 from django.db import DatabaseError
@@ -23,13 +22,10 @@ _SECRET_OPTION = re.compile(
 
 def escape_control(text: str) -> str:
     """Escape characters that are invisible, or that control a terminal or forge a log line."""
-    if text.isascii() and text.isprintable():
+    if text.isprintable():
         return text
     return "".join(
-        each.encode("unicode_escape").decode()
-        if unicodedata.category(each)[0] == "C" or each in "\u2028\u2029"
-        else each
-        for each in text
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
     )
 
 
