@@ -180,6 +180,5 @@ def _renew(
 ) -> dict[str, Renewal]:
     """Renew all rows that no other session has locked, then the rest; the answers by owner."""
     kept = ledger.renew(connection, grants)
-    rest = [grant for grant in grants if grant.owner not in kept]
-    gone = ledger.missing(connection, rest) if rest else set()
+    gone = ledger.missing(connection, grants, kept)
     return dict.fromkeys(kept, Renewal.KEPT) | dict.fromkeys(gone, Renewal.LOST)

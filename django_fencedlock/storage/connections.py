@@ -252,8 +252,8 @@ class ConnectionPool:
     def _run(
         self, work: Callable[[BaseDatabaseWrapper], T], connection: Any, busy_timeout: float
     ) -> T:
-        was_idle = connection.connection is not None
-        keep, watch, late = False, None, list[bool]()
+        late: list[bool] = []
+        keep, watch, was_idle = False, None, connection.connection is not None
         try:
             try:
                 # SQLite waits for its file only, and limits that wait itself.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -224,10 +224,15 @@ class Ledger:
                 cleared += cursor.rowcount
             return cleared
 
-    def missing(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
-        """Return the owners whose rows are gone, or have another owner now."""
+    def missing(
+        self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed], kept: Collection[str] = ()
+    ) -> set[str]:
+        """Return the owners, other than those `kept`, whose rows are gone or another owner's."""
+        rest = [lease for lease in leases if lease.owner not in kept]
+        if not rest:
+            return set()
         with self.cursor(connection) as cursor:
-            return {lease.owner for lease in leases} - self._owners(cursor, leases)
+            return {lease.owner for lease in rest} - self._owners(cursor, rest)
 
     def record(
         self, connection: BaseDatabaseWrapper, entry: Entry, token: int, seen: Newest | None = None

@@ -51,10 +51,9 @@ class Fences:
 
         def renew(ledger: Ledger, used: BaseDatabaseWrapper) -> list[Grant]:
             kept = ledger.renew(used, grants)
-            rest = [grant for grant in grants if grant.owner not in kept]
-            gone = ledger.missing(used, rest) if rest else set()
+            gone = ledger.missing(used, grants, kept)
             overtaken = []
-            for grant in (each for each in rest if each.owner in gone):
+            for grant in (each for each in grants if each.owner in gone):
                 if ledger.newest(used, grant.name) != (grant.token, grant.owner):
                     overtaken.append(grant)
                 else:
