@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
 
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -13,14 +12,11 @@ from ..conf import AliasConfig, Problem, location_problems
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable
 from ..storage.connections import is_of_test, is_open, pool
-from ..storage.dialect import Ledger, entry_of
+from ..storage.dialect import entry_of
 from ..storage.rows import Row
 from ..storage.text import is_table_missing
 from ..storage.vendors import ledger_for
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
-
-T = TypeVar("T")
-Work = Callable[[Ledger, BaseDatabaseWrapper], T]
 
 #: Seconds to wait for SQLite's file where waiting long has no use, or delays others; and for a
 #: look-up of a holder.
@@ -48,39 +44,34 @@ class DatabaseBackend(Backend):
         self._one_writer = connections[config.fence_database].vendor == "sqlite"
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
-        home = connections[self.config.fence_database]
         # A try that doesn't wait for a holder does wait for SQLite's file: that is no holder.
         patience = min(wait.seconds or self._timeout, self._timeout)
         if wait.held is not None:
             # The core repeats it.
             patience = BRIEFLY
-        handle = _Handle(home, home.in_atomic_block and is_of_test(home))
-        work = partial(self._claim, claim, wait, handle, clock())
+        work = partial(self._claim, claim, wait, clock())
         try:
-            return self._run(work, patience)
+            return self._sessions.run(work, busy_timeout=patience)
         except Error as exc:
             self._raise_unless_held(claim, exc)
             return Held()
 
     def _claim(
-        self,
-        claim: Claim,
-        wait: Wait,
-        handle: _Handle,
-        since: float,
-        ledger: Ledger,
-        connection: BaseDatabaseWrapper,
+        self, claim: Claim, wait: Wait, since: float, connection: BaseDatabaseWrapper
     ) -> Granted | Held:
         # A refused claim locks SQLite's file for all other writers: tries that don't wait may be
         # many. Further tries are likely to be refused.
         if wait.held is not None or (self._one_writer and not wait.seconds):
-            row = ledger.look(connection, claim.name)
+            row = self._ledger.look(connection, claim.name)
             if row is not None and row.live and row.owner.id != claim.owner:
                 return self._held(row)
-        taken, token = ledger.claim(connection, entry_of(claim, self.config.alias, self.label))
+        entry = entry_of(claim, self.config.alias, self.label)
+        taken, token = self._ledger.claim(connection, entry)
         if taken:
-            return Granted(token, since, handle)
-        row = ledger.look(connection, claim.name)
+            # The keeper looks at the transaction that is open on the caller's own connection.
+            using = self.config.fence_database
+            return Granted(token, since, connections[using] if self._one_writer else connection)
+        row = self._ledger.look(connection, claim.name)
         return Held() if row is None else self._held(row)
 
     def _held(self, row: Row) -> Held:
@@ -97,18 +88,29 @@ class DatabaseBackend(Backend):
 
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
         # No other thread sees what is recorded in a test's own transaction.
-        lent = [grant.owner for grant in grants if grant.handle and grant.handle.is_of_test]
+        lent = [grant.owner for grant in grants if grant.handle and is_of_test(grant.handle)]
         answers = dict.fromkeys(lent, Renewal.KEPT)
         if asked := [grant for grant in grants if grant.owner not in answers]:
             try:
                 # The keeper repeats it soon: a longer wait would delay all leases.
-                answers |= self._run(partial(_renew, asked), BRIEFLY, renews=True)
+                work = partial(self._renew, asked)
+                answers |= self._sessions.run(work, renews=True, busy_timeout=BRIEFLY)
             except Error as exc:
                 if self._one_writer and self._ledger.is_row_locked(exc):
                     # No other owner can get the lock while its holder's transaction has the file.
-                    writing = [each for each in asked if each.handle and each.handle.is_writing]
+                    writing = [
+                        each for each in asked if each.handle and each.handle.in_atomic_block
+                    ]
                     answers |= {each.owner: Renewal.KEPT for each in writing}
         return [answers.get(grant.owner, Renewal.UNKNOWN) for grant in grants]
+
+    def _renew(
+        self, grants: Sequence[Grant], connection: BaseDatabaseWrapper
+    ) -> dict[str, Renewal]:
+        """Renew all rows that no other session has locked, then the rest; answers by owner."""
+        kept = self._ledger.renew(connection, grants)
+        gone = self._ledger.missing(connection, grants, kept)
+        return dict.fromkeys(kept, Renewal.KEPT) | dict.fromkeys(gone, Renewal.LOST)
 
     def verify(self, grant: Grant) -> bool:
         row = self._look([grant.name]).get(grant.name)
@@ -116,7 +118,7 @@ class DatabaseBackend(Backend):
 
     def release(self, grant: Grant) -> bool:
         try:
-            return self._run(lambda ledger, used: ledger.clear(used, [grant])) == 1
+            return self._sessions.run(lambda used: self._ledger.clear(used, [grant])) == 1
         except Error as exc:
             raise self.unavailable("release", exc, grant.name) from exc
 
@@ -142,7 +144,8 @@ class DatabaseBackend(Backend):
 
     def _look(self, names: Sequence[str], patience: float | None = None) -> Mapping[str, Row]:
         try:
-            return self._run(lambda ledger, used: ledger.look_at(used, names), patience)
+            work = partial(self._ledger.look_at, names=names)
+            return self._sessions.run(work, busy_timeout=patience)
         except Error as exc:
             raise self.unavailable("look", exc, names[0] if len(names) == 1 else None) from exc
 
@@ -157,28 +160,3 @@ class DatabaseBackend(Backend):
             raise self.inside_transaction(claim.name) from error
         if is_of_test(connections[self.config.fence_database]):
             raise self.unavailable("acquiring", error, claim.name) from error
-
-    def _run(self, work: Work[T], patience: float | None = None, renews: bool = False) -> T:
-        """Do `work`, which waits at most `patience` for SQLite's file."""
-        run = partial(work, self._ledger)
-        return self._sessions.run(run, renews=renews, busy_timeout=patience)
-
-
-class _Handle(NamedTuple):
-    #: The caller's own connection, and whether a test's transaction is open on it.
-    home: BaseDatabaseWrapper
-    is_of_test: bool
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether the caller's own transaction may have SQLite's file."""
-        return self.home.in_atomic_block
-
-
-def _renew(
-    grants: Sequence[Grant], ledger: Ledger, connection: BaseDatabaseWrapper
-) -> dict[str, Renewal]:
-    """Renew all rows that no other session has locked, then the rest; the answers by owner."""
-    kept = ledger.renew(connection, grants)
-    gone = ledger.missing(connection, grants, kept)
-    return dict.fromkeys(kept, Renewal.KEPT) | dict.fromkeys(gone, Renewal.LOST)

@@ -57,8 +57,9 @@ def under_test() -> bool:
 
 def is_of_test(connection: BaseDatabaseWrapper) -> bool:
     """Return whether a ``TestCase`` wraps the connection in a transaction."""
-    blocks = connection.atomic_blocks
-    return bool(blocks) and bool(blocks[0]._from_testcase)  # type: ignore[attr-defined]
+    # A copy: the connection's own thread may leave the block meanwhile.
+    outermost = connection.atomic_blocks[:1]
+    return bool(outermost) and bool(outermost[0]._from_testcase)  # type: ignore[attr-defined]
 
 
 def test_connection(using: str) -> BaseDatabaseWrapper | None:
@@ -201,10 +202,10 @@ class ConnectionPool:
         that `renews` leases has one place more.
         """
         home = connections[self.using]
-        if is_of_test(home):
-            return work(home)
         limit = self.timeout if busy_timeout is None else busy_timeout
-        if is_open(home):
+        if home.in_atomic_block:
+            if is_of_test(home):
+                return work(home)
             limit = min(limit, SQLITE_BUSY_TIMEOUT)
         place: list[SimpleQueue[Any]] = []
         try:
@@ -217,9 +218,11 @@ class ConnectionPool:
                     f"all {MAX_CONNECTIONS} private connections to {self.using!r} were busy for "
                     f"{self.timeout:g} s"
                 )
-            if idle := self._idle_one():
-                with contextlib.suppress(_DeadWhileIdle):
+            try:
+                if idle := self._idle_one():
                     return self._run(work, idle, limit)
+            except _DeadWhileIdle:
+                pass
             return self._run(work, private(self.using, self.timeout), limit)
         finally:
             for room in place:
@@ -302,12 +305,13 @@ def _take(room: SimpleQueue[Any], place: list[Any], timeout: float = 0.0) -> boo
     until, green = clock() + timeout, timeout > 0 and is_patched("threading")
     wait = 0.0 if green else timeout
     while True:
-        with contextlib.suppress(Empty):
+        try:
             # One call of C: an interrupted caller has the item in the list that it returns.
             place.extend(map(room.get, (wait > 0,), (wait,)))
             return True
-        if not green or clock() >= until:
-            return False
+        except Empty:
+            if not green or clock() >= until:
+                return False
         # A real thread may return it, which wakes no greenlet.
         time.sleep(LOOK)
 
