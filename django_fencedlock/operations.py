@@ -110,15 +110,6 @@ def _create(table: str, arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def _drop(table: str) -> list[str]:
-    """Return the statements that drop a table's trigger, and the function after the last one."""
-    return [
-        f"DROP TRIGGER IF EXISTS {NAME} ON {table}",
-        f"DO $fencedlock$ BEGIN IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgfoid = "
-        f"to_regproc('{NAME}')) THEN DROP FUNCTION IF EXISTS {NAME}(); END IF; END $fencedlock$",
-    ]
-
-
 class FenceTrigger(Operation):
     """
     Lets PostgreSQL reject an UPDATE of the model's table that lowers its fence.
@@ -174,7 +165,11 @@ class FenceTrigger(Operation):
         if not self.allow_migrate_model(editor.connection.alias, model):
             return
         table = editor.quote_name(model._meta.db_table)
-        statements = _drop(table)
+        statements = [
+            f"DROP TRIGGER IF EXISTS {NAME} ON {table}",
+            "DO $fencedlock$ BEGIN IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgfoid = to_regproc("
+            f"'{NAME}')) THEN DROP FUNCTION IF EXISTS {NAME}(); END IF; END $fencedlock$",
+        ]
         if create:
             arguments = arguments_of(model, self.named_by)
             if not any(arguments):

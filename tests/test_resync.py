@@ -59,8 +59,7 @@ def restored(token=2, owner="old"):
 
 
 def lift(model, dry_run=False):
-    (database,) = resync.databases_of(model)
-    return resync.resync(model, database, dry_run=dry_run)
+    return resync.resync(model, dry_run=dry_run)
 
 
 @ON_ALL

@@ -175,14 +175,15 @@ def _locked(rows: Iterable[Any]) -> Iterator[None]:
 
 def _held(row: Model, error: LockNotAcquired) -> str:
     holder = error.holder
-    facts = {"row": row, "who": holder or _("an unknown holder")}
+    facts: dict[str, Any] = {"row": row, "who": holder or _("an unknown holder")}
     if holder is None or holder.expires_at is None:
         return _("“%(row)s” is being processed by %(who)s. Nothing was saved. Try again.") % facts
-    until = timezone.localtime(holder.expires_at)
-    return _(
+    facts["until"] = formats.time_format(timezone.localtime(holder.expires_at), "H:i:s")
+    text = _(
         "“%(row)s” is being processed by %(who)s, at least until %(until)s. Nothing was saved. Try "
         "again after that."
-    ) % {**facts, "until": formats.time_format(until, "H:i:s")}
+    )
+    return text % facts
 
 
 def _stamp(row: Any) -> str:

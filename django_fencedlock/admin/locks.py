@@ -89,7 +89,7 @@ def with_entries(rows: list[Any], unanswered: dict[str, str]) -> list[Any]:
     """Give each row what the columns show of it."""
     if rows:
         for row, entry in zip(rows, entries(rows[0]._state.db, rows, unanswered), strict=True):
-            row.entry = entry
+            row.entry, row.unavailable = entry, unanswered.get(row.alias, "")
     return rows
 
 
@@ -131,8 +131,7 @@ class HeldLockAdmin(ReleasingAdmin):
     ) -> Any:
         row: Any = super().get_object(request, object_id, from_field)
         if row is not None:
-            row.unanswered = {}
-            with_entries([row], row.unanswered)
+            with_entries([row], {})
         return row
 
     def render_change_form(
@@ -157,7 +156,7 @@ class HeldLockAdmin(ReleasingAdmin):
     @admin.display(description=_("state"))
     def state_explained(self, row: Any) -> SafeString:
         _name, why = STATES[row.entry.state]
-        return format_html("{} {} {}", self.state(row), why, row.unanswered.get(row.alias, ""))
+        return format_html("{} {} {}", self.state(row), why, row.unavailable)
 
     @admin.display(description=_("holder"), ordering="task_name")
     def holder(self, row: Any) -> str:

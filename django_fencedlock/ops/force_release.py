@@ -174,11 +174,7 @@ def _look(name: str, backend: str) -> tuple[HeldBy | None, Newest | None]:
 
 
 def force_release(
-    name: str,
-    *,
-    by: str,
-    backend: str = conf.DEFAULT_ALIAS,
-    owner: str | None = None,
+    name: str, *, by: str, backend: str = conf.DEFAULT_ALIAS, owner: str | None = None
 ) -> Release:
     """
     Take lock `name` from its holder. The next waiter acquires it.

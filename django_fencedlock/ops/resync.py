@@ -61,16 +61,11 @@ def models(labels: Sequence[str] = ()) -> list[type[FencedModel]]:
     return found
 
 
-def databases_of(model: type[FencedModel]) -> list[str]:
-    """Return the databases with rows whose fences could be too low."""
-    if model.fencing.spec.serialised:
-        return [conf.config(model.fencing.spec.backend).fence_database]
-    return [router.db_for_write(model)]
-
-
-def resync(model: type[FencedModel], database: str, *, dry_run: bool) -> Resynced:
-    """Raise the fences of one model's rows in one database."""
-    fences = conf.config(model.fencing.spec.backend).fence_database
+def resync(model: type[FencedModel], *, dry_run: bool) -> Resynced:
+    """Raise the fences of one model's rows."""
+    spec = model.fencing.spec
+    fences = conf.config(spec.backend).fence_database
+    database = fences if spec.serialised else router.db_for_write(model)
     done = Resynced(model._meta.label, database, fences)
     with contextlib.closing(ConnectionPool(fences, TIMEOUT)) as pool:
         for highest in _batches(model, database, done):

@@ -34,6 +34,11 @@ _STYLES = {
     **dict.fromkeys(("lost", "unknown", "error"), "ERROR"),
     "note": "NOTICE",
 }
+_ALIAS: dict[str, Any] = {
+    "action": "append",
+    "default": [],
+    "help": "only this alias of FENCEDLOCK; may be repeated",
+}
 
 
 class Command(BaseCommand):
@@ -44,38 +49,31 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
-
         action = _action(actions, "list", "list the held locks and their states")
-        _add_alias(action)
-        action.add_argument(
-            "--state",
-            action="append",
-            choices=[str(state) for state in registry.State],
-            help="only locks in this state; may be repeated",
-        )
+        states = [str(state) for state in registry.State]
+        what = "only locks in this state; may be repeated"
+        action.add_argument("--alias", **_ALIAS)
+        action.add_argument("--state", action="append", choices=states, help=what)
 
         action = _action(actions, "show", "show everything about one lock")
         action.add_argument("name", help="the lock name")
 
         action = _action(actions, "release", "release one lock by force")
         action.add_argument("name", help="the lock name")
-        _add_alias(action)
+        action.add_argument("--alias", **_ALIAS)
         action.add_argument("--owner", help="only if this owner id still holds the lock")
-        action.add_argument(
-            "--by", default=current_user(), help="the author to record (default: %(default)s)"
-        )
+        what = "the author to record (default: %(default)s)"
+        action.add_argument("--by", default=current_user(), help=what)
         action.add_argument("--yes", action="store_true", help="don't ask for confirmation")
 
         action = _action(actions, "doctor", "test each lock service and its databases")
-        _add_alias(action)
-        limit = "the time for each alias (default: %(default)g)"
-        action.add_argument(
-            "--timeout", type=float, default=doctor.LIMIT, metavar="SECONDS", help=limit
-        )
+        action.add_argument("--alias", **_ALIAS)
+        what = "seconds for each alias (default: %(default)g)"
+        action.add_argument("--timeout", type=float, default=doctor.LIMIT, help=what)
 
         action = _action(actions, "resync", "raise fences above the tokens of rows after a restore")
-        fenced = "fenced models (default: all)"
-        action.add_argument("models", nargs="*", metavar="app_label.Model", help=fenced)
+        what = "fenced models (default: all)"
+        action.add_argument("models", nargs="*", metavar="app_label.Model", help=what)
         action.add_argument("--dry-run", action="store_true", help="only report the low fences")
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -104,7 +102,8 @@ class Command(BaseCommand):
             lines = table(head, [_cells(each) for each in entries], self._paint)
         locks = [asdict(each) for each in entries]
         self._put({"locks": locks, "unanswered": found.unanswered}, lines)
-        self._unavailable(found.unanswered)
+        for each, why in found.unanswered.items():
+            self.stderr.write(f"Alias {each!r} is unavailable: {why}")
         return FAILED if found.unanswered else 0
 
     def _show(self, name: str, **options: Any) -> int:
@@ -115,13 +114,7 @@ class Command(BaseCommand):
         return FAILED if found.unanswered else 1
 
     def _release(
-        self,
-        name: str,
-        alias: list[str],
-        owner: str | None,
-        by: str,
-        yes: bool,
-        **options: Any,
+        self, name: str, alias: list[str], owner: str | None, by: str, yes: bool, **options: Any
     ) -> int:
         if self.as_json and not yes:
             raise ValueError("--format json can't ask for confirmation. Pass --yes to confirm.")
@@ -179,22 +172,19 @@ class Command(BaseCommand):
     def _resync(self, models: list[str], dry_run: bool, **options: Any) -> int:
         results = []
         for model in resync.models(models):
-            for database in resync.databases_of(model):
-                results.append(result := resync.resync(model, database, dry_run=dry_run))
-                if not self.as_json:
-                    self._write_resynced(result, dry_run, options["verbosity"])
-        models_done = [asdict(each) for each in results]
+            results.append(result := resync.resync(model, dry_run=dry_run))
+            if not self.as_json:
+                self._write_resynced(result, dry_run, options["verbosity"])
         nothing = [] if results else ["There are no fenced models."]
-        self._put({"dry_run": dry_run, "models": models_done}, nothing)
+        self._put({"dry_run": dry_run, "models": [asdict(each) for each in results]}, nothing)
         if any(each.locked for each in results):
             return FAILED
         return int(dry_run and any(each.low for each in results))
 
     def _write_resynced(self, result: resync.Resynced, dry_run: bool, verbosity: int) -> None:
-        where = f"{result.model} in {result.database!r}"
-        verb, count = "would be raised" if dry_run else "raised", len(result.low)
-        count -= len(result.locked)
-        self.stdout.write(f"{where}: {result.rows} rows with a token, {count} fences {verb}")
+        where, count = f"{result.model} in {result.database!r}", len(result.low)
+        fences = f"{count - len(result.locked)} fences {'would be ' * dry_run}raised"
+        self.stdout.write(f"{where}: {result.rows} rows with a token, {fences}")
         if verbosity > 1:
             for name, token in result.low.items():
                 self.stdout.write(f"  {name!r} above {token}")
@@ -207,10 +197,6 @@ class Command(BaseCommand):
             )
 
     # Output
-
-    def _unavailable(self, unanswered: dict[str, str]) -> None:
-        for alias, why in unanswered.items():
-            self.stderr.write(f"Alias {alias!r} is unavailable: {why}")
 
     def _put(self, value: Any, lines: Sequence[str]) -> None:
         """Write a value as JSON, or the lines that say the same."""
@@ -228,20 +214,14 @@ class Command(BaseCommand):
 
 def _action(actions: Any, name: str, what: str) -> CommandParser:
     parser: CommandParser = actions.add_parser(name, help=what, description=f"{what}.")
-    parser.add_argument(
-        "--format", choices=("text", "json"), default="text", help="the output format"
-    )
+    what = "the output format"
+    parser.add_argument("--format", choices=("text", "json"), default="text", help=what)
     # Django's options, also after the action. SUPPRESS keeps the value of the main parser.
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for option in ("--no-color", "--force-color"):
         parser.add_argument(option, action="store_true", **hidden)
     parser.add_argument("-v", "--verbosity", type=int, choices=range(4), **hidden)
     return parser
-
-
-def _add_alias(action: CommandParser) -> None:
-    what = "only this alias of FENCEDLOCK; may be repeated"
-    action.add_argument("--alias", action="append", default=[], help=what)
 
 
 def current_user() -> str:
@@ -281,13 +261,13 @@ def _details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
     if not found.fences and not found.away:
         yield "databases", "never granted as a fenced lock"
     for entry in found.entries:
-        left = duration(max(0.0, entry.remaining))
         yield "registry", f"{entry.holder} through alias {entry.alias!r} ({entry.backend})"
         yield "state", entry.state
         yield "token", _token(entry)
         yield "owner", entry.owner
         yield "acquired", f"{_time(entry.acquired_at)}, {duration(entry.held_for)} ago"
         yield "renewed", _time(entry.renewed_at)
+        left = duration(max(0.0, entry.remaining))
         yield "expires", f"{_time(entry.expires_at)}, {left} left"
         if entry.waiting:
             yield "waiting", str(entry.waiting)
