@@ -99,11 +99,11 @@ class Hammer:
             else self.random.gauss(self.length * 0.85, sigma)
         )
         due = time.perf_counter() + max(0.0, moment)
-        strikers.put((due, lease))
+        interrupters.put((due, lease))
 
 
 @contextlib.contextmanager
-def late_strikes():
+def late_interrupts():
     """
     Delay each interrupt a bit, as if the interrupting thread had been paused.
 
@@ -113,7 +113,7 @@ def late_strikes():
     def wait():
         runtime.original("time", "sleep")(random.uniform(0, 0.0002))
 
-    def strike_by_signal(cell):
+    def interrupt_by_signal(cell):
         wait()
         signal.pthread_kill(cell.thread, cell._number)
 
@@ -126,7 +126,7 @@ def late_strikes():
 
     with contextlib.ExitStack() as stack:
         patch = mock.patch.object
-        stack.enter_context(patch(interrupts.BySignal, "interrupt", strike_by_signal))
+        stack.enter_context(patch(interrupts.BySignal, "interrupt", interrupt_by_signal))
         stack.enter_context(patch(interrupts, "_raise_in", late(interrupts._raise_in)))
         yield
 
@@ -142,7 +142,7 @@ def busy_switching():
         sys.setswitchinterval(before)
 
 
-class Strikers:
+class Interrupters:
     """A thread of the system that loses leases when their time has come."""
 
     def __init__(self):
@@ -167,11 +167,11 @@ class Strikers:
             now = time.perf_counter()
             for task in [each for each in waiting if each[0] <= now]:
                 waiting.remove(task)
-                task[1].mark_lost("struck")
+                task[1].mark_lost("interrupted")
             sleep(0)
 
 
-strikers = Strikers()
+interrupters = Interrupters()
 
 
 def hammer_threads(count, runs, **options):
@@ -186,7 +186,7 @@ def hammer_threads(count, runs, **options):
 
 class Sweep:
     """
-    Strikes once, at one instruction after the other of what is around a body.
+    Interrupts once, at one instruction after the other of what is around a body.
 
     Stricter than Python itself, which interrupts between some instructions only.
     """
@@ -202,11 +202,11 @@ class Sweep:
 
     def run(self):
         place = 1
-        while self.strike_at(place):
+        while self.interrupt_at(place):
             place += 1
         return self.outcomes
 
-    def strike_at(self, place):
+    def interrupt_at(self, place):
         leases = [a_lease("outer"), a_lease("inner")] if self.nested else [a_lease()]
         loser = leases[0 if self.outer else -1]
         tracer = _Tracer(self.FILES, place, None if self.foreign else lambda: lose(loser))
@@ -234,7 +234,7 @@ class Sweep:
             outcome = "late"
         interrupts._innermost.pop(interrupts._thread_id(), None)
         self.outcomes[outcome] += 1
-        return tracer.struck
+        return tracer.interrupted
 
     def hits_nobody(self, leases):
         """Where an abort that comes late would hit; and the next run has nothing to do with it."""
@@ -275,7 +275,7 @@ class TimeLimit(Exception):
 
 
 def lose(lease):
-    lease.mark_lost("struck")
+    lease.mark_lost("interrupted")
 
 
 #: Where the part of `interrupts` about connections and time limits begins.
@@ -283,11 +283,11 @@ _END = interrupts.open_blocks.__code__.co_firstlineno
 
 
 class _Tracer:
-    def __init__(self, files, place, strike):
+    def __init__(self, files, place, interrupt):
         self.files = files
         self.left = place
-        self.striker = strike and threading.Thread(target=strike, daemon=True)
-        self.struck = False
+        self.interrupter = interrupt and threading.Thread(target=interrupt, daemon=True)
+        self.interrupted = False
 
     def __enter__(self):
         # Python 3.12 looks, as the trace is set, whether any frame wants it so.
@@ -299,28 +299,28 @@ class _Tracer:
 
     def trace(self, frame, event, arg):
         code = frame.f_code
-        if code.co_filename not in self.files or code.co_firstlineno >= _END or self.struck:
+        if code.co_filename not in self.files or code.co_firstlineno >= _END or self.interrupted:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
             self.left -= 1
             if self.left == 0:
-                self.struck = True
-                if self.striker is None:
+                self.interrupted = True
+                if self.interrupter is None:
                     raise TimeLimit
-                self.striker.start()
-                self.await_strike()
+                self.interrupter.start()
+                self.await_interrupt()
         return self.trace
 
-    def await_strike(self):
-        """Let it strike here, however slow the machine is; unless this thread is in its way."""
+    def await_interrupt(self):
+        """Let it interrupt here, however slow the machine is; unless this thread is in its way."""
         until = time.monotonic() + 5
-        while self.striker.is_alive() and time.monotonic() < until:
-            self.striker.join(0.02)
-            if _waits_for_mutex(self.striker):
+        while self.interrupter.is_alive() and time.monotonic() < until:
+            self.interrupter.join(0.02)
+            if _waits_for_mutex(self.interrupter):
                 return
 
     def finish(self):
-        if self.struck and self.striker is not None:
-            self.striker.join(20)
-            assert not self.striker.is_alive()
+        if self.interrupted and self.interrupter is not None:
+            self.interrupter.join(20)
+            assert not self.interrupter.is_alive()

@@ -25,7 +25,7 @@ from django_fencedlock.exceptions import SettingsError
 from django_fencedlock.test import lose_lease
 from django_fencedlock.test.contract.base import connected
 from tests import hammer
-from tests.hammer import Hammer, Sweep, a_lease, busy_switching, enter, late_strikes
+from tests.hammer import Hammer, Sweep, a_lease, busy_switching, enter, late_interrupts
 from tests.servers import shared
 from tests.servers.process import wait_until
 
@@ -37,7 +37,7 @@ LONG = 20.0
 @pytest.fixture(autouse=True)
 def handler_of_ours():
     yield
-    # A strike may still be on its way, and would end the process without a handler.
+    # An interrupt may still be on its way, and would end the process without a handler.
     signal.signal(conf.abort_signal(), interrupts.on_signal)
 
 
@@ -76,7 +76,7 @@ def lost_soon(lease, after=0.05, begun=None):
     def lose_lease():
         if begun is not None:
             begun.wait(LONG)
-        lease.mark_lost("taken away")
+        lease.mark_lost("removed")
 
     timer = threading.Timer(after, lose_lease)
     timer.start()
@@ -88,7 +88,7 @@ def lost_soon(lease, after=0.05, begun=None):
 
 def aborted(body, place=lambda function: function(), **more):
     lease, started = a_lease(), time.monotonic()
-    with lost_soon(lease, **more), pytest.raises(LeaseLost, match="taken away") as caught:
+    with lost_soon(lease, **more), pytest.raises(LeaseLost, match="removed") as caught:
         place(lambda: interrupts.run_interruptible(lease, body))
     assert time.monotonic() - started < LONG / 2
     assert caught.value.owner == lease.owner_id
@@ -153,17 +153,17 @@ def test_a_body_that_cleans_up_has_the_time(place):
 
 def test_a_lock_that_was_lost_before_runs_no_body(place):
     lease = a_lease()
-    lease.mark_lost("taken away")
-    with pytest.raises(LeaseLost, match="taken away"):
+    lease.mark_lost("removed")
+    with pytest.raises(LeaseLost, match="removed"):
         place(lambda: interrupts.run_interruptible(lease, pytest.fail))
 
 
-def test_a_loss_after_the_end_hits_nobody(place):
+def test_a_loss_after_the_end_interrupts_no_code(place):
     def work():
         lease = a_lease()
         interrupts.run_interruptible(lease, lambda: None)
         assert lease._callbacks == []
-        in_thread(lambda: lease.mark_lost("taken away"))
+        in_thread(lambda: lease.mark_lost("removed"))
         return Hammer(1).idle(0.01)
 
     place(work)
@@ -254,7 +254,7 @@ def test_the_loss_of_both_ends_both(place):
     assert went_on == []
 
 
-def test_a_thread_of_the_body_is_not_struck_in_its_place():
+def test_a_thread_of_the_body_is_not_interrupted_in_its_place():
     inner, done, ended = a_lease("inner"), threading.Event(), []
 
     def work():
@@ -285,7 +285,7 @@ def test_no_instruction_around_a_body_lets_an_abort_escape(place, nested):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_time_limit_that_strikes_leaves_nothing_to_be_struck(place, nested):
+def test_a_time_limit_leaves_no_armed_run_behind(place, nested):
     def work():
         outcomes = Sweep(nested=nested, foreign=True).run()
         assert set(outcomes) == {"time limit", "ended"}, outcomes
@@ -302,14 +302,14 @@ def test_aborts_at_random_moments_hit_their_own_run_alone(place, pause, nested):
         one.work()
         return one.outcomes
 
-    with busy_switching(), late_strikes():
+    with busy_switching(), late_interrupts():
         outcomes = place(work)
     assert set(outcomes) == {"aborted", "ended"}, outcomes
 
 
 @pytest.mark.slow
-def test_several_threads_are_struck_at_once():
-    with busy_switching(), late_strikes():
+def test_several_threads_are_interrupted_at_once():
+    with busy_switching(), late_interrupts():
         outcomes = hammer.hammer_threads(4, RUNS // 4, pause=time.sleep)
     assert set(outcomes) == {"aborted", "ended"}, outcomes
 
@@ -321,7 +321,7 @@ def test_the_hammer_hits():
     def armed_only(cell):
         return cell.armed and not cell.interrupted
 
-    with pytest.MonkeyPatch.context() as patch, busy_switching(), late_strikes():
+    with pytest.MonkeyPatch.context() as patch, busy_switching(), late_interrupts():
         patch.setattr(interrupts.Interruptible, "is_due", armed_only)
         one = Hammer(2000)
         while one.left and not one.outcomes["escaped"]:
@@ -332,7 +332,7 @@ def test_the_hammer_hits():
 # The signal
 
 
-def test_a_handler_of_somebody_else_is_left_alone():
+def test_a_handler_of_other_code_is_left_alone():
     def mine(number, frame):
         pass
 
@@ -342,12 +342,12 @@ def test_a_handler_of_somebody_else_is_left_alone():
     assert signal.getsignal(conf.abort_signal()) is mine
 
 
-def test_a_strike_is_not_for_whoever_has_the_signal_by_then():
+def test_another_handler_of_the_signal_gets_no_interrupt():
     lease, heard = a_lease(), []
 
     def body():
         signal.signal(conf.abort_signal(), lambda *args: heard.append(args))
-        in_thread(lambda: lease.mark_lost("taken away"))
+        in_thread(lambda: lease.mark_lost("removed"))
         return "ended"
 
     assert interrupts.run_interruptible(lease, body) == "ended"
@@ -370,7 +370,7 @@ def test_a_signal_with_another_use_is_refused(settings, found):
         interrupts.run_interruptible(a_lease(), pytest.fail)
 
 
-def test_a_signal_that_nobody_is_meant_to_get_does_nothing():
+def test_a_signal_without_a_lost_lease_does_nothing():
     interrupts.run_interruptible(a_lease(), lambda: os.kill(os.getpid(), conf.abort_signal()))
     os.kill(os.getpid(), conf.abort_signal())
 
@@ -408,7 +408,7 @@ def test_max_hold_ends_a_body_that_hangs():
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_lock_of_the_body_whose_block_was_struck_is_given_back(place):
+def test_a_lock_of_an_interrupted_body_is_released(place):
     """It would be renewed as long as the worker lives."""
     begun = threading.Event()
 
@@ -421,7 +421,7 @@ def test_a_lock_of_the_body_whose_block_was_struck_is_given_back(place):
         assert lock("inside").holder() is None
 
     def body():
-        # Struck between the grant and the block that would give it back.
+        # Interrupted between the grant and the block that would give it back.
         lock("inside").acquire()
         lock("inside").acquire()
         begun.set()
@@ -430,7 +430,7 @@ def test_a_lock_of_the_body_whose_block_was_struck_is_given_back(place):
     place(work)
 
 
-# Connections that were struck
+# Connections that were interrupted
 
 
 @pytest.fixture
@@ -454,13 +454,13 @@ def query(sql="SELECT pg_sleep(20)"):
         return cursor.fetchone()
 
 
-def brief_query():
+def short_query():
     query("SELECT pg_sleep(5)")
 
 
-def brief_query_in_transaction():
+def short_query_in_transaction():
     with transaction.atomic(using="postgres"):
-        brief_query()
+        short_query()
 
 
 def in_query():
@@ -474,7 +474,7 @@ class InQuery:
         wait_until(in_query, "the query", seconds)
 
 
-def strike_at(body):
+def interrupt_in_query(body):
     """Interrupt `body` in the middle of its query; then do as Celery does between two tasks."""
     aborted(body, begun=InQuery)
     connections["postgres"].close_if_unusable_or_obsolete()
@@ -495,7 +495,7 @@ def in_savepoint():
 @pytest.mark.parametrize("body", [query, in_transaction, in_savepoint])
 def test_the_next_task_has_a_connection_that_works(postgres_kept_open, body):
     query("SELECT 1")
-    strike_at(body)
+    interrupt_in_query(body)
     assert query("SELECT 42") == (42,)
     assert not postgres_kept_open.in_atomic_block
     with transaction.atomic(using="postgres"):
@@ -507,7 +507,7 @@ def test_the_next_task_has_a_connection_that_works(postgres_kept_open, body):
 @pytest.mark.parametrize(
     "run", [partial(interrupts.run_interruptible, lease) for lease in (None, a_lease())]
 )
-@pytest.mark.parametrize("body", [brief_query, brief_query_in_transaction])
+@pytest.mark.parametrize("body", [short_query, short_query_in_transaction])
 def test_a_time_limit_leaves_a_connection_that_works(postgres_kept_open, run, body):
     def handler(number, frame):
         raise SoftTimeLimitExceeded
@@ -527,9 +527,9 @@ def test_a_time_limit_leaves_a_connection_that_works(postgres_kept_open, run, bo
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-def test_the_connection_is_struck_indeed(postgres_kept_open, monkeypatch):
+def test_without_the_cleanup_the_connection_is_of_no_use(postgres_kept_open, monkeypatch):
     monkeypatch.setattr(interrupts, "close_broken", lambda blocks: None)
-    strike_at(query)
+    interrupt_in_query(query)
     with pytest.raises(Exception, match="already in progress"):
         query("SELECT 42")
 
@@ -544,20 +544,20 @@ def test_a_connection_that_is_quiet_stays_open(postgres_kept_open):
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 def test_the_callers_transaction_is_the_callers(postgres_kept_open):
-    """A quiet one goes on; one that was struck in a statement can only end."""
+    """A quiet one goes on; one that was interrupted in a statement can only end."""
     with transaction.atomic(using="postgres"):
         query("SELECT 1")
         aborted(loop)
         assert query("SELECT 42") == (42,)
 
     with pytest.raises(Error), transaction.atomic(using="postgres"):
-        strike_at(query)
+        interrupt_in_query(query)
         query("SELECT 42")
     assert query("SELECT 42") == (42,)
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-def test_a_block_that_was_struck_on_its_way_in_or_out_is_left(postgres_kept_open):
+def test_a_block_that_was_interrupted_at_its_begin_or_end_is_left(postgres_kept_open):
     """Else every task to come would write into a transaction that nobody commits."""
 
     def body():
@@ -582,7 +582,7 @@ def test_sqlite_is_left_without_a_transaction():
     assert connection.connection is None or not connection.connection.in_transaction
 
 
-def test_an_error_that_a_struck_connection_raised_instead_is_a_loss(place):
+def test_an_error_that_an_interrupted_connection_raises_instead_is_a_loss(place):
     """Django resets the connection as a block ends, which a driver in a statement refuses."""
 
     def body():
@@ -598,7 +598,7 @@ def test_a_bodys_own_database_error_is_no_loss(place):
     lease = a_lease()
 
     def body():
-        in_thread(lambda: setattr(lease, "why_lost", "taken away"))
+        in_thread(lambda: setattr(lease, "why_lost", "removed"))
         raise ProgrammingError("no such column")
 
     with pytest.raises(ProgrammingError):
@@ -630,7 +630,7 @@ class TestInATestCaseOnPostgres(TestCase):
     def setUp(self):
         query("SELECT set_config('application_name', 'as it was', true)")
 
-    def test_a_statement_that_is_struck_is_let_end(self):
+    def test_an_interrupted_statement_ends_first(self):
         aborted(query_again_and_again)
         assert query("SHOW application_name") == ("as it was",)
 
@@ -644,7 +644,7 @@ class TestInATestCaseOnPostgres(TestCase):
         assert query("SHOW application_name") == ("as it was",)
 
     def test_a_body_that_noticed_the_loss_itself(self):
-        """What it does when it is struck, a moment later, is a statement of its test."""
+        """What it does when it is interrupted, a moment later, is a statement of its test."""
 
         def lose_and_go_on(lease):
             lose_lease(lease)

@@ -269,7 +269,7 @@ def acquired() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-def test_nobody_does_more_than_they_may(scene: Scene) -> None:
+def test_each_visitor_does_only_what_they_may(scene: Scene) -> None:
     wrong = [
         f"{step}: {fault}"
         for step in STEPS

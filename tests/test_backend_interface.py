@@ -194,7 +194,7 @@ class BackendInterface:
 
     # Waiting
 
-    def test_who_does_not_wait_is_answered_at_once(self, backend, other, name):
+    def test_an_acquire_that_does_not_wait_is_answered_at_once(self, backend, other, name):
         take(backend, claim(name))
         began = time.monotonic()
         assert isinstance(other.acquire(claim(name), Wait(0)), Held)

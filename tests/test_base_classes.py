@@ -139,7 +139,7 @@ def test_a_row_with_dependents_is_guarded_as_well(database):
         assert row.delete(hard=True)[0] == 2
 
 
-def test_rows_that_are_deleted_by_the_queryset_are_guarded_as_ever(database):
+def test_rows_that_are_deleted_by_the_queryset_are_guarded(database):
     row = FencedBeforeTrash.objects.create()
     with refused(LockRequired, FencedBeforeTrash):
         FencedBeforeTrash.objects.all().delete()

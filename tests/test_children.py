@@ -221,7 +221,7 @@ class TestReleasing:
         assert not any(each._idle for each in connections._pools.values())
 
     @pytest.mark.slow
-    def test_a_project_without_tables_is_told_nothing(self, settings, make_alias, tmp_path, caplog):
+    def test_a_project_without_tables_gets_no_message(self, settings, make_alias, tmp_path, caplog):
         entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "empty.sqlite3")}
         settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": (database := make_alias(entry))}}
         call_command("migrate", "django_fencedlock", "zero", database=database, verbosity=0)

@@ -159,14 +159,14 @@ class TestEveryOrder:
 class TestWhatTheOrderIsGoodFor:
     """Each of these slips loses something, and is found."""
 
-    def test_looking_before_the_lock_is_given_back(self):
+    def test_looking_before_the_lock_is_released(self):
         place = ORDER.index("release")
         order = (*ORDER[:place], "released", "release")
         with pytest.raises(Broken, match="wait for a rescue"):
             Explorer(2, order=order).explore()
 
     @pytest.mark.slow
-    def test_striking_off_what_was_only_begun(self, monkeypatch):
+    def test_ending_triggers_whose_run_only_began(self, monkeypatch):
         begin = Coalescing.begin
 
         def hasty(self):
@@ -423,7 +423,7 @@ class TestMessagesAgain:
         reason(deliver(late, 1, **told, redelivered=True), "served")
         assert ran == [1]
 
-    def test_who_finds_it_done_looks_for_others_as_well(self, monkeypatch):
+    def test_a_run_that_finds_its_trigger_done_looks_for_others_as_well(self, monkeypatch):
         told = self.died()
         PendingRun.objects.update(done=F("wanted"))
         backend = service("default").backend
@@ -525,7 +525,7 @@ class TestRescue:
         overdue()
         assert self.look() == []
 
-    def test_a_task_of_an_unknown_alias_is_in_nobodys_way(self):
+    def test_a_task_of_an_unknown_alias_delays_no_other(self):
         lost = app.task(name="coalescing.lost", shared=False)(
             single_instance(NAME, on_conflict="coalesce", backend="nowhere")(print)
         )
@@ -583,7 +583,7 @@ class TestRescue:
         assert self.look() == []
         assert "wait for the broker" in caplog.text
 
-    def test_a_database_that_is_down_is_told_of_once(self, monkeypatch, caplog):
+    def test_a_database_that_is_down_is_reported_once(self, monkeypatch, caplog):
 
         monkeypatch.setattr(PendingRuns, "overdue", unavailable)
         rescue = Maintenance(app)

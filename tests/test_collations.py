@@ -59,7 +59,7 @@ def tables(database):
 
 
 @pytest.mark.parametrize("order", ["aA", "Aa"])
-def test_rows_of_one_lock_are_told_from_those_of_the_other(tables, order):
+def test_rows_of_one_lock_are_distinguished_from_those_of_the_other(tables, order):
     code = tables[0]
     for text in order:
         with lock(f"code:{text}"):
@@ -137,7 +137,7 @@ def test_a_row_is_not_written_under_the_lock_of_an_equal_key(tables):
         key(pk="A").delete()
 
 
-def test_a_conflict_with_an_equal_key_does_not_tell_the_lock(tables, database):
+def test_a_conflict_with_an_equal_key_does_not_show_the_lock(tables, database):
     key = tables[1]
     target = {} if database == "mariadb" else {"unique_fields": ["text"]}
     why = "rows of another lock, as the database takes 'a' for 'A'"
@@ -147,7 +147,7 @@ def test_a_conflict_with_an_equal_key_does_not_tell_the_lock(tables, database):
         )
 
 
-def test_the_check_tells_of_them(tables, database, monkeypatch):
+def test_the_check_reports_them(tables, database, monkeypatch):
     monkeypatch.setattr(checks.apps, "get_models", lambda: tables)
     found = {str(each) for each in checks.table_problems([database]) if each.id == "W026"}
     for column in ("tests_code", "tests_key"):

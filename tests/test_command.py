@@ -28,6 +28,7 @@ from tests.models import Invoice
 from tests.scripts import run_python
 from tests.sessions import as_in_another_process
 from tests.test_docs import ROOT, _table
+from tests.test_doctor import Only
 from tests.test_resync import restored, written
 from tests.threads import sqlite_written_to
 
@@ -293,20 +294,14 @@ class TestRelease:
             lease.renew()
 
 
-class TablesInDefault:
-    """A router for the doctor, which examines every database that may have fenced tables."""
-
-    def allow_migrate(self, db, app_label, **hints):
-        return db == "default"
-
-
 class TestDoctor:
     @pytest.fixture(autouse=True)
     def on_a_busy_machine(self, monkeypatch, settings):
         monkeypatch.setattr(doctor, "SLOW", 5.0)
         # Without the tasks of other tests.
         monkeypatch.setattr(checks, "_celery_apps", list)
-        settings.DATABASE_ROUTERS = [TablesInDefault()]
+        # The doctor examines every database that may have fenced tables.
+        settings.DATABASE_ROUTERS = [Only("default")]
 
     def test_exit_codes(self, settings, redis_server, make_redis):
         out, _, code = run("doctor")
@@ -409,7 +404,7 @@ def test_only_terminals_get_colours(child_environment, settings):
         assert "\x1b[32;1mheld\x1b[0m" in on_terminal("list")
         for plain in (["list", "--no-color"], ["list", "--format", "json"]):
             assert "\x1b" not in on_terminal(*plain)
-    settings.DATABASE_ROUTERS = [TablesInDefault()]
+    settings.DATABASE_ROUTERS = [Only("default")]
     assert "\x1b" in run("doctor", "--force-color")[0]
 
 

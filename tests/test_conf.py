@@ -161,7 +161,7 @@ class TestLockArguments:
             lock("x", ttl=float("inf"))
 
     @pytest.mark.parametrize("wait", [-1, float("nan"), float("-inf")])
-    def test_a_refused_wait_is_told_what_is_allowed_and_no_less(self, wait):
+    def test_the_error_of_a_refused_wait_says_what_is_allowed(self, wait):
         message = re.escape(f"blocking_timeout is {wait}; it has to be zero or more.")
         for refused in (
             lambda: lock("x", blocking_timeout=wait),

@@ -259,7 +259,7 @@ class TestRoom:
         if renews:
             pool._room.get()
 
-        def strike(frame, event, argument):
+        def interrupt(frame, event, argument):
             nonlocal left
             if frame.f_code.co_filename == sessions.__file__ and event in ("call", "c_return"):
                 left -= 1
@@ -267,15 +267,15 @@ class TestRoom:
                     sys.setprofile(None)
                     raise KeyboardInterrupt
 
-        struck = True
-        while struck:
-            calls, struck = calls + 1, False
+        interrupted = True
+        while interrupted:
+            calls, interrupted = calls + 1, False
             left = calls
-            sys.setprofile(strike)
+            sys.setprofile(interrupt)
             try:
                 pool.run(lambda connection: None, renews=renews)
             except KeyboardInterrupt:
-                struck = True
+                interrupted = True
             finally:
                 sys.setprofile(None)
             assert (pool._room.qsize(), pool._spare.qsize()) == (not renews, 1), calls

@@ -153,7 +153,7 @@ class TestOnMariaDB:
             assert lock("x").holder() is None
         assert lock("x").acquire(blocking=False).release()
 
-    def test_contenders_for_an_expired_lock_do_not_deadlock(self, on):
+    def test_waiters_for_an_expired_lock_do_not_deadlock(self, on):
         held = on("mariadb")
         for _ in range(5):
             lease = lock("x", ttl=0.05).acquire()
@@ -181,7 +181,7 @@ class TestOnSQLite:
         assert lease.release()
 
     @pytest.mark.parametrize("timeout", [0, 0.3, 1.2])
-    def test_who_waits_for_a_file_that_stays_locked_gets_no_grant_in_time(self, on, timeout):
+    def test_a_waiter_for_a_file_that_stays_locked_gets_no_grant_in_time(self, on, timeout):
         on("default", TIMEOUT=0.5)
         with sqlite_written_to(), took() as seconds:
             assert lock("x", blocking_timeout=timeout).acquire() is None
@@ -196,21 +196,21 @@ class TestOnSQLite:
             assert backend.acquire(new_claim("x", 30), over) == Held()
         assert seconds() < 10
 
-    def test_a_file_that_is_let_go_meanwhile_is_no_obstacle(self, on):
+    def test_a_file_that_is_unlocked_meanwhile_is_no_obstacle(self, on):
         on("default", TIMEOUT=0.3)
         # Timed from before the file is held: how long it takes to get here isn't known.
         with took() as seconds, sqlite_written_to(1):
             assert lock("x", blocking_timeout=20).acquire().release()
         assert seconds() > 0.9
 
-    def test_a_short_wait_or_release_for_a_short_write_is_not_in_vain(self, on):
+    def test_an_acquire_or_release_waits_for_a_short_write(self, on):
         on("default")
         with sqlite_written_to(0.5):
             lease = lock("x", blocking_timeout=0).acquire()
         with sqlite_written_to(0.7):
             assert lease.release()
 
-    def test_who_waits_in_vain_is_told_of_the_file(self, on):
+    def test_the_error_after_a_wait_names_the_file(self, on):
         on("default", TIMEOUT=0.3)
         with lock("x"):
             pass
@@ -225,7 +225,7 @@ class TestOnSQLite:
         )
         assert "held by" not in str(caught.value)
 
-    def test_the_holder_is_told_if_the_file_is_his(self, on, process):
+    def test_the_error_names_the_holder_if_it_has_the_file(self, on, process):
         on("default", TIMEOUT=60)
         holder = process.call(write_under, "x")
         waiting = lock("x", blocking_timeout=0.6)
@@ -240,7 +240,7 @@ class TestOnSQLite:
         process.call(end_writing)
         assert lock("x", blocking_timeout=20).acquire().release()
 
-    def test_the_last_holder_is_told_if_he_still_writes(self, on, process):
+    def test_the_error_names_the_last_holder_if_it_still_writes(self, on, process):
         on("default")
         holder = process.call(write_under, "x", abandoned=True)
         waiting = lock("x", blocking_timeout=0.6)

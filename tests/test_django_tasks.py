@@ -69,7 +69,7 @@ class TestImmediately:
         assert task.enqueue(8).return_value == 1
 
     @pytest.mark.parametrize("task", [build, abuild])
-    def test_a_lock_that_somebody_has_fails_the_task(self, task):
+    def test_a_held_lock_fails_the_task(self, task):
         with hold_lock("report:7") as held:
             result = task.enqueue(7)
             other = task.enqueue(8)

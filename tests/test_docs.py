@@ -366,7 +366,7 @@ def _parameters(thing: Any) -> dict[str, Any]:
     }
 
 
-def test_every_reason_of_a_skip_is_told() -> None:
+def test_every_reason_of_a_skip_is_documented() -> None:
     table = _table(ROOT / "docs/celery.md", "| `reason` | why the task didn't run |")
     assert [ast.literal_eval(row[0]) for row in table] == [each.value for each in Skip]
     for reason in Skip:

@@ -22,6 +22,7 @@ from django_fencedlock.storage.tables import ForcedRelease, LockEvent, MessageRe
 from django_fencedlock.test import hold_lock
 from tests.backends import DATABASE, POSTGRES, REDIS
 from tests.servers.process import wait_until
+from tests.test_write_paths import Everything
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 ON_MARIADB = pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
@@ -35,8 +36,8 @@ def no_tasks_of_other_tests(monkeypatch):
 def examine(settings, **terms):
     """Examine one alias with these settings; the findings, by what they are about."""
     settings.FENCEDLOCK = {"default": terms}
-    settings.DATABASE_ROUTERS = [f"{__name__}.BesideTheFences"]
-    BesideTheFences.database = terms.get("FENCE_DATABASE", "default")
+    database = terms.get("FENCE_DATABASE", "default")
+    settings.DATABASE_ROUTERS = [Everything(database), Only(database)]
     return {report.about: report for report in doctor.examine()}
 
 
@@ -367,20 +368,6 @@ def sessions_of_locks(postgres):
         "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'fencedlock %'"
     )
     return count
-
-
-class BesideTheFences:
-    """Sends every model to one database."""
-
-    database = "default"
-
-    def db_for_read(self, model, **hints):
-        return self.database
-
-    db_for_write = db_for_read
-
-    def allow_migrate(self, db, app_label, **hints):
-        return db == self.database
 
 
 class Only:

@@ -42,7 +42,7 @@ def task(celery_app, eager_tasks):
 
 @pytest.fixture(params=["in a transaction", "without"])
 def db_(request):
-    """Have the test run in a transaction of its own, as in a TestCase, or not."""
+    """Run the test in a transaction of its own, as in a TestCase, or not."""
     kind = "db" if request.param == "in a transaction" else "transactional_db"
     request.getfixturevalue(kind)
 

@@ -74,7 +74,7 @@ def test_its_tests_pass(
         ("EXAMPLE_LOCKS", "zookeeper", "EXAMPLE_LOCKS is 'zookeeper'; use 'database'"),
     ],
 )
-def test_a_variable_that_cannot_be_followed_is_told(
+def test_a_variable_that_cannot_be_followed_is_an_error(
     environment: dict[str, str], variable: str, value: str, told: str
 ) -> None:
     command = ("-m", "example_project", "manage", "check")
@@ -88,7 +88,7 @@ def test_a_variable_that_cannot_be_followed_is_told(
 
 @contextmanager
 def heeded(*numbers: int) -> Iterator[None]:
-    """Have what is started here heed signals that these tests may have been told to ignore."""
+    """Let what is started here heed signals that these tests may have been told to ignore."""
     former = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
         yield
@@ -179,7 +179,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Demo]]
 
 
 @needs_pauses
-def test_the_demo_ends_as_told(demos: dict[str, Demo]) -> None:
+def test_the_demo_ends_as_documented(demos: dict[str, Demo]) -> None:
     demo = demos["files"]
     assert demo.end() == 0, demo.said
     plain, fenced = demo.said.split("2. FENCING ON")

@@ -88,7 +88,7 @@ def test_a_greenlet_killed_while_it_waits_leaves_nothing_held(run_green):
     )
 
 
-def test_a_generator_of_a_greenlet_that_has_ended_gives_the_lock_back(run_green):
+def test_a_generator_of_a_greenlet_that_has_ended_releases_the_lock(run_green):
     run_green(
         """
         def rows():
@@ -123,7 +123,7 @@ def test_on_lost_abort_is_raise(run_green):
         @Celery(set_as_current=False).task
         @single_instance("x", on_lost="abort")
         def work():
-            current_lease().mark_lost("taken away")
+            current_lease().mark_lost("removed")
             gevent.sleep(0.1)
             ended.append(True)
 

@@ -90,7 +90,7 @@ class Stage:
 
     @contextlib.contextmanager
     def rows_locked(self):
-        """Have the rows locked by a transaction that isn't about leases."""
+        """Lock the rows in a transaction that isn't about leases."""
         with contextlib.closing(private(self.database, 10)) as third, third.cursor() as cursor:
             cursor.execute("BEGIN")
             for table, pk in (("account", self.account.pk), ("ledgerline", self.line.pk)):

@@ -341,7 +341,7 @@ def test_a_lock_without_ttl_is_released_once_it_is_lost(keeper, service, lease, 
     assert order == (["lost"] if supports_ttl else ["lost", "released"])
 
 
-def test_a_lock_that_can_not_be_given_back_disturbs_no_others(keeper, service, clock, lease):
+def test_a_failed_release_disturbs_no_others(keeper, service, clock, lease):
 
     service.supports_ttl, service.release = (False, unavailable)
     keeper.keep(lease(name="bounded", max_hold=5))
@@ -681,7 +681,7 @@ def test_a_thread_that_an_exception_ended_is_replaced(asleep, service, monkeypat
     wait_until(lambda: service.batches, "a renewal")
 
 
-def test_an_error_that_nobody_foresaw_does_not_end_the_thread(threaded, service, caplog):
+def test_an_unforeseen_error_does_not_end_the_thread(threaded, service, caplog):
     tick, failed = threaded.tick, []
 
     def fail():

@@ -36,10 +36,10 @@ def test_check_says_why_an_expired_lease_is_no_good(make, now):
 
 def test_check_says_why_a_lost_lease_was_lost(make):
     lease = make()
-    lease.mark_lost("somebody else came")
+    lease.mark_lost("another holder came")
     assert lease.lost
     assert lease.remaining() == 0
-    with pytest.raises(LeaseLost, match=r"invoice:42.*token 7.*somebody else came") as caught:
+    with pytest.raises(LeaseLost, match=r"invoice:42.*token 7.*another holder came") as caught:
         lease.check()
     assert (caught.value.name, caught.value.token) == ("invoice:42", 7)
 
@@ -98,7 +98,7 @@ def test_a_lease_refuses_to_be_pickled_and_says_what_to_pass(make):
 
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="this system has no such clock")
-def test_the_clock_is_the_one_that_counts_a_machines_sleep_and_nobody_sets():
+def test_the_clock_counts_a_machines_sleep_and_is_never_set():
     assert clock.func is time.clock_gettime
     assert clock.args == (time.CLOCK_BOOTTIME,)
 
@@ -142,7 +142,7 @@ class TestCurrentLease:
         lease.mark_lost("gone")
         assert current_lease() is lease
 
-    def test_leases_that_another_context_gave_back_do_not_pile_up(self, make):
+    def test_leases_that_another_context_released_do_not_pile_up(self, make):
         def body():
             kept = make(name="kept")
             enter(kept)

@@ -95,7 +95,7 @@ def test_a_refused_write_is_an_error(records):
     assert facts(transaction)["token"] == lease.token
 
 
-def test_a_lock_that_could_not_be_given_back_is_a_warning(records, monkeypatch):
+def test_a_failed_release_is_a_warning(records, monkeypatch):
 
     with lock("x") as lease:
         monkeypatch.setattr(service("default").backend, "release", unavailable)

@@ -43,7 +43,7 @@ def another(first):
     return replace(first, owner=uuid.uuid4().hex)
 
 
-def test_a_message_that_nobody_began_is_the_first(deliveries, rows):
+def test_a_message_that_never_began_is_the_first(deliveries, rows):
     first = message()
     for _ in range(2):  # Also if the request is repeated.
         assert deliveries.begin(first) == Begun(1, "", owner=first.owner)
@@ -188,7 +188,7 @@ class TestSweeping:
         assert deliveries.sweep(5, until=deliveries.limit(15)) == 5
         assert {row.nonce for row in rows.all()} == {each.nonce for each in kept[5:]}
 
-    def test_two_at_once_harm_nobody(self, deliveries, rows):
+    def test_two_sweeps_at_once_do_no_harm(self, deliveries, rows):
         fill(deliveries, rows, 3 * BATCH)
         at_once([lambda: deliveries.sweep(5)] * 3)
         assert rows.count() == 0

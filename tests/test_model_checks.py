@@ -17,6 +17,7 @@ from django_fencedlock.models import (
     checks,
 )
 from tests.models import Account, Contract, Document, Invoice
+from tests.test_write_paths import Everything
 
 PROXY = type("Meta", (), {"proxy": True})
 
@@ -89,7 +90,7 @@ class TestFencing:
         assert found(line) == {}
 
     def test_rows_in_another_database_than_the_fences(self, settings):
-        settings.DATABASE_ROUTERS = [f"{__name__}.EverythingOnPostgres"]
+        settings.DATABASE_ROUTERS = [Everything("postgres")]
         strict = of_type("Strict", FencedModel)
         loose = of_type("Loose", FencedModel, fencing=Fencing(mode="high_water"))
         assert re.search("to database 'postgres'.*are in 'default'", found(strict)["E023"])
@@ -238,11 +239,6 @@ def test_a_field_of_the_models_own_in_place_of_ours_or_ours_taken_away(base, nam
     model = of_type("Own", base, **{name: models.TextField()})
     assert re.search(f"'{name}' such as .* but a TextField", found(model)["E025"])
     assert f"has no field '{name}'" in found(of_type("None_", base, **{name: None}))["E025"]
-
-
-class EverythingOnPostgres:
-    def db_for_write(self, model, **hints):
-        return "postgres"
 
 
 class ByRow:

@@ -32,7 +32,7 @@ def test_any_text_of_up_to_200_characters_is_a_name(name):
         (None, TypeError, "NoneType"),
     ],
 )
-def test_what_a_database_could_not_tell_apart_is_refused(name, error, words):
+def test_what_a_database_takes_for_equal_is_refused(name, error, words):
     with pytest.raises(error, match=words):
         validate(name)
 

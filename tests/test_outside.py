@@ -30,7 +30,7 @@ class TestFile:
         assert page.publish(path, b"second", 10)
         assert page.newest(path) == b"second"
 
-    def test_a_former_holder_writes_what_nobody_reads(self, page, path):
+    def test_a_former_holder_writes_what_is_never_read(self, page, path):
         assert page.publish(path, b"new", 10)
         assert not page.publish(path, b"old", 9)
         assert page.newest(path) == b"new"
@@ -141,7 +141,7 @@ class Store:
         self.body, self.metadata = Body, Metadata
 
 
-def test_the_idempotency_key_is_the_same_for_everybody_who_tries(page):
+def test_the_idempotency_key_is_the_same_for_every_try(page):
     sent = []
     client = SimpleNamespace(post=lambda url, **request: sent.append(request["headers"]))
     for amount in (1, 2):

@@ -149,7 +149,7 @@ class TestTriggers:
         assert runs.numbers(PLACE) == Numbers(3, 3)
         assert runs.claim(PLACE, owner(), GRACE) is None
 
-    def test_a_run_that_others_took_over_strikes_nothing_off(self, runs):
+    def test_a_run_that_others_took_over_ends_no_triggers(self, runs):
         first, second = owner(), owner()
         claimed = begin(runs, first)
         later = begin(runs, second)
@@ -356,7 +356,7 @@ class TestForgetting:
         assert runs.forget(1) == BATCH
         assert runs.forget(9) == 11
 
-    def test_a_run_from_before_strikes_off_nothing_of_a_new_row(self, runs):
+    def test_a_run_from_before_ends_no_triggers_of_a_new_row(self, runs):
         """Numbers begin again, so a paused run's high number must not count."""
         paused, other = owner(), owner()
         for _ in range(5):

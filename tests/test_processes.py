@@ -62,7 +62,7 @@ class TestIsGone:
             child.kill()
             wait_until(lambda: is_gone(who), "the other threads to end")
 
-    def test_one_whose_pid_somebody_else_has_by_now_is(self, child):
+    def test_a_process_whose_pid_another_one_has_is_gone(self, child):
         assert is_gone(identity(child)._replace(started=start_of(child.pid) - 1)) is True
 
     @pytest.mark.skipif(not os.access(NEXT_PID, os.W_OK), reason="only root may choose a pid")

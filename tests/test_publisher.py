@@ -79,7 +79,7 @@ def conflicts():
 
 def publish(task, action, **request):
     """
-    Have a body publish something, which another worker gets while the body still holds its lock.
+    Let a body publish something, which another worker gets while the body still holds its lock.
 
     Returns what the other worker did with each message, and the copies that it published.
     """
@@ -192,7 +192,7 @@ class TestRetry:
         assert pauses[0] < pauses[1] < pauses[2] < pauses[3]
         assert LONGEST_PAUSE / 2 <= pauses[4] <= LONGEST_PAUSE
 
-    def test_counts_its_postponements_anew_for_the_next_attempt(self):
+    def test_counts_its_postponements_from_zero_for_the_next_attempt(self):
         within.append(retry)
         with sending() as sent:
             deliver(skip, 1, headers={FOLLOWS: "x", POSTPONED: 5}, retries=1)
@@ -209,7 +209,7 @@ class TestRetry:
         assert conflicts == [NAME]
 
     @pytest.mark.parametrize("holder", [None, Held("", "another application")])
-    def test_comes_again_if_nobody_can_tell_who_holds_the_lock(self, monkeypatch, holder):
+    def test_comes_again_if_the_holder_is_not_known(self, monkeypatch, holder):
         """The publisher may have held it when the lock was refused, and released it since."""
 
         def tell(self, names):

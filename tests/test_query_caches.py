@@ -70,7 +70,7 @@ def test_a_cache_of_the_packages_tables_is_found(settings, install, cache, given
 
 
 @pytest.mark.slow
-def test_the_doctor_is_told_too(install):
+def test_the_doctor_reports_it_too(install):
     install("cachalot")
     (problem,) = [each for each in problems() if each.id == "W004"]
     assert "show locks that were released" in problem.message

@@ -124,7 +124,7 @@ class TestAfterItsEnd:
         assert ran == [1]
 
     @pytest.mark.parametrize("task", [late, late_coalesce], ids=["skip", "coalesce"])
-    def test_a_success_whose_result_was_never_stored_is_told_as_a_skip(self, task):
+    def test_a_success_whose_result_was_never_stored_is_a_skip(self, task):
         told = message()
         deliver(task, 1, **told)
         forget(told)
@@ -132,7 +132,7 @@ class TestAfterItsEnd:
         assert SkippedRun.of(done.result).reason == "finished"
         assert ran == [1]
 
-    def test_where_no_result_is_kept_nothing_is_told(self):
+    def test_without_results_a_second_delivery_is_ignored(self):
         told = message()
         deliver(silent, 1, **told)
         assert deliver(silent, 1, **told).state == "IGNORED"
@@ -145,7 +145,7 @@ class TestAfterItsEnd:
         assert deliver(late, 1, **told).state == "IGNORED"
         assert ran == [1]
 
-    def test_a_failure_that_nobody_was_told_of_is_run_again(self):
+    def test_a_failure_that_was_not_reported_is_run_again(self):
         told = message()
         ends["how"] = ValueError("no")
         deliver(late, 1, **told)
@@ -288,14 +288,14 @@ class TestWhileItRuns:
         assert ran == [1]
 
     @pytest.mark.parametrize("task", [late, late_wait])
-    def test_a_delivery_whose_process_is_gone_is_in_nobodys_way(self, running, task):
+    def test_a_delivery_whose_process_is_gone_delays_no_other(self, running, task):
         told = message()
         running(told)
         # As if the pid were another process's by now.
         HeldLock.objects.update(pid_started=1)
         assert deliver(task, 1, **told).result == 1
 
-    def test_who_would_wait_for_one_that_has_ended_does(self, running):
+    def test_a_delivery_waits_for_another_that_is_about_to_release(self, running):
         """It is about to give the lock back."""
         told = message()
         lease = running(told)
@@ -305,7 +305,7 @@ class TestWhileItRuns:
             assert deliver(late_wait, 1, **told).state == "IGNORED"
         assert (sent, ran) == ([], [])
 
-    def test_who_waits_for_another_message_does(self, running):
+    def test_a_delivery_waits_for_another_message(self, running):
         """Though a delivery of its own began before, and died."""
         told = message()
         record(told, DEAD)
@@ -314,7 +314,7 @@ class TestWhileItRuns:
             assert deliver(late_wait, 1, **told).result == 1
         assert sent == []
 
-    def test_one_that_ended_long_ago_is_no_conflict_of_anybody(self, running):
+    def test_a_message_that_ended_long_ago_has_no_conflict(self, running):
         told = message()
         deliver(late, 1, **told)
         running()
@@ -343,7 +343,7 @@ class TestWhileItRuns:
             assert deliver(late, 1, **told).state == "IGNORED"
         assert len(sent) == 1
 
-    def test_a_message_whose_delivery_died_is_in_the_way_of_nobody(self, running):
+    def test_a_message_whose_delivery_died_is_an_ordinary_conflict(self, running):
         told = message()
         record(told, DEAD)
         running()
@@ -399,7 +399,7 @@ class TestCallsWithin:
         assert deliver(nesting, 1, **message()).result == "looked"
         assert MessageRecord.objects.get().outcome == "success"
 
-    def test_have_nobody_to_come_again(self, calls):
+    def test_are_not_retried(self, calls):
         ends["how"] = {1: lambda task: calls(task, 2)}
         with sending() as sent, hold_lock("2"):
             done = deliver(nesting_retry, 1, **message())
@@ -493,7 +493,7 @@ class TestWithoutAnAnswer:
 
         return drop
 
-    def test_a_run_does_not_begin_and_gives_its_lock_back(self, table_away):
+    def test_a_run_does_not_begin_and_releases_its_lock(self, table_away):
         table_away()
         done = deliver(late, 1, **message())
         assert done.state == "FAILURE"

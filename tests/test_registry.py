@@ -45,7 +45,7 @@ def test_held_and_expiring_and_everything_about_it(backend):
         assert one.acquired_at.utcoffset() == timedelta(0)
 
 
-def test_a_lock_past_its_time_is_expired_as_long_as_nobody_comes(backend, redis_server):
+def test_a_lock_past_its_ttl_is_expired_until_the_next_grant(backend, redis_server):
     lease = lock("x", ttl=30).acquire()
     service("default").keeper.forget(lease)
     past = {"expires_at": F("expires_at") - timedelta(hours=1)}
@@ -72,7 +72,7 @@ def test_a_lock_whose_service_forgot_it_is_free(backend, redis_server, postgres)
     service("default").drop_all()
 
 
-def test_a_lock_that_somebody_else_has_is_lost(backend):
+def test_a_lock_that_another_holder_has_is_lost(backend):
     if backend == "database":
         pytest.skip("the registry is the service")
     with lock("x"):

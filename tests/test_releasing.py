@@ -45,7 +45,7 @@ def test_a_save_is_refused_before_the_holder_notices():
 
 
 @real
-def test_somebody_has_to_do_it():
+def test_a_release_needs_a_name():
     with lock("x"), pytest.raises(ValueError, match="who releases"):
         force_release("x", by=" ")
     with pytest.raises(ValueError, match="empty"):
@@ -53,7 +53,7 @@ def test_somebody_has_to_do_it():
 
 
 @real
-def test_the_first_who_did_it_is_told_of():
+def test_the_first_user_who_did_it_is_named():
     lease = lock("x").acquire()
     config = fences.Revoking(lease._control.config)
     one = config.revoke(lease.grant, "one", proposed=lease.token)
@@ -67,7 +67,7 @@ def test_the_first_who_did_it_is_told_of():
 
 
 @real
-def test_one_who_did_it_at_the_same_moment_is_told_of_too(monkeypatch):
+def test_a_user_who_did_it_at_the_same_moment_is_named_too(monkeypatch):
     lease = lock("x").acquire()
     config = fences.Revoking(lease._control.config)
     one = config.revoke(lease.grant, "one", proposed=lease.token)

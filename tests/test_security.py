@@ -126,7 +126,7 @@ SLIPS = [
 
 class TestPasswords:
     @pytest.mark.parametrize("given", SLIPS)
-    def test_no_check_and_no_error_tells_one(self, settings, given):
+    def test_no_check_and_no_error_shows_one(self, settings, given):
         settings.FENCEDLOCK = given
         problems = list(conf.problems())
         assert problems
@@ -137,13 +137,13 @@ class TestPasswords:
         for piece in ("s3", "cr@", "et@"):
             assert piece not in told
 
-    def test_no_report_of_a_frame_tells_one(self):
+    def test_no_report_of_a_frame_shows_one(self):
         config = AliasConfig(
             "x", REDIS, f"redis://:{PASSWORD}@h", 30, 10, "", "default", {"a": "s3"}
         )
         assert "s3" not in repr(config)
 
-    def test_one_that_has_to_be_quoted_is_told_so(self, settings):
+    def test_one_that_has_to_be_quoted_is_reported(self, settings):
         settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": "redis://:a/b@host"}}
         (problem,) = conf.problems()
         assert "'redis://:***@host'" in str(problem)

@@ -216,7 +216,7 @@ def told_by(request, monkeypatch):
 
 @every_service
 @pytest.mark.usefixtures("alias")
-def test_whatever_a_holder_tells_he_gets_the_lock_and_forges_nothing(told_by, caplog):
+def test_a_holder_of_any_identity_gets_the_lock_and_forges_nothing(told_by, caplog):
     caplog.set_level(logging.DEBUG, "django_fencedlock")
     for ugly in UGLY:
         lease = told_by(ugly, lock("x").acquire)
@@ -235,7 +235,7 @@ def test_whatever_a_holder_tells_he_gets_the_lock_and_forges_nothing(told_by, ca
 
 
 @on("sqlite", "rows", "mariadb")
-def test_so_he_does_when_he_takes_over(alias, told_by):
+def test_a_successor_of_any_identity_forges_nothing(alias, told_by):
     for ugly in UGLY:
         # Referenced, or it would be released as abandoned.
         former = elsewhere(lambda: lock("x").acquire())

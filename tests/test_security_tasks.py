@@ -63,7 +63,7 @@ def here():
 
 class TestSensitive:
     @pytest.mark.parametrize("task", [paid, templated, called])
-    def test_a_name_tells_calls_apart_and_no_argument(self, task, settings):
+    def test_a_name_distinguishes_calls_and_shows_no_argument(self, task, settings):
         names = {lock_name(task, card) for card in (CARD, "4111", 4111, None)}
         assert len(names) == 4
         assert not any("4111" in name for name in names)
@@ -71,11 +71,11 @@ class TestSensitive:
         settings.SECRET_KEY = "another"
         assert lock_name(task, CARD) not in names
 
-    def test_what_isn_t_sensitive_is_told(self):
+    def test_what_isn_t_sensitive_is_shown(self):
         assert "amount=7" in lock_name(paid, CARD, 7, note=CARD)
         assert "7" not in lock_name(paid, CARD, pin="7").partition("rest=")[2][:2]
 
-    def test_nothing_that_a_run_leaves_tells_it(self, caplog):
+    def test_nothing_that_a_run_leaves_shows_it(self, caplog):
         caplog.set_level(logging.DEBUG)
         assert CARD not in deliver(paid, CARD).result
         with lock(lock_name(paid, CARD)):
@@ -85,7 +85,7 @@ class TestSensitive:
             assert CARD not in json.dumps(list(model.objects.values()), default=str)
         assert CARD not in caplog.text
 
-    def test_what_celery_tells_of_a_message_has_stars(self):
+    def test_what_celery_shows_of_a_message_has_stars(self):
         with sending() as sent:
             paid.delay(CARD, 2, 3, note="x", pin=CARD)
             paid.delay(card=CARD)
@@ -97,14 +97,14 @@ class TestSensitive:
         assert sent[0].args[0] == CARD
 
     @pytest.mark.parametrize("value", [object(), [object()], {CARD: object()}])
-    def test_an_error_does_not_tell_it(self, value):
+    def test_an_error_does_not_show_it(self, value):
         with pytest.raises(TypeError, match="can't be made of 'card'") as caught:
             lock_name(paid, value)
         assert caught.value.__cause__ is None
         assert caught.value.__context__ is None
         assert "object at" not in str(caught.value)
 
-    def test_a_slip_is_told_where_the_task_is_decorated(self):
+    def test_a_mistake_is_an_error_where_the_task_is_decorated(self):
         with pytest.raises(TypeError, match=r"sensitive='crad'.*pay\(\) has no such parameter"):
             single_instance(sensitive="crad")(pay)
         with pytest.raises(TypeError, match="parameter names a row"):
@@ -112,7 +112,7 @@ class TestSensitive:
 
 
 class TestStoredMessages:
-    """Whoever may write the table of duties can't have anything run but the task itself."""
+    """A writer to the table of pending runs can run nothing but the task itself."""
 
     def test_what_is_sent_is_the_task_and_nothing_is_linked_to_it(self):
         headers = {"task": other.name, "id": "x", "root_id": "y", "tenant": "a", DELIVERY: "z"}

@@ -22,7 +22,7 @@ def test_rabbitmq_leaves_no_process_and_nothing_at_home(make_rabbitmq):
     assert cookie.exists() == before
 
 
-def test_server_from_the_environment_is_nobodys_to_kill():
+def test_a_server_from_the_environment_can_not_be_killed():
     assert not Redis("redis://127.0.0.1:6379").can_kill
     with pytest.raises(ServerNotOurs, match="make_postgres"):
         Postgres("postgres://127.0.0.1").kill()

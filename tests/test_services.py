@@ -45,13 +45,13 @@ def test_a_row_is_the_holders_from_before_it_was_asked_for(monkeypatch):
 class TestAThreadThatCannotBeStarted:
     @pytest.fixture
     def no_threads(self, monkeypatch):
-        """Have no thread be started, as where there are too many; returns what undoes it."""
+        """Start no thread, as where there are too many; returns what undoes it."""
         keeper = Keeper(service("default").backend, service("default").lose)
         monkeypatch.setattr(service("default"), "keeper", keeper)
         monkeypatch.setattr(runtime, "start", raising(RuntimeError("can't start new thread")))
         return monkeypatch.undo
 
-    def test_a_lock_that_nobody_would_renew_is_given_back(self, no_threads):
+    def test_a_lock_that_would_not_be_renewed_is_released(self, no_threads):
         with pytest.raises(RuntimeError, match="new thread"):
             lock("x").acquire()
         assert lock("x").holder() is None
@@ -143,7 +143,7 @@ class TestASlowAnswer:
     @pytest.mark.parametrize(
         ("answer", "took"), [(Renewal.LOST, 0), (Renewal.UNKNOWN, 0), (Renewal.KEPT, 31)]
     )
-    def test_what_ran_out_and_is_not_renewed_in_time_is_given_back(self, scripted, answer, took):
+    def test_an_expired_lock_that_is_not_renewed_in_time_is_released(self, scripted, answer, took):
         scripted.backend.took = {"acquire": 31, "renew": took}
         scripted.backend.renewal = answer
         assert self.take(scripted) is None
@@ -166,7 +166,7 @@ class TestASlowAnswer:
         assert (lease.ttl, lease.remaining()) == (30, 20)
 
     @pytest.mark.parametrize(("ttl", "left"), [(60, 20), (5, 5)])
-    def test_a_struck_renewal_may_have_been_done(self, scripted, now, monkeypatch, ttl, left):
+    def test_an_interrupted_renewal_may_have_been_done(self, scripted, now, monkeypatch, ttl, left):
 
         lease = self.take(scripted)
         monkeypatch.setattr(scripted.backend, "renew", raising(KeyboardInterrupt))
@@ -258,7 +258,7 @@ class TestASlowAnswer:
         assert lease.remaining() == 5
 
 
-def test_what_a_coroutine_is_granted_as_it_is_cancelled_is_given_back():
+def test_a_grant_of_a_cancelled_coroutine_is_released():
     found, acquired = service("default"), Future()
 
     async def main():

@@ -1,4 +1,4 @@
-"""A soft time limit that strikes while a task is at its lock."""
+"""A soft time limit that hits while a task is at its lock."""
 
 import signal
 import threading
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(SIG_SOFT_TIMEOUT is None, reason="no soft time l
 
 @pytest.fixture(autouse=True)
 def handler():
-    """Have the signal handled as in a child of a prefork pool."""
+    """Handle the signal as in a child of a prefork pool."""
     runs.clear()
     before = signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
     yield
@@ -35,24 +35,24 @@ def charge():
 runs: list[int] = []
 
 
-def strike():
+def reach_limit():
     signal.raise_signal(SIG_SOFT_TIMEOUT)
 
 
-def striking(monkeypatch, method, *, before):
-    """Have the limit strike just before or after a method of the backend."""
+def reach_limit_at(monkeypatch, method, *, before):
+    """Reach the limit just before or after a method of the backend."""
     backend = service("default").backend
     original = getattr(backend, method)
 
-    def struck(*args, **kwargs):
+    def interrupted(*args, **kwargs):
         if before:
-            strike()
+            reach_limit()
         result = original(*args, **kwargs)
         if not before:
-            strike()
+            reach_limit()
         return result
 
-    monkeypatch.setattr(backend, method, struck)
+    monkeypatch.setattr(backend, method, interrupted)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -60,7 +60,7 @@ class TestARun:
     @pytest.mark.parametrize("before", [True, False])
     @pytest.mark.parametrize(("method", "ran"), [("acquire", []), ("release", [1])])
     def test_leaves_no_lock_behind(self, monkeypatch, method, before, ran):
-        striking(monkeypatch, method, before=before)
+        reach_limit_at(monkeypatch, method, before=before)
         with pytest.raises(SoftTimeLimitExceeded):
             charge()
         assert runs == ran
@@ -70,23 +70,23 @@ class TestARun:
         monkeypatch.undo()
         charge()
 
-    def test_is_struck_in_its_body_at_once(self):
+    def test_is_interrupted_in_its_body_at_once(self):
         @single_instance("x")
         def body():
             try:
-                strike()
+                reach_limit()
             except SoftTimeLimitExceeded:
                 runs.append(1)
 
         body()
         assert runs == [1]
 
-    def test_is_struck_in_the_body_of_a_run_within(self):
+    def test_is_interrupted_in_the_body_of_an_inner_run(self):
         outer = single_instance("y")(charge)
 
         @single_instance("z")
         def inner():
-            strike()
+            reach_limit()
 
         with pytest.raises(SoftTimeLimitExceeded):
             single_instance("y")(inner)()
@@ -94,7 +94,7 @@ class TestARun:
         assert_not_locked("y")
         assert_not_locked("z")
 
-    def test_is_struck_while_it_waits(self):
+    def test_is_interrupted_while_it_waits(self):
         waits = single_instance("x", on_conflict="wait", blocking_timeout=60)(charge)
         main = threading.main_thread().ident
         timer = threading.Timer(0.2, signal.pthread_kill, (main, SIG_SOFT_TIMEOUT))
@@ -105,12 +105,12 @@ class TestARun:
         assert time.monotonic() - started < 40
         assert runs == []
 
-    # What strikes within a finalizer, one of Django's for example, is ignored by Python.
+    # What hits within a finalizer, one of Django's for example, is ignored by Python.
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_at_any_moment(self):
-        """Nothing here knows where the limit strikes; a run takes less than a millisecond."""
-        struck = 0
+        """Nothing here knows where the limit hits; a run takes less than a millisecond."""
+        interrupted = 0
         for step in range(300):
             killer = threading.Thread(target=_kill_main_thread_after, args=(step * 1e-5,))
             try:
@@ -120,10 +120,10 @@ class TestARun:
                 finally:
                     killer.join()
             except SoftTimeLimitExceeded:
-                struck += 1
+                interrupted += 1
             assert service("default").holder("x") is None
             assert current_lease() is None
-        assert struck > 250
+        assert interrupted > 250
 
 
 def _kill_main_thread_after(seconds):
@@ -137,7 +137,7 @@ def test_handlers_of_others_are_left_alone():
     mine = signal.signal(SIG_SOFT_TIMEOUT, lambda *given: runs.append(1))
     assert mine is soft_timeout_sighandler
     with DeferredTimeLimit():
-        strike()
+        reach_limit()
         assert runs == [1]
 
 

@@ -197,7 +197,7 @@ class TestCalls:
         assert charge() == 2
 
     @pytest.mark.parametrize("on_conflict", ["retry", "raise", "wait"])
-    def test_a_direct_call_has_nobody_to_come_again(self, task, on_conflict):
+    def test_a_direct_call_is_not_retried(self, task, on_conflict):
         charge = task(on_conflict=on_conflict)
         with hold_lock("invoice:42"), pytest.raises(LockNotAcquired):
             charge()
@@ -265,7 +265,7 @@ class TestCalls:
         with eager_tasks(charge.app):
             assert charge.chunks([(42,), (43,)], 1)().get() == [[3], [3]]
 
-    def test_who_holds_the_lock_is_told_by_task_and_id(self, app):
+    def test_the_holder_is_named_by_task_and_id(self, app):
         @app.task(name="shop.charge", shared=False)
         @single_instance("x")
         def charge():
@@ -296,7 +296,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         "error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, Reject, Retry]
     )
-    def test_give_the_lock_back(self, error):
+    def test_release_the_lock(self, error):
         @single_instance("x")
         def fails():
             assert_locked("x")
@@ -357,7 +357,7 @@ class TestErrors:
 
 
 class TestSkips:
-    def test_tell_who_holds_the_lock(self, task):
+    def test_name_the_holder(self, task):
         with hold_lock("invoice:42") as held:
             skipped = task()()
         assert isinstance(skipped, SkippedRun)
@@ -366,7 +366,7 @@ class TestSkips:
         assert skipped.since is not None
         assert repr(skipped).startswith("<SkippedRun 'invoice:42': held, held by ")
 
-    def test_who_waited_in_vain_is_told_who_has_it_now(self, task, monkeypatch):
+    def test_the_error_after_a_wait_names_the_present_holder(self, task, monkeypatch):
         first = hold_lock("invoice:42", let_wait=True)
         first.__enter__()
 
@@ -400,7 +400,7 @@ class TestSkips:
         assert SkippedRun.of(arrived).holder == skipped.holder
 
     @pytest.mark.parametrize("value", [None, 3, {}, {"lock": "x"}, "skipped", [1]])
-    def test_can_be_told_from_other_results(self, value):
+    def test_differ_from_other_results(self, value):
         assert SkippedRun.of(value) is None
 
 

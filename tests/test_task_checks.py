@@ -49,7 +49,7 @@ def test_nothing_is_wrong_with_a_plain_task():
     assert found(task={"acks_late": True, "time_limit": 600, "soft_time_limit": 500}) == {}
 
 
-def test_tasks_that_are_not_under_single_instance_are_nobodys_business():
+def test_tasks_that_are_not_under_single_instance_have_no_problems():
     app = app_with(worker_pool="solo")
     add(app, body, time_limit=3, acks_late=True)
     assert list(task_checks.problems([app])) == []
@@ -160,15 +160,12 @@ class TestLongWait:
         for limits in ({"time_limit": 60}, {"soft_time_limit": 50, "time_limit": 70}):
             assert "waits up to 60 s" in found(policy, limits)["W034"]
         assert found(policy, {"time_limit": 61}) == {}
-        assert found(policy) == {}
+        assert found(policy) == found({"on_conflict": "raise"}, {"time_limit": 8}) == {}
 
     def test_goes_by_the_settings(self, settings):
         assert "waits up to 10 s" in found({"on_conflict": "wait"}, {"time_limit": 8})["W034"]
         settings.FENCEDLOCK = {"default": {"BLOCKING_TIMEOUT": 5}}
         assert found({"on_conflict": "wait"}, {"time_limit": 8}) == {}
-
-    def test_only_who_waits(self):
-        assert found({"on_conflict": "raise"}, {"time_limit": 8}) == {}
 
     def test_limits_of_no_effect_are_no_limits(self):
         ids = set(found({"on_conflict": "wait"}, {"time_limit": 8}, worker_pool="threads"))
@@ -197,7 +194,7 @@ def test_redeliveries_that_are_skipped_for_the_dead():
     assert found(task={"acks_late": True}) == {}
 
 
-def test_a_signal_for_aborts_that_somebody_uses():
+def test_a_signal_for_aborts_that_other_code_uses():
     number = conf.abort_signal()
     before = signal.signal(number, lambda *given: None)
     try:

@@ -288,7 +288,7 @@ class TestByCall:
         found = {run_python(code=script, PYTHONHASHSEED=seed).stdout for seed in ("1", "2", "3")}
         assert len(found) == 1
 
-    def test_long_names_are_cut_and_told_apart(self, made):
+    def test_long_names_are_cut_and_differ(self, made):
         task = made(lambda text: None)
         one, two = (lock_name(task, "x" * 300 + end) for end in "ab")
         assert len(one) == len(two) == 200

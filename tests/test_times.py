@@ -66,7 +66,7 @@ class TestEachZone:
             stored = datetime.fromisoformat(cursor.fetchone()[0][:19]).replace(tzinfo=UTC)
         assert 200 < from_now(stored) <= 300
 
-    def test_a_holder_is_told_in_utc(self):
+    def test_a_holder_is_shown_in_utc(self):
         with lock("x", ttl=300):
             holder = lock("x").holder()
             assert 200 < from_now(holder.expires_at) <= 300

@@ -102,7 +102,7 @@ def test_sqlite_refuses_at_once_after_a_write_and_says_what_to_do(settings):
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-def test_a_snapshot_older_than_the_grant_is_refused_and_the_lock_given_back(on_postgres, level):
+def test_a_snapshot_older_than_the_grant_is_refused_and_the_lock_released(on_postgres, level):
     with transaction.atomic(using="postgres"), connections["postgres"].cursor() as cursor:
         cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
         cursor.execute("SELECT 1 FROM django_fencedlock_fence")

@@ -214,7 +214,7 @@ def test_conflicting_rows_are_overwritten_only_under_a_known_lock(database, monk
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "mariadb"])
-def test_a_unique_key_over_an_expression_does_not_tell_the_lock(settings, monkeypatch):
+def test_a_unique_key_over_an_expression_does_not_show_the_lock(settings, monkeypatch):
     """MySQL goes by any unique key, so the row of another lock would be overwritten."""
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "mariadb"}}
     settings.DATABASE_ROUTERS = [Everything("mariadb")]

@@ -27,7 +27,7 @@ def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[An
 
 @contextlib.contextmanager
 def sqlite_written_to(seconds: float = 60) -> Iterator[None]:
-    """Have a transaction in another thread hold SQLite's write lock, at most for so long."""
+    """Hold SQLite's write lock in another thread's transaction, at most for so long."""
     holds, done = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -37,7 +37,7 @@ def test_a_body_goes_on_and_its_message_runs_no_more(make_worker, journal, key, 
     wait_until_free(key)
 
 
-def test_a_body_that_is_cancelled_gives_its_lock_back(make_worker, journal, key, broker, proxy):
+def test_a_cancelled_body_releases_its_lock(make_worker, journal, key, broker, proxy):
     settings = {"worker_cancel_long_running_tasks_on_connection_loss": True}
     make_worker(broker=broker, concurrency=2, **settings)
     result = task("late").delay(key, 42, gate=True)

@@ -75,7 +75,7 @@ def test_a_lost_run_is_delivered_again_and_runs(worker, journal, key, kind, alia
 
 
 @pytest.mark.parametrize("alias", ALIASES)
-def test_a_killed_worker_is_found_dead_by_who_wants_the_lock(make_worker, journal, key, alias):
+def test_a_killed_worker_is_found_dead_by_the_next_waiter(make_worker, journal, key, alias):
     """There is nobody left to watch, but a process of the same host looks."""
     worker = make_worker(concurrency=2)
     task("skip", alias).delay(key, seconds=60)

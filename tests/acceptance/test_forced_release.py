@@ -46,7 +46,7 @@ def test_triggers_that_coalesced_are_run(worker, journal, key, alias):
     with pytest.raises(LeaseLost, match="by the boss"):
         first.get(timeout=20)
     wait_until(lambda: "second" in values(journal, key), "the second run")
-    wait_until(lambda: is_settled(key, alias), "the duty to be settled")
+    wait_until(lambda: is_settled(key, alias), "the pending run to be done")
     tokens = [span.token for span in journal.spans(key)]
     assert tokens == sorted(set(tokens))
 
@@ -76,7 +76,7 @@ def test_a_trigger_after_it_runs_at_once_whatever_the_former_run_does(worker, jo
         first.get(timeout=20)
     assert second.get(timeout=20) == "second"
     wait_until(lambda: "third" in values(journal, key), "the third run")
-    wait_until(lambda: is_settled(key, alias), "the duty to be settled")
+    wait_until(lambda: is_settled(key, alias), "the pending run to be done")
 
 
 @pytest.mark.parametrize("alias", ["rows", "redis"])
@@ -98,5 +98,5 @@ def values(journal, key):
 
 
 def is_settled(key, alias):
-    duty = PendingRun.objects.using(database(alias)).get(name=key)
-    return duty.wanted == duty.done
+    row = PendingRun.objects.using(database(alias)).get(name=key)
+    return row.wanted == row.done

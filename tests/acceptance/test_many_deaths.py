@@ -130,7 +130,7 @@ def is_free_here(name, **terms):
     return lease is not None and lease.release()
 
 
-def test_a_body_that_is_revoked_in_vain_keeps_its_lock(worker, journal, key):
+def test_a_body_that_ignores_its_revoke_keeps_its_lock(worker, journal, key):
     """Celery says that it was revoked long before it ends."""
     result = task("skip").delay(key, grind=LONG)
     (span,) = journal.wait_for_begun(key)

@@ -1,4 +1,4 @@
-"""However a body ends, its lock is given back with it."""
+"""However a body ends, its lock is released with it."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_run_before_is_no_conflict_for_its_own_automatic_retry(worker, journal
 
 
 @pytest.mark.parametrize("outcome", ["ignore", "reject"])
-def test_what_leaves_no_result_gives_the_lock_back(any_worker, journal, key, outcome):
+def test_what_leaves_no_result_releases_the_lock(any_worker, journal, key, outcome):
     task("skip").delay(key, outcome=outcome)
     (span,) = journal.wait_for_ended(key)
     assert span.outcome == outcome.capitalize()

@@ -1,4 +1,4 @@
-"""Workers that are told to end."""
+"""Workers that end by a signal."""
 
 import signal
 from datetime import UTC, datetime, timedelta
@@ -35,7 +35,7 @@ def quit_by_signal(worker):
 
 
 @pytest.mark.parametrize("kind", ["skip", "late_skip"])
-def test_a_cold_shutdown_gives_the_lock_back(make_worker, journal, key, kind):
+def test_a_cold_shutdown_releases_the_lock(make_worker, journal, key, kind):
     worker = make_worker(concurrency=2)
     task(kind).delay(key, seconds=30)
     journal.wait_for_begun(key)
@@ -58,7 +58,7 @@ def test_what_a_cold_shutdown_ended_is_run_by_another(make_worker, journal, key)
     assert spans[0].token < spans[1].token
 
 
-def test_a_soft_shutdown_gives_the_lock_back(make_worker, journal, key):
+def test_a_soft_shutdown_releases_the_lock(make_worker, journal, key):
     worker = make_worker(concurrency=2, worker_soft_shutdown_timeout=1)
     task("late").delay(key, seconds=30)
     (span,) = journal.wait_for_begun(key)

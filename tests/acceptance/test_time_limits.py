@@ -25,20 +25,20 @@ def revoke(worker):
     return send
 
 
-def test_a_soft_limit_gives_the_lock_back(worker, journal, key):
+def test_a_soft_limit_releases_the_lock(worker, journal, key):
     result = task("soft").delay(key, seconds=20)
     assert isinstance(failure(result), SoftTimeLimitExceeded)
     assert [span.outcome for span in journal.spans(key)] == ["SoftTimeLimitExceeded"]
     assert is_free(key)
 
 
-def test_a_hard_limit_gives_the_lock_back(worker, journal, key):
+def test_a_hard_limit_releases_the_lock(worker, journal, key):
     result = task("hard").delay(key, seconds=20)
     assert isinstance(failure(result), TimeLimitExceeded)
     wait_until_free(key)
 
 
-def test_a_hard_limit_within_a_call_of_c_gives_the_lock_back(worker, journal, key):
+def test_a_hard_limit_within_a_call_of_c_releases_the_lock(worker, journal, key):
     """The child sees no signal until the call ends, and is killed."""
     result = task("hard").delay(key, grind=LONG)
     assert isinstance(failure(result), TimeLimitExceeded)
@@ -48,7 +48,7 @@ def test_a_hard_limit_within_a_call_of_c_gives_the_lock_back(worker, journal, ke
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
-def test_a_revoked_body_gives_the_lock_back(worker, journal, key, revoke, number):
+def test_a_revoked_body_releases_the_lock(worker, journal, key, revoke, number):
     result = task("skip").delay(key, seconds=30)
     journal.wait_for_begun(key)
     revoke(result, number)
@@ -58,7 +58,7 @@ def test_a_revoked_body_gives_the_lock_back(worker, journal, key, revoke, number
     assert isinstance(failure(result), TaskRevokedError | SoftTimeLimitExceeded)
 
 
-def test_a_revoked_greenlet_gives_the_lock_back(shared_worker, journal, key):
+def test_a_revoked_greenlet_releases_the_lock(shared_worker, journal, key):
     """Its process lives on, so there is no death to be noticed."""
     worker = shared_worker(pool="gevent")
     result = task("skip").delay(key, seconds=30)
@@ -69,7 +69,7 @@ def test_a_revoked_greenlet_gives_the_lock_back(shared_worker, journal, key):
     wait_until_free(key)
 
 
-def test_a_hard_limit_of_a_greenlet_gives_the_lock_back(shared_worker, journal, key):
+def test_a_hard_limit_of_a_greenlet_releases_the_lock(shared_worker, journal, key):
     shared_worker(pool="gevent")
     result = task("hard").delay(key, seconds=20)
     assert isinstance(failure(result), TimeLimitExceeded)

@@ -7,7 +7,7 @@ from .nemesis import Fault, Lab, kill, pause, watch
 
 #: One of each kind; what is beneath has had its runs with other clients.
 SITES = ("rows", "mariadb", "postgres", "redis")
-TAKEN = {"strikes": 2, "takeovers": 1}
+TAKEN = {"injections": 2, "takeovers": 1}
 
 
 def pause_worker(lab: Lab) -> None:
@@ -41,10 +41,10 @@ def _often(seconds: float) -> dict[str, Any]:
     return {"broker_transport_options": {"visibility_timeout": seconds, **options}}
 
 
-def _fault(name: str, strike: Any, needs: dict[str, int], **options: Any) -> Fault:
+def _fault(name: str, injection: Any, needs: dict[str, int], **options: Any) -> Fault:
     celery = {"celery": {}, "task": {"acks_late": True}, "on_lost": "raise"}
     celery |= {key: options.pop(key) for key in tuple(options) if key in celery}
-    return Fault(f"celery-{name}", strike, SITES, needs, celery=celery, **options)
+    return Fault(f"celery-{name}", injection, SITES, needs, celery=celery, **options)
 
 
 LATE = {"acks_late": True, "reject_on_worker_lost": True}
@@ -52,10 +52,10 @@ LATE = {"acks_late": True, "reject_on_worker_lost": True}
 CELERY_FAULTS = (
     _fault("pause", pause, TAKEN | {"refusals": 1}),
     _fault("abort", pause, TAKEN, on_lost="abort"),
-    _fault("pause-worker", pause_worker, {"strikes": 2}),
+    _fault("pause-worker", pause_worker, {"injections": 2}),
     _fault("kill", kill, TAKEN, task=LATE),
     _fault("kill-worker", kill_worker, TAKEN | {"redelivered": 1}, celery=_often(2)),
-    _fault("shut-down", shut_down, {"strikes": 2}),
+    _fault("shut-down", shut_down, {"injections": 2}),
     _fault("redelivery", watch, {"redelivered": 2}, celery=_often(1)),
     _fault("hard-limit", watch, TAKEN, task=LATE | {"time_limit": 2}, habits={"grind": 0.5}),
     _fault("retry", watch, {"redelivered": 2}, habits={"retry": 0.5}),

@@ -237,16 +237,16 @@ def entering_again_is_no_grant(index: _Index, terms: Terms) -> Iterator[Violatio
 
 def the_dead_are_replaced(index: _Index, terms: Terms) -> Iterator[Violation]:
     """I9: a waiter acquires a dead holder's lock within the ttl and some slack."""
-    for strike in index.history.strikes:
-        if strike["what"] != "kill":
+    for injection in index.history.injections:
+        if injection["what"] != "kill":
             continue
-        bound = strike["at"] + int((terms.ttl + terms.slack) * SECOND)
-        for name in held_by(index.history, strike["client"], strike["at"]):
-            if late := _waited_too_long(index.history, name, strike["at"], bound):
+        bound = injection["at"] + int((terms.ttl + terms.slack) * SECOND)
+        for name in held_by(index.history, injection["client"], injection["at"]):
+            if late := _waited_too_long(index.history, name, injection["at"], bound):
                 yield Violation(
                     "I9",
-                    f"{name}: {late.client} waited from the death of {strike['client']} for more "
-                    f"than {terms.ttl + terms.slack:g} s",
+                    f"{name}: {late.client} waited for more than {terms.ttl + terms.slack:g} s "
+                    f"from the death of {injection['client']}",
                 )
 
 
@@ -412,7 +412,7 @@ def facts(history: History) -> dict[str, int]:
         "unknown": sum(
             each.outcome == UNKNOWN and each.ended is not None for each in history.operations
         ),
-        "strikes": len(history.strikes),
+        "injections": len(history.injections),
         "takeovers": takeovers(history),
         "refusals": refusals(history),
         "redelivered": _delivered_again(history),

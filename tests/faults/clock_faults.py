@@ -47,10 +47,10 @@ CLOCK_FAULTS = (
         "clock-ahead",
         jump_ahead,
         CLOCKED,
-        {"strikes": 2, "takeovers": 1, "refusals": 1},
+        {"injections": 2, "takeovers": 1, "refusals": 1},
         forgets=True,
         missing=missing,
     ),
-    Fault("clock-back", jump_back, CLOCKED, {"strikes": 2}, forgets=True, missing=missing),
+    Fault("clock-back", jump_back, CLOCKED, {"injections": 2}, forgets=True, missing=missing),
     Fault("skew", pause, ELSEWHERE, environments=skewed, missing=missing),
 )

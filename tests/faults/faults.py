@@ -27,8 +27,8 @@ GROUPS = (
 def mix(lab: Lab) -> None:
     chosen = [lab.random.choice(_able(lab, group)) for group in lab.random.sample(GROUPS, 2)]
     with ThreadPoolExecutor(len(chosen)) as pool:
-        for strike in [pool.submit(fault.strike, lab) for fault in chosen]:
-            strike.result()
+        for inject in [pool.submit(fault.inject, lab) for fault in chosen]:
+            inject.result()
 
 
 def _able(lab: Lab, group: Sequence[str]) -> list[Fault]:
@@ -39,6 +39,6 @@ def _able(lab: Lab, group: Sequence[str]) -> list[Fault]:
     ]
 
 
-MIX = Fault("mix", mix, PROXIED, {"strikes": 4, "takeovers": 1}, forgets=True, far="some")
+MIX = Fault("mix", mix, PROXIED, {"injections": 4, "takeovers": 1}, forgets=True, far="some")
 FAULTS = (*PROCESS_FAULTS, *SERVER_FAULTS, MIX, *CLOCK_FAULTS, *CELERY_FAULTS)
 BY_NAME = {fault.name: fault for fault in FAULTS}

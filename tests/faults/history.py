@@ -82,13 +82,13 @@ class History:
     Args:
         operations: What the clients asked for.
         trail: What the database committed, in its order.
-        strikes: What the nemesis did: dicts with ``what``, ``at`` and, for some, ``client``.
+        injections: What the nemesis did: dicts with ``what``, ``at`` and, for some, ``client``.
         counts: The counters of the rows at the end, by table and name.
     """
 
     operations: list[Operation] = field(default_factory=list)
     trail: list[Entry] = field(default_factory=list)
-    strikes: list[dict[str, Any]] = field(default_factory=list)
+    injections: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def of(self, kind: str, *outcomes: str) -> list[Operation]:

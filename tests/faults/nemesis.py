@@ -22,7 +22,7 @@ class Fault:
 
     Args:
         name: As it is called on the command line.
-        strike: Has it happen once, and returns when it is over.
+        inject: Has it happen once, and returns when it is over.
         sites: Where it can happen.
         needs: How much has to have happened, or the run shows nothing: least counts by name.
         forgets: The lock service may lose its memory, or be out of reach.
@@ -36,10 +36,10 @@ class Fault:
     """
 
     name: str
-    strike: "Callable[[Lab], None]"
+    inject: "Callable[[Lab], None]"
     sites: tuple[str, ...] = EVERYWHERE
     needs: Mapping[str, int] = field(
-        default_factory=lambda: {"strikes": 2, "takeovers": 1, "refusals": 1}
+        default_factory=lambda: {"injections": 2, "takeovers": 1, "refusals": 1}
     )
     forgets: bool = False
     far: str = "none"
@@ -61,12 +61,12 @@ class Lab:
         self.crew = crew
         self.ttl = ttl
         self.random = chance
-        self.strikes: list[dict[str, Any]] = []
+        self.injections: list[dict[str, Any]] = []
         self._directory = directory
         self._scribe = Scribe(directory, NEMESIS)
 
     def note(self, what: str, **facts: Any) -> None:
-        self.strikes.append({"what": what, "at": now(), **facts})
+        self.injections.append({"what": what, "at": now(), **facts})
         self._scribe.write(what=what, **facts)
 
     def sleep(self, least: float, most: float) -> None:
@@ -157,8 +157,8 @@ OPEN = {"held": 1, "atomic": 1}
 PROCESS_FAULTS = (
     Fault("pause", pause),
     Fault("pause-many", pause_many),
-    Fault("open-transaction", pause, needs={"strikes": 3}, ways=OPEN),
-    Fault("kill", kill, needs={"strikes": 3, "takeovers": 1}),
+    Fault("open-transaction", pause, needs={"injections": 3}, ways=OPEN),
+    Fault("kill", kill, needs={"injections": 3, "takeovers": 1}),
     Fault("starve", watch, habits={"starve": 0.12}),
     Fault("fork", watch, habits={"fork": 0.4}, needs={"inherits": 3}),
 )

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from .runs import BROKEN, CALM, Result
 
-_COLUMNS = ("grants", "writes", "strikes", "takeovers", "refusals")
+_COLUMNS = ("grants", "writes", "injections", "takeovers", "refusals")
 _HEAD = ("backend", "fault", "runs", *_COLUMNS, "violations", "too calm", "broken", "hung")
 
 

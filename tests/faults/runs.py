@@ -24,7 +24,7 @@ from .workers import Workers
 HELD, VIOLATED, CALM, BROKEN = "held", "VIOLATED", "too calm", "BROKEN"
 #: How much has to have happened whatever goes wrong, or a run shows nothing.
 NEEDED = {"grants": 10, "writes": 10}
-#: Strikes after which a run that shows nothing isn't given more time.
+#: Injections after which a run that shows nothing isn't given more time.
 ENOUGH = 8
 #: Violations that fencing is there to prevent.
 CORRUPTION = {"I3", "I4", "I5"}
@@ -123,11 +123,11 @@ class _Run:
         begun = time.monotonic()
         while True:
             self.lab.sleep(0.3, 0.8)
-            self.plan.fault.strike(self.lab)
+            self.plan.fault.inject(self.lab)
             self.crew.fill()
             passed = time.monotonic() - begun
             # On a machine that stands still now and then, little happens in much time.
-            patience = 2 if len(self.lab.strikes) < ENOUGH else 1
+            patience = 2 if len(self.lab.injections) < ENOUGH else 1
             if passed > patience * self.plan.most:
                 return
             if passed > self.plan.seconds and self._has_shown_it():
@@ -159,7 +159,7 @@ class _Run:
         return any(each.promise in CORRUPTION for each in found)
 
     def _history(self, trail: bool = True) -> History:
-        history = History(read_operations(self.directory), strikes=self.lab.strikes)
+        history = History(read_operations(self.directory), injections=self.lab.injections)
         if trail:
             path = self.directory / "trail.json"
             found = self.near.ask("collect", path)

@@ -16,10 +16,10 @@ ON_POSTGRES = ("rows", "postgres", "redis", "valkey")
 ON_REDIS = ("redis", "valkey")
 PROXIED = ("rows", "postgres", "mariadb", "redis", "valkey")
 #: No takeover and no rejection is expected: no client outlives its lease unnoticed.
-BARE = {"strikes": 2}
+BARE = {"injections": 2}
 #: A client got no answer.
-UNANSWERED = {"strikes": 2, "unknown": 2}
-TAKEN = {"strikes": 2, "takeovers": 1}
+UNANSWERED = {"injections": 2, "unknown": 2}
+TAKEN = {"injections": 2, "takeovers": 1}
 
 
 # Redis
@@ -261,7 +261,7 @@ def bury_half_open(lab: Lab) -> None:
 
 SERVER_FAULTS = (
     Fault("empty", empty, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
-    Fault("empty-open", empty, ON_REDIS, {"strikes": 4}, forgets=True, ways=OPEN),
+    Fault("empty-open", empty, ON_REDIS, {"injections": 4}, forgets=True, ways=OPEN),
     Fault("full-memory", fill_memory, ON_REDIS, UNANSWERED | {"takeovers": 1}, forgets=True),
     Fault("full-file", fill_file, ON_REDIS, UNANSWERED, forgets=True, missing=_no_prlimit),
     Fault("restart-redis", restart_redis, ON_REDIS, TAKEN | {"refusals": 1}, forgets=True),
@@ -273,7 +273,7 @@ SERVER_FAULTS = (
         "lost-commits",
         restart_database,
         ("forgetful",),
-        {"strikes": 3},
+        {"injections": 3},
         forgets=True,
         # What was confirmed is gone. Nothing stale comes in its place.
         tolerates=frozenset({"I6"}),

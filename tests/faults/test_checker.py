@@ -94,7 +94,7 @@ def test_nothing_is_wrong_with_a_takeover(story):
     assert takeovers(story.history) == refusals(story.history) == 1
 
 
-def test_a_lock_that_was_given_back_is_not_taken_over(story):
+def test_a_released_lock_is_not_taken_over(story):
     story.release(story.grant("a", 1))
     story.grant("b", 2)
     assert takeovers(story.history) == 0
@@ -183,7 +183,7 @@ def test_a_write_that_is_there_twice(story):
     assert story.found() == {"I6"}
 
 
-def test_a_write_of_nobody(story):
+def test_a_write_without_a_client(story):
     story.grant("a", 1)
     story.entry("tally", 0, 1, 1, "from somewhere")
     story.counts["tally"] = 1
@@ -224,7 +224,7 @@ def test_a_waiter_for_the_lock_of_the_dead(story, seconds, promises):
     story.grant("a", 1)
     began = story.tick()
     killed = story.tick()
-    story.history.strikes = [{"what": "kill", "client": "a", "at": killed}]
+    story.history.injections = [{"what": "kill", "client": "a", "at": killed}]
     story.operation("acquire", "b", FAIL, begun=began, ended=killed + seconds * SECOND)
     assert story.found() == promises
 
@@ -243,7 +243,7 @@ def test_a_holder_who_is_refused_since_a_newer_came(story):
     assert story.found() == set()
 
 
-def test_somebody_comes_before_a_holders_time_is_over(story):
+def test_a_grant_before_the_holders_ttl_is_over(story):
     first = story.grant("a", 1)
     story.grant("b", 2)
     story.release(first)
@@ -262,7 +262,7 @@ def test_a_renewal_puts_off_the_end_of_a_holders_time(story):
     assert story.found(Terms(ttl=2)) == set()
 
 
-def test_somebody_comes_after_the_holder_died(story):
+def test_a_grant_after_the_holder_died(story):
     story.grant("a", 1)
     story.grant("b", 2)
     assert story.found(Terms(ttl=10)) == set()

@@ -12,7 +12,7 @@ from tests.faults.runs import BROKEN, CALM, HELD, VIOLATED, Plan, Result, _suffi
 
 def a_result(verdict, **more):
     plan = Plan(BY_NAME["pause"], "seed", 1, 2, Path("/"))
-    facts = Counter(grants=20, writes=30, strikes=3, takeovers=2, refusals=1)
+    facts = Counter(grants=20, writes=30, injections=3, takeovers=2, refusals=1)
     return Result("sqlite", plan, verdict, facts=facts, **more)
 
 
@@ -36,7 +36,7 @@ def test_without_fencing_only_corruption_is_a_success(verdict, status):
     assert _status([a_result(verdict)], unfenced=True) == status
 
 
-@pytest.mark.parametrize("what", ["grants", "writes", "strikes", "takeovers", "refusals"])
+@pytest.mark.parametrize("what", ["grants", "writes", "injections", "takeovers", "refusals"])
 def test_a_run_in_which_too_little_happened_shows_nothing(what):
     result = a_result(HELD)
     assert _suffices(result.facts, result.plan)

@@ -133,7 +133,7 @@ def test_rows_that_are_older_than_their_fences_need_nothing(on):
 
 
 @ON_ALL
-def test_the_statement_for_services_outside_lifts_all_fences_and_their_holders_lose(on):
+def test_the_statement_for_services_outside_raises_all_fences_and_their_holders_lose(on):
     invoice = Invoice.objects.create()
     former, row = hand_over(invoice)
     statement = re.search(r"```sql\n(UPDATE django_fencedlock_fence .*?;)\n```", RESTORE)[1]

@@ -69,7 +69,7 @@ class Journal:
         who = {"pid": os.getpid(), "thread": threading.get_ident()}
         outcome = "returned"
         try:
-            # Whoever reads that it has begun may strike it before the next line.
+            # A process that reads that it has begun may interrupt it before the next line.
             self.write(event="begun", run=run, key=key, **who, **facts)
             yield run
         except BaseException as exc:
@@ -123,7 +123,7 @@ class Journal:
                 facts = {name: value for name, value in line.items() if name not in _OF_SPANS}
                 spans[run] = Span(run, key, line["pid"], at, facts=facts)
             elif run in spans:
-                # Else it was struck before it could say that it began.
+                # Else it was interrupted before it could say that it began.
                 spans[run].ended, spans[run].outcome = at, line["outcome"]
         return sorted(spans.values(), key=lambda span: span.begun)
 

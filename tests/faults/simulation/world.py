@@ -260,7 +260,7 @@ class World:
 
 @contextlib.contextmanager
 def simulated_time() -> Iterator[Any]:
-    """Have services and leases read the clock of the world that runs; returns where to put it."""
+    """Let services and leases read the clock of the world that runs; returns where to put it."""
     now = SimpleNamespace(clock=None)
 
     def read() -> float:
@@ -274,7 +274,7 @@ def simulated_time() -> Iterator[Any]:
 
     with (
         patch.object(grants, "time", SimpleNamespace(sleep=sleep)),
-        # Nobody takes a lock away, and there is no database to ask.
+        # Nobody releases a lock by force, and there is no database to ask.
         patch.object(manager, "told", lambda using, owners: {}),
         patch.object(keeper, "notify", call),
         patch.dict(Lease.__init__.__kwdefaults__, {"clock": read}),

@@ -1,5 +1,5 @@
 """
-Code that is struck while it takes a lock, by a time limit or an abort: no lock is left behind.
+Code that is interrupted while it takes a lock, by a time limit or an abort: no lock is left behind.
 
 Nobody would know of such a lock; and one of a PostgreSQL session lasts as long as its process.
 """
@@ -33,17 +33,17 @@ pytestmark = [
     pytest.mark.django_db(transaction=True, databases=["default", "postgres"]),
 ]
 
-#: Where the strikes hit.
+#: Where the interrupts hit.
 MODULES = [locks, manager, grants, keeper, sessions, database, postgres_backend, holding, jobs]
 FILES = {each.__file__ for each in (*MODULES, redis_backend, redis_connections)}
 
 
-class Struck(BaseException):
+class Interrupted(BaseException):
     """Raised where nothing expects it."""
 
 
-class Strike:
-    """Strikes at the n-th line that is executed in `FILES`, from where a function begins on."""
+class InterruptAt:
+    """Interrupts at the n-th line that is executed in `FILES`, from where a function begins on."""
 
     def __init__(self, place, begins):
         self.left = place
@@ -56,7 +56,7 @@ class Strike:
 
     def __exit__(self, *error):
         sys.settrace(self.former)
-        return isinstance(error[1], Struck)
+        return isinstance(error[1], Interrupted)
 
     def end(self):
         sys.settrace(self.former)
@@ -72,7 +72,7 @@ class Strike:
             self.left -= 1
             if self.left == 0:
                 sys.settrace(self.former)
-                raise Struck
+                raise Interrupted
         return self.trace
 
 
@@ -83,22 +83,22 @@ def backend(backend):
     found = service("default").backend
     yield found
     if isinstance(found, database.DatabaseBackend):
-        # A strike before a call of C, which no signal does, loses a place of the pool.
+        # A interrupt before a call of C, which no signal does, loses a place of the pool.
         room = found._sessions._room
         while room.qsize() < sessions.MAX_CONNECTIONS:
             room.put(room)
 
 
-def struck_everywhere(act, check, least=20):
-    """Call `act` struck at one place after the other, until there is no further place."""
+def interrupted_everywhere(act, check, least=20):
+    """Call `act` interrupted at one place after the other, until there is no further place."""
     for place in itertools.count(1):
         # Each in a thread of its own: Python 3.11 goes on handling the error whose handler was
-        # struck, so that whatever is raised in that thread later has it as its context.
+        # interrupted, so that whatever is raised in that thread later has it as its context.
         with ThreadPoolExecutor(1) as thread:
-            was_struck = thread.submit(act, place).result()
+            was_interrupted = thread.submit(act, place).result()
             check(place)
             assert not thread.submit(lambda: current_holder().leases).result()
-        if not was_struck:
+        if not was_interrupted:
             break
     assert place > least
 
@@ -116,37 +116,37 @@ def assert_free(backend):
 
 @pytest.mark.parametrize("how", ["acquire", "with"])
 def test_no_line_leaves_a_lock(assert_free, how):
-    struck_everywhere(partial(take_struck, how), assert_free)
+    interrupted_everywhere(partial(acquire_interrupted, how), assert_free)
 
 
 @pytest.mark.parametrize("backend", ["database"], indirect=True)
 @pytest.mark.parametrize("how", ["acquire", "with"])
 def test_no_line_leaves_a_lock_that_was_entered_again(assert_free, how):
-    struck_everywhere(partial(enter_struck, how), assert_free, least=10)
+    interrupted_everywhere(partial(enter_interrupted, how), assert_free, least=10)
 
 
-def enter_struck(how, place):
+def enter_interrupted(how, place):
     outer = lock(f"x{place}").acquire()
-    was_struck = take_struck(how, place, begins=Service.enter_again)
+    was_interrupted = acquire_interrupted(how, place, begins=Service.enter_again)
     outer.release()
     connections.close_all()
-    return was_struck
+    return was_interrupted
 
 
-def take_struck(how, place, name="x{}", timeout=0, begins=Grants.acquire):
-    strike, mine = Strike(place, begins), lock(name.format(place), blocking_timeout=timeout)
+def acquire_interrupted(how, place, name="x{}", timeout=0, begins=Grants.acquire):
+    interrupt, mine = InterruptAt(place, begins), lock(name.format(place), blocking_timeout=timeout)
     lease = None
-    with strike:
+    with interrupt:
         if how == "acquire":
             lease = mine.acquire()
         else:
             with mine:
-                strike.end()
-    was_struck = strike.left <= 0
+                interrupt.end()
+    was_interrupted = interrupt.left <= 0
     if lease is not None:
         lease.release()
     connections.close_all()
-    return was_struck
+    return was_interrupted
 
 
 def test_no_line_of_a_release_leaves_a_lock(backend, monkeypatch):
@@ -155,27 +155,27 @@ def test_no_line_of_a_release_leaves_a_lock(backend, monkeypatch):
     def wait_until_free(place):
         wait_until(lambda: not backend.holders([f"x{place}"]), "a free lock")
 
-    struck_everywhere(release_struck, wait_until_free)
+    interrupted_everywhere(release_interrupted, wait_until_free)
 
 
 @pytest.mark.parametrize("backend", ["redis"], indirect=True)
 def test_no_line_of_a_release_in_a_transaction_leaves_a_lock(assert_free):
     def release_within(place):
-        return release_struck(place, transaction.atomic())
+        return release_interrupted(place, transaction.atomic())
 
-    struck_everywhere(release_within, assert_free, least=10)
+    interrupted_everywhere(release_within, assert_free, least=10)
 
 
-def release_struck(place, block=None):
+def release_interrupted(place, block=None):
     began, lease = clock(), lock(f"x{place}").acquire()
     with block or contextlib.nullcontext():
-        with (strike := Strike(place, Service.release)):
+        with (interrupt := InterruptAt(place, Service.release)):
             lease.release()
-        strike.end()
+        interrupt.end()
     # As after each body of a task.
     give_back_left_over(began)
     connections.close_all()
-    return strike.left <= 0
+    return interrupt.left <= 0
 
 
 @pytest.mark.parametrize("backend", ["redis", "postgres"], indirect=True)
@@ -186,22 +186,22 @@ def test_no_line_leaves_a_waiter_in_the_queue(backend):
         wait_until(lambda: not backend.holders(["x"])["x"].waiting, f"no waiter, {place}")
 
     with lock("x"):
-        wait = partial(take_struck, "acquire", name="x", timeout=0.01)
-        struck_everywhere(wait, wait_until_gone)
+        wait = partial(acquire_interrupted, "acquire", name="x", timeout=0.01)
+        interrupted_everywhere(wait, wait_until_gone)
         # And none is in the way of those that come later.
-        assert not take_struck("acquire", 1000, "x", 0.01)
+        assert not acquire_interrupted("acquire", 1000, "x", 0.01)
         if backend.label == "postgres":
             assert not any(backend._local._queues.values())
 
 
-def test_what_was_noted_already_is_nobodys(backend, monkeypatch):
+def test_an_interrupt_after_the_lease_was_noted_releases_the_lock(backend, monkeypatch):
     class Leases(dict):
         def __setitem__(self, key, lease):
             super().__setitem__(key, lease)
-            raise Struck
+            raise Interrupted
 
     monkeypatch.setattr(current_holder(), "leases", Leases())
-    with pytest.raises(Struck):
+    with pytest.raises(Interrupted):
         lock("x").acquire()
     assert not current_holder().leases
     assert not backend.holders(["x"])
