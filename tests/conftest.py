@@ -248,11 +248,7 @@ def make_clock() -> Callable[[], Clock]:
 def make_alias(
     django_db_setup: None, django_db_blocker: Any
 ) -> Iterator[Callable[[dict[str, Any]], str]]:
-    """
-    Make an entry of DATABASES known to Django, migrate it, and return its alias.
-
-    For a database that the test may kill: ``make_alias(make_postgres().django())``.
-    """
+    """Make an entry of DATABASES known to Django, migrate it, and return its alias."""
     with contextlib.ExitStack() as stack, django_db_blocker.unblock():
 
         def make(entry: dict[str, Any]) -> str:
@@ -268,12 +264,7 @@ def make_alias(
 
 @pytest.fixture(scope="session")
 def child_environment(request: pytest.FixtureRequest) -> Callable[[], dict[str, str]]:
-    """
-    Return a function that returns the environment for a child process with these settings.
-
-    The child talks to the same servers, as far as they were asked for, and to the same test
-    databases.
-    """
+    """Return a function: the environment of a process with the same settings and servers."""
 
     def environment() -> dict[str, str]:
         variables = {

@@ -104,11 +104,7 @@ class Hammer:
 
 @contextlib.contextmanager
 def late_interrupts():
-    """
-    Delay each interrupt a bit, as if the interrupting thread had been paused.
-
-    The signal is sent without a look at its run: several may be handled at once, and later.
-    """
+    """Delay each interrupt a bit, as if the interrupting thread had been paused."""
 
     def wait():
         runtime.original("time", "sleep")(random.uniform(0, 0.0002))

@@ -120,12 +120,7 @@ def rescued():
 @pytest.mark.slow
 @pytest.mark.django_db
 class TestEveryOrder:
-    """
-    Of the steps of a few runs, on the real tables: see `interleavings`.
-
-    None is lost, each run has the latest arguments, and without a death there is no run too many
-    and nothing for a rescue to do.
-    """
+    """Of the steps of a few runs, on the real tables: no trigger is lost, no run too many."""
 
     @pytest.mark.parametrize("kills", [0, 1, 2])
     def test_of_two(self, kills):

@@ -932,11 +932,8 @@ def deque_that_is_interrupted(method):
 
 
 def interrupt_threads(backend, name, times=200):
-    """
-    Interrupt threads that acquire, wait and release, while another lock is held.
-
-    In a process of its own: CPython may raise the exception in a thread that the target starts.
-    """
+    """Interrupt threads that acquire, wait and release, while another lock is held."""
+    # In a process of its own: CPython may raise the exception in a thread that the target starts.
     kept = take(backend, claim(f"{name}:kept"))
     interrupts, stop, inside, renewals = [], threading.Event(), set(), set()
 

@@ -78,11 +78,7 @@ def conflicts():
 
 
 def publish(task, action, **request):
-    """
-    Let a body publish something, which another worker gets while the body still holds its lock.
-
-    Returns what the other worker did with each message, and the copies that it published.
-    """
+    """Let a body publish something that another worker gets while the body holds its lock."""
     done, copies = [], []
 
     def act(self):

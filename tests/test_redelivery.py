@@ -379,9 +379,7 @@ class TestWhileItRuns:
 
 
 class TestCallsWithin:
-    """
-    A body calls its own task, for another lock. Celery gives it the message's request, or a copy.
-    """
+    """A body calls its own task for another lock, with the message's request or a copy."""
 
     @pytest.fixture(params=["task", "function"])
     def calls(self, request):

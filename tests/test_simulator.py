@@ -34,7 +34,7 @@ def addresses(request, monkeypatch):
 @pytest.fixture
 def begin(closing):
     def make(**switches):
-        return closing(Simulation(Plan(**{"ttl": 1, "scenario": "free"} | switches)))
+        return closing(Simulation(Plan(**{"ttl": 4, "scenario": "free"} | switches)))
 
     return make
 

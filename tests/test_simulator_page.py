@@ -60,7 +60,7 @@ def site(redis_server):
 @pytest.fixture
 def page(browser, site):
     def opened(**switches):
-        query = "&".join(f"{key}={value}" for key, value in ({"ttl": "2"} | switches).items())
+        query = "&".join(f"{key}={value}" for key, value in ({"ttl": "5"} | switches).items())
         browser.get(f"{site.url}?{query}")
         browser.wait(lambda page: page.one("#step").get_attribute("aria-disabled"), "the state")
         return browser

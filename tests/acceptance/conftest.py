@@ -139,9 +139,7 @@ def make_broker(
 
 @pytest.fixture
 def use(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Any]]:
-    """
-    Return a function that has the test send its tasks to a worker, and show its log if it fails.
-    """
+    """Return a function that sends tasks to a worker, whose log is shown if the test fails."""
     before = getattr(_state._tls, "current_app", None)
     used = request.node.stash.setdefault(_WORKERS, [])
 
@@ -164,12 +162,7 @@ def make_worker(
     use: Callable[[Any], Any],
     closing: Callable[[Any], Any],
 ) -> Callable[..., Worker]:
-    """
-    Start a worker of the test's own, which it may kill.
-
-    ``make_worker(*arguments, broker="redis", pool="prefork", concurrency=4, transport={...},
-    **settings)``; see Worker. A second one with ``broker=first.broker`` shares the queue.
-    """
+    """Start a worker that the test may kill. A second one may share ``first.broker``."""
 
     def make(*arguments: str, broker: str | Broker = "redis", **options: Any) -> Worker:
         queue = make_broker(broker) if isinstance(broker, str) else broker

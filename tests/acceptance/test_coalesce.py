@@ -133,11 +133,7 @@ def trigger_and_kill(worker, journal, triggers, alias):
 
 
 def kill_a_body(journal, names, killed, trigger):
-    """
-    Kill a child within a body of one of these names, once one is; returns the run.
-
-    Calls `trigger` now and then: where all has ended before it was looked at, nothing more comes.
-    """
+    """Kill a child in a body of these names; return the run. Trigger more if all have ended."""
     hit = []
     more_at = now() + 1
 

@@ -24,11 +24,7 @@ def test_a_warm_shutdown_waits_and_keeps_the_lease(make_worker, journal, key):
 
 
 def quit_by_signal(worker):
-    """
-    Send the signal of a cold or soft shutdown, once the main process knows what is running.
-
-    What it hasn't noted as begun, it lets end by itself.
-    """
+    """Send SIGQUIT once the main process has noted the run: it waits for all others."""
     inspect = worker.app.control.inspect(destination=[worker.name], timeout=2)
     wait_until(lambda: any((inspect.active() or {}).values()), "the run to be noted")
     worker.send(signal.SIGQUIT)

@@ -35,14 +35,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Terms:
-    """
-    What may be expected of a run.
-
-    Args:
-        ttl: Of its locks, in seconds.
-        forgets: The lock service may have lost its memory, or been out of reach.
-        slack: Seconds after the ttl within which a waiter has a dead holder's lock.
-    """
+    """What may be expected; a waiter has a dead holder's lock within the ttl and the slack."""
 
     ttl: float
     forgets: bool = False

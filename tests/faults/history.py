@@ -28,17 +28,7 @@ def now() -> int:
 
 @dataclass
 class Operation:
-    """
-    Something that a client asked for.
-
-    Args:
-        kind: acquire, write, release, verify, renew, reenter or inherit.
-        name: The name of the lock.
-        begun: When it was asked for; of a write, when its COMMIT was.
-        ended: When the answer was there; None if none came.
-        outcome: OK, FAIL (refused, nothing has happened) or UNKNOWN.
-        facts: What else is known: token, owner, read, stamp, table...
-    """
+    """Something that a client asked for; `begun` of a write is when its COMMIT was."""
 
     kind: str
     name: str
@@ -76,15 +66,7 @@ class Entry:
 
 @dataclass
 class History:
-    """
-    All that is known of a run.
-
-    Args:
-        operations: What the clients asked for.
-        trail: What the database committed, in its order.
-        injections: What the nemesis did: dicts with ``what``, ``at`` and, for some, ``client``.
-        counts: The counters of the rows at the end, by table and name.
-    """
+    """What clients asked for, the database's trail, the injections, and the counts at the end."""
 
     operations: list[Operation] = field(default_factory=list)
     trail: list[Entry] = field(default_factory=list)

@@ -32,17 +32,7 @@ CORRUPTION = {"I3", "I4", "I5"}
 
 @dataclass(frozen=True)
 class Plan:
-    """
-    How a run goes.
-
-    Args:
-        fault: What goes wrong.
-        seed: Of the nemesis and of the clients.
-        seconds: How long it lasts at least.
-        most: How long it lasts at the most, if too little has happened.
-        fenced: False has clients write past the fence: the checker has to find that.
-        directory: Where accounts are kept.
-    """
+    """How a run goes. Without `fenced`, clients write past the fence, which has to be found."""
 
     fault: Fault
     seed: str

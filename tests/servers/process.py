@@ -83,14 +83,7 @@ def run_as_server_user(*command: object) -> None:
 
 
 class Process:
-    """
-    A server process of ours and its children.
-
-    Args:
-        ready: Tells whether the server answers; asked repeatedly after the start.
-        quit: The signal for a quick stop that loses nothing outside the server's own files.
-        ours: It runs as us, in our own directory, and not as the server user.
-    """
+    """A server and its children; `ours` runs as us in our own directory, not as the server user."""
 
     def __init__(
         self,

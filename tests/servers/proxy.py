@@ -22,11 +22,7 @@ class _Way:
 
 
 class Proxy:
-    """
-    Forward connections to a server, and misbehave on request.
-
-    Whatever is asked for holds for open connections too, from when the call returns.
-    """
+    """Forward connections to a server, and misbehave on request, for open connections too."""
 
     host = "127.0.0.1"
 
@@ -42,12 +38,7 @@ class Proxy:
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def pass_through(self) -> None:
-        """
-        Be an honest proxy again.
-
-        What a black hole held back arrives now. A connection that lost bytes is cut: a network
-        does not heal one either.
-        """
+        """Deliver what a black hole held back, and cut the connections that lost bytes."""
         self._run(self._heal())
 
     def delay(self, to_server: float = 0, to_client: float = 0) -> None:

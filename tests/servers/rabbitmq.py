@@ -29,11 +29,7 @@ _ERLANG = (
 
 
 class RabbitMQ(Server):
-    """
-    A RabbitMQ without plugins, with the user guest and the virtual host /.
-
-    It keeps durable queues and persistent messages when it is killed.
-    """
+    """It has no plugins, and keeps durable queues and persistent messages when it is killed."""
 
     name = "rabbitmq"
 

@@ -41,14 +41,6 @@ class Redis(Server):
 
     @classmethod
     def launch(cls, found: Found, *arguments: str, replica_of: "Redis | None" = None) -> "Redis":
-        """
-        Start a server of our own.
-
-        Args:
-            found: The program.
-            arguments: More of the command line, such as ``"--maxmemory", "2mb"``.
-            replica_of: A server to follow. Returns once everything in it has arrived.
-        """
         directory = workspace.new_directory(found.name)
         # The nodes of a cluster speak among themselves ten thousand further up.
         port = free_port(10000 if "--cluster-enabled" in arguments else 0)
@@ -106,11 +98,7 @@ class Redis(Server):
 
     @contextlib.contextmanager
     def configured(self, **options: Any) -> Iterator[None]:
-        """
-        Change the configuration inside the block: ``configured(maxmemory="2mb")``.
-
-        An underscore stands for a dash, as in ``maxmemory_policy="allkeys-lru"``.
-        """
+        """Change the configuration inside the block: ``configured(maxmemory_policy=...)``."""
         with self.client() as client:
             named = {option.replace("_", "-"): value for option, value in options.items()}
             before: dict[str, Any] = {}
@@ -126,12 +114,7 @@ class Redis(Server):
 
     @contextlib.contextmanager
     def monitor(self) -> Iterator[list[Command]]:
-        """
-        Yield a list that, when the block ends, holds each command executed in it.
-
-        Commands of scripts are in it with ``lua`` set, and so are a new connection's HELLO and
-        CLIENT.
-        """
+        """Yield a list that, when the block ends, holds each command executed in it."""
         seen: list[Command] = []
         with self.client(decode_responses=False) as client, client.monitor() as monitor:
             yield seen
@@ -149,12 +132,7 @@ class Redis(Server):
         )
 
     def promote(self) -> None:
-        """
-        Make a primary of a replica, which it stays when it is started again.
-
-        For a failover that loses the last writes: promote first, write to the old primary, kill
-        it.
-        """
+        """Make a primary of a replica, which it stays when it is started again."""
         self.execute("REPLICAOF", "NO", "ONE")
         self.process.drop_option("--replicaof", values=2)
 

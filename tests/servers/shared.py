@@ -19,9 +19,7 @@ _servers: dict[str, Server] = {}
 
 
 def url(name: str) -> str | None:
-    """
-    Return the address of a server that the environment names, as in FENCEDLOCK_TEST_REDIS_URL.
-    """
+    """Return the address of a server that the environment names."""
     return os.environ.get(f"FENCEDLOCK_TEST_{name.upper()}_URL")
 
 

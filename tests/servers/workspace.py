@@ -15,11 +15,7 @@ _numbers = itertools.count(1)
 
 @functools.cache
 def server_user() -> pwd.struct_passwd:
-    """
-    Return the user for the servers: the current one, or another one if that is root.
-
-    PostgreSQL, MariaDB and PgBouncer refuse to run as root.
-    """
+    """Return the user for the servers, which refuse to run as root."""
     if os.getuid() != 0:
         return pwd.getpwuid(os.getuid())
     names = {entry.pw_name for entry in pwd.getpwall()}

@@ -29,11 +29,7 @@ _OF_SPANS = {"event", "run", "at", "key", "pid"}
 
 @dataclass
 class Span:
-    """
-    One run of a body. One that was killed has no end.
-
-    ``outcome`` is ``"returned"``, or the name of the exception that left the body.
-    """
+    """One run of a body. One that was killed has no end."""
 
     run: str
     key: str
@@ -79,9 +75,7 @@ class Journal:
             self.write(event="ended", run=run, key=key, outcome=outcome)
 
     def write(self, **line: Any) -> None:
-        """
-        Append a line. One write: lines of several processes don't mix, and a kill leaves no half.
-        """
+        """Append a line in one write: lines of processes don't mix, and a kill leaves no half."""
         text = json.dumps({"at": now(), **line}, default=str) + "\n"
         descriptor = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
