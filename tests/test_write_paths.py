@@ -328,7 +328,7 @@ for prefix, model, values, more, field, selects in (
         save=(1 + selects + len(more), lambda row, field=field: set_(row, **{field: "9"}).save()),
         never_loaded=(None, _unloaded),
         update=(2, _update),
-        bulk_update=(1 + 2 * selects, _bulk_update),
+        bulk_update=(1 + selects, _bulk_update),
         delete=(None, lambda row: row.delete()),
         queryset_delete=(None, lambda row: type(row).objects.all().delete()),
     )

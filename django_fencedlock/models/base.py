@@ -9,7 +9,7 @@ Django in which these are as they are here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
@@ -292,16 +292,16 @@ class _RowCondition(Lookup):
 
 
 class GuardedQuerySet(models.QuerySet[_Row]):
-    """A queryset whose copies have the same lease and objects."""
+    """A queryset whose copies have the same lease and stamps."""
 
     #: The lease of using_lease().
     _lease: Lease | None = None
-    #: The objects that bulk_update() writes.
-    _objects: Sequence[Any] | None = None
+    #: The fences and versions that bulk_update() writes along.
+    _stamps: Mapping[str, Any] | None = None
 
     def _clone(self) -> Self:
         clone: Any = super()._clone()  # type: ignore[misc]
-        clone._lease, clone._objects = self._lease, self._objects
+        clone._lease, clone._stamps = self._lease, self._stamps
         return clone  # type: ignore[no-any-return]
 
     def _copy(self, **attributes: Any) -> Self:

@@ -68,12 +68,14 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
 
     def update(self, **values: Any) -> int:
         self._require_other_columns(values, "update")
+        if self._stamps is not None:
+            return super().update(**self._stamps, **values)
         writes = self._writes("Updating", values)
         stamps: dict[str, Any] = {}
         if writes is not None:
             stamps["fence"] = token_or_rejected(writes)
         if self._is_versioned:
-            stamps["version"] = self._next_versions()
+            stamps["version"] = F("version") + 1
         if not stamps:
             return super().update(**values)
         with self._all_or_nothing(writes or ()):
@@ -85,27 +87,31 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
     ) -> int:
         objs, fields = tuple(objs), tuple(fields)
         self._require_other_columns(fields, "bulk_update")
-        keys = [obj.pk for obj in objs]
-        writes = None
-        if self._is_covered() and all(keys):
-            # A row without a lease raises here, before anything is written.
-            writes = self.filter(pk__in=keys)._copy(_objects=objs)._writes("Updating")
-        if writes is None and not (self._is_versioned and all(keys)):
+        if not (self._is_covered() or self._is_versioned) or not all(obj.pk for obj in objs):
             return super().bulk_update(objs, fields, batch_size)
-        leased = leases_of(writes or ())
         # As Django counts parameters, and some more for each object's fence and version.
         parameters = 2 + len(fields) + 3 * (self._is_fenced + self._is_versioned)
         operations = connections[self._database()].ops
         most = operations.bulk_batch_size([self.model._meta.pk] * parameters, objs)
         size = max(1, min(batch_size or most, most))
+        batches = [objs[start : start + size] for start in range(0, len(objs), size)]
+        # A row without a lease raises here, before anything is written.
+        values = dict.fromkeys(fields, Value(None))
+        writes = [
+            self.filter(pk__in=[obj.pk for obj in batch])._writes("Updating", values, batch)
+            for batch in batches
+        ]
+        leased = [write for each in writes for write in leases_of(each or ())]
         count = 0
         within = transaction.atomic(using=self.db, savepoint=False)
         with self._all_or_nothing(leased), within:
-            for start in range(0, len(objs), size):
-                batch = objs[start : start + size]
-                rows = self._copy(_objects=batch)
+            for batch, each in zip(batches, writes, strict=True):
+                stamps = {} if each is None else {"fence": token_or_rejected(each)}
+                if self._is_versioned:
+                    stamps["version"] = self._next_versions(batch)
+                rows = self._copy(_stamps=stamps)
                 found = super(FencedQuerySet, rows).bulk_update(batch, fields, batch_size)
-                if found < len({obj.pk for obj in batch}):
+                if stamps and found < len({obj.pk for obj in batch}):
                     why = "a row is gone, or isn't among those of the queryset"
                     if leased:
                         raise rejected(leased, missed=why)
@@ -221,18 +227,23 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
                 raise TypeError(f"{method}() can't set {own!r}: it is written along with the row.")
 
     def _writes(
-        self, doing: str, values: Mapping[str, Any] | None = None
+        self,
+        doing: str,
+        values: Mapping[str, Any] | None = None,
+        objs: Sequence[Any] | None = None,
     ) -> Sequence[Write] | None:
         """Find the leases for the rows of this queryset; None if they are left to Django."""
         is_djangos_error = self.query.is_sliced or self.query.combinator
         if is_djangos_error or not self._is_covered():
             return None
-        fencing, using, objs = self._fencing, self._database(), self._objects
+        fencing, using = self._fencing, self._database()
+        names = [type(obj).fencing.name_of_row(obj) for obj in objs or ()]
+        # Objects that Django makes to set an order have keys alone, and no name.
+        is_known = objs is not None and fencing.finds_rows and None not in names
         writes = [
             Write(fencing, using, doing, name, columns).under(self._lease)
-            for name, columns in self._rows()
+            for name, columns in (fencing.rows_of(objs or ()) if is_known else self._rows())
         ]
-        names = [] if objs is None else [type(obj).fencing.name_of_row(obj) for obj in objs]
         if objs is not None:
             limit_to(writes, objs, names)
         # Objects that have a name have that of their row, and move it to no other lock.
@@ -247,11 +258,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
     def _rows(self) -> Rows:
         """Find the names of the rows' locks; asks the database only if they differ by row."""
         fencing = self._fencing
-        if self._objects is not None and fencing.finds_rows:
-            known = fencing.rows_of(self._objects)
-            # Objects that Django makes to set an order have keys alone, and no name.
-            if all(name is not None for name, _ in known):
-                return known
         columns = fencing.columns
         if columns == ():
             return [(fencing.name_of({}), {})]
@@ -324,12 +330,10 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             for obj, stamps in zip(objs, values, strict=True):
                 obj.__dict__.update(stamps)
 
-    def _next_versions(self) -> Any:
-        """Return what an UPDATE sets the version to; for objects, if it is the loaded one still."""
-        if self._objects is None:
-            return F("version") + 1
+    def _next_versions(self, objs: Iterable[Any]) -> Case:
+        """Return what an UPDATE of objects sets the version to, if it is the loaded one still."""
         branches = []
-        for obj in self._objects:
+        for obj in objs:
             loaded = obj.__dict__.get("version")
             if not isinstance(loaded, int):
                 why = "its version wasn't loaded with it"
@@ -346,8 +350,6 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             with within if inherits else contextlib.nullcontext():
                 yield
         except Error as exc:
-            if self._objects is not None:
-                raise  # It is explained by bulk_update(), once the transaction has ended.
             leased = leases_of(writes)
             if self._is_fenced and is_rejected(exc, self.model, "fence"):
                 if leased:
