@@ -158,7 +158,7 @@ def mutant_of(function: Any, place: int) -> tuple[Any, int]:
 
 FUNCTIONS = [
     writes.FenceGuard.condition,
-    writes._condition,
+    writes.may_write,
     writes.accepted_fences,
     writes._fences_of_many,
     fenced_atomic.is_pinned,

@@ -738,20 +738,23 @@ def test_rows_that_come_while_names_are_read_are_not_written(database, monkeypat
     assert values_of(LedgerLine, "amount") == [(0,)]
 
 
-def test_rows_that_come_between_claim_and_delete_are_left(database, monkeypatch):
+def test_rows_of_other_locks_that_come_before_the_delete_are_left(database, monkeypatch):
     account, other = Account.objects.create(), Account.objects.create()
-    update = models.QuerySet.update
+    read_names = FencedQuerySet._rows
 
-    def update_and_add(rows, **values):
-        count = update(rows, **values)
+    def read_and_add(rows):
+        found = read_names(rows)
         models.QuerySet(LedgerLine).bulk_create([LedgerLine(account=other, amount=5)])
-        return count
+        return found
 
     leased(LedgerLine, account=account, amount=5)
+    monkeypatch.setattr(FencedQuerySet, "_rows", read_and_add)
     with LedgerLine.fencing.lock(account=account):
-        monkeypatch.setattr(models.QuerySet, "update", update_and_add)
         assert LedgerLine.objects.filter(amount=5).delete()[0] == 1
     assert values_of(LedgerLine, "account_id") == [(other.pk,)]
+    plainly(LedgerLine, amount=0)
+    assert LedgerLine.objects.filter(amount=5).delete()[0] == 0  # There was no name to read.
+    assert values_of(LedgerLine, "amount") == [(0,), (5,)]
 
 
 def test_moving_rows_to_another_lock_needs_both_leases(database):

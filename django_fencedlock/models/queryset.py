@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections, models, transaction
-from django.db.models import Case, F, Value, When
+from django.db.models import Case, F, Q, Value, When
 from django.db.models.base import ModelBase
 
 from ..lease import Lease, held_owners
@@ -19,11 +19,13 @@ from .base import GuardedQuerySet, SaveHooks, given, watch
 from .fencing import FencingOf, Rows
 from .fields import REJECTED, Exactly, is_rejected
 from .writes import (
+    WRITTEN_SINCE,
     Write,
-    claimed_fence,
     inserted_fence,
+    is_of,
     leases_of,
     limit_to,
+    may_write,
     rejected,
     token_or_rejected,
     version_conflict,
@@ -174,12 +176,16 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         writes = rows._writes("Deleting")
         if writes is None:
             return super()._raw_delete(using)
-        with rows._all_or_nothing(writes), transaction.atomic(using=using, savepoint=False):
-            # The UPDATE fails if a row may not be deleted. Rows that came since then are left
-            # alone: their leases weren't asked for.
-            models.QuerySet.update(rows._plain_rows(), fence=token_or_rejected(writes))
-            claimed = rows.filter(fence=claimed_fence(writes))
-            return models.QuerySet._raw_delete(claimed, using)
+        if not writes:
+            return 0
+        with transaction.atomic(using=using, savepoint=False):
+            written = Q.create([may_write(write) for write in writes], connector=Q.OR)
+            count = models.QuerySet._raw_delete(rows.filter(written), using)
+            # Rows of other locks, which came meanwhile, are left alone.
+            left = Q.create([is_of(write) for write in leases_of(writes)], connector=Q.OR)
+            if rows.filter(left).exists():
+                raise rejected(leases_of(writes), missed=WRITTEN_SINCE)
+            return count
 
     def _fetch_all(self) -> None:
         owners = held_owners() if self._lease is None else (*held_owners(), self._lease.owner_id)

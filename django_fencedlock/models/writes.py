@@ -155,14 +155,14 @@ class Write:
         return None if found is None else self.error(found.why, pk=pk, holder=found.holder)
 
 
-_WRITTEN_SINCE = (
+WRITTEN_SINCE = (
     "a row was written since it was read or under a newer token, or belongs to another lock"
 )
 
 
 def rejected(writes: Sequence[Write], pk: Any = None, missed: str = "") -> StaleFence:
     """Return the error for a statement that the constraint failed, or that `missed` a row."""
-    why = missed or _WRITTEN_SINCE
+    why = missed or WRITTEN_SINCE
     if len(writes) > 1:
         some = [repr(write.name) for write in writes[:3]] + ["..."] * (len(writes) > 3)
         why += f" (of the locks {', '.join(some)})"
@@ -317,16 +317,9 @@ def _fences_of_many(write: Write, rows: Iterable[Any]) -> Q:
     return Q.create(conditions, connector=Q.OR)
 
 
-# What statements set the fence to: REJECTED in every row that they may not write
-
-
 def token_or_rejected(writes: Iterable[Write]) -> Case:
-    return _by_rows(When(_condition(write), then=_new_fence(write)) for write in writes)
-
-
-def claimed_fence(writes: Iterable[Write]) -> Case:
-    """Return the fence of a row after `token_or_rejected` was written into it."""
-    return _by_rows(When(_rows(write), then=_new_fence(write)) for write in writes)
+    """Return what an UPDATE sets the fence to: REJECTED in every row that it may not write."""
+    return _by_rows(When(may_write(write), then=_new_fence(write)) for write in writes)
 
 
 def inserted_fence(write: Write) -> Any:
@@ -341,7 +334,8 @@ def _by_rows(branches: Iterable[When]) -> Case:
     return Case(*branches, default=Value(REJECTED), output_field=models.BigIntegerField())
 
 
-def _rows(write: Write) -> Q:
+def is_of(write: Write) -> Q:
+    """Return the condition that a row is one of the write's."""
     texts = write.fencing.texts
     # A CASE takes no empty condition, and all fences are as high.
     found = Q(fence__gte=0, **{k: value for k, value in write.columns.items() if k not in texts})
@@ -351,8 +345,9 @@ def _rows(write: Write) -> Q:
     return found
 
 
-def _condition(write: Write) -> Q:
-    condition = _rows(write)
+def may_write(write: Write) -> Q:
+    """Return the condition that a row is one of the write's, and may be written."""
+    condition = is_of(write)
     if write.grant is not None:
         condition &= Q(fence__lte=write.token) if write.fences is None else write.fences
     for each in (write, write.moving_to):
