@@ -379,8 +379,10 @@ def test_a_signal_without_a_lost_lease_does_nothing():
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_body_learns_of_a_loss_that_it_noticed_itself(place):
+def test_a_body_learns_of_a_loss_that_it_noticed_itself(place, monkeypatch):
     """But not before others were told, which happens in its very thread."""
+    # On a busy machine, a shorter pause may end while lose_lease() still talks to the database.
+    monkeypatch.setattr(interrupts, "SOON", 1.0)
     told, mine = [], []
 
     def work():
@@ -532,14 +534,6 @@ def test_without_the_cleanup_the_connection_is_of_no_use(postgres_kept_open, mon
     interrupt_in_query(query)
     with pytest.raises(Exception, match="already in progress"):
         query("SELECT 42")
-
-
-@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-def test_a_connection_that_is_quiet_stays_open(postgres_kept_open):
-    query("SELECT 1")
-    raw = postgres_kept_open.connection
-    aborted(loop)
-    assert postgres_kept_open.connection is raw
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])

@@ -8,7 +8,7 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
-from celery import current_app
+from celery import Signature, current_app
 from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish
 from django.db import connections
@@ -370,7 +370,7 @@ class TestWhileItRuns:
     def test_if_the_copy_cannot_be_sent_the_message_stays(self, running, monkeypatch):
         told = message()
         running(told)
-        monkeypatch.setattr(duplicates.Again, "apply_async", broken)
+        monkeypatch.setattr(Signature, "apply_async", broken)
         assert deliver(late, 1, **told).state == "REJECTED"
 
     def test_a_plain_lock_of_that_name_is_an_ordinary_conflict(self):

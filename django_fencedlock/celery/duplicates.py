@@ -236,16 +236,7 @@ class _Copied(str):
     __slots__ = ()
 
 
-class Again(Signature[Any]):
-    """The next message of a task that didn't get its lock."""
-
-    def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-        # In eager mode Celery counts every Retry against max_retries; a conflict is none.
-        options["retries"] = self.options.get("retries", 0)
-        return super().apply(args, kwargs, **options)
-
-
-def again(call: Call, countdown: float, headers: dict[str, Any]) -> Again:
+def again(call: Call, countdown: float, headers: dict[str, Any]) -> Signature[Any]:
     """Make a copy of a call's message, with the same identity, chain, chord and group."""
     task, request, identity = call.task, call.request, nonce(call.request, call.title)
     # Celery 5.5 drops this option.
@@ -254,14 +245,14 @@ def again(call: Call, countdown: float, headers: dict[str, Any]) -> Again:
     more |= {each: text for each in REPRS if (text := getattr(request, each, None))}
     # Celery copies the queue only if the message came through the default exchange.
     more |= {each: value for each, value in route(request.delivery_info or {}).items() if value}
-    made: Any = task.signature_from_request(
+    made: Signature[Any] = task.signature_from_request(
         request,
         countdown=countdown,
         retries=request.retries,
         headers={**(request.headers or {}), **headers, DELIVERY: _Copied(identity)},
         **more,
     )
-    return Again(made, app=task.app)
+    return made
 
 
 def postpone(call: Call, countdown: float, headers: dict[str, Any], why: str) -> NoReturn:

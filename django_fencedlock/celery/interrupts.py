@@ -36,7 +36,7 @@ T = TypeVar("T")
 #: Seconds for code that noticed the loss in the body itself to finish.
 SOON = 0.01
 #: Values of libpq's transaction status.
-IDLE, ACTIVE, IN_TRANSACTION = 0, 1, (2, 3)
+ACTIVE, IN_TRANSACTION = 1, (2, 3)
 #: Seconds for the server to cancel a statement, and for a test's statement to end by itself.
 CANCEL_TIMEOUT = 2.0
 #: The signal of a soft time limit; other pools than prefork, and Windows, have none.
@@ -249,23 +249,24 @@ def open_blocks() -> set[str]:
 
 def close_broken(before: set[str]) -> None:
     """
-    Close the connections of this thread that an interrupt broke.
+    Close the connections of this thread, which an interrupt may have broken.
 
-    Django doesn't notice: the next task's commands would fail, or never be committed.
+    Django wouldn't notice: the next task's commands would fail, or never be committed. Those in a
+    block of the caller stay open, unless they are in the middle of a statement.
     """
     for connection in connections.all(initialized_only=True):
         if connection.connection is None:
             continue
-        is_left_open = connection.in_atomic_block and connection.alias not in before
-        if is_left_open:
-            # Interrupted between the entry into a block, or its exit, and the note of it. Django
-            # would never connect again.
+        if connection.alias not in before:
+            # It may have been interrupted between the entry into a block, or its exit, and the note
+            # of it. Django would never connect again.
             connection.in_atomic_block = False
-        if is_left_open or not _is_quiet(connection):
-            with contextlib.suppress(Exception):
-                _cancel(connection.connection)
-            with contextlib.suppress(Exception):
-                connection.close()
+        elif _is_quiet(connection):
+            continue
+        with contextlib.suppress(Exception):
+            _cancel(connection.connection)
+        with contextlib.suppress(Exception):
+            connection.close()
 
 
 def cancel_statements() -> None:
@@ -305,10 +306,9 @@ def _cancel(raw: Any) -> None:
 def _is_quiet(connection: BaseDatabaseWrapper) -> bool:
     raw: Any = connection.connection
     if connection.vendor == "postgresql":
-        status = raw.info.transaction_status
-        return status == IDLE or (connection.in_atomic_block and status in IN_TRANSACTION)
+        return raw.info.transaction_status in IN_TRANSACTION
     # The other drivers have no such state.
-    return connection.vendor == "sqlite" and (connection.in_atomic_block or not raw.in_transaction)
+    return connection.vendor == "sqlite"
 
 
 # Soft time limits
