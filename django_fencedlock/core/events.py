@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
+from django.dispatch import Signal
+
 from .. import logs, signals
 from ..backends.interface import Backend
 
@@ -24,6 +26,10 @@ class Kind(Enum):
     EVICTED = signals.lock_evicted
     FORCED = signals.lock_force_released
 
+    def __init__(self, signal: Signal) -> None:
+        self.signal = signal
+        self.subscribers: list[Subscriber] = []
+
 
 class LockEvent(NamedTuple):
     """Something that happened to a lock of this process, or that this process did to one."""
@@ -39,29 +45,28 @@ class LockEvent(NamedTuple):
 
 
 Subscriber = Callable[[LockEvent], object]
-_subscribers: dict[Kind, list[Subscriber]] = {kind: [] for kind in Kind}
 
 
 def subscribe(subscriber: Subscriber, *kinds: Kind) -> None:
     """Call `subscriber` with each event of these kinds, in the thread that emits it."""
     for kind in kinds:
-        if subscriber not in _subscribers[kind]:
-            _subscribers[kind].append(subscriber)
+        if subscriber not in kind.subscribers:
+            kind.subscribers.append(subscriber)
 
 
 def emit(kind: Kind, backend: Backend, name: str, lease: Any = None, **facts: Any) -> None:
     """Tell all subscribers of an event; code of the project is called last, by the signal."""
-    subscribers, receivers = _subscribers[kind], kind.value.receivers
-    if not subscribers and not receivers:
+    receivers = kind.signal.receivers
+    if not kind.subscribers and not receivers:
         return
     sender, alias = type(backend), backend.config.alias
     event = LockEvent(kind, sender, alias, name, lease, facts)
-    for subscriber in subscribers:
+    for subscriber in kind.subscribers:
         subscriber(event)
     if receivers:
         known = {"name": name, "lease": lease}
         given = {key: value for key, value in known.items() if value}
-        signals.send(kind.value, sender, alias=alias, **given, **facts)
+        signals.send(kind.signal, sender, alias=alias, **given, **facts)
 
 
 def _log(event: LockEvent) -> None:
