@@ -79,13 +79,13 @@ class Coalescing:
         """Return why the run doesn't need the lock at all; None if it does."""
         if not self._is_counted and self._retried is None:
             return None
-        numbers = self._pending.numbers(self._place)
+        wanted, done = self._pending.numbers(self._place)
         if not self._is_counted and self._retried is not None:
-            if numbers is None or numbers.wanted <= self._retried.number:
+            if wanted <= self._retried.number:
                 return None
             # Triggers came after the run that this one retries, so their arguments are the latest.
             self._is_counted = True
-        return None if numbers is not None and numbers.is_open else Skip.SERVED
+        return None if wanted > done else Skip.SERVED
 
     def refused(self) -> Skip | None:
         """Leave the work to the next run; None to try the lock once more."""

@@ -74,17 +74,6 @@ class Pending(NamedTuple):
     message: StoredMessage
 
 
-class Numbers(NamedTuple):
-    """The numbers of a row."""
-
-    wanted: int
-    done: int
-
-    @property
-    def is_open(self) -> bool:
-        return self.wanted > self.done
-
-
 class PendingRuns(Records):
     """The pending runs of one alias."""
 
@@ -151,10 +140,10 @@ class PendingRuns(Records):
         return _pending(self.rows("PendingRun").filter(name=name, wanted__gt=F("started")))
 
     @private_query("look for pending runs")
-    def numbers(self, place: Place) -> Numbers | None:
-        """Return the numbers of a row; None if there is none, or none any more."""
+    def numbers(self, place: Place) -> tuple[int, int]:
+        """Return the numbers of the newest trigger, and of the newest that is done, or 0."""
         found = fetch(self._at(place), "wanted", "done")
-        return next((Numbers(row.wanted, row.done) for row in found), None)
+        return (found[0].wanted, found[0].done) if found else (0, 0)
 
     @private_query("look for pending runs")
     def overdue(self, task_names: Sequence[str], queues: Sequence[str], most: int) -> list[Pending]:
