@@ -20,7 +20,7 @@ from ..core.names import MAX_LENGTH
 from ..exceptions import BackendUnavailable, FencedLockError
 from ..storage.connections import open_connections, when_all_ended
 from ..storage.message_records import Begun
-from ..storage.pending_runs import Claimed, EarlierRun, Pending, PendingRuns, Place, StoredMessage
+from ..storage.pending_runs import Claimed, Pending, PendingRuns, Place, StoredMessage
 from .duplicates import NUMBER, REPRS, SERVE, Delivery, number, route
 from .names import Call, single_of
 from .policy import Policy, Skip
@@ -72,8 +72,8 @@ class Coalescing:
         self._is_counted = number(call.request, SERVE) > 0
         # A sender may write any number; the column has a limit.
         claimed = min(number(call.request, NUMBER), 2**63 - 1) if call.request.retries else 0
-        #: The run that this one retries, if that claimed triggers.
-        self._retried = EarlierRun(number=claimed) if claimed > 0 else None
+        #: The number that the run claimed which this one retries.
+        self._retried = claimed if claimed > 0 else None
 
     def before(self) -> Skip | None:
         """Return why the run doesn't need the lock at all; None if it does."""
@@ -81,7 +81,7 @@ class Coalescing:
             return None
         wanted, done = self._pending.numbers(self._place)
         if not self._is_counted and self._retried is not None:
-            if wanted <= self._retried.number:
+            if wanted <= self._retried:
                 return None
             # Triggers came after the run that this one retries, so their arguments are the latest.
             self._is_counted = True
@@ -149,8 +149,7 @@ class Coalescing:
             return None
         skip = self._delivery.judge(begun)
         if begun.outcome and skip is None:
-            failed = EarlierRun(owner=begun.owner)
-            self._pending.count(self._place, message, GRACE, unless_newer=failed)
+            self._pending.count(self._place, message, GRACE, unless_newer=begun.owner)
         return skip
 
     def _claim(self) -> tuple[Skip | None, Claimed | None]:

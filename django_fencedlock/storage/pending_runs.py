@@ -51,19 +51,6 @@ class Claimed(NamedTuple):
     message: StoredMessage | None = None
 
 
-class EarlierRun(NamedTuple):
-    """A run that ended without its work being done: the number that it claimed, or its owner id."""
-
-    number: int = 0
-    owner: str = ""
-
-    def claimed_newest(self, row: Any) -> bool:
-        """Return whether no trigger was counted since."""
-        if self.number:
-            return bool(row.wanted <= self.number)
-        return bool(row.owner == self.owner and row.wanted == row.started)
-
-
 class Pending(NamedTuple):
     """A pending run that no holder is known to look after."""
 
@@ -84,18 +71,18 @@ class PendingRuns(Records):
         message: StoredMessage,
         grace: float,
         delivery: message_records.Message | None = None,
-        unless_newer: EarlierRun | None = None,
+        unless_newer: int | str | None = None,
     ) -> Begun | None:
         """
         Count a trigger that didn't get the lock, unless an earlier delivery was counted.
 
-        One that a former run claimed isn't counted again if newer ones came since, whose arguments
-        would be lost.
+        One that a former run claimed, known by the number that it claimed or by its owner id, isn't
+        counted again if newer ones came since, whose arguments would be lost.
         """
         begun = None if delivery is None else message_records.begin(self.using, delivery)
         if begun is None or begun.is_first:
             row = self._locked(place) or self._insert(place, message)
-            if not row.wanted or unless_newer is None or unless_newer.claimed_newest(row):
+            if not row.wanted or unless_newer is None or _is_newest(row, unless_newer):
                 self._count(row, message, grace)
         return begun
 
@@ -217,6 +204,13 @@ class PendingRuns(Records):
         if row.wanted <= row.done or row.due_at is None:
             values |= {"rescues": 0, "due_at": MessageTime(grace)}
         self._at(row).update(**values, updated_at=MessageTime())
+
+
+def _is_newest(row: Any, run: int | str) -> bool:
+    """Return whether no trigger was counted since a run claimed them all."""
+    if isinstance(run, int):
+        return bool(row.wanted <= run)
+    return bool(row.owner == run and row.wanted == row.started)
 
 
 def _pending(rows: QuerySet[Any]) -> list[Pending]:
