@@ -72,7 +72,8 @@ class Lease:
         database: str = "default",
         who: LocalHolder | None = None,
         pattern: str = "",
-        max_hold: float = math.inf,
+        max_hold: float | None = None,
+        lent: Callable[[], bool] | None = None,
         clock: Callable[[], float] = clock,
     ) -> None:
         self.grant = grant
@@ -88,7 +89,7 @@ class Lease:
         self.granted_at = since
         self.deadline: float = since + grant.ttl
         #: Until when it may be renewed, on the local clock; the last ttl goes on beyond.
-        self.renewed_until = since + max_hold
+        self.renewed_until = since + (math.inf if max_hold is None else max_hold)
         #: How many times it was entered and not yet left.
         self.entries = 1
         #: The claim that entered it again last.
@@ -97,7 +98,7 @@ class Lease:
         self.put_off = False
         #: Set if it was recorded within a test's own transaction, so that no other process can get
         #: or renew it: returns whether that transaction has ended, and the lease with it.
-        self.lent: Callable[[], bool] | None = None
+        self.lent = lent
         self.released = False
         self.why_lost = ""
         #: The reason is the one that is most likely; the database may have a better one.

@@ -97,8 +97,7 @@ class Lock:
         """
         Acquire the lock, or enter it once more if this thread or task holds it.
 
-        Returns:
-            The lease, or None if another holder had the lock until the time was over.
+        Returns None if another holder had the lock until the time was over.
         """
         forbid_in_event_loop(f"lock({self.name!r})", "await {}.aacquire()")
         control = self._service

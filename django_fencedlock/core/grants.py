@@ -56,8 +56,7 @@ class Grants:
     """
     Gets the grants of one alias.
 
-    No answer of the service counts before the grant is recorded: a former holder could still
-    write after the new holder has read. A grant is recorded by compare-and-set.
+    Each is recorded before it counts: a former holder could write after the new holder has read.
     """
 
     def __init__(
@@ -76,13 +75,10 @@ class Grants:
         of_another_process: bool = False,
     ) -> tuple[Grant, float] | Held:
         """
-        Acquire the lock for `who`, and record the grant.
+        Return a recorded grant and the local time that its ttl counts from, or who holds the lock.
 
         `wait.refused` is called once, after the first refusal, unless the holder was evicted. What
         it raises ends the wait.
-
-        Returns:
-            The grant and the local time that its ttl counts from, or who holds the lock.
         """
         pause, backend = FIRST_PAUSE, self.backend
         home = connections[backend.config.fence_database]
@@ -91,8 +87,7 @@ class Grants:
             self._limit_in_test(claim, wait, home, of_another_process)
         sent, is_recorded = claim, backend.records_grants
         if is_in_test and is_recorded and not backend.records_unfenced:
-            # A session sees nothing of a test's own transaction, and what it records outlives the
-            # test: the grant is recorded here.
+            # A session sees nothing of a test's own transaction: the grant is recorded here.
             sent, is_recorded = claim._replace(fenced=False), False
         tell = wait.refused
         wait.refused = partial(self._note_refusal, claim, wait, who, tell)
@@ -101,8 +96,6 @@ class Grants:
                 answer = backend.acquire(sent, wait)
                 if isinstance(answer, Granted):
                     if found := self._confirm(claim, answer, is_recorded):
-                        if home.in_atomic_block and not is_in_test:
-                            self._require_visible(found[0], home)
                         return found
                     answer = Held()
                 elif wait.refused(answer):
@@ -154,17 +147,18 @@ class Grants:
                 confirmed = grant if answer is Renewal.KEPT else None
             if confirmed and grant.fenced and not is_recorded:
                 confirmed = self._record(grant, since)
+            if confirmed:
+                self._require_visible(confirmed)
         except BaseException:
             self.release(grant)
             raise
         # Once more before the caller's code runs: this process may have been paused.
         if confirmed and self._clock() < since + grant.ttl:
-            # Of an earlier try of this owner, which must not be released now.
+            # An earlier try of this owner must not be released now.
             self._keeper.doubts.pop(claim.owner, None)
             return confirmed, since
         try:
-            # Its failure ends the acquire: a doubt is released by its owner, at any time, and
-            # would release what this owner got by a later try.
+            # Its failure ends the acquire: the doubt would release what a later try got.
             self.backend.release(grant)
         finally:
             self._keeper.clear_row(grant)
@@ -174,13 +168,10 @@ class Grants:
         """
         Record a grant under its token, or under the number that follows the fence's.
 
-        The token isn't newer if the service lost its data, if the lock was released by force, if
-        the name moved from another service, or if this process was paused: the service knows. It
-        is asked *after* the fence was read, and the grant is recorded only if the fence is still
-        the one that was read. In any other order a former holder could be recorded last.
-
-        Returns:
-            None if another owner has the lock, or if a transaction has the fence locked.
+        The service is asked for the holder *after* the fence was read, and the grant is recorded
+        only if the fence is still the one that was read. In any other order a former holder could
+        be recorded last. Returns None if another owner has the lock, or if a transaction has the
+        fence locked.
         """
         token, seen = grant.token, None
         try:
@@ -251,14 +242,12 @@ class Grants:
         if not held.owner or not is_process_gone(process):
             return False
         grant = Grant(name, held.owner, token=held.token, fenced=fenced, identity=held.identity)
-        try:
-            if not self.backend.release(grant):
-                return False
-        except BackendUnavailable:
-            return False
-        self._keeper.clear_row(grant)
-        emit(Kind.EVICTED, self.backend, name, owner=held.owner, pid=process.pid)
-        return True
+        with contextlib.suppress(BackendUnavailable):
+            if self.backend.release(grant):
+                self._keeper.clear_row(grant)
+                emit(Kind.EVICTED, self.backend, name, owner=held.owner, pid=process.pid)
+                return True
+        return False
 
     def _refuse_to_wait_for_caller(self, claim: Claim, wait: Wait, who: LocalHolder | None) -> None:
         """Raise if the holder of the lock waits for this very call: its context has the lease."""
@@ -278,17 +267,13 @@ class Grants:
                 alias=self.backend.config.alias,
             )
 
-    def _require_visible(self, grant: Grant, home: BaseDatabaseWrapper) -> None:
+    def _require_visible(self, grant: Grant) -> None:
         """Refuse a grant that the caller's transaction can't see: its snapshot is older."""
-        if not grant.fenced or not self.backend.excludes:
+        home = connections[self.backend.config.fence_database]
+        if not is_open(home) or not grant.fenced or not self.backend.excludes:
             return
-        try:
-            if ledger_for(home).newest(home, grant.name) == (grant.token, grant.owner):
-                return
-        except BaseException:
-            self.release(grant)
-            raise
-        self.release(grant)
+        if ledger_for(home).newest(home, grant.name) == (grant.token, grant.owner):
+            return
         raise InsideTransaction(
             f"Lock {grant.name!r} was granted with token {grant.token}, but this transaction "
             "has an older snapshot and can't see the grant. Acquire the lock first, and open "

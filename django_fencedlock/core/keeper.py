@@ -40,16 +40,14 @@ REFUSED = "the lock service refused to renew it: another holder had come"
 
 class Keeper:
     """
-    Renews every lease each third of its ttl.
+    Renews every lease each third of its ttl, in a thread that waits for the lock service alone.
 
-    Its thread waits for the lock service of its alias alone, and runs no code of the user's:
-    callbacks, signal receivers and log handlers run in the notifier's thread. A second thread
-    renews the registry's rows and compares the fences, where the service doesn't; and it releases
-    doubts, by their owners' ids: acquires that raised, and releases that failed.
+    Callbacks, signal receivers and log handlers run in the notifier's thread. A second thread
+    renews the registry's rows and compares the fences, where the service doesn't, and releases
+    doubts by their owners' ids: acquires that raised, and releases that failed.
 
-    A lease is lost when the service refuses it, or when its ttl is over and the last try to renew
-    it failed. One that was held for its ``max_hold`` is renewed no more: it is lost when its ttl is
-    over. The threads call `tick()` and `tend()`.
+    A lease is lost when the service refuses it, or when its ttl is over. One that was held for its
+    ``max_hold`` isn't renewed any more.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class Keeper:
         self._backend = backend
         #: None for a backend that records grants itself.
         self._fences = fences
-        #: Called from the notifier's thread with leases that were marked as lost.
         self._report_losses = report_losses
         self._clock = clock
         alias = backend.config.alias
@@ -107,8 +104,7 @@ class Keeper:
             self._wakes_at = due
 
     def drop(self, lease: Lease) -> None:
-        """Renew `lease` no more, and wait for a batch that has it under way."""
-        # A renewal that came to the service after the release would take the lock again.
+        """Renew `lease` no more, and wait for a batch that would acquire its lock again."""
         with self._lock:
             self._due.pop(lease, None)
             done = self._batch_done if lease in self._batch else None
@@ -157,7 +153,6 @@ class Keeper:
             self._due.pop(lease, None)
 
     def leases(self) -> list[Lease]:
-        """What is renewed."""
         with self._lock:
             return list(self._due)
 
@@ -165,15 +160,16 @@ class Keeper:
         """Note that the sessions of these owners died."""
         with self._lock:
             dead = [lease for lease in self._due if lease.owner_id in owners]
-        self._give_up({lease: _why_ended(lease) for lease in dead}, guessed=True)
+        # The server ends the session of an expired lock.
+        late = {lease: _too_long(lease) for lease in dead if lease.expired and lease.held_too_long}
+        self._give_up(dict.fromkeys(dead, "the session that held it ended") | late, guessed=True)
 
     def end(self, lease: Lease) -> None:
         """Give up a lease that was held for too long."""
         self._give_up({lease: _too_long(lease)})
         if self._backend.supports_ttl:
             return
-        # Only now, when it is marked as lost: another owner may get it at once. A session lives on
-        # when its locks are renewed no more, and keeps them.
+        # A session keeps its locks. Only now, when it is marked as lost: another owner may get it.
         try:
             self._backend.release(lease.grant)
         except Exception as exc:
@@ -202,8 +198,7 @@ class Keeper:
             self.end(lease)
         with self._lock:
             upcoming = min(self._due.values(), default=math.inf)
-            # The thread sleeps as long as it planned to when a lease is released early: otherwise
-            # the next one would have to wake it.
+            # Not later than planned: otherwise each lease after an early release would wake it.
             if upcoming < math.inf or self._wakes_at <= self._clock():
                 self._wakes_at = upcoming
             return self._until(self._wakes_at)
@@ -213,9 +208,7 @@ class Keeper:
 
     def _take_batch(self) -> tuple[list[Lease], list[Lease]]:
         """Return what to renew, and what has expired since it was held for too long."""
-        now = self._clock()
-        batch: list[Lease] = []
-        ended: list[Lease] = []
+        now, batch, ended = self._clock(), list[Lease](), list[Lease]()
         with self._lock:
             if not any(due <= now for due in self._due.values()):
                 return batch, ended
@@ -227,8 +220,7 @@ class Keeper:
                     self._due[lease] = lease.deadline
                     if lease.expired:
                         ended.append(lease)
-                # Whatever is half-way to its turn comes along, so that the leases of a process
-                # soon share one round, however far apart they were acquired.
+                # What is half-way to its turn comes along, so that all leases soon share a batch.
                 elif due <= now + lease.ttl / BEATS / 2:
                     batch.append(lease)
             self._batch = frozenset(batch)
@@ -272,8 +264,7 @@ class Keeper:
         try:
             overtaken = self._fences.renew([lease.grant for lease in leases])
         except Error as exc:
-            # The service has renewed the leases, and the fence rejects the writes of those
-            # overtaken.
+            # The fence rejects the writes of those overtaken.
             self._warn("The registry of alias %r wasn't renewed: %s", exc)
             return []
         for grant in overtaken:
@@ -328,11 +319,8 @@ class Keeper:
             return
         with self._lock:
             if lease in self._due:
-                self._due[lease] = (
-                    self._due_after(lease)
-                    if answer is Renewal.KEPT
-                    else self._clock() + min(1.0, lease.ttl / BEATS / 4)
-                )
+                soon = self._clock() + min(1.0, lease.ttl / BEATS / 4)
+                self._due[lease] = self._due_after(lease) if answer is Renewal.KEPT else soon
 
     def _give_up(self, reasons: Mapping[Lease, str], *, guessed: bool = False) -> None:
         """Mark leases as lost at once, and report them from the notifier's thread."""
@@ -347,13 +335,6 @@ class Keeper:
         due = deadline - lease.grant.ttl * (1 - 1 / BEATS)
         # After max_hold, only its end is noted.
         return due if due <= lease.renewed_until else deadline
-
-
-def _why_ended(lease: Lease) -> str:
-    # The server may end the session of an expired lock.
-    if lease.expired and lease.held_too_long:
-        return _too_long(lease)
-    return "the session that held it ended"
 
 
 def _too_long(lease: Lease) -> str:

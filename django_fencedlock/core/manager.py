@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from ..storage.fences import Fences, told
 from . import aio, runtime
 from .events import Kind, emit, subscribe
 from .grants import Grants, grant_of
-from .identity import Holder, LocalHolder, current_holder
+from .identity import LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
 from .runtime import clock
 
@@ -65,6 +64,7 @@ class Service:
             self.backend, self.report_losses, clock, None if self.backend.records_grants else fences
         )
         self.grants = Grants(self.backend, fences, self.keeper, clock)
+        self.holder = self.grants.holder
         _living.add(runtime.forks.register(self))
 
     def after_fork(self) -> None:
@@ -88,8 +88,6 @@ class Service:
         """
         Acquire the lock before the wait is over, or enter it again if `who` holds it; else None.
 
-        A lock that is entered again keeps its `max_hold`.
-
         Args:
             tells: Whether a refusal is an event: not if the caller tries again.
             of_another_process: In a test, the claim stands for one of another process, which isn't
@@ -111,16 +109,21 @@ class Service:
                     database=self.config.fence_database,
                     who=who,
                     pattern=pattern,
-                    max_hold=math.inf if max_hold is None else max_hold,
+                    max_hold=max_hold,
+                    lent=test_has_ended(connections[self.config.fence_database]),
                     clock=self._clock,
                 )
-                lease.lent = test_has_ended(connections[self.config.fence_database])
                 who.leases[self, lease.name] = lease
                 self.keeper.keep(lease)
         except FencedLockError:
             raise
         except BaseException:
-            self._undo(claim, lease)
+            # No thread renews it, or an exception from outside keeps it from the caller.
+            if lease is not None:
+                lease.released = True
+                self._forget(lease)
+                self.keeper.forget(lease)
+            self.grants.drop(grant_of(claim) if lease is None else lease.grant)
             raise
         waited = self._clock() - wait.since
         if lease is not None:
@@ -128,14 +131,6 @@ class Service:
         elif tells:
             self.tell_refused(claim.name, pattern, waited)
         return lease
-
-    def _undo(self, claim: Claim, lease: Lease | None) -> None:
-        """Release what no thread renews, or what an exception from outside kept from the caller."""
-        if lease is not None:
-            lease.released = True
-            self._forget(lease)
-            self.keeper.forget(lease)
-        self.grants.drop(grant_of(claim) if lease is None else lease.grant)
 
     def tell_refused(self, name: str, pattern: str, waited: float) -> None:
         emit(Kind.REFUSED, self.backend, name, pattern=pattern, waited=waited)
@@ -220,8 +215,7 @@ class Service:
         return pinned_atomic(lease, using)
 
     def release(self, lease: Lease, who: LocalHolder | None = None) -> bool:
-        # A variable must not refer to the holder: a call of asyncio.to_thread() has ended when
-        # nothing does.
+        # No variable refers to the holder: a call of asyncio.to_thread() has ended when none does.
         if lease._who is None or lease._who() is not (who or current_holder()):
             if not lease.wait_until_left():
                 raise NotTheHolder(
@@ -235,8 +229,8 @@ class Service:
         if lease.entries > 0:
             return True
         if open_now := open_connections():
-            # The next holder would read what isn't committed yet; and a transaction that wrote
-            # under the lease pins the fence, so that this very code couldn't acquire it again.
+            # The next holder would read what isn't committed yet, and couldn't write: a transaction
+            # that wrote under the lease pins the fence.
             if not lease.put_off:
                 when_all_ended(open_now, partial(self._finish_if_left, lease))
                 # Only now: after an interrupt, give_back_left_over() passes over what is put off.
@@ -307,7 +301,7 @@ class Service:
         )
 
     async def in_thread(self, function: Callable[..., T], *args: Any, kind: str = aio.RELEASE) -> T:
-        """Do something for a coroutine that waits for it."""
+        """Call `function` for a coroutine that waits for it."""
         if await self.is_lent():
             return await sync_to_async(function)(*args)
         return await aio.run(kind, self.config.alias, function, *args)
@@ -327,8 +321,8 @@ class Service:
 
     def drop_all(self) -> None:
         """Release whatever is held, as far as possible. For the end of a test."""
-        mine = [lease for lease in current_holder().leases.values() if lease._control is self]
         # The test may have taken the service itself away.
+        mine = [lease for lease in current_holder().leases.values() if lease._control is self]
         for lease in {*mine, *self.keeper.leases()}:
             self._forget(lease)
             if lease.is_open():
@@ -342,10 +336,6 @@ class Service:
             self.backend.close()
 
     # Telling
-
-    def holder(self, name: str) -> Holder | None:
-        """Ask the service who has lock `name` now."""
-        return self.grants.holder(name)
 
     def explain(self, leases: Sequence[Lease]) -> None:
         """Ask the database who released these leases by force."""
@@ -387,8 +377,7 @@ def service(alias: str) -> Service:
 
 def give_back_left_over(since: float) -> None:
     """Release every lease that this thread, greenlet or task has acquired since then."""
-    # An exception that is thrown into a block as it begins or ends may skip the release of its
-    # lock. The lease would then be renewed as long as the process lives.
+    # An exception that is thrown into a block as it begins or ends may skip the release.
     who = current_holder()
     for lease in list(who.leases.values()):
         if lease.granted_at < since or lease.put_off or not lease.is_open():
