@@ -30,7 +30,6 @@ from .lease import Duration, Lease, enter, leave
 from .logs import about, left_to_run_out
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class Lock:
         #: The template that the name was made of, if it was made of one.
         self.pattern = ""
         self._ttl = None if ttl is None else conf.seconds(ttl, "ttl")
-        self._blocking_timeout = _seconds(blocking_timeout)
+        self._blocking_timeout = None if blocking_timeout is None else _seconds(blocking_timeout)
         # The leases of the blocks that are open now: one object may serve several threads.
         self._entered: list[Lease] = []
 
@@ -167,10 +166,7 @@ class Lock:
             return
         try:
             if lease.is_open():
-                lease._control.release(lease, who)
-        except BackendUnavailable as exc:
-            # The work is done, and the lock expires by itself.
-            left_to_run_out(logger, lease.name, exc, about(lease))
+                lease._control.give_back(lease, who)
         finally:
             leave(lease)
         if error is None and lease.why_lost:
@@ -212,7 +208,11 @@ class Lock:
 
         Wraps plain functions and coroutine functions; each call acquires the lock.
         """
-        _forbid_generators(function)
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"@lock can't wrap the generator {function.__qualname__}(): its body would run "
+                "after the lock was released. Acquire the lock inside of it."
+            )
         template = names.Template(self.name, function)
         if inspect.iscoroutinefunction(function):
 
@@ -250,9 +250,7 @@ class Lock:
             if blocking_timeout is not None:
                 raise ValueError("blocking=False and a blocking_timeout exclude each other.")
             blocking_timeout = 0.0
-        timeout = _seconds(blocking_timeout)
-        if timeout is None:
-            timeout = self._blocking_timeout
+        timeout = self._blocking_timeout if blocking_timeout is None else _seconds(blocking_timeout)
         if timeout is None:
             timeout = control.config.blocking_timeout
         claim = new_claim(self.name, self._ttl or control.config.ttl, self.fenced)
@@ -265,14 +263,15 @@ class Lock:
             return await sync_to_async(acquire)(wait=wait)
         acquire_waiting = functools.partial(acquire, wait=wait)
         if wait.left <= 0:
-            return await self._hand_over(self._submit(aio.TRY, acquire_waiting), wait)
+            return await self._hand_over(aio.submit(aio.TRY, self.backend, acquire_waiting), wait)
         async with aio.turn((self.backend, self.name), wait.left):
             while (left := wait.left) > 0:
                 waiting = aio.wait_in_thread(acquire_waiting)
                 if waiting is not None:
                     return await self._hand_over(waiting, wait)
                 once = functools.partial(acquire, wait=Wait(since=wait.since), tells=False)
-                if lease := await self._hand_over(self._submit(aio.TRY, once), wait):
+                trying = aio.submit(aio.TRY, self.backend, once)
+                if lease := await self._hand_over(trying, wait):
                     return lease
                 await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.5)))
                 pause = min(LONGEST_PAUSE, pause * 1.5)
@@ -292,10 +291,7 @@ class Lock:
 
     def _give_back_acquired(self, acquired: Future[Lease | None]) -> None:
         if acquired.exception() is None and (lease := acquired.result()) is not None:
-            self._submit(aio.RELEASE, functools.partial(_give_back, lease))
-
-    def _submit(self, kind: str, function: Callable[[], T]) -> Future[T]:
-        return aio.submit(kind, self.backend, function)
+            aio.submit(aio.RELEASE, self.backend, lease._control.give_back, lease, lease.who)
 
     def _leave_block(self, kind: type[BaseException] | None, who: LocalHolder) -> Lease:
         """Return the lease of the innermost block that this code may leave."""
@@ -316,16 +312,14 @@ class Lock:
 
     def _throw_away(self, lease: Lease) -> None:
         """Release in another thread: the garbage collector may run inside any code."""
-        runtime.start(functools.partial(_give_back, lease))
+        runtime.start(functools.partial(lease._control.give_back, lease, lease.who))
 
 
 #: Names a lock, for ``with``, ``async with``, ``acquire()``, ``aacquire()``, or as a decorator.
 lock = Lock
 
 
-def _seconds(blocking_timeout: Duration | None) -> float | None:
-    if blocking_timeout is None:
-        return None
+def _seconds(blocking_timeout: Duration) -> float:
     return conf.seconds(blocking_timeout, "blocking_timeout", zero=True, endless=True)
 
 
@@ -335,19 +329,3 @@ def forbid_in_event_loop(call: str, instead: str) -> None:
         raise SynchronousOnlyOperation(
             f"{call} would block the event loop; write `{instead.format(call)}`."
         )
-
-
-def _forbid_generators(function: Callable[..., Any]) -> None:
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(
-            f"@lock can't wrap the generator {function.__qualname__}(): its body would run after "
-            "the lock was released. Acquire the lock inside of it."
-        )
-
-
-def _give_back(lease: Lease) -> None:
-    """Release a lease on behalf of its holder."""
-    try:
-        lease._control.release(lease, lease.who)
-    except BackendUnavailable as exc:
-        left_to_run_out(logger, lease.name, exc, about(lease))

@@ -46,10 +46,10 @@ class Process(NamedTuple):
     @classmethod
     def read(cls, text: str) -> Process:
         """Parse what `str()` made of a process; return an unknown process for other text."""
-        parts = text.split("|")
-        if len(parts) != 4 or not (parts[2].isdecimal() and parts[3].isdecimal()):
-            return cls()
-        return cls(parts[0], parts[1], int(parts[2]), int(parts[3]))
+        with contextlib.suppress(ValueError):
+            boot_id, pid_namespace, pid, started = text.split("|")
+            return cls(boot_id, pid_namespace, int(pid), int(started))
+        return cls()
 
 
 @lru_cache(1)
@@ -99,8 +99,7 @@ class PidFd:
         os.close(self._fd)
 
     def is_gone(self, started: int) -> bool | None:
-        """Return whether it has ended, or is a later process with the same pid."""
-        # Read after the descriptor was opened: the pid can't be reused between the two.
+        """Return whether it has ended, or its pid was reused before the descriptor was opened."""
         found = _start_time(str(self.pid))
         if self.has_ended() or (found is not None and found != started):
             return True
@@ -232,7 +231,7 @@ def _place(host: str, process: Process, thread: str, task_name: str, task_id: st
 
 
 def shorten_task_id(task_id: str) -> str:
-    """Return a task's id as its owner has it. The sender of a message may choose any."""
+    """Return a task's id as its owner has it: the sender of a message may choose any."""
     return escape_control(task_id)[:100]
 
 

@@ -238,6 +238,13 @@ class Service:
             return True
         return self._finish(lease)
 
+    def give_back(self, lease: Lease, who: LocalHolder | None) -> None:
+        """Release a lease whose work is done: without an answer, the lock expires by itself."""
+        try:
+            self.release(lease, who)
+        except BackendUnavailable as exc:
+            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
+
     def _finish_if_left(self, lease: Lease) -> None:
         lease.put_off = False
         if lease.entries <= 0 and lease.is_open() and not self._finish(lease):
@@ -383,10 +390,7 @@ def give_back_left_over(since: float) -> None:
         if lease.granted_at < since or lease.put_off or not lease.is_open():
             continue
         lease.entries = 1
-        try:
-            lease._control.release(lease, who)
-        except BackendUnavailable as exc:
-            logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
+        lease._control.give_back(lease, who)
 
 
 def drop_leases_of_test(**kwargs: object) -> None:
