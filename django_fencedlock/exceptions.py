@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import get_annotations
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ class FencedLockError(Exception):
     """
     Base of all errors of django_fencedlock. Do not raise directly.
 
-    None of them is a ``DatabaseError``: ``get_or_create()`` and many retry
-    settings catch those, and a retry under the same lease fails again.
+    None is a ``DatabaseError``: ``get_or_create()`` and many retry settings catch those, and a
+    retry under the same lease fails again.
     """
 
     #: The names of the attributes that a subclass declares.
@@ -35,11 +36,7 @@ class FencedLockError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Celery pickles errors. BaseException would drop the fields.
         facts = {field: getattr(self, field) for field in self.fields}
-        return _rebuild, (type(self), str(self), facts)
-
-
-def _rebuild(kind: type[FencedLockError], message: str, facts: dict[str, Any]) -> FencedLockError:
-    return kind(message, **facts)
+        return partial(type(self), str(self), **facts), ()
 
 
 class LockNotAcquired(FencedLockError):
@@ -103,11 +100,7 @@ class StaleFence(FencedLockError):
 
 
 class StaleObject(StaleFence):
-    """
-    The object is older than its row: it was read before the lock was acquired.
-
-    Read it under the lock.
-    """
+    """The object is older than its row: it was read before the lock was acquired."""
 
 
 class OutcomeUnknown(FencedLockError):

@@ -29,8 +29,7 @@ T = TypeVar("T")
 Duration = float | int | timedelta
 
 
-#: Seconds after which the end of a call in a thread was noticed: the thread drops the call when it
-#: has handed over the result.
+#: Seconds after which the end of a call in a thread was noticed: it hands over its result before.
 NOTICED = 1.0
 
 
@@ -52,9 +51,9 @@ class Lease:
     """
     A lock that was granted, for as long as it is renewed.
 
-    A lease doesn't promise that no other holder runs: its holder may be paused past its end. It
-    promises that its ``token`` is newer than every token granted before, so that a system that
-    checks tokens rejects the writes of former holders.
+    It doesn't promise that no other holder runs: its holder may be paused past its end. It promises
+    that its ``token`` is newer than all before, so that a system that checks tokens rejects the
+    writes of former holders.
     """
 
     name: str
@@ -295,8 +294,7 @@ class Lease:
 
     def explain(self) -> None:
         """Find out the reason of the loss if it is guessed so far. Asks the database."""
-        if self.loss_is_guessed:
-            self._control.explain([self])
+        self._control.explain([self])
 
     def loss(self, why: str = "") -> LeaseLost:
         """Return the error of this lease's loss."""
