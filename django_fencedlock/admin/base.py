@@ -22,7 +22,6 @@ from django.utils.formats import date_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.timezone import localtime
-from django.utils.translation import gettext as _now
 from django.utils.translation import gettext_lazy as _
 
 from .. import conf, exceptions
@@ -56,7 +55,7 @@ _REASONS = {
 def translated(error: exceptions.FencedLockError) -> str:
     """Return a translation of an error, and its own English text."""
     reason = next(_REASONS[kind] for kind in type(error).__mro__ if kind in _REASONS)
-    return _now("%(reason)s Details: %(details)s") % {"reason": reason, "details": error}
+    return _("%(reason)s Details: %(details)s") % {"reason": reason, "details": error}
 
 
 def outside_transactions(view: Any) -> Any:

@@ -1,29 +1,41 @@
-"""Read-only admin pages of held locks, fences and lock events."""
+"""Admin pages of held locks, which can be released by force, of fences and of lock events."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
+from django.contrib.auth.models import AbstractBaseUser
+from django.core.exceptions import BadRequest, PermissionDenied
 from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import path
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
+from django.views.decorators.clickjacking import xframe_options_deny
 
+from .. import exceptions
+from ..core.runtime import clock
 from ..models import Fence, HeldLock, LockEvent
+from ..ops.force_release import Outcome, consequences, force_release
 from ..ops.registry import State, duration, entries, history
+from ..storage.text import show_blanks
 from .base import (
     EMPTY,
     DatabaseFilter,
     ExistingValuesFilter,
     ReadOnlyAdmin,
     column,
+    outside_transactions,
     page_url,
     time_column,
+    translated,
 )
-from .release import ReleasingAdmin
 
 #: The name and the explanation of each state.
 STATES = {
@@ -42,6 +54,22 @@ STATES = {
 }
 #: Locks whose state is asked for the state filter, in one request to each service.
 STATE_FILTER_LIMIT = 1000
+
+
+#: Locks in one forced release.
+MAX_LOCKS = 100
+#: Seconds after which no further lock is released: the page has to be answered.
+TIME_LIMIT = 20.0
+
+_LEVELS = {
+    Outcome.FREED: messages.SUCCESS,
+    Outcome.LEFT_TO_HOLDER: messages.WARNING,
+    Outcome.NOT_HELD: messages.INFO,
+}
+_OBSTACLES = {
+    State.LOST: _("Another holder has acquired it since. It will not be released."),
+    State.UNKNOWN: _("Its lock service is unavailable, so it can't be released."),
+}
 
 
 class StateFilter(admin.SimpleListFilter):
@@ -94,9 +122,10 @@ def with_entries(rows: list[Any], unanswered: dict[str, str]) -> list[Any]:
 
 
 @admin.register(HeldLock)
-class HeldLockAdmin(ReleasingAdmin):
+class HeldLockAdmin(ReadOnlyAdmin):
     """Held locks with their holders, as the lock services see them now."""
 
+    actions = ("release_by_force",)
     list_display = (
         *("lock_name", "state", "holder", "service", "token_number", "held_for"),
         *("lease_left", "waiting", "rejected"),
@@ -201,6 +230,102 @@ class HeldLockAdmin(ReleasingAdmin):
         url = page_url(self, "change", row._state.db, row.pk)
         link = '<a class="fencedlock-rejected" href="{}#fencedlock-history">{}</a>'
         return format_html(link, url, count)
+
+    # Forced release
+
+    def get_urls(self) -> list[Any]:
+        # Within a frame of another site, a user could click it without seeing it.
+        view = xframe_options_deny(self.admin_site.admin_view(self.release_view))
+        name = f"{self.opts.app_label}_{self.opts.model_name}_release"
+        return [path("release/", outside_transactions(view), name=name), *super().get_urls()]
+
+    def has_release_permission(self, request: HttpRequest) -> bool:
+        permission = f"{self.opts.app_label}.release_heldlock"
+        return self.has_view_permission(request) and request.user.has_perm(permission)
+
+    @admin.action(permissions=["release"], description=_("Release selected locks by force"))
+    def release_by_force(
+        self, request: HttpRequest, queryset: QuerySet[HeldLock]
+    ) -> HttpResponse | None:
+        if queryset.count() > MAX_LOCKS:
+            text = _("At most %d locks can be released at once. Nothing was released.")
+            messages.error(request, text % MAX_LOCKS)
+            return None
+        return self._confirmation(request, list(queryset.values_list("pk", flat=True)))
+
+    def release_view(self, request: HttpRequest) -> HttpResponse:
+        """Show the confirmation page (GET), or release the confirmed locks (POST)."""
+        if not self.has_release_permission(request):
+            raise PermissionDenied
+        if request.method == "POST":
+            return self.answer(self._release, request)
+        return self.answer(self._confirmation, request, [request.GET.get("name", "")])
+
+    def _viewable(self, request: HttpRequest, **which: Any) -> list[HeldLock]:
+        """Return the rows that the list shows to the user."""
+        rows = self.get_queryset(request).filter(**which).order_by("name")
+        return [row for row in rows if self.has_view_permission(request, row)]
+
+    def _confirmation(self, request: HttpRequest, names: Sequence[str]) -> HttpResponse:
+        """Ask whether to release these locks."""
+        rows, list_url = self._viewable(request, pk__in=names), self.url(request, "changelist")
+        if not rows:
+            text = _("The lock was released, or another holder has acquired it.")
+            messages.warning(request, text)
+            return HttpResponseRedirect(list_url)
+        locks = [
+            {
+                "row": row,
+                "entry": row.entry,
+                "name": show_blanks(row.name),
+                "obstacle": _OBSTACLES.get(row.entry.state),
+                "consequences": consequences(row.fenced, row.session_pid, gettext),
+            }
+            for row in with_entries(rows, {})
+        ]
+        context = {
+            **self.admin_site.each_context(request),
+            "title": _("Release by force?"),
+            "opts": self.opts,
+            "media": self.media,
+            "locks": locks,
+            "releasable": [each for each in locks if not each["obstacle"]],
+            "list_url": list_url,
+            "release_url": self.url(request, "release"),
+        }
+        request.current_app = self.admin_site.name
+        template = "admin/django_fencedlock/heldlock/release_confirmation.html"
+        return TemplateResponse(request, template, context)
+
+    def _release(self, request: HttpRequest) -> HttpResponse:
+        """Release the locks of a confirmed form, and report the result of each."""
+        owners = set(request.POST.getlist("lock")[:MAX_LOCKS])
+        if request.POST.get("step") != "release" or not "".join(owners).isascii():
+            # MariaDB can't compare other characters with the owner's column if that is latin1.
+            raise BadRequest("The form isn't one of the confirmation page.")
+        # A form can name any owner, also one whose lock the user may not view.
+        rows = self._viewable(request, owner__in=owners)
+        if gone := len(owners) - len(rows):
+            text = _("Locks that the holder you saw no longer holds, which were left alone: %d")
+            messages.info(request, text % gone)
+        by = f"{cast(AbstractBaseUser, request.user).get_username()} (admin)"
+        until = clock() + TIME_LIMIT
+        for row in rows:
+            if clock() > until:
+                text = _("Lock “%s” was not tried: others before it took too long.")
+                messages.error(request, text % row.name)
+                continue
+            try:
+                released = force_release(row.name, by=by, backend=row.alias, owner=row.owner)
+            except exceptions.FencedLockError as exc:
+                text = _("Lock “%(name)s” was not released: %(why)s")
+                messages.error(request, text % {"name": row.name, "why": translated(exc)})
+                continue
+            told = released.describe(gettext)
+            messages.add_message(request, _LEVELS.get(released.outcome, messages.ERROR), told)
+            if released.done:
+                self.log_change(request, row, told)
+        return HttpResponseRedirect(self.url(request, "changelist"))
 
 
 @admin.register(Fence)

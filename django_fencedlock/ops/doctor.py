@@ -7,9 +7,9 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from django.apps import apps
 from django.db import Error, connections
@@ -56,12 +56,11 @@ DURABILITY: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 }
 
 
-@dataclass
-class Report:
+class Report(NamedTuple):
     """The results for one database, one alias, or the project's code."""
 
     about: str
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[Problem]
 
     @property
     def level(self) -> Level:

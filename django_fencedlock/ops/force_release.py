@@ -1,10 +1,4 @@
-"""
-Forced release of a lock whose holder is alive.
-
-The fence is raised first: from then on the holder's writes are rejected. Then the lock is released
-by the holder's owner id. Then the fence is raised again: the holder may have recorded its grant
-in between.
-"""
+"""Forced release of a living holder's lock: raise the fence, release, and raise it again."""
 
 from __future__ import annotations
 
@@ -180,11 +174,7 @@ def force_release(
     Take lock `name` from its holder. The next waiter acquires it.
 
     It is idempotent, and releases only the lock of the holder that it found, or of `owner`.
-
-    Args:
-        by: The author, for the holder's error, the log and the signal.
-        backend: The alias.
-        owner: `HeldBy.owner` or `Lease.owner`. If another holder has the lock, nothing is done.
+    The holder's error, the log and the signal name the author, `by`.
 
     Raises:
         ReleaseBlocked: An open transaction has the fence locked. Nothing was done.
