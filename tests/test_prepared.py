@@ -190,14 +190,14 @@ class TestThroughAPooler:
             assert "django_fencedlock" not in pool.run(prepared_in)
 
     def test_a_pooler_that_looks_like_the_server(self, route, monkeypatch):
-        make = sessions._prepare_statements
+        make = sessions._keep_cursor
 
         def prepare(connection):
             make(connection)
             connection.connection.prepare_threshold = PREPARE_THRESHOLD
-            connection._fencedlock_prepares = psycopg.Cursor(connection.connection)
+            connection._fencedlock_cursor = psycopg.Cursor(connection.connection)
 
-        monkeypatch.setattr(sessions, "_prepare_statements", prepare)
+        monkeypatch.setattr(sessions, "_keep_cursor", prepare)
         with pool_of(route) as pool, contextlib.closing(connections[route].copy()) as other:
             for _ in range(OFTEN):
                 pool.run(claim)
@@ -227,7 +227,7 @@ class TestAnEngineWithACursorOfItsOwn:
         connection.close()
 
     def test_its_cursor_is_used_once_before(self, connection):
-        sessions._prepare_statements(connection)
+        sessions._keep_cursor(connection)
         with ledger_for(connection).cursor(connection) as cursor:
             cursor.execute("SHOW search_path")
             assert cursor.fetchone() == ("elsewhere",)

@@ -35,8 +35,8 @@ PREPARE_THRESHOLD = 5
 #: Seconds to wait for SQLite's file if the caller's own transaction may have it locked.
 SQLITE_BUSY_TIMEOUT = 0.25
 
-#: Attributes of private connections; the first is a cursor that prepares its statements.
-PREPARES, _BUSY_TIMEOUT = "_fencedlock_prepares", "_fencedlock_busy_timeout"
+#: Attributes of private connections; the first is a cursor for the statements of each lock.
+CURSOR, _BUSY_TIMEOUT = "_fencedlock_cursor", "_fencedlock_busy_timeout"
 # SQLSTATEs of a statement that another session prepared, behind a pooler; and of one that was
 # prepared before a migration ("cached plan must not change result type").
 _ANOTHER_SESSION, _OUTDATED = ("26000", "42P05"), ("0A000",)
@@ -266,7 +266,7 @@ class ConnectionPool:
                     watch = watchdog.begin(self.timeout, partial(_cut, connection, late))
                 # Not for a connection that is closed after use: it costs a round trip.
                 if self._prepares and not was_idle and not under_test():
-                    _prepare_statements(connection)
+                    _keep_cursor(connection)
                 result = work(connection)
             finally:
                 if watch is not None:
@@ -389,12 +389,14 @@ def set_busy_timeout(connection: BaseDatabaseWrapper, seconds: float) -> None:
 # Prepared statements. Planning takes most of a grant's time on PostgreSQL: 389 us, against 140.
 
 
-def _prepare_statements(connection: BaseDatabaseWrapper) -> None:
-    """Prepare the statements of a new connection, if it is psycopg's and without a pooler."""
-    if connection.vendor != "postgresql":
-        return
+def _keep_cursor(connection: BaseDatabaseWrapper) -> None:
+    """Keep a cursor of a new connection; one that prepares if it is psycopg's, without a pooler."""
     # A cursor of Django's: an engine may set up the session as it makes one (search_path).
-    with connection.cursor() as first:
+    first = connection.cursor()
+    if connection.vendor != "postgresql":
+        setattr(connection, CURSOR, first)
+        return
+    with first:
         raw: Any = connection.connection
         if not hasattr(raw, "prepare_threshold"):
             return
@@ -404,4 +406,4 @@ def _prepare_statements(connection: BaseDatabaseWrapper) -> None:
             raw.prepare_threshold = PREPARE_THRESHOLD
             from psycopg import Cursor
 
-            setattr(connection, PREPARES, Cursor(raw))
+            setattr(connection, CURSOR, Cursor(raw))

@@ -14,7 +14,7 @@ from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..core.identity import Owner
-from .connections import set_busy_timeout
+from .connections import CURSOR, set_busy_timeout
 from .rows import Claimed, Newest, Row, as_time
 
 #: Milliseconds that a recording waits for a row that another transaction has locked.
@@ -173,7 +173,8 @@ class Ledger:
 
     def cursor(self, connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
         """A cursor for the statements of each lock, which name their parameters."""
-        return connection.cursor()
+        kept = getattr(connection, CURSOR, None)
+        return connection.cursor() if kept is None else contextlib.nullcontext(kept)
 
     def look(self, connection: BaseDatabaseWrapper, name: str) -> Row | None:
         """Read the name's row and the token of its owner."""

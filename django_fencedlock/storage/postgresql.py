@@ -9,7 +9,7 @@ from typing import Any, Self
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .connections import PREPARES
+from .connections import CURSOR
 from .dialect import (
     COLUMNS,
     FENCE,
@@ -189,7 +189,7 @@ class PostgresLedger(Ledger):
     ) -> AbstractContextManager[Any]:
         """Return a cursor that prepares its statements, which show their parameters' types."""
         # Unless `prepare` is False: the server then plans for the present length of an array.
-        raw = getattr(connection, PREPARES, None)
+        raw = getattr(connection, CURSOR, None)
         return connection.cursor() if raw is None else DriverCursor(connection, raw, prepare)
 
     def claim(
