@@ -15,7 +15,7 @@ from django.db.models.base import ModelBase
 
 from ..lease import Lease, held_owners
 from ..storage.fences import is_newest
-from .base import GuardedQuerySet, SaveHooks, given, watch
+from .base import SaveHooks, given, watch
 from .fencing import FencingOf, Rows
 from .fields import REJECTED, Exactly, is_rejected
 from .writes import (
@@ -39,13 +39,28 @@ _Row = TypeVar("_Row", bound=models.Model, covariant=True)
 reading_under: ContextVar[tuple[str, ...]] = ContextVar("fencedlock_reading_under", default=())
 
 
-class FencedQuerySet(GuardedQuerySet[_Row]):
+class FencedQuerySet(models.QuerySet[_Row]):
     """
     A queryset whose writes are guarded as those of single objects are.
 
     A statement over many fenced rows needs the lease of every row's lock. It raises before it
     writes if one isn't held, and fails as a whole if one of the rows is stale.
     """
+
+    #: The lease of using_lease().
+    _lease: Lease | None = None
+    #: The fences and versions that bulk_update() writes along.
+    _stamps: Mapping[str, Any] | None = None
+
+    def _clone(self) -> Self:
+        clone: Any = super()._clone()  # type: ignore[misc]
+        clone._lease, clone._stamps = self._lease, self._stamps
+        return clone  # type: ignore[no-any-return]
+
+    def _copy(self, **attributes: Any) -> Self:
+        clone: Any = self._chain()  # type: ignore[attr-defined]
+        clone.__dict__.update(attributes)
+        return clone  # type: ignore[no-any-return]
 
     def using_lease(self, lease: Lease) -> Self:
         """Write under `lease`, whatever the context holds."""
@@ -138,26 +153,22 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
     ) -> list[Any]:
         objs = list(objs)
         writes = self._writes_of_new(objs) if self._is_fenced else []
-        leased = leases_of(writes)
         if update_conflicts:
             unique_fields = unique_fields and list(unique_fields)
             self._require_comparable(writes, unique_fields)
-            update_fields = [*(update_fields or ()), *(["fence"] if leased else [])]
-        with self._stamped(objs, writes), self._all_or_nothing(writes):
-            if ignore_conflicts and leased:
-                # SQLite and MySQL ignore the constraint as well.
-                with transaction.atomic(using=self.db, savepoint=False):
-                    for write in {each.grant: each for each in leased}.values():
-                        grant = write.pin(connections[self.db])
-                        if grant is not None and not is_newest(self.db, grant):
-                            raise rejected([write])
-                    return super().bulk_create(objs, batch_size, ignore_conflicts=True)
-            # The INSERT itself checks each lease: with its first row, before it waits for any key.
-            checked = set()
-            for obj, write in zip(objs, writes, strict=False):
-                if write.grant not in checked:
-                    checked.add(write.grant)
-                    obj.fence = inserted_fence(write)
+            update_fields = [*(update_fields or ()), *(["fence"] if leases_of(writes) else [])]
+        firsts: dict[Any, tuple[Write, Any]] = {}
+        for write, obj in zip(writes, objs, strict=False):
+            firsts.setdefault(write.grant, (write, obj))
+        within = transaction.atomic(using=self._database(), savepoint=False)
+        with self._stamped(objs, writes), self._all_or_nothing(writes), within:
+            for write, first in firsts.values():
+                if not ignore_conflicts:
+                    # The INSERT itself checks each lease, with its first row.
+                    first.fence = inserted_fence(write)
+                elif (grant := write.pin(connections[self.db])) and not is_newest(self.db, grant):
+                    # SQLite and MySQL ignore the constraint as well.
+                    raise rejected([write])
             return super().bulk_create(
                 objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
             )
@@ -197,9 +208,8 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
 
     def _plain_rows(self) -> Self:
         """Return the rows without order, annotations and values()."""
-        self._for_write = True
         rows = self._copy(_fields=None, _iterable_class=models.query.ModelIterable)
-        rows = rows.using(self.db).order_by()
+        rows = rows.using(self._database()).order_by()
         rows.query.clear_select_clause()
         rows.query.select_for_update = False
         rows.query.distinct_fields = ()
