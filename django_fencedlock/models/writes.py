@@ -152,7 +152,7 @@ class Write:
             return None
         assert self.grant is not None
         found = overtaken(connections[self.using], self.grant)
-        return None if found is None else self.error(found.why, pk=pk, holder=found.holder)
+        return None if found is None else self.error(found[0], pk=pk, holder=found[1])
 
 
 WRITTEN_SINCE = (

@@ -12,9 +12,10 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import Atomic
 
 from .. import logs, signals
+from ..core.identity import Holder
 from ..exceptions import InsideTransaction, OutcomeUnknown, StaleFence, WrongDatabase
 from ..lease import Lease
-from .fences import Overtaken, WriteGrant, is_newest, overtaken
+from .fences import WriteGrant, is_newest, overtaken
 from .postgresql import sqlstate
 from .vendors import ledger_for
 
@@ -145,9 +146,9 @@ def _notice_rollback(execute: Any, sql: str, params: Any, many: bool, context: A
         raise
 
 
-def _stale(lease: Lease, found: Overtaken | None) -> StaleFence:
+def _stale(lease: Lease, found: tuple[str, Holder | None] | None) -> StaleFence:
     # A snapshot may hide what the locking read has seen: then no more is known.
-    why, holder = found or Overtaken("a newer grant exists")
+    why, holder = found or ("a newer grant exists", None)
     logger.error(
         "Rejected a stale transaction: lock=%r writer_token=%s holder=%s",
         lease.name,

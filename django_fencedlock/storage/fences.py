@@ -260,31 +260,24 @@ def told(using: str, owners: Sequence[str]) -> dict[str, str]:
     return {owner: str(note) for owner, note in found.items()}
 
 
-class Overtaken(NamedTuple):
-    """Why nothing is written under a grant any more."""
-
-    #: In words that go on after "was rejected:".
-    why: str
-    #: Who has the lock now, if known.
-    holder: Holder | None = None
-
-
-def overtaken(connection: BaseDatabaseWrapper, grant: WriteGrant) -> Overtaken | None:
-    """Tell by what `grant` was overtaken; None if it is the newest still."""
+def overtaken(
+    connection: BaseDatabaseWrapper, grant: WriteGrant
+) -> tuple[str, Holder | None] | None:
+    """Return why `grant` isn't the newest, and the holder of the newest; None if it is."""
     ledger = ledger_for(connection)
     newest = ledger.newest(connection, grant.name)
     if newest == (grant.token, grant.owner):
         return None
     if newest is None:
-        return Overtaken("its fence is gone")
+        return "its fence is gone", None
     token, owner = newest
     why = f"the newest token is {token}"
     row = ledger.look(connection, grant.name)
     if row is not None and row.owner.id == owner:
         holder = row.holder()
-        return Overtaken(f"{why}, granted to {holder}", holder)
+        return f"{why}, granted to {holder}", holder
     note = notes(connection.alias, [grant.owner]).get(grant.owner)
-    return Overtaken(f"{why}: {note}" if note else why)
+    return f"{why}: {note}" if note else why, None
 
 
 def too_low(using: str, highest: Mapping[str, int]) -> dict[str, int]:

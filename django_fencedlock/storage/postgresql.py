@@ -153,6 +153,8 @@ class DriverCursor:
 
     def __init__(self, connection: BaseDatabaseWrapper, raw: Any, prepare: bool | None) -> None:
         self._raw, self._errors, self._prepare = raw, connection.wrap_database_errors, prepare
+        # No errors of the server: execute() has read the whole answer.
+        self.fetchone, self.fetchall = raw.fetchone, raw.fetchall
 
     def __enter__(self) -> Self:
         return self
@@ -163,14 +165,6 @@ class DriverCursor:
     def execute(self, statement: str, given: Any = ()) -> None:
         with self._errors:
             self._raw.execute(statement, given, prepare=self._prepare)
-
-    def fetchone(self) -> Any:
-        with self._errors:
-            return self._raw.fetchone()
-
-    def fetchall(self) -> Any:
-        with self._errors:
-            return self._raw.fetchall()
 
     @property
     def rowcount(self) -> int:
