@@ -17,7 +17,6 @@ from .. import conf, signals
 from ..core.events import Kind, LockEvent
 from ..core.identity import new_owner
 from ..core.runtime import clock, forks
-from ..exceptions import FencedLockError
 from ..lease import Lease
 from .background_writer import BATCH, MAX_QUEUED, writer
 from .text import MAX_NOTE, escape_control, fit_column
@@ -109,24 +108,17 @@ class History:
         elif event.kind is Kind.EVICTED:
             self.add(death(event.name, event.alias, event.facts["pid"]))
         elif event.kind is Kind.LOST:
-            if lease in self.granted:
-                self._add_grant(lease)
+            self._add_grant(lease)
             self._add_about(LOST, lease, event.facts["reason"])
         # A writer that is due already isn't off.
         elif len(self.granted) < MAX_QUEUED and (writer.is_due or self._is_on()):
             self.granted[lease] = None
-            if not writer.is_due:
-                writer.start()
+            writer.start()
 
     def add(self, event: Event, age: float = 0.0) -> None:
         """Note an event that happened `age` seconds ago."""
-        if not self._is_on():
-            return
-        try:
-            database = conf.config(event.alias).fence_database
-        except FencedLockError:
-            return
-        writer.put(database, write, (clock() - age, event))
+        if self._is_on():
+            writer.put(conf.config(event.alias).fence_database, write, (clock() - age, event))
 
     def _is_on(self) -> bool:
         return bool(conf.history()) and not writer.is_off()
