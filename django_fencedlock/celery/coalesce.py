@@ -80,12 +80,10 @@ class Coalescing:
         if not self._is_counted and self._retried is None:
             return None
         wanted, done = self._pending.numbers(self._place)
-        if not self._is_counted and self._retried is not None:
-            if wanted <= self._retried:
-                return None
+        if self._retried is not None and wanted > self._retried:
             # Triggers came after the run that this one retries, so their arguments are the latest.
             self._is_counted = True
-        return None if wanted > done else Skip.SERVED
+        return Skip.SERVED if self._is_counted and wanted <= done else None
 
     def refused(self) -> Skip | None:
         """Leave the work to the next run; None to try the lock once more."""
@@ -117,15 +115,12 @@ class Coalescing:
         """Record that the claimed work is done, before the lock is released."""
         if self._claimed is None or not outcome:
             return
-        call = self._call
+        call, grace = self._call, max(self._call.ttl, IN_QUEUE)
         try:
-            number = self._claimed.number
-            self._pending.end(self._place, call.owner.id, number, max(call.ttl, IN_QUEUE))
+            self._pending.end(self._place, call.owner.id, self._claimed.number, grace)
         except BackendUnavailable as exc:
-            extra = call.facts(str(exc))
-            logger.warning(
-                "The end of a run wasn't recorded, so another will follow: %s", exc, extra=extra
-            )
+            text, extra = "The end of a run wasn't recorded, so another will follow: %s", str(exc)
+            logger.warning(text, exc, extra=call.facts(extra))
 
     def released(self) -> None:
         """Publish messages for the triggers that were counted before the release."""
@@ -205,25 +200,21 @@ def serve_overdue(app: Celery, config: AliasConfig, policies: dict[str, Policy])
     runs = PendingRuns(config)
     # Only of the queues of this worker: another one's tasks may even have another broker.
     found = runs.overdue(list(policies), list(app.amqp.queues.consume_from), MOST_SERVED)
-    if not found:
-        return 0
     served = 0
-    # A connection of its own, which is closed: a child that is forked later would inherit it.
-    with app.connection_for_write() as connection:
-        for pending in found:
-            try:
+    try:
+        # A connection of its own, which is closed: a child that is forked later would inherit it.
+        with app.connection_for_write() as broker:
+            for pending in found:
                 ttl = policies[pending.place.task_name].ttl or config.ttl
                 if _reserve(runs, pending, ttl):
                     # No caller has the id of this message; a result would only be waited for.
                     served += serve(
-                        app, pending, connection=connection, retry=False, ignore_result=True
+                        app, pending, connection=broker, retry=False, ignore_result=True
                     )
-            except FencedLockError:
-                raise
-            except Exception as exc:
-                # The rest would fail as well, each after a while.
-                logger.warning("Left-over triggers wait for the broker: %s", exc)
-                break
+    except FencedLockError:
+        raise
+    except Exception as exc:
+        logger.warning("Left-over triggers wait for the broker: %s", exc)
     return served
 
 
