@@ -392,6 +392,6 @@ def _counted(world: World, actor: Actor) -> World:
 
 
 def _served(pending: Any) -> Actor:
-    args, _ = unpack(rebuild, pending.message)
+    args, _ = unpack(pending.message)
     json.loads(pending.message.options)
     return Actor(f"s{pending.number}", _owner(), args[0], serves=pending.number)
