@@ -109,9 +109,12 @@ def late_interrupts():
     def wait():
         runtime.original("time", "sleep")(random.uniform(0, 0.0002))
 
-    def interrupt_by_signal(cell):
-        wait()
-        signal.pthread_kill(cell.thread, cell._number)
+    def interrupt(cell):
+        if cell.signal is None:
+            by_exception(cell)
+        else:
+            wait()
+            signal.pthread_kill(cell.thread, cell.signal)
 
     def late(function):
         def call(subject, *args):
@@ -120,9 +123,10 @@ def late_interrupts():
 
         return call
 
+    by_exception = interrupts.Interruptible.interrupt
     with contextlib.ExitStack() as stack:
         patch = mock.patch.object
-        stack.enter_context(patch(interrupts.BySignal, "interrupt", interrupt_by_signal))
+        stack.enter_context(patch(interrupts.Interruptible, "interrupt", interrupt))
         stack.enter_context(patch(interrupts, "_raise_in", late(interrupts._raise_in)))
         yield
 
@@ -210,7 +214,7 @@ class Sweep:
         try:
             with (
                 mock.patch.object(
-                    interrupts, "new_interruptible", noting(interrupts.new_interruptible, cells)
+                    interrupts, "Interruptible", noting(interrupts.Interruptible, cells)
                 ),
                 tracer,
             ):

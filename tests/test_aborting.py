@@ -45,7 +45,7 @@ def handler_of_ours():
 def place(request):
     """Runs a function where the runs are, and returns or raises what it does."""
     if request.param == "main thread":
-        assert isinstance(interrupts.new_interruptible(), interrupts.BySignal)
+        assert interrupts.Interruptible().signal is not None
         return lambda function: function()
     return in_thread
 

@@ -65,7 +65,7 @@ def run_interruptible(lease: Lease | None, body: Callable[[], T]) -> T:
 
 
 def _run(lease: Lease, body: Callable[[], T]) -> T:
-    target = new_interruptible()
+    target = Interruptible()
     try:
         target.open()
         lease.interrupt_by(target.lost)
@@ -98,9 +98,17 @@ def _came_of(exc: BaseException | None, kinds: tuple[type[BaseException], ...]) 
 
 
 class Interruptible:
-    """One run of the present thread that may be interrupted, once, while it is armed."""
+    """
+    One run of the present thread that may be interrupted, once, while it is armed.
+
+    A signal interrupts the main thread, since only that ends most system calls; an exception that
+    stays pending during a call of C interrupts any other.
+    """
 
     def __init__(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        by_signal = is_main and hasattr(signal, "pthread_kill")
+        self.signal = _install_handler() if by_signal else None
         self.armed = self.is_lost = self.interrupted = False
         self.thread = _thread_id()
         # Re-entrant: code inside of it may be interrupted.
@@ -146,7 +154,19 @@ class Interruptible:
 
     def interrupt(self) -> None:
         """Raise `Abort` in the body, if it is still armed, from another thread."""
-        raise NotImplementedError
+        if self.signal is not None:
+            # Without its handler the signal would end the process.
+            if signal.getsignal(self.signal) is on_signal:
+                signal.pthread_kill(self.thread, self.signal)
+        # Don't wait: this thread renews leases. `arm()` looks for a loss after it has unlocked,
+        # and with `disarm()` the body is over.
+        elif self._mutex.acquire(blocking=False):
+            try:
+                if self.is_due():
+                    self.interrupted = True
+                    _raise_in(self.thread, Abort)
+            finally:
+                self._mutex.release()
 
     def is_due(self) -> bool:
         return self.armed and self.is_lost and not self.interrupted
@@ -174,26 +194,6 @@ _innermost: dict[int, Interruptible] = {}
 _thread_id = threading.get_ident
 
 
-def new_interruptible() -> Interruptible:
-    """Return what interrupts a run of this thread."""
-    if threading.current_thread() is threading.main_thread() and hasattr(signal, "pthread_kill"):
-        return BySignal()
-    return ByException()
-
-
-class BySignal(Interruptible):
-    """Interrupts the main thread. Only a signal ends most system calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._number = _install_handler()
-
-    def interrupt(self) -> None:
-        # Without its handler the signal would end the process.
-        if signal.getsignal(self._number) is on_signal:
-            signal.pthread_kill(self.thread, self._number)
-
-
 def _install_handler() -> int:
     number = conf.abort_signal()
     found = signal.getsignal(number)
@@ -217,22 +217,6 @@ def on_signal(number: int, frame: FrameType | None) -> None:
             run.interrupted = True
             cancel_statements()
             raise Abort
-
-
-class ByException(Interruptible):
-    """Interrupts another thread, by an exception that stays pending during a call of C."""
-
-    def interrupt(self) -> None:
-        # Don't wait: this thread renews leases. `arm()` looks for a loss after it has unlocked,
-        # and with `disarm()` the body is over.
-        if not self._mutex.acquire(blocking=False):
-            return
-        try:
-            if self.is_due():
-                self.interrupted = True
-                _raise_in(self.thread, Abort)
-        finally:
-            self._mutex.release()
 
 
 def _raise_in(thread: int, error: type[BaseException]) -> None:
