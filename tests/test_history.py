@@ -281,6 +281,31 @@ class TestTrouble:
         assert len(events_in()) == 2
 
 
+PROGRAM = """
+import sys, os, time, django
+from django.conf import settings
+settings.configure(
+    INSTALLED_APPS=["django_fencedlock"],
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": sys.argv[1]}},
+)
+django.setup()
+from django_fencedlock import lock
+from django_fencedlock.core import runtime
+from django_fencedlock.core.manager import service
+from django_fencedlock.models import LockEvent
+from django_fencedlock.storage.background_writer import writer
+runtime.IDLE_SECONDS = 0.1
+def until(what, seconds=20):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "too late"
+        time.sleep(0.02)
+def lose(name):
+    service("default").lose(lock(name).acquire(), "for a test")
+exec(sys.argv[2])
+"""
+
+
 @pytest.mark.slow
 class TestProcess:
     @pytest.fixture
