@@ -69,13 +69,12 @@ def _settings_problems() -> Iterator[Problem]:
     }
     for name, remedy in remedies.items():
         if remedy and apps.is_installed(name):
-            what = (
+            yield Problem(
+                "W004",
                 f"django-{name} caches the tables of {APP}: the admin and `manage.py fencedlock` "
+                "show locks that were released, and miss new ones. Locks and fences still work.",
+                remedy,
             )
-            outdated = (
-                "show locks that were released, and miss new ones. Locks and fences still work."
-            )
-            yield Problem("W004", what + outdated, remedy)
 
 
 def _task_problems() -> list[Problem]:

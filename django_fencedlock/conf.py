@@ -52,7 +52,6 @@ class AliasConfig:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def where(self, key: str = "") -> str:
-        """Return the place in the settings, for messages."""
         return _where(self.alias, key)
 
     @cached_property
@@ -195,7 +194,6 @@ def shape_problems() -> Iterator[Problem]:
 
 
 def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the problems of one alias."""
     broken = list(_value_problems(alias, given))
     yield from broken
     if broken:
@@ -221,12 +219,10 @@ def location_problems(config: AliasConfig) -> Iterator[Problem]:
 
 
 def shown(value: object) -> str:
-    """Return a setting for a message, without passwords."""
     return without_secrets(repr(value))
 
 
 def backend_class(path: str) -> Any:
-    """Import the backend at a dotted path."""
     found = import_string(path)
     if not isinstance(found, type) or not hasattr(found, "supports_waiting"):
         raise TypeError(f"{path} isn't a lock backend")

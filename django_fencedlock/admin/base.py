@@ -29,9 +29,6 @@ from ..ops.registry import ANSWERED, fence_databases
 from ..storage.connections import time_limited
 from ..storage.text import describe_error, fit_column, is_table_missing, show_blanks
 
-#: A method of a page that returns what a column shows of a row.
-Value = Callable[[Any, Any], Any]
-
 #: The parameter that chooses the database of a page.
 DATABASE = "database"
 EMPTY = "\N{EN DASH}"
@@ -70,10 +67,10 @@ def outside_transactions(view: Any) -> Any:
     return view
 
 
-def column(title: Any, ordering: str | None = None) -> Callable[[Value], Value]:
+def column(title: Any, ordering: str | None = None) -> Callable[[Any], Any]:
     """Declare a column; narrow screens show its title in each cell."""
 
-    def decorate(value_of: Value) -> Value:
+    def decorate(value_of: Any) -> Any:
         @admin.display(description=title, ordering=ordering)
         @functools.wraps(value_of)
         def show(page: Any, row: Any) -> SafeString:

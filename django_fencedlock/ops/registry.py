@@ -127,7 +127,7 @@ def entries(
     rejected = dict(events.values_list("name").annotate(Sum("times")))
     found = []
     for row in rows:
-        columns = [each.name for each in fields(ListedLock) if each.name in vars(row)]
+        columns = {each.name for each in fields(ListedLock)} & vars(row).keys()
         held = holders.get(row.alias, {}).get(row.name)
         remaining = (row.expires_at - now).total_seconds()
         state = _state(row, held, remaining) if row.alias in holders else State.UNKNOWN

@@ -29,7 +29,6 @@ class Resynced:
 
     model: str
     database: str
-    fence_database: str
     #: Rows that were ever written under a lease.
     rows: int = 0
     #: Names whose fence was too low, with the highest token of a row.
@@ -66,7 +65,7 @@ def resync(model: type[FencedModel], *, dry_run: bool) -> Resynced:
     spec = model.fencing.spec
     fences = conf.config(spec.backend).fence_database
     database = fences if spec.serialised else router.db_for_write(model)
-    done = Resynced(model._meta.label, database, fences)
+    done = Resynced(model._meta.label, database)
     with contextlib.closing(ConnectionPool(fences, TIMEOUT)) as pool:
         for highest in _batches(model, database, done):
             low = pool.run_orm(partial(too_low, fences, highest))

@@ -202,8 +202,7 @@ class Command(BaseCommand):
         """Write a value as JSON, or the lines that say the same."""
         if self.as_json:
             # ASCII, and no DEL: a terminal would obey the control characters of a lock name.
-            text = json.dumps(value, indent=2, default=_json_value)
-            lines = [text.replace("\x7f", "\\u007f")]
+            lines = [json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f")]
         for line in lines:
             self.stdout.write(line)
 
@@ -292,10 +291,6 @@ def _plain(report: doctor.Report) -> dict[str, Any]:
 
     problems = [plain(each) for each in report.problems]
     return {"about": report.about, "level": report.level.label, "problems": problems}
-
-
-def _json_value(value: Any) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
 def table(
