@@ -96,8 +96,7 @@ class Lease:
         self.entered_by: object = None
         #: Its release waits for the end of the caller's transaction.
         self.put_off = False
-        #: Set if it was recorded within a test's own transaction, so that no other process can get
-        #: or renew it: returns whether that transaction has ended, and the lease with it.
+        #: Of a lease that a test's own transaction has recorded: returns whether that has ended.
         self.lent = lent
         self.released = False
         self.why_lost = ""
@@ -340,8 +339,7 @@ class Lease:
         )
 
 
-# Weak: any task or timer may have a copy of the context, and nothing releases a lease by itself to
-# which something refers.
+# Weak: any task or timer may have a copy of the context, and would keep an abandoned lease.
 _leases: ContextVar[tuple[weakref.ref[Lease], ...]] = ContextVar("fencedlock_leases", default=())
 
 
@@ -373,8 +371,8 @@ def held_owners() -> tuple[str, ...]:
 def enter(lease: Lease) -> None:
     """Make `lease` the innermost one of the running context."""
     leases = _leases.get()
-    # Entries stay of leases that another context released. Looked for at each doubling alone: with
-    # thousands of leases in one context, a look at all of them takes longer than the lock.
+    # Entries stay of leases that another context released. They are looked for at each doubling
+    # alone: with thousands of leases, a look at all of them takes longer than the lock.
     if leases and len(leases) & (len(leases) - 1) == 0:
         leases = tuple(each for each in leases if (found := each()) and found.is_open())
     _leases.set((*leases, weakref.ref(lease)))

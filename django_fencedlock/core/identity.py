@@ -272,8 +272,7 @@ class _Key:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.key = _Key()
-        #: Of the main thread alone. asyncio.to_thread() runs no call there, so a copied context
-        #: is no other holder.
+        #: Of the main thread alone: asyncio.to_thread() runs no call there.
         self.holder: LocalHolder | None = None
         if threading.current_thread() is threading.main_thread():
             self.holder = LocalHolder(self.key)

@@ -148,7 +148,7 @@ class Keeper:
         logger.warning(message, alias, reason, extra=logs.facts(alias=alias, reason=reason))
 
     def forget(self, lease: Lease) -> None:
-        """Renew a lost lease no more. Called from the keeper's own thread as well."""
+        """Renew `lease` no more."""
         with self._lock:
             self._due.pop(lease, None)
 
@@ -289,9 +289,8 @@ class Keeper:
                 self._backend.release(grant)
 
     def _renew(self, batch: list[Lease]) -> dict[Lease, Renewal]:
-        # The clock is read before the request: the service counts the ttl from later on.
-        since = self._clock()
-        ttls = [lease.ttl for lease in batch]
+        # Before the request: the service counts the ttl from later on.
+        since, ttls = self._clock(), [lease.ttl for lease in batch]
         try:
             answers = self._backend.renew([lease.grant for lease in batch])
         except Exception as exc:

@@ -68,11 +68,8 @@ class Service:
         _living.add(runtime.forks.register(self))
 
     def after_fork(self) -> None:
-        """Own nothing of the parent's."""
         self.backend.after_fork()
         self.keeper.after_fork()
-
-    # Acquiring
 
     def acquire(
         self,
@@ -173,8 +170,6 @@ class Service:
             lease.entries, lease.entered_by = lease.entries - 1, None
         give_back_left_over(since)
 
-    # What a lease asks for
-
     def verify(self, lease: Lease) -> bool:
         if self.backend.verify(lease.grant):
             return not lease.lost
@@ -229,8 +224,7 @@ class Service:
         if lease.entries > 0:
             return True
         if open_now := open_connections():
-            # The next holder would read what isn't committed yet, and couldn't write: a transaction
-            # that wrote under the lease pins the fence.
+            # The next holder would read what isn't committed yet, and couldn't write meanwhile.
             if not lease.put_off:
                 when_all_ended(open_now, partial(self._finish_if_left, lease))
                 # Only now: after an interrupt, give_back_left_over() passes over what is put off.
@@ -298,7 +292,6 @@ class Service:
         try:
             self._finish(lease)
         except Exception as exc:
-            # Nothing would catch it in this thread.
             logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
         lease.released = True
         warnings.warn(
@@ -341,8 +334,6 @@ class Service:
             self.keeper.doubts.clear()
             self.keeper.clear()
             self.backend.close()
-
-    # Telling
 
     def explain(self, leases: Sequence[Lease]) -> None:
         """Ask the database who released these leases by force."""
@@ -395,7 +386,6 @@ def give_back_left_over(since: float) -> None:
 
 def drop_leases_of_test(**kwargs: object) -> None:
     """Forget what a test left behind, when the runner has emptied the database after it."""
-    # It would be renewed, and its sessions keep the database from being dropped in the end.
     if under_test():
         for each in list(_living):
             each.drop_all()

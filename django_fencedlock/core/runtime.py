@@ -26,8 +26,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without a job after which a worker's thread ends, and after which a failed tick is
-#: repeated.
+#: Seconds without a job after which a worker's thread ends, and until a failed tick is repeated.
 IDLE_SECONDS, RETRY_AFTER = 10.0, 1.0
 #: Seconds that the interpreter's exit waits for the notifier.
 EXIT_TIMEOUT = 2.0
@@ -36,9 +35,8 @@ MAX_QUEUED = 1000
 
 # SimpleQueue is the C type itself: gevent doesn't patch it, so it blocks the real thread.
 
-
-#: Seconds on a monotonic clock. On Linux it includes the time that a machine was suspended, which
-#: ``time.monotonic()`` leaves out: leases expire while their holder is suspended.
+#: Seconds on a monotonic clock. On Linux it includes the time that a machine was suspended: leases
+#: expire meanwhile.
 clock: Callable[[], float] = time.monotonic
 if hasattr(time, "CLOCK_BOOTTIME"):
     clock = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
