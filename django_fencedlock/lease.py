@@ -293,7 +293,8 @@ class Lease:
 
     def explain(self) -> None:
         """Find out the reason of the loss if it is guessed so far. Asks the database."""
-        self._control.explain([self])
+        if self.loss_is_guessed:
+            self._control.explain([self])
 
     def loss(self, why: str = "") -> LeaseLost:
         """Return the error of this lease's loss."""
