@@ -35,7 +35,6 @@ class Service:
     def __init__(self) -> None:
         self.answer = Renewal.KEPT
         self.batches: list[int] = []
-        self.lost = None
         self.supports_ttl = True
         self.released: list[Grant] = []
 
@@ -195,14 +194,6 @@ def test_a_lease_wakes_no_thread_that_will_wake_in_time(keeper, lease):
     assert keeper._thread.waiting
 
 
-def test_a_dead_session_loses_its_owners_at_once_and_no_others(keeper, service, lease, losses):
-    dead, alive = lease(name="dead"), lease(name="alive")
-    keeper.keep(dead)
-    keeper.keep(alive)
-    service.lost([dead.owner_id])
-    assert lost_of(losses) == [dead]
-
-
 def test_the_rows_of_released_leases_are_deleted_together_soon_after(keeper, registry, lease):
     released = [lease(name=name) for name in "abc"]
     for each in released:
@@ -348,13 +339,6 @@ def test_a_failed_release_disturbs_no_others(keeper, service, clock, lease):
     kept = lease(name="kept", kept_by=keeper)
     drive(keeper, clock, clock.now + 40)
     assert not kept.expired
-
-
-def test_a_session_that_died_after_max_hold_tells_why(keeper, service, clock, lease, losses):
-    kept = lease(max_hold=5, kept_by=keeper)
-    clock.now += 31
-    service.lost([kept.owner_id])
-    assert "max_hold=5 s" in losses[0][1]
 
 
 def test_the_thread_ends_without_leases_and_starts_again(monkeypatch, service, losses):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,34 +101,25 @@ class Wait:
     since: float = field(default_factory=clock)
     #: The last refusal, for the error that says who holds the lock. Set by the core.
     held: Held | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _cancelled: bool = field(default=False, init=False)
+    cancelled: bool = field(default=False, init=False)
     _hooks: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     @property
     def left(self) -> float:
         """Seconds left."""
-        return 0.0 if self._cancelled else max(0.0, self.since + self.seconds - self.now())
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
+        return 0.0 if self.cancelled else max(0.0, self.since + self.seconds - self.now())
 
     def cancel(self) -> None:
         """End the wait, from any thread."""
-        with self._lock:
-            self._cancelled = True
-            hooks, self._hooks = self._hooks, []
-        for hook in hooks:
+        self.cancelled = True
+        for hook in self._hooks:
             hook()
 
     def on_cancel(self, hook: Callable[[], object]) -> None:
-        """Call `hook` when the wait is cancelled; at once if it already is."""
-        with self._lock:
-            if not self._cancelled:
-                self._hooks.append(hook)
-                return
-        hook()
+        """Call `hook` when the wait is cancelled, maybe twice; at once if it already is."""
+        self._hooks.append(hook)
+        if self.cancelled:
+            hook()
 
 
 class Backend(ABC):
@@ -160,9 +150,6 @@ class Backend(ABC):
 
     def __init__(self, config: AliasConfig) -> None:
         self.config = config
-        #: Set by the keeper. A backend that notices the end of a session may call it with the ids
-        #: of the owners that lost their locks; it returns at once and runs no user code.
-        self.lost: Callable[[Sequence[str]], object] | None = None
 
     @abstractmethod
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:
@@ -231,11 +218,8 @@ class Backend(ABC):
         """Problems of the settings, found without asking a server."""
         for key in config.options:
             if key not in cls.option_names:
-                yield Problem(
-                    "E008",
-                    f"{config.where('OPTIONS')} has an unknown key {key!r}.",
-                    unknown(str(key), cls.option_names),
-                )
+                what = f"{config.where('OPTIONS')} has an unknown key {key!r}."
+                yield Problem("E008", what, unknown(str(key), cls.option_names))
         if "TIMEOUT" in cls.option_names:
             try:
                 config.timeout  # noqa: B018
@@ -257,19 +241,17 @@ class Backend(ABC):
     ) -> BackendUnavailable:
         """Return the error for a service that failed, to be raised from `exc`."""
         about = f" of lock {name!r}" if name is not None else ""
-        return BackendUnavailable(
+        what = (
             f"Lock service {self.config.alias!r} ({self.label}) failed at the {doing}{about}: "
-            f"{type(exc).__name__}: {describe_error(exc, self.config.fence_database)}",
-            name=name,
-            alias=self.config.alias,
+            f"{type(exc).__name__}: {describe_error(exc, self.config.fence_database)}"
         )
+        return BackendUnavailable(what, name=name, alias=self.config.alias)
 
     def inside_transaction(self, name: str) -> InsideTransaction:
         """Return the error for a caller whose own transaction has SQLite's file locked."""
-        return InsideTransaction(
-            f"Lock {name!r} can't be acquired here: SQLite has one writer at a time, and "
-            "this code is inside a transaction that has the file. Acquire the lock first, and open "
-            "the transaction inside of it.",
-            name=name,
-            alias=self.config.alias,
+        what = (
+            f"Lock {name!r} can't be acquired here: SQLite has one writer at a time, and this code "
+            "is inside a transaction that has the file. Acquire the lock first, and open the "
+            "transaction inside of it."
         )
+        return InsideTransaction(what, name=name, alias=self.config.alias)

@@ -65,7 +65,6 @@ class Keeper:
         alias = backend.config.alias
         self._thread = runtime.Worker(f"fencedlock-keeper-{alias}", self.tick)
         self._tending = runtime.Worker(f"fencedlock-tending-{alias}", self.tend)
-        backend.lost = self.lose
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -155,14 +154,6 @@ class Keeper:
     def leases(self) -> list[Lease]:
         with self._lock:
             return list(self._due)
-
-    def lose(self, owners: Sequence[str]) -> None:
-        """Note that the sessions of these owners died."""
-        with self._lock:
-            dead = [lease for lease in self._due if lease.owner_id in owners]
-        # The server ends the session of an expired lock.
-        late = {lease: _too_long(lease) for lease in dead if lease.expired and lease.held_too_long}
-        self._give_up(dict.fromkeys(dead, "the session that held it ended") | late, guessed=True)
 
     def end(self, lease: Lease) -> None:
         """Give up a lease that was held for too long."""
