@@ -588,41 +588,12 @@ class TestRescue:
         assert caplog.text.count("can't be looked after") == 1
 
     def test_deletes_what_is_old_now_and_then(self, monkeypatch):
-        now = [0.0]
-        rescue = Maintenance(app, clock=lambda: now[0])
-        deleted = []
-        monkeypatch.setattr(MessageRecords, "sweep", lambda *args: deleted.append(args) or 0)
+        now, rescue, deleted = [0.0], Maintenance(app), []
+        monkeypatch.setattr(worker, "clock", lambda: now[0])
+        monkeypatch.setattr(MessageRecords, "sweep", lambda *args: deleted.append(args))
         for now[0] in (0.0, 1.0, 59.0, 61.0, 62.0, 122.0):
             rescue.look()
         assert len(deleted) == 3
-
-    def test_deletes_the_oldest_records_when_there_are_too_many(self, monkeypatch, caplog):
-        monkeypatch.setattr(worker, "MOST_RECORDS", 3)
-        for value in range(5):
-            deliver(late, value, id=str(value))
-        Maintenance(app).look()
-        assert {row.task_id for row in MessageRecord.objects.all()} == {"2", "3", "4"}
-        assert "are deleted early" in caplog.text
-
-    @pytest.mark.parametrize("is_old", [True, False])
-    def test_comes_again_soon_if_there_is_more_to_delete(self, monkeypatch, is_old):
-        """However many messages there are each second."""
-        monkeypatch.setattr(worker, "BATCH", 2)
-        monkeypatch.setattr("django_fencedlock.storage.records.BATCH", 2)
-        monkeypatch.setattr(worker, "BATCHES", 1)
-        monkeypatch.setattr(worker, "MOST_RECORDS", 100 if is_old else 1)
-        for value in range(8):
-            deliver(late, value, id=str(value))
-        if is_old:
-            MessageRecord.objects.update(kept_until=datetime.now(UTC) - timedelta(seconds=1))
-        now = [0.0]
-        rescue, left = Maintenance(app, clock=lambda: now[0]), []
-        while not left or rescue.period() == worker.OFTEN:
-            rescue.look()
-            left.append(MessageRecord.objects.count())
-            now[0] += rescue.period()
-        assert left == ([6, 4, 2, 0, 0] if is_old else [6, 4, 2, 1])
-        assert rescue.period() == 15
 
     def test_looks_as_often_as_the_shortest_ttl_wants(self, settings):
         assert Maintenance(app).period() == 15

@@ -180,14 +180,6 @@ class TestSweeping:
         assert deliveries.sweep(5) == BATCH + 10
         assert rows.count() == 0
 
-    def test_can_leave_the_newest_alone(self, deliveries, rows):
-        kept = [message(kept=DAY + place) for place in range(20)]
-        for each in kept:
-            deliveries.begin(each)
-        assert deliveries.limit(20) is None
-        assert deliveries.sweep(5, until=deliveries.limit(15)) == 5
-        assert {row.nonce for row in rows.all()} == {each.nonce for each in kept[5:]}
-
     def test_two_sweeps_at_once_do_no_harm(self, deliveries, rows):
         fill(deliveries, rows, 3 * BATCH)
         at_once([lambda: deliveries.sweep(5)] * 3)

@@ -341,7 +341,7 @@ class TestForgetting:
         me = owner()
         runs.end(PLACE, me, begin(runs, me).number, GRACE)
         runs.count(Place("other", "app.charge"), stored(), -1)
-        assert runs.forget(5) == 1
+        assert runs.sweep(5) == 1
         assert rows.get().name == "other"
 
     def test_a_bounded_number_goes_at_a_time(self, runs, rows):
@@ -351,8 +351,8 @@ class TestForgetting:
         for number in range(BATCH + 10):
             row.pk, row.name = None, f"n{number}"
             row.save(using=rows.db, force_insert=True)
-        assert runs.forget(1) == BATCH
-        assert runs.forget(9) == 11
+        assert runs.sweep(1) == BATCH
+        assert runs.sweep(9) == 11
 
     def test_a_run_from_before_ends_no_triggers_of_a_new_row(self, runs):
         """Numbers begin again, so a paused run's high number must not count."""
@@ -360,7 +360,7 @@ class TestForgetting:
         for _ in range(5):
             claimed = begin(runs, paused)
         runs.end(PLACE, other, begin(runs, other).number, GRACE)
-        runs.forget(5)
+        runs.sweep(5)
         runs.count(PLACE, stored(), GRACE)
         assert not runs.end(PLACE, paused, claimed.number, GRACE)
         assert runs.numbers(PLACE) == (1, 0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from celery import Celery
@@ -37,16 +38,13 @@ SHOWN = 5
 
 def problems(apps: Iterable[Celery]) -> Iterator[Problem]:
     """Return the problems of the tasks of these apps."""
-    found: dict[Problem, list[str]] = {}
+    # A shared task is a task of every app.
+    found: defaultdict[Problem, set[str]] = defaultdict(set)
     for app in apps:
         for task in app.tasks.values():
-            if (single := single_of(task)) is None:
-                continue
-            for problem in _task_problems(app, task, single.policy):
-                names = found.setdefault(problem, [])
-                # A shared task is a task of every app.
-                if task.name not in names:
-                    names.append(task.name)
+            if single := single_of(task):
+                for problem in _task_problems(app, task, single.policy):
+                    found[problem].add(task.name)
     for problem, names in found.items():
         tasks = f"Task{'s' if len(names) > 1 else ''} {', '.join(sorted(names)[:SHOWN])}"
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
@@ -67,38 +65,25 @@ def _task_problems(app: Celery, task: Any, policy: Policy) -> Iterator[Problem]:
             yield from check(case)
 
 
-@dataclass(frozen=True)
 class _Case:
     """A task, its app, its policy and its alias."""
 
-    app: Any
-    task: Any
-    policy: Policy
-    alias: conf.AliasConfig
-
-    @property
-    def ttl(self) -> float:
-        return self.policy.ttl or self.alias.ttl
+    def __init__(self, app: Any, task: Any, policy: Policy, alias: conf.AliasConfig) -> None:
+        self.app, self.task, self.policy, self.alias = app, task, policy, alias
+        self.ttl = policy.ttl or alias.ttl
+        limits = {name: self.setting(name) for name in ("soft_time_limit", "time_limit")}
+        self.limits = {name: float(limit) for name, limit in limits.items() if limit}
+        # The pool in the settings. A command line may name another.
+        pool = str(app.conf.worker_pool or "").partition(":")[0].rpartition(".")[2]
+        self.pool = "thread" if pool == "threads" else pool
 
     def setting(self, name: str) -> Any:
         """Return the task's own value, or else its app's."""
         own = getattr(self.task, name, None)
         return getattr(self.app.conf, f"task_{name}") if own is None else own
 
-    @property
-    def limits(self) -> dict[str, float]:
-        given = {name: self.setting(name) for name in ("soft_time_limit", "time_limit")}
-        return {name: float(limit) for name, limit in given.items() if limit}
-
-    @property
-    def pool(self) -> str:
-        """The worker's pool in the settings. A command line may name another."""
-        name = str(self.app.conf.worker_pool or "").partition(":")[0].rpartition(".")[2]
-        return "thread" if name == "threads" else name
-
-    @property
     def visibility_timeout(self) -> float | None:
-        """Seconds until the broker delivers an unacknowledged message again."""
+        """Return the seconds until the broker delivers an unacknowledged message again."""
         try:
             connection = self.app.connection_for_read()
         except Exception:
@@ -114,8 +99,7 @@ def _arguments(case: _Case) -> Iterator[Problem]:
     if policy.max_hold is not None and policy.max_hold < case.ttl:
         yield Problem(
             "W035",
-            f"max_hold of {policy.max_hold:g} s, and a ttl of {case.ttl:g} s, for which the "
-            "lock is granted in any case.",
+            f"max_hold of {policy.max_hold:g} s is shorter than the ttl of {case.ttl:g} s.",
             "Make the ttl the shorter one.",
         )
     if policy.on_conflict == "skip" and case.setting("ignore_result"):
@@ -127,7 +111,7 @@ def _arguments(case: _Case) -> Iterator[Problem]:
 
 
 def _redeliveries(case: _Case) -> Iterator[Problem]:
-    policy, visible = case.policy, case.visibility_timeout
+    policy, visible = case.policy, case.visibility_timeout()
     # A message that is acknowledged before it runs isn't delivered again.
     late = case.setting("acks_late")
     if visible is not None and late:

@@ -68,9 +68,7 @@ def single_instance(
 ) -> Callable[[F], F]: ...
 def single_instance(name: Any = None, **terms: Any) -> Any:
     """
-    Run a Celery task once at a time for each lock name.
-
-    Put it below ``@shared_task``.
+    Run a Celery task once at a time for each lock name. Put it below ``@shared_task``.
 
     Args:
         name: A template over the task's parameters, ``"invoice:{invoice_id}"``; a fenced model,
@@ -79,20 +77,17 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
         backend: The alias in ``FENCEDLOCK``; for a model, the one that its fencing names.
         ttl: How long the lock lasts unless it is renewed, which happens by itself.
         fenced: False for a lock that only saves work: no token, and no record in the database.
-        on_conflict: What a run does if another holder has the lock. ``"skip"`` succeeds with a
-            `SkippedRun`; ``"retry"`` tries again later; ``"wait"`` blocks the worker; ``"raise"``
-            fails with `LockNotAcquired`; ``"coalesce"`` leaves the work to one further run.
+        on_conflict: If another holder has the lock, ``"skip"`` succeeds with a `SkippedRun`,
+            ``"retry"`` tries again later, ``"wait"`` blocks the worker, ``"raise"`` fails with
+            `LockNotAcquired`, and ``"coalesce"`` leaves the work to one further run.
         blocking_timeout: How long ``"wait"`` waits; without one, the setting BLOCKING_TIMEOUT.
         retry_countdown: The first pause of ``"retry"``; they grow up to twelvefold.
         max_conflict_retries: How often ``"retry"`` tries, beside the task's own ``max_retries``.
-        on_lost: ``"raise"`` raises `LeaseLost` at the body's next check or fenced write;
-            ``"abort"`` interrupts the body; ``"ignore"`` does nothing.
+        on_lost: ``"raise"`` fails the task, ``"abort"`` also interrupts its body; or ``"ignore"``.
         max_hold: The lock is no longer renewed once it was held this long.
-        redelivery: ``"defer"`` keeps two deliveries of one message from overlapping, and a
-            finished one from running again; ``"run"`` handles each as a message of its own.
+        redelivery: ``"defer"`` runs a message once that is delivered again; ``"run"`` each time.
         on_backend_error: ``"raise"``, or, with ``fenced=False`` alone, ``"run"`` without a lock.
-        sensitive: The parameters whose arguments must not be shown: the lock's name has digests
-            of them, and what Celery shows of a message has ``***``.
+        sensitive: The parameters whose arguments neither names nor messages show.
         **arguments: For a model: which parameter names which column of its lock.
     """
     if _is_bare(name, terms):
@@ -131,9 +126,8 @@ def _decorate(
         )
     if not callable(function):
         raise TypeError(f"@single_instance decorates a function, not {function!r}.")
-    if inspect.iscoroutinefunction(function) or (
-        inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-    ):
+    never = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(is_kind(function) for is_kind in never):
         raise TypeError(
             f"@single_instance can't wrap {function.__qualname__}(): the body of a coroutine "
             "function or a generator would run after the lock was released, and Celery runs none."

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import select
 import threading
@@ -34,7 +33,6 @@ from ..core.runtime import clock
 from ..exceptions import BackendUnavailable, FencedLockError
 from ..storage import connections, history
 from ..storage.background_writer import writer
-from ..storage.dialect import BATCH
 from ..storage.fences import Fences
 from ..storage.message_records import MessageRecords
 from ..storage.pending_runs import PendingRuns
@@ -56,12 +54,8 @@ FORK_TIMEOUT = 0.2
 LOOK_EACH, LOOK_FOR = 0.8, 1.5
 #: Seconds between two looks for pending runs, at least and at most; and after one that failed.
 OFTEN, SELDOM, AFTER_FAILURE = 1.0, 15.0, 5.0
-#: Seconds between two deletions of old rows. At each tenth, message records are counted.
-DELETE_EACH = 60.0
-#: Batches of old rows that are deleted at a time: no child is forked meanwhile.
-BATCHES = 50
-#: Limit of message records in a fence database.
-MOST_RECORDS = 1_000_000
+#: Seconds between two deletions of old rows, and how many batches of each kind are deleted then.
+DELETE_EACH, BATCHES = 60.0, 250
 
 
 class ForkGate:
@@ -284,17 +278,11 @@ class Maintenance:
     would inherit them. Otherwise its tasks use the same private connections.
     """
 
-    def __init__(
-        self, app: Any, *, forks: bool = False, clock: Callable[[], float] = clock
-    ) -> None:
+    def __init__(self, app: Any, *, forks: bool = False) -> None:
         self._app = app
         self._forks = forks
-        self._clock = clock
         self._end = runtime.SimpleQueue[None]()
-        self._delete_at = -math.inf
-        self._deletions = 0
-        #: Whether there were more old rows than one look deletes.
-        self._is_behind = False
+        self._delete_at = 0.0
         self._failing: set[str] = set()
 
     def start(self) -> None:
@@ -322,8 +310,6 @@ class Maintenance:
 
     def period(self) -> float:
         """Return the seconds from one look to the next: half of the shortest ttl."""
-        if self._is_behind:
-            return OFTEN
         ttls = [
             policy.ttl or config.ttl
             for config, policies in self._databases()
@@ -333,37 +319,23 @@ class Maintenance:
 
     def look(self) -> int:
         """Serve pending runs, and delete old rows each minute; return how many were served."""
-        served, was_behind, now = 0, self._is_behind, self._clock()
-        self._is_behind = False
+        served, deletes = 0, clock() >= self._delete_at
         for config, policies in self._databases():
             try:
                 if policies:
                     served += serve_overdue(self._app, config, policies)
-                if now >= self._delete_at:
-                    self._delete(config, was_behind)
+                if deletes:
+                    for table in (MessageRecords, PendingRuns, ExpiredRows):
+                        table(config).sweep(BATCHES)
                 self._failing.discard(config.fence_database)
             except FencedLockError as exc:
                 # A project that uses unfenced locks alone needs no tables.
                 if config.fence_database not in self._failing and not is_table_missing(exc):
                     logger.warning("Pending runs and old rows can't be looked after: %s", exc)
                 self._failing.add(config.fence_database)
-        if now >= self._delete_at and not self._is_behind:
-            self._delete_at = now + DELETE_EACH
-            self._deletions += 1
+        if deletes:
+            self._delete_at = clock() + DELETE_EACH
         return served
-
-    def _delete(self, config: conf.AliasConfig, was_behind: bool) -> None:
-        records = MessageRecords(config)
-        until = records.limit(MOST_RECORDS) if self._deletions % 10 == 0 else None
-        if until is not None and not was_behind:
-            text = "More than %d messages of tasks are on record; the oldest are deleted early."
-            logger.warning(text, MOST_RECORDS)
-        deleted = (
-            records.sweep(BATCHES, until),
-            PendingRuns(config).forget(BATCHES),
-            ExpiredRows(config).sweep(BATCHES),
-        )
-        self._is_behind |= max(deleted) >= BATCHES * BATCH
 
     def _databases(self) -> Iterable[tuple[conf.AliasConfig, dict[str, Policy]]]:
         """Return an alias of each fence database, and the tasks that coalesce there."""

@@ -8,7 +8,6 @@ holder of the lock sees every end before its own run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from django.db import IntegrityError
 from django.db.models import BooleanField, Exists, ExpressionWrapper, F, OuterRef, Q, Value
@@ -111,18 +110,10 @@ class MessageRecords(Records):
         """Return what is known of the message; None if no delivery of it began."""
         return _newest(self.using, message)
 
-    def sweep(self, batches: int, until: Any = None) -> int:
-        """Delete records kept until now or `until`, except of active runs; return how many."""
+    def sweep(self, batches: int) -> int:
+        """Delete records kept until now, except of active runs; return how many."""
         live = self.rows("HeldLock").filter(
             name=OuterRef("name"), owner=OuterRef("owner"), expires_at__gt=ServerTime()
         )
-        old = self.rows("MessageRecord").filter(
-            ~Exists(live), kept_until__lte=until or ServerTime()
-        )
+        old = self.rows("MessageRecord").filter(~Exists(live), kept_until__lte=ServerTime())
         return self.delete("sweeping of deliveries", old.order_by("kept_until"), batches)
-
-    @private_query("sweeping of deliveries")
-    def limit(self, most: int) -> Any:
-        """Return the `until` with which `sweep()` leaves the newest `most`."""
-        newest = self.rows("MessageRecord").order_by("-kept_until")
-        return next(iter(newest.values_list("kept_until", flat=True)[most : most + 1]), None)

@@ -157,7 +157,7 @@ class PendingRuns(Records):
         rows = self._at(place).filter(wanted=number, done__lt=number, due_at__isnull=False)
         return bool(rows.update(due_at=None))
 
-    def forget(self, batches: int) -> int:
+    def sweep(self, batches: int) -> int:
         """Delete rows that had no pending run for long; return how many."""
         rows = self.rows("PendingRun").filter(wanted=F("done"), due_at__lte=ServerTime())
         return self.delete("sweeping of pending runs", rows.order_by("due_at"), batches)
