@@ -113,7 +113,9 @@ class History:
         # A writer that is due already isn't off.
         elif len(self.granted) < MAX_QUEUED and (writer.is_due or self._is_on()):
             self.granted[lease] = None
-            writer.start()
+            # Asked last: a write that has begun by then may have missed the grant.
+            if not writer.is_due:
+                writer.start()
 
     def add(self, event: Event, age: float = 0.0) -> None:
         """Note an event that happened `age` seconds ago."""
