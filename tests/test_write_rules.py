@@ -241,6 +241,23 @@ def test_conflicts_that_need_no_lease(database, invoice):
     assert values_of(m.Relaxed, "code", "amount", "fence") == [("a", 9, 5)]
 
 
+@pytest.mark.django_db(transaction=True)
+def test_another_session_writes_just_before_the_rows_that_may_conflict(monkeypatch):
+    """SQLite lets no transaction write whose first read is older than another session's commit."""
+    insert = models.QuerySet.bulk_create
+
+    def insert_later(rows, *args, **kwargs):
+        if rows.model is Stock:
+            elsewhere(Account.objects.create)
+        return insert(rows, *args, **kwargs)
+
+    monkeypatch.setattr(models.QuerySet, "bulk_create", insert_later)
+    with lock("stock:a") as lease:
+        monkeypatch.setattr(connections["default"], "transaction_mode", None)
+        Stock.objects.bulk_create([Stock(sku="a")], ignore_conflicts=True)
+        assert values_of(Stock, "sku", "fence") == [("a", lease.token)]
+
+
 # Fixtures
 
 

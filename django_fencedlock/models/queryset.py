@@ -166,12 +166,16 @@ class FencedQuerySet(models.QuerySet[_Row]):
                 if not ignore_conflicts:
                     # The INSERT itself checks each lease, with its first row.
                     first.fence = inserted_fence(write)
-                elif (grant := write.pin(connections[self.db])) and not is_newest(self.db, grant):
-                    # SQLite and MySQL ignore the constraint as well.
-                    raise rejected([write])
-            return super().bulk_create(
+            made = super().bulk_create(
                 objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
             )
+            for write, _ in firsts.values():
+                # SQLite and MySQL ignore the constraint as well. Not before the INSERT: SQLite
+                # refuses it if another session wrote since the first read of the transaction.
+                grant = write.pin(connections[self.db]) if ignore_conflicts else None
+                if grant is not None and not is_newest(self.db, grant):
+                    raise rejected([write])
+            return made
 
     def delete(self) -> tuple[int, dict[str, int]]:
         # Each row that Django collects is guarded then; _raw_delete() deletes the others.
