@@ -23,7 +23,6 @@ WAITERS = 16
 #: release, and one service that doesn't answer must not delay another.
 SHORT = 8
 TRY, RELEASE = "try", "release"
-_WAIT = "wait"
 
 
 class _Threads:
@@ -38,11 +37,9 @@ class _Threads:
         self.may_wait = threading.BoundedSemaphore(WAITERS)
 
     def pool(self, name: str, size: int) -> ThreadPoolExecutor:
-        pool = self.pools.get(name)
-        if pool is None:
-            pool = ThreadPoolExecutor(size, thread_name_prefix=f"fencedlock-{name}")
-            pool = self.pools.setdefault(name, pool)
-        return pool
+        if name not in self.pools:
+            self.pools.setdefault(name, ThreadPoolExecutor(size, f"fencedlock-{name}"))
+        return self.pools[name]
 
 
 _threads = _Threads()
@@ -68,7 +65,7 @@ def wait_in_thread(function: Callable[[], T]) -> Future[T] | None:
     if not may_wait.acquire(blocking=False):
         return None
     try:
-        future = _threads.pool(_WAIT, WAITERS).submit(function)
+        future = _threads.pool("wait", WAITERS).submit(function)
     except BaseException:
         may_wait.release()
         raise

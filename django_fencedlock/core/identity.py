@@ -281,8 +281,8 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_tasks: WeakKeyDictionary[asyncio.Task[Any], LocalHolder] = WeakKeyDictionary()
-_greenlets: WeakKeyDictionary[object, LocalHolder] = WeakKeyDictionary()
+#: By task or greenlet.
+_holders: WeakKeyDictionary[object, LocalHolder] = WeakKeyDictionary()
 #: The holder of another thread. A context variable, since each call of ``asyncio.to_thread()`` has
 #: a context of its own, but shares its thread with other calls.
 _holder: ContextVar[LocalHolder | None] = ContextVar("fencedlock_holder", default=None)
@@ -296,11 +296,11 @@ def current_holder() -> LocalHolder:
     greenlet, else the thread. A child task and a thread with a copied context are other holders.
     """
     if (task := _running_task()) is not None:
-        return _tasks.get(task) or _tasks.setdefault(task, LocalHolder(task))
+        return _holders.get(task) or _holders.setdefault(task, LocalHolder(task))
     if _thread.call is not None:
         return _thread.call
     if (greenlet := running_greenlet()) is not None:
-        return _greenlets.get(greenlet) or _greenlets.setdefault(greenlet, LocalHolder(greenlet))
+        return _holders.get(greenlet) or _holders.setdefault(greenlet, LocalHolder(greenlet))
     if _thread.holder is not None:
         return _thread.holder
     holder = _holder.get()

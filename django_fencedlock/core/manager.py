@@ -286,7 +286,8 @@ class Service:
     def _release_abandoned(self, lease: Lease) -> None:
         words = (
             f"Lock {lease.name!r} was never released: its holder ({lease.holder}) has ended, and "
-            "nothing refers to the lease any more. It is released now."
+            "nothing refers to the lease any more. It is released now. "
+            f"Use `with lock({lease.name!r})`, or keep the lease and release it."
         )
         logger.warning("%s", words, extra=logs.about(lease, held_for=lease.held_for()))
         try:
@@ -294,11 +295,7 @@ class Service:
         except Exception as exc:
             logs.left_to_run_out(logger, lease.name, exc, logs.about(lease))
         lease.released = True
-        warnings.warn(
-            f"{words} Use `with lock({lease.name!r})`, or keep the lease and release it.",
-            ResourceWarning,
-            stacklevel=1,
-        )
+        warnings.warn(words, ResourceWarning, stacklevel=1)
 
     async def in_thread(self, function: Callable[..., T], *args: Any, kind: str = aio.RELEASE) -> T:
         """Call `function` for a coroutine that waits for it."""

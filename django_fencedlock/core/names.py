@@ -73,26 +73,23 @@ class Template:
     def __init__(self, text: str, function: Callable[..., Any]) -> None:
         self.text = text
         self._parameters = Parameters(function)
-        self._check()
-
-    def _check(self) -> None:
         known = self._parameters.signature.parameters
         try:
-            fields = list(_fields(self.text))
+            fields = list(_fields(text))
         except ValueError as exc:
-            raise ValueError(f"Lock name {self.text!r} isn't a valid template: {exc}.") from exc
+            raise ValueError(f"Lock name {text!r} isn't a valid template: {exc}.") from exc
         for field in fields:
             if re.split(r"[.\[]", field)[0] not in known:
                 raise TypeError(
-                    f"Lock name {self.text!r} names {{{field}}}, which isn't a parameter of "
+                    f"Lock name {text!r} names {{{field}}}, which isn't a parameter of "
                     f"{self._parameters.function}(). Its parameters: {', '.join(known) or 'none'}."
                 )
             if "._" in field:
                 raise TypeError(
-                    f"Lock name {self.text!r} names {{{field}}}, a private attribute. Name a "
+                    f"Lock name {text!r} names {{{field}}}, a private attribute. Name a "
                     "public part of the argument."
                 )
-        validate(self.text)
+        validate(text)
 
     def render(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Return the name for one call. Defaults apply: ``f(1)`` and ``f(a=1)`` have one name."""
