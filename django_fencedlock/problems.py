@@ -14,15 +14,6 @@ class Level(IntEnum):
     WARNING = 2
     ERROR = 3
 
-    @property
-    def label(self) -> str:
-        return self.name.lower()
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of a command with this as its worst problem."""
-        return max(0, self - Level.NOTE)
-
 
 _LEVELS = {"": Level.OK, "I": Level.NOTE, "W": Level.WARNING, "E": Level.ERROR}
 

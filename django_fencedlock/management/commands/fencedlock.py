@@ -21,7 +21,7 @@ from ...exceptions import FencedLockError, SettingsError
 from ...ops import doctor, registry, resync
 from ...ops.force_release import HeldBy, Outcome, Release, consequences, force_release, held_by
 from ...ops.registry import duration
-from ...problems import Level, Problem
+from ...problems import Level
 from ...storage.text import describe_error, escape_control, for_shell
 
 #: The exit code if a service or database was unavailable, or the action failed.
@@ -158,8 +158,9 @@ class Command(BaseCommand):
             reports.append(_plain(report))
             if not self.as_json:
                 self._write_report(reports[-1])
-        self._put({"level": worst.label, "reports": reports}, [_VERDICTS[worst.exit_code]])
-        return worst.exit_code
+        code = max(0, worst - Level.NOTE)
+        self._put({"level": worst.name.lower(), "reports": reports}, [_VERDICTS[code]])
+        return code
 
     def _write_report(self, report: dict[str, Any]) -> None:
         self.stdout.write(report["about"])
@@ -283,14 +284,16 @@ def _time(at: datetime) -> str:
 
 
 def _plain(report: doctor.Report) -> dict[str, Any]:
-    def plain(problem: Problem) -> dict[str, str]:
-        # Only system checks have an id with a number.
-        prefix = f"{problem.id}: " if len(problem.id) > 1 else ""
-        message = prefix + problem.message
-        return {"level": problem.level.label, "message": message, "hint": problem.hint}
-
-    problems = [plain(each) for each in report.problems]
-    return {"about": report.about, "level": report.level.label, "problems": problems}
+    problems = [
+        {
+            "level": each.level.name.lower(),
+            # Only system checks have an id with a number.
+            "message": f"{each.id}: {each.message}" if len(each.id) > 1 else each.message,
+            "hint": each.hint,
+        }
+        for each in report.problems
+    ]
+    return {"about": report.about, "level": report.level.name.lower(), "problems": problems}
 
 
 def table(
