@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import logging
 import uuid
 from datetime import UTC, datetime, timedelta
 
@@ -14,7 +13,7 @@ from django.db.models import F
 
 from django_fencedlock import lock, signals
 from django_fencedlock.celery import SkippedRun, single_instance, worker
-from django_fencedlock.celery.coalesce import MOST_RESCUES, MOST_TRIES, Coalescing, unpack
+from django_fencedlock.celery.coalesce import MOST_TRIES, Coalescing, unpack
 from django_fencedlock.celery.duplicates import DELIVERY, NUMBER, SERVE
 from django_fencedlock.celery.worker import Maintenance
 from django_fencedlock.core.manager import service
@@ -564,28 +563,16 @@ class TestRescue:
         assert caplog.text.count(f"{MOST_TRIES} runs began and none ended") == 1
         assert deliver(rebuild, 8).result == 8
 
-    def test_gives_up_what_no_worker_takes_and_says_so_once(self, caplog):
-        for _ in range(MOST_RESCUES):
-            overdue()
-            assert len(self.look()) == 1
-        overdue()
-        assert self.look() == self.look() == []
-        assert caplog.text.count("24 more messages were sent") == 1
-
     def test_a_broker_that_is_down_does_not_raise(self, monkeypatch, caplog):
         monkeypatch.setattr("django_fencedlock.celery.coalesce.serve", unreachable)
         overdue()
         assert self.look() == []
         assert "wait for the broker" in caplog.text
 
-    def test_a_database_that_is_down_is_reported_once(self, monkeypatch, caplog):
-
+    def test_a_database_that_is_down_does_not_raise(self, monkeypatch, caplog):
         monkeypatch.setattr(PendingRuns, "overdue", unavailable)
-        rescue = Maintenance(app)
-        with caplog.at_level(logging.WARNING):
-            for _ in range(3):
-                assert rescue.look() == 0
-        assert caplog.text.count("can't be looked after") == 1
+        assert Maintenance(app).look() == 0
+        assert "can't be looked after" in caplog.text
 
     def test_deletes_what_is_old_now_and_then(self, monkeypatch):
         now, rescue, deleted = [0.0], Maintenance(app), []

@@ -222,7 +222,7 @@ class TestProperties:
 
 def lock_name_of(function, *args, **kwargs):
     single = function._fencedlock_single
-    return single.name(None, args, kwargs).name
+    return single.name(None, args, kwargs)[0]
 
 
 @pytest.fixture

@@ -41,8 +41,6 @@ IN_QUEUE = 5.0
 MOST_SERVED = 100
 #: The pause after each message for a pending run doubles, up to this: the queue may be long.
 LONGEST_PAUSE = 3600.0
-#: A pending run is given up after this many messages of which no run began.
-MOST_RESCUES = 24
 
 Arguments = tuple[list[Any], dict[str, Any]]
 
@@ -220,25 +218,23 @@ def serve_overdue(app: Celery, config: AliasConfig, policies: dict[str, Policy])
 
 def _reserve(runs: PendingRuns, pending: Pending, ttl: float) -> bool:
     """Reserve a pending run for a while; give it up after many tries."""
-    if pending.tries >= MOST_TRIES or pending.rescues >= MOST_RESCUES:
+    if pending.tries >= MOST_TRIES:
         if runs.give_up(pending.place, pending.number):
-            report_given_up(pending.place, pending.tries, pending.rescues)
+            report_given_up(pending.place, pending.tries)
         return False
     # Reserved first: if this process dies now, another worker looks again after the pause.
     pause = min(LONGEST_PAUSE, max(ttl, IN_QUEUE) * 2.0**pending.rescues)
     return runs.reserve(pending.place, pause)
 
 
-def report_given_up(place: Place, tries: int, messages: int = 0) -> None:
+def report_given_up(place: Place, tries: int) -> None:
     """Log once that workers no longer look after a pending run."""
     logger.error(
-        "Gave up task %s under lock %r: %d runs began and none ended, and %d more messages were "
-        "sent. See what kills its worker (memory, time limits), and whether a worker takes from "
-        "its queue; then call the task again.",
+        "Gave up task %s under lock %r: %d runs began and none ended. See what kills its worker "
+        "(memory, time limits), then call the task again.",
         place.task_name,
         place.name,
         tries,
-        messages,
         extra=logs.facts(name=place.name, task=place.task_name),
     )
 

@@ -43,7 +43,8 @@ def lock_name(task: Any, *args: Any, **kwargs: Any) -> str:
             f"{getattr(task, 'name', task)!r} isn't under @single_instance, so its calls have no "
             "lock."
         )
-    return single.name(task, args, kwargs).name
+    name, _, _ = single.name(task, args, kwargs)
+    return name
 
 
 @overload

@@ -84,10 +84,8 @@ class Delivery:
         """
         Come later if another delivery of the same message has the lock.
 
-        That delivery does the work; if it dies, the copy does.
-
-        Raises:
-            HolderGone: It isn't known whether it was, and the holder has gone meanwhile.
+        That delivery does the work; if it dies, the copy does. Raise `HolderGone` if it isn't known
+        whether it was, and the holder has gone meanwhile.
         """
         deadline = time.monotonic() + UNDECIDED
         while True:

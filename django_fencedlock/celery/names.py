@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Set
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from celery import Task, current_app, current_task
@@ -41,16 +41,6 @@ _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 _READABLE = 20
 
 
-class LockName(NamedTuple):
-    """The name of the lock of a call."""
-
-    name: str
-    #: The task's name, or the function's.
-    title: str
-    #: What the names of its locks have in common, for metrics.
-    pattern: str
-
-
 class Single:
     """A task's function under `single_instance`, and its policy."""
 
@@ -76,8 +66,12 @@ class Single:
 
     def name(
         self, task: AnyTask | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> LockName:
-        """Return the name of a call's lock; `args` don't have the task itself."""
+    ) -> tuple[str, str, str]:
+        """
+        Return the name of a call's lock; `args` don't have the task itself.
+
+        Beside it, the name of the task, or of the function; and the pattern of the lock's name.
+        """
         function, pattern = self.function, self._pattern()
         title = task.name if task is not None else f"{function.__module__}.{function.__qualname__}"
         bound_to_task = task is not None and is_bound(task)
@@ -87,7 +81,7 @@ class Single:
         for key in self.policy.sensitive:
             if key in arguments:
                 arguments[key] = _digest(key, arguments[key])
-        return LockName(self._name(task, title, arguments), title, pattern or title)
+        return self._name(task, title, arguments), title, pattern or title
 
     def redact_message(self, task: AnyTask, headers: dict[str, Any], body: Any) -> None:
         """Replace sensitive arguments in what Celery logs and sends in events."""
@@ -116,11 +110,9 @@ class Single:
         """Return the task of this call, and the arguments without the task."""
         if args and isinstance(args[0], Task) and single_of(args[0]) is self:
             return args[0], args[1:]
-        # A plain call of the function, in the body of another task.
+        # A plain call of the function, perhaps in the body of a task.
         running: Any = current_task._get_current_object()  # type: ignore[attr-defined]
-        if running is not None and single_of(running) is self:
-            return running, args
-        tasks: list[AnyTask] = list(current_app.tasks.values())
+        tasks: list[Any] = [running, *current_app.tasks.values()]
         return next((task for task in tasks if single_of(task) is self), None), args
 
 
@@ -193,7 +185,10 @@ def naming(
     if given is None:
         return _name_by_call, str
     if isinstance(given, str):
-        return _by_template(given, function), lambda: given
+        template = names.Template(given, function)
+        # A bound task's first parameter is the task, which isn't among the arguments.
+        first = next(iter(inspect.signature(function).parameters), "")
+        return lambda task, _, arguments: template.fill({first: task, **arguments}), lambda: given
     if callable(given):
         return lambda task, _, arguments: names.validate(given(task, dict(arguments))), str
     raise TypeError(
@@ -209,13 +204,6 @@ def _name_by_call(task: AnyTask | None, title: str, arguments: Mapping[str, Any]
         digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST]
         name = f"{name[: names.MAX_LENGTH - _DIGEST - 2]}…#{digest}"
     return names.validate(name)
-
-
-def _by_template(text: str, function: Callable[..., Any]) -> Naming:
-    template = names.Template(text, function)
-    # A bound task's first parameter is the task, which isn't among the arguments.
-    first = next(iter(inspect.signature(function).parameters), "")
-    return lambda task, _, arguments: template.fill({first: task, **arguments})
 
 
 def _by_model(

@@ -279,11 +279,9 @@ class Maintenance:
     """
 
     def __init__(self, app: Any, *, forks: bool = False) -> None:
-        self._app = app
-        self._forks = forks
+        self._app, self._forks = app, forks
         self._end = runtime.SimpleQueue[None]()
         self._delete_at = 0.0
-        self._failing: set[str] = set()
 
     def start(self) -> None:
         runtime.start(self._run)
@@ -327,12 +325,10 @@ class Maintenance:
                 if deletes:
                     for table in (MessageRecords, PendingRuns, ExpiredRows):
                         table(config).sweep(BATCHES)
-                self._failing.discard(config.fence_database)
             except FencedLockError as exc:
                 # A project that uses unfenced locks alone needs no tables.
-                if config.fence_database not in self._failing and not is_table_missing(exc):
+                if not is_table_missing(exc):
                     logger.warning("Pending runs and old rows can't be looked after: %s", exc)
-                self._failing.add(config.fence_database)
         if deletes:
             self._delete_at = clock() + DELETE_EACH
         return served
@@ -341,17 +337,17 @@ class Maintenance:
         """Return an alias of each fence database, and the tasks that coalesce there."""
         found: dict[str, tuple[conf.AliasConfig, dict[str, Policy]]] = {}
         singles = {name: single_of(task) for name, task in dict(self._app.tasks).items()}
+        coalescing = {
+            name: single.policy
+            for name, single in singles.items()
+            if single and single.policy.on_conflict == "coalesce"
+        }
         for alias in conf.aliases():
             # One whose settings are wrong fails by itself, and delays no other.
             with contextlib.suppress(FencedLockError):
                 config = conf.config(alias)
                 _, policies = found.setdefault(config.fence_database, (config, {}))
-                policies |= {
-                    name: single.policy
-                    for name, single in singles.items()
-                    if single
-                    and (single.policy.on_conflict, single.policy.backend) == ("coalesce", alias)
-                }
+                policies |= {n: each for n, each in coalescing.items() if each.backend == alias}
         return found.values()
 
 
