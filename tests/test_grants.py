@@ -269,11 +269,20 @@ def test_a_restored_backup_gives_an_old_holder_the_key_and_no_write(make, stub):
 # Time
 
 
-def test_what_expired_before_it_was_recorded_is_renewed_first(step, stub, monkeypatch):
+@pytest.mark.parametrize(("waited", "is_renewed"), [(5, False), (15, True), (31, True)])
+def test_what_is_due_before_it_is_recorded_is_renewed_first(step, stub, waited, is_renewed):
     claim = new_claim("x", 30)
     granted = step.backend.acquire(claim, Wait())
-    _, since = step._confirm(claim, granted._replace(since=granted.since - 31))
-    assert since > granted.since
+    _, since = step._confirm(claim, granted._replace(since=granted.since - waited))
+    assert (since > granted.since) == is_renewed
+
+
+def test_what_was_lost_before_it_was_recorded_is_no_grant(step, stub):
+    claim = new_claim("x", 30)
+    granted = step.backend.acquire(claim, Wait())
+    stub.locks.clear()
+    assert step._confirm(claim, granted._replace(since=granted.since - 15)) is None
+    assert not Fence.objects.exists()
 
 
 def test_what_expired_while_it_was_recorded_is_released(step, stub, monkeypatch):

@@ -39,7 +39,7 @@ from .identity import (
     is_process_gone,
     new_owner,
 )
-from .keeper import Keeper
+from .keeper import BEATS, Keeper
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,8 @@ class Grants:
         grant, since = grant_of(claim, granted), granted.since
         confirmed: Grant | None = grant
         try:
-            if self._clock() >= since + grant.ttl:
+            # It waited in the service's queue, or this process was paused.
+            if self._clock() >= since + grant.ttl / BEATS:
                 since = self._clock()
                 (answer,) = self.backend.renew([grant])
                 confirmed = grant if answer is Renewal.KEPT else None

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import Error, OperationalError
+from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ...conf import AliasConfig, Problem
@@ -34,9 +34,9 @@ except ImportError as exc:
 
 from . import checks
 from . import statements as sql
-from .holding import TICK, Hold, session_locks
+from .holding import TICK, Hold, SessionLocks
 from .jobs import Job, NoAnswer
-from .sessions import LOCKED, OUT_OF_MEMORY, PoolsTransactions, Session, read_application_name
+from .sessions import LOCKED, PoolsTransactions, Session, read_application_name
 
 T = TypeVar("T")
 
@@ -50,8 +50,6 @@ MAX_WAITERS = 10
 SLICE = 60.0
 #: Bounds of the pause before another try where a process can't wait in the server.
 PAUSE = 0.05, 0.25
-#: The part of its ttl that a lease may lose to the wait before it: the keeper renews it at a third.
-SHORT_WAIT = 1 / 6
 #: Seconds that the server may take to end a session whose client is gone.
 ENDS_WITHIN = 0.25
 #: Seconds that a cancelled waiter may take to leave the server's queue.
@@ -62,8 +60,7 @@ class PostgresBackend(Backend):
     """
     Advisory locks of private sessions: one session for all locks of a ttl that were free.
 
-    A lock that was waited for stays on the session that waited. A lock lives as long as its
-    session. The server ends a session whose process was silent for the ttl of its locks.
+    A lock that was waited for stays on the session that waited.
     """
 
     label = "postgres"
@@ -79,7 +76,7 @@ class PostgresBackend(Backend):
         self._max_locks: int = options.get("MAX_LOCKS", MAX_LOCKS)
         self._max_waiters: int = options.get("MAX_WAITERS", MAX_WAITERS)
         self._route: str = options.get("DATABASE", config.fence_database)
-        self._local = session_locks(self._route, self._timeout)
+        self._local = SessionLocks(self._route, self._timeout)
 
     # Acquire
 
@@ -116,7 +113,7 @@ class PostgresBackend(Backend):
         answer = self._of_this_process(claim, key)
         work = partial(self._try_on_session, claim, key)
         undo = partial(self._release_owner, claim, key)
-        return answer or self._ask("acquiring", work, claim.name, undo)
+        return answer or self._ask("acquiring", work, claim.name, undo=undo)
 
     def _of_this_process(self, claim: Claim, key: int) -> Granted | Held | None:
         hold = self._local.by_key.get(key)
@@ -129,11 +126,12 @@ class PostgresBackend(Backend):
         if answer := self._of_this_process(claim, key):
             return answer
         if len(self._local.by_key) >= self._max_locks:
-            raise self._refusal(
-                claim,
-                f"would be one more than the {self._max_locks} that one process may hold through "
-                f"{self.config.where()}. Hold fewer at once, or raise OPTIONS['MAX_LOCKS'] and "
-                "the server's max_locks_per_transaction with it.",
+            raise BackendUnavailable(
+                f"Lock {claim.name!r} would be one more than the {self._max_locks} that a process "
+                f"may hold through {self.config.where()}. Hold fewer at once, or raise "
+                "OPTIONS['MAX_LOCKS'] and the server's max_locks_per_transaction with it.",
+                name=claim.name,
+                alias=self.config.alias,
             )
         statement = sql.TRY if claim.fenced else sql.TRY_UNFENCED
         return self._send(self._local.session(claim.ttl), claim, key, statement)
@@ -153,13 +151,6 @@ class PostgresBackend(Backend):
             if sqlstate(exc) in LOCKED:
                 # The time is up; or the key was free, but a transaction has a row locked.
                 return Held()
-            if sqlstate(exc) == OUT_OF_MEMORY:
-                raise self._refusal(
-                    claim,
-                    "can't be acquired: the lock table of the database server is full, for all "
-                    "its databases. Hold fewer locks at once, or raise max_locks_per_transaction, "
-                    "which takes a restart of the server.",
-                ) from exc
             raise
         if pid != session.pid:
             session.close()
@@ -173,34 +164,28 @@ class PostgresBackend(Backend):
         if token is None and claim.fenced:
             session.unlock(key)
             return held._replace(alias=row[10], label=row[11]) if held.owner else held
-        hold = Hold(claim, key, session, self, claim.ttl)
+        hold = Hold(claim, key, session, claim.ttl)
         hold.granted = Granted(token, since, hold)
         self._local.add(hold)
         return hold.granted
 
     def _values(self, session: Session, claim: Claim, key: int, wait: float) -> dict[str, Any]:
-        given: dict[str, Any] = {
-            "session_key": key,
-            "idle": _idle(max(session.ttl, claim.ttl)),
-            # Zero would mean no limit.
-            "wait": f"{max(1, round(wait * 1000))}ms",
-        }
-        if not claim.fenced:
-            return given
-        owner = Owner.read(claim.owner, claim.identity)
-        entry = Entry(claim.name, self.config.alias, self.label, owner, claim.ttl)
-        entry.session_pid, entry.session_started = session.pid, session.started
-        return {**entry.values(), **given, "ttl": claim.ttl}
+        given: dict[str, Any] = {"session_key": key, "idle": _idle(max(session.ttl, claim.ttl))}
+        # Zero would mean no limit.
+        given["wait"] = f"{max(1, round(wait * 1000))}ms"
+        if claim.fenced:
+            owner = Owner.read(claim.owner, claim.identity)
+            place = session.pid, session.started, key
+            label, alias = self.label, self.config.alias
+            given |= Entry(claim.name, alias, label, owner, claim.ttl, True, *place).values()
+            given["ttl"] = claim.ttl
+        return given
 
     def _key(self, name: str) -> int:
         """Return the lock's key: 64 bits, so two names in use never share one in practice."""
         text = f"{self.config.key_prefix}\0{name}".encode()
         digest = hashlib.blake2b(text, digest_size=8, person=b"fencedlock").digest()
         return int.from_bytes(digest, "big", signed=True)
-
-    def _refusal(self, claim: Claim, reason: str) -> BackendUnavailable:
-        message = f"Lock {claim.name!r} {reason}"
-        return BackendUnavailable(message, name=claim.name, alias=self.config.alias)
 
     # Wait
 
@@ -263,27 +248,17 @@ class PostgresBackend(Backend):
         if session is None:
             return None
         used.append(session)
+        answer: Granted | Held | None = None
         try:
             statement = sql.WAIT if claim.fenced else sql.WAIT_UNFENCED
             answer = self._send(session, claim, key, statement, max(0.0, deadline - clock()))
-            since = clock()
-            if isinstance(answer, Granted) and since - answer.since >= claim.ttl * SHORT_WAIT:
-                # The process may have been paused since the server granted the lock, so the lease
-                # counts from before a short wait, or from before a renewal.
-                hold: Hold = answer.handle
-                if self._renew([hold])[claim.owner] is not Renewal.KEPT:
-                    raise OperationalError("a newer grant was recorded before the answer")
-                answer = hold.granted = answer._replace(since=since)
-        except BaseException:
-            # The key goes with the session. The core releases what was recorded, by its owner.
-            session.close()
-            raise
-        if isinstance(answer, Held):
-            # In this order: whoever cancels notes first that it has left, and then looks for the
-            # session. So none that is used again is cancelled.
-            used.clear()
-            session.close() if job.left else self._local.give_back(session)
-        return answer
+            return answer
+        finally:
+            if not isinstance(answer, Granted):
+                # In this order: whoever cancels notes first that it has left, and then looks for
+                # the session. So none that is used again is cancelled.
+                used.clear()
+                self._local.give_back(session, keep=answer is not None and not job.left)
 
     # Renew, verify, release
 
@@ -292,14 +267,7 @@ class PostgresBackend(Backend):
         ttls = {grant.owner: grant.ttl for grant in grants}
         for hold in holds:
             hold.ttl = ttls[hold.claim.owner]
-        answers: dict[str, Renewal] = {}
-        if holds:
-            try:
-                answers = self._ask("renewal", partial(self._renew, holds), first=True)
-            except BackendUnavailable:
-                # Those whose session ended with it are lost by now.
-                held = [hold for hold in holds if self._local.has(hold)]
-                answers = {hold.claim.owner: Renewal.UNKNOWN for hold in held}
+        answers = self._ask("renewal", partial(self._renew, holds), first=True) if holds else {}
         return [answers.get(grant.owner, Renewal.LOST) for grant in grants]
 
     def _hold_of(self, grant: Grant) -> Hold | None:
@@ -322,19 +290,16 @@ class PostgresBackend(Backend):
             try:
                 rows = session.all(sql.RENEW, given, prepare=False)
             except Error:
-                answers |= dict.fromkeys(
-                    each, Renewal.UNKNOWN if session.is_usable() else Renewal.LOST
-                )
-                continue
-            answers |= {owner: self._renewal(each[owner], *facts) for owner, *facts in rows}
+                failed = Renewal.UNKNOWN if session.is_usable() else Renewal.LOST
+                answers |= dict.fromkeys(each, failed)
+            else:
+                answers |= {owner: self._renewal(each[owner], *facts) for owner, *facts in rows}
         return answers
 
-    def _renewal(
-        self, hold: Hold, held: bool, renewed: bool, recorded: bool, forced: bool
-    ) -> Renewal:
+    def _renewal(self, hold: Hold, held: bool, renewed: bool, found: bool, forced: bool) -> Renewal:
         if held and not forced and (renewed or not hold.claim.fenced):
             return Renewal.KEPT
-        if held and recorded:
+        if held and found:
             # A transaction has the row locked.
             return Renewal.UNKNOWN
         with contextlib.suppress(Error):
@@ -362,7 +327,25 @@ class PostgresBackend(Backend):
         work = partial(self._release_owner, grant, self._key(grant.name))
         if self._ask("release", work, grant.name):
             return True
-        return grant.fenced and self._on_pool("eviction", grant.name, partial(_clear_row, grant))
+        return grant.fenced and self._evict(grant)
+
+    def _evict(self, grant: Grant) -> bool:
+        """
+        Clear the row of another process's lock once its session is gone.
+
+        The session of a dead holder ends within milliseconds, unless a child process inherited it:
+        then it is terminated here. A live holder unlocks at its next renewal what was forced.
+        """
+        began = clock()
+        while True:
+            waited = clock() - began
+            given = {"name": grant.name, "owner": grant.owner, "ends": waited > ENDS_WITHIN}
+            rows = self._query("eviction", grant.name, sql.EVICT, given)
+            ((cleared, session, *process, _),) = rows
+            late = waited > 2 * ENDS_WITHIN
+            if session is None or late or not is_process_gone(Process(*process)):
+                return bool(cleared)
+            time.sleep(0.005)
 
     def _release_owner(self, of: Claim | Grant, key: int) -> bool:
         """Release the lock of an owner in this process; return whether there was one."""
@@ -399,9 +382,9 @@ class PostgresBackend(Backend):
 
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
         given = {"names": list(names), "keys": [self._key(name) for name in names]}
-        rows = self._on_pool("look", None, partial(_fetch, sql.HOLDERS, given))
         holders = {}
-        for name, pid, application, waiting, *row in rows:
+        found = self._query("look", None, sql.HOLDERS, given)
+        for name, pid, application, waiting, *row in found:
             held = Held(identity=read_application_name(application))
             if row[0]:
                 held = _read_holder(row)
@@ -416,29 +399,31 @@ class PostgresBackend(Backend):
         yield from checks.settings_problems(config)
 
     def check(self) -> Iterator[Problem]:
-        yield from checks.server_problems(self.config, self._route, self._max_locks)
+        try:
+            yield from checks.server_problems(self.config, self._route, self._max_locks)
+        except Error as exc:
+            remedy = "Start the database, or correct its settings."
+            yield Problem("E013", str(self.unavailable("check", exc)), remedy)
 
     def close(self) -> None:
         self._local.close()
 
-    def _ask(
-        self,
-        action: str,
-        work: Callable[[], T],
-        name: str | None = None,
-        undo: Callable[[], object] | None = None,
-        *,
-        first: bool = False,
-    ) -> T:
+    def _ask(self, action: str, work: Callable[[], T], name: str | None = None, **how: Any) -> T:
         with self._errors(action, name):
-            return self._local.ask(work, undo, first=first)
+            return self._local.ask(work, **how)
 
-    def _on_pool(
-        self, action: str, name: str | None, work: Callable[[BaseDatabaseWrapper], T]
-    ) -> T:
-        # Not on the session for locks: this process may hold none.
+    def _query(
+        self, action: str, name: str | None, statement: str, given: Mapping[str, Any]
+    ) -> list[tuple[Any, ...]]:
+        """Ask the fence database, without the thread: this process may hold no lock."""
+
+        def fetch(private: BaseDatabaseWrapper) -> list[tuple[Any, ...]]:
+            with private.cursor() as cursor:
+                cursor.execute(statement, given)
+                return list(cursor.fetchall())
+
         with self._errors(action, name):
-            return pool(self.config.fence_database, self._timeout).run(work)
+            return pool(self.config.fence_database, self._timeout).run(fetch)
 
     @contextlib.contextmanager
     def _errors(self, action: str, name: str | None) -> Iterator[None]:
@@ -451,32 +436,6 @@ class PostgresBackend(Backend):
 def _idle(seconds: float) -> str:
     """Return a value of idle_session_timeout, which is a 32-bit number of milliseconds."""
     return f"{min(round(seconds * 1000), 2**31 - 1)}ms"
-
-
-def _fetch(
-    statement: str, given: Mapping[str, Any], private: BaseDatabaseWrapper
-) -> list[tuple[Any, ...]]:
-    with private.cursor() as cursor:
-        cursor.execute(statement, given)
-        return list(cursor.fetchall())
-
-
-def _clear_row(grant: Grant, private: BaseDatabaseWrapper) -> bool:
-    """
-    Clear the row of another process's lock once its session is gone.
-
-    No other session can unlock an advisory lock. A live holder unlocks it at its next renewal, if
-    the lock was released by force. The session of a dead holder ends within milliseconds, unless a
-    child process inherited it: then it is terminated here.
-    """
-    began = clock()
-    while True:
-        waited = clock() - began
-        given = {"name": grant.name, "owner": grant.owner, "ends": waited > ENDS_WITHIN}
-        ((cleared, session, *process, _),) = _fetch(sql.EVICT, given, private)
-        if session is None or waited > 2 * ENDS_WITHIN or not is_process_gone(Process(*process)):
-            return bool(cleared)
-        time.sleep(0.005)
 
 
 def _read_holder(row: Sequence[Any]) -> Held:

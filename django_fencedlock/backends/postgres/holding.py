@@ -1,4 +1,4 @@
-"""What session locks of one database share in a process: the holds, the sessions, one thread."""
+"""What the session locks of one alias share in a process: the holds, the sessions, one thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ...core import runtime
 from ...core.runtime import clock, forks
 from ...storage.connections import MAX_IDLE, under_test
-from ..interface import Backend, Claim, Granted, Held, Wait
+from ..interface import Claim, Granted, Held, Wait
 from .jobs import Job, NoAnswer
 from .sessions import Session, open_session
 
@@ -34,8 +34,6 @@ class Hold:
     claim: Claim
     key: int
     session: Session
-    #: Learns the end of the session.
-    backend: Backend
     ttl: float
     granted: Granted = field(init=False, repr=False)
 
@@ -46,12 +44,8 @@ class Hold:
     @property
     def session_columns(self) -> dict[str, Any]:
         """Return the columns of a registry row that say which session has the lock."""
-        session = self.session
-        return {
-            "session_pid": session.pid,
-            "session_started": session.started,
-            "session_key": self.key,
-        }
+        pid, started = self.session.pid, self.session.started
+        return {"session_pid": pid, "session_started": started, "session_key": self.key}
 
     @property
     def held(self) -> Held:
@@ -61,7 +55,7 @@ class Hold:
 
 class SessionLocks:
     """
-    The session locks that this process holds in one database.
+    The session locks that this process holds through one alias.
 
     One real thread uses the sessions that hold locks: the shared session of each ttl, on which
     locks are tried, and each session that waited for a lock. The server lets a session have its
@@ -69,8 +63,7 @@ class SessionLocks:
     """
 
     def __init__(self, route: str, timeout: float) -> None:
-        self._route = route
-        self._timeout = timeout
+        self._route, self._timeout = route, timeout
         self._worker = runtime.Worker("fencedlock-postgres")
         self._reset()
         forks.register(self)
@@ -80,12 +73,11 @@ class SessionLocks:
         self._mutex = runtime.allocate_lock()
         self._jobs: deque[Job[Any]] = deque()
         self.by_key: dict[int, Hold] = {}
+        self._sessions: set[Session] = set()
         #: By ttl: the server ends a session that was silent for the ttl of its locks.
         self._shared: dict[float, Session] = {}
-        #: Sessions that wait, or hold a lock that was waited for; and those of them without a use.
-        self._waiters: set[Session] = set()
-        self._opening = 0
-        self._idle: list[Session] = []
+        # Held while a session is opened, by threads that wait alone.
+        self._opening = runtime.allocate_lock()
         self._queues: dict[int, deque[weakref.ref[Any]]] = {}
 
     def after_fork(self) -> None:
@@ -103,22 +95,18 @@ class SessionLocks:
     ) -> T:
         """Run `work` in the thread, before all other work or after it; `Job` explains `undo`."""
         try:
-            return self._send(work, undo, first=first).answer(self._timeout)
+            return self.submit(work, undo, first=first).answer(self._timeout)
         except NoAnswer:
-            # An interrupt's mistake could cut a session that has answered meanwhile.
-            for session in self._sessions():
+            for session in self._opened():
                 overdue = session.busy_until
                 if overdue is not None and clock() > overdue:
                     session.cut()
             raise
 
-    def submit(self, work: Callable[[], object]) -> None:
-        """Run `work` in the thread next, without waiting for it."""
-        self._send(work, first=True)
-
-    def _send(
-        self, work: Callable[[], T], undo: Callable[[], object] | None = None, *, first: bool
+    def submit(
+        self, work: Callable[[], T], undo: Callable[[], object] | None = None, *, first: bool = True
     ) -> Job[T]:
+        """Like `ask()`, without waiting for the answer."""
         job = Job[T](partial(self._do, work), undo)
         # Renewals come first: each grant may wait 0.25 s for a row that a transaction has locked.
         self._jobs.appendleft(job) if first else self._jobs.append(job)
@@ -188,15 +176,25 @@ class SessionLocks:
 
     def close(self) -> None:
         """Close the sessions that hold nothing."""
-        while (idle := self._take_idle()) is not None:
-            idle.close()
+        with self._mutex:
+            idle = [each for each in self._sessions if each.idle]
+            for session in idle:
+                session.idle = False
+        for session in idle:
+            session.close()
         if self._shared:
             with contextlib.suppress(NoAnswer):
                 self.ask(self._close_unused)
 
-    def _sessions(self) -> list[Session]:
+    def _opened(self) -> list[Session]:
         with self._mutex:
-            return [*self._waiters, *self._shared.values()]
+            return [*self._sessions]
+
+    def _open(self, ttl: float | None) -> Session:
+        session = open_session(self._route, self._timeout, ttl)
+        with self._mutex:
+            self._sessions.add(session)
+        return session
 
     # Called by the thread
 
@@ -220,77 +218,50 @@ class SessionLocks:
         if session is None or not session.is_usable():
             self._drop_closed()
             self._close_unused(MAX_IDLE)
-            session = open_session(self._route, self._timeout, ttl)
-            with self._mutex:
-                self._shared[ttl] = session
+            session = self._shared[ttl] = self._open(ttl)
         return session
 
     def _drop_closed(self) -> None:
-        for session in self._sessions():
+        for session in self._opened():
             if session.closed:
                 with self._mutex:
-                    self._shared = {
-                        ttl: each for ttl, each in self._shared.items() if each is not session
-                    }
-                for hold in list(session.holds):
+                    self._sessions.discard(session)
+                for hold in [*session.holds]:
                     self.remove(hold)
-                    if hold.backend.lost is not None:
-                        hold.backend.lost([hold.claim.owner])
 
     def _close_unused(self, keep: int = 0) -> None:
         """Close the shared sessions that hold nothing. Keep `keep` of them."""
         unused = [ttl for ttl, session in self._shared.items() if not session.holds]
-        for ttl in unused[: max(0, len(unused) - keep)]:
-            with self._mutex:
-                session = self._shared.pop(ttl)
-            session.close()
+        for ttl in unused[keep:]:
+            self._shared.pop(ttl).close()
 
     # Called by the threads that wait
 
     def take_waiter(self, most: int) -> Session | None:
         """Return a session to wait on; None if this process uses `most` of them."""
-        while (idle := self._take_idle()) is not None:
-            if idle.is_usable():
-                return idle
-        with self._mutex:
-            # A closed session that has holds is yet to be dropped.
-            self._waiters = {each for each in self._waiters if not each.closed or each.holds}
-            if len(self._waiters) + self._opening >= most:
-                return None
-            self._opening += 1
-        try:
-            session = open_session(self._route, self._timeout, None)
-            with self._mutex:
-                self._waiters.add(session)
-        finally:
-            with self._mutex:
-                self._opening -= 1
-        return session
+        with self._opening:
+            while True:
+                with self._mutex:
+                    waiters = [each for each in self._sessions if each.waits and not each.closed]
+                    session = next((each for each in waiters if each.idle), None)
+                    if session is None:
+                        break
+                    session.idle = False
+                if session.is_usable():
+                    return session
+            return self._open(None) if len(waiters) < most else None
 
-    def give_back(self, session: Session) -> None:
+    def give_back(self, session: Session, *, keep: bool = True) -> None:
         """Put back a session that waited, and holds nothing."""
         with self._mutex:
-            keep = not (session.closed or under_test()) and len(self._idle) < MAX_IDLE
-            if keep:
-                self._idle.append(session)
+            idle = sum(each.idle for each in self._sessions)
+            keep = keep and idle < MAX_IDLE and not (session.closed or under_test())
+            session.idle = keep
         if not keep:
             session.close()
-
-    def _take_idle(self) -> Session | None:
-        with self._mutex:
-            return self._idle.pop() if self._idle else None
 
 
 def _wake(place: Any) -> None:
     """Wake the thread of a place in a queue, from any thread, any number of times."""
     with contextlib.suppress(RuntimeError):
         place.release()
-
-
-_all: dict[tuple[str, float], SessionLocks] = {}
-
-
-def session_locks(route: str, timeout: float) -> SessionLocks:
-    """Return this process's session locks that are reached by database alias `route`."""
-    found = _all.get((route, timeout))
-    return found or _all.setdefault((route, timeout), SessionLocks(route, timeout))

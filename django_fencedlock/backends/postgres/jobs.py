@@ -33,9 +33,8 @@ class Job(Generic[T]):
     """
     Work for another thread, and its answer.
 
-    With an `undo`, the work is skipped once the caller has left, and undone if the caller leaves
-    meanwhile. A caller may leave at the very end, unnoticed by the thread: so it has to undo the
-    work as well, after the thread. Without an `undo`, the work is done in any case.
+    With an `undo`, work whose caller has left is skipped, or undone. A caller that leaves at the
+    very end is unnoticed: its claim is released by the owner's id, by work that comes after this.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ from typing import Any
 
 import psycopg
 from django.db import Error, OperationalError
-from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ...core import runtime
 from ...core.runtime import clock
@@ -24,7 +23,6 @@ from . import statements as sql
 
 #: SQLSTATEs that don't mean that the server failed: lock_not_available, deadlock_detected.
 LOCKED = ("55P03", "40P01")
-OUT_OF_MEMORY = "53200"
 _OUTDATED = "0A000"  # feature_not_supported: "cached plan must not change result type"
 
 #: Seconds after which the server drops a dead waiter from its queue, where it delays all others.
@@ -36,30 +34,32 @@ ROUNDS = 20
 
 
 class Session:
-    """
-    One session. One thread uses it at a time, and it never reconnects.
+    """One session. One thread uses it at a time, and it never reconnects."""
 
-    It prepares the statements of every lock.
-    """
-
-    def __init__(self, wrapper: BaseDatabaseWrapper, timeout: float) -> None:
-        self.wrapper = wrapper
-        self.raw: psycopg.Connection[Any] = wrapper.connection
+    def __init__(self, route: str, timeout: float) -> None:
+        self.wrapper = private(route, timeout)
+        with self.wrapper.wrap_database_errors:
+            self.wrapper.connect()
+        self.raw: psycopg.Connection[Any] = self.wrapper.connection
         self.raw.prepare_threshold = PREPARE_THRESHOLD
         self._cursor = psycopg.Cursor(self.raw)
-        self._timeout = timeout
+        self._route, self._timeout = route, timeout
         self._poll = runtime.original("select", "poll")()
         self._poll.register(self.raw.fileno(), select.POLLIN)
         #: When the present statement is overdue.
         self.busy_until: float | None = None
-        #: It waits in the server's queues, and later holds at most the lock that it waited for.
-        self.waits = False
+        #: It waits in the server's queues, and later holds at most the lock that it waited for; it
+        #: has nothing to do.
+        self.waits = self.idle = False
         #: The locks that it holds, and their longest ttl; 0 without a lock.
         self.holds: set[Any] = set()
         self.ttl = 0.0
-        pid, started = self.one(sql.IDENTITY, {}, prepare=False)
-        self.pid: int = pid
-        self.started: datetime = started.replace(tzinfo=UTC)
+        try:
+            self.pid, started = self.one(sql.IDENTITY, {}, prepare=False)
+            self.started: datetime = started.replace(tzinfo=UTC)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def closed(self) -> bool:
@@ -122,16 +122,13 @@ class Session:
         with contextlib.suppress(Exception):
             self.raw.close()
 
-    def pools_transactions(self, route: str) -> bool:
-        """
-        Find out whether a pooler shares this session with other clients that are connected.
-
-        Then two connected clients have one server process, or the first one's changes. A pooler
-        in session mode has another pid as well, and is fine.
-        """
+    def pools_transactions(self) -> bool:
+        """Find out whether a pooler shares this session with other clients that are connected."""
+        # A pooler of sessions has another pid as well, and is fine: only one that pools
+        # transactions gives two clients one server process, or changes that of the first.
         if self.raw.info.backend_pid == self.pid:
             return False
-        with contextlib.closing(connect(route, self._timeout)) as other:
+        with contextlib.closing(Session(self._route, self._timeout)) as other:
             for _ in range(ROUNDS):
                 mine, its = (each.one(sql.PID, {}, prepare=False)[0] for each in (self, other))
                 if mine != self.pid or its == self.pid:
@@ -145,11 +142,11 @@ class PoolsTransactions(OperationalError):
 
 def open_session(route: str, timeout: float, ttl: float | None) -> Session:
     """Open the session of a ttl; without one, a session that waits in the server's queues."""
-    session = connect(route, timeout)
+    session = Session(route, timeout)
     session.waits = ttl is None
     try:
         # Before the settings are made: such a pooler would apply them to other clients.
-        if session.pools_transactions(route):
+        if session.pools_transactions():
             raise PoolsTransactions(
                 f"database {route!r} is reached through a pooler that gives each transaction "
                 "another session, so a session lock holds nothing there"
@@ -161,19 +158,6 @@ def open_session(route: str, timeout: float, ttl: float | None) -> Session:
         session.close()
         raise
     return session
-
-
-def connect(route: str, timeout: float) -> Session:
-    """Connect, and set nothing."""
-    wrapper = private(route, timeout)
-    try:
-        with wrapper.wrap_database_errors:
-            wrapper.connect()
-        return Session(wrapper, timeout)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            wrapper.close()
-        raise
 
 
 def _settings(ttl: float | None) -> dict[str, str]:

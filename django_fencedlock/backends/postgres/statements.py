@@ -152,10 +152,9 @@ SELECT set_config(p.name, g.value, false) FROM pg_settings p
 JOIN unnest(%(names)s::text[], %(values)s::text[]) AS g(name, value) ON g.name = p.name
 """
 
-#: Equal for two routes to one database.
-DATABASE = "SELECT current_database(), pg_postmaster_start_time()::text"
-
-LOCK_TABLE = """
-SELECT current_setting('max_connections')::bigint,
+#: Equal for two routes to one database; the last two are the size of the server's lock table.
+SERVER = """
+SELECT current_database(), pg_postmaster_start_time()::text,
+current_setting('max_connections')::bigint,
 current_setting('max_locks_per_transaction')::bigint
 """
