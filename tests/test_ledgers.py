@@ -289,7 +289,7 @@ class TestLockedRows:
     @pytest.fixture(params=[on("postgres"), on("mariadb")])
     def connection(self, request, monkeypatch):
         # Statements wait for a row for as long as it takes on a busy machine.
-        for statement in ("CLAIM", "RENEW_WAITING"):
+        for statement in ("CLAIM", "RENEW"):
             text = getattr(postgresql, statement).replace("'250'", "'20000'")
             monkeypatch.setattr(postgresql, statement, text)
         monkeypatch.setattr(sessions, "_limit_row_waits", lambda connection: None)

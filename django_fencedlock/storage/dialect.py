@@ -258,6 +258,7 @@ class Ledger:
 
     def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
         """Renew rows by their owners, except locked ones. Return the owners."""
+        # At first without the rows that another session has locked: it may be waiting as well.
         kept = self._renew(connection, leases, self.lock_free_rows)
         locked = [lease for lease in leases if lease.owner not in kept]
         if locked and self.lock_rows:
@@ -267,6 +268,7 @@ class Ledger:
             except Error as exc:
                 if not self.is_row_locked(exc):
                     raise
+                kept |= self._renew(connection, locked, self.lock_free_rows)
         return kept
 
     def _renew(

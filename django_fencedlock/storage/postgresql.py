@@ -99,7 +99,7 @@ CLEAR_MANY = f"""
 DELETE FROM {HELD} WHERE name = ANY(%(names)s::text[]) AND owner = ANY(%(owners)s::text[])
 """
 
-# Rows that another session has locked are left out at first: it may be waiting for something else.
+#: With how the rows are locked.
 RENEW = f"""
 WITH {LAZY_LIMITS},
 w AS MATERIALIZED (
@@ -107,11 +107,10 @@ w AS MATERIALIZED (
         %(ttls)s::double precision[]) AS w(name, owner, ttl)),
 p AS MATERIALIZED (
     SELECT h.name, w.ttl FROM {HELD} h JOIN w ON h.name = w.name AND h.owner = w.owner
-    FOR UPDATE OF h SKIP LOCKED)
+    {{}})
 UPDATE {HELD} h SET renewed_at = c.now, expires_at = c.now + p.ttl * interval '1 second'
-FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name
+FROM p, (SELECT clock_timestamp() AS now) c WHERE h.name = p.name RETURNING h.owner
 """
-RENEW_WAITING = RENEW.replace(" SKIP LOCKED", "")
 
 #: What `session_words()` describes.
 _SESSION = """a.pid, a.application_name, a.state,
@@ -174,6 +173,8 @@ class DriverCursor:
 class PostgresLedger(Ledger):
     clock = "clock_timestamp()"
     expiry = "clock_timestamp() + %(ttl)s * interval '1 second'"
+    lock_rows = "FOR UPDATE OF h"
+    lock_free_rows = "FOR UPDATE OF h SKIP LOCKED"
 
     def times(self, ttl: float = 0.0) -> dict[str, Any]:
         return {"ttl": ttl}
@@ -210,19 +211,11 @@ class PostgresLedger(Ledger):
             cursor.execute(CLEAR_MANY, _arrays(leases))
             return int(cursor.rowcount)
 
-    def renew(self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed]) -> set[str]:
-        given = _arrays(leases)
+    def _renew(
+        self, connection: BaseDatabaseWrapper, leases: Sequence[Claimed], lock: str
+    ) -> set[str]:
         with self.cursor(connection, prepare=False) as cursor:
-            cursor.execute(RENEW, given)
-            if cursor.rowcount == len(leases):
-                return {lease.owner for lease in leases}
-            # Some are gone, or locked, most likely for a moment. Once more does no harm.
-            try:
-                cursor.execute(f"{RENEW_WAITING} RETURNING h.owner", given)
-            except Error as exc:
-                if not self.is_row_locked(exc):
-                    raise
-                cursor.execute(f"{RENEW} RETURNING h.owner", given)
+            cursor.execute(RENEW.format(lock), _arrays(leases))
             return {owner for (owner,) in cursor.fetchall()}
 
     def rolls_back(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
