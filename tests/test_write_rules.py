@@ -253,6 +253,7 @@ def test_another_session_writes_just_before_the_rows_that_may_conflict(monkeypat
 
     monkeypatch.setattr(models.QuerySet, "bulk_create", insert_later)
     with lock("stock:a") as lease:
+        connections["default"].ensure_connection()  # It reads the mode from the settings.
         monkeypatch.setattr(connections["default"], "transaction_mode", None)
         Stock.objects.bulk_create([Stock(sku="a")], ignore_conflicts=True)
         assert values_of(Stock, "sku", "fence") == [("a", lease.token)]
