@@ -72,12 +72,12 @@ class RedisBackend(Backend):
             arrival: To queue if refused: "0", later the arrival that the last refusal returned.
         """
         keys = self._keys(claim.name)
-        ttl, fenced = _milliseconds(claim.ttl), "1" if claim.fenced else "0"
-        terms = (claim.owner, ttl, claim.identity, fenced, arrival)
+        fenced = "1" if claim.fenced else "0"
+        terms = [claim.owner, _milliseconds(claim.ttl), claim.identity, fenced]
+        if arrival:
+            terms.append(arrival)
         since = clock()
-        answer = self._run(
-            "acquiring", claim.name, ACQUIRE, keys, *(terms if arrival else terms[:4])
-        )
+        answer = self._run("acquiring", claim.name, ACQUIRE, keys, *terms)
         if isinstance(answer, list):
             expires, arrival, handed, value = answer
             self._recheck(keys, handed)
@@ -119,13 +119,10 @@ class RedisBackend(Backend):
             threading.Thread(target=push, daemon=True).start()
 
     def renew(self, grants: Sequence[Grant]) -> list[Renewal]:
-        answers = self._here.run_batch(
-            RENEW,
-            [
-                (self._keys(grant.name)[:2], (_value(grant), _milliseconds(grant.ttl)))
-                for grant in grants
-            ],
-        )
+        calls = [
+            (self._keys(each.name)[:2], (_value(each), _milliseconds(each.ttl))) for each in grants
+        ]
+        answers = self._here.run_batch(RENEW, calls)
         if failed := [answer for answer in answers if isinstance(answer, Exception)]:
             why = shorten_error(failed[0])
             runtime.notify(

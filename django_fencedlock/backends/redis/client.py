@@ -37,13 +37,9 @@ _FORMS = (
     'but letters and digits: urllib.parse.quote(password, safe="").'
 )
 _SOURCES = (
-    'Name one of them: LOCATION (a URL), OPTIONS["CACHE"] (an alias of a django-redis cache) or '
-    'OPTIONS["CLIENT_FACTORY"] (the dotted path of a function that returns a client).'
-)
-_CACHE = "Name the alias of a django-redis cache, or give the URL of the server as LOCATION."
-_FACTORY = (
-    "Give the dotted path of a function without arguments that returns a redis.Redis or a "
-    "redis.RedisCluster."
+    'Give one of LOCATION (a URL), OPTIONS["CACHE"] (the alias of a django-redis cache) and '
+    'OPTIONS["CLIENT_FACTORY"] (the dotted path of a function without arguments that returns a '
+    "redis.Redis or a redis.RedisCluster)."
 )
 
 
@@ -84,6 +80,7 @@ def _limits(timeout: float) -> dict[str, Any]:
     # The server may have closed an idle connection: that deserves a second try. A request that
     # timed out doesn't: the server may still run it, and the time limit would double.
     return {
+        "max_connections": _UNLIMITED,
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
         "retry": Retry(NoBackoff(), 1, (redis.ConnectionError,)),
@@ -95,26 +92,13 @@ def _limits(timeout: float) -> dict[str, Any]:
 def _pool_of_url(url: str, timeout: float) -> Any:
     if urlsplit(url).scheme in ("redis+sentinel", "rediss+sentinel"):
         return _pool_of_sentinels(url, timeout)
-    options = {"max_connections": _UNLIMITED, **_limits(timeout), **parse_url(url)}
+    options = _limits(timeout) | parse_url(url)
     if options.get("connection_class") is UnixDomainSocketConnection:
         del options["socket_connect_timeout"]
     return redis.ConnectionPool(**options)
 
 
 def _pool_of_sentinels(url: str, timeout: float) -> Any:
-    addresses, service, options = _parse_sentinel_url(url)
-    tls = {"ssl": options.pop("connection_class", None) is SSLConnection}
-    secrets = {key: options.pop(f"sentinel_{key}", None) for key in ("username", "password")}
-    # The driver asks one after the other: together they have the time of one server.
-    limits = _limits(timeout / len(addresses))
-    sentinel = Sentinel(addresses, sentinel_kwargs={**limits, **tls, **secrets})
-    return SentinelConnectionPool(
-        service, sentinel, **{"max_connections": _UNLIMITED, **_limits(timeout), **tls, **options}
-    )
-
-
-def _parse_sentinel_url(url: str) -> tuple[list[tuple[str, int]], str, dict[str, Any]]:
-    """Return the Sentinels' addresses, the service, and the options of the servers' connections."""
     parts = urlsplit(url)
     user, at, hosts = parts.netloc.rpartition("@")
     service, _, db = parts.path.strip("/").partition("/")
@@ -122,10 +106,16 @@ def _parse_sentinel_url(url: str) -> tuple[list[tuple[str, int]], str, dict[str,
         raise ValueError("it names no service")
     if db and not db.isdigit():
         raise ValueError(f"{db!r} isn't the number of a database")
+    addresses = [_address(host) for host in hosts.split(",")]
     scheme = parts.scheme.partition("+")[0]
     options = parse_url(urlunsplit((scheme, f"{user}{at}any", f"/{db}", parts.query, "")))
     del options["host"]
-    return [_address(host) for host in hosts.split(",")], unquote(service), options
+    tls = {"ssl": options.pop("connection_class", None) is SSLConnection}
+    secrets = {key: options.pop(f"sentinel_{key}", None) for key in ("username", "password")}
+    # The driver asks one after the other: together they have the time of one server.
+    limits = _limits(timeout / len(addresses))
+    sentinel = Sentinel(addresses, sentinel_kwargs=limits | tls | secrets)
+    return SentinelConnectionPool(unquote(service), sentinel, **_limits(timeout) | tls | options)
 
 
 def _address(host: str) -> tuple[str, int]:
@@ -140,12 +130,11 @@ def settings_problems(config: AliasConfig) -> Iterator[Problem]:
     named = [f"OPTIONS[{key!r}]" for key in ("CACHE", "CLIENT_FACTORY") if key in config.options]
     if config.location:
         named.insert(0, "LOCATION")
+    where = config.where("OPTIONS")
     if len(named) != 1:
         found = f"has {' and '.join(named)}" if named else "names no Redis"
         yield Problem("E007", f"{config.where()} {found}.", _SOURCES)
-        return
-    where = config.where("OPTIONS")
-    if config.location:
+    elif config.location:
         if _fault_of_url(config.location):
             url = without_secrets(config.location)
             # The fault of the URL as shown: that of the real one may quote a part of the password.
@@ -154,12 +143,12 @@ def settings_problems(config: AliasConfig) -> Iterator[Problem]:
     elif "CACHE" in config.options:
         alias = config.options["CACHE"]
         if why := _fault_of_cache(alias):
-            yield Problem("E009", f"{where}['CACHE'] is {shown(alias)}, {why}.", _CACHE)
+            yield Problem("E009", f"{where}['CACHE'] is {shown(alias)}, {why}.", _SOURCES)
     else:
         path = config.options["CLIENT_FACTORY"]
         if why := _fault_of_factory(path):
             what = f"{where}['CLIENT_FACTORY'] is {shown(path)}: {without_secrets(why)}."
-            yield Problem("E008", what, _FACTORY)
+            yield Problem("E008", what, _SOURCES)
 
 
 def _fault_of_url(url: str) -> str:

@@ -78,11 +78,7 @@ local mine = held and string.sub(held, 1, #head) == head
 """
 
 # Numbers are formatted: Lua writes 1.79e15 as "1.79e+15".
-_QUEUE = f"""
-local time = redis.call('TIME')
-local now = time[1] * 1000000 + time[2]
-local heartbeats = KEYS[3] .. ':'
-
+_DRAW = f"""
 local function draw(owner)
   local drawn, last = string.match(redis.call('GET', KEYS[2]) or '', '^(%d+):(.*)$')
   if last ~= owner then
@@ -91,6 +87,12 @@ local function draw(owner)
   redis.call('SET', KEYS[2], drawn .. ':' .. owner, 'PX', {_COUNTER_TTL})
   return drawn
 end
+"""
+
+_QUEUE = f"""
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+local heartbeats = KEYS[3] .. ':'
 
 local function leave_queue(owner)
   redis.call('ZREM', KEYS[3], owner)
@@ -123,24 +125,21 @@ end
 #          returned before. Without it the owner leaves the queue.
 # Returns  the token, 0 if unfenced; or {ms until the lock expires, arrival, handed, lock key}:
 #          handed is {} or {owner, token, ms since its last heartbeat} of a waiter it was handed to
-# The first part is all that an uncontended lock runs; it comes before any function is defined. An
-# unfenced grant raises an existing counter too: it shows an expired fenced lease that another owner
-# came. A newcomer doesn't get a free lock before the queue, but hands it to the first waiter.
+# An uncontended lock runs the first part alone. An unfenced grant raises an existing counter too:
+# it shows an expired fenced lease that another owner came. A newcomer doesn't get a free lock
+# before the queue, but hands it to the first waiter.
 ACQUIRE = Script(f"""
-if redis.call('EXISTS', KEYS[1], KEYS[3]) == 0 then
-  local token = '0'
-  local drawn, last = string.match(redis.call('GET', KEYS[2]) or '', '^(%d+):(.*)$')
-  if drawn or ARGV[4] == '1' then
-    token = last == ARGV[1] and drawn or string.format('%.0f', (tonumber(drawn) or 0) + 1)
-    redis.call('SET', KEYS[2], token .. ':' .. ARGV[1], 'PX', {_COUNTER_TTL})
-  end
-  if ARGV[4] ~= '1' then token = '0' end
+{_DRAW}
+local fenced = ARGV[4] == '1'
+local function grant(token)
+  if not token and (fenced or redis.call('EXISTS', KEYS[2]) == 1) then token = draw(ARGV[1]) end
+  if not fenced then token = '0' end
   redis.call('SET', KEYS[1], ARGV[1] .. ':' .. token .. ':' .. ARGV[3], 'PX', ARGV[2])
   return token
 end
+if redis.call('EXISTS', KEYS[1], KEYS[3]) == 0 then return grant() end
 {_HELD}
 {_QUEUE}
-local token = mine and string.match(held, ':(%d+):') or '0'
 local mailbox = KEYS[3] .. ':' .. ARGV[1]
 local arrival = ARGV[5]
 if arrival and not mine then
@@ -159,23 +158,14 @@ end
 local handed = {{}}
 if not held then
   local owner, alive = first_alive()
-  if owner and owner ~= ARGV[1] then
-    handed = hand_to(owner, alive)
-  else
-    mine = true
-    if ARGV[4] == '1' or redis.call('EXISTS', KEYS[2]) == 1 then token = draw(ARGV[1]) end
-  end
+  if owner and owner ~= ARGV[1] then handed = hand_to(owner, alive) else mine = true end
 end
 if mine or not arrival then
   leave_queue(ARGV[1])
   -- Otherwise RECHECK reads a message as proof that the owner still sleeps.
   redis.call('DEL', mailbox)
 end
-if mine then
-  if ARGV[4] ~= '1' then token = '0' end
-  redis.call('SET', KEYS[1], head .. token .. ':' .. ARGV[3], 'PX', ARGV[2])
-  return token
-end
+if mine then return grant(held and string.match(held, ':(%d+):')) end
 return {{redis.call('PTTL', KEYS[1]), arrival or '', handed, redis.call('GET', KEYS[1])}}
 """)
 
@@ -203,6 +193,7 @@ if ARGV[2] then
 end
 if not mine then return had end
 if redis.call('EXISTS', KEYS[3]) == 1 then
+  {_DRAW}
   {_QUEUE}
   local owner, alive = first_alive()
   if owner then return hand_to(owner, alive) end
@@ -222,6 +213,7 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] .. ':' .. ARGV[2] .. ':'
     or redis.call('EXISTS', KEYS[3] .. ':' .. ARGV[1]) == 0 then
   return {{}}
 end
+{_DRAW}
 {_QUEUE}
 local owner, alive = first_alive()
 return owner and hand_to(owner, alive) or {{}}
