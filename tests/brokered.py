@@ -11,7 +11,6 @@ def waiting(app: Any) -> int:
 
 
 def deliver(app: Any, message: Any = None) -> Any:
-    """Run the next message of the queue, or a given one once more; returns it."""
     if message is None:
         with app.connection_for_read() as connection:
             message = _queue(app, connection).get(no_ack=True, accept=["json", "pickle"])

@@ -35,7 +35,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = "t/integration"
 #: Tells the process that runs the tests where to note the outcomes, and whether to decorate.
 NOTED, DECORATED = "CELERY_SUITE_NOTED", "CELERY_SUITE_DECORATED"
-#: Seconds for one test.
 PATIENCE = 300
 #: Ours and Celery's; not those that come with the tests of this package.
 PLUGINS = ["tests.celery_suite", "celery.contrib.pytest", "no:django", "no:randomly", "no:xdist"]
@@ -119,7 +118,6 @@ class _Suite:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, self.records, self.source))),
-            # Some of the tests start `celery`.
             "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
             "DJANGO_SETTINGS_MODULE": self.settings,
             "TEST_BROKER": url,
@@ -186,15 +184,12 @@ def _decorate_all() -> None:
     celery.app.shared_task = shared
     celery.shared_task = shared
     celery.Celery.task = _decorating(celery.Celery.task, 1)  # type: ignore[method-assign]
-    # The one task there that is a class.
     from t.integration.tasks import ClassBasedAutoRetryTask
 
     ClassBasedAutoRetryTask.run = _under_lock(ClassBasedAutoRetryTask.run)
 
 
 def _decorating(make: Any, bound: int) -> Callable[..., Any]:
-    """Make a task maker that puts each function under a lock first; `bound` is 1 for a method."""
-
     def made(*args: Any, **options: Any) -> Any:
         if len(args) > bound and inspect.isfunction(args[bound]):
             return make(*args[:bound], _under_lock(args[bound]), *args[bound + 1 :], **options)

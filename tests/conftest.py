@@ -111,7 +111,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def no_leases_left_behind() -> Iterator[None]:
-    """Remove a test's leftovers: leases of its thread, and their keepers."""
     yield
     # A receiver of the next test would get what is reported late.
     runtime.worker.finish(10)
@@ -137,7 +136,6 @@ def boss(client: Any, django_user_model: Any) -> Any:
 
 @pytest.fixture(params=["default", "postgres", "mariadb"])
 def using(request: pytest.FixtureRequest, settings: Any, keep_connections: None) -> str:
-    """Return each of the databases in turn, with its fences there and its private sessions kept."""
     # SQLite serves those who wait for its file in no order.
     options = {"TIMEOUT": 20}
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": request.param, "OPTIONS": options}}
@@ -149,7 +147,6 @@ def using(request: pytest.FixtureRequest, settings: Any, keep_connections: None)
 def backend(
     request: pytest.FixtureRequest, settings: Any, redis_server: Redis, postgres: Postgres
 ) -> str:
-    """Return the name of each backend in turn, which has the locks. Redis is empty."""
     terms: dict[str, Any] = dict(BACKENDS[request.param])
     if request.param == "redis":
         redis_server.empty()
@@ -189,7 +186,6 @@ def django_db_keepdb() -> bool:
 
 
 def _shared(get: Callable[[], Any]) -> Any:
-    """Return a fixture: a server that the tests share."""
     return pytest.fixture(scope="session")(lambda: _optional(get))
 
 
@@ -215,8 +211,6 @@ def browser(shared_browser: Browser) -> Browser:
 
 
 def _own(launch: Callable[..., Server], find: Callable[[], Any]) -> Any:
-    """Return a fixture: a function that starts a server of the test's own, which it may kill."""
-
     @pytest.fixture
     def make(closing: Callable[[Server], Any]) -> Callable[..., Any]:
         return lambda *arguments, **options: closing(launch(_optional(find), *arguments, **options))
@@ -248,7 +242,6 @@ def make_clock() -> Callable[[], Clock]:
 def make_alias(
     django_db_setup: None, django_db_blocker: Any
 ) -> Iterator[Callable[[dict[str, Any]], str]]:
-    """Make an entry of DATABASES known to Django, migrate it, and return its alias."""
     with contextlib.ExitStack() as stack, django_db_blocker.unblock():
 
         def make(entry: dict[str, Any]) -> str:
@@ -285,7 +278,6 @@ def child_environment(request: pytest.FixtureRequest) -> Callable[[], dict[str, 
 
 @pytest.fixture
 def celery_app() -> Iterator[Any]:
-    """Return an app of Celery of the test's own, in memory, which is the current one."""
     from celery import Celery, _state
 
     before = _state._tls.current_app, _state.default_app
@@ -307,7 +299,6 @@ _REQUIRED = {"PostgreSQL", "Redis", "Valkey"}
 
 
 def _optional(get: Callable[[], Any]) -> Any:
-    """Get a program, or skip the test if it has no wheel."""
     try:
         return get()
     except ServerMissing as exc:
@@ -355,7 +346,6 @@ def _is_slow(item: pytest.Item) -> bool:
 
 
 def _scope(item: pytest.Item) -> str:
-    """Return what one process runs as a whole: a class, or the functions of a module."""
     return item.nodeid.rpartition("::")[0]
 
 

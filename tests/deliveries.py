@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from celery import Celery
+from celery import Celery, current_app
 from celery.app.trace import build_tracer
 from celery.signals import after_task_publish
 
@@ -64,6 +64,17 @@ def deliver_sent(sent: Sent, **more: Any) -> Done:
     ours = {key: value for key, value in sent.headers.items() if key.startswith("fencedlock_")}
     facts = {"retries": sent.headers["retries"], "eta": sent.headers["eta"], "id": sent.id}
     return deliver(app.tasks[sent.task], *sent.args, headers=ours, **{**facts, **more})
+
+
+@contextmanager
+def as_current_app(*cleared: Any) -> Iterator[None]:
+    """Make the app the current one, and empty what bodies note."""
+    before = current_app._get_current_object()
+    app.set_current()
+    for each in cleared:
+        each.clear()
+    yield
+    before.set_current()
 
 
 @contextmanager

@@ -6,8 +6,6 @@ from django_fencedlock.exceptions import BackendUnavailable
 
 
 def raising(error):
-    """Return a function that takes anything, and raises the error."""
-
     def fail(*args, **kwargs):
         # The error that is raised keeps what its traceback refers to.
         raise copy.copy(error)
@@ -15,5 +13,4 @@ def raising(error):
     return fail
 
 
-#: A request to a lock service that doesn't answer.
 unavailable = raising(BackendUnavailable("no answer", name="x", alias="default"))

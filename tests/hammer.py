@@ -38,8 +38,6 @@ def enter(leases, body):
 
 
 class Hammer:
-    """One thread or greenlet whose runs get interrupted by a system thread."""
-
     def __init__(self, runs, *, length=0.0007, pause=None, nested=False, seed=0):
         self.left = self.runs = runs
         self.length = length
@@ -143,8 +141,6 @@ def busy_switching():
 
 
 class Interrupters:
-    """A thread of the system that loses leases when their time has come."""
-
     def __init__(self):
         self.queue = runtime.SimpleQueue()
         self.runs = False

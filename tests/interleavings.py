@@ -71,8 +71,6 @@ class Actor:
 
 @dataclass(frozen=True)
 class World:
-    """All that isn't in the database."""
-
     actors: tuple[Actor, ...]
     #: Messages on their way.
     queue: tuple[Actor, ...] = ()
@@ -207,8 +205,6 @@ class Explorer:
             steps._claimed, steps._is_counted = actor.claimed, actor.is_counted
         return run, steps
 
-    # The steps
-
     def _before(self, world: World, actor: Actor, run: Any, steps: Coalescing) -> Any:
         return world, self._next(actor, "before") if steps.before() is None else _over(actor)
 
@@ -309,8 +305,6 @@ class Explorer:
             queue=world.queue[:place] + world.queue[place + 1 :],
             trace=(*world.trace, f"DELIVER {actor.label}"),
         )
-
-    # The end
 
     def _finish(self, world: World) -> None:
         self.ends += 1

@@ -332,7 +332,6 @@ class Trash(Counted):
 
     gone = models.BooleanField(default=False)
     why = models.CharField(max_length=50, default="")
-    #: A lock that is acquired on the way.
     to_lock = ""
 
     class Meta:

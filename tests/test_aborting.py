@@ -119,7 +119,6 @@ def loop_that_swallows():
 @pytest.mark.parametrize("body", [loop, sleep_in_slices, loop_that_swallows])
 def test_a_body_is_interrupted_when_its_lock_is_lost(place, body):
     caught = aborted(body, place)
-    # Tells where it hit.
     assert any(entry.name == body.__name__ for entry in caught.traceback) or caught.value.__cause__
 
 
@@ -273,7 +272,6 @@ def test_a_thread_of_the_body_is_not_interrupted_in_its_place():
 def sweep(**options):
     outcomes = Sweep(**options).run()
     assert set(outcomes) == {"aborted", "ended"}, outcomes
-    # Else nothing was swept.
     assert min(outcomes.values()) > 10
 
 
@@ -329,9 +327,6 @@ def test_the_hammer_hits():
     assert one.outcomes["escaped"]
 
 
-# The signal
-
-
 def test_a_handler_of_other_code_is_left_alone():
     def mine(number, frame):
         pass
@@ -373,9 +368,6 @@ def test_a_signal_with_another_use_is_refused(settings, found):
 def test_a_signal_without_a_lost_lease_does_nothing():
     interrupts.run_interruptible(a_lease(), lambda: os.kill(os.getpid(), conf.abort_signal()))
     os.kill(os.getpid(), conf.abort_signal())
-
-
-# With locks
 
 
 @pytest.mark.django_db(transaction=True)

@@ -271,7 +271,6 @@ def test_ten_thousand_locks_are_listed_in_time(client: Client, many_held: int) -
 
 @contextlib.contextmanager
 def asked() -> Iterator[list[str]]:
-    """The questions that are put to the lock service, each a request or a batch of them."""
     backend = service("default").backend
     questions: list[str] = []
     with contextlib.ExitStack() as stack:

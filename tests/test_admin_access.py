@@ -33,8 +33,6 @@ CLASSES: dict[Any, Any] = {HeldLock: HeldLockAdmin, Fence: FenceAdmin, LockEvent
 
 
 class Narrowed:
-    """The user may see none of the rows."""
-
     def get_queryset(self, request: HttpRequest) -> Any:
         return super().get_queryset(request).none()  # type: ignore[misc]
 
@@ -110,7 +108,6 @@ VIEW = frozenset({"view", "change"})
 class Step:
     model: str
     view: str
-    #: What is posted; None for a GET.
     data: dict[str, str] | None
     #: The permissions of which the visitor needs one.
     needs: frozenset[str]
@@ -132,7 +129,6 @@ class Step:
         return f"{self.model}, {self.view}, {'GET' if self.data is None else 'POST'} {self.data}"
 
     def expected(self, visitor: Visitor) -> tuple[bool, int]:
-        """Whether a visitor may do it, and the status."""
         if visitor.may is None:
             return False, 302
         if self.data is not None and not visitor.has_csrf_token:
@@ -159,7 +155,6 @@ def steps() -> Iterator[Step]:
         effect = "locks" if model == "ledgerline" else ""
         yes = {"post": "yes"}
         yield Step(model, "changelist", None, VIEW, 200, **NO_ROW)
-        # Without the action, the list is shown.
         yield Step(model, "changelist", DELETE, VIEW, 200, "", "delete", 200, 200, 200)
         yield Step(model, "changelist", DELETE | yes, VIEW, 302, "locks", "delete", 200)
         yield Step(model, "add", None, add, 200, **NO_ROW)
@@ -188,7 +183,6 @@ def steps() -> Iterator[Step]:
     action = {"action": "release_by_force", "_selected_action": PK}
     asks: Any = {"model": "heldlock", "view": "release", "also": "release", "guarded": 302}
     yield Step("heldlock", "changelist", action, VIEW, 200, "", "release", 200, guarded=302)
-    # There is an action, and not this one.
     yield Step("heldlock", "changelist", DELETE, VIEW, 302, "", "release", 200, **NO_ROW)
     yield Step(data=None, needs=VIEW, status=200, **asks)
     yield Step(data=RELEASE, needs=VIEW, status=302, effect="releases", **asks)
@@ -216,8 +210,6 @@ HOLDER = "hold_lock"
 
 @dataclass
 class Scene:
-    """A row and a lock, and a visitor who knows of both."""
-
     visitor: Visitor
     client: Client
 
@@ -227,7 +219,6 @@ class Scene:
         paths = {"changelist": "", "redirect": f"{quote(row.pk)}/", "add": "add/"}
         paths["release"] = f"release/?name={NAME}"
         url = base + paths.get(step.view, f"{quote(row.pk)}/{step.view}/")
-        # What an earlier step told is not told by this one.
         self.client.cookies.pop("messages", None)
         if step.data is None:
             return self.client.get(url)
@@ -279,7 +270,6 @@ def test_each_visitor_does_only_what_they_may(scene: Scene) -> None:
 
 
 def faults_of_fenced(scene: Scene, step: Step) -> Iterator[str]:
-    """What is wrong with a step at a row's own admin, whose lock is free, or held."""
     may, status = step.expected(scene.visitor)
     row, name = new_row(step.model)
     with acquired() as names:
@@ -303,7 +293,6 @@ def new_row(model: str) -> tuple[Any, str]:
 
 
 def faults_of_ours(scene: Scene, step: Step) -> Iterator[str]:
-    """What is wrong with a step at the page of a lock that is held, of its fence or history."""
     may, status = step.expected(scene.visitor)
     with hold_lock(NAME) as lease:
         row = OURS[step.model].objects.get(name=NAME)

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 STATUS = "#fencedlock-refresh span"
 
-#: Returns the texts of the page with too little contrast.
 FAINT = (Path(__file__).parent / "contrast.js").read_text()
 
 
@@ -34,7 +33,6 @@ def page(browser, live_server, client):
 
 
 def hold(count, start=0):
-    """Create rows of locks, with names and states of all kinds."""
     with lock("a row to copy"):
         row = HeldLock.objects.get(name="a row to copy")
     now = timezone.now()
@@ -284,7 +282,6 @@ def test_how_the_other_pages_look(page):
         is_fine(page, look)
 
 
-#: Returns the events whose first word is broken into two lines.
 BROKEN = """
 const first = (cell) => {
     const range = document.createRange();
@@ -372,7 +369,6 @@ def test_a_forced_release_by_keys_from_the_locks_page(page, width, dark):
     page.wait(lambda page: page.all(".fencedlock-locks"), "no question")
     assert "isn't fenced" in page.one(".fencedlock-locks").text
     is_fine(page)
-    # The safe way out comes last, and nothing is chosen beforehand.
     button = tab_to(page, 'button[value="release"]')
     assert page.run("return getComputedStyle(document.activeElement).outlineStyle") != "none"
     tab_to(page, "a.cancel-link").send_keys(Keys.ENTER)

@@ -59,7 +59,6 @@ def test_the_filter_chooses_the_database(boss, held):
     other = boss.get(LIST + link(page, "postgres"))
     assert names(other) == ["there"]
     assert names(boss.get(LIST + link(other, "default"))) == ["here"]
-    # With the filters and the search of any other page.
     assert names(boss.get(LIST, {**OTHER, "state": "held", "q": "the"})) == ["there"]
     assert names(boss.get(LIST, {**OTHER, "state": "expired"})) == []
 
@@ -107,7 +106,6 @@ def test_a_lock_is_released_by_force(boss, held):
     assert [each.level_tag for each in get_messages(done.wsgi_request)] == ["success"]
     assert not held.verify()
     assert LogEntry.objects.get().object_id == "there"
-    # Back to where one came from.
     assert (done.status_code, done.url) == (302, f"{LIST}?database=postgres")
     assert link(asked, "No, take me back") == done.url
 
@@ -142,7 +140,6 @@ def test_an_unavailable_database(boss, monkeypatch):
 
 @pytest.fixture
 def silent(settings, make_postgres, make_alias, monkeypatch):
-    """The only database with fences, which has a lock, and is paused."""
     monkeypatch.setattr(base, "ANSWERED", 0.5)
     server = make_postgres()
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": make_alias(server.django())}}
@@ -156,7 +153,6 @@ def silent(settings, make_postgres, make_alias, monkeypatch):
 
 
 def test_a_paused_database_hangs_no_page(boss, silent):
-    """The project's own connection would wait for as long as it is."""
     for path in (LIST, f"{LIST}x/change/", f"{LIST}release/?name=x"):
         answer = boss.get(path)
         assert answer.status_code == 503, path

@@ -40,7 +40,6 @@ def anna(client):
 
 
 def marks(answer):
-    """Return the values that the confirmation page posts."""
     found = re.findall(r'name="lock" value="([^"]*)"', answer.content.decode())
     return [html.unescape(each) for each in found]
 
@@ -63,7 +62,6 @@ def test_the_action_and_the_button(anna):
         assert 'value="release_by_force"' in anna.get(LIST).content.decode()
         page = anna.get(f"{LIST}invoice_3A42/change/").content.decode()
     assert f'href="{RELEASE}?name=invoice%3A42"' in page
-    # The page has no other action.
     assert 'name="_save"' not in page
     assert "deletelink" not in page
 
@@ -229,8 +227,6 @@ def test_an_unavailable_service(anna, make_redis):
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 class TestSessions:
-    """Locks of PostgreSQL sessions."""
-
     @pytest.fixture(autouse=True)
     def on_postgres(self, settings):
         shared.postgres()
@@ -255,7 +251,5 @@ class TestSessions:
 
 
 class ToPostgres:
-    """A router that reads the registry from PostgreSQL."""
-
     def db_for_read(self, model, **hints):
         return "postgres" if model in (HeldLock, Fence) else None

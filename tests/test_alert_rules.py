@@ -15,7 +15,6 @@ WAITS, HOLDS = "fencedlock_wait_seconds_bucket", "fencedlock_hold_seconds_bucket
 
 @pytest.fixture
 def alerts(tmp_path):
-    """A function that says which patterns (or aliases) an alert is about, of some data."""
     tool = _optional(finding.promtool).path
     (tmp_path / "rules.yml").write_text(RULES)
 

@@ -54,8 +54,6 @@ class BackendInterface:
     def name(self) -> str:
         return f"interface:{uuid.uuid4().hex}"
 
-    # Acquire
-
     def test_a_free_lock_is_granted(self, backend, name):
         before = clock()
         granted = backend.acquire(claim(name), Wait())
@@ -104,8 +102,6 @@ class BackendInterface:
         if tokens != [None] * 3:
             assert tokens == sorted(set(tokens))
 
-    # Held
-
     def test_a_refusal_says_who_holds_the_lock(self, backend, other, name):
         sent = claim(name)
         taken = take(backend, sent)
@@ -124,8 +120,6 @@ class BackendInterface:
             each.name: each.owner for each in held
         }
         assert not other.holders([])
-
-    # Renew
 
     def test_a_batch_of_renewals_is_answered_in_order(self, backend, other, name):
         taken = [take(backend, claim(f"{name}:{number}")) for number in range(5)]
@@ -191,8 +185,6 @@ class BackendInterface:
         second = take(other, claim(name))
         if first.token is not None:
             assert second.token > first.token
-
-    # Waiting
 
     def test_an_acquire_that_does_not_wait_is_answered_at_once(self, backend, other, name):
         take(backend, claim(name))
@@ -272,7 +264,6 @@ class BackendInterface:
         assert isinstance(refused, Held)
         assert set(other.holders([each.name for each in claims])) == {held.name}
         other.release(held)
-        # A claim that is sent twice has one lock.
         claims.append(claims[0])
         granted = backend.acquire_all(claims, Wait())
         assert all(map(backend.verify, map(grant, claims, granted)))
@@ -296,8 +287,6 @@ class BackendInterface:
         take(other, claim(f"{name}:1"))
         sent, granted = backend.acquire_any(claims, Wait())
         assert (sent, isinstance(granted, Granted)) == (claims[1], True)
-
-    # Housekeeping
 
     def test_a_closed_backend_may_be_used_again(self, backend, name):
         taken = take(backend, claim(name))
@@ -323,8 +312,6 @@ class BackendInterface:
 
 
 class Waiter:
-    """One acquire in a thread of its own; polls if the backend can't wait, as the core does."""
-
     def __init__(self, backend: Backend, sent: Claim, wait: Wait) -> None:
         self.backend, self.sent, self.wait = backend, sent, wait
         self.refused, self.seen, self.evicts = threading.Event(), [], False

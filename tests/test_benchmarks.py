@@ -39,8 +39,6 @@ def figures(tmp_path_factory):
 
 @pytest.fixture
 def count(figures):
-    """Look one figure up."""
-
     def look(part, work, who, measure, at=None):
         wanted = (work, who, measure, at)
         found = [

@@ -151,7 +151,6 @@ class TestLeftLocks:
             left.ended.put(this_process()._replace(pid=pid))
 
     def look_until_done(self, left):
-        """Look once a second, until there is nothing to look at; return the time of the last."""
         left.look()
         while left.children:
             self.now += 1

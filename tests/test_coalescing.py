@@ -7,7 +7,6 @@ import uuid
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from celery import current_app
 from celery.exceptions import Reject
 from django.db.models import F
 
@@ -20,14 +19,13 @@ from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, MessageRecord, PendingRun
 from django_fencedlock.storage.message_records import SETTLED, MessageRecords
 from django_fencedlock.storage.pending_runs import PendingRuns
-from tests.deliveries import QUEUE, Done, app, deliver, deliver_sent, sending
+from tests.deliveries import QUEUE, Done, app, as_current_app, deliver, deliver_sent, sending
 from tests.failing import raising, unavailable
 from tests.interleavings import ORDER, Broken, Explorer
 from tests.threads import at_once, elsewhere
 
 NAME = "index"
 ran: list[object] = []
-#: Called by bodies, once each.
 within: list = []
 
 
@@ -62,12 +60,8 @@ pickled = make("pickled", serializer="pickle")
 
 @pytest.fixture
 def here():
-    before = current_app._get_current_object()
-    app.set_current()
-    ran.clear()
-    within.clear()
-    yield
-    before.set_current()
+    with as_current_app(ran, within):
+        yield
 
 
 def meanwhile(*calls):
@@ -86,7 +80,6 @@ def while_held(*calls):
 
 
 def coalesced(task, value, **more):
-    """Trigger a run, which has to leave the work to the next one."""
     return lambda: reason(deliver(task, value, **more), "coalesced")
 
 
@@ -109,7 +102,6 @@ def retry(self):
 
 
 def rescued():
-    """Return the message that is sent for the pending run which nobody sees to."""
     overdue()
     with sending() as sent:
         Maintenance(app).look()
@@ -235,7 +227,6 @@ class TestTasks:
         with sending() as sent:
             assert deliver(converted, 1).result == "1!"
             while_held(coalesced(converted, 3))
-            # A call within the body is another run.
             within.append(lambda task: reason(Done(task(4), ""), "coalesced"))
             assert deliver_sent(sent[0]).result == "3!"
         assert ran == ["1!", "3!"]
@@ -389,7 +380,6 @@ class TestMessagesAgain:
         raise SystemExit(1)
 
     def died(self, told=None):
-        """Deliver a message whose run is killed; return what tells the message."""
         told = told or self.told()
         within.append(self.die)
         with pytest.raises(SystemExit):
@@ -435,7 +425,6 @@ class TestMessagesAgain:
         assert [each.args[0] for each in sent] == [2]
 
     def failed(self):
-        """A message whose run failed, which its worker could tell nobody."""
         told = self.told()
 
         within.append(raising(ValueError))
@@ -500,7 +489,6 @@ class TestMessagesAgain:
 class TestRescue:
     @pytest.fixture(autouse=True)
     def left_over(self):
-        """Leave a pending run behind that nobody sees to."""
         while_held(coalesced(rebuild, 7))
 
     def look(self, rescue=None):

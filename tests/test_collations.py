@@ -19,7 +19,6 @@ COLLATIONS = {"default": "NOCASE", "postgres": "tests_nocase", "mariadb": "utf8m
 
 @pytest.fixture
 def tables(database):
-    """A model whose locks are named by a text, and one whose key is a text."""
     connection = connections[database]
     if database == "postgres":
         try:

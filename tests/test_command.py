@@ -81,7 +81,6 @@ def test_an_unavailable_service_is_reported(arguments, shown, error):
     assert code == 2
     assert shown in out
     assert error in err
-    # It must not be reported as free.
     assert "not held" not in out
 
 
@@ -144,7 +143,6 @@ class TestList:
             found, code = run_json("show", "far")
             assert (code, list(found["away"])) == (2, [database])
             assert "never granted" not in run("show", "far")[0]
-        # It must not report that there are no locks.
         out, _, code = run("list", "--alias", "far")
         assert (out, code) == ("", 2)
 
@@ -298,7 +296,6 @@ class TestDoctor:
     @pytest.fixture(autouse=True)
     def on_a_busy_machine(self, monkeypatch, settings):
         monkeypatch.setattr(doctor, "SLOW", 5.0)
-        # Without the tasks of other tests.
         monkeypatch.setattr(checks, "_celery_apps", list)
         # The doctor examines every database that may have fenced tables.
         settings.DATABASE_ROUTERS = [Only("default")]
@@ -316,7 +313,6 @@ class TestDoctor:
         settings.FENCEDLOCK = {"default": {"BACKEND": REDIS, "LOCATION": server.url}}
         out, _, code = run("doctor")
         assert (code, out.splitlines()[-1]) == (2, "There are errors.")
-        # Reported once, after one timeout.
         assert out.count("Connection refused") == 1
 
     def test_for_scripts_and_one_alias(self, settings):
@@ -427,7 +423,6 @@ def test_columns_are_aligned():
     assert table(("NAME", "STATE", "H"), rows) == plain
     painted = table(("NAME", "STATE", "H"), rows, lambda word: word.replace("lost", "<lost>"))
     assert painted == [line.replace("lost", "<lost>") for line in plain]
-    # A name can neither break a line nor colour the terminal.
     assert table(("NAME",), [("in\nvoice\x1b[31m\u202e",)])[1] == "in\\nvoice\\x1b[31m\\u202e"
 
 

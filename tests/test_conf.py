@@ -4,7 +4,6 @@ import re
 from datetime import timedelta
 
 import pytest
-from django.core.checks.registry import registry
 from django.core.exceptions import ImproperlyConfigured
 
 from django_fencedlock import conf, lock
@@ -105,7 +104,6 @@ def test_a_setting_that_nothing_reads_is_named(settings, name):
     setattr(settings, name, "warn")
     assert f"the setting {name}." in found()["W003"]
     assert "FENCEDLOCK_WITHOUT_LOCK" in found()["W003"]
-    # It is in nobody's way.
     assert conf.config().ttl == 30
 
 
@@ -135,10 +133,6 @@ def test_an_unreachable_database_is_an_error_of_the_database_checks_alone(settin
     assert found(check_services()) == {}
     assert found(check_services(databases=["postgres"])) == {}
     assert "It is gone." in found(check_services(databases=["default"]))["E013"]
-
-
-def test_the_checks_are_registered():
-    assert {check_settings, check_services} <= set(registry.get_checks())
 
 
 class TestLockArguments:

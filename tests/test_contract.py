@@ -24,15 +24,12 @@ pytestmark = pytest.mark.slow
 
 
 def real(*databases):
-    """Ask for databases with real transactions, emptied after each test."""
     return pytest.mark.django_db(
         transaction=True, databases=databases, available_apps=["django_fencedlock"]
     )
 
 
 class Configured:
-    """The settings for a class of tests; its processes find the same ones."""
-
     options = {}
 
     @classmethod
@@ -121,8 +118,6 @@ class TestValkey(OnRedis):
 
 
 class Private(OutageContract):
-    """A server that belongs to one test, which may stop it."""
-
     answer_within = 5.0
     backend = DATABASE
 
@@ -209,7 +204,6 @@ class TestOutageOfDatabaseOnSQLite(Private):
 
     @contextlib.contextmanager
     def paused(self):
-        # Another connection locks the file.
         with contextlib.closing(sqlite3.connect(self.server, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
             yield

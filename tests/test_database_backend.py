@@ -41,7 +41,6 @@ def execute(alias, *statements):
 
 
 def ours(counter):
-    """The statements that touch the package's tables or begin and end its transactions."""
     return sum(
         count
         for statement, count in counter.items()
@@ -234,7 +233,6 @@ class TestOnSQLite:
             pass
         assert 0.5 < seconds() < 20
         assert f"held by {holder}" in str(caught.value)
-        # Nor does it take the whole time-out to see that somebody has the lock.
         with took() as seconds:
             assert lock("x").acquire(blocking=False) is None
         assert seconds() < 20
@@ -255,7 +253,6 @@ class TestOnSQLite:
 
     @pytest.fixture
     def seen(self, on):
-        """The first words of the statements on the private connection."""
         backend = on("default").backend
         with lock("another"):
             pass
@@ -325,7 +322,6 @@ def end_writing():
 
 @contextlib.contextmanager
 def took():
-    """Yields a function that tells for how many seconds the block ran."""
     began, ended = time.monotonic(), []
     yield lambda: ended[0] - began
     ended.append(time.monotonic())

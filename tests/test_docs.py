@@ -66,7 +66,6 @@ def _blocks(page: Path) -> Iterator[Block]:
         elif found is None:
             language, begin, found = line.lstrip()[3:], number + 1, []
         else:
-            # One within a list is indented.
             yield Block(page, begin, language, textwrap.dedent("\n".join(found)))
             found = None
 
@@ -141,7 +140,6 @@ def test_code_over_models_runs(page: Path, billing: dict[str, Any]) -> None:
 def billing(
     tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Any]]:
-    """The namespace of billing.models, an app without models yet but for Account."""
     (tmp_path / "billing").mkdir()
     (tmp_path / "billing/__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -351,7 +349,6 @@ def _called(rows: list[list[str]]) -> dict[str, str | None]:
 
 
 def _defaults(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as they are written, with their defaults."""
     names: dict[str, Any] = {}
     exec(f"def f{arguments}: ...", names)
     return _parameters(names["f"])
@@ -397,13 +394,11 @@ def _check_ids() -> Iterator[str]:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _table(page: Path, head: str) -> list[list[str]]:
-    """The rows of the first table of a page with this head; no backticks."""
     _, after = page.read_text().split(f"\n{head}\n", 1)
     return _rows(after.split("\n", 1)[1])
 

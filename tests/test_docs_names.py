@@ -15,7 +15,6 @@ from tests.test_docs import PAGES, ROOT, _check_ids
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 
 
-#: Django's own, which some page names.
 OF_DJANGO = {"E005", "E032"}
 SETTINGS = {
     "FENCEDLOCK",

@@ -22,8 +22,6 @@ pytest_plugins = ["django_fencedlock.test.fixtures"]
 
 @pytest.fixture
 def task(celery_app, eager_tasks):
-    """Return a function that makes a task, which returns its token and notes its runs."""
-
     def make(**policy):
         options = policy.pop("options", {})
 
@@ -42,9 +40,17 @@ def task(celery_app, eager_tasks):
 
 @pytest.fixture(params=["in a transaction", "without"])
 def db_(request):
-    """Run the test in a transaction of its own, as in a TestCase, or not."""
     kind = "db" if request.param == "in a transaction" else "transactional_db"
     request.getfixturevalue(kind)
+
+
+def calling(celery_app, charge):
+    @celery_app.task(shared=False)
+    @single_instance("invoice:{pk}")
+    def outer(pk):
+        return charge.delay(pk).get(disable_sync_subtasks=False)
+
+    return outer
 
 
 @pytest.mark.usefixtures("db_")
@@ -127,13 +133,7 @@ class TestPolicies:
         assert chain(charge.si(42), charge.si(1)).delay().get() == 3
 
     def test_a_task_that_calls_another_under_the_same_lock(self, task, celery_app):
-        charge = task()
-
-        @celery_app.task(shared=False)
-        @single_instance("invoice:{pk}")
-        def outer(pk):
-            return charge.delay(pk).get(disable_sync_subtasks=False)
-
+        outer = calling(celery_app, task())
         assert SkippedRun.of(outer.delay(42).get()).holder
 
 
@@ -207,13 +207,7 @@ class TestLocksOff:
 
     def test_a_calling_task_excludes_no_task(self, task, disable_locking, celery_app):
         charge = task()
-
-        @celery_app.task(shared=False)
-        @single_instance("invoice:{pk}")
-        def outer(pk):
-            return charge.delay(pk).get(disable_sync_subtasks=False)
-
-        assert outer.delay(42).get() == 1
+        assert calling(celery_app, charge).delay(42).get() == 1
         with lock("invoice:42"):
             assert charge.delay(42).get() == 2
 

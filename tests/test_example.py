@@ -43,9 +43,6 @@ def _manage(environment: dict[str, str], *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-# The project
-
-
 def test_its_checks_are_silent_and_its_migrations_complete(environment: dict[str, str]) -> None:
     assert "no issues" in _manage(environment, "check", "--database", "default")
     assert "No changes" in _manage(environment, "makemigrations", "--check", "--dry-run")
@@ -98,8 +95,6 @@ def heeded(*numbers: int) -> Iterator[None]:
 
 
 class Demo:
-    """A demonstration under way, in a session and a temporary directory of its own."""
-
     def __init__(self, *options: str, **variables: str) -> None:
         # A short path, since sockets are among it.
         self._directory = tempfile.TemporaryDirectory(prefix="fencedlock-test-")
@@ -121,7 +116,6 @@ class Demo:
         self.said = ""
 
     def hear(self, words: str) -> str:
-        """Wait until it says something; return the line."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said += line
@@ -162,7 +156,6 @@ NOTHING: tuple[set[int], list[Path]] = (set(), [])
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Demo]]:
-    """Start them all at once: most of the time, they wait for leases to run out."""
     kept = tmp_path_factory.mktemp("kept")
     with ExitStack() as stack:
 
@@ -187,7 +180,6 @@ def test_the_demo_ends_as_documented(demos: dict[str, Demo]) -> None:
     assert "StaleFence" not in plain
     assert "is REJECTED. StaleFence" in fenced
     assert "The balance is 120.00, its ledger adds up to 120.00.\n   RIGHT" in fenced
-    # Which tokens there were, in which order.
     assert [re.findall(r"acquires the lock with token (\d)", part) for part in (plain, fenced)] == [
         ["1", "2"],
         ["1", "2", "3"],
@@ -213,7 +205,6 @@ def test_the_demo_on_servers_that_it_starts_and_the_site_that_stays(demos: dict[
     demo.hear("Ctrl-C")
     visitor = Visitor(f"{site}admin/login/?next=/")
     assert "/simulator/" in visitor.post("", username=user, password=password)
-    # For those who are logged in.
     assert ">plain-" in visitor.get("/admin/accounts/account/")
     assert ">the-site</a>" in visitor.get("/admin/django_fencedlock/heldlock/")
     assert _simulates(f"{site}simulator/", "redis") in demo.processes()
@@ -233,7 +224,6 @@ def test_the_demo_with_messages_on_a_rabbitmq(demos: dict[str, Demo]) -> None:
 
 
 def _simulates(url: str, backend: str) -> int:
-    """Have a client of the simulator take its lock; return its process."""
     visitor = Visitor(url)
     visitor.post("start/", scenario="free", backend=backend)
     visitor.post("act/", client="A", action="acquire")
@@ -267,7 +257,6 @@ def test_the_demo_leaves_no_process_behind_when_it_is_killed() -> None:
 
 @pytest.fixture
 def variables(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Return the environment of this process, which is another one for a test."""
     monkeypatch.setattr(os, "environ", environment)
     return environment
 
@@ -289,6 +278,5 @@ def _excerpt() -> str:
 
 
 def _alike(text: str) -> set[str]:
-    """Return what is told, without what differs from run to run."""
     text = re.sub(r"\d+\.\d\d s|process \d+", "", text)
     return {line.strip() for line in text.splitlines()}

@@ -17,7 +17,6 @@ ROWS = 20_000
 
 
 def before():
-    """The model as it was when nobody knew of fences."""
     state = ModelState("billing", "Invoice", list(before_fields().items()))
     return ProjectState({("billing", "invoice"): state})
 

@@ -92,7 +92,6 @@ def test_a_form_that_was_opened_before_a_change(browser: Client, invoice: Invoic
         html = browser.post(url(invoice), form).content.decode()
         assert "was changed since you opened this form" in html
         assert 'value="typed"' in html
-        # Sending it again doesn't help.
         assert f'name="_fencedlock_seen" value="{form["_fencedlock_seen"]}"' in html
     invoice.refresh_from_db()
     assert invoice.amount == 2

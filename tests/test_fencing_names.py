@@ -35,9 +35,6 @@ def name(model, **arguments):
     return model.fencing.lock(**arguments).name
 
 
-# Names
-
-
 @pytest.mark.parametrize(
     ("expected", "locks"),
     [
@@ -466,7 +463,6 @@ def test_migrations_make_the_columns_and_constraints(alias):
 
 @pytest.mark.django_db
 def test_a_guarded_save_is_one_short_statement():
-    """Django's own, one column more, and the conditions."""
     invoice = Invoice.objects.create()
     with invoice.fencing.lock() as lease:
         invoice.refresh_from_db()

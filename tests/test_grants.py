@@ -25,8 +25,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 class NoTokens(StubBackend):
-    """A service without a rising number."""
-
     def acquire(self, claim, wait):
         answer = super().acquire(claim, wait)
         return answer._replace(token=None) if isinstance(answer, Granted) else answer
@@ -81,9 +79,6 @@ def release_doubts(keeper):
     keeper.tend()
 
 
-# Record
-
-
 def test_a_grant_is_recorded_with_its_row_before_it_is_returned(step):
     grant = take(step)
     assert fence() == (1, grant.owner)
@@ -104,7 +99,6 @@ def test_a_service_that_lost_its_data_goes_on_above_the_fence(step, stub):
     stub.tokens.clear()
     grant = take(step)
     assert fence() == (4, grant.owner) == (grant.token, grant.owner)
-    # The service was told, so that the next grant needs no second step.
     assert stub.tokens["x"] == 4
 
 
@@ -368,7 +362,6 @@ def test_a_claim_without_an_answer_is_doubted(step, stub, monkeypatch):
     with pytest.raises(BackendUnavailable):
         step.acquire(claim, Wait())
     assert doubts(step) == {claim.owner}
-    # The keeper releases it, by the owner's id.
     release_doubts(step._keeper)
     assert not stub.locks
 
@@ -429,7 +422,6 @@ def test_a_database_that_fails_leaves_no_lock(step, stub, settings, monkeypatch)
 
 @pytest.fixture
 def leased(stub, settings):
-    """Return a service of the stub, and one of its leases, which no thread renews."""
     settings.FENCEDLOCK = {"default": {"BACKEND": "tests.stub_backend.StubBackend"}}
     lease = lock("x").acquire()
     yield lease._control, lease

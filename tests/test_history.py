@@ -110,7 +110,6 @@ class TestForcedReleases:
         writing.flush()
         forced, granted, lost = LockEvent.objects.using(database).order_by("id")
         assert (forced.kind, forced.name, forced.note) == ("forced", "x", "by ada")
-        # The token is the raised fence's, and the holder the former one.
         assert (forced.token, forced.holder) == (2, str(lease.holder))
         assert (granted.kind, lost.kind) == ("granted", "lost")
         assert "released by force, by ada" in lost.note

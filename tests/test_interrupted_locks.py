@@ -172,7 +172,6 @@ def release_interrupted(place, block=None):
         with (interrupt := InterruptAt(place, Service.release)):
             lease.release()
         interrupt.end()
-    # As after each body of a task.
     give_back_left_over(began)
     connections.close_all()
     return interrupt.left <= 0
@@ -188,7 +187,6 @@ def test_no_line_leaves_a_waiter_in_the_queue(backend):
     with lock("x"):
         wait = partial(acquire_interrupted, "acquire", name="x", timeout=0.01)
         interrupted_everywhere(wait, wait_until_gone)
-        # And none is in the way of those that come later.
         assert not acquire_interrupted("acquire", 10**6, "x", 1)
         if backend.label == "postgres":
             assert not any(backend._local._queues.values())

@@ -55,8 +55,6 @@ STALE = "written after the newer grant"
 
 @dataclasses.dataclass
 class Stage:
-    """The rows, the lease that is about to be superseded, and the sessions around the writer."""
-
     database: str
     level: str
     account: Account
@@ -76,7 +74,6 @@ class Stage:
         return -2 * self.line.pk
 
     def grant(self):
-        """Record a newer grant; False if it would have to wait for the writer."""
         entry = Entry(self.name, "default", "database", new_owner(), ttl=30)
         try:
             taken, token = ledger_for(self.granter).claim(self.granter, entry)
@@ -90,7 +87,6 @@ class Stage:
 
     @contextlib.contextmanager
     def rows_locked(self):
-        """Lock the rows in a transaction that isn't about leases."""
         with contextlib.closing(private(self.database, 10)) as third, third.cursor() as cursor:
             cursor.execute("BEGIN")
             for table, pk in (("account", self.account.pk), ("ledgerline", self.line.pk)):
@@ -139,8 +135,6 @@ PATHS = [save, update, insert, bulk_create, plain_in_lease_atomic]
 
 
 class Writer(threading.Thread):
-    """The former holder, which goes on a step at a time."""
-
     def __init__(self, stage, write, snapshot=False):
         super().__init__(daemon=True)
         self.stage, self.write, self.snapshot = stage, write, snapshot

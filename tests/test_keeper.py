@@ -27,8 +27,6 @@ from tests.threads import without_threads
 
 
 class Service:
-    """Answers renewals as it is told, and counts the batches."""
-
     class config:  # noqa: N801
         alias = "default"
 
@@ -108,7 +106,6 @@ def keeper(service, registry, clock, losses, monkeypatch):
 
 
 def noting(losses):
-    """Return what notes the leases that are reported as lost, each with its reason."""
     return lambda leases: losses.extend((lease, lease.why_lost) for lease in leases)
 
 
@@ -263,7 +260,6 @@ def test_the_shorter_of_two_ttls_counts_if_it_changes_meanwhile(
 
 
 def drive(keeper, clock, until):
-    """Tick whenever something is due, up to a time."""
     while (wait := keeper.tick()) is not None and clock.now + wait <= until:
         clock.now += max(wait, 0.001)
     clock.now = until
@@ -297,9 +293,14 @@ def test_a_short_max_hold_or_a_pause_beyond_it_renews_nothing(
     assert lost_of(losses) == [kept]
 
 
-def test_what_was_held_too_long_is_not_renewed_with_others(keeper, service, clock, lease, losses):
+@pytest.fixture
+def asked(service):
     asked = []
     service.renew = lambda leases: asked.append(list(leases)) or [Renewal.KEPT] * len(leases)
+    return asked
+
+
+def test_what_was_held_too_long_is_not_renewed_with_others(keeper, asked, clock, lease, losses):
     bounded, endless = lease(name="bounded", max_hold=12), lease(name="endless")
     for each in (bounded, endless):
         keeper.keep(each)
@@ -308,15 +309,12 @@ def test_what_was_held_too_long_is_not_renewed_with_others(keeper, service, cloc
     assert lost_of(losses) == [bounded]
 
 
-def test_what_was_held_too_long_is_not_renewed_near_its_end(keeper, service, clock, lease, losses):
-    asked = []
-    service.renew = lambda leases: asked.append(list(leases)) or [Renewal.KEPT] * len(leases)
+def test_what_was_held_too_long_is_not_renewed_near_its_end(keeper, asked, clock, lease, losses):
     keeper.keep(lease(name="bounded", max_hold=5))
     clock.now += 16
     endless = lease(name="endless", kept_by=keeper)
     keeper.after(10)
     assert asked == [[endless.grant]]
-    # Nor is it lost before its ttl is over.
     assert losses == []
 
 
@@ -371,7 +369,6 @@ def threaded(service, registry, losses):
 
 @pytest.fixture
 def busy():
-    """What keeps a thread busy: set once it has begun, and told when to go on."""
     began, go_on = threading.Event(), threading.Event()
 
     def take_long(*args, **kwargs):

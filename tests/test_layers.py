@@ -56,7 +56,6 @@ def may_import(module: str, imported: str) -> bool:
 
 @functools.cache
 def imports(module: str) -> set[str]:
-    """The modules of the package that a module imports, wherever in it."""
     path, own = MODULES[module], f"{ROOT.name}.{module}"
     package = own if path.name == "__init__.py" else own.rpartition(".")[0]
     names: list[str] = []
@@ -97,7 +96,6 @@ def test_the_rule_can_fail() -> None:
 
 
 def loaded(code: str, *arguments: object) -> list[str]:
-    """The drivers that are loaded after a script ran in an interpreter of its own."""
     code += f"import json; print(json.dumps([m for m in {DRIVERS!r} if m in sys.modules]))"
     done = run_python(*arguments, code=f"import sys\n{code}", DJANGO_SETTINGS_MODULE=None)
     found: list[str] = json.loads(done.stdout.splitlines()[-1])

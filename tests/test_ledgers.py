@@ -90,14 +90,11 @@ def test_a_takeover_has_the_next_token_and_its_owner(connection, entry):
     expire(connection)
     assert claim(connection, second) == (True, 2)
     assert newest(connection) == (2, second.owner.id)
-    # A request of the former holder that comes now is too late.
     assert claim(connection, first) == (False, None)
     assert newest(connection) == (2, second.owner.id)
-    # Once the lock is free again it has a token of its own.
     expire(connection)
     assert claim(connection, first) == (True, 3)
     assert newest(connection) == (3, first.owner.id)
-    # An unfenced claim leaves the fence alone.
     expire(connection)
     assert claim(connection, entry(fenced=False)) == (True, None)
     assert newest(connection) == (3, first.owner.id)

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def records(caplog):
-    """The records that somebody sees who configured the logger of the package alone."""
     seen = logging.getLogger("django_fencedlock")
     handler = logging.Handler(logging.INFO)
     found = []

@@ -7,7 +7,13 @@ from django.core.checks.registry import registry
 from django.db import models
 from django.test.utils import isolate_apps
 
-from django_fencedlock.checks import check_models, check_tables
+from django_fencedlock.checks import (
+    check_models,
+    check_services,
+    check_settings,
+    check_tables,
+    check_tasks,
+)
 from django_fencedlock.models import (
     FencedManager,
     FencedModel,
@@ -46,7 +52,8 @@ def abstract(name, **attributes):
 
 
 def test_the_checks_are_registered_and_find_nothing_in_the_models_here():
-    assert {check_models, check_tables} <= set(registry.get_checks())
+    every = {check_models, check_services, check_settings, check_tables, check_tasks}
+    assert every <= set(registry.get_checks())
     assert check_models() == []
     assert found(Account, Invoice, Document, Contract) == {}
 

@@ -123,7 +123,6 @@ class Store:
                 self.response = {"Error": {"Code": code}}
 
     body = metadata = None
-    #: Called once, between the look and the put.
     meanwhile = None
 
     def head_object(self, **where):

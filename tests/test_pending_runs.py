@@ -77,6 +77,13 @@ def begin(runs, who, body="a"):
     return runs.begin(PLACE, who, stored(body), GRACE)[1]
 
 
+def run_once(runs, body="a"):
+    me = owner()
+    claimed = begin(runs, me, body)
+    assert runs.end(PLACE, me, claimed.number, GRACE)
+    return claimed.number, me
+
+
 class TestEarlierTriggers:
     """A retry, or a message that failed and is delivered again, has arguments of before."""
 
@@ -160,7 +167,6 @@ class TestTriggers:
         assert [runs.claim(PLACE, owner(), GRACE).tries for _ in range(3)] == [1, 2, 3]
         runs.count(PLACE, stored(), GRACE)
         me = owner()
-        # A request that is repeated is no try of its own.
         tries = [runs.claim(PLACE, who, GRACE).tries for who in (owner(), me, me)]
         assert tries == [1, 2, 2]
 
@@ -317,8 +323,7 @@ class TestLookingAfter:
         assert len(runs.overdue(self.NAMES, [], 10)) == 1
 
     def test_a_trigger_after_the_last_was_done_has_a_grace_of_its_own(self, runs, rows):
-        me = owner()
-        runs.end(PLACE, me, begin(runs, me).number, GRACE)
+        run_once(runs)
         row = rows.get()
         assert (row.due_at - row.updated_at).total_seconds() == pytest.approx(86400, abs=1)
         runs.count(PLACE, stored("b"), -1)
@@ -338,15 +343,13 @@ class TestForgetting:
         monkeypatch.setattr("django_fencedlock.storage.pending_runs.KEPT", -1.0)
 
     def test_what_is_done_is_deleted(self, runs, rows):
-        me = owner()
-        runs.end(PLACE, me, begin(runs, me).number, GRACE)
+        run_once(runs)
         runs.count(Place("other", "app.charge"), stored(), -1)
         assert runs.sweep(5) == 1
         assert rows.get().name == "other"
 
     def test_a_bounded_number_goes_at_a_time(self, runs, rows):
-        me = owner()
-        runs.end(PLACE, me, begin(runs, me).number, GRACE)
+        run_once(runs)
         row = rows.get()
         for number in range(BATCH + 10):
             row.pk, row.name = None, f"n{number}"
@@ -356,10 +359,10 @@ class TestForgetting:
 
     def test_a_run_from_before_ends_no_triggers_of_a_new_row(self, runs):
         """Numbers begin again, so a paused run's high number must not count."""
-        paused, other = owner(), owner()
+        paused = owner()
         for _ in range(5):
             claimed = begin(runs, paused)
-        runs.end(PLACE, other, begin(runs, other).number, GRACE)
+        run_once(runs)
         runs.sweep(5)
         runs.count(PLACE, stored(), GRACE)
         assert not runs.end(PLACE, paused, claimed.number, GRACE)

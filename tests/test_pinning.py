@@ -78,7 +78,6 @@ def on_redis(on, redis_server):
 
 
 def lose_by_redis(lease):
-    """Make Redis lose all data, as after a failover, before the keeper notices."""
     service("default").keeper.forget(lease)
     shared.redis().empty()
 
@@ -97,7 +96,6 @@ def abandon(lease):
 
 @pytest.fixture
 def abandoned():
-    """Return a function that acquires a lock and abandons the lease."""
     leases = []
 
     def make(name="x", **terms):
@@ -147,7 +145,6 @@ def accounts(database):
 
 
 def never_entered(lease, error, match=None, **terms):
-    """Expect that lease.atomic() raises `error` before its block begins."""
     with pytest.raises(error, match=match) as caught, lease.atomic(**terms):
         pytest.fail("the block was entered")
     return caught.value
@@ -199,7 +196,6 @@ class TestWhatIsInside:
             assert len(about_fences) == 1
             assert re.match("SELECT .+ FROM django_fencedlock_fence WHERE name", about_fences[0])
             assert len([sql for sql in statements if sql.startswith("UPDATE")]) == 4
-            # Outside of it each write checks the fence itself.
             with CaptureQueriesContext(connection) as seen:
                 invoice.save()
             assert "django_fencedlock_fence" in seen.captured_queries[-1]["sql"]
@@ -547,7 +543,6 @@ class TestWhatTheWaitersErrorSays:
         assert "free, but the next grant on " in words
         assert (f"server session {session}" in words) is (server == "postgres")
         assert f"its last holder was {lease.holder}" in words
-        # The waiter has released the lock that Redis granted.
         assert lock("x", blocking_timeout=0).acquire().release()
 
     def test_a_waiter_at_redis_gets_the_lock_when_the_transaction_ends(self, on_redis):
@@ -602,7 +597,6 @@ class TestWhatTheWaitersErrorSays:
 class TestACommitWithoutAnAnswer:
     @pytest.fixture(params=["postgres", "mariadb"])
     def proxied(self, request, make_proxy, make_alias, on):
-        """An alias whose connections go through a network that can fail, and that network."""
         server = request.getfixturevalue(f"make_{request.param}")()
         if request.param == "mariadb":
             server.execute("CREATE DATABASE IF NOT EXISTS fencedlock")

@@ -38,7 +38,6 @@ ALLOWED: dict[str, int] = {}
 
 
 def hits(path: Path) -> Iterator[str]:
-    """Yield where such a phrase is in a file, and what to write instead."""
     for line, text in texts(path):
         for match in FOUND.finditer(text):
             at = line + text.count("\n", 0, match.start())
@@ -49,7 +48,6 @@ def hits(path: Path) -> Iterator[str]:
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the comments and strings of a module, or the whole text of another file."""
     if path.suffix != ".py":
         yield 1, path.read_text()
         return

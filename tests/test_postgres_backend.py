@@ -58,7 +58,6 @@ def database(postgres, django_db_blocker):
 
 @pytest.fixture
 def make(database, monkeypatch):
-    """Return a function that makes a backend with sessions of its own, as a process has them."""
     # Otherwise sessions that hold nothing are closed, so that a test database can be dropped.
     monkeypatch.setattr(holding, "under_test", lambda: False)
     made = []
@@ -596,7 +595,6 @@ class TestProcesses:
         """
         with child(code) as process:
             grandchild, owner = said(process).split()
-            # It lives.
             assert not backend.release(Grant(name, owner))
             process.kill()
             process.wait()
@@ -606,7 +604,6 @@ class TestProcesses:
                 assert backend.release(Grant(name, owner))
                 successor = take(backend, claim(name))
                 assert successor.token == 2
-                # The dead process had one session.
                 assert take(backend, claim(f"{name}:other")).token == 2
                 assert not backend.release(Grant(name, owner))
                 assert backend.verify(successor)

@@ -79,7 +79,6 @@ def test_a_loss_ends_the_holding(registry):
     with pytest.raises(LeaseLost), lock("invoice:42") as lease:
         lose_lease(lease)
     assert read(registry, "fencedlock_losses_total", pattern="invoice:*") == 1
-    # Both holders count.
     assert read(registry, "fencedlock_hold_seconds_count", pattern="invoice:*") == 2
 
 
@@ -146,7 +145,6 @@ def test_renewals_by_hand_and_by_the_keeper(registry, monkeypatch):
 
 
 def test_patterns_are_limited_and_a_function_may_return_them(registry):
-    # A second call replaces the metrics of the first.
     install(registry=registry, pattern=lambda name, template: name.upper(), most_patterns=1)
     for name in "abc":
         with lock(name):

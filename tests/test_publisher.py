@@ -5,7 +5,7 @@ import uuid
 from datetime import UTC, datetime
 
 import pytest
-from celery import chain, chord, current_app, group
+from celery import chain, chord, group
 from kombu.exceptions import OperationalError
 
 from django_fencedlock import lock, signals
@@ -16,7 +16,7 @@ from django_fencedlock.celery.duplicates import DELIVERY, FOLLOWS, LONGEST_PAUSE
 from django_fencedlock.models import MessageRecord
 from django_fencedlock.test import hold_lock
 from tests.backends import POSTGRES, REDIS
-from tests.deliveries import QUEUE, app, deliver, deliver_sent, sending
+from tests.deliveries import QUEUE, app, as_current_app, deliver, deliver_sent, sending
 from tests.failing import raising, unavailable
 from tests.threads import elsewhere
 
@@ -24,9 +24,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 NAME = "published"
 POLICIES = ("skip", "retry", "wait", "raise", "coalesce")
-#: The bodies that ran, by task and number of retries.
 ran: list[tuple[str, int]] = []
-#: What the next body does while it holds its lock.
 within: list = []
 
 
@@ -57,12 +55,8 @@ def plain(value):
 
 @pytest.fixture(autouse=True)
 def here():
-    before = current_app._get_current_object()
-    app.set_current()
-    ran.clear()
-    within.clear()
-    yield
-    before.set_current()
+    with as_current_app(ran, within):
+        yield
 
 
 @pytest.fixture

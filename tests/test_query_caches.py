@@ -12,7 +12,6 @@ BY_HAND = {"*.*": {"timeout": 60}}
 
 @pytest.fixture
 def install(monkeypatch):
-    """Pass for a project that has installed one of the caches."""
     is_installed = apps.is_installed
 
     def install(name):
@@ -56,7 +55,6 @@ CACHEOPS = ("cacheops", "Add 'django_fencedlock.*': None to CACHEOPS.")
         (CACHEOPS, {"CACHEOPS": {"*.*": ALL, "django_fencedlock.*": None}}, False),
         (CACHEOPS, {"CACHEOPS": {"*.*": ALL, "django_fencedlock.*": {"ops": ()}}}, False),
         (CACHEOPS, {"CACHEOPS": {"django_fencedlock.*": ALL}}, True),
-        # By hand alone, unless the defaults say another.
         (CACHEOPS, {"CACHEOPS": BY_HAND}, False),
         (CACHEOPS, {"CACHEOPS": BY_HAND, "CACHEOPS_DEFAULTS": {"ops": "get"}}, True),
     ],

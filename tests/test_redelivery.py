@@ -8,7 +8,7 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
-from celery import Signature, current_app
+from celery import Signature
 from celery.exceptions import Ignore, Reject
 from celery.signals import before_task_publish
 from django.db import connections
@@ -23,15 +23,13 @@ from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired
 from django_fencedlock.models import HeldLock, MessageRecord
 from django_fencedlock.storage.message_records import SETTLED, Message, MessageRecords
 from django_fencedlock.test import hold_lock, lose_lease
-from tests.deliveries import app, deliver, deliver_sent, sending
+from tests.deliveries import app, as_current_app, deliver, deliver_sent, sending
 from tests.threads import elsewhere
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 NAME = "x"
-#: A run that is no more.
 DEAD = "0" * 32
-#: What the bodies did, and what they are to do.
 ran: list[object] = []
 ends: dict[str, object] = {}
 
@@ -77,12 +75,8 @@ def plain():
 
 @pytest.fixture(autouse=True)
 def clean():
-    before = current_app._get_current_object()
-    app.set_current()
-    ran.clear()
-    ends.clear()
-    yield
-    before.set_current()
+    with as_current_app(ran, ends):
+        yield
 
 
 def message():
@@ -296,7 +290,6 @@ class TestWhileItRuns:
         assert deliver(task, 1, **told).result == 1
 
     def test_a_delivery_waits_for_another_that_is_about_to_release(self, running):
-        """It is about to give the lock back."""
         told = message()
         lease = running(told)
         finish(told, lease.owner_id)

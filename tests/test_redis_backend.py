@@ -107,7 +107,6 @@ class Store:
         return waiter
 
     def dead(self, *, pause=0.06):
-        """Queue a waiter that is killed before its blocking pop."""
         sent = mine()
         _, arrival = self.backend._claim(sent, "0")
         time.sleep(pause)
@@ -151,9 +150,6 @@ def refused(backend, sent=None):
 
 def sent_by(seen):
     return [command.name for command in seen if not command.lua]
-
-
-# Requests
 
 
 def test_an_uncontended_lock_takes_one_request_each_way(backend, server):
@@ -265,9 +261,6 @@ def test_a_connection_that_the_server_closed_is_opened_again(backend, store):
         if each["cmd"] == "evalsha":
             store.client.client_kill_filter(_id=each["id"])
     assert backend.release(held)
-
-
-# Names
 
 
 def test_locks_of_different_prefixes_are_different_locks(server, closing):
@@ -510,7 +503,6 @@ def test_a_waiter_gets_the_lock_when_a_dead_holders_ttl_ends(backend, store):
     waiter = store.wait()
     got = waiter.result()
     assert -0.05 < waiter.done_at - held.since - 0.7 < SLACK
-    # It isn't in the queue any more, where its own release would hand the lock to it.
     backend.release(got)
     assert store.left() == set()
 
@@ -851,9 +843,6 @@ def test_no_error_contains_the_password(make_any_redis, closing):
     assert not [text for text in shown if "s3cret" in text]
 
 
-# Clients
-
-
 @pytest.mark.parametrize("query", ["?decode_responses=true", "?protocol=2", "?protocol=3"])
 def test_a_url_may_have_options_of_the_driver(server, closing, query):
     works(closing(RedisBackend(config_of(f"{server.url}{query}"))), server)
@@ -884,9 +873,6 @@ def works(backend, server):
         backend.release(held)
         assert backend.release(waiter.result())
         assert store.left() == set()
-
-
-# Settings
 
 
 def found(**settings):

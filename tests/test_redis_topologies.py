@@ -39,9 +39,6 @@ def backend_of(closing, location="", **options):
     return closing(RedisBackend(config_of(location, prefix="fencedlock", **options)))
 
 
-# Sentinel
-
-
 class Sentinels:
     """Three that watch a primary, and take half a second's silence for its death."""
 
@@ -129,8 +126,6 @@ def test_sentinels_are_asked_again_if_the_primary_is_a_replica(make_any_redis, c
     take(backend, claim("invoice:44"))
     assert new.execute("EXISTS", Keys.of("", "invoice:44").lock)
 
-
-# Cluster
 
 _nodes: list[Redis] = []
 

@@ -108,7 +108,6 @@ def test_a_service_that_does_not_answer_is_said(settings, make_redis):
 
 @pytest.fixture
 def far(settings, make_postgres, make_alias):
-    """The server of one of two databases with fences, which each have a lock."""
     server = make_postgres()
     database = make_alias(server.django())
     terms = {"FENCE_DATABASE": database, "OPTIONS": {"TIMEOUT": 2}}
@@ -191,7 +190,6 @@ def test_a_row_of_an_alias_that_the_settings_lost(settings):
 
 @contextlib.contextmanager
 def statements():
-    """What is executed by the connection that is made for it."""
     seen = []
 
     def note(execute, sql, *rest):
@@ -209,8 +207,6 @@ def statements():
 
 
 def test_many_locks_are_asked_of_in_few_queries(backend, redis_server):
-    """Neither the queries nor the requests rise with the number of locks."""
-
     def cost():
         with statements() as queries:
             if backend == "redis":

@@ -229,7 +229,6 @@ def test_a_raise_outlasts_a_crash(settings, postgres, monkeypatch):
     lock("x").acquire()
     monkeypatch.setattr(storage_connections, "private", watched)
     force_release("x", by="me")
-    # Raised before the release, and after it.
     assert seen[:2] == ["on", "on"]
     seen.clear()
     with storage_connections.time_limited("postgres", 5):
@@ -269,7 +268,6 @@ class TestAHolderThatRecordsItsGrantMeanwhile:
         assert fence.owner == ""
         assert fence.token > tokens[0]
         assert not backend.holders(["x"])
-        # The next token is above the fence at once.
         assert backend.service.tokens["x"] == fence.token
 
     @real

@@ -40,7 +40,6 @@ def on(database, settings):
 
 
 def written(model, **values):
-    """A row that was written under the 5th grant of its lock."""
     row = model(**values)
     with row.fencing.lock() if row.fencing.name() else contextlib.nullcontext() as first:
         row.save()

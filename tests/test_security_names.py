@@ -81,7 +81,6 @@ def command(*arguments):
 
 
 def texts_of(answer):
-    """A page, with the entities of its texts resolved, and nothing of them taken for markup."""
     assert answer.status_code == 200
     found = answer.content.decode()
     # Whatever of a name was markup would be no entity.
@@ -90,14 +89,12 @@ def texts_of(answer):
 
 
 def is_quiet(text):
-    """Whether nothing in a text does anything to a terminal, or hides."""
     return all(each == "\n" or unicodedata.category(each)[0] != "C" for each in text)
 
 
 LIST = "/admin/django_fencedlock/heldlock/"
 CHANGE = "admin:django_fencedlock_heldlock_change"
 
-#: Texts that something takes for more than a text, or for another one.
 ODD = [
     *("{x}", "a}b", "{", "}", "{}", "x}:lock", "a{b}c", ":lock", "a:seq", "*", "a?[b]"),
     *("%s", "%(name)s", "100%", "_", "\\", "a\\'", "'; DROP TABLE x; --", '"', "`", "$1", "?"),
@@ -122,7 +119,6 @@ LOOK_ALIKES = st.sampled_from(
 
 @st.composite
 def some_names(draw):
-    """A few names, some of them much alike."""
     found = draw(st.lists(st.sampled_from(ODD) | ANYTHING, min_size=1, max_size=3))
     found += [draw(LOOK_ALIKES)(each) for each in found]
     return sorted({each for each in found if 0 < len(each) <= 200})
@@ -184,15 +180,12 @@ def test_each_page_of_a_lock_is_there(alias, boss):
             assert lease.verify()
 
 
-#: What can't be a name, and what can't stand in a log or a terminal.
 UGLY = ["a\0b", "\ud800", "a\nWARNING all is well", "\x1b[31m\x9b1m", "\u202e", "]}>'\""]
 UGLY += ["日本", "x" * 9999]
 
 
 @pytest.fixture(params=["thread", "task", "task id", "host"])
 def told_by(request, monkeypatch):
-    """Return a function that has a lock taken by somebody who tells such a thing of himself."""
-
     def take(ugly, work):
         task = ("t", "") if request.param == "host" else ("", "")
         task = ("t", ugly) if request.param == "task id" else task

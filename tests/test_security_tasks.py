@@ -4,7 +4,6 @@ import json
 import logging
 
 import pytest
-from celery import current_app
 
 from django_fencedlock import lock
 from django_fencedlock.celery import lock_name, single_instance
@@ -14,7 +13,7 @@ from django_fencedlock.celery.policy import policy
 from django_fencedlock.core.manager import service
 from django_fencedlock.models import Fence, HeldLock, MessageRecord, PendingRun
 from django_fencedlock.storage.pending_runs import PendingRuns
-from tests.deliveries import app, deliver, sending
+from tests.deliveries import app, as_current_app, deliver, sending
 from tests.models import Invoice
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -54,11 +53,8 @@ again = task_of(keep, "again", name="again", terms={"on_conflict": "retry"})
 
 @pytest.fixture(autouse=True)
 def here():
-    before = current_app._get_current_object()
-    app.set_current()
-    ran.clear()
-    yield
-    before.set_current()
+    with as_current_app(ran):
+        yield
 
 
 class TestSensitive:

@@ -45,7 +45,6 @@ def test_a_row_is_the_holders_from_before_it_was_asked_for(monkeypatch):
 class TestAThreadThatCannotBeStarted:
     @pytest.fixture
     def no_threads(self, monkeypatch):
-        """Start no thread, as where there are too many; returns what undoes it."""
         keeper = Keeper(service("default").backend, service("default").lose)
         monkeypatch.setattr(service("default"), "keeper", keeper)
         monkeypatch.setattr(runtime, "start", raising(RuntimeError("can't start new thread")))
@@ -86,8 +85,6 @@ class TestAThreadThatCannotBeStarted:
 
 
 class Scripted(DatabaseBackend):
-    """A lock service that answers as it is told, and takes as long as it is told."""
-
     def __init__(self, config, clock):
         super().__init__(config)
         self.clock = clock
@@ -264,7 +261,6 @@ def test_a_grant_of_a_cancelled_coroutine_is_released():
     async def main():
         handing = asyncio.ensure_future(lock("x")._hand_over(acquired, Wait()))
         await asyncio.sleep(0)
-        # Its result doesn't come to the coroutine any more.
         acquired.set_result(elsewhere(found.acquire, new_claim("x", 30)))
         handing.cancel()
         with pytest.raises(asyncio.CancelledError):

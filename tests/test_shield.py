@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(SIG_SOFT_TIMEOUT is None, reason="no soft time l
 
 @pytest.fixture(autouse=True)
 def handler():
-    """Handle the signal as in a child of a prefork pool."""
     runs.clear()
     before = signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
     yield
@@ -40,7 +39,6 @@ def reach_limit():
 
 
 def reach_limit_at(monkeypatch, method, *, before):
-    """Reach the limit just before or after a method of the backend."""
     backend = service("default").backend
     original = getattr(backend, method)
 

@@ -51,9 +51,6 @@ def kinds(simulation, who):
     return [event["kind"] for event in simulation.log.after(0) if event["who"] == who]
 
 
-# Scenarios
-
-
 @pytest.mark.parametrize("backend", ["redis", "postgres"])
 def test_a_late_write_is_rejected_and_its_client_starts_again(backend, begin):
     simulation = begin(scenario="pause", backend=backend)
@@ -87,7 +84,6 @@ def test_the_write_of_a_disconnected_client_is_rejected(backend, begin):
     simulation = begin(scenario="cut", backend=backend)
     mirror = played(simulation)
     assert (mirror.value, mirror.accepted, mirror.rejected, mirror.newest) == (2, 2, 1, 3)
-    # Its keeper notices it, or the release if that comes first.
     assert {"lost", "dropped"} & set(kinds(simulation, "A"))
 
 
@@ -127,9 +123,6 @@ def test_a_scenario_can_be_stopped_and_continued(begin):
     assert player.simulation.mirror.clients["A"].paused
 
 
-# By hand
-
-
 def test_impossible_commands_are_rejected_with_a_reason(begin):
     simulation = begin()
     with pytest.raises(Refused, match="A isn't running"):
@@ -164,9 +157,6 @@ def test_a_service_that_is_down_stops_the_scenario(service, url, trouble, begin,
     directory = simulation._world.directory
     simulation.close()
     assert not directory.exists()
-
-
-# Ends
 
 
 @pytest.mark.parametrize("backend", ["redis", "postgres"])
@@ -213,9 +203,6 @@ time.sleep(60)
     wait_until(lambda: not Path(directory).exists(), "the referee to tidy up")
 
 
-# Rooms
-
-
 def test_rooms_are_limited_and_closed_when_unused():
     clock = Clock(0.0)
     house = House(clock, idle=20)
@@ -235,9 +222,6 @@ def test_rooms_are_limited_and_closed_when_unused():
     house.begin("one more", Plan())
     house.close()
     assert rooms[1].simulation.closed
-
-
-# Words
 
 
 def test_what_the_address_may_say():

@@ -98,7 +98,6 @@ def test_a_scenario_is_played(page, site):
     log = [item.text for item in played.all("#log span")]
     assert any("is rejected, StaleFence: token 2 has been granted since" in line for line in log)
     assert played.complaints() == []
-    # Nothing is loaded from other sites.
     loaded = played.run("return performance.getEntriesByType('resource').map(each => each.name)")
     assert loaded
     assert [name for name in loaded if not name.startswith(site.origin)] == []
@@ -172,9 +171,6 @@ def test_clients_are_controlled_by_hand(page):
     says("B is dead")
     assert played.one("#score-accepted").text == "0"
     assert played.complaints() == []
-
-
-# Ends
 
 
 def test_leaving_the_page_ends_its_processes(page, site):

@@ -516,7 +516,6 @@ class TestLinks:
         )
 
     def call(self, charge, after):
-        """Deliver a call to a worker while its lock is held; return the names of all links."""
         charge.apply_async((1,), **after.terms)
         with hold_lock("invoice:1"):
             deliver(charge.app)
@@ -642,7 +641,6 @@ class TestCost:
         assert ours(seen) == 2
         with hold_lock("invoice:42") as lease, postgres.statements() as seen:
             skipped = charge()
-        # The try, and a look: who has it, and whether he is dead.
         assert ours(seen) == 2
         assert (skipped.token, skipped.holder) == (lease.token, str(lease.holder))
 

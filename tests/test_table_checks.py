@@ -25,7 +25,6 @@ def told(problems):
 
 
 def database_problems(alias):
-    """Those of a database, but for the collations of the tests' own models."""
     return [each for each in checks.table_problems([alias]) if each.id != "W026"]
 
 

@@ -9,7 +9,6 @@ from itertools import count
 import pytest
 from celery import Celery
 from django.core.checks import INFO
-from django.core.checks.registry import registry
 
 from django_fencedlock import checks, conf
 from django_fencedlock.celery import checks as task_checks
@@ -249,10 +248,6 @@ def test_a_task_of_two_apps_is_named_once():
         add(app, single_instance(body))
     (problem,) = task_checks.problems(apps)
     assert problem.message.startswith("Task shop.charge: ")
-
-
-def test_the_check_is_registered():
-    assert check_tasks in registry.get_checks()
 
 
 SETTINGS = """

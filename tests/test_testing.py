@@ -202,8 +202,6 @@ class LeftBehind:
 
 
 class SwitchedOff:
-    """With disabled locks, fenced rows can be written."""
-
     using = "default"
 
     def setUp(self):

@@ -43,7 +43,6 @@ def database(request):
 
 @pytest.fixture(params=[True, False], ids=["database in a zone", "naive times"])
 def zone(request, database):
-    """Settings that have Django read and write the times of a database in another zone."""
     settings = {"USE_TZ": request.param, "TIME_ZONE": NEW_YORK}
     settings["FENCEDLOCK"] = {"default": {"FENCE_DATABASE": database}}
     with override_settings(**settings), in_zone(database, BERLIN if request.param else None):
@@ -90,7 +89,6 @@ class TestEachZone:
 
     @pytest.mark.parametrize("hour", [5, 6])
     def test_an_hour_that_clocks_repeat_is_stored_and_read_as_two(self, database, hour):
-        # It is half past one in New York.
         moment = datetime(2026, 11, 1, hour, 30, tzinfo=UTC)
         rows = ForcedRelease.objects.using(database)
         rows.create(owner="o", name="x", released_by="me", released_at=moment)

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "post
 
 @pytest.fixture(params=["default", "postgres"])
 def database(request, settings):
-    """SQLite and Postgres, each with its fences in the database of the transaction."""
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": request.param}}
     # In deferred mode SQLite's file isn't taken before the first write.
     if request.param == "default":

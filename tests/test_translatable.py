@@ -34,8 +34,6 @@ LIST = "/admin/django_fencedlock/heldlock/"
 
 @pytest.fixture
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put every translated text in brackets."""
-
     def mark(text: str) -> str:
         return f"{BEGIN}{text}{END}"
 
@@ -54,7 +52,6 @@ def browser(client: Client) -> Client:
 
 
 def unmarked(page: str) -> set[str]:
-    """Return the words of a page outside of brackets."""
     page = re.sub(r"<(script|style)\b.*?</\1>", " ", page, flags=re.DOTALL)
     read = re.findall(r' (?:title|aria-label|placeholder|data-\w+)="([^"]*)"', page)
     read += re.split(r"<[^>]*>", page)
@@ -62,7 +59,6 @@ def unmarked(page: str) -> set[str]:
     found: set[str] = set()
     for each in map(html.unescape, read):
         text = re.sub(r"\b[0-9a-f]{20,}\b", " ", each)  # an owner
-        # A text may be part of another one.
         while inside.search(text):
             text = inside.sub(" ", text)
         found |= set(re.findall(WORD, text))
@@ -122,12 +118,9 @@ def test_every_reason_is_marked(marked: None) -> None:
             assert translated(kind("q1")).startswith(BEGIN), kind
 
 
-def test_every_state_is_marked(marked: None) -> None:
+def test_states_columns_and_models_are_marked(marked: None) -> None:
     for text in (*sum(STATES.values(), ()), *LockEvent.Kind.labels):
         assert str(text).startswith(BEGIN), text
-
-
-def test_columns_and_models_are_marked(marked: None) -> None:
     for model in (Fence, HeldLock, LockEvent):
         assert str(model._meta.verbose_name).startswith(BEGIN), model
         assert str(model._meta.verbose_name_plural).startswith(BEGIN), model

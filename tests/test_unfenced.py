@@ -30,7 +30,6 @@ def rows(backend):
 
 
 def renew_all(writing=None):
-    """Renew all leases, as the keeper does each third of a ttl, and write what that is to write."""
     keeper = service("default").keeper
     with keeper._lock:
         keeper._due = dict.fromkeys(keeper._due, 0.0)
@@ -83,7 +82,6 @@ def test_the_row_of_a_dead_holder_is_replaced(writing, rows):
     row.save(using=rows.db)
     with lock("report", fenced=False, ttl=60) as lease:
         renew_all(writing)
-        # The other row hasn't expired.
         assert rows.get().owner == "b" * 32
         rows.update(expires_at=row.acquired_at)
         renew_all(writing)

@@ -119,7 +119,6 @@ def test_an_object_that_was_never_loaded_takes_no_others_place(document):
         new.save()
     document.save()
     all_refused(VersionConflict, (Document,), lambda: new.save(update_fields=["text"]))
-    # A form may carry the version along.
     Document(pk=document.pk, text="other", version=1).save(force_update=True)
     assert versions() == [2]
 

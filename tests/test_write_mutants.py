@@ -38,7 +38,6 @@ Killers = Iterator[tuple[Any, ...]]
 
 
 def killers_of_writes(settings: Any) -> Killers:
-    """Yield the tests that a mutant of the write condition has to fail, and their arguments."""
     paths, rules, on = test_write_paths, test_write_rules, "default"
     for name in ("save", "update", "queryset_delete", "column_save", "new_save"):
         for is_pinned in (False, True):
@@ -70,7 +69,6 @@ def killers_of_writes(settings: Any) -> Killers:
 
 
 def killers_of_grants(settings: Any) -> Killers:
-    """Yield the tests that a mutant of the recording has to fail, and their arguments."""
     tests, given = test_ledgers, (connections["default"], entry)
     for token in (4, 5):
         yield tests.test_a_token_that_is_not_newer_is_not_recorded, *given, token
@@ -100,9 +98,6 @@ def is_killed(killers: Callable[[Any], Killers], settings: Any) -> bool:
     except (Exception, pytest.fail.Exception):
         return True
     return False
-
-
-# Python
 
 
 class Change(ast.NodeTransformer):
@@ -147,7 +142,6 @@ class Change(ast.NodeTransformer):
 
 
 def mutant_of(function: Any, place: int) -> tuple[Any, int]:
-    """Return the function's code with one operator changed, and how many places there are."""
     source = "from __future__ import annotations\n" + textwrap.dedent(inspect.getsource(function))
     change = Change(place)
     tree = ast.fix_missing_locations(change.visit(ast.parse(source)))
@@ -176,8 +170,6 @@ def test_a_mutant_of_the_code_is_noticed(settings, monkeypatch, function, place)
     monkeypatch.setattr(function, "__code__", mutant_of(function, place)[0])
     assert is_killed(killers_of_writes, settings)
 
-
-# SQL
 
 OPERATORS = {"<=": ">", "<": "<=", "=": "<>", "<>": "=", ">": "<="}
 OPERATORS |= {"AND": "OR", "OR": "AND", "IN": "NOT IN"}

@@ -85,7 +85,6 @@ def overtake(lease):
 
 
 def rows_of(model):
-    """Return the rows as they are, also those that the model's manager leaves out."""
     return list(models.QuerySet(model).order_by("pk").values())
 
 
@@ -137,7 +136,6 @@ class Path(NamedTuple):
     write: Callable[[Any], Any]
     #: How many statements it takes; None if another row is written along with it.
     count: int | None
-    #: The tables that it writes.
     tables: tuple[Any, ...]
     lock: Callable[[Any], Any]
 
@@ -202,7 +200,6 @@ paths(
     queryset_adelete=(3, lambda row: awaited(Invoice.objects.filter(pk=row.pk).adelete)),
 )
 OF_ONE_ROW = [*PATHS]
-#: These write the object as it was loaded.
 OF_LOADED = ["save", "asave", "save_base", "unbound_save", "update_fields", "force_update"]
 OF_LOADED += ["pickled", "expression", "bulk_update", "delete", "adelete"]
 FEW = ["save", "update", "bulk_update", "delete", "queryset_delete"]
@@ -543,9 +540,7 @@ def test_an_object_read_before_the_lock_and_written_since_is_refused(database, i
         why = "read before the lock was acquired, and written under token 1 since|since it was read"
         with refused(match=why) as caught:
             write(old[0])
-        # This is a bug of the caller, not an incident.
         assert type(caught.value) is (StaleFence if name == "bulk_update" else StaleObject)
-        # A write under the new lease makes the old object no newer.
         Invoice.objects.update(note="written")
         with refused():
             write(old[1])
@@ -582,7 +577,6 @@ def test_fences_of_another_database_are_refused(settings, name):
     invoice = Invoice.objects.create()
     with invoice.fencing.lock(), refused(WrongDatabase, match="'default'.*'postgres'"):
         PATHS[name].write(invoice)
-    # A high-water mark needs no fence.
     path = PATHS[f"high_water_{name}"]
     meter = path.make()
     with meter.fencing.lock() as lease:

@@ -259,9 +259,6 @@ def test_another_session_writes_just_before_the_rows_that_may_conflict(monkeypat
         assert values_of(Stock, "sku", "fence") == [("a", lease.token)]
 
 
-# Fixtures
-
-
 def load_file(tmp_path, text, database):
     fixture = tmp_path / "invoices.json"
     fixture.write_text(text)
@@ -734,19 +731,23 @@ def test_rows_of_several_locks_need_every_lease(database):
     assert not [sql for sql in sent if sql.startswith(("UPDATE", "INSERT", "DELETE"))]
 
 
-def test_rows_that_come_while_names_are_read_are_not_written(database, monkeypatch):
-    """Their leases weren't asked for."""
-    account, other = Account.objects.create(), Account.objects.create()
+def add_while_names_are_read(monkeypatch, **values):
     read_names = FencedQuerySet._rows
 
     def read_and_add(rows):
         found = read_names(rows)
-        models.QuerySet(LedgerLine).bulk_create([LedgerLine(account=other)])
+        models.QuerySet(LedgerLine).bulk_create([LedgerLine(**values)])
         return found
 
+    monkeypatch.setattr(FencedQuerySet, "_rows", read_and_add)
+
+
+def test_rows_that_come_while_names_are_read_are_not_written(database, monkeypatch):
+    """Their leases weren't asked for."""
+    account, other = Account.objects.create(), Account.objects.create()
     leased(LedgerLine, account=account)
     with LedgerLine.fencing.lock(account=account):
-        monkeypatch.setattr(FencedQuerySet, "_rows", read_and_add)
+        add_while_names_are_read(monkeypatch, account=other)
         with pytest.raises(StaleFence):
             LedgerLine.objects.update(amount=9)
         assert {row["amount"] for row in rows_of(LedgerLine)} == {0}
@@ -758,15 +759,8 @@ def test_rows_that_come_while_names_are_read_are_not_written(database, monkeypat
 
 def test_rows_of_other_locks_that_come_before_the_delete_are_left(database, monkeypatch):
     account, other = Account.objects.create(), Account.objects.create()
-    read_names = FencedQuerySet._rows
-
-    def read_and_add(rows):
-        found = read_names(rows)
-        models.QuerySet(LedgerLine).bulk_create([LedgerLine(account=other, amount=5)])
-        return found
-
     leased(LedgerLine, account=account, amount=5)
-    monkeypatch.setattr(FencedQuerySet, "_rows", read_and_add)
+    add_while_names_are_read(monkeypatch, account=other, amount=5)
     with LedgerLine.fencing.lock(account=account):
         assert LedgerLine.objects.filter(amount=5).delete()[0] == 1
     assert values_of(LedgerLine, "account_id") == [(other.pk,)]
@@ -1037,7 +1031,6 @@ def _given_writes(row, lease):
 
 def test_a_lease_can_be_given(database, invoice, given):
     def work():
-        """A thread has no context of its own that has the lease."""
         assert current_lease() is None
         all_refused(LockRequired, (Invoice,), invoice.save)
         pk = invoice.pk
@@ -1126,7 +1119,6 @@ def test_high_water_refuses_only_what_a_newer_holder_has_written_to(database):
 
 @pytest.fixture
 def prepared(settings, monkeypatch):
-    """Return a connection whose OPTIONS let Django have its statements prepared."""
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": "postgres"}}
     settings.DATABASE_ROUTERS = [Everything("postgres")]
     connection = connections["postgres"]

@@ -13,7 +13,6 @@ from django_fencedlock.models import Fence
 
 
 def elsewhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return or raise what a function does in another thread, with connections of its own."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_apart, function, *args, **kwargs).result()
 
@@ -47,7 +46,6 @@ def sqlite_written_to(seconds: float = 60) -> Iterator[None]:
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Make the calls in threads that begin together; returns what they returned."""
     start = threading.Barrier(len(calls))
 
     def make(call: Callable[[], Any]) -> Any:
@@ -66,7 +64,6 @@ def _apart(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def without_threads(keeper: Keeper) -> Keeper:
-    """Let no thread of a keeper run: the test calls what they would call."""
     for worker in (keeper._thread, keeper._tending):
         worker.start = lambda: True  # type: ignore[method-assign]
     return keeper

@@ -29,7 +29,6 @@ class Visitor:
         return self.post_without_token(address, **form, csrfmiddlewaretoken=token or "")
 
     def post_without_token(self, address: str, **form: str) -> str:
-        """Send a form as another site could have it sent."""
         url = urllib.parse.urljoin(self.url, address)
         with self._opener.open(url, urllib.parse.urlencode(form).encode(), timeout=30) as answer:
             return str(answer.read().decode())

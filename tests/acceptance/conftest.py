@@ -57,7 +57,6 @@ def locks(django_db_setup: None) -> dict[str, Any]:
         "rows": {"FENCE_DATABASE": "postgres"},
         "sessions": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"},
         "redis": {**redis, "FENCE_DATABASE": "postgres"},
-        # Nobody listens there.
         "down": {**redis, "LOCATION": "redis://127.0.0.1:1/0"},
     }
 
@@ -84,7 +83,6 @@ def journal() -> Iterator[Journal]:
 
 @pytest.fixture
 def key(request: pytest.FixtureRequest, journal: Journal) -> Iterator[str]:
-    """Return what names the locks, the gates and the spans of the test."""
     name = f"{request.node.originalname[5:45]}-{uuid.uuid4().hex[:8]}"
     yield name
     # A test that failed would otherwise leave children of the shared worker waiting there.

@@ -7,7 +7,6 @@ def test_periodic_tasks_dont_overlap(worker, make_beat, journal, key):
     entry = {"task": "tests.skip", "schedule": 0.3, "args": [key], "kwargs": {"gate": True}}
     make_beat(worker, {"often": entry})
     (first,) = journal.wait_for_begun(key)
-    # As many as would have run at once.
     for _ in range(2):
         task("plain").delay(f"{key}-plain", seconds=0.5).get(timeout=20)
     assert len(journal.spans(key)) == 1

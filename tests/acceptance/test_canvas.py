@@ -11,7 +11,6 @@ from tests.workers.tasks import task
 
 
 def told(results):
-    """Tell the values, with "skipped" for what didn't run."""
     return ["skipped" if SkippedRun.of(value) else value for value in results]
 
 

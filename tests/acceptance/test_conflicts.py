@@ -71,7 +71,6 @@ def test_retry_comes_again(any_worker, journal, key, held, alias):
     assert second.get(timeout=20) == "second"
     spans = journal.assert_no_overlap(key)
     assert [span.value for span in spans] == ["first", "second"]
-    # A conflict is none of the task's own retries.
     assert [span.retries for span in spans] == [0, 0]
 
 

@@ -48,7 +48,6 @@ def test_a_paused_child_keeps_its_lock(make_worker, journal, key):
     (span,) = journal.wait_for_begun(key)
     os.kill(span.pid, signal.SIGSTOP)
     try:
-        # Time enough for whoever watches to be wrong.
         assert was_skipped(task("skip").delay(key)).token == span.token
         assert worker.children()
         assert not lock(key, blocking_timeout=1).acquire(blocking=True)
@@ -74,12 +73,19 @@ def test_a_lost_run_is_delivered_again_and_runs(worker, journal, key, kind, alia
     assert spans[1].token > spans[0].token
 
 
-@pytest.mark.parametrize("alias", ALIASES)
-def test_a_killed_worker_is_found_dead_by_the_next_waiter(make_worker, journal, key, alias):
-    """There is nobody left to watch, but a process of the same host looks."""
-    worker = make_worker(concurrency=2)
+@pytest.mark.parametrize(
+    ("pool", "alias"),
+    [
+        *(("prefork", alias) for alias in ALIASES),
+        *((pool, "default") for pool in ("threads", "solo", "gevent")),
+    ],
+)
+def test_a_killed_worker_is_found_dead_by_the_next_waiter(make_worker, journal, key, pool, alias):
+    """No process of the worker is left to watch, but a process of the same host looks."""
+    worker = make_worker(concurrency=2, pool=pool)
     task("skip", alias).delay(key, seconds=60)
     (span,) = journal.wait_for_begun(key)
+    assert not is_free(key, alias)
     worker.kill()
     killed = now()
     name = "redis" if alias == "unfenced" else alias
@@ -95,17 +101,6 @@ def test_a_killed_main_process_takes_its_children_along(make_worker, journal, ke
     (span,) = journal.wait_for_begun(key)
     worker.send(signal.SIGKILL)
     wait_until(lambda: not os.path.exists(f"/proc/{span.pid}"), "the end of the child")
-    with lock(key, blocking_timeout=15):
-        pass
-
-
-@pytest.mark.parametrize("pool", ["threads", "solo", "gevent"])
-def test_a_killed_worker_of_another_pool_is_found_dead(make_worker, journal, key, pool):
-    worker = make_worker(pool=pool)
-    task("skip").delay(key, seconds=60)
-    journal.wait_for_begun(key)
-    assert not is_free(key)
-    worker.kill()
     with lock(key, blocking_timeout=15):
         pass
 

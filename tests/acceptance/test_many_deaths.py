@@ -27,7 +27,6 @@ from tests.workers.tasks import task
 ALIASES = ["default", "rows", "sessions", "redis"]
 #: A pool has four children, and Celery replaces a killed one within 5 s.
 KILLS = int(os.environ.get("FENCEDLOCK_TEST_KILLS", 3))
-# Some ten seconds in one call, which no signal but SIGKILL interrupts.
 LONG = 20_000_000
 
 
@@ -43,7 +42,6 @@ def owner_of(name, alias):
 
 
 def kill_one_after_the_other(journal, key, alias="default", count=KILLS):
-    """Kill children in their bodies; returns the seconds from each death to its lock's freedom."""
     delays = []
     for number in range(count):
         name = f"{key}-{number}"
@@ -90,7 +88,6 @@ def test_children_that_are_spawned_are_watched(make_worker, journal, key):
     worker = make_worker(worker_pool_start_method="spawn", worker_proc_alive_timeout=60)
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in worker.children()]
     assert sum("spawn_main" in command for command in commands) == 4, commands
-    # They start slowly.
     assert_soon(kill_one_after_the_other(journal, key, count=3))
 
 
@@ -101,7 +98,6 @@ def test_children_of_a_pool_without_an_event_loop_are_watched(make_worker, journ
 
 @pytest.mark.parametrize("alias", ["default", "redis", "unfenced", "sessions"])
 def test_children_killed_at_any_moment_leave_no_lock(make_worker, journal, key, alias):
-    """While they take locks and give them back."""
     worker = make_worker()
     task("skip", alias).delay(f"{key}-first").get(timeout=20)
     names = [f"{key}-{number}" for number in range(400)]
@@ -166,7 +162,6 @@ def test_a_death_during_an_outage_is_seen_to_after_it(
     kill(span.pid)
     time.sleep(1)
     assert not is_free(key, "redis")
-    # Other services are asked meanwhile.
     task("skip").delay(f"{key}-other", seconds=60)
     (other,) = journal.wait_for_begun(f"{key}-other")
     kill(other.pid)

@@ -21,13 +21,6 @@ def pool_worker(request, shared_worker):
     return shared_worker(pool=request.param)
 
 
-@pytest.fixture(params=["threads", "gevent"])
-def one_process(request, shared_worker):
-    if not find_spec("gevent"):
-        pytest.skip("gevent isn't installed")
-    return shared_worker(pool=request.param)
-
-
 def test_a_retry_comes_again_until_its_own_run_has_ended(pool_worker, journal, key):
     """The body's ``finally`` outlasts the countdown, and another thread or process is idle."""
     aliases = ["default", "sessions", "redis"]
@@ -58,8 +51,9 @@ def test_bodies_run_one_by_one(pool_worker, journal, key, policy, alias):
     assert is_free(key, alias)
 
 
+@pytest.mark.parametrize("pool_worker", ["threads", "gevent"], indirect=True)
 @pytest.mark.parametrize("alias", ["default", "rows", "sessions", "redis"])
-def test_connections_that_celery_closes_are_none_of_the_lock(one_process, journal, key, alias):
+def test_connections_that_celery_closes_are_none_of_the_lock(pool_worker, journal, key, alias):
     """It closes all of Django's before and after each task; other tasks run beside this one."""
     held = task("skip", alias).delay(key, 42, gate=True)
     (span,) = journal.wait_for_begun(key)

@@ -19,7 +19,6 @@ SHORT = {"transport": {"visibility_timeout": VISIBLE}}
 
 @pytest.fixture
 def workers(make_worker):
-    """Two workers on one queue, whose messages are delivered again before their bodies end."""
     first = make_worker(concurrency=6, **SHORT)
     make_worker(broker=first.broker, concurrency=6, **SHORT)
     return first
@@ -60,7 +59,6 @@ def a_task_is_due_after_the_visibility_timeout(journal, key):
     result = task("late_skip").apply_async((key, 42), countdown=VISIBLE * 2 + 1)
     yield
     assert len(journal.spans(key)) == 1
-    # What was skipped since it was done must not replace what was done.
     assert result.get(timeout=20) == 42
 
 

@@ -8,16 +8,14 @@ from tests.workers.looks import failure, is_free, wait_until_free
 from tests.workers.tasks import ALIASES, Mishap, task
 
 
-def test_a_result_comes_back(any_worker, journal, key):
-    assert task("skip").delay(key, 42).get(timeout=20) == 42
-    assert [span.outcome for span in journal.spans(key)] == ["returned"]
-    assert is_free(key)
-
-
-def test_an_exception_comes_back(any_worker, journal, key):
-    result = task("skip").delay(key, outcome="raise")
-    assert isinstance(failure(result), Mishap)
-    assert [span.outcome for span in journal.spans(key)] == ["Mishap"]
+@pytest.mark.parametrize("outcome", ["return", "raise"])
+def test_a_result_or_an_exception_comes_back(any_worker, journal, key, outcome):
+    result = task("skip").delay(key, 42, outcome=outcome)
+    assert (
+        isinstance(failure(result), Mishap) if outcome == "raise" else result.get(timeout=20) == 42
+    )
+    ended = {"return": "returned", "raise": "Mishap"}[outcome]
+    assert [span.outcome for span in journal.spans(key)] == [ended]
     assert is_free(key)
 
 
@@ -44,7 +42,6 @@ def test_each_retry_has_a_new_token(any_worker, journal, key):
 
 
 def test_a_run_before_is_no_conflict_for_its_own_automatic_retry(worker, journal, key):
-    """Its policy is to fail at any conflict."""
     assert task("autoretry").delay(key, 42, outcome="raise, raise, return").get(timeout=20) == 42
     spans = journal.assert_no_overlap(key)
     assert [span.outcome for span in spans] == ["Mishap", "Mishap", "returned"]

@@ -27,7 +27,6 @@ def kill_worker(lab: Lab) -> None:
 
 
 def shut_down(lab: Lab) -> None:
-    """End the worker, cold or warm, and start it again."""
     lab.await_holder()
     number = lab.random.choice([signal.SIGQUIT, signal.SIGTERM])
     lab.note(f"shut down by {number.name}")

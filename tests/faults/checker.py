@@ -47,8 +47,6 @@ def violations(history: History, terms: Terms) -> list[Violation]:
 
 
 class _Index:
-    """A history, sorted in the ways that the checks need."""
-
     def __init__(self, history: History) -> None:
         self.history = history
         self.grants: dict[str, list[Entry]] = defaultdict(list)
@@ -244,7 +242,6 @@ def the_dead_are_replaced(index: _Index, terms: Terms) -> Iterator[Violation]:
 
 
 def held_by(history: History, client: str, at: int) -> list[str]:
-    """Return the locks that a client had, by its own account."""
     mine = [each for each in history.operations if each.client == client]
     released = {each.owner: each.begun for each in mine if each.kind == "release"}
     return [
@@ -341,7 +338,6 @@ def _is_overtaken(index: _Index, operation: Operation) -> bool:
 
 
 def takeovers(history: History) -> int:
-    """Count the grants to another client whose predecessor had not released the lock."""
     count = 0
     for name in {each.name for each in history.operations}:
         granted = sorted(

@@ -24,9 +24,7 @@ from django_fencedlock.lease import Lease
 from .history import FAIL, OK, UNKNOWN, Scribe, new_stamp
 from .models import PROTECTED, Gauge, Plain, Tally
 
-#: Nothing has happened, and nothing will.
 REFUSALS = (LeaseLost, LockNotAcquired, LockRequired, StaleFence)
-#: It may have happened.
 TROUBLES = (Error, FencedLockError, OSError)
 #: What a client does under its lock, and how often in relation to each other.
 WAYS = {"save": 6, "held": 2, "update": 2, "atomic": 3, "gauge": 2}
@@ -58,7 +56,6 @@ class Client:
             lease = lock(name, ttl=self.ttl, blocking_timeout=wait).acquire()
         except TROUBLES as exc:
             self.scribe.answer(number, UNKNOWN, error=repr(exc))
-            # It is as a rule not back in a moment.
             time.sleep(self.random.uniform(0, 0.2))
             return
         if lease is None:
@@ -84,7 +81,6 @@ class Client:
             self.do_something_else(lease)
 
     def do_something_else(self, lease: Lease) -> None:
-        """Ask the lock service, or take the lock once more."""
         chance = self.random.random()
         if chance < 0.15:
             self.ask("verify", lease, lease.verify)
@@ -94,8 +90,6 @@ class Client:
             self.enter_again(lease)
         elif chance < 0.4 + self.habits.get("fork", 0):
             self.leave_to_child(lease)
-
-    # Writing
 
     def write_by_save(self, lease: Lease, pk: int, model: Any = Tally) -> None:
         row = model.objects.using(self.using).get(pk=pk)
@@ -165,7 +159,6 @@ class Client:
 
     @contextlib.contextmanager
     def committing(self, block: Any) -> Iterator[None]:
-        """Note when the COMMIT of a transaction is asked for."""
         with block:
             yield
             self.scribe.commit(self._number)
@@ -219,7 +212,6 @@ class Client:
             self.scribe.answer(number, OK, token=token, released=lease.released)
 
     def leave_to_child(self, lease: Lease) -> None:
-        """Let a forked child try to write under the lease of its parent."""
         number = self.scribe.invoke("inherit", lease.name, token=lease.token, owner=lease.owner_id)
         pid = os.fork()
         if pid == 0:
@@ -229,7 +221,6 @@ class Client:
 
 
 def _bare(model: Any) -> Any:
-    """A queryset that bypasses the fence, as raw SQL does."""
     return models.QuerySet(model)
 
 
@@ -264,7 +255,6 @@ def _catastrophe() -> Any:
 
 
 def prepare(using: str, rows: int) -> None:
-    """Create the tables and the rows, and the triggers of the trail."""
     from django.core.management import call_command
 
     from . import trail

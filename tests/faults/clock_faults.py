@@ -31,7 +31,6 @@ def jump_back(lab: Lab) -> None:
 
 
 def skewed(directory: Path) -> list[dict[str, str]]:
-    """Return the environments of machines whose clocks are an hour apart."""
     clocks = [Clock(), Clock()]
     for clock, hours in zip(clocks, (1, -1), strict=True):
         clock.set(hours * HOUR)

@@ -17,12 +17,10 @@ from typing import Any
 
 #: Outcomes. One that is unknown, or has no answer, may have happened or not.
 OK, FAIL, UNKNOWN = "ok", "fail", "unknown"
-#: The account of the nemesis.
 NEMESIS = "nemesis"
 
 
 def now() -> int:
-    """Return nanoseconds on the monotonic clock, which all processes of the machine share."""
     return time.monotonic_ns()
 
 
@@ -53,8 +51,6 @@ class Operation:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the trail that the database's triggers wrote."""
-
     place: int
     kind: str
     name: str
@@ -116,7 +112,6 @@ def read_operations(directory: Path) -> list[Operation]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a file; the last may be torn."""
     if not path.exists():
         return []
     whole, _, _ = path.read_text().rpartition("\n")

@@ -22,7 +22,6 @@ PATIENCE = 60
 
 
 def variables_of(lab: str) -> dict[str, str]:
-    """Return the environment of a process of the lab."""
     settings = {"PYTHONPATH": str(ROOT), "DJANGO_SETTINGS_MODULE": "tests.faults.settings"}
     return {**os.environ, **settings, VARIABLE: lab}
 
@@ -126,7 +125,6 @@ class Crew:
         return standing_still([self.pids[name] for name in names if name in self.pids])
 
     def wait_for_end(self, timeout: float) -> list[str]:
-        """Wait until all have ended; return the names of those that didn't, and end them."""
         with contextlib.suppress(TimeoutError):
             wait_until(lambda: not _alive(list(self.pids.values())), "clients to end", timeout)
         self.bury()

@@ -52,8 +52,6 @@ class Fault:
 
 
 class Lab:
-    """What a nemesis has at hand in a run."""
-
     def __init__(
         self, site: Site, crew: Any, directory: Path, ttl: float, chance: random.Random
     ) -> None:
@@ -74,13 +72,11 @@ class Lab:
         time.sleep(self.random.uniform(least, most) * self.ttl)
 
     def anybody(self) -> str:
-        """Return the name of a client, preferably one that has a lock."""
         self.crew.fill()
         holders = self.holders() if self.random.random() < 0.9 else []
         return self.random.choice(holders or list(self.crew.pids))
 
     def await_holder(self, is_meant: Callable[[str], bool] = bool) -> str | None:
-        """Return one of those that have a lock; None if there is none for a while."""
         for _ in range(40):
             if found := [name for name in self.holders() if is_meant(name)]:
                 return self.random.choice(found)
@@ -88,7 +84,6 @@ class Lab:
         return None
 
     def await_successor(self, who: str) -> None:
-        """Wait until another client has acquired a lock of one client, with a time limit."""
         history = self._history()
         had = {name: _newest(history, name, who) for name in held_by(history, who, now())}
         end = time.monotonic() + 3 * self.ttl
@@ -107,7 +102,6 @@ class Lab:
 
 
 def _newest(history: History, name: str, client: str | None = None) -> int:
-    """Return the newest token of a lock; of those that one client got, if it is named."""
     return max(
         (
             each.token or 0
@@ -119,7 +113,6 @@ def _newest(history: History, name: str, client: str | None = None) -> int:
 
 
 def pause(lab: Lab) -> None:
-    """Pause a client for longer than its ttl."""
     who = lab.anybody()
     with lab.crew.paused(who):
         lab.note("pause", client=who)

@@ -10,7 +10,6 @@ _HEAD = ("backend", "fault", "runs", *_COLUMNS, "violations", "too calm", "broke
 
 
 def table(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
-    """Return what came of all runs, by backend and fault, as a table in Markdown."""
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
         groups[result.site, result.plan.fault.name].append(result)

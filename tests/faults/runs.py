@@ -68,7 +68,6 @@ class Result:
 
 
 def run(site: Site, plan: Plan) -> Result:
-    """Do a run. Its accounts are kept if it isn't as it should be."""
     plan.directory.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix=f"{site.name}-{plan.fault.name}-", dir=plan.directory))
     try:
@@ -108,7 +107,6 @@ class _Run:
         self._stack.close()
 
     def work(self) -> None:
-        """Let clients work while faults happen, for the given time."""
         self.crew.fill()
         begun = time.monotonic()
         while True:
@@ -124,7 +122,6 @@ class _Run:
                 return
 
     def finish(self) -> Result:
-        """Mend everything, and look what has become of it."""
         self.site.heal()
         (self.directory / "stop").touch()
         hung = self.crew.wait_for_end(timeout=20 + 10 * self.plan.ttl)

@@ -17,7 +17,6 @@ ON_REDIS = ("redis", "valkey")
 PROXIED = ("rows", "postgres", "mariadb", "redis", "valkey")
 #: No takeover and no rejection is expected: no client outlives its lease unnoticed.
 BARE = {"injections": 2}
-#: A client got no answer.
 UNANSWERED = {"injections": 2, "unknown": 2}
 TAKEN = {"injections": 2, "takeovers": 1}
 
@@ -38,7 +37,6 @@ def _while_holding(lab: Lab, chance: float = 0.5) -> Iterator[None]:
 
 
 def empty(lab: Lab) -> None:
-    """Delete all data of Redis while a client has a lock."""
     with _while_holding(lab):
         lab.note("empty")
         lab.site.redis.empty()
@@ -88,7 +86,6 @@ def restart_redis(lab: Lab) -> None:
 
 
 def fail_over(lab: Lab) -> None:
-    """Replace Redis by a replica that lacks the last writes."""
     site = lab.site
     replica = site.launch(replica_of=site.redis)
     # From here on it gets nothing more, and the primary goes on granting.
@@ -128,7 +125,6 @@ def end_sessions(lab: Lab) -> None:
 
 
 def fill_disk(lab: Lab) -> None:
-    """Let no file of the database grow."""
     server = lab.site.postgres
     lab.await_holder()
     lab.note("fill disk")
@@ -213,7 +209,6 @@ def _silence(lab: Lab, what: str, fail: Callable[[Proxy], None]) -> None:
 
 
 def lose_replies(lab: Lab) -> None:
-    """Let requests through and lose the answers."""
     _silence(lab, "lose replies", Proxy.drop_replies)
 
 
@@ -223,7 +218,6 @@ def hold_back(lab: Lab) -> None:
 
 
 def slow_down(lab: Lab) -> None:
-    """Delay requests and answers by a large part of the ttl."""
     proxies = _some(lab)
     with _healed(proxies):
         lab.note("slow down")
@@ -234,7 +228,6 @@ def slow_down(lab: Lab) -> None:
 
 
 def cut(lab: Lab) -> None:
-    """Cut connections in the middle of what they carry."""
     proxies = _some(lab)
     with _healed(proxies):
         lab.note("cut")

@@ -9,7 +9,6 @@ pymysql.install_as_MySQLdb()
 
 VARIABLE = "FENCEDLOCK_LAB"
 
-#: The settings of a lab process: its databases, its locks, and how it works.
 LAB = json.loads(os.environ.get(VARIABLE, "{}"))
 
 SECRET_KEY = "only for tests"

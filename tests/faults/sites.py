@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from tests.backends import DATABASE, POSTGRES, REDIS
 from tests.servers import Clock, MariaDB, PgBouncer, Postgres, Proxy, Redis, Server, finding
 
-#: Seconds within which a lock service has to answer a request.
 TIMEOUT = 1.0
 
 

@@ -243,7 +243,6 @@ def test_a_grant_before_the_holders_ttl_is_over(story):
     first = story.grant("a", 1)
     story.grant("b", 2)
     story.release(first)
-    # A tick is a second.
     assert story.found(Terms(ttl=10)) == {"I10"}
     assert story.found(Terms(ttl=2)) == set()
     assert story.found(Terms(ttl=10, forgets=True)) == set()

@@ -20,7 +20,6 @@ def test_every_fault_is_there():
 
 def test_every_promise_is_there():
     checked = {re.match(r"I\d+", check.__doc__)[0] for check in checker.CHECKS}
-    # That enough has happened is for the run to see to.
     assert set(first_cells("| | promise |")) == checked | {"I11"}
 
 

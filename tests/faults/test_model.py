@@ -24,7 +24,6 @@ MODELS = Path(__file__).parent / "model"
 #: Seconds for one search; it takes some seconds on a machine that has nothing else to do.
 LONGEST = 110
 
-#: The promises, by the numbers that common.pml gives them, and what each says when it is broken.
 PROMISES = {
     "UNIQUE": "a token was handed out twice",
     "RISING": "a token isn't above those that were known before",

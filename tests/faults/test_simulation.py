@@ -52,7 +52,6 @@ steps = st.builds(
 
 @pytest.fixture
 def now(monkeypatch):
-    # Losses are what it is about; nobody wants to read of each.
     for module in (manager, grants, keeper):
         monkeypatch.setattr(module.logger, "disabled", True)
     assert isinstance(manager.logger, logging.Logger)
@@ -91,7 +90,6 @@ def test_every_promise_is_kept_at_random(now, capsys):
     used = time.process_time() - used
     with capsys.disabled():
         print(f"\n{schedules} schedules (seed {seed}), {schedules / used:.0f} a second: {seen}")
-    # What never happened was never survived.
     for event in ("takeovers", "refused", "unknown", "late", "stale", "lost", "written"):
         assert seen[event] > schedules / 50, f"{event}: {seen}"
     for event in ("crashes", "evicted", "forced", "entered again"):

@@ -13,8 +13,6 @@ _numbers = itertools.count(1)
 
 
 class Broker:
-    """Messages and results that no other test sees."""
-
     kind = ""
 
     def __init__(self, url: str, results: str, **options: Any) -> None:

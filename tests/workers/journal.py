@@ -46,7 +46,6 @@ class Span:
             raise AttributeError(name) from None
 
     def overlaps(self, later: "Span", killed: float | None = None) -> bool:
-        """Tell whether a span that began later began too early."""
         end = self.ended or killed
         return end is None or later.begun < end
 
@@ -56,8 +55,6 @@ class Journal:
         self.path = path or Path(os.environ[VARIABLE])
         self._lines: list[dict[str, Any]] = []
         self._read = 0
-
-    # For bodies.
 
     @contextlib.contextmanager
     def body(self, key: str, **facts: Any) -> Iterator[str]:
@@ -90,10 +87,7 @@ class Journal:
                 raise TimeoutError(f"Nobody opened the gate {key!r}.")
             time.sleep(0.005)
 
-    # For tests.
-
     def open_gate(self, key: str) -> None:
-        """Let the bodies of *key* that wait at their gate go on, and those that come."""
         self._gate(key).touch()
 
     def lines(self) -> list[dict[str, Any]]:

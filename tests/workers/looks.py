@@ -17,13 +17,11 @@ def is_free(key: str, alias: str = "default") -> bool:
 
 
 def wait_until_free(key: str, alias: str = "default", timeout: float = 15) -> float:
-    """Wait until nobody has a lock; return when that was seen."""
     wait_until(lambda: is_free(key, alias), f"lock {key!r} to be free", timeout)
     return now()
 
 
 def was_skipped(result: AsyncResult) -> SkippedRun | None:
-    """Return what a task returned that didn't run; None if it ran."""
     return SkippedRun.of(result.get(timeout=20))
 
 

@@ -14,7 +14,6 @@ from .broker import Broker
 from .journal import VARIABLE as JOURNAL
 from .journal import Journal
 
-# Looking for other workers costs a second.
 _QUICK = ["--without-mingle", "--without-gossip", "--without-heartbeat"]
 
 
@@ -58,7 +57,6 @@ class _Celery:
         self.process.start()
 
     def kill(self) -> None:
-        """End it and its children as SIGKILL does, all at once."""
         self.process.kill()
 
     def send(self, number: int) -> None:
@@ -122,8 +120,6 @@ class Worker(_Celery):
 
 
 class Beat(_Celery):
-    """The sender of periodic tasks, with *schedule* as Celery's ``beat_schedule``."""
-
     def __init__(self, worker: Worker, environment: Mapping[str, str], schedule: Any) -> None:
         settings = worker.broker.settings() | {
             "beat_schedule": schedule,

@@ -25,15 +25,12 @@ TIMEOUT = 5.0
 
 
 class Tables:
-    """The two tables: who has a name and until when, and the newest grant of each."""
-
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.rows: dict[str, tuple[str, float]] = {}
         self.fences: dict[str, tuple[int, str]] = {}
 
     def claim(self, name: str, owner: str, ttl: float) -> int | None:
-        """Take the row if it is free, expired or this owner's; returns the token."""
         holder, until = self.rows.get(name, ("", 0.0))
         if holder not in ("", owner) and until > self._clock():
             return None
@@ -79,8 +76,6 @@ class Fault(enum.Enum):
 
 
 class Network:
-    """Carries requests to the tables."""
-
     def __init__(self, clock: Clock, seen: Counter[str]) -> None:
         self._clock = clock
         self._seen = seen
@@ -89,7 +84,6 @@ class Network:
         #: How long a slow one takes, and what others do before its answer comes.
         self.delay = 0.0
         self.meanwhile: Callable[[], object] = lambda: None
-        #: What will come late.
         self.under_way: list[Callable[[], object]] = []
 
     def ask(self, name: str | None, request: Callable[[], T]) -> T:

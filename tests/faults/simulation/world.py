@@ -30,8 +30,6 @@ EPSILON = 1e-6
 
 
 class Step(NamedTuple):
-    """What happens next, and what becomes of the requests that it sends."""
-
     act: str
     process: int = 0
     name: int = 0
@@ -41,7 +39,6 @@ class Step(NamedTuple):
 
 #: A third of a ttl is when the keeper comes, and beyond a ttl others may.
 SECONDS = (0.0, 1.0, 9.0, 11.0, 16.0, 31.0)
-#: How often each act is drawn.
 ACTS = {"wait": 4, "acquire": 6, "tick": 6, "write": 4, "release": 3, "renew": 2, "late": 3}
 ACTS |= dict.fromkeys(("verify", "crash", "evict", "force"), 1)
 _DRAWN = tuple(act for act, weight in ACTS.items() for _ in range(weight))
@@ -260,7 +257,6 @@ class World:
 
 @contextlib.contextmanager
 def simulated_time() -> Iterator[Any]:
-    """Let services and leases read the clock of the world that runs; returns where to put it."""
     now = SimpleNamespace(clock=None)
 
     def read() -> float:
@@ -283,7 +279,6 @@ def simulated_time() -> Iterator[Any]:
 
 
 def run(steps: Sequence[Step], now: Any, seen: Counter[str]) -> None:
-    """Run one schedule in a world of its own."""
     world = World(seen)
     now.clock = world.clock
     world.run(steps)
