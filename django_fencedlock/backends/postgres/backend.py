@@ -255,7 +255,7 @@ class PostgresBackend(Backend):
             return answer
         finally:
             if not isinstance(answer, Granted):
-                # In this order: whoever cancels notes first that it has left, and then looks for
+                # In this order: a caller that cancels notes first that it left, and then looks for
                 # the session. So none that is used again is cancelled.
                 used.clear()
                 self._local.give_back(session, keep=answer is not None and not job.left)
@@ -352,7 +352,7 @@ class PostgresBackend(Backend):
         hold = self._local.find(key, of.owner)
         if hold is None:
             return False
-        # Whoever released it by force finds its own note.
+        # The forced release that it answers finds its own note.
         self._release(hold)
         return True
 
