@@ -246,6 +246,7 @@ def _revoke(found: HeldBy, by: str, seen: Newest | None, *, again: bool = False)
 
 
 def _conclude(found: HeldBy, by: str, revoked: Revoked | None, released: bool) -> Release:
+    has_row, asked = found.fenced, service(found.alias)
     if not released:
         now = held_by(found.name, found.alias)
         if now is None or now.owner != found.owner:
@@ -253,29 +254,20 @@ def _conclude(found: HeldBy, by: str, revoked: Revoked | None, released: bool) -
             outcome = Outcome.NOT_HELD if now is None else Outcome.CHANGED_HANDS
             return Release(found.name, found.alias, outcome, now.holder if now else None)
         # Only its own process can release a session's lock.
-        released = now.expired and _delete_row(found)
-    elif found.fenced:
-        _delete_row(found)
+        has_row = now.expired
+    if has_row:
+        with contextlib.suppress(Error):
+            Fences(asked.config, asked.backend.label).clear([Grant(found.name, found.owner)])
+            released = True
     token = revoked.token if revoked else None
     is_new = revoked is None or revoked.is_new
     if released or is_new:
         _announce(found, by, token, released)
         with contextlib.suppress(BackendUnavailable):
-            Revoking(service(found.alias).config).forget()
+            Revoking(asked.config).forget()
     outcome = Outcome.FREED if released else Outcome.LEFT_TO_HOLDER
     before = "" if revoked is None or is_new else revoked.note.by
     return Release(found.name, found.alias, outcome, found.holder, token, before)
-
-
-def _delete_row(found: HeldBy) -> bool:
-    """Delete the row of a holder without a lock, so that no page shows it."""
-    asked = service(found.alias)
-    try:
-        Fences(asked.config, asked.backend.label).clear([Grant(found.name, found.owner)])
-    except Error:
-        logger.debug("The row of lock %r wasn't deleted", found.name, exc_info=True)
-        return False
-    return True
 
 
 def _announce(found: HeldBy, by: str, token: int | None, freed: bool) -> None:
