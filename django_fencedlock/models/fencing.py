@@ -299,19 +299,15 @@ def _parts(model: type[Model], table: Any, template: str) -> list[Part]:
     parts: list[Part] = []
     for text, name, form, _ in Formatter().parse(template):
         field = None if name is None else _field(model, name)
-        if name == "pk":
-            keys = enumerate(pk)
-            parts += [Part("," if place else text, key, form or "") for place, key in keys]
-        elif name is not None and field is None:
+        if field is None and name not in (None, "pk"):
             raise ImproperlyConfigured(f"{label} names {{{name}}}, which is no column of it.")
-        else:
-            parts.append(Part(text, field, form or ""))
-    for part in parts:
-        if part.field is not None and part.field not in pk and _is_made_late(part.field):
+        if field is not None and field not in pk and _is_made_late(field):
             raise ImproperlyConfigured(
-                f"{label} names {{{part.field.name}}}, whose value is made when the row is saved. "
-                "Its lock has to be known before that: name it by columns that the code sets."
+                f"{label} names {{{name}}}, whose value is made when the row is saved. Its lock "
+                "has to be known before that: name it by columns that the code sets."
             )
+        keys = pk if name == "pk" else (field,)
+        parts += [Part("," if place else text, key, form or "") for place, key in enumerate(keys)]
     for place, (part, after) in enumerate(itertools.pairwise(parts)):
         if part.field is not None and after.field is not None:
             end = next((each for each in after.text if not each.isalnum()), "")

@@ -17,10 +17,11 @@ from ..lease import Lease, held_owners
 from ..storage.fences import is_newest
 from .base import SaveHooks, given, watch
 from .fencing import FencingOf, Rows
-from .fields import REJECTED, Exactly, is_rejected
+from .fields import Exactly, is_rejected
 from .writes import (
     WRITTEN_SINCE,
     Write,
+    by_rows,
     inserted_fence,
     is_of,
     leases_of,
@@ -359,7 +360,7 @@ class FencedQuerySet(models.QuerySet[_Row]):
                 why = "its version wasn't loaded with it"
                 raise version_conflict(self.model, obj.pk, None, why)
             branches.append(When(pk=obj.pk, version=loaded, then=Value(loaded + 1)))
-        return Case(*branches, default=Value(REJECTED), output_field=models.BigIntegerField())
+        return by_rows(branches)
 
     @contextlib.contextmanager
     def _all_or_nothing(self, writes: Sequence[Write]) -> Iterator[None]:

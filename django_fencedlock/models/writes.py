@@ -49,8 +49,8 @@ class Write:
             raise WrongDatabase(
                 f"{self.doing} {self.fencing.model._meta.label}: its row is in database "
                 f"{self.using!r}, and the fences of lock {self.name!r} are in {lease.database!r}. "
-                f"Name {self.using!r} as the FENCE_DATABASE of an alias and acquire the lock "
-                "there, or give the model Fencing(mode='high_water'), which promises less.",
+                f"Give Fencing(backend=...) an alias with {self.using!r} as FENCE_DATABASE, or use "
+                "Fencing(mode='high_water'), which promises less.",
                 name=self.name,
                 database=self.using,
             )
@@ -319,7 +319,7 @@ def _fences_of_many(write: Write, rows: Iterable[Any]) -> Q:
 
 def token_or_rejected(writes: Iterable[Write]) -> Case:
     """Return what an UPDATE sets the fence to: REJECTED in every row that it may not write."""
-    return _by_rows(When(may_write(write), then=_new_fence(write)) for write in writes)
+    return by_rows(When(may_write(write), then=_new_fence(write)) for write in writes)
 
 
 def inserted_fence(write: Write) -> Any:
@@ -327,10 +327,11 @@ def inserted_fence(write: Write) -> Any:
         return 0
     if (grant := write.pin(connections[write.using])) is None:
         return write.token
-    return _by_rows([When(Pin(grant), then=Value(write.token))])
+    return by_rows([When(Pin(grant), then=Value(write.token))])
 
 
-def _by_rows(branches: Iterable[When]) -> Case:
+def by_rows(branches: Iterable[When]) -> Case:
+    """Return a number by row; REJECTED for those that no branch is of."""
     return Case(*branches, default=Value(REJECTED), output_field=models.BigIntegerField())
 
 
