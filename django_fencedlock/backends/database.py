@@ -12,8 +12,7 @@ from ..conf import AliasConfig, Problem, location_problems
 from ..core.runtime import clock
 from ..exceptions import BackendUnavailable
 from ..storage.connections import is_of_test, is_open, pool
-from ..storage.dialect import entry_of
-from ..storage.rows import Row
+from ..storage.dialect import Row, entry_of
 from ..storage.text import is_table_missing
 from ..storage.vendors import ledger_for
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait

@@ -17,8 +17,8 @@ from ..core.events import Kind, emit
 from ..core.identity import Holder
 from ..core.manager import service
 from ..exceptions import BackendUnavailable, ReleaseBlocked
+from ..storage.dialect import Newest, Row
 from ..storage.fences import Fences, Revoked, Revoking, pinned_by
-from ..storage.rows import Newest, Row
 from ..storage.text import escape_control, is_table_missing
 from ..storage.vendors import ledger_for
 

@@ -8,17 +8,25 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils import timezone
+from django.utils.dateparse import parse_datetime
 
-from ..core.identity import Owner
+from ..backends.interface import Claim, Grant
+from ..core.identity import Holder, Owner
 from .connections import CURSOR, set_busy_timeout
-from .rows import Claimed, Newest, Row, as_time
 
 #: Milliseconds that a recording waits for a row that another transaction has locked.
 LOCK_WAIT = 250
+
+#: The token and the owner of a name's newest grant; (0, "") if there is none.
+Newest = tuple[int, str]
+#: What the registry has a row of.
+Claimed = Claim | Grant
 
 # The tables of models, which can't be imported here: Django may not have loaded its apps yet.
 FENCE, HELD = "django_fencedlock_fence", "django_fencedlock_heldlock"
@@ -54,6 +62,38 @@ VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
 INTO_HELD = f"{HELD} ({', '.join((*COLUMNS, *TIME_COLUMNS))})"
 
 
+class Row(NamedTuple):
+    """What the registry says of a name."""
+
+    alias: str
+    backend: str
+    fenced: bool
+    owner: Owner
+    token: int | None
+    acquired_at: datetime
+    expires_at: datetime
+    #: The time of the database when the row was read.
+    read_at: datetime
+
+    @property
+    def live(self) -> bool:
+        return self.expires_at > self.read_at
+
+    def holder(self) -> Holder:
+        return Holder(
+            owner=self.owner.id,
+            description=str(self.owner),
+            alias=self.alias,
+            token=self.token,
+            acquired_at=self.acquired_at,
+            expires_at=self.expires_at,
+        )
+
+    def conflicts_with(self, alias: str, backend: str) -> bool:
+        """Whether the name is live at another lock service."""
+        return self.live and (self.alias, self.backend) != (alias, backend)
+
+
 def entry_of(claim: Claimed, alias: str, label: str) -> Entry:
     """Return the row of the registry that a claim's grant has."""
     owner = Owner.read(claim.owner, claim.identity)
@@ -68,6 +108,19 @@ def machine_time() -> datetime:
 def utc_text(moment: datetime) -> str:
     """A time as SQLite, MariaDB and MySQL store it: in UTC, since local time repeats an hour."""
     return str(moment.astimezone(UTC).replace(tzinfo=None))
+
+
+def as_time(value: Any, connection: BaseDatabaseWrapper) -> datetime:
+    """The time, in UTC, that a driver or Django read from a table."""
+    found = parse_datetime(value) if isinstance(value, str) else value
+    assert isinstance(found, datetime)
+    if connection.vendor != "postgresql":
+        # It is stored in UTC. Django takes it for local time if the database has a TIME_ZONE.
+        return found.replace(tzinfo=UTC)
+    if timezone.is_naive(found):
+        # With USE_TZ = False, Django cuts the zone off.
+        found = found.replace(tzinfo=ZoneInfo(connection.timezone_name))
+    return found.astimezone(UTC)
 
 
 class Ledger:

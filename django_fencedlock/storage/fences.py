@@ -17,9 +17,8 @@ from ..backends.interface import Grant
 from ..conf import AliasConfig
 from ..core.identity import Holder
 from .connections import SQLITE_BUSY_TIMEOUT, pool, test_connection, time_limited
-from .dialect import FENCE, Ledger, entry_of
+from .dialect import FENCE, Claimed, Ledger, Newest, Row, as_time, entry_of
 from .records import Records, ServerTime, durable, fetch, insert, private_query, rows_of
-from .rows import Claimed, Newest, Row, as_time
 from .text import fit_column
 from .vendors import ledger_for
 

@@ -16,12 +16,13 @@ from .dialect import (
     HELD,
     LOCK_WAIT,
     TIME_COLUMNS,
+    Claimed,
     Entry,
     Ledger,
+    Newest,
     find_pin,
     seen_values,
 )
-from .rows import Claimed, Newest
 
 #: Whatever the server's setting is, the commit outlasts a crash: otherwise a token could be granted
 #: again, or a stored message be lost.

@@ -15,8 +15,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..conf import MAX_ALIAS
 from ..core.names import MAX_LENGTH
-from .dialect import utc_text
-from .rows import as_time
+from .dialect import as_time, utc_text
 
 if not apps.is_installed("django_fencedlock"):
     raise ImproperlyConfigured(
