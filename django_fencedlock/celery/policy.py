@@ -126,17 +126,10 @@ class SkippedRun(dict[str, Any]):
     @classmethod
     def made(cls, lock: str, reason: Skip, holder: Holder | None = None) -> SkippedRun:
         """Make the result of a task that found `holder`."""
-        since = holder.acquired_at if holder is not None else None
-        return cls(
-            {
-                _MARK: True,
-                "lock": lock,
-                "reason": reason.value,
-                "holder": None if holder is None else str(holder),
-                "token": None if holder is None else holder.token,
-                "since": None if since is None else since.isoformat(),
-            }
-        )
+        since = holder and holder.acquired_at
+        facts: dict[str, object] = {_MARK: True, "lock": lock, "reason": reason.value}
+        facts |= {"holder": holder and str(holder), "token": holder and holder.token}
+        return cls(facts, since=since and since.isoformat())
 
     @classmethod
     def of(cls, result: object) -> SkippedRun | None:

@@ -207,17 +207,11 @@ class Run(Call):
     # The body
 
     def _run_without_lock(self, reason: str) -> Any:
-        title, name, extra = self.title, self.name, self.facts(reason)
-        logger.error("%s runs without its lock %r: %s", title, name, reason, extra=extra)
-        signals.send(
-            signals.lock_bypassed,
-            type(self.service.backend),
-            name=name,
-            alias=self.policy.backend,
-            pattern=self.pattern,
-            task=title,
-            reason=reason,
-        )
+        text, extra = "%s runs without its lock %r: %s", self.facts(reason)
+        logger.error(text, self.title, self.name, reason, extra=extra)
+        facts = {"name": self.name, "alias": self.policy.backend, "pattern": self.pattern}
+        sender = type(self.service.backend)
+        signals.send(signals.lock_bypassed, sender, **facts, task=self.title, reason=reason)
         return self._call_interruptible(None)
 
     def _call_interruptible(self, lease: Lease | None) -> Any:
@@ -298,28 +292,26 @@ def outcome(error: BaseException | None, task: Any, request: Any) -> str:
     """
     if error is None:
         return "success"
-    if isinstance(error, Retry):
-        return "retry"
     if isinstance(error, Ignore):
         return "ignored"
-    if isinstance(error, Reject):
-        return "" if getattr(error, "requeue", False) else "failure"
-    if not isinstance(error, Exception):
+    goes_back = isinstance(error, Reject) and getattr(error, "requeue", False)
+    if goes_back or not isinstance(error, Exception):
         return ""
-    return "retry" if _is_retried(error, task, request) else "failure"
+    is_retried = isinstance(error, Retry) or _is_retried(error, task, request)
+    return "retry" if is_retried else "failure"
 
 
 def _is_retried(error: Exception, task: Any, request: Any) -> bool:
     """Return whether Celery's autoretry_for will retry the task."""
-    if not hasattr(task, "_orig_run") or request is None or request.called_directly:
+    if request is None or request.called_directly:
         return False
-    if isinstance(error, tuple(getattr(task, "dont_autoretry_for", ()))):
-        return False
+    retried, others = (
+        isinstance(error, tuple(getattr(task, option, ())))
+        for option in ("autoretry_for", "dont_autoretry_for")
+    )
     most = getattr(task, "retry_kwargs", {}).get("max_retries", task.max_retries)
     most = getattr(task, "override_max_retries", most)
-    return isinstance(error, tuple(getattr(task, "autoretry_for", ()))) and (
-        most is None or request.retries < most
-    )
+    return retried and not others and (most is None or request.retries < most)
 
 
 def _request_of(task: Any) -> Any:
