@@ -9,9 +9,9 @@ Django in which these are as they are here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from django.db import Error, models, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -23,6 +23,7 @@ from ..lease import Lease
 from .fields import is_rejected
 
 _OWN = ("fence", "version")
+_Row = TypeVar("_Row", bound=models.Model, covariant=True)
 
 
 #: What is done to a row, LOADING from a fixture; the text begins the messages.
@@ -288,6 +289,25 @@ class _RowCondition(Lookup):
             parts.append(sql)
             given += values
         return f"({' AND '.join(parts)})", tuple(given)
+
+
+class GuardedQuerySet(models.QuerySet[_Row]):
+    """A queryset whose copies have the same lease and stamps. Each save copies one."""
+
+    #: The lease of using_lease().
+    _lease: Lease | None = None
+    #: The fences and versions that bulk_update() writes along.
+    _stamps: Mapping[str, Any] | None = None
+
+    def _clone(self) -> Self:
+        clone: Any = super()._clone()  # type: ignore[misc]
+        clone._lease, clone._stamps = self._lease, self._stamps
+        return clone  # type: ignore[no-any-return]
+
+    def _copy(self, **attributes: Any) -> Self:
+        clone: Any = self._chain()  # type: ignore[attr-defined]
+        clone.__dict__.update(attributes)
+        return clone  # type: ignore[no-any-return]
 
 
 #: Leases that writes were given explicitly, the innermost first, each with the object that it is

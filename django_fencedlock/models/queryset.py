@@ -15,7 +15,7 @@ from django.db.models.base import ModelBase
 
 from ..lease import Lease, held_owners
 from ..storage.fences import is_newest
-from .base import SaveHooks, given, watch
+from .base import GuardedQuerySet, SaveHooks, given, watch
 from .fencing import FencingOf, Rows
 from .fields import Exactly, is_rejected
 from .writes import (
@@ -40,28 +40,13 @@ _Row = TypeVar("_Row", bound=models.Model, covariant=True)
 reading_under: ContextVar[tuple[str, ...]] = ContextVar("fencedlock_reading_under", default=())
 
 
-class FencedQuerySet(models.QuerySet[_Row]):
+class FencedQuerySet(GuardedQuerySet[_Row]):
     """
     A queryset whose writes are guarded as those of single objects are.
 
     A statement over many fenced rows needs the lease of every row's lock. It raises before it
     writes if one isn't held, and fails as a whole if one of the rows is stale.
     """
-
-    #: The lease of using_lease().
-    _lease: Lease | None = None
-    #: The fences and versions that bulk_update() writes along.
-    _stamps: Mapping[str, Any] | None = None
-
-    def _clone(self) -> Self:
-        clone: Any = super()._clone()  # type: ignore[misc]
-        clone._lease, clone._stamps = self._lease, self._stamps
-        return clone  # type: ignore[no-any-return]
-
-    def _copy(self, **attributes: Any) -> Self:
-        clone: Any = self._chain()  # type: ignore[attr-defined]
-        clone.__dict__.update(attributes)
-        return clone  # type: ignore[no-any-return]
 
     def using_lease(self, lease: Lease) -> Self:
         """Write under `lease`, whatever the context holds."""
