@@ -110,9 +110,11 @@ class Single:
         """Return the task of this call, and the arguments without the task."""
         if args and isinstance(args[0], Task) and single_of(args[0]) is self:
             return args[0], args[1:]
-        # A plain call of the function, perhaps in the body of a task.
         running: Any = current_task._get_current_object()  # type: ignore[attr-defined]
-        tasks: list[Any] = [running, *current_app.tasks.values()]
+        if single_of(running) is self:
+            return running, args
+        # A plain call of the function.
+        tasks: list[AnyTask] = list(current_app.tasks.values())
         return next((task for task in tasks if single_of(task) is self), None), args
 
 
