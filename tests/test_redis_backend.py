@@ -309,7 +309,7 @@ def expired_and_another_waits(store, me):
 def expired_and_a_dead_one_waits(store, me):
     expired_and_another_waits(store, me)
     dead = store.client.zrange(store.keys.queue, 0, -1)
-    store.client.zadd(store.keys.mailbox(""), dict.fromkeys(dead, 1))
+    store.client.zadd(f"{store.keys.queue}:", dict.fromkeys(dead, 1))
 
 
 def without_counter(store, me):
@@ -566,7 +566,7 @@ def test_all_that_dead_waiters_leave_expires(backend, store):
     store.dead()
     store.run(RELEASE, held.owner, "")
     keys = store.keys
-    assert store.left() == {keys.lock, keys.queue, keys.mailbox(""), keys.mailbox(first.owner)}
+    assert store.left() == {keys.lock, keys.queue, f"{keys.queue}:", f"{keys.queue}:{first.owner}"}
     assert all(store.client.pttl(key) > 0 for key in store.left())
     assert store.client.pttl(keys.lock) <= CLAIM * 1000
 
@@ -589,7 +589,7 @@ def test_a_waiter_whose_message_is_lost_tries_again_after_a_beat(backend, store)
     waiter = store.wait()
     with store.client.pipeline() as together:
         together.eval(RELEASE.text, 3, *store.keys, held.owner, "")
-        together.delete(store.keys.mailbox(waiter.sent.owner))
+        together.delete(f"{store.keys.queue}:{waiter.sent.owner}")
         together.execute()
     released = clock()
     assert waiter.result()

@@ -150,12 +150,9 @@ class DatabaseBackend(Backend):
 
     def _raise_unless_held(self, claim: Claim, error: Error) -> None:
         """Return if `error` says no more than that another session has the row locked."""
-        if not self._ledger.is_row_locked(error):
-            raise self.unavailable("acquiring", error, claim.name) from error
-        if not self._one_writer:
-            return
-        if is_open(connections[self.config.fence_database]):
+        is_locked, home = self._ledger.is_row_locked(error), connections[self.config.fence_database]
+        if is_locked and self._one_writer and is_open(home):
             # The caller's own transaction has the file: waiting for it would never end.
             raise self.inside_transaction(claim.name) from error
-        if is_of_test(connections[self.config.fence_database]):
+        if not is_locked or (self._one_writer and is_of_test(home)):
             raise self.unavailable("acquiring", error, claim.name) from error

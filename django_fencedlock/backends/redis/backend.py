@@ -87,7 +87,7 @@ class RedisBackend(Backend):
 
     def _queue(self, claim: Claim, wait: Wait, held: Held, arrival: str) -> Granted | Held:
         """Wait for messages until the lock is granted or the wait is over."""
-        mailbox = self._keys(claim.name).mailbox(claim.owner)
+        mailbox = f"{self._keys(claim.name).queue}:{claim.owner}"
         wait.on_cancel(partial(self._wake, mailbox))
         try:
             while arrival:

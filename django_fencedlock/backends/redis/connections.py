@@ -49,17 +49,15 @@ class Spare:
             connection.send_command(*command)
             return connection.read_response()
 
-        keep = False
         try:
-            answer = connection.retry.call_with_retry(ask, lambda error: connection.disconnect())
-            keep = True
-            return answer
-        except ResponseError:
-            keep = True
+            return connection.retry.call_with_retry(ask, lambda error: connection.disconnect())
+        except BaseException as exc:
+            if not isinstance(exc, ResponseError):
+                # The next request would read this answer.
+                connection.disconnect()
             raise
         finally:
-            # After any other error, the next request would read this answer.
-            if keep and len(self._idle) < MAX_IDLE:
+            if len(self._idle) < MAX_IDLE:
                 self._idle.append(connection)
             else:
                 connection.disconnect()

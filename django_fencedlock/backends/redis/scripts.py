@@ -40,7 +40,9 @@ class Keys(NamedTuple):
     #: "last token:owner that drew it". A repeated request gets the same token. The owner is empty
     #: after a release and a suggestion: then no expired lease is renewed.
     counter: str
-    #: Sorted set of waiting owners by arrival, in microseconds of the server's clock.
+    #: Sorted set of waiting owners by arrival, in microseconds of the server's clock. The scripts
+    #: append ":" for that by the end of their last heartbeat, and ":owner" for an owner's mailbox:
+    #: the list that wakes it.
     queue: str
 
     @classmethod
@@ -51,15 +53,6 @@ class Keys(NamedTuple):
             # A tag ends at its first closing brace, and an empty tag doesn't count.
             tag = f"{{{blake2b(whole.encode(), digest_size=16).hexdigest()}}}:{whole}"
         return cls(f"{tag}:lock", f"{tag}:seq", f"{tag}:queue")
-
-    def mailbox(self, owner: str) -> str:
-        """
-        Return the key of the list that wakes one waiter.
-
-        The scripts build it themselves. That of no owner is the sorted set of waiting owners by
-        the end of their last heartbeat.
-        """
-        return f"{self.queue}:{owner}"
 
 
 class Script:
