@@ -85,21 +85,20 @@ class PostgresBackend(Backend):
         held = self._try(claim, key)
         if isinstance(held, Granted) or held.alias:
             return held
-        if not wait.left:
-            return held if held.owner else self._look(claim.name)
-        wait.refused(held)
-        with self._local.turn(key, wait, partial(wait.refused, held)) as is_first:
-            while is_first and wait.left:
-                answer = self._wait_in_server(claim, key, wait)
-                if answer is None:
-                    # MAX_WAITERS sessions are in use.
-                    time.sleep(min(wait.left, random.uniform(*PAUSE)))
-                    answer = self._try(claim, key)
-                    if isinstance(answer, Held):
-                        wait.refused(answer)
-                if isinstance(answer, Granted) or answer.alias:
-                    return answer
-                held = answer if answer.owner else held
+        if wait.left:
+            wait.refused(held)
+            with self._local.turn(key, wait, partial(wait.refused, held)) as is_first:
+                while is_first and wait.left:
+                    answer = self._wait_in_server(claim, key, wait)
+                    if answer is None:
+                        # MAX_WAITERS sessions are in use.
+                        time.sleep(min(wait.left, random.uniform(*PAUSE)))
+                        answer = self._try(claim, key)
+                        if isinstance(answer, Held):
+                            wait.refused(answer)
+                    if isinstance(answer, Granted) or answer.alias:
+                        return answer
+                    held = answer if answer.owner else held
         return held if held.owner else self._look(claim.name)
 
     def _look(self, name: str) -> Held:
@@ -110,21 +109,16 @@ class PostgresBackend(Backend):
 
     def _try(self, claim: Claim, key: int) -> Granted | Held:
         # Without the thread first: many may ask for a lock that this process holds.
-        answer = self._of_this_process(claim, key)
+        if hold := self._local.by_key.get(key):
+            return hold.answer(claim)
         work = partial(self._try_on_session, claim, key)
         undo = partial(self._release_owner, claim, key)
-        return answer or self._ask("acquiring", work, claim.name, undo=undo)
-
-    def _of_this_process(self, claim: Claim, key: int) -> Granted | Held | None:
-        hold = self._local.by_key.get(key)
-        if hold is None:
-            return None
-        return hold.granted if hold.claim.owner == claim.owner else hold.held
+        return self._ask("acquiring", work, claim.name, undo=undo)
 
     def _try_on_session(self, claim: Claim, key: int) -> Granted | Held:
         # By the thread alone, so that no try overlaps another.
-        if answer := self._of_this_process(claim, key):
-            return answer
+        if hold := self._local.by_key.get(key):
+            return hold.answer(claim)
         if len(self._local.by_key) >= self._max_locks:
             raise BackendUnavailable(
                 f"Lock {claim.name!r} would be one more than the {self._max_locks} that a process "
@@ -154,10 +148,7 @@ class PostgresBackend(Backend):
             raise
         if pid != session.pid:
             session.close()
-            raise PoolsTransactions(
-                "a pooler changed the session between two statements; session locks need a "
-                "direct connection, or a pooler in session mode"
-            )
+            raise PoolsTransactions(self._route)
         held = _read_holder(row) if row and row[0] else Held()
         if not free:
             return held
@@ -193,9 +184,9 @@ class PostgresBackend(Backend):
         """Wait in the server's queue; None if this process may use no further session."""
         seconds = min(wait.left, SLICE)
         used: list[Session] = []
-        undo = partial(self._local.submit, partial(self._release_owner, claim, key))
+        undo = partial(self._local.submit, partial(self._release_owner, claim, key), first=True)
         work = partial(self._wait_on_session, claim, key, seconds, used)
-        job = Job[Granted | Held | None](work, undo)
+        job: Job[Granted | Held | None] = Job(work, undo)
         limit, answered = clock() + seconds + self._timeout, False
         try:
             wait.on_cancel(job.wake)

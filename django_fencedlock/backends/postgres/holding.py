@@ -47,10 +47,12 @@ class Hold:
         pid, started = self.session.pid, self.session.started
         return {"session_pid": pid, "session_started": started, "session_key": self.key}
 
-    @property
-    def held(self) -> Held:
-        claim, token = self.claim, self.granted.token
-        return Held(claim.owner, claim.identity, token, session_pid=self.session.pid)
+    def answer(self, claim: Claim) -> Granted | Held:
+        """Return the answer to a claim of this process."""
+        mine, token = self.claim, self.granted.token
+        if mine.owner == claim.owner:
+            return self.granted
+        return Held(mine.owner, mine.identity, token, session_pid=self.session.pid)
 
 
 class SessionLocks:
@@ -86,16 +88,10 @@ class SessionLocks:
 
     # Called by any thread
 
-    def ask(
-        self,
-        work: Callable[[], T],
-        undo: Callable[[], object] | None = None,
-        *,
-        first: bool = False,
-    ) -> T:
-        """Run `work` in the thread, before all other work or after it; `Job` explains `undo`."""
+    def ask(self, work: Callable[[], T], **how: Any) -> T:
+        """Run `work` in the thread, and return its answer; see `submit()`."""
         try:
-            return self.submit(work, undo, first=first).answer(self._timeout)
+            return self.submit(work, **how).answer(self._timeout)
         except NoAnswer:
             for session in self._opened():
                 overdue = session.busy_until
@@ -104,10 +100,14 @@ class SessionLocks:
             raise
 
     def submit(
-        self, work: Callable[[], T], undo: Callable[[], object] | None = None, *, first: bool = True
+        self,
+        work: Callable[[], T],
+        undo: Callable[[], object] | None = None,
+        *,
+        first: bool = False,
     ) -> Job[T]:
-        """Like `ask()`, without waiting for the answer."""
-        job = Job[T](partial(self._do, work), undo)
+        """Run `work` in the thread, before all other work or after it; `Job` explains `undo`."""
+        job: Job[T] = Job(partial(self._do, work), undo)
         # Renewals come first: each grant may wait 0.25 s for a row that a transaction has locked.
         self._jobs.appendleft(job) if first else self._jobs.append(job)
         self._worker.put(self._run)

@@ -137,7 +137,13 @@ class Session:
 
 
 class PoolsTransactions(OperationalError):
-    """The sessions behind this connection change from one transaction to the next."""
+    """The sessions behind a connection change from one transaction to the next."""
+
+    def __init__(self, route: str) -> None:
+        super().__init__(
+            f"database {route!r} is reached through a pooler that gives each transaction another "
+            "session, so a session lock holds nothing there"
+        )
 
 
 def open_session(route: str, timeout: float, ttl: float | None) -> Session:
@@ -147,10 +153,7 @@ def open_session(route: str, timeout: float, ttl: float | None) -> Session:
     try:
         # Before the settings are made: such a pooler would apply them to other clients.
         if session.pools_transactions():
-            raise PoolsTransactions(
-                f"database {route!r} is reached through a pooler that gives each transaction "
-                "another session, so a session lock holds nothing there"
-            )
+            raise PoolsTransactions(route)
         wanted = _settings(ttl)
         given = {"names": list(wanted), "values": list(wanted.values())}
         session.all(sql.CONFIGURE, given, prepare=False)
