@@ -44,7 +44,7 @@ class MySQLLedger(Ledger):
     def claiming(self, connection: BaseDatabaseWrapper) -> AbstractContextManager[Any]:
         # No transaction: the statements commit by themselves, for half the round trips, and because
         # INSERT IGNORE followed by UPDATE in one would make concurrent claims deadlock.
-        return connection.cursor()
+        return self.cursor(connection)
 
     def _draw(
         self, connection: BaseDatabaseWrapper, cursor: Any, given: dict[str, Any]
