@@ -212,12 +212,10 @@ def postpone_until_publisher_ends(call: Call, held: Held) -> None:
     publisher = (call.request.headers or {}).get(FOLLOWS)
     if not publisher:
         return
-    owner = held.owner
-    if not owner and (holder := call.service.holder(call.name)):
-        owner = holder.owner
+    holder = held if held.owner else call.service.holder(call.name)
     # Without a known holder, it may have been the publisher. A publisher that has released the
     # lock never holds it again, so another holder is an ordinary conflict.
-    if owner not in ("", publisher):
+    if holder is not None and holder.owner not in ("", publisher):
         return
     times = max(0, number(call.request, POSTPONED))
     pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(times, 16))

@@ -102,7 +102,8 @@ _gate = runtime.forks.register(ForkGate())
 _pipe: int | None = None
 
 
-def announce() -> None:
+@signals.worker_process_init.connect(weak=False, dispatch_uid="django_fencedlock.worker_process")
+def announce(**kwargs: object) -> None:
     """Announce this process to the main process, if that watches it."""
     pid, _, file = os.environ.get(VARIABLE, "").partition(":")
     # A worker that a task started has the variable too, and isn't a child.
@@ -126,10 +127,10 @@ def announce() -> None:
 def can_watch() -> bool:
     """Return whether this system has pidfds."""
     try:
-        with contextlib.closing(PidFd(os.getpid())):
-            return bool(this_process().started)
+        PidFd(os.getpid()).close()
     except OSError:
         return False
+    return bool(this_process().started)
 
 
 class ChildWatch:
@@ -386,11 +387,6 @@ class Housekeeping(bootsteps.StartStopStep):
 @signals.celeryd_init.connect(weak=False, dispatch_uid="django_fencedlock.worker")
 def _install(instance: Any, **kwargs: object) -> None:
     instance.app.steps["worker"].add(Housekeeping)
-
-
-@signals.worker_process_init.connect(weak=False, dispatch_uid="django_fencedlock.worker_process")
-def _announce(**kwargs: object) -> None:
-    announce()
 
 
 @signals.worker_process_shutdown.connect(weak=False, dispatch_uid="django_fencedlock.worker_tidy")
