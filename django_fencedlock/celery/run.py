@@ -92,7 +92,6 @@ class Run(Call):
 
     def _run_body(self) -> Any:
         assert self.lease is not None
-        error: BaseException | None = None
         try:
             # A greenlet can't be interrupted by a signal or an asynchronous exception.
             aborts = self.policy.on_lost == "abort" and not runtime.is_patched("_thread")
@@ -102,12 +101,11 @@ class Run(Call):
             finally:
                 leave(self.lease)
             self._raise_loss()
-            return result
-        except BaseException as exc:
-            error = exc
-            raise
-        finally:
+        except BaseException as error:
             self._end(outcome(error, self.task, self.request))
+            raise
+        self._end("success")
+        return result
 
     def _end(self, outcome: str) -> None:
         """Record how the body ended, before the lock is released."""
@@ -284,14 +282,12 @@ def wrap(single: Single) -> Callable[..., Any]:
     return run
 
 
-def outcome(error: BaseException | None, task: Any, request: Any) -> str:
+def outcome(error: BaseException, task: Any, request: Any) -> str:
     """
-    Return how a body ended that raised `error`, or returned.
+    Return how a body ended that raised `error`.
 
     Empty if it didn't end: its process is being killed, or its message goes back to the queue.
     """
-    if error is None:
-        return "success"
     if isinstance(error, Ignore):
         return "ignored"
     goes_back = isinstance(error, Reject) and getattr(error, "requeue", False)
