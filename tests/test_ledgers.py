@@ -308,7 +308,7 @@ class TestLockedRows:
                 "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'"
             )
 
-        def somebody_waits():
+        def is_waited_for():
             if connection.vendor == "mysql":
                 # The table is brought up to date if it wasn't read for a tenth of a second.
                 time.sleep(0.15)
@@ -316,7 +316,7 @@ class TestLockedRows:
                 cursor.execute(waiters)
                 return cursor.fetchone()[0]
 
-        return lambda: wait_until(somebody_waits, "a statement that waits for the row")
+        return lambda: wait_until(is_waited_for, "a statement that waits for the row")
 
     def test_a_claim_that_saw_the_row_free_is_refused(
         self, connection, entry, beside, wait_for_waiter

@@ -45,10 +45,10 @@ def entry(**options):
 
 def claim(connection):
     ledger = ledger_for(connection)
-    wish = entry()
-    taken, token = ledger.claim(connection, wish)
+    mine = entry()
+    taken, token = ledger.claim(connection, mine)
     assert taken
-    assert ledger.clear(connection, [Grant("x", wish.owner.id)]) == 1
+    assert ledger.clear(connection, [Grant("x", mine.owner.id)]) == 1
     return token
 
 
@@ -71,17 +71,17 @@ class TestAKeptConnection:
         def acts(connection):
             ledger = ledger_for(connection)
             token = (ledger.newest(connection, "x") or (0, ""))[0] + 1
-            wish = entry()
-            held = Grant("x", wish.owner.id)
-            assert ledger.record(connection, wish, token)
-            assert not ledger.record(connection, wish, token)
-            assert ledger.newest(connection, "x") == (token, wish.owner.id)
+            mine = entry()
+            held = Grant("x", mine.owner.id)
+            assert ledger.record(connection, mine, token)
+            assert not ledger.record(connection, mine, token)
+            assert ledger.newest(connection, "x") == (token, mine.owner.id)
             other = entry()
             assert ledger.claim(connection, other, draw=False) == (False, None)
             assert ledger.claim(connection, other) == (False, None)
             elsewhere = replace(other, alias="other", backend="redis")
             assert not ledger.record(connection, elsewhere, 10**6)
-            assert ledger.look(connection, "x").owner.id == wish.owner.id
+            assert ledger.look(connection, "x").owner.id == mine.owner.id
             assert ledger.clear(connection, [Grant("x", other.owner.id)]) == 0
             assert ledger.clear(connection, [held, Grant("y", other.owner.id)]) == 1
             assert ledger.claim(connection, entry(fenced=False)) == (True, None)
@@ -154,9 +154,9 @@ class TestATableThatIsChanged:
     def record(self, connection):
         ledger = ledger_for(connection)
         token = (ledger.newest(connection, "x") or (0, ""))[0] + 1
-        wish = entry()
-        assert ledger.record(connection, wish, token)
-        ledger.clear(connection, [Grant("x", wish.owner.id)])
+        mine = entry()
+        assert ledger.record(connection, mine, token)
+        ledger.clear(connection, [Grant("x", mine.owner.id)])
         return token
 
     def test_grants_go_on(self, pool, change):
@@ -236,9 +236,9 @@ class TestAnEngineWithACursorOfItsOwn:
 def test_a_renewal_of_many_is_one_statement_and_planned_for_as_many(pool, postgres):
     leases = []
     for number in range(20):
-        wish = replace(entry(), name=str(number))
-        pool.run(lambda connection, wish=wish: ledger_for(connection).claim(connection, wish))
-        leases.append(lease_of(wish))
+        mine = replace(entry(), name=str(number))
+        pool.run(lambda connection, mine=mine: ledger_for(connection).claim(connection, mine))
+        leases.append(lease_of(mine))
     ours = {lease.owner for lease in leases}
     with postgres.statements() as statements:
         for _ in range(OFTEN):
@@ -250,5 +250,5 @@ def test_a_renewal_of_many_is_one_statement_and_planned_for_as_many(pool, postgr
     assert kept == ours - {leases[0].owner}
 
 
-def lease_of(wish):
-    return Grant(wish.name, wish.owner.id, wish.ttl)
+def lease_of(mine):
+    return Grant(mine.name, mine.owner.id, mine.ttl)

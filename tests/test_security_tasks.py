@@ -140,8 +140,8 @@ class TestStoredMessages:
         assert not crafted or PendingRun.objects.update(**crafted) == 1
 
     def serve(self):
-        (duty,) = PendingRuns(service("default").config).waiting(NAME)
-        serve(app, duty)
+        (pending,) = PendingRuns(service("default").config).waiting(NAME)
+        serve(app, pending)
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])

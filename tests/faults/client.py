@@ -21,7 +21,7 @@ from django_fencedlock.exceptions import (
 )
 from django_fencedlock.lease import Lease
 
-from .history import FAIL, OK, UNKNOWN, Scribe, new_stamp
+from .history import FAIL, OK, UNKNOWN, Recorder, new_stamp
 from .models import PROTECTED, Gauge, Plain, Tally
 
 REFUSALS = (LeaseLost, LockNotAcquired, LockRequired, StaleFence)
@@ -32,7 +32,7 @@ WAYS = {"save": 6, "held": 2, "update": 2, "atomic": 3, "gauge": 2}
 
 class Client:
     def __init__(self, name: str, lab: dict[str, Any]) -> None:
-        self.scribe = Scribe(Path(lab["directory"]), name)
+        self.notes = Recorder(Path(lab["directory"]), name)
         self.random = random.Random(f"{lab['seed']} {name}")
         self.ttl: float = lab["ttl"]
         self.rows: int = lab["rows"]
@@ -50,18 +50,18 @@ class Client:
     def work_once(self) -> None:
         pk = self.random.randint(1, self.rows)
         name = f"row:{pk}"
-        number = self.scribe.invoke("acquire", name)
+        number = self.notes.invoke("acquire", name)
         wait = self.random.uniform(1, 4) * self.ttl
         try:
             lease = lock(name, ttl=self.ttl, blocking_timeout=wait).acquire()
         except TROUBLES as exc:
-            self.scribe.answer(number, UNKNOWN, error=repr(exc))
+            self.notes.answer(number, UNKNOWN, error=repr(exc))
             time.sleep(self.random.uniform(0, 0.2))
             return
         if lease is None:
-            self.scribe.answer(number, FAIL)
+            self.notes.answer(number, FAIL)
             return
-        self.scribe.answer(number, OK, token=lease.token, owner=lease.owner_id)
+        self.notes.answer(number, OK, token=lease.token, owner=lease.owner_id)
         try:
             self.work_under(lease, pk)
         finally:
@@ -124,7 +124,7 @@ class Client:
         with self.writing("plain", lease, None) as stamp, self.committing(block):
             read = Plain.objects.using(self.using).get(pk=pk).count
             self.think()
-            self.scribe.write(number=self._number, event="fact", read=read)
+            self.notes.write(number=self._number, event="fact", read=read)
             Plain.objects.using(self.using).filter(pk=pk).update(count=read + 1, stamp=stamp)
             self.think()
 
@@ -146,22 +146,22 @@ class Client:
         stamp = new_stamp()
         self._token = lease.token
         facts = {"table": table, "stamp": stamp, "token": lease.token, "owner": lease.owner_id}
-        self._number = self.scribe.invoke("write", lease.name, read=read, **facts)
+        self._number = self.notes.invoke("write", lease.name, read=read, **facts)
         try:
             yield stamp
         except REFUSALS as exc:
-            self.scribe.answer(self._number, FAIL, error=type(exc).__name__)
+            self.notes.answer(self._number, FAIL, error=type(exc).__name__)
             raise
         except TROUBLES as exc:
-            self.scribe.answer(self._number, UNKNOWN, error=repr(exc))
+            self.notes.answer(self._number, UNKNOWN, error=repr(exc))
             raise
-        self.scribe.answer(self._number, OK)
+        self.notes.answer(self._number, OK)
 
     @contextlib.contextmanager
     def committing(self, block: Any) -> Iterator[None]:
         with block:
             yield
-            self.scribe.commit(self._number)
+            self.notes.commit(self._number)
 
     def think(self) -> None:
         """Take some time, now and then more than a ttl."""
@@ -178,46 +178,46 @@ class Client:
     # All but writing
 
     def release(self, lease: Lease) -> None:
-        number = self.scribe.invoke(
+        number = self.notes.invoke(
             "release", lease.name, token=lease.token, owner=lease.owner_id, lost=lease.lost
         )
         try:
             kept = lease.release()
         except TROUBLES as exc:
-            self.scribe.answer(number, UNKNOWN, error=repr(exc))
+            self.notes.answer(number, UNKNOWN, error=repr(exc))
         else:
-            self.scribe.answer(number, OK if kept else FAIL)
+            self.notes.answer(number, OK if kept else FAIL)
 
     def ask(self, kind: str, lease: Lease, question: Callable[[], Any]) -> None:
         deadline, lost = lease.deadline, lease.lost
-        number = self.scribe.invoke(kind, lease.name, token=lease.token, owner=lease.owner_id)
+        number = self.notes.invoke(kind, lease.name, token=lease.token, owner=lease.owner_id)
         try:
             outcome = FAIL if question() is False else OK
         except LeaseLost:
             outcome = FAIL
         except TROUBLES:
             outcome = UNKNOWN
-        self.scribe.answer(number, outcome, left=deadline - clock(), lost=lost)
+        self.notes.answer(number, outcome, left=deadline - clock(), lost=lost)
 
     def enter_again(self, lease: Lease) -> None:
-        number = self.scribe.invoke("reenter", lease.name, outer=lease.token, owner=lease.owner_id)
+        number = self.notes.invoke("reenter", lease.name, outer=lease.token, owner=lease.owner_id)
         try:
             with lock(lease.name) as again:
                 token = again.token
         except LeaseLost:
-            self.scribe.answer(number, FAIL)
+            self.notes.answer(number, FAIL)
         except TROUBLES as exc:
-            self.scribe.answer(number, UNKNOWN, error=repr(exc))
+            self.notes.answer(number, UNKNOWN, error=repr(exc))
         else:
-            self.scribe.answer(number, OK, token=token, released=lease.released)
+            self.notes.answer(number, OK, token=token, released=lease.released)
 
     def leave_to_child(self, lease: Lease) -> None:
-        number = self.scribe.invoke("inherit", lease.name, token=lease.token, owner=lease.owner_id)
+        number = self.notes.invoke("inherit", lease.name, token=lease.token, owner=lease.owner_id)
         pid = os.fork()
         if pid == 0:
             os._exit(_write_as_child(lease, self.using))
         _, status = os.waitpid(pid, 0)
-        self.scribe.answer(number, FAIL if status == 0 else OK, status=status)
+        self.notes.answer(number, FAIL if status == 0 else OK, status=status)
 
 
 def _bare(model: Any) -> Any:

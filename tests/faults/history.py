@@ -76,7 +76,7 @@ class History:
         return sorted(found, key=lambda each: each.begun)
 
 
-class Scribe:
+class Recorder:
     def __init__(self, directory: Path, client: str) -> None:
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         self.client = client

@@ -103,7 +103,7 @@ class Crew:
 
     def fill(self) -> None:
         with self._lock:
-            self.bury()
+            self.forget_dead()
             pids = dict(self.pids)
             for place in set(range(self._size)) - {int(name.split("-")[1]) for name in pids}:
                 name = f"client-{place}-{self._born}"
@@ -111,7 +111,7 @@ class Crew:
                 pids[name] = self._hosts[place % len(self._hosts)].client(name)
             self.pids = pids
 
-    def bury(self) -> None:
+    def forget_dead(self) -> None:
         self.pids = {name: pid for name, pid in self.pids.items() if _alive([pid])}
 
     def kill(self, name: str) -> None:
@@ -127,7 +127,7 @@ class Crew:
     def wait_for_end(self, timeout: float) -> list[str]:
         with contextlib.suppress(TimeoutError):
             wait_until(lambda: not _alive(list(self.pids.values())), "clients to end", timeout)
-        self.bury()
+        self.forget_dead()
         late = list(self.pids)
         for name in late:
             self.kill(name)

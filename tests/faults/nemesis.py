@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .checker import held_by
-from .history import NEMESIS, OK, History, Scribe, now, read_operations
+from .history import NEMESIS, OK, History, Recorder, now, read_operations
 from .sites import SITES, Site
 
 #: A site of which little may be expected has faults of its own.
@@ -61,11 +61,11 @@ class Lab:
         self.random = chance
         self.injections: list[dict[str, Any]] = []
         self._directory = directory
-        self._scribe = Scribe(directory, NEMESIS)
+        self._notes = Recorder(directory, NEMESIS)
 
     def note(self, what: str, **facts: Any) -> None:
         self.injections.append({"what": what, "at": now(), **facts})
-        self._scribe.write(what=what, **facts)
+        self._notes.write(what=what, **facts)
 
     def sleep(self, least: float, most: float) -> None:
         """Wait for so many times the ttl."""

@@ -238,7 +238,7 @@ def cut(lab: Lab) -> None:
             lab.sleep(0.1, 0.6)
 
 
-def bury_half_open(lab: Lab) -> None:
+def kill_half_open(lab: Lab) -> None:
     """Kill a holder whose connections stay open, for the server doesn't hear of it."""
     proxies: list[Proxy] = lab.site.proxies
     who = lab.await_holder(_is_far)
@@ -277,5 +277,5 @@ SERVER_FAULTS = (
     Fault("hold-back", hold_back, PROXIED, TAKEN, forgets=True, far="some"),
     Fault("slow", slow_down, PROXIED, BARE, forgets=True, far="all"),
     Fault("cut", cut, PROXIED, UNANSWERED, forgets=True, far="all"),
-    Fault("half-open", bury_half_open, PROXIED, TAKEN, forgets=True, far="some"),
+    Fault("half-open", kill_half_open, PROXIED, TAKEN, forgets=True, far="some"),
 )

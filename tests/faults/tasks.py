@@ -44,7 +44,7 @@ def _tell(**kwargs: Any) -> None:
 def _note(task_id: str, **kwargs: Any) -> None:
     _asked[task_id] = now()
     client = _client()
-    client.scribe.answer(client.scribe.invoke("deliver", task_id), "ok")
+    client.notes.answer(client.notes.invoke("deliver", task_id), "ok")
 
 
 LAB_TERMS = {"ttl": LAB["ttl"], "on_lost": LAB["on_lost"]}
@@ -56,9 +56,9 @@ def work(self: Any, pk: int) -> None:
     lease = current_lease()
     assert lease is not None
     client = _client()
-    scribe, grant = client.scribe, {"token": lease.token, "owner": lease.owner_id}
-    asked = scribe.invoke("acquire", lease.name, at=_asked.pop(self.request.id))
-    scribe.answer(asked, "ok", **grant)
+    notes, grant = client.notes, {"token": lease.token, "owner": lease.owner_id}
+    asked = notes.invoke("acquire", lease.name, at=_asked.pop(self.request.id))
+    notes.answer(asked, "ok", **grant)
     try:
         client.work_under(lease, pk)
         if client.random.random() < client.habits.get("grind", 0):
@@ -68,4 +68,4 @@ def work(self: Any, pk: int) -> None:
             raise self.retry(countdown=0.1, max_retries=3)
     finally:
         # It has no answer here: the caller releases it.
-        scribe.invoke("release", lease.name, **grant)
+        notes.invoke("release", lease.name, **grant)

@@ -10,7 +10,7 @@ from tests.faults.history import (
     Entry,
     History,
     Operation,
-    Scribe,
+    Recorder,
     read_operations,
 )
 
@@ -278,10 +278,10 @@ def test_the_newest_holder_is_refused_as_stale(story):
 
 
 def test_accounts_survive_a_kill_in_mid_line(tmp_path):
-    scribe = Scribe(tmp_path, "client-0-0")
-    number = scribe.invoke("acquire", "row:1")
-    scribe.answer(number, OK, token=1, owner="x")
-    scribe.invoke("write", "row:1", token=1, owner="x", stamp="s", table="tally")
+    notes = Recorder(tmp_path, "client-0-0")
+    number = notes.invoke("acquire", "row:1")
+    notes.answer(number, OK, token=1, owner="x")
+    notes.invoke("write", "row:1", token=1, owner="x", stamp="s", table="tally")
     with (tmp_path / "client-0-0.jsonl").open("a") as file:
         file.write('{"at": 12, "num')
     acquired, write = read_operations(tmp_path)
