@@ -387,6 +387,8 @@ class TestWaiting:
         began = time.monotonic()
         assert refused(backend, name, 0.3)
         assert 0.3 <= time.monotonic() - began < 20
+        # If the time is up before a session is open, there is none yet.
+        wait_until(lambda: refused(backend, name, 0.3) and idle(backend), "a session")
         peer.release(taken)
         assert not peer.holders([name])
         assert len(idle(backend)) == 1
@@ -669,7 +671,7 @@ class TestInterrupts:
                 go_on.wait(20)
 
         monkeypatch.setattr(backend._local, "give_back", slowly)
-        first = Wait(0.3)
+        first = Wait(2.0)
         waiter = threads(backend.acquire, claim(name), first)
         assert given_back.wait(20)
         # Its time is up, and its session is free; the thread hasn't said so yet.

@@ -182,12 +182,11 @@ class PostgresBackend(Backend):
 
     def _wait_in_server(self, claim: Claim, key: int, wait: Wait) -> Granted | Held | None:
         """Wait in the server's queue; None if this process may use no further session."""
-        seconds = min(wait.left, SLICE)
+        deadline, answered = clock() + min(wait.left, SLICE), False
         used: list[Session] = []
         undo = partial(self._local.submit, partial(self._release_owner, claim, key), first=True)
-        work = partial(self._wait_on_session, claim, key, seconds, used)
+        work = partial(self._wait_on_session, claim, key, deadline, used)
         job: Job[Granted | Held | None] = Job(work, undo)
-        limit, answered = clock() + seconds + self._timeout, False
         try:
             wait.on_cancel(job.wake)
             runtime.start(job.run)
@@ -198,7 +197,7 @@ class PostgresBackend(Backend):
                     if not job.begun.locked():
                         # CPython may raise an asynchronous exception of this thread in the new one.
                         runtime.start(job.run)
-                    if clock() > limit:
+                    if clock() > deadline + self._timeout:
                         raise NoAnswer(self._timeout)
                     wait.refused(self._look(claim.name))
                 answered = True
@@ -231,10 +230,9 @@ class PostgresBackend(Backend):
             pass
 
     def _wait_on_session(
-        self, claim: Claim, key: int, seconds: float, used: list[Session], job: Job[Any]
+        self, claim: Claim, key: int, deadline: float, used: list[Session], job: Job[Any]
     ) -> Granted | Held | None:
         """Wait for the lock on a session of its own, in a thread of its own."""
-        deadline = clock() + seconds
         session = self._local.take_waiter(self._max_waiters)
         if session is None:
             return None
@@ -301,15 +299,16 @@ class PostgresBackend(Backend):
         hold = self._hold_of(grant)
         if hold is None:
             return False
+        return self._ask("verification", partial(self._verify, hold), grant.name)
+
+    def _verify(self, hold: Hold) -> bool:
         given = {**hold.values(), "fenced": hold.claim.fenced}
         try:
-            ask = partial(hold.session.one, sql.VERIFY, given)
-            return bool(self._ask("verification", ask, grant.name)[0])
-        except BackendUnavailable:
-            if self._local.has(hold):
-                raise
-            # The session had ended.
-            return False
+            return bool(hold.session.one(sql.VERIFY, given)[0])
+        except Error:
+            if hold.session.closed:
+                return False
+            raise
 
     def release(self, grant: Grant) -> bool:
         if grant.handle is not None:

@@ -118,9 +118,6 @@ class SessionLocks:
         hold = self.by_key.get(key)
         return hold if hold is not None and hold.claim.owner == owner else None
 
-    def has(self, hold: Hold) -> bool:
-        return self.by_key.get(hold.key) is hold
-
     def add(self, hold: Hold) -> None:
         """Note a lock that was granted."""
         session = hold.session
@@ -137,7 +134,7 @@ class SessionLocks:
             if not session.holds:
                 session.ttl = 0.0
             # After the end of its session the key may be another hold's by now.
-            if was_held := self.has(hold):
+            if was_held := self.by_key.get(hold.key) is hold:
                 del self.by_key[hold.key]
             return was_held
 

@@ -164,12 +164,9 @@ def open_session(route: str, timeout: float, ttl: float | None) -> Session:
 
 
 def _settings(ttl: float | None) -> dict[str, str]:
-    """
-    Return every setting that could end a session or a wait too soon, or a dead client's too late.
-
-    Keepalives find a peer that is gone while idle, tcp_user_timeout a peer that takes no answer;
-    either alone left a lock held for more than 50 s.
-    """
+    """Return the settings that could end a session too soon, or a dead client's too late."""
+    # Keepalives find a peer that is gone while idle, tcp_user_timeout a peer that takes no answer;
+    # either alone left a lock held for more than 50 s.
     silence = min(ttl or DEAD_WAITER, LONGEST_SILENCE)
     return {
         "application_name": _application_name(),
