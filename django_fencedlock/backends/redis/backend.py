@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from ... import logs
@@ -50,6 +50,7 @@ class RedisBackend(Backend):
 
     def __init__(self, config: AliasConfig) -> None:
         super().__init__(config)
+        self._keys = lru_cache(1024)(partial(Keys.of, config.key_prefix))
         self.after_fork()
         runtime.forks.register(self)
 
@@ -207,9 +208,6 @@ class RedisBackend(Backend):
             # If two threads come here, one has connections of its own for one request.
             found = self._connections[thread] = hub, Connections(make_client(self.config))
         return found[1]
-
-    def _keys(self, name: str) -> Keys:
-        return Keys.of(self.config.key_prefix, name)
 
     def _run(self, doing: str, name: str, script: Script, keys: Sequence[str], *args: str) -> Any:
         try:

@@ -97,11 +97,11 @@ class Connections:
     def run(self, script: Script, keys: Sequence[str], *args: str) -> Any:
         """Run a script. Raise `RedisError`."""
         # The driver packs text much faster than numbers.
-        given = (str(len(keys)), *keys, *args)
+        number = str(len(keys))
         try:
-            return self.execute("EVALSHA", script.sha, *given)
+            return self.execute("EVALSHA", script.sha, number, *keys, *args)
         except NoScriptError:
-            return self.execute("EVAL", script.text, *given)
+            return self.execute("EVAL", script.text, number, *keys, *args)
 
     def run_batch(self, script: Script, calls: Sequence[Call]) -> list[Any]:
         """Run a script that takes many calls at once; an answer may be an exception."""
