@@ -142,3 +142,17 @@ def test_a_file_for_a_process_is_closed(child):
     assert len(os.listdir("/proc/self/fd")) == before
     with contextlib.closing(PidFd(child.pid)) as opened:
         assert not opened.has_ended()
+
+
+def test_a_child_with_its_parents_pid_in_another_namespace_is_another_process():
+    mine = this_process()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.getpid = lambda: mine.pid
+            processes._link = lambda path: "another namespace"
+            code = 0 if this_process() != mine else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

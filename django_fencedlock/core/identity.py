@@ -64,6 +64,10 @@ def _here(pid: int) -> tuple[str, Process]:
     return escape_control(socket.gethostname())[:100], process
 
 
+# A child in another pid namespace may have the pid of an ancestor.
+runtime.forks.register(_here).after_fork = _here.cache_clear  # type: ignore[attr-defined]
+
+
 def this_process() -> Process:
     return _here(os.getpid())[1]
 
