@@ -98,6 +98,8 @@ class Lease:
         self.put_off = False
         #: Of a lease that a test's own transaction has recorded: returns whether that has ended.
         self.lent = lent
+        #: Its release is under way, maybe in another thread: a coroutine was cancelled meanwhile.
+        self.is_ending = False
         self.released = False
         self.why_lost = ""
         #: The reason is the one that is most likely; the database may have a better one.

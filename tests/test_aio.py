@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import threading
 from functools import partial
 
 import pytest
 
 from django_fencedlock import lock
+from django_fencedlock.core import aio
 from django_fencedlock.core.aio import WAITERS
+from django_fencedlock.core.manager import service
 from tests.backends import REDIS
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
@@ -19,6 +22,11 @@ PATIENCE = 100.0
 def within_patience(main):
     """Run a coroutine function, and fail with all its tasks cancelled if it hangs."""
     asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    # A thread of a cancelled waiter would record its grant after the database was emptied.
+    waiters = aio._threads.may_wait
+    for _ in range(WAITERS):
+        assert waiters.acquire(timeout=PATIENCE)
+    waiters.release(WAITERS)
 
 
 async def end(tasks):
@@ -148,5 +156,27 @@ def test_a_frozen_lock_service_holds_up_no_other(settings, make_redis, make_prox
             assert not any(task.done() for task in tasks)
         proxy.pass_through()
         await asyncio.gather(*tasks)
+
+    within_patience(main)
+
+
+def test_a_lock_whose_release_was_cancelled_is_granted_anew(monkeypatch):
+    backend, may_go_on = service("default").backend, threading.Event()
+    release = backend.release
+
+    def release_late(grant):
+        assert may_go_on.wait(PATIENCE)
+        return release(grant)
+
+    async def main():
+        former = await lock("x").aacquire()
+        monkeypatch.setattr(backend, "release", release_late)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await former.arelease()
+        asyncio.get_running_loop().call_later(0.2, may_go_on.set)
+        async with lock("x", blocking_timeout=PATIENCE) as lease:
+            assert lease is not former
+            assert await lease.averify()
 
     within_patience(main)

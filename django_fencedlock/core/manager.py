@@ -148,7 +148,7 @@ class Service:
     def enter_again(self, claim: Claim, who: LocalHolder) -> Lease | None:
         """Return the lease that `who` has already, entered once more; else None."""
         lease = self.lease_of(claim.name, who)
-        if lease is None:
+        if lease is None or lease.is_ending:
             return None
         if lease.lost:
             raise lease.loss()
@@ -252,6 +252,7 @@ class Service:
     def _finish(self, lease: Lease) -> bool:
         grant = lease.grant
         try:
+            lease.is_ending = True
             self.keeper.drop(lease)
             kept = self.backend.release(grant)
         except BaseException:
