@@ -17,6 +17,7 @@ from django_fencedlock.core import runtime
 from django_fencedlock.core.runtime import Watchdog, clock, watchdog
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.connections import ConnectionPool, private, time_limited
+from django_fencedlock.storage.vendors import ledger_for
 from tests.failing import raising
 from tests.servers.process import wait_until
 from tests.threads import at_once
@@ -123,6 +124,30 @@ def test_a_connection_interrupted_in_a_statement_is_closed(pool):
     assert pool.run(session_of) not in seen
 
 
+def test_an_interrupted_statement_leaves_sqlites_file_free(tmp_path, monkeypatch):
+    monkeypatch.setitem(connections["default"].settings_dict, "NAME", tmp_path / "own.sqlite3")
+    monkeypatch.setitem(connections["default"].settings_dict, "OPTIONS", {})
+    writer = private("default", 1)
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(connection):
+        with ledger_for(connection).cursor(connection) as cursor:
+            cursor.execute("SELECT 1 FROM sqlite_master")
+            raise Interrupted
+
+    try:
+        with writer.cursor() as cursor:
+            cursor.execute("PRAGMA busy_timeout = 0")
+            cursor.execute("CREATE TABLE t (x)")
+            with pytest.raises(Interrupted):
+                ConnectionPool("default", timeout=20).run(interrupt)
+            cursor.execute("DROP TABLE t")
+    finally:
+        writer.close()
+
+
 def test_a_statement_that_takes_too_long_is_cut_off():
     pool = ConnectionPool("postgres", timeout=0.3)
 
@@ -168,6 +193,12 @@ class TestBusyTimeout:
     def test_as_long_as_the_pool_allows_or_as_given(self):
         assert self.waits() == 2000
         assert self.waits(busy_timeout=0.1) == 100
+
+    def test_as_long_as_the_limit_whatever_the_project_has_set(self):
+        assert connections["default"].settings_dict["OPTIONS"]["timeout"] > 2
+        with time_limited("default", 2), connections["default"].cursor() as cursor:
+            cursor.execute("PRAGMA busy_timeout")
+            assert cursor.fetchone() == (2000,)
 
     def test_not_long_if_the_caller_may_have_it_locked(self):
         with transaction.atomic():

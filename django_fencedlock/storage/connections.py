@@ -146,7 +146,7 @@ def private(using: str, timeout: float) -> BaseDatabaseWrapper:
         # A transaction that reads before it writes fails at once in SQLite's default mode, if
         # another writer comes in between.
         options["transaction_mode"] = "IMMEDIATE"
-        options.setdefault("timeout", timeout)
+        options["timeout"] = timeout
     # One thread at a time uses it, though not always the one that opened it.
     copy.inc_thread_sharing()
     return copy
@@ -292,6 +292,10 @@ class ConnectionPool:
             if keep and len(self._idle) < MAX_IDLE and not under_test():
                 self._idle.append(connection)
             else:
+                if (cursor := getattr(connection, CURSOR, None)) is not None:
+                    # SQLite's file would stay locked by a statement that was interrupted.
+                    with contextlib.suppress(Error):
+                        cursor.close()
                 with contextlib.suppress(Error):
                     connection.close()
 
