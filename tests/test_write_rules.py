@@ -769,6 +769,49 @@ def test_rows_of_other_locks_that_come_before_the_delete_are_left(database, monk
     assert values_of(LedgerLine, "amount") == [(0,), (5,)]
 
 
+def test_rows_that_match_only_once_others_are_deleted_are_left(database):
+    account = Account.objects.create()
+    for amount in (1, 2):
+        leased(LedgerLine, account=account, amount=amount)
+    newest = models.Subquery(LedgerLine.objects.order_by("-amount").values("pk")[:1])
+    with LedgerLine.fencing.lock(account=account) as lease:
+        assert LedgerLine.objects.filter(pk=newest).delete()[0] == 1
+        assert values_of(LedgerLine, "amount") == [(1,)]
+        overtake(lease)
+        all_refused(StaleFence, (LedgerLine,), LedgerLine.objects.filter(pk=newest).delete)
+
+
+def test_a_delete_asks_for_the_leases_before_anything_else(database):
+    crates, told = [Crate.objects.create() for _ in range(2)], []
+    with (
+        receiving(lambda instance, **_: told.append(instance), Crate, pre_delete),
+        crates[0].fencing.lock(),
+        transaction.atomic(using=database),
+    ):
+        with pytest.raises(LockRequired):
+            Crate.objects.order_by("pk").delete()
+        assert not told
+        assert Crate.objects.count() == 2
+
+
+@pytest.mark.django_db(transaction=True)
+def test_another_session_writes_while_the_names_of_rows_to_delete_are_read(monkeypatch):
+    """SQLite lets no transaction write whose first read is older than another session's commit."""
+    account, read_names = Account.objects.create(), FencedQuerySet._rows
+
+    def read_and_write(rows):
+        found = read_names(rows)
+        elsewhere(Account.objects.create)
+        return found
+
+    leased(LedgerLine, account=account)
+    with LedgerLine.fencing.lock(account=account):
+        monkeypatch.setattr(FencedQuerySet, "_rows", read_and_write)
+        connections["default"].ensure_connection()  # It reads the mode from the settings.
+        monkeypatch.setattr(connections["default"], "transaction_mode", None)
+        assert LedgerLine.objects.all().delete()[0] == 1
+
+
 def test_moving_rows_to_another_lock_needs_both_leases(database):
     first, second = Account.objects.create(), Account.objects.create()
     for _ in range(3):
@@ -975,8 +1018,8 @@ def test_another_row_of_its_model_that_a_delete_collects_is_guarded(database):
 
 def test_the_guard_of_collected_rows_costs_one_statement_each(database):
     crates = [Crate.objects.create() for _ in range(3)]
-    # Rows; a guard each; bottles, crates.
-    with held(*[crate.fencing.name() for crate in crates]), statements(1 + 3 * 1 + 2):
+    # Names, rows; a guard each; bottles, crates.
+    with held(*[crate.fencing.name() for crate in crates]), statements(2 + 3 * 1 + 2):
         Crate.objects.all().delete()
     crate = Crate.objects.create()
     with crate.fencing.lock() as lease:

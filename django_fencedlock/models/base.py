@@ -298,10 +298,12 @@ class GuardedQuerySet(models.QuerySet[_Row]):
     _lease: Lease | None = None
     #: The fences and versions that bulk_update() writes along.
     _stamps: Mapping[str, Any] | None = None
+    #: The leases that delete() found for the rows.
+    _deleting: Sequence[Any] = ()
 
     def _clone(self) -> Self:
         clone: Any = super()._clone()  # type: ignore[misc]
-        clone._lease, clone._stamps = self._lease, self._stamps
+        clone._lease, clone._stamps, clone._deleting = self._lease, self._stamps, self._deleting
         return clone  # type: ignore[no-any-return]
 
     def _copy(self, **attributes: Any) -> Self:

@@ -12,12 +12,13 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections, models, transaction
 from django.db.models import Case, F, Q, Value, When
 from django.db.models.base import ModelBase
+from django.db.models.lookups import Exact
 
 from ..lease import Lease, held_owners
 from ..storage.fences import is_newest
 from .base import GuardedQuerySet, SaveHooks, given, watch
 from .fencing import FencingOf, Rows
-from .fields import Exactly, is_rejected
+from .fields import REJECTED, Exactly, is_rejected
 from .writes import (
     WRITTEN_SINCE,
     Write,
@@ -164,17 +165,22 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             return made
 
     def delete(self) -> tuple[int, dict[str, int]]:
-        # Each row that Django collects is guarded then; _raw_delete() deletes the others.
         if self._is_covered():
             watch(self.model)
-        return super().delete()
+            # A row without a lease raises here, before receivers of signals are called. SQLite lets
+            # no transaction write if another session wrote since the names were read in it.
+            self._deleting = [self._writes("Deleting")]
+        try:
+            return super().delete()
+        finally:
+            self._deleting = []
 
     delete.queryset_only = True  # type: ignore[attr-defined]
 
     def _raw_delete(self, using: Any) -> int:
         # Cascades come here, bypassing delete().
         rows: Any = self.using(using)
-        writes = rows._writes("Deleting")
+        writes = self._deleting[0] if self._deleting else rows._writes("Deleting")
         if writes is None:
             return super()._raw_delete(using)
         if not writes:
@@ -182,10 +188,12 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         with transaction.atomic(using=using, savepoint=False):
             written = Q.create([may_write(write) for write in writes], connector=Q.OR)
             count = models.QuerySet._raw_delete(rows.filter(written), using)
-            # Rows of other locks, which came meanwhile, are left alone.
-            left = Q.create([is_of(write) for write in leases_of(writes)], connector=Q.OR)
-            if rows.filter(left).exists():
-                raise rejected(leases_of(writes), missed=WRITTEN_SINCE)
+            # Rows of other locks, which came meanwhile, are left alone; so are rows that match only
+            # since others are gone, such as the next ones of a slice.
+            leased = leases_of(writes)
+            left = Q.create([is_of(write) for write in leased], connector=Q.OR)
+            if rows.filter(left, Exact(token_or_rejected(leased), REJECTED)).exists():
+                raise rejected(leased, missed=WRITTEN_SINCE)
             return count
 
     def _fetch_all(self) -> None:
