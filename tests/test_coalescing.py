@@ -526,6 +526,10 @@ class TestRescue:
             row = PendingRun.objects.get()
             pauses.append(round((row.due_at - datetime.now(UTC)).total_seconds() / 30))
         assert pauses == [1, 2, 4, 8, 16, 32, 64, 120, 120]
+        # After two months of messages that nothing takes.
+        PendingRun.objects.update(rescues=2000)
+        overdue()
+        assert len(self.look()) == 1
 
     def test_of_several_workers_one_serves(self):
         overdue()
@@ -556,6 +560,14 @@ class TestRescue:
         overdue()
         assert self.look() == []
         assert "wait for the broker" in caplog.text
+
+    def test_one_that_cannot_be_published_delays_no_other(self, caplog):
+        while_held(coalesced(other, 8))
+        overdue()
+        due_first = PendingRun.objects.filter(task_name=rebuild.name)
+        due_first.update(body="[[1, 2], {}]", due_at=F("due_at") - timedelta(hours=1))
+        assert [sent.args for sent in self.look()] == [(8,)]
+        assert "coalescing.rebuild" in caplog.text
 
     def test_a_database_that_is_down_does_not_raise(self, monkeypatch, caplog):
         monkeypatch.setattr(PendingRuns, "overdue", unavailable)

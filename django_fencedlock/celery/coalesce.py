@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from celery.app.task import Context
+from kombu.exceptions import OperationalError
 from kombu.utils import json
 
 from .. import logs
@@ -205,15 +206,26 @@ def serve_overdue(app: Celery, config: AliasConfig, policies: dict[str, Policy])
             for pending in found:
                 ttl = policies[pending.place.task_name].ttl or config.ttl
                 if _reserve(runs, pending, ttl):
-                    # No caller has the id of this message; a result would only be waited for.
-                    served += serve(
-                        app, pending, connection=broker, retry=False, ignore_result=True
-                    )
+                    served += _serve_one(app, pending, broker)
     except FencedLockError:
         raise
     except Exception as exc:
         logger.warning("Left-over triggers wait for the broker: %s", exc)
     return served
+
+
+def _serve_one(app: Celery, pending: Pending, broker: Any) -> bool:
+    """Serve a pending run; fail only if the broker does, as it would for all others."""
+    try:
+        # No caller has the id of this message; a result would only be waited for.
+        return serve(app, pending, connection=broker, retry=False, ignore_result=True)
+    except (OSError, OperationalError, *broker.connection_errors, *broker.channel_errors):
+        raise
+    except Exception as exc:
+        # The task may have other parameters by now.
+        (name, task), text = pending.place, "A run of task %s under lock %r can't be published: %s"
+        logger.warning(text, task, name, exc, extra=logs.facts(name=name, task=task))
+        return False
 
 
 def _reserve(runs: PendingRuns, pending: Pending, ttl: float) -> bool:
@@ -223,7 +235,7 @@ def _reserve(runs: PendingRuns, pending: Pending, ttl: float) -> bool:
             report_given_up(pending.place, pending.tries)
         return False
     # Reserved first: if this process dies now, another worker looks again after the pause.
-    pause = min(LONGEST_PAUSE, max(ttl, IN_QUEUE) * 2.0**pending.rescues)
+    pause = min(LONGEST_PAUSE, max(ttl, IN_QUEUE) * 2.0 ** min(pending.rescues, 16))
     return runs.reserve(pending.place, pause)
 
 
