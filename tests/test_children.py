@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 from django.core.management import call_command
@@ -161,6 +162,18 @@ class TestLeftLocks:
         self.end(left, 1)
         assert self.look_until_done(left) == 2
         assert self.looks == [({1}, "default")] * 3
+
+    def test_one_that_ended_after_a_long_wait_is_looked_up_as_often(self, left):
+        queue, left.ended = left.ended, Mock()
+
+        def get(timeout=None):
+            self.now += 3600 if timeout is None else 0
+            return queue.get(timeout=timeout)
+
+        left.ended.get = get
+        queue.put(this_process())
+        self.look_until_done(left)
+        assert len(self.looks) == 3
 
     def test_children_that_ended_together_are_looked_up_together(self, left):
         self.end(left, 1)

@@ -200,10 +200,12 @@ class LeftLocks:
 
     def look(self) -> None:
         """Wait for the next look, and look at all children that ended lately."""
+        timeout = LOOK_EACH if self.children else None
         with contextlib.suppress(runtime.Empty):
-            self.children[self.ended.get(timeout=LOOK_EACH if self.children else None)] = clock()
             while True:
-                self.children[self.ended.get_nowait()] = clock()
+                child = self.ended.get(timeout=timeout)
+                # Read after the wait, which may have taken hours.
+                self.children[child], timeout = clock(), 0.0
         look_for = LOOK_FOR
         try:
             release_locks_of(self.children, self._alias)
