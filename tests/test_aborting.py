@@ -531,10 +531,12 @@ def test_without_the_cleanup_the_connection_is_of_no_use(postgres_kept_open, mon
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
 def test_the_callers_transaction_is_the_callers(postgres_kept_open):
     """A quiet one goes on; one that was interrupted in a statement can only end."""
-    with transaction.atomic(using="postgres"):
-        query("SELECT 1")
-        aborted(loop)
-        assert query("SELECT 42") == (42,)
+    for statements in (0, 1):
+        with transaction.atomic(using="postgres"):
+            for _ in range(statements):
+                query("SELECT 1")
+            aborted(loop)
+            assert query("SELECT 42") == (42,)
 
     with pytest.raises(Error), transaction.atomic(using="postgres"):
         interrupt_in_query(query)

@@ -36,7 +36,7 @@ T = TypeVar("T")
 #: Seconds for code that noticed the loss in the body itself to finish.
 SOON = 0.01
 #: Values of libpq's transaction status.
-ACTIVE, IN_TRANSACTION = 1, (2, 3)
+IDLE, ACTIVE, IN_TRANSACTION = 0, 1, (2, 3)
 #: Seconds for the server to cancel a statement, and for a test's statement to end by itself.
 CANCEL_TIMEOUT = 2.0
 #: The signal of a soft time limit; other pools than prefork, and Windows, have none.
@@ -290,7 +290,8 @@ def _cancel(raw: Any) -> None:
 def _is_quiet(connection: BaseDatabaseWrapper) -> bool:
     raw: Any = connection.connection
     if connection.vendor == "postgresql":
-        return raw.info.transaction_status in IN_TRANSACTION
+        # Idle: the caller's block has sent no statement yet, which begins the transaction.
+        return raw.info.transaction_status in (IDLE, *IN_TRANSACTION)
     # The other drivers have no such state.
     return connection.vendor == "sqlite"
 
