@@ -23,7 +23,7 @@ from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, 
 from django_fencedlock.backends.postgres import PostgresBackend, holding
 from django_fencedlock.backends.postgres.holding import MAX_IDLE
 from django_fencedlock.backends.postgres.jobs import Job, NoAnswer
-from django_fencedlock.backends.postgres.sessions import open_session
+from django_fencedlock.backends.postgres.sessions import Session, open_session
 from django_fencedlock.conf import AliasConfig
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
@@ -680,6 +680,32 @@ class TestInterrupts:
         assert following.result(20)
         go_on.set()
         assert isinstance(waiter.result(20), Held)
+
+    def test_one_that_is_sent_after_the_grant_cancels_no_later_wait(
+        self, postgres, backend, peer, name, threads, monkeypatch
+    ):
+        taken = take(peer, claim(name))
+        take(peer, claim(f"{name}:other"))
+        begun, go_on, cancel = threading.Event(), threading.Event(), Session.cancel
+
+        def late(session):
+            begun.set()
+            go_on.wait(20)
+            cancel(session)
+
+        monkeypatch.setattr(Session, "cancel", late)
+        first = Wait(20.0)
+        waiter = threads(backend.acquire, claim(name), first)
+        waiting(postgres, 1)
+        first.cancel()
+        assert begun.wait(20)
+        assert peer.release(taken)
+        assert isinstance(waiter.result(20), Held)
+        wait_until(lambda: not peer.holders([name]), "the release")
+        following = threads(refused, backend, f"{name}:other", 3.0)
+        waiting(postgres, 1)
+        go_on.set()
+        assert following.result(20)
 
     def test_a_release_follows_the_claim_of_an_interrupted_caller(self, backend, name, threads):
         sent, go_on = claim(name), threading.Event()

@@ -243,11 +243,12 @@ class PostgresBackend(Backend):
             answer = self._send(session, claim, key, statement, max(0.0, deadline - clock()))
             return answer
         finally:
+            # In this order: a caller that cancels notes first that it left, and then looks for the
+            # session. So none that is used again is cancelled.
+            used.clear()
+            session.may_be_cancelled = job.left
             if not isinstance(answer, Granted):
-                # In this order: a caller that cancels notes first that it left, and then looks for
-                # the session. So none that is used again is cancelled.
-                used.clear()
-                self._local.give_back(session, keep=answer is not None and not job.left)
+                self._local.give_back(session, keep=answer is not None)
 
     # Renew, verify, release
 

@@ -252,7 +252,8 @@ class SessionLocks:
         """Put back a session that waited, and holds nothing."""
         with self._mutex:
             idle = sum(each.idle for each in self._sessions)
-            keep = keep and idle < MAX_IDLE and not (session.closed or under_test())
+            is_over = session.closed or session.may_be_cancelled
+            keep = keep and idle < MAX_IDLE and not (is_over or under_test())
             session.idle = keep
         if not keep:
             session.close()

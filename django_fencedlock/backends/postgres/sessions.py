@@ -51,6 +51,8 @@ class Session:
         #: It waits in the server's queues, and later holds at most the lock that it waited for; it
         #: has nothing to do.
         self.waits = self.idle = False
+        #: A cancellation of its wait may still come; it isn't used again.
+        self.may_be_cancelled = False
         #: The locks that it holds, and their longest ttl; 0 without a lock.
         self.holds: set[Any] = set()
         self.ttl = 0.0
