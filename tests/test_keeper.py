@@ -220,17 +220,28 @@ def test_a_doubt_is_released_again_and_again_for_a_minute(keeper, service, clock
     assert service.batches == [0] * len(times)
 
 
-def test_a_service_that_is_away_is_asked_about_one_doubt_at_a_time(keeper, service, monkeypatch):
-    def fail(grant):
+def test_doubts_of_a_node_that_is_away_do_not_keep_those_of_another(keeper, service, clock):
+    def release(grant):
         service.released.append(grant)
-        raise BackendUnavailable("no answer", name=grant.name, alias="default")
+        if grant.name == "away":
+            clock.now += service.timeout
+            raise BackendUnavailable("no answer", name=grant.name, alias="default")
 
-    monkeypatch.setattr(service, "release", fail)
+    service.release = release
     for owner in "abc":
-        keeper.doubt(Grant("x", owner))
+        keeper.doubt(Grant("away", owner))
+    keeper.doubt(Grant("there", "d"))
+    # A node that refuses connections takes no time.
+    service.timeout = 0
     keeper.after(1)
-    assert len(service.released) == 1
-    monkeypatch.undo()
+    assert len(service.released) == 4
+    # One that doesn't answer is asked once in a round, about another doubt each time.
+    service.timeout = 5
+    service.released.clear()
+    for _ in range(4):
+        keeper.after(5)
+    assert {grant.owner for grant in service.released} == {*"abcd"}
+    assert [grant.name for grant in service.released].count("away") == 4
 
 
 def test_a_renewal_by_the_holder_puts_the_keepers_off(keeper, service, clock, lease):

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -80,7 +80,7 @@ class Keeper:
         self._ended: deque[Grant] = deque(maxlen=MAX_ROWS)
         self._clear_at = math.inf
         #: By owner id: the grant, and until when it is released again.
-        self.doubts: dict[str, tuple[Grant, float]] = {}
+        self.doubts: OrderedDict[str, tuple[Grant, float]] = OrderedDict()
         self._release_at = math.inf
 
     def keep(self, lease: Lease) -> None:
@@ -277,7 +277,14 @@ class Keeper:
             # A session that no lease needs is kept until its doubts are over.
             self._backend.renew([])
             for grant in grants:
-                self._backend.release(grant)
+                try:
+                    self._backend.release(grant)
+                except BackendUnavailable:
+                    # The last one of the next round: others may be on a node that answers.
+                    with contextlib.suppress(KeyError):
+                        self.doubts.move_to_end(grant.owner)
+                    if self._clock() > now + FIRST_DOUBT:
+                        return
 
     def _renew(self, batch: list[Lease]) -> dict[Lease, Renewal]:
         # Before the request: the service counts the ttl from later on.
