@@ -246,13 +246,13 @@ class HoldingContract(Contract):
         self, name: str, where: str, acquired: list[Lease]
     ) -> None:
         def forget() -> None:
-            lease = self.take(name, ttl=1)
+            lease = self.take(name, ttl=RENEWED)
             acquired.clear()
             # The lease refers to itself, as through a method of the object that has it.
             lease.on_lost(partial(print, lease))
 
         async def forget_in_task() -> None:
-            assert await self.lock(name, ttl=1).aacquire()
+            assert await self.lock(name, ttl=RENEWED).aacquire()
             acquired.clear()
 
         async def main() -> None:
