@@ -231,6 +231,18 @@ class TestGrants:
         row_of(name).update(expires_at="2020-01-01T00:00Z")
         assert take(backend, claim(name)).token == 3
 
+    def test_a_name_that_became_live_elsewhere_during_the_wait_is_refused(
+        self, postgres, backend, peer, name, threads
+    ):
+        taken = take(peer, claim(name))
+        asked = threads(backend.acquire, claim(name), Wait(20))
+        waiting(postgres, 1)
+        row_of(name).update(alias="other")
+        end_sessions(peer)
+        held = asked.result(30)
+        assert (held.alias, held.owner) == ("other", taken.owner)
+        assert not backend._local.by_key
+
     def test_the_holder_of_an_unfenced_lock_is_shown_by_its_session(self, backend, peer, name):
         take(peer, claim(name, fenced=False))
         for held in (backend.acquire(claim(name), Wait()), backend.holders([name])[name]):

@@ -154,7 +154,9 @@ class PostgresBackend(Backend):
             return held
         if token is None and claim.fenced:
             session.unlock(key)
-            return held._replace(alias=row[10], label=row[11]) if held.owner else held
+            # After a wait, it is the row from before the wait: the next try sees the present one.
+            elsewhere = held.owner and (row[10], row[11]) != (self.config.alias, self.label)
+            return held._replace(alias=row[10], label=row[11]) if elsewhere else Held()
         hold = Hold(claim, key, session, claim.ttl)
         hold.granted = Granted(token, since, hold)
         self._local.add(hold)
