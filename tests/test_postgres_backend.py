@@ -21,10 +21,12 @@ from django.utils import timezone
 
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.postgres import PostgresBackend, holding
+from django_fencedlock.backends.postgres import backend as backend_module
 from django_fencedlock.backends.postgres.holding import MAX_IDLE
 from django_fencedlock.backends.postgres.jobs import Job, NoAnswer
 from django_fencedlock.backends.postgres.sessions import Session, open_session
 from django_fencedlock.conf import AliasConfig
+from django_fencedlock.core import runtime
 from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock
@@ -836,6 +838,21 @@ class TestSessions:
         assert backend.release(taken)
         backend.close()
         assert session.closed
+
+    def test_at_the_interpreters_exit_it_waits_for_no_thread(self, make, name, monkeypatch):
+        monkeypatch.setattr(runtime, "IDLE_SECONDS", 0.01)
+        backend = make(TIMEOUT=2)
+        taken = take(backend, claim(name))
+        assert backend.release(taken)
+        worker = backend._local._worker
+        wait_until(lambda: worker.thread() is None, "the end of the idle thread")
+
+        def refuse(target):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        monkeypatch.setattr(worker, "_start", refuse)
+        backend.close()
+        assert taken.handle.session.closed
 
     def test_djangos_pool_is_not_used(self, name):
         code = f"""

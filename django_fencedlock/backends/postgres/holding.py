@@ -180,8 +180,9 @@ class SessionLocks:
         for session in idle:
             session.close()
         if self._shared:
+            # At the interpreter's exit no thread can be started; then none uses them either.
             with contextlib.suppress(NoAnswer):
-                self.ask(self._close_unused)
+                self.ask(self._close_unused) if self._worker.start() else self._close_unused()
 
     def _opened(self) -> list[Session]:
         with self._mutex:
