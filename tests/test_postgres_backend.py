@@ -721,6 +721,37 @@ class TestInterrupts:
         go_on.set()
         assert following.result(20)
 
+    def test_the_late_end_of_a_cancelled_wait_releases_no_later_grant(
+        self, backend, peer, name, threads, monkeypatch
+    ):
+        sent, wait, waited, go_on = claim(name), Wait(20), threading.Event(), threading.Event()
+        ended = threading.Event()
+        run = Job.run
+
+        def take_waiter(most):
+            waited.set()
+            go_on.wait(20)
+
+        def run_and_tell(job):
+            run(job)
+            if waited.is_set():
+                ended.set()
+
+        monkeypatch.setattr(backend_module, "LEAVES_WITHIN", 0.0)
+        monkeypatch.setattr(backend._local, "take_waiter", take_waiter)
+        monkeypatch.setattr(Job, "run", run_and_tell)
+        other = take(peer, claim(name))
+        asked = threads(backend.acquire, sent, wait)
+        assert waited.wait(20)
+        wait.cancel()
+        assert isinstance(asked.result(20), Held)
+        peer.release(other)
+        mine = take(backend, sent)
+        ended.clear()
+        go_on.set()
+        assert ended.wait(20)
+        assert backend.verify(mine)
+
     def test_a_release_follows_the_claim_of_an_interrupted_caller(self, backend, name, threads):
         sent, go_on = claim(name), threading.Event()
         backend._local.submit(lambda: go_on.wait(20))
@@ -761,7 +792,7 @@ class TestJobs:
     @pytest.mark.parametrize("can_be_undone", [True, False])
     def test_work_whose_caller_has_left_is_skipped_if_it_can_be_undone(self, can_be_undone):
         done = []
-        undo = [lambda: done.append("undo")] if can_be_undone else []
+        undo = [lambda answer: done.append("undo")] if can_be_undone else []
         job = Job(lambda job: done.append("work"), *undo)
         with pytest.raises(NoAnswer):
             job.answer(0.0)
@@ -776,7 +807,7 @@ class TestJobs:
                 job.answer(0.0)
             done.append("work")
 
-        Job(work, lambda: done.append("undo")).run()
+        Job(work, lambda answer: done.append("undo")).run()
         assert done == ["work", "undo"]
 
     def test_work_is_done_once(self):

@@ -112,8 +112,12 @@ class PostgresBackend(Backend):
         if hold := self._local.by_key.get(key):
             return hold.answer(claim)
         work = partial(self._try_on_session, claim, key)
-        undo = partial(self._release_owner, claim, key)
-        return self._ask("acquiring", work, claim.name, undo=undo)
+        return self._ask("acquiring", work, claim.name, undo=self._undo)
+
+    def _undo(self, answer: Granted | Held | None) -> None:
+        """Release a grant whose caller has left, and no later one of the same owner."""
+        if isinstance(answer, Granted):
+            self._local.submit(partial(self._release, answer.handle), first=True)
 
     def _try_on_session(self, claim: Claim, key: int) -> Granted | Held:
         # By the thread alone, so that no try overlaps another.
@@ -186,9 +190,8 @@ class PostgresBackend(Backend):
         """Wait in the server's queue; None if this process may use no further session."""
         deadline, answered = clock() + min(wait.left, SLICE), False
         used: list[Session] = []
-        undo = partial(self._local.submit, partial(self._release_owner, claim, key), first=True)
         work = partial(self._wait_on_session, claim, key, deadline, used)
-        job: Job[Granted | Held | None] = Job(work, undo)
+        job: Job[Granted | Held | None] = Job(work, self._undo)
         try:
             wait.on_cancel(job.wake)
             runtime.start(job.run)
@@ -208,7 +211,7 @@ class PostgresBackend(Backend):
             # Also in a killed greenlet.
             if not answered:
                 self._leave(job, used)
-                undo()
+                self._local.submit(partial(self._release_owner, claim, key), first=True)
 
     def _leave(self, job: Job[Any], used: list[Session]) -> None:
         """Cancel a wait, and stay until the server's queue is left, but at most some seconds."""

@@ -90,8 +90,9 @@ class SessionLocks:
 
     def ask(self, work: Callable[[], T], **how: Any) -> T:
         """Run `work` in the thread, and return its answer; see `submit()`."""
+        job: Job[T] = self.submit(work, **how)
         try:
-            return self.submit(work, **how).answer(self._timeout)
+            return job.answer(self._timeout)
         except NoAnswer:
             for session in self._opened():
                 overdue = session.busy_until
@@ -102,7 +103,7 @@ class SessionLocks:
     def submit(
         self,
         work: Callable[[], T],
-        undo: Callable[[], object] | None = None,
+        undo: Callable[[T], object] | None = None,
         *,
         first: bool = False,
     ) -> Job[T]:

@@ -38,7 +38,7 @@ class Job(Generic[T]):
     """
 
     def __init__(
-        self, work: Callable[[Job[T]], T], undo: Callable[[], object] | None = None
+        self, work: Callable[[Job[T]], T], undo: Callable[[T], object] | None = None
     ) -> None:
         self._work = work
         self._undo = undo
@@ -57,7 +57,7 @@ class Job(Generic[T]):
             if not (self.left and self._undo):
                 self._value = self._work(self)
                 if self.left and self._undo:
-                    self._undo()
+                    self._undo(self._value)
         except BaseException as exc:
             self._error = exc
         self.done = True
