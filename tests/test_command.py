@@ -73,7 +73,7 @@ def dead_redis(settings, make_redis):
     [
         (["list"], "unknown", "Alias 'default' is unavailable"),
         (["show", "x"], "alias 'default'", ""),
-        (["release", "x", "--yes"], "", "Lock service 'default' (redis) failed at the look"),
+        (["release", "x", "--yes"], "", "Nothing was released. Name the lock's alias"),
     ],
 )
 def test_an_unavailable_service_is_reported(arguments, shown, error):
@@ -109,6 +109,7 @@ class TestList:
         assert "\x1b" not in out
         one = found["locks"][0]
         assert json_code == 0
+        assert one["acquired_at"][10] == "T"
         assert (one["name"], one["state"], one["token"]) == ("invoice:1", "held", lease.token)
         assert one["owner"] == lease.owner_id
         assert datetime.fromisoformat(one["expires_at"]).utcoffset() == timedelta(0)

@@ -17,7 +17,7 @@ from django_fencedlock.core import runtime
 from django_fencedlock.core.runtime import Watchdog, clock, watchdog
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.connections import ConnectionPool, private, time_limited
-from django_fencedlock.storage.vendors import ledger_for
+from django_fencedlock.storage.vendors import LEDGERS
 from tests.failing import raising
 from tests.servers.process import wait_until
 from tests.threads import at_once
@@ -133,7 +133,7 @@ def test_an_interrupted_statement_leaves_sqlites_file_free(tmp_path, monkeypatch
         pass
 
     def interrupt(connection):
-        with ledger_for(connection).cursor(connection) as cursor:
+        with LEDGERS[connection.vendor].cursor(connection) as cursor:
             cursor.execute("SELECT 1 FROM sqlite_master")
             raise Interrupted
 

@@ -20,7 +20,7 @@ from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.storage import fences
 from django_fencedlock.storage.connections import private
 from django_fencedlock.storage.dialect import Entry
-from django_fencedlock.storage.vendors import ledger_for
+from django_fencedlock.storage.vendors import LEDGERS
 
 from .models import Account, LedgerLine
 
@@ -76,9 +76,9 @@ class Stage:
     def grant(self):
         entry = Entry(self.name, "default", "database", new_owner(), ttl=30)
         try:
-            taken, token = ledger_for(self.granter).claim(self.granter, entry)
+            taken, token = LEDGERS[self.granter.vendor].claim(self.granter, entry)
         except Error as exc:
-            if ledger_for(self.granter).is_row_locked(exc):
+            if LEDGERS[self.granter.vendor].is_row_locked(exc):
                 return False
             raise
         assert taken

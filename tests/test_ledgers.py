@@ -15,7 +15,7 @@ from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage import postgresql
 from django_fencedlock.storage.connections import private
 from django_fencedlock.storage.dialect import Entry
-from django_fencedlock.storage.vendors import ledger_for
+from django_fencedlock.storage.vendors import LEDGERS
 from tests.servers.process import wait_until
 
 NAME = "invoice:42"
@@ -48,19 +48,19 @@ def entry():
 
 
 def claim(connection, entry):
-    return ledger_for(connection).claim(connection, entry)
+    return LEDGERS[connection.vendor].claim(connection, entry)
 
 
 def record(connection, entry, token, seen=None):
-    return ledger_for(connection).record(connection, entry, token, seen)
+    return LEDGERS[connection.vendor].record(connection, entry, token, seen)
 
 
 def newest(connection):
-    return ledger_for(connection).newest(connection, NAME)
+    return LEDGERS[connection.vendor].newest(connection, NAME)
 
 
 def look(connection):
-    return ledger_for(connection).look(connection, NAME)
+    return LEDGERS[connection.vendor].look(connection, NAME)
 
 
 def lease_of(entry):
@@ -140,7 +140,7 @@ def test_a_renewal_by_another_owner_renews_nothing(connection, entry):
     first, second = entry(), entry()
     claim(connection, first)
     expire(connection)
-    ledger = ledger_for(connection)
+    ledger = LEDGERS[connection.vendor]
     assert ledger.renew(connection, [lease_of(second)]) == set()
     assert ledger.missing(connection, [lease_of(second)]) == {second.owner.id}
     assert not look(connection).live
@@ -184,7 +184,7 @@ def test_a_renewal_passes_over_locked_rows(connection, entry):
     taken, free = entry(), replace(entry(), name="invoice:43")
     claim(connection, taken)
     claim(connection, free)
-    ledger, leases = ledger_for(connection), [lease_of(taken), lease_of(free)]
+    ledger, leases = LEDGERS[connection.vendor], [lease_of(taken), lease_of(free)]
     with locked(connection, NAME), own(connection) as keeper:
         assert ledger.renew(keeper, leases) == {free.owner.id}
         assert ledger.missing(connection, leases) == set()
@@ -195,7 +195,7 @@ def test_a_claim_of_a_locked_fence_fails_and_leaves_nothing(connection, entry):
     """A row lock on the fence may outlive the registry's row."""
     first = entry()
     claim(connection, first)
-    ledger = ledger_for(connection)
+    ledger = LEDGERS[connection.vendor]
     ledger.clear(connection, [lease_of(first)])
     with (
         locked(connection, NAME, "fence"),
@@ -233,14 +233,14 @@ def test_a_deadlock_counts_as_a_locked_row(connection, entry):
         with ThreadPoolExecutor(1) as thread:
             thread.submit(try_to_lock, first, "b")
             try_to_lock(second, "a")
-    assert [ledger_for(connection).is_row_locked(exc) for exc in failed] == [True]
+    assert [LEDGERS[connection.vendor].is_row_locked(exc) for exc in failed] == [True]
 
 
 def test_a_row_is_cleared_by_its_owner_alone(connection, entry):
     present, mine = entry(), replace(entry(), name="invoice:43")
     claim(connection, present)
     claim(connection, mine)
-    ledger = ledger_for(connection)
+    ledger = LEDGERS[connection.vendor]
     assert ledger.clear(connection, [lease_of(entry())]) == 0
     assert ledger.clear(connection, [lease_of(entry()), lease_of(mine)]) == 1
     assert look(connection).owner.id == present.owner.id
@@ -258,13 +258,13 @@ def test_any_name_is_renewed_and_cleared_among_others(connection, entry, name):
     for each in entries:
         assert claim(connection, each)[0]
     leases = [lease_of(each) for each in entries]
-    assert ledger_for(connection).renew(connection, leases) == {each.owner for each in leases}
-    assert ledger_for(connection).clear(connection, leases) == 2
+    assert LEDGERS[connection.vendor].renew(connection, leases) == {each.owner for each in leases}
+    assert LEDGERS[connection.vendor].clear(connection, leases) == 2
 
 
 @pytest.mark.parametrize("connection", [on("mariadb")], indirect=True)
 def test_on_mariadb_no_token_is_drawn_for_a_row_of_another_owner(connection, entry, monkeypatch):
-    ledger = ledger_for(connection)
+    ledger = LEDGERS[connection.vendor]
     insert = ledger._insert
 
     def insert_and_be_overtaken(cursor, given):
@@ -336,7 +336,7 @@ class TestLockedRows:
         with transaction.atomic(connection.alias):
             with connection.cursor() as cursor:
                 cursor.execute("SELECT 1 FROM django_fencedlock_heldlock FOR UPDATE")
-            renewing = beside(ledger_for(connection).renew, [lease_of(mine)])
+            renewing = beside(LEDGERS[connection.vendor].renew, [lease_of(mine)])
             wait_for_waiter()
         assert renewing.result(20) == {mine.owner.id}
         assert look(connection).expires_at > before

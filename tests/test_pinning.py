@@ -31,7 +31,7 @@ from django_fencedlock.models import Fence, HeldLock
 from django_fencedlock.storage.connections import private, set_busy_timeout
 from django_fencedlock.storage.dialect import Entry
 from django_fencedlock.storage.fenced_atomic import grant_of, is_pinned
-from django_fencedlock.storage.vendors import ledger_for
+from django_fencedlock.storage.vendors import LEDGERS
 from tests.failing import raising
 from tests.threads import beside
 
@@ -112,7 +112,7 @@ def overtake(lease):
     abandon(lease)
     entry = Entry(lease.name, "default", "database", new_owner(), ttl=30)
     with contextlib.closing(private(lease.database, 5)) as session:
-        assert ledger_for(session).claim(session, entry)[0]
+        assert LEDGERS[session.vendor].claim(session, entry)[0]
 
 
 def take(name, timeout=0.0):
@@ -486,7 +486,7 @@ class TestTheNextGrantWaits:
 
 def pinned_by(lease):
     with contextlib.closing(private(lease.database, 5)) as session:
-        return ledger_for(session).pinned_by(session, lease.name)
+        return LEDGERS[session.vendor].pinned_by(session, lease.name)
 
 
 class TestWhatTheWaitersErrorSays:
@@ -574,14 +574,14 @@ class TestWhatTheWaitersErrorSays:
     def test_the_transaction_is_found_long_before_the_time_limit(self, server, abandoned):
         with abandoned().atomic(), contextlib.closing(private(server, LONG)) as session:
             started = time.monotonic()
-            assert ledger_for(session).pinned_by(session, "x")
+            assert LEDGERS[session.vendor].pinned_by(session, "x")
             assert time.monotonic() - started < LONG / 3
 
     def test_another_waiter_is_not_taken_for_the_holder(self, server, abandoned):
         """On MariaDB one has the row of the lock already while it waits for the fence."""
         entry = Entry("x", "default", "database", new_owner(), ttl=30, fenced=False)
         with abandoned().atomic(), contextlib.closing(private(server, 5)) as session:
-            assert ledger_for(session).claim(session, entry)[0]
+            assert LEDGERS[session.vendor].claim(session, entry)[0]
             words = str(service("default").grants.refusal("x", 1.0))
         assert "has to wait for" in words
         assert "last holder" not in words

@@ -13,7 +13,7 @@ from django_fencedlock.core.identity import new_owner
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage.connections import PREPARE_THRESHOLD, ConnectionPool
 from django_fencedlock.storage.dialect import Entry
-from django_fencedlock.storage.vendors import ledger_for
+from django_fencedlock.storage.vendors import LEDGERS
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, databases=["default", "postgres"]),
@@ -44,7 +44,7 @@ def entry(**options):
 
 
 def claim(connection):
-    ledger = ledger_for(connection)
+    ledger = LEDGERS[connection.vendor]
     mine = entry()
     taken, token = ledger.claim(connection, mine)
     assert taken
@@ -69,7 +69,7 @@ class TestAKeptConnection:
         pool.run(prepared_in)
 
         def acts(connection):
-            ledger = ledger_for(connection)
+            ledger = LEDGERS[connection.vendor]
             token = (ledger.newest(connection, "x") or (0, ""))[0] + 1
             mine = entry()
             held = Grant("x", mine.owner.id)
@@ -94,7 +94,7 @@ class TestAKeptConnection:
 
     def test_its_errors_are_djangos(self, pool):
         def fail(connection):
-            with ledger_for(connection).cursor(connection) as cursor:
+            with LEDGERS[connection.vendor].cursor(connection) as cursor:
                 cursor.execute("SELECT 1/0")
 
         pool.run(prepared_in)
@@ -118,7 +118,7 @@ class TestParameters:
         given = dict(zip(names, values, strict=True))
 
         def ask(connection):
-            with ledger_for(connection).cursor(connection) as cursor:
+            with LEDGERS[connection.vendor].cursor(connection) as cursor:
                 cursor.execute(self.STATEMENT, given)
                 return cursor.fetchone()
 
@@ -128,7 +128,7 @@ class TestParameters:
 
     def test_a_nul_character_is_rejected(self, pool):
         def ask(connection):
-            with ledger_for(connection).cursor(connection) as cursor:
+            with LEDGERS[connection.vendor].cursor(connection) as cursor:
                 cursor.execute("SELECT %(text)s::text", {"text": "one\0two"})
 
         pool.run(prepared_in)
@@ -152,7 +152,7 @@ class TestATableThatIsChanged:
         change(200)
 
     def record(self, connection):
-        ledger = ledger_for(connection)
+        ledger = LEDGERS[connection.vendor]
         token = (ledger.newest(connection, "x") or (0, ""))[0] + 1
         mine = entry()
         assert ledger.record(connection, mine, token)
@@ -228,7 +228,7 @@ class TestAnEngineWithACursorOfItsOwn:
 
     def test_its_cursor_is_used_once_before(self, connection):
         sessions._keep_cursor(connection)
-        with ledger_for(connection).cursor(connection) as cursor:
+        with LEDGERS[connection.vendor].cursor(connection) as cursor:
             cursor.execute("SHOW search_path")
             assert cursor.fetchone() == ("elsewhere",)
 
@@ -237,16 +237,16 @@ def test_a_renewal_of_many_is_one_statement_and_planned_for_as_many(pool, postgr
     leases = []
     for number in range(20):
         mine = replace(entry(), name=str(number))
-        pool.run(lambda connection, mine=mine: ledger_for(connection).claim(connection, mine))
+        pool.run(lambda connection, mine=mine: LEDGERS[connection.vendor].claim(connection, mine))
         leases.append(lease_of(mine))
     ours = {lease.owner for lease in leases}
     with postgres.statements() as statements:
         for _ in range(OFTEN):
-            assert pool.run(lambda c: ledger_for(c).renew(c, leases)) == ours
+            assert pool.run(lambda c: LEDGERS[c.vendor].renew(c, leases)) == ours
     assert sum(n for text, n in statements.items() if "SKIP LOCKED" in text) == OFTEN
     assert "SKIP LOCKED" not in pool.run(prepared_in)
     stranger = lease_of(replace(entry(), name="0"))
-    kept = pool.run(lambda c: ledger_for(c).renew(c, [stranger, *leases[1:]]))
+    kept = pool.run(lambda c: LEDGERS[c.vendor].renew(c, [stranger, *leases[1:]]))
     assert kept == ours - {leases[0].owner}
 
 

@@ -14,7 +14,7 @@ from ..exceptions import BackendUnavailable
 from ..storage.connections import is_of_test, is_open, pool
 from ..storage.dialect import Row, entry_of
 from ..storage.text import is_table_missing
-from ..storage.vendors import ledger_for
+from ..storage.vendors import LEDGERS
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
 #: Seconds to wait for SQLite's file where waiting long has no use, or delays others; and for a
@@ -39,7 +39,7 @@ class DatabaseBackend(Backend):
         super().__init__(config)
         self._timeout = config.timeout
         self._sessions = pool(config.fence_database, self._timeout)
-        self._ledger = ledger_for(connections[config.fence_database])
+        self._ledger = LEDGERS[connections[config.fence_database].vendor]
         self._one_writer = connections[config.fence_database].vendor == "sqlite"
 
     def acquire(self, claim: Claim, wait: Wait) -> Granted | Held:

@@ -28,7 +28,7 @@ from ..storage.connections import (
     is_open,
 )
 from ..storage.fences import Fences, pinned_by
-from ..storage.vendors import ledger_for
+from ..storage.vendors import LEDGERS
 from .events import Kind, emit
 from .identity import (
     Holder,
@@ -273,7 +273,7 @@ class Grants:
         home = connections[self.backend.config.fence_database]
         if not is_open(home) or not grant.fenced or not self.backend.excludes:
             return
-        if ledger_for(home).newest(home, grant.name) == (grant.token, grant.owner):
+        if LEDGERS[home.vendor].newest(home, grant.name) == (grant.token, grant.owner):
             return
         raise InsideTransaction(
             f"Lock {grant.name!r} was granted with token {grant.token}, but this transaction "

@@ -29,7 +29,7 @@ from ..problems import Level, Problem, clock_problem, error, note, ok, warning
 from ..storage.connections import time_limited
 from ..storage.tables import Fence, HeldLock
 from ..storage.text import for_shell
-from ..storage.vendors import ledger_for
+from ..storage.vendors import LEDGERS
 from .registry import fence_databases
 
 #: Seconds for each alias, and for one query of a database.
@@ -119,7 +119,7 @@ def _database(database: str, limit: float, has_fences: bool = True) -> Iterator[
 
 def _server(connection: BaseDatabaseWrapper) -> Iterator[Problem]:
     connection.ensure_connection()
-    ledger, before, began = ledger_for(connection), datetime.now(UTC), clock()
+    ledger, before, began = LEDGERS[connection.vendor], datetime.now(UTC), clock()
     ahead = (ledger.now(connection) - before).total_seconds()
     seconds = clock() - began
     yield clock_problem(ahead - seconds / 2, f"Answers in {_ms(seconds)}; ")

@@ -20,7 +20,7 @@ from ..exceptions import BackendUnavailable, ReleaseBlocked
 from ..storage.dialect import Newest, Row
 from ..storage.fences import Fences, Revoked, Revoking, pinned_by
 from ..storage.text import escape_control, is_table_missing
-from ..storage.vendors import ledger_for
+from ..storage.vendors import LEDGERS
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _revoke(found: HeldBy, by: str, seen: Newest | None, *, again: bool = False)
         return Revoking(config).revoke(held, by, proposed=proposed, seen=seen, again=again)
     except BackendUnavailable as exc:
         cause, using = exc.__cause__, config.fence_database
-        if isinstance(cause, Error) and ledger_for(connections[using]).is_row_locked(cause):
+        if isinstance(cause, Error) and LEDGERS[connections[using].vendor].is_row_locked(cause):
             blocker = pinned_by(using, found.name)
             obstacle = (
                 blocker or "a transaction that has it or a table locked: see fencedlock doctor"

@@ -21,7 +21,7 @@ from ..storage.connections import time_limited
 from ..storage.fences import pinned_by
 from ..storage.tables import HeldLock, LockEvent
 from ..storage.text import describe_error
-from ..storage.vendors import ledger_for
+from ..storage.vendors import LEDGERS
 
 #: Locks in one request.
 BATCH = 10_000
@@ -120,7 +120,7 @@ def entries(
     Aliases in `unanswered` aren't asked; those that are unavailable now are added to it.
     """
     connection = connections[database]
-    now = ledger_for(connection).now(connection)
+    now = LEDGERS[connection.vendor].now(connection)
     holders = _holders(rows, unanswered)
     events = LockEvent.objects.using(database).filter(kind=LockEvent.Kind.REJECTED)
     # The history is bounded, so there are few.
@@ -221,7 +221,7 @@ def portrait(name: str) -> Portrait:
     for database in fence_databases(conf.aliases()):
         with _reading(database, found.away):
             connection = connections[database]
-            if newest := ledger_for(connection).newest(connection, name):
+            if newest := LEDGERS[connection.vendor].newest(connection, name):
                 found.fences.append(KnownFence(database, *newest, pinned_by(database, name)))
             rows = list(HeldLock.objects.using(database).filter(name=name))
             found.entries += entries(database, rows, silent)

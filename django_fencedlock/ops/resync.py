@@ -15,7 +15,7 @@ from .. import conf
 from ..models.fenced import FencedModel
 from ..storage.connections import ConnectionPool
 from ..storage.fences import RESYNC_PATIENCE, lift, too_low
-from ..storage.vendors import ledger_for
+from ..storage.vendors import LEDGERS
 
 #: Rows that are read at once, and fences that are raised in one transaction.
 BATCH = 500
@@ -102,7 +102,7 @@ def _raise(pool: ConnectionPool, low: Mapping[str, int]) -> Iterator[str]:
     try:
         pool.run_orm(lambda: lift(pool.using, low), RESYNC_PATIENCE)
     except Error as exc:
-        if not ledger_for(connections[pool.using]).is_row_locked(exc):
+        if not LEDGERS[connections[pool.using].vendor].is_row_locked(exc):
             raise
         if len(low) > 1:
             # One locked fence must not keep the others low.

@@ -16,7 +16,7 @@ from django.db import Error, connections
 from ..core.runtime import Worker, allocate_lock, forks, original
 from .connections import ConnectionPool, under_test
 from .text import is_table_missing
-from .vendors import ledger_for
+from .vendors import LEDGERS
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class BackgroundWriter:
         try:
             pool.run_orm(write, SQLITE_BUSY_TIMEOUT)
         except (Error, LookupError) as exc:
-            if isinstance(exc, Error) and ledger_for(connections[database]).is_row_locked(exc):
+            if isinstance(exc, Error) and LEDGERS[connections[database].vendor].is_row_locked(exc):
                 return False
             if database not in self._failing:
                 self._failing.add(database)

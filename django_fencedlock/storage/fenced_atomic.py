@@ -17,7 +17,7 @@ from ..exceptions import InsideTransaction, OutcomeUnknown, StaleFence, WrongDat
 from ..lease import Lease
 from .fences import WriteGrant, is_newest, overtaken
 from .postgresql import sqlstate
-from .vendors import ledger_for
+from .vendors import LEDGERS
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _notice_rollback(execute: Any, sql: str, params: Any, many: bool, context: A
         return execute(sql, params, many, context)
     except Error as exc:
         connection = context["connection"]
-        if ledger_for(connection).rolls_back(connection, exc):
+        if LEDGERS[connection.vendor].rolls_back(connection, exc):
             connection.needs_rollback = True
         raise
 

@@ -20,7 +20,7 @@ from .connections import SQLITE_BUSY_TIMEOUT, pool, test_connection, time_limite
 from .dialect import FENCE, Claimed, Ledger, Newest, Row, as_time, entry_of
 from .records import Records, ServerTime, durable, fetch, insert, private_query, rows_of
 from .text import fit_column
-from .vendors import ledger_for
+from .vendors import LEDGERS
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +69,13 @@ class Fences:
 
     def is_row_locked(self, error: Error) -> bool:
         """Return whether a statement gave up because another session has a row locked."""
-        return ledger_for(connections[self._config.fence_database]).is_row_locked(error)
+        return LEDGERS[connections[self._config.fence_database].vendor].is_row_locked(error)
 
     def _run(
         self, work: Callable[[Ledger, BaseDatabaseWrapper], T], patience: float | None = None
     ) -> T:
         sessions = pool(self._config.fence_database, self._timeout)
-        return sessions.run(lambda used: work(ledger_for(used), used), busy_timeout=patience)
+        return sessions.run(lambda used: work(LEDGERS[used.vendor], used), busy_timeout=patience)
 
 
 #: How each vendor locks a row that it reads, so that others may read and lock it, but not write.
@@ -263,7 +263,7 @@ def overtaken(
     connection: BaseDatabaseWrapper, grant: WriteGrant
 ) -> tuple[str, Holder | None] | None:
     """Return why `grant` isn't the newest, and the holder of the newest; None if it is."""
-    ledger = ledger_for(connection)
+    ledger = LEDGERS[connection.vendor]
     newest = ledger.newest(connection, grant.name)
     if newest == (grant.token, grant.owner):
         return None
@@ -302,7 +302,7 @@ def pinned_by(using: str, name: str, seconds: float = BRIEFLY) -> str:
     try:
         with time_limited(using, seconds):
             own = connections[using]
-            ledger = ledger_for(own)
+            ledger = LEDGERS[own.vendor]
             if (blocker := ledger.pinned_by(own, name)) is None:
                 return ""
             row = ledger.look(own, name)

@@ -20,7 +20,7 @@ from ..core.runtime import clock, forks
 from ..lease import Lease
 from .background_writer import BATCH, MAX_QUEUED, writer
 from .text import MAX_NOTE, escape_control, fit_column
-from .vendors import ledger_for
+from .vendors import LEDGERS
 
 #: The values of `LockEvent.Kind`. Models can't be imported here.
 GRANTED, LOST, REJECTED, FORCED = "granted", "lost", "rejected", "forced"
@@ -48,7 +48,7 @@ def write(database: str, happened: Sequence[tuple[float, Event]]) -> None:
     """Write events, each with its time by `clock()`; delete the oldest beyond the limits."""
     model: Any = apps.get_model("django_fencedlock", "LockEvent")
     events, connection = model.objects.using(database), connections[database]
-    now = ledger_for(connection).now(connection) - timedelta(seconds=clock())
+    now = LEDGERS[connection.vendor].now(connection) - timedelta(seconds=clock())
 
     def fit(text: str) -> str:
         return fit_column(connection, escape_control(text), MAX_NOTE)

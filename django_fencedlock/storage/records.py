@@ -23,7 +23,7 @@ from .connections import is_of_test, pool
 from .dialect import BATCH
 from .postgresql import DURABLE
 from .text import describe_error
-from .vendors import ledger_for
+from .vendors import LEDGERS
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class ServerTime(Expression):
         self.plus = plus
 
     def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
-        ledger = ledger_for(connection)
+        ledger = LEDGERS[connection.vendor]
         given = ledger.times(self.plus)
         # Without names, which the ORM's parameters don't have. The last one is that of `expiry`.
         return f"({ledger.expiry % dict.fromkeys(given, '%s')})", [*given.values()][-1:]
@@ -132,7 +132,7 @@ class Records:
                 connection = connections[self.using]
                 # SQLite has waited already; in a test, the transaction has failed.
                 is_final = connection.vendor == "sqlite" or is_of_test(connection)
-                is_locked = isinstance(exc, Error) and ledger_for(connection).is_row_locked(exc)
+                is_locked = isinstance(exc, Error) and LEDGERS[connection.vendor].is_row_locked(exc)
                 if tries == TRIES or is_final or not is_locked:
                     about = "" if name is None else f" of lock {name!r}"
                     raise BackendUnavailable(

@@ -21,7 +21,7 @@ from ..lease import Lease
 from .background_writer import writer
 from .dialect import Entry
 from .records import Records, ServerTime, rows_of
-from .vendors import ledger_for
+from .vendors import LEDGERS
 
 #: Seconds for which an expired row is kept, so that the admin can show it.
 KEPT = 3600.0
@@ -44,7 +44,7 @@ class ExpiredRows(Records):
 def write(database: str, items: list[tuple[Lease, str]]) -> None:
     """Write the rows of leases, each with its backend's label; delete those of ended leases."""
     connection = connections[database]
-    ledger = ledger_for(connection)
+    ledger = LEDGERS[connection.vendor]
     now = ledger.now(connection)
     rows = rows_of("HeldLock", database).filter(name__in={lease.name for lease, _ in items})
     known = {row.name: row for row in rows}

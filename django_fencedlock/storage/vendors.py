@@ -91,13 +91,9 @@ class MySQLLedger(Ledger):
         return self.is_row_locked(error)
 
 
-_LEDGERS: dict[str, Ledger] = {
+#: By the vendor of a connection: the ledger that speaks its dialect.
+LEDGERS: dict[str, Ledger] = {
     "postgresql": PostgresLedger(),
     "sqlite": Ledger(),
     "mysql": MySQLLedger(),
 }
-
-
-def ledger_for(connection: BaseDatabaseWrapper) -> Ledger:
-    """The ledger that speaks this connection's dialect."""
-    return _LEDGERS[connection.vendor]

@@ -25,7 +25,7 @@ from ..core.runtime import clock
 from ..lease import Lease
 from ..locks import forbid_in_event_loop
 from ..storage.connections import is_of_test, test_connection, under_test
-from ..storage.vendors import ledger_for
+from ..storage.vendors import LEDGERS
 
 
 class hold_lock:  # noqa: N801
@@ -90,7 +90,7 @@ def expire_lease(lease: Lease) -> None:
     ttl, lease.ttl = lease.ttl, _SHORT
     try:
         if connection is not None:
-            ledger_for(connection).renew(connection, [lease.grant])
+            LEDGERS[connection.vendor].renew(connection, [lease.grant])
         recorded = connection is not None and control.backend.records_grants
         # The server would end a session whose only lock has so short a ttl.
         if control.backend.supports_ttl and not recorded:
@@ -195,7 +195,7 @@ def _holder(name: str, control: Service) -> Holder | None:
     connection = test_connection(control.config.fence_database)
     if connection is not None:
         # Another connection wouldn't see the rows of the test's transaction.
-        row = ledger_for(connection).look(connection, name)
+        row = LEDGERS[connection.vendor].look(connection, name)
         if row is not None and row.live:
             return row.holder()
         if control.backend.label == "database":

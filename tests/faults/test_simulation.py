@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from django_fencedlock.core import grants, keeper, manager
 from django_fencedlock.core.identity import new_owner
 from django_fencedlock.storage.dialect import Entry
-from django_fencedlock.storage.vendors import ledger_for
+from django_fencedlock.storage.vendors import LEDGERS
 from tests.clocks import Clock
 from tests.faults.simulation.server import Fault, Tables
 from tests.faults.simulation.world import (
@@ -114,7 +114,7 @@ def test_every_promise_is_kept(now, schedule):
 @given(st.lists(st.tuples(ACTS_OF_TABLES, st.integers(0, 2), st.sampled_from(NAMES)), max_size=20))
 def test_the_tables_in_memory_answer_as_the_real_ones(acts):
     connection = connections["default"]
-    ledger = ledger_for(connection)
+    ledger = LEDGERS[connection.vendor]
     with connection.cursor() as cursor:
         cursor.execute("DELETE FROM django_fencedlock_heldlock")
         cursor.execute("DELETE FROM django_fencedlock_fence")

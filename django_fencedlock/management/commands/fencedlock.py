@@ -17,7 +17,7 @@ from django.db import DEFAULT_DB_ALIAS, Error
 
 from ... import conf
 from ...core import names
-from ...exceptions import FencedLockError, SettingsError
+from ...exceptions import BackendUnavailable, FencedLockError, SettingsError
 from ...ops import doctor, registry, resync
 from ...ops.force_release import HeldBy, Outcome, Release, consequences, force_release, held_by
 from ...ops.registry import duration
@@ -118,7 +118,12 @@ class Command(BaseCommand):
     ) -> int:
         if self.as_json and not yes:
             raise ValueError("--format json can't ask for confirmation. Pass --yes to confirm.")
-        asked = [held_by(names.validate(name), each) for each in alias or conf.aliases()]
+        try:
+            asked = [held_by(names.validate(name), each) for each in alias or conf.aliases()]
+        except BackendUnavailable as exc:
+            raise LookupError(
+                f"{exc} Nothing was released. Name the lock's alias with --alias if it is another."
+            ) from exc
         holders = [each for each in asked if each]
         if len(holders) > 1:
             through = ", ".join(f"{each.holder} ({each.alias!r})" for each in holders)
@@ -203,7 +208,7 @@ class Command(BaseCommand):
         """Write a value as JSON, or the lines that say the same."""
         if self.as_json:
             # ASCII, and no DEL: a terminal would obey the control characters of a lock name.
-            lines = [json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f")]
+            lines = [json.dumps(value, indent=2, default=_json_value).replace("\x7f", "\\u007f")]
         for line in lines:
             self.stdout.write(line)
 
@@ -277,6 +282,10 @@ def _details(found: registry.Portrait) -> Iterator[tuple[str, str]]:
         note = f": {each['note']}" if each["note"] else ""
         what = f"{_time(each['at'])} {each['kind']}{times}{token}, {each['holder']}{note}"
         yield "history" if each is found.history[0] else "", what
+
+
+def _json_value(value: Any) -> str:
+    return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
 def _time(at: datetime) -> str:
