@@ -856,6 +856,8 @@ class TestSessions:
         shown = ", ".join(f"current_setting('{each}')" for each in names)
         with contextlib.closing(open_session(ALIAS, 5.0, ttl)) as session:
             address, *limits = session.one(f"SELECT inet_client_addr(), {shown}", {}, prepare=False)
+            parameters = session.raw.info.get_parameters()
+        assert (parameters["keepalives_idle"], parameters["keepalives_count"]) == ("5", "3")
         if address is None:
             pytest.skip("a socket of the system has no cable")
         assert all(int(each.removesuffix("ms").removesuffix("s")) > 0 for each in limits)

@@ -29,6 +29,8 @@ _OUTDATED = "0A000"  # feature_not_supported: "cached plan must not change resul
 DEAD_WAITER = 3.0
 #: Seconds after which the server looks for a silent client at the latest, however long the ttl is.
 LONGEST_SILENCE = 3600.0
+#: How the client finds a server that is gone: one that waits in its queues sends nothing.
+KEEPALIVES = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3}
 #: How often two sessions are compared to find out whether a pooler shares them.
 ROUNDS = 20
 
@@ -38,6 +40,8 @@ class Session:
 
     def __init__(self, route: str, timeout: float) -> None:
         self.wrapper = private(route, timeout)
+        settings = self.wrapper.settings_dict
+        settings["OPTIONS"] = KEEPALIVES | settings["OPTIONS"]
         with self.wrapper.wrap_database_errors:
             self.wrapper.connect()
         self.raw: psycopg.Connection[Any] = self.wrapper.connection
