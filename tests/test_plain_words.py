@@ -3,11 +3,8 @@
 import io
 import re
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACES = ("django_fencedlock", "example_project")
@@ -32,9 +29,6 @@ PHRASES = {
 FOUND = re.compile("|".join(rf"(?P<p{n}>\b(?:{each})\b)" for n, each in enumerate(PHRASES)), re.I)
 #: A docstring that begins with "Have something done".
 ORDER = re.compile(r'^[rf]?"""\s*Have (?!you)\w+ ', re.I)
-
-#: Files that have such phrases, with their number. Remove entries; add none.
-ALLOWED: dict[str, int] = {}
 
 
 def hits(path: Path) -> Iterator[str]:
@@ -64,25 +58,4 @@ def files() -> list[Path]:
 
 
 def test_texts_have_plain_words() -> None:
-    found = [hit for path in files() for hit in hits(path)]
-    counts = Counter(hit.partition(":")[0] for hit in found)
-    assert [hit for hit in found if hit.partition(":")[0] not in ALLOWED] == []
-    assert {path: counts[path] for path in ALLOWED} == ALLOWED, "lower the number, or remove it"
-
-
-@pytest.mark.parametrize(
-    ("text", "phrase"),
-    [
-        ('"""Have a row deleted."""', "begins with 'Have'"),
-        ("# The lock is given back.", "'given back'"),
-        ("x = 'Somebody else has it'", "'Somebody'"),
-        ("f'{x} is told so'", "'is told'"),
-    ],
-)
-def test_the_search_finds(text: str, phrase: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
-    path = tmp_path / "module.py"
-    path.write_text(f"{text}\nhis = give_back = 1\n")
-    (hit,) = hits(path)
-    assert hit.startswith("module.py:1: ")
-    assert phrase in hit
+    assert [hit for path in files() for hit in hits(path)] == []
