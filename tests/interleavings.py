@@ -319,7 +319,8 @@ class Explorer:
             while world.queue or world.actors:
                 move = next(iter(self._moves(replace(world, kills=0))))
                 world = move(world)
-        if world.owed or _open():
+        row = PendingRun.objects.first()
+        if world.owed or (row is not None and row.wanted > row.done):
             raise Broken(f"{set(world.owed)} are lost: {world.trace}")
 
     def _rescued(self, world: World) -> World:
@@ -364,11 +365,6 @@ def _over(actor: Actor) -> Actor:
 def _wanted() -> int:
     row = PendingRun.objects.first()
     return row.wanted if row else 0
-
-
-def _open() -> bool:
-    row = PendingRun.objects.first()
-    return row is not None and row.wanted > row.done
 
 
 def _counted(world: World, actor: Actor) -> World:

@@ -46,20 +46,14 @@ class LedgerLine(FencedModel):
 
 
 class Document(VersionedModel):
-    """Has a version and no lock."""
-
     text = models.CharField(max_length=50, default="")
 
 
 class Contract(FencedModel, VersionedModel):
-    """Has both."""
-
     text = models.CharField(max_length=50, default="")
 
 
 class Deed(VersionedModel, FencedModel):
-    """Has both, the other way round."""
-
     text = models.CharField(max_length=50, default="")
 
 

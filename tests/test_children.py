@@ -71,13 +71,9 @@ class TestChildWatch:
             child.kill()
             assert ended.get(timeout=30) == child.identity
 
-    def test_a_child_that_has_ended_before_it_is_watched(self, watch, ended):
-        former = this_process()._replace(pid=2**22 + 1)
-        os.write(worker._pipe, f"{former}\n".encode())
-        assert ended.get(timeout=30) == former
-
-    def test_a_child_whose_pid_another_process_has_by_now(self, watch, ended):
-        former = this_process()._replace(started=this_process().started - 1)
+    @pytest.mark.parametrize("other", [{"pid": 2**22 + 1}, {"started": 1}], ids=["gone", "reused"])
+    def test_a_child_whose_pid_is_gone_or_reused_before_it_is_watched(self, watch, ended, other):
+        former = this_process()._replace(**other)
         os.write(worker._pipe, f"{former}\n".encode())
         assert ended.get(timeout=30) == former
 

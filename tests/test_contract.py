@@ -132,21 +132,19 @@ class Private(OutageContract):
         make_alias = request.getfixturevalue("make_alias")
         return {"FENCE_DATABASE": make_alias(self.server.django())}
 
-    @contextlib.contextmanager
     def paused(self):
-        self.server.pause()
-        try:
-            yield
-        finally:
-            self.server.resume()
+        return self.between(self.server.pause, self.server.resume)
+
+    def gone(self):
+        return self.between(self.server.kill, self.server.start)
 
     @contextlib.contextmanager
-    def gone(self):
-        self.server.kill()
+    def between(self, begin, end):
+        begin()
         try:
             yield
         finally:
-            self.server.start()
+            end()
 
 
 @real("default", "postgres")

@@ -45,7 +45,7 @@ INLINE = [
 
 @pytest.mark.parametrize("block", SHELL, ids=str)
 def test_commands_that_are_shown_exist(block: Block) -> None:
-    if not _is_picture(block):
+    if not block.text.startswith("6  admin"):  # A picture.
         for command in _commands(block.text):
             _examine(command)
 
@@ -79,7 +79,9 @@ def test_a_command_that_does_not_exist_is_found(command: str) -> None:
 
 @pytest.mark.django_db
 def test_the_sql_of_a_service_of_ones_own_refuses_older_tokens() -> None:
-    statement = re.sub(r":(\w+)", r"%(\1)s", _sql("outside_the_database.md"))
+    page = ROOT / "docs/outside_the_database.md"
+    (block,) = [block for block in _blocks(page) if block.language == "sql"]
+    statement = re.sub(r":(\w+)", r"%(\1)s", block.text)
     with connection.cursor() as cursor:
         cursor.execute("CREATE TABLE newest_token (name text, token bigint)")
         cursor.execute("INSERT INTO newest_token VALUES ('x', 5)")
@@ -97,15 +99,6 @@ def test_the_warning_of_an_write_without_lock_is_as_it_is_shown(settings, caplog
     told = shown.replace("billing.Invoice", "tests.Invoice")
     assert caplog.messages == [told.replace("billing.invoice:42", f"tests.invoice:{invoice.pk}")]
     assert caplog.records[0].name in (ROOT / "docs/adopting.md").read_text()
-
-
-def _sql(page: str) -> str:
-    (block,) = [b for b in _blocks(ROOT / "docs" / page) if b.language == "sql"]
-    return block.text
-
-
-def _is_picture(block: Block) -> bool:
-    return block.text.startswith("6  admin")
 
 
 def _commands(text: str) -> Iterator[list[str]]:

@@ -33,6 +33,11 @@ def no_tasks_of_other_tests(monkeypatch):
     monkeypatch.setattr(checks, "_celery_apps", list)
 
 
+@pytest.fixture
+def server(make_postgres):
+    return make_postgres()
+
+
 def examine(settings, **terms):
     settings.FENCEDLOCK = {"default": terms}
     database = terms.get("FENCE_DATABASE", "default")
@@ -200,9 +205,8 @@ class TestRedis:
 class TestDatabases:
     @pytest.mark.parametrize("hangs", [False, True])
     def test_an_unavailable_database(
-        self, settings, make_postgres, make_alias, make_proxy, monkeypatch, hangs
+        self, settings, make_alias, make_proxy, monkeypatch, hangs, server
     ):
-        server = make_postgres()
         proxy = make_proxy(server.host, server.port)
         alias = make_alias(server.django(by=proxy))
         connections[alias].close()
@@ -236,8 +240,7 @@ class TestDatabases:
                 cursor.execute("SET GLOBAL innodb_flush_log_at_trx_commit = %s", [before])
         assert "innodb_flush_log_at_trx_commit is 2" in told(reports, Level.WARNING)
 
-    def test_missing_migrations(self, settings, make_postgres, make_alias):
-        server = make_postgres()
+    def test_missing_migrations(self, settings, make_alias, server):
         alias = make_alias(server.django())
         with connections[alias].cursor() as cursor:
             cursor.execute("DELETE FROM django_migrations WHERE app = 'django_fencedlock'")
@@ -258,8 +261,7 @@ class TestDatabases:
             call_command("migrate", doctor.APP, *only, database=alias, fake=fake, verbosity=0)
         assert told(examine(settings, FENCE_DATABASE=alias), Level.ERROR) == ""
 
-    def test_missing_privileges(self, settings, make_postgres, make_alias):
-        server = make_postgres()
+    def test_missing_privileges(self, settings, make_alias, server):
         alias = make_alias(server.django())
         with connections[alias].cursor() as cursor:
             cursor.execute("CREATE ROLE clerk LOGIN")
@@ -282,9 +284,8 @@ class TestDatabases:
         connections[alias].close()
         assert "clerk" not in told(examine(settings, FENCE_DATABASE=alias))
 
-    def test_fenced_tables_beside_fences(self, settings, make_postgres, make_alias):
+    def test_fenced_tables_beside_fences(self, settings, make_alias, server):
         """Rows with mode="high_water" may be in databases that have no fences."""
-        server = make_postgres()
         alias = make_alias(server.django())
         settings.DATABASE_ROUTERS = [Only("default", alias)]
 
@@ -319,8 +320,7 @@ class TestDatabases:
         monkeypatch.setattr(problems, "CLOCK_TOLERANCE", -1.0)
         assert "with NTP" in told(examine(settings), Level.WARNING)
 
-    def test_a_pooler(self, settings, make_postgres, make_alias, make_pgbouncer):
-        server = make_postgres()
+    def test_a_pooler(self, settings, make_alias, make_pgbouncer, server):
         direct = make_alias(server.django())
         pooler = make_pgbouncer(server)
         entry = server.django(by=pooler)

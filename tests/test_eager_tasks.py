@@ -38,6 +38,11 @@ def task(celery_app, eager_tasks):
     return make
 
 
+@pytest.fixture
+def charge(task):
+    return task()
+
+
 @pytest.fixture(params=["in a transaction", "without"])
 def db_(request):
     kind = "db" if request.param == "in a transaction" else "transactional_db"
@@ -55,15 +60,13 @@ def calling(celery_app, charge):
 
 @pytest.mark.usefixtures("db_")
 class TestPolicies:
-    def test_the_lock_is_acquired_and_released(self, task):
-        charge = task()
+    def test_the_lock_is_acquired_and_released(self, charge):
         assert [charge.delay(42).get() for _ in range(3)] == [1, 2, 3]
         assert_not_locked("invoice:42")
         assert charge.apply((42,)).get() == 4
         assert charge(42) == 5
 
-    def test_skip(self, task, hold_lock):
-        charge = task()
+    def test_skip(self, hold_lock, charge):
         held = hold_lock("invoice:42")
         result = charge.delay(42)
         assert result.successful()
@@ -119,8 +122,7 @@ class TestPolicies:
             charge.delay(42).get()
         assert tokens == [1, 2, 3]
 
-    def test_a_canvas(self, task, hold_lock, celery_app):
-        charge = task()
+    def test_a_canvas(self, hold_lock, celery_app, charge):
 
         @celery_app.task(shared=False)
         def both(results):
@@ -205,8 +207,7 @@ class TestLocksOff:
         hold_lock("invoice:42")
         assert task().delay(42).get() == 2
 
-    def test_a_calling_task_excludes_no_task(self, task, disable_locking, celery_app):
-        charge = task()
+    def test_a_calling_task_excludes_no_task(self, disable_locking, celery_app, charge):
         assert calling(celery_app, charge).delay(42).get() == 1
         with lock("invoice:42"):
             assert charge.delay(42).get() == 2
@@ -218,8 +219,7 @@ class TestLocksOff:
         assert [charge.delay(42).get() for _ in range(2)] == [1, 2]
 
     @pytest.mark.django_db
-    def test_locks_work_again_afterwards(self, task):
-        charge = task()
+    def test_locks_work_again_afterwards(self, charge):
         with disable_locking(), hold_lock("invoice:42"):
             assert charge.delay(42).get() == 2
         with hold_lock("invoice:42"):

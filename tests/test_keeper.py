@@ -392,11 +392,6 @@ def busy():
     go_on.set()
 
 
-def renewed_again(service):
-    before = len(service.batches)
-    wait_until(lambda: len(service.batches) > before + 2, "renewals")
-
-
 def test_a_slow_handler_of_logs_delays_no_renewal(threaded, service, busy, monkeypatch):
     monkeypatch.setattr(keeper_module.logger, "warning", busy)
     renew = service.renew
@@ -420,7 +415,8 @@ def test_a_slow_registry_delays_no_renewal(threaded, service, registry, busy, wo
     threaded.clear_row(threaded.kept[0].grant)
     threaded.keep_for(0.3)
     assert busy.began.wait(60)
-    renewed_again(service)
+    before = len(service.batches)
+    wait_until(lambda: len(service.batches) > before + 2, "renewals")
     assert threaded._tending.waiting <= 1
 
 

@@ -27,15 +27,18 @@ def make(now):
     return make
 
 
-def test_check_says_why_an_expired_lease_is_no_good(make, now):
-    lease = make()
+@pytest.fixture
+def lease(make):
+    return make()
+
+
+def test_check_says_why_an_expired_lease_is_no_good(now, lease):
     now[0] += 31.5
     with pytest.raises(LeaseLost, match=r"ttl of 30 s ended 1\.5 s ago.*verify\(\)"):
         lease.check()
 
 
-def test_check_says_why_a_lost_lease_was_lost(make):
-    lease = make()
+def test_check_says_why_a_lost_lease_was_lost(lease):
     lease.mark_lost("another holder came")
     assert lease.lost
     assert lease.remaining() == 0
@@ -117,8 +120,7 @@ class TestCurrentLease:
         assert current_lease(gone.name) is None
         assert current_lease() is left
 
-    def test_a_lease_entered_twice_is_left_twice(self, make):
-        lease = make()
+    def test_a_lease_entered_twice_is_left_twice(self, lease):
         enter(lease)
         enter(lease)
         leave(lease)
@@ -126,18 +128,16 @@ class TestCurrentLease:
         leave(lease)
         assert current_lease() is None
 
-    def test_a_copied_context_sees_it_until_it_is_released(self, make):
-        lease = make()
+    def test_a_copied_context_sees_it_until_it_is_released(self, lease):
         enter(lease)
         copy = contextvars.copy_context()
         assert copy.run(current_lease) is lease
         lease.released = True
         assert copy.run(current_lease) is None
 
-    def test_a_lost_lease_is_still_found(self, make):
+    def test_a_lost_lease_is_still_found(self, lease):
         """A write under it has to be refused as stale, not passed as without_lock."""
 
-        lease = make()
         enter(lease)
         lease.mark_lost("gone")
         assert current_lease() is lease

@@ -39,12 +39,16 @@ def message(nonce=None, **changes):
     return replace(made, **changes)
 
 
+@pytest.fixture
+def first():
+    return message()
+
+
 def another(first):
     return replace(first, owner=uuid.uuid4().hex)
 
 
-def test_a_message_that_never_began_is_the_first(deliveries, rows):
-    first = message()
+def test_a_message_that_never_began_is_the_first(deliveries, rows, first):
     for _ in range(2):  # Also if the request is repeated.
         assert deliveries.begin(first) == Begun(1, "", owner=first.owner)
     row = rows.get()
@@ -53,8 +57,7 @@ def test_a_message_that_never_began_is_the_first(deliveries, rows):
     assert (row.kept_until - row.began_at).total_seconds() == pytest.approx(DAY, abs=1)
 
 
-def test_a_finished_message_stays_finished(deliveries, rows):
-    first = message()
+def test_a_finished_message_stays_finished(deliveries, rows, first):
     deliveries.begin(first)
     assert deliveries.finish(first, "success")
     kept = rows.get().kept_until
@@ -65,8 +68,7 @@ def test_a_finished_message_stays_finished(deliveries, rows):
     assert rows.get().finished_at is not None
 
 
-def test_an_end_is_past_after_a_while(deliveries, rows):
-    first = message()
+def test_an_end_is_past_after_a_while(deliveries, rows, first):
     deliveries.begin(first)
     deliveries.finish(first, "failure")
     for ago, is_past in ((0, False), (SETTLED - 5, False), (SETTLED, True)):
@@ -78,8 +80,7 @@ def test_an_end_is_past_after_a_while(deliveries, rows):
         assert deliveries.begin(another(first)) == known
 
 
-def test_only_the_newest_delivery_can_finish(deliveries, rows):
-    first = message()
+def test_only_the_newest_delivery_can_finish(deliveries, rows, first):
     deliveries.begin(first)
     second = another(first)
     deliveries.begin(second)
@@ -104,8 +105,7 @@ def test_nonces_differ_by_case_and_blanks(deliveries):
 
 
 @pytest.mark.parametrize("using", ["postgres", "mariadb"], indirect=True)
-def test_a_callers_transaction_that_is_rolled_back_undoes_nothing(using, deliveries, rows):
-    first = message()
+def test_a_callers_transaction_that_is_rolled_back_undoes_nothing(using, deliveries, rows, first):
     with transaction.atomic(using=using):
         deliveries.begin(first)
         transaction.set_rollback(True, using=using)

@@ -98,6 +98,11 @@ def name():
     return f"name:{next(_numbers)}"
 
 
+@pytest.fixture
+def taken(peer, name):
+    return take(peer, claim(name))
+
+
 def refused(backend, name, seconds=0.0, **terms):
     answer = backend.acquire(claim(name, **terms), Wait(seconds))
     return isinstance(answer, Held)
@@ -234,9 +239,8 @@ class TestGrants:
         assert take(backend, claim(name)).token == 3
 
     def test_a_name_that_became_live_elsewhere_during_the_wait_is_refused(
-        self, postgres, backend, peer, name, threads
+        self, postgres, backend, peer, name, threads, taken
     ):
-        taken = take(peer, claim(name))
         asked = threads(backend.acquire, claim(name), Wait(20))
         waiting(postgres, 1)
         row_of(name).update(alias="other")
@@ -396,8 +400,7 @@ class TestWaiting:
         peer.release(held[0])
         assert first.result()
 
-    def test_a_wait_that_times_out_leaves_nothing(self, postgres, backend, peer, name):
-        taken = take(peer, claim(name))
+    def test_a_wait_that_times_out_leaves_nothing(self, postgres, backend, peer, name, taken):
         began = time.monotonic()
         assert refused(backend, name, 0.3)
         assert 0.3 <= time.monotonic() - began < 20
@@ -422,8 +425,7 @@ class TestWaiting:
         assert backend.renew([mine]) == [Renewal.KEPT]
         assert backend.release(mine)
 
-    def test_a_waiter_that_is_interrupted_leaves_the_queue(self, postgres, peer, name):
-        taken = take(peer, claim(name))
+    def test_a_waiter_that_is_interrupted_leaves_the_queue(self, postgres, peer, name, taken):
         code = f"""
             import signal
             def stop(*args): raise KeyboardInterrupt
@@ -569,8 +571,7 @@ class TestPausedHolders:
             process.stdin.close()
             assert said(process) == "['LOST', 'KEPT']"
 
-    def test_a_paused_waiter_delays_others_for_its_ttl(self, postgres, backend, peer, name):
-        taken = take(peer, claim(name))
+    def test_a_paused_waiter_delays_others_for_its_ttl(self, postgres, backend, peer, name, taken):
         with child(f"waits(backend, {name!r}, ttl=1.0)") as process:
             waiting(postgres, 1)
             os.kill(process.pid, signal.SIGSTOP)
@@ -626,8 +627,9 @@ class TestProcesses:
             finally:
                 os.kill(int(grandchild), signal.SIGKILL)
 
-    def test_the_row_of_a_holder_without_a_session_is_cleared(self, postgres, backend, peer, name):
-        taken = take(peer, claim(name))
+    def test_the_row_of_a_holder_without_a_session_is_cleared(
+        self, postgres, backend, peer, name, taken
+    ):
         terminate(postgres, taken)
         wait_until(lambda: not backend.holders([name]), "the end of the session")
         assert backend.release(Grant(name, taken.owner))
@@ -696,9 +698,8 @@ class TestInterrupts:
         assert isinstance(waiter.result(20), Held)
 
     def test_one_that_is_sent_after_the_grant_cancels_no_later_wait(
-        self, postgres, backend, peer, name, threads, monkeypatch
+        self, postgres, backend, peer, name, threads, monkeypatch, taken
     ):
-        taken = take(peer, claim(name))
         take(peer, claim(f"{name}:other"))
         begun, go_on, cancel = threading.Event(), threading.Event(), Session.cancel
 

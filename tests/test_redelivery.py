@@ -83,6 +83,11 @@ def message():
     return {"id": uuid.uuid4().hex, "headers": {DELIVERY: uuid.uuid4().hex}}
 
 
+@pytest.fixture
+def told():
+    return message()
+
+
 def forget(told, *, a_while_ago=True):
     """Lose the result of a message, or never have stored it; by default, it ended a while ago."""
     app.AsyncResult(told["id"]).forget()
@@ -92,8 +97,7 @@ def forget(told, *, a_while_ago=True):
 
 
 class TestAfterItsEnd:
-    def test_a_message_that_succeeded_is_not_run_again(self):
-        told = message()
+    def test_a_message_that_succeeded_is_not_run_again(self, told):
         assert deliver(late, 1, **told).result == 1
         assert deliver(late, 1, **told, redelivered=True).state == "IGNORED"
         assert ran == [1]
@@ -118,29 +122,25 @@ class TestAfterItsEnd:
         assert ran == [1]
 
     @pytest.mark.parametrize("task", [late, late_coalesce], ids=["skip", "coalesce"])
-    def test_a_success_whose_result_was_never_stored_is_a_skip(self, task):
-        told = message()
+    def test_a_success_whose_result_was_never_stored_is_a_skip(self, task, told):
         deliver(task, 1, **told)
         forget(told)
         done = deliver(task, 1, **told, redelivered=True)
         assert SkippedRun.of(done.result).reason == "finished"
         assert ran == [1]
 
-    def test_without_results_a_second_delivery_is_ignored(self):
-        told = message()
+    def test_without_results_a_second_delivery_is_ignored(self, told):
         deliver(silent, 1, **told)
         assert deliver(silent, 1, **told).state == "IGNORED"
 
     @pytest.mark.parametrize("end", [ValueError("no"), Ignore()])
-    def test_a_failure_is_final_and_ignore_is_an_end(self, end):
-        told = message()
+    def test_a_failure_is_final_and_ignore_is_an_end(self, end, told):
         ends["how"] = end
         assert deliver(late, 1, **told).state in ("FAILURE", "IGNORED")
         assert deliver(late, 1, **told).state == "IGNORED"
         assert ran == [1]
 
-    def test_a_failure_that_was_not_reported_is_run_again(self):
-        told = message()
+    def test_a_failure_that_was_not_reported_is_run_again(self, told):
         ends["how"] = ValueError("no")
         deliver(late, 1, **told)
         forget(told)
@@ -148,8 +148,7 @@ class TestAfterItsEnd:
         assert ran == [1, 1]
 
     @pytest.mark.parametrize("task", [late, patient], ids=["retry", "autoretry"])
-    def test_a_retry_is_another_message(self, task):
-        told = message()
+    def test_a_retry_is_another_message(self, task, told):
         ends["how"] = "retry" if task is late else ValueError("no")
         with sending() as sent:
             assert deliver(task, 1, **told).state == "RETRY"
@@ -160,8 +159,7 @@ class TestAfterItsEnd:
         assert deliver_sent(again).result == 1
         assert ran == [1, 1]
 
-    def test_the_last_try_of_autoretry_is_a_failure(self):
-        told = message()
+    def test_the_last_try_of_autoretry_is_a_failure(self, told):
         ends["how"] = ValueError("no")
         deliver(patient, 1, **told, retries=patient.max_retries)
         assert MessageRecord.objects.get().outcome == "failure"
@@ -171,15 +169,13 @@ class TestAfterItsEnd:
         assert deliver(late, 1, **message()).state == "FAILURE"
         assert MessageRecord.objects.get().outcome == "failure"
 
-    def test_what_goes_back_to_the_queue_has_not_ended(self):
-        told = message()
+    def test_what_goes_back_to_the_queue_has_not_ended(self, told):
         ends["how"] = Reject("later", requeue=True)
         deliver(late, 1, **told)
         ends.clear()
         assert deliver(late, 1, **told).result == 1
 
-    def test_what_was_killed_has_not_ended(self):
-        told = message()
+    def test_what_was_killed_has_not_ended(self, told):
         ends["how"] = SystemExit(1)
         with pytest.raises(SystemExit):
             deliver(late, 1, **told)
@@ -221,8 +217,7 @@ class TestWhileItRuns:
             service("default").release(lease, lease.who)
 
     @pytest.mark.parametrize("task", [late, late_raise, late_brief], ids=["skip", "raise", "wait"])
-    def test_a_second_delivery_comes_later_as_the_same_message(self, running, task):
-        told = message()
+    def test_a_second_delivery_comes_later_as_the_same_message(self, running, task, told):
         running(told)
         with sending() as sent:
             assert deliver(task, 1, **told, redelivered=True).state == "IGNORED"
@@ -250,8 +245,7 @@ class TestWhileItRuns:
         assert named[False] != told["headers"][DELIVERY]
 
     @pytest.mark.parametrize("died", [False, True])
-    def test_the_copy_runs_only_if_the_first_died(self, running, died):
-        told = message()
+    def test_the_copy_runs_only_if_the_first_died(self, running, died, told):
         lease = running(told)
         with sending() as sent:
             deliver(late, 1, **told)
@@ -269,9 +263,8 @@ class TestWhileItRuns:
         assert SkippedRun.of(done.result).reason == "held"
         assert sent == []
 
-    def test_it_is_the_same_message_after_a_conflict_too(self, running):
+    def test_it_is_the_same_message_after_a_conflict_too(self, running, told):
         """Delivered twice while another message runs, it comes again twice, and runs once."""
-        told = message()
         lease = running()
         with sending() as sent:
             for _ in range(2):
@@ -282,15 +275,13 @@ class TestWhileItRuns:
         assert ran == [1]
 
     @pytest.mark.parametrize("task", [late, late_wait])
-    def test_a_delivery_whose_process_is_gone_delays_no_other(self, running, task):
-        told = message()
+    def test_a_delivery_whose_process_is_gone_delays_no_other(self, running, task, told):
         running(told)
         # As if the pid were another process's by now.
         HeldLock.objects.update(pid_started=1)
         assert deliver(task, 1, **told).result == 1
 
-    def test_a_delivery_waits_for_another_that_is_about_to_release(self, running):
-        told = message()
+    def test_a_delivery_waits_for_another_that_is_about_to_release(self, running, told):
         lease = running(told)
         finish(told, lease.owner_id)
         app.backend.store_result(told["id"], 1, "SUCCESS")
@@ -298,25 +289,22 @@ class TestWhileItRuns:
             assert deliver(late_wait, 1, **told).state == "IGNORED"
         assert (sent, ran) == ([], [])
 
-    def test_a_delivery_waits_for_another_message(self, running):
+    def test_a_delivery_waits_for_another_message(self, running, told):
         """Though a delivery of its own began before, and died."""
-        told = message()
         record(told, DEAD)
         lease = running()
         with sending() as sent, soon(lease_back, lease):
             assert deliver(late_wait, 1, **told).result == 1
         assert sent == []
 
-    def test_a_message_that_ended_long_ago_has_no_conflict(self, running):
-        told = message()
+    def test_a_message_that_ended_long_ago_has_no_conflict(self, running, told):
         deliver(late, 1, **told)
         running()
         with sending() as sent:
             assert deliver(late, 1, **told).state == "IGNORED"
         assert sent == []
 
-    def test_a_failure_to_be_repeated_meets_conflicts_as_any_other(self, running):
-        told = message()
+    def test_a_failure_to_be_repeated_meets_conflicts_as_any_other(self, running, told):
         ends["how"] = ValueError("no")
         deliver(late, 1, **told)
         forget(told)
@@ -324,8 +312,7 @@ class TestWhileItRuns:
         assert SkippedRun.of(deliver(late, 1, **told).result).reason == "held"
 
     @pytest.mark.parametrize("known_by", ["task", "record"])
-    def test_the_run_of_another_delivery_is_known(self, running, known_by):
-        told = message()
+    def test_the_run_of_another_delivery_is_known(self, running, known_by, told):
         if known_by == "task":
             # The first died, and the second hasn't recorded yet that it runs.
             record(told, DEAD)
@@ -336,16 +323,14 @@ class TestWhileItRuns:
             assert deliver(late, 1, **told).state == "IGNORED"
         assert len(sent) == 1
 
-    def test_a_message_whose_delivery_died_is_an_ordinary_conflict(self, running):
-        told = message()
+    def test_a_message_whose_delivery_died_is_an_ordinary_conflict(self, running, told):
         record(told, DEAD)
         running()
         with sending() as sent:
             assert SkippedRun.of(deliver(late, 1, **told).result).reason == "held"
         assert sent == []
 
-    def test_a_first_delivery_that_is_about_to_record_itself_is_waited_for(self, running):
-        told = message()
+    def test_a_first_delivery_that_is_about_to_record_itself_is_waited_for(self, running, told):
         lease = running(told, recorded=False)
         with sending() as sent, soon(record, told, lease.owner_id):
             assert deliver(late, 1, **told).state == "IGNORED"
@@ -360,8 +345,7 @@ class TestWhileItRuns:
         running(task_id=told["id"])
         assert SkippedRun.of(deliver(late, 1, **told).result).reason == "held"
 
-    def test_if_the_copy_cannot_be_sent_the_message_stays(self, running, monkeypatch):
-        told = message()
+    def test_if_the_copy_cannot_be_sent_the_message_stays(self, running, monkeypatch, told):
         running(told)
         monkeypatch.setattr(Signature, "apply_async", broken)
         assert deliver(late, 1, **told).state == "REJECTED"
@@ -439,8 +423,7 @@ class TestWhatIsRecorded:
         assert ran == [1, 1]
         assert MessageRecord.objects.count() == 0
 
-    def test_names_what_it_is_of(self):
-        told = message()
+    def test_names_what_it_is_of(self, told):
         deliver(late, 1, **told)
         row = MessageRecord.objects.get()
         assert (row.nonce, row.name, row.task_id) == (told["headers"][DELIVERY], NAME, told["id"])

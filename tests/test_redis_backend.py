@@ -140,6 +140,11 @@ def mine(name=NAME, **more):
     return claim(name, **{"ttl": 10, "fenced": False} | more)
 
 
+@pytest.fixture
+def held(backend):
+    return take(backend, mine())
+
+
 def fenced(name=NAME, **more):
     return mine(name, fenced=True, **more)
 
@@ -177,8 +182,7 @@ def test_a_batch_is_renewed_in_one_round_trip_each_by_its_own_ttl(backend, serve
         assert 4000 < store.client.pttl(key) - number * 1000 <= 5000
 
 
-def test_an_unfenced_lock_leaves_nothing(backend, store):
-    held = take(backend, mine())
+def test_an_unfenced_lock_leaves_nothing(backend, store, held):
     assert backend.renew([held]) == [Renewal.KEPT]
     assert backend.release(held)
     assert store.snapshot() == {}
@@ -195,8 +199,7 @@ def test_a_grant_counts_from_before_its_request(backend, monkeypatch):
     assert backend.acquire(mine(), Wait()).since <= asked_at[0]
 
 
-def test_scripts_that_the_server_forgot_are_sent_again(backend, store):
-    held = take(backend, mine())
+def test_scripts_that_the_server_forgot_are_sent_again(backend, store, held):
     store.client.script_flush()
     assert backend.renew([held]) == [Renewal.KEPT]
     store.client.script_flush()
@@ -255,8 +258,7 @@ def test_an_error_of_the_server_keeps_the_connection(backend):
     assert here.execute("CLIENT", "ID") == name
 
 
-def test_a_connection_that_the_server_closed_is_opened_again(backend, store):
-    held = take(backend, mine())
+def test_a_connection_that_the_server_closed_is_opened_again(backend, store, held):
     for each in store.client.client_list():
         if each["cmd"] == "evalsha":
             store.client.client_kill_filter(_id=each["id"])
@@ -382,8 +384,7 @@ def test_an_expired_lease_is_renewed_if_no_other_came(backend, store):
     assert not backend.release(held)
 
 
-def test_an_expired_unfenced_lease_is_lost(backend, store):
-    held = take(backend, mine())
+def test_an_expired_unfenced_lease_is_lost(backend, store, held):
     store.expire()
     assert not backend.verify(held)
     assert backend.renew([held]) == [Renewal.LOST]
@@ -476,8 +477,7 @@ def test_a_key_of_other_software_is_a_held_lock(backend, store, value):
 
 
 @pytest.mark.parametrize("seconds", [10, float("inf")])
-def test_a_lock_is_handed_to_the_next_waiter_at_once(backend, store, seconds):
-    held = take(backend, mine())
+def test_a_lock_is_handed_to_the_next_waiter_at_once(backend, store, seconds, held):
     waiter = store.wait(seconds=seconds)
     assert backend.holders([NAME])[NAME].waiting == 1
     released = clock()
@@ -507,8 +507,7 @@ def test_a_waiter_gets_the_lock_when_a_dead_holders_ttl_ends(backend, store):
     assert store.left() == set()
 
 
-def test_a_lock_handed_over_at_the_time_limit_is_used(backend, store):
-    held = take(backend, mine())
+def test_a_lock_handed_over_at_the_time_limit_is_used(backend, store, held):
     sent, _ = store.dead()
     store.run(RELEASE, held.owner, "")
     assert backend.release(take(backend, sent))
@@ -529,8 +528,7 @@ def test_a_waiter_that_died_is_released(backend, store, has_the_lock):
 
 
 @pytest.mark.parametrize("number", [1, 8])
-def test_waiters_that_died_in_the_queue_delay_no_other(backend, store, number):
-    held = take(backend, mine())
+def test_waiters_that_died_in_the_queue_delay_no_other(backend, store, number, held):
     for _ in range(number):
         store.dead(pause=0)
     waiter = store.wait()
@@ -541,8 +539,7 @@ def test_waiters_that_died_in_the_queue_delay_no_other(backend, store, number):
 
 
 @pytest.mark.slow
-def test_a_waiter_that_died_on_arrival_delays_the_next_by_one_claim(backend, store):
-    held = take(backend, mine())
+def test_a_waiter_that_died_on_arrival_delays_the_next_by_one_claim(backend, store, held):
     dead, _ = store.dead(pause=0)
     released = clock()
     assert backend.release(held)
@@ -560,8 +557,7 @@ def test_a_waiter_that_arrives_while_the_servers_clock_goes_back_is_last(backend
     assert store.client.zrange(store.keys.queue, 0, -1) == [first.owner, second.owner]
 
 
-def test_all_that_dead_waiters_leave_expires(backend, store):
-    held = take(backend, mine())
+def test_all_that_dead_waiters_leave_expires(backend, store, held):
     first, _ = store.dead()
     store.dead()
     store.run(RELEASE, held.owner, "")
@@ -571,8 +567,7 @@ def test_all_that_dead_waiters_leave_expires(backend, store):
     assert store.client.pttl(keys.lock) <= CLAIM * 1000
 
 
-def test_a_paused_waiter_has_its_old_place(backend, store):
-    held = take(backend, mine())
+def test_a_paused_waiter_has_its_old_place(backend, store, held):
     paused, arrival = store.dead()
     waiters = [store.wait() for _ in range(2)]
     backend.release(held)
@@ -584,8 +579,7 @@ def test_a_paused_waiter_has_its_old_place(backend, store):
 
 
 @pytest.mark.slow
-def test_a_waiter_whose_message_is_lost_tries_again_after_a_beat(backend, store):
-    held = take(backend, mine())
+def test_a_waiter_whose_message_is_lost_tries_again_after_a_beat(backend, store, held):
     waiter = store.wait()
     with store.client.pipeline() as together:
         together.eval(RELEASE.text, 3, *store.keys, held.owner, "")

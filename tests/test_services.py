@@ -128,6 +128,10 @@ class TestASlowAnswer:
     def take(self, service, ttl=30.0):
         return service.acquire(new_claim("x", ttl))
 
+    @pytest.fixture
+    def lease(self, scripted):
+        return self.take(scripted)
+
     def test_the_ttl_counts_from_before_the_request(self, scripted, now):
         scripted.backend.took["acquire"] = 4
         assert self.take(scripted).remaining() == 26
@@ -147,15 +151,13 @@ class TestASlowAnswer:
         assert scripted.backend.calls == ["acquire", "renew", "release"]
         assert not current_holder().leases
 
-    def test_a_renewal_by_the_holder_counts_from_before_the_request(self, scripted, now):
-        lease = self.take(scripted)
+    def test_a_renewal_by_the_holder_counts_from_before_the_request(self, scripted, now, lease):
         now.now += 10
         scripted.backend.took["renew"] = 4
         lease.renew()
         assert lease.remaining() == 26
 
-    def test_a_renewal_without_an_answer_changes_nothing(self, scripted, now):
-        lease = self.take(scripted)
+    def test_a_renewal_without_an_answer_changes_nothing(self, scripted, now, lease):
         scripted.backend.renewal = Renewal.UNKNOWN
         now.now += 10
         with pytest.raises(BackendUnavailable, match=r"20\.0 s of it are left"):
@@ -163,17 +165,17 @@ class TestASlowAnswer:
         assert (lease.ttl, lease.remaining()) == (30, 20)
 
     @pytest.mark.parametrize(("ttl", "left"), [(60, 20), (5, 5)])
-    def test_an_interrupted_renewal_may_have_been_done(self, scripted, now, monkeypatch, ttl, left):
+    def test_an_interrupted_renewal_may_have_been_done(
+        self, scripted, now, monkeypatch, ttl, left, lease
+    ):
 
-        lease = self.take(scripted)
         monkeypatch.setattr(scripted.backend, "renew", raising(KeyboardInterrupt))
         now.now += 10
         with pytest.raises(KeyboardInterrupt):
             lease.renew(ttl=ttl)
         assert lease.remaining() == left
 
-    def test_a_renewal_that_is_refused_is_a_loss_for_everybody(self, scripted, now):
-        lease = self.take(scripted)
+    def test_a_renewal_that_is_refused_is_a_loss_for_everybody(self, scripted, now, lease):
         scripted.backend.renewal = Renewal.LOST
         with pytest.raises(LeaseLost):
             lease.renew(ttl=60)
@@ -181,8 +183,7 @@ class TestASlowAnswer:
         with pytest.raises(LeaseLost):
             self.take(scripted)
 
-    def test_a_release_without_an_answer_ends_the_lease_all_the_same(self, scripted, now):
-        lease = self.take(scripted)
+    def test_a_release_without_an_answer_ends_the_lease_all_the_same(self, scripted, now, lease):
         scripted.backend.fails = True
         with pytest.raises(BackendUnavailable):
             lease.release()
@@ -192,8 +193,9 @@ class TestASlowAnswer:
             lease.check()
 
     @pytest.mark.parametrize("forked", [False, True])
-    def test_nothing_is_remembered_of_what_was_released_or_is_the_parents(self, scripted, forked):
-        lease = self.take(scripted)
+    def test_nothing_is_remembered_of_what_was_released_or_is_the_parents(
+        self, scripted, forked, lease
+    ):
         if forked:
             scripted.after_fork()
         else:
@@ -201,8 +203,7 @@ class TestASlowAnswer:
             assert not current_holder().leases
         assert not scripted.keeper._due
 
-    def test_a_release_waits_for_a_renewal_that_is_under_way(self, scripted, now):
-        lease = self.take(scripted)
+    def test_a_release_waits_for_a_renewal_that_is_under_way(self, scripted, now, lease):
         backend = scripted.backend
         under_way, go_on = threading.Event(), threading.Event()
         renew = backend.renew
@@ -233,8 +234,7 @@ class TestASlowAnswer:
         assert scripted.acquire(new_claim("x", 30.0), wait) is None
         assert backend.calls == ["acquire", "acquire"]
 
-    def test_a_shorter_ttl_without_an_answer_may_have_been_granted(self, scripted, now):
-        lease = self.take(scripted)
+    def test_a_shorter_ttl_without_an_answer_may_have_been_granted(self, scripted, now, lease):
         scripted.backend.renewal = Renewal.UNKNOWN
         scripted.backend.took["renew"] = 4
         with pytest.raises(BackendUnavailable):
@@ -246,8 +246,9 @@ class TestASlowAnswer:
         scripted.keeper.tick()
         assert (lease.ttl, lease.remaining()) == (5, 1)
 
-    def test_a_shorter_ttl_without_an_answer_ends_nothing_sooner_than_it_would(self, scripted, now):
-        lease = self.take(scripted)
+    def test_a_shorter_ttl_without_an_answer_ends_nothing_sooner_than_it_would(
+        self, scripted, now, lease
+    ):
         now.now += 10
         scripted.backend.renewal = Renewal.UNKNOWN
         with pytest.raises(BackendUnavailable):

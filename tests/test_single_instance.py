@@ -59,6 +59,11 @@ def task(app):
     return make
 
 
+@pytest.fixture
+def charge(task):
+    return task()
+
+
 class TestTheDecorator:
     def test_bare(self, app):
         @app.task(name="shop.nightly", shared=False)
@@ -170,8 +175,7 @@ class TestTheDecorator:
 
 
 class TestCalls:
-    def test_wrong_arguments_fail_where_the_task_is_called(self, task):
-        charge = task()
+    def test_wrong_arguments_fail_where_the_task_is_called(self, charge):
         for call in (charge.delay, charge.apply_async, charge.s().delay):
             with pytest.raises(TypeError):
                 call(*([1, 2, 3] if call != charge.apply_async else [[1, 2, 3]]))
@@ -190,8 +194,7 @@ class TestCalls:
                 charge.delay(*args)
         charge.delay(1)
 
-    def test_a_direct_call_locks(self, task):
-        charge = task()
+    def test_a_direct_call_locks(self, charge):
         with hold_lock("invoice:42"):
             assert SkippedRun.of(charge()).reason == "held"
         assert charge() == 2
@@ -227,8 +230,7 @@ class TestCalls:
             outer()
         assert_not_locked("x")
 
-    def test_a_task_that_calls_one_with_another_lock(self, task, app):
-        charge = task()
+    def test_a_task_that_calls_one_with_another_lock(self, app, charge):
 
         @app.task(shared=False)
         @single_instance("outer")
@@ -251,15 +253,13 @@ class TestCalls:
         deliver(app, message)
         assert len(set(owners)) == 2
 
-    def test_sent_by_its_name_alone(self, task):
-        charge = task()
+    def test_sent_by_its_name_alone(self, charge):
         result = charge.app.send_task("shop.charge", kwargs={"pk": 7})
         with hold_lock("invoice:7"):
             deliver(charge.app)
         assert SkippedRun.of(result.get(timeout=20))
 
-    def test_starmap_and_chunks(self, task):
-        charge = task()
+    def test_starmap_and_chunks(self, charge):
         assert charge.map([42, 43]).apply().get() == [1, 1]
         assert charge.starmap([(42,), (43,)]).apply().get() == [2, 2]
         with eager_tasks(charge.app):
@@ -545,8 +545,7 @@ class TestLinks:
         assert self.call(task(on_conflict=policy, **terms), after) == ["error"]
 
 
-def test_an_expired_message_takes_no_lock(task, monkeypatch):
-    charge = task()
+def test_an_expired_message_takes_no_lock(monkeypatch, charge):
     asked = []
     monkeypatch.setattr(grants.Grants, "acquire", lambda *given: asked.append(given))
     result = charge.apply_async((1,), expires=-1)
@@ -580,9 +579,8 @@ class TestABackendThatIsDown:
         assert (record.lock_name, record.lock_task) == ("x", "shop.charge")
         assert record.lock_reason in record.getMessage()
 
-    def test_at_the_release_does_not_fail_what_is_done(self, task, monkeypatch, caplog):
+    def test_at_the_release_does_not_fail_what_is_done(self, monkeypatch, caplog, charge):
 
-        charge = task()
         monkeypatch.setattr(service("default").backend, "release", unavailable)
         assert charge() == 1
         assert "left to expire" in caplog.text
@@ -633,8 +631,7 @@ class TestCost:
             deliver(charge.app)
         assert ours(seen) == count
 
-    def test_of_a_call_and_of_a_skip(self, task, postgres):
-        charge = task()
+    def test_of_a_call_and_of_a_skip(self, postgres, charge):
         charge()
         with postgres.statements() as seen:
             charge()

@@ -229,14 +229,12 @@ class SwitchedOff:
             assert self.invoices.filter(pk=self.pk).update(amount=5) == 1
 
     def test_tokens_continue_those_of_real_leases(self):
-        self.enterContext(override_settings(FENCEDLOCK=self.real_settings()))
+        real = {"default": {"FENCE_DATABASE": self.using}}
+        self.enterContext(override_settings(FENCEDLOCK=real))
         assert self.write("a").token == 1
         with disable_locking():
             assert self.write("b").token == 2
         assert self.write("c").token == 3
-
-    def real_settings(self):
-        return {"default": {"FENCE_DATABASE": self.using}}
 
     def test_a_former_holder_is_stale(self):
         stale = self.write("a")

@@ -355,11 +355,6 @@ def refusals(history: History) -> int:
     return len(history.of("write", FAIL))
 
 
-def _delivered_again(history: History) -> int:
-    messages = [each.name for each in history.of("deliver")]
-    return len(messages) - len(set(messages))
-
-
 def _end(operation: Operation) -> int:
     assert operation.ended is not None
     return operation.ended
@@ -395,6 +390,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def facts(history: History) -> dict[str, int]:
+    messages = [each.name for each in history.of("deliver")]
     return {
         "grants": len(history.of("acquire", OK)),
         "writes": len(history.of("write", OK)),
@@ -404,6 +400,6 @@ def facts(history: History) -> dict[str, int]:
         "injections": len(history.injections),
         "takeovers": takeovers(history),
         "refusals": refusals(history),
-        "redelivered": _delivered_again(history),
+        "redelivered": len(messages) - len(set(messages)),
         "inherits": len(history.of("inherit", OK, FAIL)),
     }

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -242,16 +243,10 @@ def _write_as_child(lease: Lease, using: str) -> int:
 def _starve(seconds: float) -> None:
     """Hold the interpreter, so that no thread renews anything."""
     end = time.monotonic() + seconds
-    text, pattern = "a" * 23, _catastrophe()
+    # Each more character doubles the time of a match, all of it in one call of C.
+    text, pattern = "a" * 23, re.compile(r"(a|a)*b")
     while time.monotonic() < end:
         pattern.match(text)
-
-
-def _catastrophe() -> Any:
-    import re
-
-    # Each more character doubles the time of a match, all of it in one call of C.
-    return re.compile(r"(a|a)*b")
 
 
 def prepare(using: str, rows: int) -> None:

@@ -77,8 +77,12 @@ def story():
     return Story()
 
 
-def test_nothing_is_wrong_with_a_takeover(story):
-    first = story.grant("a", 1)
+@pytest.fixture
+def first(story):
+    return story.grant("a", 1)
+
+
+def test_nothing_is_wrong_with_a_takeover(story, first):
     story.write(first)
     second = story.grant("b", 2)
     story.write(first, FAIL, error="StaleFence")
@@ -126,23 +130,20 @@ def test_a_row_whose_fence_falls(story):
 
 
 @pytest.mark.parametrize(("table", "promises"), [("tally", {"I4"}), ("gauge", set())])
-def test_a_write_after_a_newer_holder_came_unless_the_row_is_weak(story, table, promises):
-    first = story.grant("a", 1)
+def test_a_write_after_a_newer_holder_came_unless_the_row_is_weak(story, table, promises, first):
     story.grant("b", 2)
     story.write(first, table=table)
     assert story.found() == promises
 
 
-def test_a_write_between_the_record_of_a_grant_and_its_answer(story):
-    first = story.grant("a", 1)
+def test_a_write_between_the_record_of_a_grant_and_its_answer(story, first):
     story.entry("fence", 1, 2, 2, "b/2")
     story.write(first)
     story.grant("b", 2, recorded=False)
     assert story.found() == {"I4"}
 
 
-def test_a_commit_after_a_newer_holder_came_though_it_was_written_before(story):
-    first = story.grant("a", 1)
+def test_a_commit_after_a_newer_holder_came_though_it_was_written_before(story, first):
     write = story.write(first)
     story.grant("b", 2)
     write.begun = story.tick()
@@ -232,29 +233,21 @@ def test_a_holder_who_is_refused_for_no_reason(story, kind):
     assert story.found(Terms(ttl=1, forgets=True)) == set()
 
 
-def test_a_holder_who_is_refused_since_a_newer_came(story):
-    first = story.grant("a", 1)
+def test_a_holder_who_is_refused_since_a_newer_came(story, first):
     story.grant("b", 2)
     story.ask(first, "renew", FAIL)
     assert story.found() == set()
 
 
-def test_a_grant_before_the_holders_ttl_is_over(story):
-    first = story.grant("a", 1)
+@pytest.mark.parametrize(("ttl", "is_renewed"), [(10, False), (4, True)])
+def test_a_grant_before_the_holders_ttl_is_over(story, first, ttl, is_renewed):
+    if is_renewed:
+        story.ask(first, "renew", OK)
     story.grant("b", 2)
     story.release(first)
-    assert story.found(Terms(ttl=10)) == {"I10"}
+    assert story.found(Terms(ttl=ttl)) == {"I10"}
     assert story.found(Terms(ttl=2)) == set()
-    assert story.found(Terms(ttl=10, forgets=True)) == set()
-
-
-def test_a_renewal_puts_off_the_end_of_a_holders_time(story):
-    first = story.grant("a", 1)
-    story.ask(first, "renew", OK)
-    story.grant("b", 2)
-    story.release(first)
-    assert story.found(Terms(ttl=4)) == {"I10"}
-    assert story.found(Terms(ttl=2)) == set()
+    assert story.found(Terms(ttl=ttl, forgets=True)) == set()
 
 
 def test_a_grant_after_the_holder_died(story):
@@ -264,8 +257,7 @@ def test_a_grant_after_the_holder_died(story):
 
 
 @pytest.mark.parametrize("kind", ["verify", "renew"])
-def test_a_former_holder_is_confirmed(story, kind):
-    first = story.grant("a", 1)
+def test_a_former_holder_is_confirmed(story, kind, first):
     story.grant("b", 2)
     story.ask(first, kind, OK)
     assert story.found() == {"I10"}

@@ -100,9 +100,9 @@ class Postgres(DatabaseServer):
 
     def kill(self) -> None:
         process = self.process
-        segment = _shared_memory(process.log.with_name("data"))
+        segment = int(_pid_file(process.log.with_name("data"))[6].split()[1])
         process.kill()
-        # The kernel keeps it, and only has room for a few thousand.
+        # The kernel keeps the shared memory, and only has room for a few thousand.
         ctypes.CDLL(None).shmctl(segment, _IPC_RMID, None)
 
 
@@ -138,10 +138,6 @@ def _ready(data: Path, process: Process) -> bool:
     # As pg_ctl does it. The pid, because a killed server leaves the file behind.
     lines = _pid_file(data)
     return len(lines) > 7 and lines[0] == str(process.pid) and lines[7].strip() == "ready"
-
-
-def _shared_memory(data: Path) -> int:
-    return int(_pid_file(data)[6].split()[1])
 
 
 def _pid_file(data: Path) -> list[str]:

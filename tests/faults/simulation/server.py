@@ -92,7 +92,8 @@ class Network:
             self._clock.now += self.delay
             answer = request()
             self._clock.now += self.delay
-            self._do_meanwhile()
+            meanwhile, self.meanwhile = self.meanwhile, lambda: None
+            meanwhile()
             return answer
         if fault is Fault.TWICE:
             request()
@@ -105,10 +106,6 @@ class Network:
             self.under_way.append(request)
         self._clock.now += TIMEOUT
         raise BackendUnavailable("no answer", name=name, alias="default")
-
-    def _do_meanwhile(self) -> None:
-        meanwhile, self.meanwhile = self.meanwhile, lambda: None
-        meanwhile()
 
 
 class SimulatedBackend(Backend):
