@@ -78,7 +78,7 @@ class LeaseLost(FencedLockError):
     """The lease was held, and is lost."""
 
     name: str
-    owner: str
+    owner_id: str
     token: int | None
     holder: Holder | None
 
@@ -94,7 +94,7 @@ class StaleFence(FencedLockError):
     """A newer grant of the lock name exists; the write was rejected."""
 
     name: str
-    owner: str
+    owner_id: str
     token: int
     holder: Holder | None
 
@@ -107,7 +107,7 @@ class OutcomeUnknown(FencedLockError):
     """A COMMIT failed, and may or may not have taken effect."""
 
     name: str
-    owner: str
+    owner_id: str
     token: int
 
 

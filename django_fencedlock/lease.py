@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from . import logs
-from .core.identity import Owner
+from .core.identity import Holder, describe_identity
 from .core.runtime import clock
 from .exceptions import LeaseLost, Unfenced
 
@@ -113,9 +113,11 @@ class Lease:
         self._interrupts: list[Callable[[Lease], object]] = []
 
     @property
-    def holder(self) -> Owner:
-        """The holder: where it runs, as text for people."""
-        return Owner.read(self.owner_id, self.grant.identity)
+    def holder(self) -> Holder:
+        """The holder, by the local clock. The lock service isn't asked: see `Lock.holder()`."""
+        now, place = datetime.now(UTC), describe_identity(self.grant.identity)
+        since, until = now - timedelta(0, self.held_for()), now + timedelta(0, self.remaining())
+        return Holder(self.owner_id, place, self.alias, self.grant.token, since, until)
 
     @property
     def who(self) -> LocalHolder | None:
@@ -304,7 +306,7 @@ class Lease:
         return LeaseLost(
             f"The lease of lock {self.name!r} ({self._described()}) is gone: {why}.",
             name=self.name,
-            owner=self.owner_id,
+            owner_id=self.owner_id,
             token=self.grant.token,
         )
 

@@ -67,7 +67,7 @@ class Hammer:
             enter(leases, self.body)
         except LeaseLost as exc:
             self.outcomes["aborted" if loser.lost else "wrong"] += 1
-            if exc.owner != loser.owner_id:
+            if exc.owner_id != loser.owner_id:
                 self.outcomes["wrong"] += 1
         else:
             self.outcomes["ended"] += 1
@@ -218,7 +218,7 @@ class Sweep:
         except TimeLimit:
             outcome = "time limit"
         except LeaseLost as exc:
-            outcome = "aborted" if exc.owner == loser.owner_id else "wrong"
+            outcome = "aborted" if exc.owner_id == loser.owner_id else "wrong"
         except Abort:
             outcome = "escaped"
         tracer.finish()

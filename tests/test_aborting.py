@@ -91,7 +91,7 @@ def aborted(body, place=lambda function: function(), **more):
     with lost_soon(lease, **more), pytest.raises(LeaseLost, match="removed") as caught:
         place(lambda: interrupts.run_interruptible(lease, body))
     assert time.monotonic() - started < LONG / 2
-    assert caught.value.owner == lease.owner_id
+    assert caught.value.owner_id == lease.owner_id
     return caught
 
 
@@ -197,7 +197,7 @@ def test_the_loss_of_the_outer_lock_ends_the_inner_body_as_well(place):
         with pytest.raises(LeaseLost) as caught:
             enter([outer, inner], loop)
         assert not hammer.is_within_run()
-        return caught.value.owner
+        return caught.value.owner_id
 
     started = time.monotonic()
     with lost_soon(outer):
@@ -222,7 +222,7 @@ def test_the_outer_body_goes_on_after_the_loss_of_an_inner_lock(place):
     def body():
         with pytest.raises(LeaseLost) as caught:
             interrupts.run_interruptible(inner, loop)
-        return caught.value.owner
+        return caught.value.owner_id
 
     with lost_soon(inner):
         assert place(lambda: interrupts.run_interruptible(outer, body)) == inner.owner_id
@@ -249,7 +249,7 @@ def test_the_loss_of_both_ends_both(place):
 
     with lost_soon(inner, begun=begun), pytest.raises(LeaseLost) as caught:
         place(lambda: interrupts.run_interruptible(outer, body))
-    assert caught.value.owner == outer.owner_id
+    assert caught.value.owner_id == outer.owner_id
     assert went_on == []
 
 

@@ -157,7 +157,7 @@ class TestShow:
         assert f"held by {lease.holder}" in out
         assert f"newest token {lease.token}" in out
         assert lease.owner_id in out
-        assert found["services"][0]["holder"]["owner"] == lease.owner_id
+        assert found["services"][0]["holder"]["owner_id"] == lease.owner_id
         assert found["fences"][0]["token"] == lease.token
         assert found["entries"][0]["state"] == "held"
 
@@ -230,7 +230,7 @@ class TestRelease:
         found, code = run_json("release", "invoice:1", "--yes", "--by", "a script")
         assert code == 0
         assert (found["outcome"], found["done"], found["token"]) == ("freed", True, 2)
-        assert found["holder"]["owner"] == lease.owner_id
+        assert found["holder"]["owner_id"] == lease.owner_id
         with pytest.raises(LeaseLost, match="by a script"):
             lease.renew()
         found, code = run_json("release", "invoice:1", "--yes")

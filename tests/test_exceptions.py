@@ -33,7 +33,7 @@ def test_every_error_comes_through_pickle_with_its_facts(error):
 
 
 def test_a_holder_comes_through_pickle():
-    holder = Holder(owner="a1", description="web-3, pid 812", alias="default", token=4)
+    holder = Holder(owner_id="a1", description="web-3, pid 812", alias="default", token=4)
     error = LockNotAcquired("held", name="x", alias="default", holder=holder)
     assert pickle.loads(pickle.dumps(error)).holder == holder
 

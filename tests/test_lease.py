@@ -3,6 +3,7 @@
 import contextvars
 import pickle
 import time
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -45,6 +46,17 @@ def test_check_says_why_a_lost_lease_was_lost(lease):
     with pytest.raises(LeaseLost, match=r"invoice:42.*token 7.*another holder came") as caught:
         lease.check()
     assert (caught.value.name, caught.value.token) == ("invoice:42", 7)
+
+
+def test_the_holder_of_a_lease_is_described_without_its_service(now):
+    owner, began = new_owner(), datetime.now(UTC)
+    lease = Lease(Grant("x", owner.id, 30.0, 7, identity=owner.identity), None, since=now[0])
+    lease._clock = lambda: now[0] + 20
+    holder = lease.holder
+    assert (holder.owner_id, str(holder), holder.alias) == (owner.id, str(owner), "default")
+    assert (holder.token, holder.session_pid) == (7, None)
+    assert holder.expires_at - holder.acquired_at == timedelta(seconds=30)
+    assert -1 < (began - holder.acquired_at).total_seconds() - 20 < 1
 
 
 def test_callbacks_run_once_and_in_order(make):

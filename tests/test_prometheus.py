@@ -104,7 +104,7 @@ def test_forced_releases(registry):
     assert not force_release("invoice:42", by="the boss").done
     lease = lock("invoice:42").acquire()
     for _ in range(2):
-        force_release("invoice:42", by="the boss", owner=lease.owner_id)
+        force_release("invoice:42", by="the boss", owner_id=lease.owner_id)
     assert read(registry, "fencedlock_forced_releases_total", pattern="invoice:*") == 1
 
 

@@ -234,7 +234,7 @@ def test_portrait(backend):
     with lock("x") as lease:
         found = portrait("x")
         assert found.is_held
-        assert found.services[0].holder.owner == lease.owner_id
+        assert found.services[0].holder.owner_id == lease.owner_id
         assert (found.fences[0].token, found.fences[0].owner) == (lease.token, lease.owner_id)
         assert found.entries[0].state is State.HELD
         if backend == "postgres":

@@ -200,7 +200,7 @@ def test_a_session_lock_tells_how_to_end_its_session(settings, postgres, fenced)
 def test_an_owner_that_is_not_in_the_registry_is_not_said_to_have_changed(settings, postgres):
     settings.FENCEDLOCK = {"default": {"BACKEND": POSTGRES, "FENCE_DATABASE": "postgres"}}
     with lock("x", fenced=False) as lease:
-        done = force_release("x", by="me", owner=lease.owner_id)
+        done = force_release("x", by="me", owner_id=lease.owner_id)
         assert done.outcome is Outcome.NEEDS_END_OF_SESSION
         assert lease.verify()
 

@@ -138,7 +138,7 @@ def test_each_name_has_a_lock_of_its_own(alias, names):
         assert refused == dict.fromkeys(names)
         held = HeldLock.objects.using(alias).in_bulk()
         for name, lease in leases.items():
-            assert lock(name).holder().owner == held[name].owner == lease.owner_id
+            assert lock(name).holder().owner_id == held[name].owner == lease.owner_id
             assert held[name].token == lease.token
         found = service("default").backend.holders(names)
         assert {name: holder.owner for name, holder in found.items()} == {

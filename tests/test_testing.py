@@ -102,13 +102,14 @@ class Grants:
         with hold_lock("invoice:42") as held:
             with pytest.raises(LockNotAcquired) as caught:
                 lock("invoice:42", blocking_timeout=60).__enter__()
-            assert assert_locked("invoice:42").owner == held.owner_id
+            assert assert_locked("invoice:42").owner_id == held.owner_id
             assert lock("invoice:42").acquire(blocking=False) is None
             with lock("invoice:43"):
                 pass
         # The postgres backend alone can't see the thread, which is in the test's transaction.
-        place = f"{held.holder.host}, pid {held.holder.pid}"
+        place, _, thread = str(held.holder).partition(", thread ")
         assert f"'invoice:42' is held by {place}" in str(caught.value)
+        assert thread == "hold_lock"
         assert time.monotonic() - started < 30
         with lock("invoice:42") as lease:
             assert lease.token == held.token + 1
@@ -403,7 +404,7 @@ class TestDbFixture:
 
     def test_hold_lock(self, hold_lock):
         held = hold_lock("invoice:42")
-        assert assert_locked("invoice:42").owner == held.owner_id
+        assert assert_locked("invoice:42").owner_id == held.owner_id
         assert lock("invoice:42", blocking_timeout=60).acquire() is None
 
 

@@ -638,7 +638,7 @@ def test_a_rejection_is_logged_and_sent(database, invoice, caplog):
         with pytest.raises(StaleFence) as caught:
             invoice.save()
     error = caught.value
-    assert (error.name, error.token, error.owner) == (lease.name, 1, lease.owner_id)
+    assert (error.name, error.token, error.owner_id) == (lease.name, 1, lease.owner_id)
     ((facts),) = heard
     told = {"sender": Invoice, "pk": invoice.pk, "name": lease.name, "token": 1}
     assert facts.items() >= told.items()

@@ -316,7 +316,7 @@ class HeldLockAdmin(ReadOnlyAdmin):
                 messages.error(request, text % row.name)
                 continue
             try:
-                released = force_release(row.name, by=by, backend=row.alias, owner=row.owner)
+                released = force_release(row.name, by=by, backend=row.alias, owner_id=row.owner)
             except exceptions.FencedLockError as exc:
                 text = _("Lock “%(name)s” was not released: %(why)s")
                 messages.error(request, text % {"name": row.name, "why": translated(exc)})

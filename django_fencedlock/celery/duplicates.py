@@ -93,14 +93,14 @@ class Delivery:
             if begun is not None and begun.outcome:
                 return self.judge(begun)
             may_be_the_same = f"[{shorten_task_id(self.message.task_id)}]" in holder.description
-            if begun is not None and (may_be_the_same or begun.owner == holder.owner):
+            if begun is not None and (may_be_the_same or begun.owner == holder.owner_id):
                 self._come_later("runs")
             if begun is not None or not may_be_the_same or time.monotonic() >= deadline:
                 return None
             # It has the lock but no record yet; or it is the run that this one retries.
             time.sleep(random.uniform(0.02, 0.1))
             now = self._call.service.holder(self._call.name)
-            if now is None or now.owner != holder.owner:
+            if now is None or now.owner_id != holder.owner_id:
                 raise HolderGone
 
     def begin(self) -> Skip | None:
@@ -212,10 +212,12 @@ def postpone_until_publisher_ends(call: Call, held: Held) -> None:
     publisher = (call.request.headers or {}).get(FOLLOWS)
     if not publisher:
         return
-    holder = held if held.owner else call.service.holder(call.name)
+    owner = held.owner
+    if not owner and (holder := call.service.holder(call.name)):
+        owner = holder.owner_id
     # Without a known holder, it may have been the publisher. A publisher that has released the
     # lock never holds it again, so another holder is an ordinary conflict.
-    if holder is not None and holder.owner not in ("", publisher):
+    if owner not in ("", publisher):
         return
     times = max(0, number(call.request, POSTPONED))
     pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(times, 16))

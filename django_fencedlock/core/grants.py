@@ -359,7 +359,7 @@ def holder_of(held: Held, alias: str) -> Holder:
     now = datetime.now(UTC)
     age, left = held.held_for, held.expires_in
     return Holder(
-        owner=held.owner,
+        owner_id=held.owner,
         description=describe_identity(held.identity),
         alias=held.alias or alias,
         token=held.token,

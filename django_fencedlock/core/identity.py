@@ -207,7 +207,7 @@ def describe_place(host: str, pid: int, thread: str, task_name: str, task_id: st
 class Holder:
     """The holder of a lock, as the lock service describes it."""
 
-    owner: str
+    owner_id: str
     description: str
     alias: str
     token: int | None = None
@@ -218,7 +218,7 @@ class Holder:
 
     def __str__(self) -> str:
         # Written by another process: it must not forge log lines.
-        return escape_control(self.description or f"owner {self.owner}")
+        return escape_control(self.description or f"owner {self.owner_id}")
 
 
 def new_owner(task: tuple[str, str] | None = None) -> Owner:

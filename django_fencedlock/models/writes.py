@@ -136,7 +136,7 @@ class Write:
             f"{self.doing} {row} under token {grant.token} of lock {grant.name!r} was rejected: "
             f"{why}.",
             name=grant.name,
-            owner=grant.owner,
+            owner_id=grant.owner,
             token=grant.token,
             holder=holder,
         )

@@ -87,9 +87,9 @@ class HeldBy:
     expired: bool = False
 
     @property
-    def owner(self) -> str:
+    def owner_id(self) -> str:
         """The owner id; empty if it isn't in the registry."""
-        return self.holder.owner
+        return self.holder.owner_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +162,18 @@ def _look(name: str, backend: str) -> tuple[HeldBy | None, Newest | None]:
     fenced = holder.token is not None or (
         seen not in (None, (0, "")) and not asked.backend.records_grants
     )
-    if row and row.owner.id == holder.owner:
+    if row and row.owner.id == holder.owner_id:
         fenced = row.fenced
     return HeldBy(name, backend, asked.backend.label, holder, fenced, expired=now is None), seen
 
 
 def force_release(
-    name: str, *, by: str, backend: str = conf.DEFAULT_ALIAS, owner: str | None = None
+    name: str, *, by: str, backend: str = conf.DEFAULT_ALIAS, owner_id: str | None = None
 ) -> Release:
     """
     Take lock `name` from its holder. The next waiter acquires it.
 
-    It is idempotent, and releases only the lock of the holder that it found, or of `owner`.
+    It is idempotent, and releases only the lock of the holder that it found, or of `owner_id`.
     The holder's error, the log and the signal name the author, `by`.
 
     Raises:
@@ -188,12 +188,12 @@ def force_release(
     found, seen = _look(name, backend)
     if found is None:
         return Release(name, backend, Outcome.NOT_HELD)
-    if not found.owner:
+    if not found.owner_id:
         return Release(name, backend, Outcome.NEEDS_END_OF_SESSION, found.holder)
-    if owner is not None and owner != found.owner:
+    if owner_id is not None and owner_id != found.owner_id:
         return Release(name, backend, Outcome.CHANGED_HANDS, found.holder)
     revoked = _revoke(found, by, seen)
-    held = Grant(name, found.owner, fenced=found.fenced)
+    held = Grant(name, found.owner_id, fenced=found.fenced)
     released = service(backend).backend.release(held)
     if revoked is not None and found.fenced:
         revoked = _revoke_again(found, by, revoked, seen)
@@ -205,7 +205,7 @@ def force_release(
 
 def _revoke_again(found: HeldBy, by: str, revoked: Revoked, seen: Newest | None) -> Revoked:
     """Raise the fence again, if the holder may have recorded its grant since the first time."""
-    was_recorded = seen is not None and seen[1] == found.owner
+    was_recorded = seen is not None and seen[1] == found.owner_id
     last = None if was_recorded or revoked.token is None else (revoked.token, "")
     try:
         again = _revoke(found, by, last, again=True)
@@ -221,7 +221,7 @@ def _revoke(found: HeldBy, by: str, seen: Newest | None, *, again: bool = False)
     """Raise the fence and note the author; None for an unfenced lock without tables."""
     config = service(found.alias).config
     try:
-        held = Grant(found.name, found.owner, fenced=found.fenced)
+        held = Grant(found.name, found.owner_id, fenced=found.fenced)
         proposed = found.holder.token
         return Revoking(config).revoke(held, by, proposed=proposed, seen=seen, again=again)
     except BackendUnavailable as exc:
@@ -249,7 +249,7 @@ def _conclude(found: HeldBy, by: str, revoked: Revoked | None, released: bool) -
     has_row, asked = found.fenced, service(found.alias)
     if not released:
         now = held_by(found.name, found.alias)
-        if now is None or now.owner != found.owner:
+        if now is None or now.owner_id != found.owner_id:
             # It was released a moment ago, or another holder has acquired it.
             outcome = Outcome.NOT_HELD if now is None else Outcome.CHANGED_HANDS
             return Release(found.name, found.alias, outcome, now.holder if now else None)
@@ -257,7 +257,7 @@ def _conclude(found: HeldBy, by: str, revoked: Revoked | None, released: bool) -
         has_row = now.expired
     if has_row:
         with contextlib.suppress(Error):
-            Fences(asked.config, asked.backend.label).clear([Grant(found.name, found.owner)])
+            Fences(asked.config, asked.backend.label).clear([Grant(found.name, found.owner_id)])
             released = True
     token = revoked.token if revoked else None
     is_new = revoked is None or revoked.is_new
@@ -276,7 +276,7 @@ def _announce(found: HeldBy, by: str, token: int | None, freed: bool) -> None:
         "Lock %r (alias %r) was released by force, by %s; it was held by %s%s",
         *(name, alias, by, holder, "" if freed else ", which releases it at its next renewal"),
         extra=logs.facts(
-            name=name, alias=alias, owner=found.owner, holder=str(holder), token=token, by=by
+            name=name, alias=alias, owner=found.owner_id, holder=str(holder), token=token, by=by
         ),
     )
     backend = service(alias).backend

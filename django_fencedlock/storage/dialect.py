@@ -81,7 +81,7 @@ class Row(NamedTuple):
 
     def holder(self) -> Holder:
         return Holder(
-            owner=self.owner.id,
+            owner_id=self.owner.id,
             description=str(self.owner),
             alias=self.alias,
             token=self.token,

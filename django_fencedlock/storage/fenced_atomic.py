@@ -105,7 +105,7 @@ class PinnedBlock(Atomic):
                 f"The COMMIT of a transaction under lock {lease.name!r} failed: {exc}. It may have "
                 "been committed or not: read again before anything is written again.",
                 name=lease.name,
-                owner=lease.owner_id,
+                owner_id=lease.owner_id,
                 token=lease.token,
             ) from exc
 
@@ -161,7 +161,7 @@ def _stale(lease: Lease, found: tuple[str, Holder | None] | None) -> StaleFence:
     return StaleFence(
         f"lease.atomic() of lock {lease.name!r} under token {lease.token} was rejected: {why}.",
         name=lease.name,
-        owner=lease.owner_id,
+        owner_id=lease.owner_id,
         token=lease.token,
         holder=holder,
     )

@@ -16,6 +16,7 @@ from django.db import IntegrityError, connections
 from .. import conf
 from ..backends.interface import Renewal
 from ..core.events import Kind, LockEvent, subscribe
+from ..core.identity import Owner
 from ..core.runtime import forks
 from ..lease import Lease
 from .background_writer import writer
@@ -64,7 +65,8 @@ def write(database: str, items: list[tuple[Lease, str]]) -> None:
             old.append(row.owner)
         if is_held:
             session = getattr(lease.grant.handle, "session_columns", {})
-            entry = Entry(lease.name, lease.alias, label, lease.holder, lease.ttl, False, **session)
+            owner = Owner.read(lease.owner_id, lease.grant.identity)
+            entry = Entry(lease.name, lease.alias, label, owner, lease.ttl, False, **session)
             new.append(
                 rows.model(
                     **ledger.values(connection, entry),

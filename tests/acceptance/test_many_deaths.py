@@ -38,7 +38,7 @@ def kill(pid):
 
 def owner_of(name, alias):
     holder = lock(name, backend="redis" if alias == "unfenced" else alias).holder()
-    return holder and holder.owner
+    return holder and holder.owner_id
 
 
 def kill_one_after_the_other(journal, key, alias="default", count=KILLS):

@@ -165,7 +165,7 @@ def old_file(settings, make_redis):
 
 def test_a_redis_from_an_old_file_has_a_shadow_of_a_holder(old_file):
     former, now = old_file
-    assert lock("x").holder().owner == former.owner_id
+    assert lock("x").holder().owner_id == former.owner_id
     # No other holder has acquired it, but the service has lost the current holder.
     assert not now.verify()
     assert now.lost

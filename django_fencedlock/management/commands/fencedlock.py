@@ -132,10 +132,10 @@ class Command(BaseCommand):
             )
         done = Release(name, "".join(alias[:1]), Outcome.NOT_HELD)
         for held in holders:
-            if not yes and held.owner and owner in (None, held.owner):
+            if not yes and held.owner_id and owner in (None, held.owner_id):
                 self._confirm(held, options.get("stdin") or sys.stdin)
             # Only the holder that was shown, or named by --owner, loses the lock.
-            done = force_release(name, by=by, backend=held.alias, owner=owner or held.owner)
+            done = force_release(name, by=by, backend=held.alias, owner_id=owner or held.owner_id)
         told = str(done)
         self._put({**asdict(done), "done": done.done, "message": told}, [escape_control(told)])
         return 0 if done.done else 1
@@ -145,7 +145,7 @@ class Command(BaseCommand):
         expired = " Its lease has expired." if found.expired else ""
         for line in (
             f"Lock {found.name!r} ({where}) is held by {found.holder}.{expired}",
-            f"Its owner id is {found.owner}.",
+            f"Its owner id is {found.owner_id}.",
             *consequences(found.fenced, found.holder.session_pid),
         ):
             self.stdout.write(escape_control(line))

@@ -143,7 +143,7 @@ class ExclusionContract(Contract):
         assert str(lease.holder) in str(caught.value)
         assert (caught.value.name, caught.value.alias) == (name, self.alias)
         assert caught.value.holder is not None
-        assert caught.value.holder.owner == lease.owner_id
+        assert caught.value.holder.owner_id == lease.owner_id
 
     def test_async_with_names_the_holder_in_its_error_and_never_enters(
         self, name: str, thread: AnotherThread

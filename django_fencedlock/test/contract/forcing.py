@@ -143,10 +143,10 @@ class ForcedReleaseContract(Contract):
         former.release()
         successor = thread.call(self.take, name)
         before = self.recorded(name)
-        done = self.force(name, owner=former.owner_id)
+        done = self.force(name, owner_id=former.owner_id)
         assert done.outcome is Outcome.CHANGED_HANDS
         assert done.holder is not None
-        assert done.holder.owner == successor.owner_id
+        assert done.holder.owner_id == successor.owner_id
         assert self.recorded(name) == before
         assert successor.verify()
         successor_ends(thread, successor)
@@ -176,7 +176,7 @@ class ForcedReleaseContract(Contract):
         lease = self.take(name)
         with listening(signals.lock_force_released, name, "released", heard):
             token = self.force(name).token
-            again = self.force(name, owner=lease.owner_id)
+            again = self.force(name, owner_id=lease.owner_id)
         assert heard == ["released"]
         assert self.recorded(name) == (token, "")
         assert again.outcome is Outcome.NOT_HELD
@@ -203,7 +203,7 @@ class ForcedReleaseContract(Contract):
         assert facts["sender"] is type(self.service.backend)
         assert (facts["name"], facts["alias"], facts["by"]) == (name, self.alias, "the boss")
         assert facts["token"] == lease.token + 1
-        assert facts["holder"].owner == lease.owner_id
+        assert facts["holder"].owner_id == lease.owner_id
         assert facts["freed"] is True
         assert lost == ["lost"]
         (record,) = [each for each in caplog.records if each.name.endswith(".force_release")]
@@ -225,7 +225,7 @@ class ForcedReleaseContract(Contract):
         finally:
             thread.call(block.__exit__, None, None, None)
         assert clock() - started < BOUND + self.slack
-        assert caught.value.holder.owner == lease.owner_id  # type: ignore[union-attr]
+        assert caught.value.holder.owner_id == lease.owner_id  # type: ignore[union-attr]
         assert "can't be raised" in str(caught.value)
         if not self.one_writer:
             assert caught.value.blocker is not None
@@ -243,7 +243,7 @@ class ForcedReleaseContract(Contract):
         found = held_by(name, self.alias)
         assert found is not None
         process.pause()
-        done = self.force(name, owner=found.owner)
+        done = self.force(name, owner_id=found.owner_id)
         if self.left_to_holder:
             assert done.outcome is Outcome.LEFT_TO_HOLDER
         else:

@@ -41,7 +41,7 @@ class LossContract(Contract):
         assert successor.verify()
         holder = self.lock(name).holder()
         assert holder is not None
-        assert holder.owner == successor.owner_id
+        assert holder.owner_id == successor.owner_id
         assert not self.is_free(name)
 
     def test_a_former_holder_renews_nothing(self, name: str, thread: AnotherThread) -> None:
