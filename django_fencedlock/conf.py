@@ -56,6 +56,7 @@ class AliasConfig:
     # A URL may contain a password, and error reports show local variables.
     location: str = field(repr=False)
     ttl: float
+    #: Infinite for no limit.
     blocking_timeout: float
     key_prefix: str
     fence_database: str
@@ -70,16 +71,23 @@ class AliasConfig:
         return seconds(self.options.get("TIMEOUT", TIMEOUT), f"{self.where('OPTIONS')}['TIMEOUT']")
 
 
+def patience(value: object, what: str = "blocking_timeout") -> float:
+    """Return how long to wait for a lock, in seconds; None is no limit."""
+    return math.inf if value is None else seconds(value, what, zero=True, endless=True)
+
+
 def seconds(value: object, what: str, *, zero: bool = False, endless: bool = False) -> float:
     """Return a duration in seconds, given as a number or a timedelta."""
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{what} is {value!r}; it has to be a number of seconds or a timedelta.")
+        none = ", or None for no limit" if endless else ""
+        what = f"{what} is {value!r}; it has to be a number of seconds or a timedelta{none}."
+        raise TypeError(what)
     low = value < 0 if zero else value <= 0
     if low or math.isnan(value) or (math.isinf(value) and not endless):
         allowed = "zero or more" if zero else "more than zero"
-        finite = "" if endless else " and finite"
+        finite = ", or None for no limit" if endless else " and finite"
         raise ValueError(f"{what} is {value!r}; it has to be {allowed}{finite}.")
     return float(value)
 
@@ -259,7 +267,7 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
         value, kind = whole[key], type(default)
         if kind is int:
             try:
-                seconds(value, _where(alias, key), zero=key == "BLOCKING_TIMEOUT")
+                (patience if key == "BLOCKING_TIMEOUT" else seconds)(value, _where(alias, key))
             except (TypeError, ValueError) as exc:
                 yield Problem("E003", str(exc))
         elif not isinstance(value, kind):
@@ -279,7 +287,7 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
 def _read(alias: str, given: Mapping[str, Any]) -> AliasConfig:
     whole = {**DEFAULTS, **given}
     whole["TTL"] = seconds(whole["TTL"], "TTL")
-    whole["BLOCKING_TIMEOUT"] = seconds(whole["BLOCKING_TIMEOUT"], "BLOCKING_TIMEOUT", zero=True)
+    whole["BLOCKING_TIMEOUT"] = patience(whole["BLOCKING_TIMEOUT"])
     return AliasConfig(alias, **{key.lower(): value for key, value in whole.items()})
 
 

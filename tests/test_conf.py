@@ -53,9 +53,8 @@ def test_durations_may_be_timedeltas_and_are_read_again_when_they_change(setting
         ({"default": {"TTL": 0}}, "E003", "0; it has to be more than zero"),
         ({"default": {"TTL": True}}, "E003", "True"),
         ({"default": {"TTL": float("inf")}}, "E003", "inf.*finite"),
-        ({"default": {"BLOCKING_TIMEOUT": -1}}, "E003", "-1.*zero or more"),
-        ({"default": {"BLOCKING_TIMEOUT": float("inf")}}, "E003", "inf.*zero or more and finite"),
-        ({"default": {"BLOCKING_TIMEOUT": None}}, "E003", "None"),
+        ({"default": {"BLOCKING_TIMEOUT": -1}}, "E003", "-1.*zero or more, or None for no limit"),
+        ({"default": {"BLOCKING_TIMEOUT": "9"}}, "E003", "'9'.*timedelta, or None for no limit"),
         ({"default": {"BACKEND": "no.such.Backend"}}, "E004", "no.such.Backend.*dotted path"),
         ({"default": {"BACKEND": "datetime.datetime"}}, "E004", "isn't a lock backend"),
         ({"default": {"FENCE_DATABASE": "other"}}, "E006", "'other'.*Use one of 'default'"),
@@ -154,9 +153,16 @@ class TestLockArguments:
         with pytest.raises(ValueError, match="ttl is inf; it has to be more than zero and finite"):
             lock("x", ttl=float("inf"))
 
+    @pytest.mark.parametrize("endless", [None, float("inf")])
+    def test_a_wait_has_no_limit_if_the_setting_is_none(self, settings, endless):
+        settings.FENCEDLOCK = {"default": {"BLOCKING_TIMEOUT": endless}}
+        assert found() == {}
+        assert lock("x").blocking_timeout == float("inf")
+
     @pytest.mark.parametrize("wait", [-1, float("nan"), float("-inf")])
     def test_the_error_of_a_refused_wait_says_what_is_allowed(self, wait):
-        message = re.escape(f"blocking_timeout is {wait}; it has to be zero or more.")
+        allowed = "zero or more, or None for no limit"
+        message = re.escape(f"blocking_timeout is {wait}; it has to be {allowed}.")
         for refused in (
             lambda: lock("x", blocking_timeout=wait),
             lambda: lock("x").acquire(blocking_timeout=wait),
