@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 #: ``lease`` and ``waited``, in seconds.
 lock_acquired = Signal()
-#: ``waited``, in seconds, and ``pattern``: the template of the name, if it has one.
+#: ``waited``, in seconds; ``pattern``, the template of the name, if it has one; and the present
+#: ``holder`` if known.
 lock_not_acquired = Signal()
 #: ``lease``.
 lock_released = Signal()

@@ -1,6 +1,7 @@
 """What is logged: by whom, how loud, and with which facts."""
 
 import ast
+import asyncio
 import logging
 import re
 from pathlib import Path
@@ -50,13 +51,31 @@ def test_taking_and_releasing_says_nothing(records):
     assert records == []
 
 
-def test_a_conflict_is_info(records):
-    with hold_lock("x"), pytest.raises(LockNotAcquired), lock("x", blocking_timeout=0):
-        pass
+@pytest.mark.parametrize("wait", [0, 0.1])
+@pytest.mark.parametrize("how", ["with", "acquire", "aacquire"])
+def test_a_conflict_is_info_and_names_the_holder(records, how, wait):
+    with hold_lock("x", let_wait=True) as held:
+        if how == "with":
+            with pytest.raises(LockNotAcquired), lock("x", blocking_timeout=wait):
+                pass
+        elif how == "acquire":
+            assert lock("x", blocking_timeout=wait).acquire() is None
+        else:
+            assert asyncio.run(lock("x", blocking_timeout=wait).aacquire()) is None
     (record,) = records
     assert (record.name, record.levelname) == ("django_fencedlock.core.events", "INFO")
-    assert record.getMessage().startswith("Lock 'x' (alias 'default') wasn't acquired in 0.0 s")
-    assert set(facts(record)) == {"name", "alias", "waited"}
+    waited = r" in 0\.\d s" if wait else ""
+    message = rf"Lock 'x' \(alias 'default'\) wasn't acquired{waited}: it is held by (.*)"
+    assert re.fullmatch(message, record.getMessage())[1] == str(held.holder)
+    known = facts(record)
+    assert known.pop("waited") >= wait
+    assert known == {"name": "x", "alias": "default", "holder": str(held.holder)}
+
+
+def test_a_conflict_with_an_unknown_holder_is_logged(records):
+    service("default").tell_refused("x", "", 0.01, None)
+    message = "Lock 'x' (alias 'default') wasn't acquired: it is held by another holder"
+    assert records[0].getMessage() == message
 
 
 def test_a_lost_lease_is_a_warning(records):

@@ -588,7 +588,7 @@ class TestWhatTheWaitersErrorSays:
 
     def test_nothing_of_the_kind_if_the_fence_is_free(self, database):
         lock("x").acquire().release()
-        assert "isn't known" in str(service("default").grants.refusal("x", 1.0))
+        assert "held by an unknown holder" in str(service("default").grants.refusal("x", 1.0))
         with lock("x") as lease:
             assert f"held by {lease.holder}" in str(service("default").grants.refusal("x", 1.0))
 

@@ -72,10 +72,11 @@ def emit(kind: Kind, backend: Backend, name: str, lease: Any = None, **facts: An
 def _log(event: LockEvent) -> None:
     name, alias, facts = event.name, event.alias, event.facts
     if event.kind is Kind.REFUSED:
-        waited = facts["waited"]
-        message = "Lock %r (alias %r) wasn't acquired in %.1f s: another holder has it"
-        known = logs.facts(name=name, alias=alias, waited=waited)
-        logger.info(message, name, alias, waited, extra=known)
+        waited, holder = facts["waited"], facts["holder"]
+        within = f" in {waited:.1f} s" if waited >= 0.05 else ""
+        message = "Lock %r (alias %r) wasn't acquired%s: it is held by %s"
+        known = logs.facts(name=name, alias=alias, waited=waited, holder=holder and str(holder))
+        logger.info(message, name, alias, within, holder or "another holder", extra=known)
     elif event.kind is Kind.EVICTED:
         message = "Freed lock %r (alias %r): its holder, process %d of this machine, is gone"
         known = logs.facts(name=name, alias=alias, owner=facts["owner"])

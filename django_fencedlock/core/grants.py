@@ -304,7 +304,7 @@ class Grants:
             holder = holder_of(held, alias) if held and held.owner else self.holder(name)
         except BackendUnavailable:
             holder = None
-        by = f"held by {holder}" if holder else "taken; its holder has just gone, or isn't known"
+        by = f"held by {holder or 'an unknown holder'}"
         if fenced and (holder is None or holder.token is None):
             # That holder's grant isn't recorded yet: it may wait for the same transaction.
             using = self.backend.config.fence_database

@@ -37,7 +37,7 @@ from ..storage.fenced_atomic import pinned_atomic
 from ..storage.fences import Fences, told
 from . import aio, runtime
 from .events import Kind, emit, subscribe
-from .grants import Grants, grant_of
+from .grants import Grants, grant_of, holder_of
 from .identity import LocalHolder, current_holder
 from .keeper import REFUSED, Keeper
 from .runtime import clock
@@ -126,11 +126,12 @@ class Service:
         if lease is not None:
             emit(Kind.ACQUIRED, self.backend, lease.name, lease, waited=waited)
         elif tells:
-            self.tell_refused(claim.name, pattern, waited)
+            self.tell_refused(claim.name, pattern, waited, wait.held)
         return lease
 
-    def tell_refused(self, name: str, pattern: str, waited: float) -> None:
-        emit(Kind.REFUSED, self.backend, name, pattern=pattern, waited=waited)
+    def tell_refused(self, name: str, pattern: str, waited: float, held: Held | None = None) -> None:
+        holder = holder_of(held, self.config.alias) if held and held.owner else None
+        emit(Kind.REFUSED, self.backend, name, pattern=pattern, waited=waited, holder=holder)
 
     def _forget(self, lease: Lease) -> None:
         if (who := lease.who) is not None and who.leases.get((self, lease.name)) is lease:
