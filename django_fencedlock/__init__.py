@@ -1,12 +1,23 @@
 """Locks with fencing tokens for Django and Celery, enforced where Django writes."""
 
+from .core.identity import Holder
 from .exceptions import (
+    AliasConflict,
+    BackendUnavailable,
     FencedLockError,
+    InsideTransaction,
     LeaseLost,
     LockNotAcquired,
     LockRequired,
+    NotTheHolder,
+    OutcomeUnknown,
+    ReleaseBlocked,
+    SettingsError,
     StaleFence,
+    StaleObject,
+    Unfenced,
     VersionConflict,
+    WrongDatabase,
 )
 from .lease import Lease, current_lease
 from .locks import lock
@@ -15,13 +26,24 @@ from .ops.force_release import force_release
 __version__ = "0.1.0"
 
 __all__ = [
+    "AliasConflict",
+    "BackendUnavailable",
     "FencedLockError",
+    "Holder",
+    "InsideTransaction",
     "Lease",
     "LeaseLost",
     "LockNotAcquired",
     "LockRequired",
+    "NotTheHolder",
+    "OutcomeUnknown",
+    "ReleaseBlocked",
+    "SettingsError",
     "StaleFence",
+    "StaleObject",
+    "Unfenced",
     "VersionConflict",
+    "WrongDatabase",
     "current_lease",
     "force_release",
     "lock",

@@ -9,24 +9,29 @@ import os
 import sys
 import time
 import weakref
+from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
+
+from django.core.exceptions import SynchronousOnlyOperation
 
 from . import logs
-from .core.identity import Holder, describe_identity
+from .core import runtime
+from .core.identity import Holder, LocalHolder, current_holder, describe_identity
 from .core.runtime import clock
-from .exceptions import LeaseLost, Unfenced
-
-if TYPE_CHECKING:
-    from .core.identity import LocalHolder
+from .exceptions import BackendUnavailable, LeaseLost, NotTheHolder, Unfenced
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Duration = float | int | timedelta
+#: What the end of a block is given.
+ErrorType = type[BaseException] | None
+Error = BaseException | None
 
 
 #: Seconds after which the end of a call in a thread was noticed: it hands over its result before.
@@ -39,7 +44,7 @@ class Control(Protocol):
     def verify(self, lease: Lease) -> bool: ...
     def renew(self, lease: Lease, ttl: Duration | None) -> None: ...
     def release(self, lease: Lease, who: LocalHolder | None = None) -> bool: ...
-    async def arelease(self, lease: Lease) -> bool: ...
+    async def arelease(self, lease: Lease, who: LocalHolder | None = None) -> bool: ...
     def give_back(self, lease: Lease, who: LocalHolder | None) -> None: ...
     def atomic(self, lease: Lease, using: str | None) -> AbstractContextManager[None]: ...
     def explain(self, leases: Sequence[Lease]) -> None: ...
@@ -47,9 +52,38 @@ class Control(Protocol):
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T: ...
 
 
-class Lease:
+class OfHolder:
+    """What a task, greenlet, thread or call has begun: other code may end it only after that."""
+
+    # Weak: a holder that is gone has ended.
+    _who: Callable[[], LocalHolder | None] | None = None
+
+    def __init__(self, who: LocalHolder | None) -> None:
+        if who is not None:
+            self._who = weakref.ref(who)
+
+    @property
+    def who(self) -> LocalHolder | None:
+        """The task, greenlet, thread or call that began it; None once it is gone."""
+        return None if self._who is None else self._who()
+
+    def is_left(self) -> bool:
+        """Whether the code that began it has ended, so that any other code may end it."""
+        return self._who is not None and ((who := self._who()) is None or who.has_ended())
+
+    def wait_until_left(self) -> bool:
+        """As `is_left()`, for code that may know of the end before it was noticed here."""
+        until = clock() + NOTICED
+        while not self.is_left():
+            if clock() > until or not getattr(self.who, "may_be_call", True):
+                return False
+            time.sleep(0.001)
+        return True
+
+
+class Lease(OfHolder):
     """
-    A lock that was granted, for as long as it is renewed.
+    A lock that was granted, for as long as it is renewed. ``with lease:`` releases it at the end.
 
     It doesn't promise that no other holder runs: its holder may be paused past its end. It promises
     that its ``token`` is newer than all before, so that a system that checks tokens rejects the
@@ -59,8 +93,6 @@ class Lease:
     name: str
     owner_id: str
     fenced: bool
-    # Weak: a holder that is gone has ended.
-    _who: Callable[[], LocalHolder | None] | None = None
 
     def __init__(
         self,
@@ -76,6 +108,7 @@ class Lease:
         lent: Callable[[], bool] | None = None,
         clock: Callable[[], float] = clock,
     ) -> None:
+        super().__init__(who)
         self.grant = grant
         self.name = grant.name
         self.owner_id = grant.owner
@@ -92,6 +125,8 @@ class Lease:
         self.renewed_until = since + (math.inf if max_hold is None else max_hold)
         #: How many times it was entered and not yet left.
         self.entries = 1
+        #: How many acquire()s returned it that neither a block nor a release has ended.
+        self.to_release = 0
         #: The claim that entered it again last.
         self.entered_by: object = None
         #: Its release waits for the end of the caller's transaction.
@@ -104,8 +139,6 @@ class Lease:
         self.why_lost = ""
         #: The reason is the one that is most likely; the database may have a better one.
         self.loss_is_guessed = False
-        if who is not None:
-            self._who = weakref.ref(who)
         self._control = control
         self._clock = clock
         self._pid = os.getpid()
@@ -118,24 +151,6 @@ class Lease:
         now, place = datetime.now(UTC), describe_identity(self.grant.identity)
         since, until = now - timedelta(0, self.held_for()), now + timedelta(0, self.remaining())
         return Holder(self.owner_id, place, self.alias, self.grant.token, since, until)
-
-    @property
-    def who(self) -> LocalHolder | None:
-        """The task, greenlet, thread or call that may acquire it again; None once it is gone."""
-        return None if self._who is None else self._who()
-
-    def is_left(self) -> bool:
-        """Whether the code that acquired it has ended, so that any other code may release it."""
-        return self._who is not None and ((who := self._who()) is None or who.has_ended())
-
-    def wait_until_left(self) -> bool:
-        """As `is_left()`, for code that may know of the end before it was noticed here."""
-        until = self._clock() + NOTICED
-        while not self.is_left():
-            if self._clock() > until or not getattr(self.who, "may_be_call", True):
-                return False
-            time.sleep(0.001)
-        return True
 
     @property
     def ttl(self) -> float:
@@ -151,8 +166,8 @@ class Lease:
         """The fencing token of this grant. It never changes."""
         if self.grant.token is None:
             raise Unfenced(
-                f"Lock {self.name!r} was taken with fenced=False, so this lease has no token; "
-                "take it without fenced=False to get one.",
+                f"Lock {self.name!r} was acquired with fenced=False, so this lease has no token. "
+                "Acquire it without fenced=False to get one.",
                 name=self.name,
             )
         return cast(int, self.grant.token)
@@ -213,6 +228,7 @@ class Lease:
 
     def verify(self) -> bool:
         """Ask the lock service whether this is still the holder; a refusal marks the lease lost."""
+        forbid_in_event_loop("lease.verify()", "await lease.averify()")
         return self.is_open() and self._control.verify(self)
 
     def renew(self, ttl: Duration | None = None) -> None:
@@ -221,6 +237,7 @@ class Lease:
 
         A lease that was held for longer than its ``max_hold`` is lost then.
         """
+        forbid_in_event_loop("lease.renew()", "await lease.arenew()")
         if self.released or self.lost:
             self.check()
         self._control.renew(self, ttl)
@@ -232,10 +249,11 @@ class Lease:
         A lease that was entered several times is released by the last of as many releases, and
         inside a transaction by its end.
         """
+        forbid_in_event_loop("lease.release()", "await lease.arelease()")
         if not self.is_open():
             return False
         try:
-            return self._control.release(self)
+            return self._count_release(self._control.release(self))
         finally:
             leave(self)
 
@@ -252,9 +270,97 @@ class Lease:
         if not self.is_open():
             return False
         try:
-            return await self._control.arelease(self)
+            return self._count_release(await self._control.arelease(self))
         finally:
             leave(self)
+
+    def _count_release(self, answer: bool) -> bool:
+        self.to_release = max(0, self.to_release - 1)
+        return answer
+
+    def __enter__(self) -> Lease:
+        """Release the lock at the end of the block. This doesn't enter the lease once more."""
+        who = self._begin_block()
+        try:
+            forbid_in_event_loop("with lease", "async with lease")
+        except SynchronousOnlyOperation:
+            self._release_in_thread()
+            raise
+        if self.released or self.lost:
+            self.end_block(None, None, who)
+            self.check()
+        return self
+
+    def __exit__(self, kind: ErrorType, error: Error, trace: object) -> None:
+        self.end_block(kind, error, current_holder())
+
+    async def __aenter__(self) -> Lease:
+        """See __enter__()."""
+        who = self._begin_block()
+        if self.released or self.lost:
+            await self.aend_block(None, None, who)
+            self.check()
+        return self
+
+    async def __aexit__(self, kind: ErrorType, error: Error, trace: object) -> None:
+        await self.aend_block(kind, error, current_holder())
+
+    def _begin_block(self) -> LocalHolder:
+        """Let the block release what one `Lock.acquire()` acquired; return the code's holder."""
+        who = current_holder()
+        if self.is_open():
+            if self.who is not who and not self.wait_until_left():
+                raise self.not_the_holder()
+            if not self.to_release:
+                raise RuntimeError(
+                    f"Lock {self.name!r} is released by the block or the task that acquired it; "
+                    "`with lease` would release it too early. Remove `with lease`, or write "
+                    f"`with lock({self.name!r})`."
+                )
+            self.to_release -= 1
+        return who
+
+    def end_block(self, kind: ErrorType, error: Error, who: LocalHolder | None) -> None:
+        """Release the lock at the end of a block, and raise its loss unless the block failed."""
+        if kind is GeneratorExit and self.who is not who:
+            self._release_in_thread()
+            return
+        try:
+            if self.is_open():
+                self._control.give_back(self, who)
+        finally:
+            leave(self)
+        if error is None and self.why_lost:
+            raise self.loss()
+
+    async def aend_block(self, kind: ErrorType, error: Error, who: LocalHolder | None) -> None:
+        """See end_block()."""
+        if kind is GeneratorExit:
+            # The coroutine is being closed, and can't await any more.
+            self._release_in_thread()
+            return
+        try:
+            if self.is_open():
+                await self._control.arelease(self, who)
+        except BackendUnavailable as exc:
+            logs.left_to_run_out(logger, self.name, exc, logs.about(self))
+        finally:
+            leave(self)
+        if error is None and self.why_lost:
+            raise self.loss()
+
+    def _release_in_thread(self) -> None:
+        """Release in another thread: the garbage collector may run inside any code."""
+        if self.is_open():
+            runtime.start(partial(self._control.give_back, self, self.who))
+
+    def not_the_holder(self) -> NotTheHolder:
+        """Return the error for other code that would release it while its holder runs."""
+        return NotTheHolder(
+            f"Lock {self.name!r} was acquired by another thread, greenlet or task. Only that one "
+            "may release it until it has ended.",
+            name=self.name,
+        )
 
     def atomic(self, using: str | None = None) -> AbstractContextManager[None]:
         """
@@ -341,6 +447,14 @@ class Lease:
         raise TypeError(
             f"The lease of lock {self.name!r} can't be pickled: it belongs to this process. "
             "Pass lease.token on instead."
+        )
+
+
+def forbid_in_event_loop(call: str, instead: str) -> None:
+    """Raise an error in a coroutine, with what to write instead of `call`."""
+    if running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
+        raise SynchronousOnlyOperation(
+            f"{call} would block the event loop; write `{instead.format(call)}`."
         )
 
 

@@ -6,37 +6,44 @@ import asyncio
 import copy
 import functools
 import inspect
-import logging
-import os
 import random
-from asyncio import _get_running_loop as running_loop
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Never, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Never, cast, overload
 
 from asgiref.sync import sync_to_async
-from django.core.exceptions import SynchronousOnlyOperation
 
 from . import conf
 from .backends.interface import Claim, Wait
-from .core import aio, names, runtime
+from .conf import UNSET, Unset
+from .core import aio, names
 from .core.grants import FIRST_PAUSE, LONGEST_PAUSE, new_claim
 from .core.identity import Holder, LocalHolder, current_holder
 from .core.manager import Service, service, services
 from .core.runtime import clock
-from .exceptions import BackendUnavailable, FencedLockError, NotTheHolder
-from .lease import Duration, Lease, enter, leave
-from .logs import about, left_to_run_out
+from .exceptions import FencedLockError, NotTheHolder
+from .lease import Duration, Error, ErrorType, Lease, OfHolder, enter, forbid_in_event_loop
 
+if TYPE_CHECKING:
+    # At run time, a type variable has a default from Python 3.13 on.
+    from typing_extensions import TypeVar
+
+    #: What a block is given: a lease, or with ``required=False`` maybe None.
+    L = TypeVar("L", bound=Lease | None, default=Lease, covariant=True)
+else:
+    from typing import TypeVar
+
+    L = TypeVar("L")
 F = TypeVar("F", bound=Callable[..., Any])
 
-logger = logging.getLogger(__name__)
+#: What makes a task of a function, or stands for it, by its class. No task runner is imported.
+_TASKS = {"celery.app.task.Task", "celery.local.Proxy", "django.tasks.base.Task"}
 
 _validate = functools.lru_cache(1024)(names.validate)
 
 
-class Lock:
+class Lock(Generic[L]):
     """
     A lock by name, for ``with``, ``async with``, ``acquire()``, ``aacquire()``, or as a decorator.
 
@@ -46,38 +53,64 @@ class Lock:
         name: The protected resource; as a decorator it may name parameters, ``"report:{user_id}"``.
         ttl: How long the lock lasts unless it is renewed, which happens by itself. Seconds or a
             timedelta; without one, the setting TTL.
-        blocking_timeout: How long to wait for it, ``float("inf")`` for no limit; without one, the
-            setting BLOCKING_TIMEOUT.
+        blocking_timeout: How long to wait for it, None for no limit; without one, the setting
+            BLOCKING_TIMEOUT.
         backend: The alias in ``FENCEDLOCK``.
         fenced: False for a lock that only saves work: no token, and no record in the database.
+        required: False for a block that runs without the lock, with None as its lease, if another
+            holder has it. Else ``with`` raises `LockNotAcquired`.
     """
 
+    @overload
+    def __init__(
+        self: Lock[Lease],
+        name: str,
+        *,
+        ttl: Duration | None = ...,
+        blocking_timeout: Duration | Unset | None = ...,
+        backend: str = ...,
+        fenced: bool = ...,
+        required: Literal[True] = ...,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: Lock[Lease | None],
+        name: str,
+        *,
+        ttl: Duration | None = ...,
+        blocking_timeout: Duration | Unset | None = ...,
+        backend: str = ...,
+        fenced: bool = ...,
+        required: bool,
+    ) -> None: ...
     def __init__(
         self,
         name: str,
         *,
         ttl: Duration | None = None,
-        blocking_timeout: Duration | None = None,
+        blocking_timeout: Duration | Unset | None = UNSET,
         backend: str = conf.DEFAULT_ALIAS,
         fenced: bool = True,
+        required: bool = True,
         # A type checker rejects any other argument; at run time the error names it.
         **unknown: Never,
     ) -> None:
         if unknown:
-            raise TypeError(
-                f"lock({name!r}) has no argument {', '.join(sorted(unknown))}; it has ttl, "
-                "blocking_timeout, backend and fenced. ttl= is how long the lock lasts unless it "
-                "is renewed, blocking_timeout= how long to wait for it."
-            )
+            raise TypeError(_about_argument(next(iter(unknown))))
+        if type(name) is not str:
+            _forbid_bare(name)
         self.name = _validate(name) if type(name) is str else names.validate(name)
         self.backend = backend
         self.fenced = fenced
+        self.required = required
         #: The template that the name was made of, if it was made of one.
         self.pattern = ""
         self._ttl = None if ttl is None else conf.seconds(ttl, "ttl")
-        self._blocking_timeout = None if blocking_timeout is None else _seconds(blocking_timeout)
-        # The leases of the blocks that are open now: one object may serve several threads.
-        self._entered: list[Lease] = []
+        self._blocking_timeout = (
+            None if blocking_timeout is UNSET else conf.patience(blocking_timeout)
+        )
+        # Of the blocks that are open now, their lease: one object may serve several threads.
+        self._entered: list[OfHolder] = []
 
     @property
     def ttl(self) -> float:
@@ -86,25 +119,31 @@ class Lock:
 
     @property
     def blocking_timeout(self) -> float:
-        """How long to wait for the lock, in seconds."""
+        """How long to wait for the lock, in seconds; infinite for no limit."""
         given = self._blocking_timeout
         return self._service.config.blocking_timeout if given is None else given
 
     def acquire(
-        self, blocking: bool = True, *, blocking_timeout: Duration | None = None
+        self,
+        blocking: bool = True,
+        *,
+        blocking_timeout: Duration | Unset | None = UNSET,
+        cancel: threading.Event | None = None,
     ) -> Lease | None:
         """
         Acquire the lock, or enter it once more if this thread or task holds it.
 
-        Returns None if another holder had the lock until the time was over.
+        Returns None if another holder had the lock until the time was over, or until `cancel` was
+        set, which ends the wait within two seconds.
         """
         forbid_in_event_loop(f"lock({self.name!r})", "await {}.aacquire()")
         control = self._service
-        claim, who, wait = self._ask(control, blocking, blocking_timeout)
+        claim, who, wait = self._ask(control, blocking, blocking_timeout, cancel)
         try:
             lease = control.acquire(claim, wait, who, pattern=self.pattern)
             if lease is not None:
                 enter(lease)
+                lease.to_release += 1
             return lease
         except FencedLockError:
             raise
@@ -114,38 +153,36 @@ class Lock:
             raise
 
     async def aacquire(
-        self, blocking: bool = True, *, blocking_timeout: Duration | None = None
+        self, blocking: bool = True, *, blocking_timeout: Duration | Unset | None = UNSET
     ) -> Lease | None:
         """See acquire(). Release it with ``await lease.arelease()``."""
-        claim, who, wait = self._ask(self._service, blocking, blocking_timeout)
-        lease = self._service.enter_again(claim, who)
-        if lease is None:
-            acquire = functools.partial(self._service.acquire, claim, who=who, pattern=self.pattern)
-            lease = await self._aacquire(wait, acquire)
+        lease = await self._aacquire(*self._ask(self._service, blocking, blocking_timeout))
         if lease is not None:
-            enter(lease)
+            lease.to_release += 1
         return lease
 
     def holder(self) -> Holder | None:
         """Ask the lock service which holder has the lock; None if it is free."""
+        forbid_in_event_loop(f"lock({self.name!r})", "await {}.aholder()")
         return self._service.holder(self.name)
 
     async def aholder(self) -> Holder | None:
         """See holder()."""
         return await self._service.in_thread(self._service.holder, self.name, kind=aio.TRY)
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> L:
         forbid_in_event_loop(f"lock({self.name!r})", "async with {}")
         control = services.get(self.backend) or service(self.backend)
-        claim, who, wait = self._ask(control, True, None)
+        claim, who, wait = self._ask(control, True, UNSET)
         try:
             lease = control.acquire(claim, wait, who, pattern=self.pattern)
-            if lease is None:
+            if lease is not None:
+                enter(lease)
+            elif self.required:
                 waited = clock() - wait.since
                 raise control.grants.refusal(self.name, waited, self.fenced, wait.held)
-            enter(lease)
-            self._entered.append(lease)
-            return lease
+            self._entered.append(lease or OfHolder(who))
+            return cast(L, lease)
         except FencedLockError:
             raise
         except BaseException:
@@ -153,61 +190,33 @@ class Lock:
             control.interrupted(claim, wait.since)
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: ErrorType, error: Error, trace: object) -> None:
         who = current_holder()
-        lease = self._leave_block(kind, who)
-        if kind is GeneratorExit and lease.who is not who:
-            self._throw_away(lease)
-            return
-        try:
-            if lease.is_open():
-                lease._control.give_back(lease, who)
-        finally:
-            leave(lease)
-        if error is None and lease.why_lost:
-            raise lease.loss()
+        if (lease := self._leave_block(kind, who)) is not None:
+            lease.end_block(kind, error, who)
 
-    async def __aenter__(self) -> Lease:
-        started = clock()
-        lease = await self.aacquire()
-        if lease is None:
-            waited = clock() - started
-            refusal = self._service.grants.refusal
-            raise await self._service.in_thread(refusal, self.name, waited, kind=aio.TRY)
-        self._entered.append(lease)
-        return lease
+    async def __aenter__(self) -> L:
+        claim, who, wait = self._ask(self._service, True, UNSET)
+        lease = await self._aacquire(claim, who, wait)
+        if lease is None and self.required:
+            waited = clock() - wait.since
+            refusal = functools.partial(self._service.grants.refusal, held=wait.held)
+            found = self._service.in_thread(refusal, self.name, waited, self.fenced, kind=aio.TRY)
+            raise await found
+        self._entered.append(lease or OfHolder(who))
+        return cast(L, lease)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        lease = self._leave_block(kind, current_holder())
-        if kind is GeneratorExit:
-            # The coroutine is being closed, and can't await any more.
-            self._throw_away(lease)
-            return
-        try:
-            await self._service.arelease(lease, lease.who)
-        except BackendUnavailable as exc:
-            left_to_run_out(logger, lease.name, exc, about(lease))
-        finally:
-            leave(lease)
-        if error is None and lease.why_lost:
-            raise lease.loss()
+    async def __aexit__(self, kind: ErrorType, error: Error, trace: object) -> None:
+        if (lease := self._leave_block(kind, current_holder())) is not None:
+            await lease.aend_block(kind, error, lease.who)
 
-    def __call__(self, function: F) -> F:
+    def __call__(self: Lock[Lease], function: F) -> F:
         """
         Run `function` under the lock, whose name may use its parameters in braces.
 
         Wraps plain functions and coroutine functions; each call acquires the lock.
         """
+        self._require_function(function)
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
                 f"@lock can't wrap the generator {function.__qualname__}(): its body would run "
@@ -237,26 +246,74 @@ class Lock:
     def _service(self) -> Service:
         return service(self.backend)
 
-    def _renamed(self, name: str) -> Lock:
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Never:
+            # copy() asks for special methods before the copy has a name.
+            hint = "" if name.startswith("_") else _about_attribute(self.name, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def _require_function(self, function: Any) -> None:
+        """Raise if the lock can't decorate it: what it makes would be unprotected, or unusable."""
+        shown = f"@lock({self.name!r})"
+        if _is_task(function):
+            task = "task" if type(function).__module__.startswith("django.") else "shared_task"
+            raise TypeError(
+                f"Put {shown} below @{task}, directly above the function:\n"
+                f"    @{task}\n    {shown}\n    def my_task(...):"
+            )
+        named = getattr(function, "__name__", "f")
+        if not self.required:
+            raise TypeError(
+                f"@lock(required=False) would run {named}() without the lock. Remove "
+                f"required=False, or write in {named}(): "
+                f"with lock({self.name!r}, required=False) as lease."
+            )
+        if isinstance(function, type):
+            raise TypeError(
+                f"{shown} decorates functions, not the class {named}: its methods would run "
+                "without the lock. Decorate them, such as run() of a task."
+            )
+
+    def _renamed(self: Lock[Lease], name: str) -> Lock[Lease]:
         found = copy.copy(self)
         found.name, found.pattern, found._entered = name, self.name, []
         return found
 
     def _ask(
-        self, control: Service, blocking: bool, blocking_timeout: Duration | None
+        self,
+        control: Service,
+        blocking: bool,
+        blocking_timeout: Duration | Unset | None,
+        cancel: threading.Event | None = None,
     ) -> tuple[Claim, LocalHolder, Wait]:
         """Return a new claim of the code that runs here, its holder, and how long it waits."""
         if not blocking:
-            if blocking_timeout is not None:
-                raise ValueError("blocking=False and a blocking_timeout exclude each other.")
+            if blocking_timeout is not UNSET:
+                raise ValueError("Use either blocking=False or blocking_timeout=, not both.")
             blocking_timeout = 0.0
-        timeout = self._blocking_timeout if blocking_timeout is None else _seconds(blocking_timeout)
-        if timeout is None:
+        if cancel is not None and not hasattr(cancel, "is_set"):
+            raise TypeError(f"cancel is {cancel!r}; it has to be a threading.Event.")
+        if blocking_timeout is not UNSET:
+            timeout = conf.patience(blocking_timeout)
+        elif (given := self._blocking_timeout) is not None:
+            timeout = given
+        else:
             timeout = control.config.blocking_timeout
         claim = new_claim(self.name, self._ttl or control.config.ttl, self.fenced)
-        return claim, current_holder(), Wait(timeout)
+        return claim, current_holder(), Wait(timeout, cancelled_by=cancel)
 
-    async def _aacquire(self, wait: Wait, acquire: Callable[..., Lease | None]) -> Lease | None:
+    async def _aacquire(self, claim: Claim, who: LocalHolder, wait: Wait) -> Lease | None:
+        """Acquire the lock, or enter it once more, and make it the context's innermost lease."""
+        lease = self._service.enter_again(claim, who)
+        if lease is None:
+            acquire = functools.partial(self._service.acquire, claim, who=who, pattern=self.pattern)
+            lease = await self._wait_async(wait, acquire)
+        if lease is not None:
+            enter(lease)
+        return lease
+
+    async def _wait_async(self, wait: Wait, acquire: Callable[..., Lease | None]) -> Lease | None:
         """Ask in threads: the first waiter of a lock waits in one, or tries if there is none."""
         service, pause = self._service, FIRST_PAUSE
         if await service.is_lent():
@@ -269,14 +326,17 @@ class Lock:
                 waiting = aio.wait_in_thread(acquire_waiting)
                 if waiting is not None:
                     return await self._hand_over(waiting, wait)
-                once = functools.partial(acquire, wait=Wait(since=wait.since), tells=False)
-                trying = aio.submit(aio.TRY, self.backend, once)
-                if lease := await self._hand_over(trying, wait):
+                once = Wait(since=wait.since)
+                trying = functools.partial(acquire, wait=once, tells=False)
+                tried = aio.submit(aio.TRY, self.backend, trying)
+                if lease := await self._hand_over(tried, wait):
                     return lease
+                wait.held = once.held or wait.held
                 await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.5)))
                 pause = min(LONGEST_PAUSE, pause * 1.5)
         waited = clock() - wait.since
-        await service.in_thread(service.tell_refused, self.name, self.pattern, waited, kind=aio.TRY)
+        tell = functools.partial(service.tell_refused, held=wait.held)
+        await service.in_thread(tell, self.name, self.pattern, waited, kind=aio.TRY)
         return None
 
     async def _hand_over(self, acquired: Future[Lease | None], wait: Wait) -> Lease | None:
@@ -293,39 +353,62 @@ class Lock:
         if acquired.exception() is None and (lease := acquired.result()) is not None:
             aio.submit(aio.RELEASE, self.backend, lease._control.give_back, lease, lease.who)
 
-    def _leave_block(self, kind: type[BaseException] | None, who: LocalHolder) -> Lease:
-        """Return the lease of the innermost block that this code may leave."""
-        found = [lease for lease in self._entered if lease.who is who]
+    def _leave_block(self, kind: ErrorType, who: LocalHolder) -> Lease | None:
+        """Return the lease of the innermost block that this code may leave, if it has one."""
+        found = [each for each in self._entered if each.who is who]
         if not found and kind is GeneratorExit and len(self._entered) == 1:
             # Any code may close a generator or a coroutine.
             found = self._entered
-        found = found or [lease for lease in self._entered if lease.wait_until_left()]
+        if not found:
+            found = [each for each in self._entered if each.wait_until_left()]
+            # It isn't known which of them: a lock that is released late does no harm.
+            found.sort(key=lambda each: not isinstance(each, Lease))
         if not found:
             raise NotTheHolder(
                 f"The block of lock {self.name!r} was entered by another thread, greenlet or "
                 "task. Only that one may leave it until it has ended.",
                 name=self.name,
             )
-        lease = found[-1]
-        self._entered.remove(lease)
-        return lease
-
-    def _throw_away(self, lease: Lease) -> None:
-        """Release in another thread: the garbage collector may run inside any code."""
-        runtime.start(functools.partial(lease._control.give_back, lease, lease.who))
+        left = found[-1]
+        self._entered.remove(left)
+        return left if isinstance(left, Lease) else None
 
 
 #: Names a lock, for ``with``, ``async with``, ``acquire()``, ``aacquire()``, or as a decorator.
 lock = Lock
 
 
-def _seconds(blocking_timeout: Duration) -> float:
-    return conf.seconds(blocking_timeout, "blocking_timeout", zero=True, endless=True)
+def _about_argument(given: str) -> str:
+    """Return what to write instead of an argument that `lock()` doesn't have."""
+    has = f"lock() has no argument {given}."
+    if given == "timeout":
+        return f"{has} Use ttl= (when the lock expires) or blocking_timeout= (how long to wait)."
+    if given == "blocking":
+        return f"{has} Use blocking_timeout=0, or lock(...).acquire(blocking=False)."
+    return f"{has} {conf.unknown(given, _ARGUMENTS)}"
 
 
-def forbid_in_event_loop(call: str, instead: str) -> None:
-    """Raise an error in a coroutine, with what to write instead of `call`."""
-    if running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
-        raise SynchronousOnlyOperation(
-            f"{call} would block the event loop; write `{instead.format(call)}`."
-        )
+_ARGUMENTS = ("ttl", "blocking_timeout", "backend", "fenced", "required")
+
+
+def _about_attribute(name: str, given: str) -> str:
+    """Return what to write instead of an attribute that a lock doesn't have."""
+    if given in ("locked", "owned", "is_held", "is_locked"):
+        return f". Use lock({name!r}).holder(): it is None if the lock is free."
+    if hasattr(Lease, given):
+        call = "()" if callable(getattr(Lease, given)) else ""
+        return f"; its lease has: `lease = lock({name!r}).acquire()`, then `lease.{given}{call}`."
+    return ""
+
+
+def _is_task(given: object) -> bool:
+    # By type(): isinstance() would make Celery create the task of a proxy.
+    bases = type(given).__mro__
+    return any(f"{each.__module__}.{each.__name__}" in _TASKS for each in bases)
+
+
+def _forbid_bare(given: object) -> None:
+    """Raise if `given` is what ``@lock`` decorates, rather than a name."""
+    if callable(given) or _is_task(given):
+        named = given.__name__ if inspect.isfunction(given) else "name"
+        raise TypeError(f'Use @lock("name"), with a name, such as @lock("{named}").')

@@ -117,8 +117,11 @@ def test_wrong_arguments_ask_for_no_lock(task):
 
 
 def test_the_wrong_order():
-    with pytest.raises(TypeError):
-        lock("report")(build)
+    for name in ("report", build):
+        with pytest.raises(
+            TypeError, match=r"@lock\(.*name|Put @lock\('report'\) below @task, dir"
+        ):
+            lock(name)(build)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -131,4 +134,4 @@ def test_the_code_of_the_page():
     assert names["import_rows"].enqueue("bank").return_value == 1
     assert names["nightly"].enqueue().return_value == "done"
     with hold_lock("nightly"):
-        assert names["nightly"].enqueue().return_value == "somebody else does it"
+        assert names["nightly"].enqueue().return_value == "another run does it"

@@ -349,7 +349,7 @@ def _called(rows: list[list[str]]) -> dict[str, str | None]:
 
 
 def _defaults(arguments: str) -> dict[str, Any]:
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"UNSET": conf.UNSET}
     exec(f"def f{arguments}: ...", names)
     return _parameters(names["f"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,8 +102,15 @@ class Wait:
     since: float = field(default_factory=clock)
     #: The last refusal, for the error that says who holds the lock. Set by the core.
     held: Held | None = None
-    cancelled: bool = field(default=False, init=False)
+    #: An event that cancels the wait once it is set. No hook is called: whatever waits looks at
+    #: `left` at least every two seconds.
+    cancelled_by: threading.Event | None = None
+    _is_cancelled: bool = field(default=False, init=False)
     _hooks: list[Callable[[], object]] = field(default_factory=list, init=False)
+
+    @property
+    def cancelled(self) -> bool:
+        return self._is_cancelled or (self.cancelled_by is not None and self.cancelled_by.is_set())
 
     @property
     def left(self) -> float:
@@ -111,7 +119,7 @@ class Wait:
 
     def cancel(self) -> None:
         """End the wait, from any thread."""
-        self.cancelled = True
+        self._is_cancelled = True
         for hook in self._hooks:
             hook()
 

@@ -22,7 +22,6 @@ from ..exceptions import (
     FencedLockError,
     LeaseLost,
     LockNotAcquired,
-    NotTheHolder,
 )
 from ..lease import Duration, Lease
 from ..storage import history, unfenced
@@ -129,7 +128,7 @@ class Service:
             self.tell_refused(claim.name, pattern, waited, wait.held)
         return lease
 
-    def tell_refused(self, name: str, pattern: str, waited: float, held: Held | None = None) -> None:
+    def tell_refused(self, name: str, pattern: str, waited: float, held: Held | None) -> None:
         holder = holder_of(held, self.config.alias) if held and held.owner else None
         emit(Kind.REFUSED, self.backend, name, pattern=pattern, waited=waited, holder=holder)
 
@@ -214,11 +213,7 @@ class Service:
         # No variable refers to the holder: a call of asyncio.to_thread() has ended when none does.
         if lease._who is None or lease._who() is not (who or current_holder()):
             if not lease.wait_until_left():
-                raise NotTheHolder(
-                    f"Lock {lease.name!r} was acquired by another thread, greenlet or task. Only "
-                    "that one may release it until it has ended.",
-                    name=lease.name,
-                )
+                raise lease.not_the_holder()
             lease.entries = 1
         # None are left of one whose release was put off to the end of a transaction.
         lease.entries = max(0, lease.entries - 1)

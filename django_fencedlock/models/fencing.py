@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SERIALISED, HIGH_WATER = "serialised", "high_water"
 MODES = (SERIALISED, HIGH_WATER)
-_LOCK_OPTIONS = ("ttl", "blocking_timeout", "backend")
+_LOCK_OPTIONS = ("ttl", "blocking_timeout", "backend", "required")
 
 #: The names of locks, each with look-ups that find its rows among others.
 Rows = Sequence[tuple[str | None, Mapping[str, Any]]]

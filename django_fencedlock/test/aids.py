@@ -22,8 +22,7 @@ from ..core.grants import new_claim
 from ..core.identity import Holder, LocalHolder, new_owner
 from ..core.manager import Service, service
 from ..core.runtime import clock
-from ..lease import Lease
-from ..locks import forbid_in_event_loop
+from ..lease import Lease, forbid_in_event_loop
 from ..storage.connections import is_of_test, test_connection, under_test
 from ..storage.vendors import LEDGERS
 

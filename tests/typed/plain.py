@@ -1,9 +1,10 @@
 """What is typed without the stubs of Django and Celery; `.ci/package` has none installed."""
 
+import threading
 from collections.abc import Coroutine
 from typing import Any, assert_type
 
-from django_fencedlock import Lease, LockNotAcquired, current_lease, lock
+from django_fencedlock import Holder, Lease, LockNotAcquired, current_lease, lock
 from django_fencedlock.celery import SkippedRun, single_instance
 
 
@@ -15,12 +16,19 @@ def blocks() -> None:
         assert_type(lease.verify(), bool)
         with lease.atomic():
             pass
+    with lock("invoice:42", blocking_timeout=None, required=False) as found:
+        assert_type(found, Lease | None)
     assert_type(lock("invoice:42").acquire(blocking=False), Lease | None)
+    if (acquired := lock("invoice:42").acquire(cancel=threading.Event())) is not None:
+        with acquired as lease:
+            assert_type(lease, Lease)
+            assert_type(lease.holder, Holder)
     assert_type(current_lease(), Lease | None)
     try:
         lock("x").acquire()
     except LockNotAcquired as exc:
         assert_type(exc.name, str)
+        assert_type(exc.holder, Holder | None)
 
 
 async def asynchronous() -> None:
@@ -28,6 +36,8 @@ async def asynchronous() -> None:
         assert_type(lease, Lease)
         assert_type(await lease.averify(), bool)
         await lease.arenew(ttl=60)
+    async with lock("invoice:42", required=False) as found:
+        assert_type(found, Lease | None)
 
 
 @lock("report:{user_id}", ttl=60)

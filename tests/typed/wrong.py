@@ -36,7 +36,11 @@ def leases() -> None:
     with Account.fencing.lock(pk=1) as lease:
         Account().save(lease=lease.token)  # type: ignore[arg-type]
     print(lock("x").acquire().token)  # type: ignore[union-attr]
-    lock("x", timeout=3)  # type: ignore[arg-type]
+    lock("x", timeout=3)  # type: ignore[call-overload]
+    with lock("x", required=False) as maybe:
+        print(maybe.token)  # type: ignore[union-attr]
+    lock("x", required=False)(len)  # type: ignore[misc]
+    lock("x").release()  # type: ignore[attr-defined]
 
 
 single_instance("x", on_conflict="skipp")  # type: ignore[call-overload]

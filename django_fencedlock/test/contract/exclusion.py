@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,30 @@ class ExclusionContract(Contract):
             asyncio.run(main())
         assert str(lease.holder) in str(caught.value)
 
+    def test_a_lock_that_is_not_required_gives_none_to_a_block_without_it(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        wanted = self.lock(name, blocking_timeout=0, required=False)
+        taken = thread.call(self.take, name)
+        with wanted as none:
+            # The same object again: the inner block alone has the lock.
+            assert none is None
+            thread.call(taken.release)
+            with wanted as lease:
+                assert lease is not None
+                assert lease.verify()
+            assert self.is_free(name)
+
+        async def main() -> None:
+            async with wanted as lease:
+                assert lease is not None
+                assert await lease.averify()
+            await asyncio.to_thread(thread.call, self.take, name)
+            async with wanted as lease:
+                assert lease is None
+
+        asyncio.run(main())
+
     def test_acquire_without_blocking_returns_none(self, name: str, thread: AnotherThread) -> None:
         thread.call(self.take, name)
         assert self.lock(name).acquire(blocking=False) is None
@@ -185,12 +211,31 @@ class ExclusionContract(Contract):
         self, name: str, thread: AnotherThread
     ) -> None:
         lease = self.take(name)
-        waiting = thread.start(self.lock(name, blocking_timeout=float("inf")).acquire)
+        waiting = thread.start(self.lock(name, blocking_timeout=None).acquire)
         time.sleep(0.1)
         lease.release()
         got = waiting.result(TIMEOUT)
         assert got is not None
         assert got.token == lease.token + 1
+
+    @pytest.mark.parametrize("is_early", [False, True], ids=["during_the_wait", "before_it"])
+    def test_an_event_ends_a_wait_within_two_seconds(
+        self, name: str, thread: AnotherThread, is_early: bool
+    ) -> None:
+        lease, cancel = self.take(name), threading.Event()
+        if is_early:
+            cancel.set()
+        wait = functools.partial(self.lock(name, blocking_timeout=None).acquire, cancel=cancel)
+        waiting = thread.start(wait)
+        if not is_early:
+            time.sleep(0.3)
+            assert not waiting.done()
+        cancelled = time.monotonic()
+        cancel.set()
+        assert waiting.result(TIMEOUT) is None
+        assert time.monotonic() - cancelled < 2 + self.slack
+        lease.release()
+        self.take_when_free(name).release()
 
     def test_a_waiting_process_acquires_the_lock_when_it_is_released(
         self, name: str, process: AnotherProcess

@@ -23,7 +23,7 @@ from ...exceptions import LeaseLost, LockNotAcquired, NotTheHolder
 from ...lease import Lease, current_lease
 from ..processes import TIMEOUT, AnotherProcess, AnotherThread, another_thread, wait_until
 from . import acts
-from .base import Contract, counted_batches, keepers, open_files
+from .base import SHORT, Contract, counted_batches, keepers, open_files
 from .naming import ODD_NAMES
 
 #: A ttl whose renewals aren't late on a busy machine: the lease would be lost.
@@ -39,6 +39,56 @@ IN_THREADS: dict[str, Callable[..., Callable[..., Coroutine[Any, Any, Any]]]] = 
 
 class HoldingContract(Contract):
     """One holder: who may acquire again, read and release its lease."""
+
+    # Blocks of a lease
+
+    def test_a_block_of_an_acquired_lease_releases_it(self, name: str) -> None:
+        with self.take(name) as lease:
+            assert current_lease(name) is lease
+            assert not self.is_free(name)
+            # A nested one ends one of the two acquires.
+            with self.take(name) as again:
+                assert again is lease
+            assert lease.verify()
+            assert not self.is_free(name)
+        assert current_lease(name) is None
+        assert self.is_free(name)
+        with pytest.raises(LeaseLost, match="it was released"), lease:
+            pass
+
+        async def main() -> None:
+            acquired = await self.lock(name).aacquire()
+            assert acquired is not None
+            async with acquired as lease:
+                assert not await asyncio.to_thread(self.is_free, name)
+                assert current_lease(name) is lease
+            assert current_lease(name) is None
+
+        asyncio.run(main())
+        assert self.is_free(name)
+
+    def test_a_block_of_a_lost_lease_ends_with_its_loss(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        for how in ("lost before", "lost in it", "lost in a block that fails"):
+            lease = self.take(name, ttl=SHORT)
+            if how == "lost before":
+                self.lose(lease, thread)
+            error = ValueError if how == "lost in a block that fails" else LeaseLost
+            with pytest.raises(error), lease:
+                assert how != "lost before"
+                self.lose(lease, thread)
+                if error is ValueError:
+                    raise ValueError
+            # The loss is no more in the way of this thread.
+            self.take(name).release()
+
+    def lose(self, lease: Lease, thread: AnotherThread) -> None:
+        """Let another holder acquire the lock, and release it."""
+        self.interrupt_holder(lease)
+        successor = thread.call(self.take_when_free, lease.name)
+        thread.call(successor.release)
+        assert not lease.verify()
 
     # Holders
 
@@ -84,11 +134,12 @@ class HoldingContract(Contract):
         asyncio.run(main())
         assert self.is_free(name)
 
+    @pytest.mark.parametrize("block", ["lock", "lease"])
     def test_a_generator_that_another_thread_deletes_releases_its_lock(
-        self, name: str, thread: AnotherThread
+        self, name: str, thread: AnotherThread, block: str
     ) -> None:
         def rows() -> Iterator[None]:
-            with self.lock(name):
+            with self.lock(name) if block == "lock" else self.take(name):
                 yield
 
         begun = [rows()]
@@ -97,9 +148,11 @@ class HoldingContract(Contract):
         thread.call(begun.clear)
         wait_until(lambda: self.is_free(name), "the lock of a deleted generator")
 
-    def test_an_abandoned_async_generator_releases_its_lock(self, name: str) -> None:
+    @pytest.mark.parametrize("block", ["lock", "lease"])
+    def test_an_abandoned_async_generator_releases_its_lock(self, name: str, block: str) -> None:
         async def rows() -> AsyncIterator[int]:
-            async with self.lock(name):
+            wanted = self.lock(name)
+            async with wanted if block == "lock" else await wanted.aacquire():  # type: ignore[union-attr]
                 yield 1
                 yield 2
 

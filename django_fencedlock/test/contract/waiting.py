@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -125,6 +127,29 @@ class WaitingContract(Contract):
         time.sleep(0.2)
         assert self.lock(name).holder() is None
         assert self.is_free(name)
+
+    def test_a_waiter_that_an_event_cancels_leaves_the_queue(
+        self, name: str, thread: AnotherThread
+    ) -> None:
+        cancels = [threading.Event() for _ in range(3)]
+        endless = self.lock(name, blocking_timeout=None)
+        with contextlib.ExitStack() as stack:
+            lease, waiting = self.take(name), []
+            for place, cancel in enumerate(cancels):
+                other = stack.enter_context(another_thread())
+                waiting.append(other.start(functools.partial(endless.acquire, cancel=cancel)))
+                self.wait_for_waiters(name, place + 1)
+            # The second one in the queue, then the first.
+            for count, place in ((2, 1), (1, 0)):
+                cancelled = time.monotonic()
+                cancels[place].set()
+                assert waiting[place].result(TIMEOUT) is None
+                assert time.monotonic() - cancelled < 2 + self.slack
+                self.wait_for_waiters(name, count)
+            lease.release()
+            last = waiting[2].result(TIMEOUT)
+            assert last is not None
+            assert last.token == lease.token + 1
 
     def test_a_dead_waiter_does_not_stop_the_others(
         self, name: str, thread: AnotherThread, process: AnotherProcess
