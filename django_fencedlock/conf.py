@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import enum
 import math
 import signal
 from collections.abc import Container, Iterator, Mapping
@@ -35,6 +36,15 @@ DEFAULTS: Mapping[str, Any] = {
 TIMEOUT = 5.0
 WITHOUT_LOCK = ("reject", "warn", "allow")
 VENDORS = ("postgresql", "sqlite", "mysql")
+
+
+class Unset(enum.Enum):
+    """The default of an argument for which None means something else."""
+
+    UNSET = "the setting applies"
+
+
+UNSET = Unset.UNSET
 
 
 @dataclass(frozen=True)
