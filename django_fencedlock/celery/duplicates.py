@@ -143,7 +143,10 @@ class Delivery:
             return question(self.message)
         except BackendUnavailable as exc:
             if call.policy.on_backend_error != "run":
-                raise
+                if call.policy.fenced:
+                    raise
+                hint = 'With redelivery="run", a task with fenced=False needs no database.'
+                raise BackendUnavailable(f"{exc} {hint}", name=exc.name, alias=exc.alias) from exc
             text, extra = "%s runs without a record of its message: %s", call.facts(str(exc))
             logger.error(text, call.title, exc, extra=extra)
             return None
