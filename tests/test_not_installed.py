@@ -1,7 +1,10 @@
 """A project that forgot the app, or its tables: each error says what to do."""
 
 import pytest
+from django.db import connections
 
+from django_fencedlock import lock
+from django_fencedlock.exceptions import SettingsError
 from tests.scripts import run_python
 
 SET_UP = """
@@ -70,20 +73,58 @@ for page in ("heldlock/", "heldlock/x/change/", "fence/", "lockevent/"):
     assert "Run: manage.py migrate django_fencedlock" in answer.content.decode(), page
 """
 MIGRATE = "manage.py migrate django_fencedlock"
+NO_APP = f"django_fencedlock is not in INSTALLED_APPS. Add it, then run: {MIGRATE}"
+NO_TABLES = f"The tables of django_fencedlock are missing. Run: {MIGRATE}"
+SETTINGS_ERROR = "django_fencedlock.exceptions.SettingsError: "
+HOLDER = "from django_fencedlock import lock; lock('x').holder()"
+UNLESS_AWAY = """
+from django_fencedlock.celery import single_instance
+@single_instance("x", fenced=False, on_backend_error="run")
+def task(): pass
+task()
+"""
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("code", [LOCKS, TASK, MODEL, FORCED])
-def test_a_missing_app_is_named(code: str) -> None:
-    told = _last_line([], code)
-    assert ". Add 'django_fencedlock' to INSTALLED_APPS, and run: " + MIGRATE in told
+@pytest.mark.parametrize("code", [LOCKS, TASK, FORCED, HOLDER])
+def test_a_missing_app_is_an_error_of_the_settings(code: str) -> None:
+    assert _last_line([], code) == f"{SETTINGS_ERROR}{NO_APP} --database default"
 
 
-@pytest.mark.parametrize("code", [LOCKS, TASK, COMMAND])
-def test_missing_tables_name_the_command_that_makes_them(code: str) -> None:
+def test_a_missing_app_is_named_to_a_fenced_model() -> None:
+    assert _last_line([], MODEL) == f"django.core.exceptions.ImproperlyConfigured: {NO_APP}"
+
+
+@pytest.mark.parametrize("code", [LOCKS, TASK, FORCED, HOLDER, UNLESS_AWAY])
+def test_missing_tables_are_an_error_of_the_settings(code: str) -> None:
     told = _last_line(["django.contrib.contenttypes", "django_fencedlock"], code)
-    assert ". Run: " + MIGRATE in told
-    assert "INSTALLED_APPS" not in told
+    assert told == f"{SETTINGS_ERROR}{NO_TABLES} --database default"
+
+
+def test_missing_tables_are_named_by_the_command() -> None:
+    told = _last_line(["django.contrib.contenttypes", "django_fencedlock"], COMMAND)
+    assert told == (
+        "Alias 'default' is unavailable: its fence database 'default' could not be read: "
+        f"{NO_TABLES} --database default"
+    )
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
+@pytest.mark.parametrize("backend", ["database", "postgres", "redis"], indirect=True)
+def test_a_table_that_was_dropped_is_an_error_of_the_settings(backend, settings) -> None:
+    settings.FENCEDLOCK["default"]["FENCE_DATABASE"] = "postgres"
+    with connections["postgres"].cursor() as cursor:
+        cursor.execute("ALTER TABLE django_fencedlock_heldlock RENAME TO elsewhere")
+        try:
+            for _ in range(2):
+                with pytest.raises(SettingsError) as caught:
+                    lock("x").acquire()
+        finally:
+            cursor.execute("ALTER TABLE elsewhere RENAME TO django_fencedlock_heldlock")
+    assert str(caught.value) == f"{NO_TABLES} --database postgres"
+    # The service keeps nothing of what failed.
+    with lock("x", blocking_timeout=0):
+        pass
 
 
 def test_pages_of_the_admin_name_it_as_well() -> None:

@@ -146,7 +146,8 @@ class DatabaseBackend(Backend):
             work = partial(self._ledger.look_at, names=names)
             return self._sessions.run(work, busy_timeout=patience)
         except Error as exc:
-            raise self.unavailable("look", exc, names[0] if len(names) == 1 else None) from exc
+            one = names[0] if len(names) == 1 else None
+            raise self.unavailable("look up" if one else "look up locks", exc, one) from exc
 
     def _raise_unless_held(self, claim: Claim, error: Error) -> None:
         """Return if `error` says no more than that another session has the row locked."""
@@ -155,4 +156,4 @@ class DatabaseBackend(Backend):
             # The caller's own transaction has the file: waiting for it would never end.
             raise self.inside_transaction(claim.name) from error
         if not is_locked or (self._one_writer and is_of_test(home)):
-            raise self.unavailable("acquiring", error, claim.name) from error
+            raise self.unavailable("acquire", error, claim.name) from error

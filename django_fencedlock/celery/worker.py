@@ -272,7 +272,7 @@ def _release(records: Records, held: list[Any]) -> None:
             backend.close()
     # The background writer is off: it would have connections open at the next fork.
     if deaths and conf.history() and not connections.under_test():
-        records.query("history", None, partial(history.write, records.using, deaths))
+        records.query("write the history", None, partial(history.write, records.using, deaths))
 
 
 # Pending runs and old rows

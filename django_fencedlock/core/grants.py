@@ -28,6 +28,7 @@ from ..storage.connections import (
     is_open,
 )
 from ..storage.fences import Fences, pinned_by
+from ..storage.records import raise_if_tables_missing
 from ..storage.vendors import LEDGERS
 from .events import Kind, emit
 from .identity import (
@@ -114,9 +115,10 @@ class Grants:
                     return answer
                 time.sleep(min(wait.left, pause * random.uniform(0.5, 1.5)))
                 pause = min(LONGEST_PAUSE, pause * 1.5)
-        except BackendUnavailable:
+        except BackendUnavailable as exc:
             # The service may carry the claim out later on.
             self._keeper.doubt(grant_of(claim))
+            raise_if_tables_missing(exc, backend.config.fence_database)
             raise
         finally:
             # Nothing may refer to the holder: a call of asyncio.to_thread() has ended then.
@@ -227,7 +229,7 @@ class Grants:
             # It isn't the fence that is locked, but the file.
             raise self.backend.inside_transaction(grant.name) from error
         if not is_locked or home.vendor == "sqlite":
-            raise self.backend.unavailable("recording of the grant", error, grant.name) from error
+            raise self.backend.unavailable("record the grant of", error, grant.name) from error
 
     def release(self, grant: Grant) -> None:
         """Release a grant that the caller doesn't get, as far as possible."""
@@ -328,7 +330,11 @@ class Grants:
 
     def holder(self, name: str) -> Holder | None:
         """Ask the service who has lock `name` now."""
-        held = self.backend.holders([name]).get(name)
+        try:
+            held = self.backend.holders([name]).get(name)
+        except BackendUnavailable as exc:
+            raise_if_tables_missing(exc, self.backend.config.fence_database)
+            raise
         return None if held is None else holder_of(held, self.backend.config.alias)
 
     def _drop_row(self, name: str, label: str, holder: Holder) -> None:
