@@ -5,12 +5,14 @@ from datetime import timedelta
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
+from django.db import OperationalError
 
-from django_fencedlock import conf, lock
-from django_fencedlock.backends.database import DatabaseBackend
+from django_fencedlock import checks, conf, lock
 from django_fencedlock.checks import check_services, check_settings
-from django_fencedlock.exceptions import BackendUnavailable, SettingsError
+from django_fencedlock.exceptions import SettingsError
+from django_fencedlock.storage.connections import ConnectionPool
 from tests.backends import DATABASE, POSTGRES, REDIS
+from tests.failing import raising
 
 PACKAGE = "django_fencedlock.backends"
 
@@ -124,15 +126,16 @@ def test_every_backend_takes_a_time_out_as_a_timedelta(settings, given):
 
 
 def test_an_unreachable_database_is_an_error_of_the_database_checks_alone(settings, monkeypatch):
-    def look(self, name):
-        raise BackendUnavailable("It is gone.", name=name, alias=self.config.alias)
-
     settings.FENCEDLOCK = {"default": {}}
-    monkeypatch.setattr(DatabaseBackend, "_look", look)
+    monkeypatch.setattr(ConnectionPool, "run", raising(OperationalError("It is gone.")))
+    monkeypatch.setattr(checks, "_table_problems", raising(OperationalError("It is gone.")))
     assert found() == {}
     assert found(check_services()) == {}
     assert found(check_services(databases=["postgres"])) == {}
-    assert "It is gone." in found(check_services(databases=["default"]))["E013"]
+    assert found(check_services(databases=["default"]))["E013"] == (
+        "Lock service 'default' (database) could not answer: OperationalError: It is gone. "
+        "Start the database, or correct its settings."
+    )
 
 
 class TestLockArguments:

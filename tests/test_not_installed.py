@@ -1,11 +1,15 @@
 """A project that forgot the app, or its tables: each error says what to do."""
 
+import contextlib
+import sqlite3
+from pathlib import Path
+
 import pytest
 from django.db import connections
 
 from django_fencedlock import lock
 from django_fencedlock.exceptions import SettingsError
-from tests.scripts import run_python
+from tests.scripts import ROOT, run_python
 
 SET_UP = """
 import django
@@ -125,6 +129,51 @@ def test_a_table_that_was_dropped_is_an_error_of_the_settings(backend, settings)
     # The service keeps nothing of what failed.
     with lock("x", blocking_timeout=0):
         pass
+
+
+PROJECT = """
+SECRET_KEY = "of no worth"
+INSTALLED_APPS = ["django_fencedlock"]
+DATABASES = {
+    alias: {"ENGINE": "django.db.backends.sqlite3", "NAME": f"{alias}.sqlite3"}
+    for alias in ("default", "other")
+}
+DATABASE_ROUTERS = ["project.OnlyOther"] if __import__("os").environ.get("ROUTED") else []
+class OnlyOther:
+    def allow_migrate(self, using, *args, **hints):
+        return using == "other"
+"""
+
+
+def test_check_reports_a_forgotten_migrate_and_migrate_does_not(tmp_path: Path) -> None:
+    def manage(*words: str, **changes: str) -> str:
+        changes |= {"DJANGO_SETTINGS_MODULE": "project", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        done = run_python("-m", "django", *words, cwd=tmp_path, **changes)
+        return " ".join((done.stdout + done.stderr).split())
+
+    def check(using: str = "default", **changes: str) -> str:
+        return manage("check", "--database", using, **changes)
+
+    (tmp_path / "project.py").write_text(PROJECT)
+    names = "fence, heldlock, forcedrelease, lockevent, pendingrun, messagerecord"
+    told = (
+        "(django_fencedlock.W009) Tables of django_fencedlock in database 'default' are missing "
+        f"or outdated: {names}. HINT: "
+    )
+    assert f"{told}Run: {MIGRATE} --database default System" in check()
+    assert (
+        f"{told}allow_migrate() of DATABASE_ROUTERS keeps them out. Allow django_fencedlock in "
+        f"'default', then run: {MIGRATE} --database default System"
+    ) in check(ROUTED="1")
+    assert "no issues" in check("other")
+    done = manage("migrate")
+    assert "0001_initial... OK" in done
+    assert "W009" not in done
+    assert "no issues" in check()
+    with contextlib.closing(sqlite3.connect(tmp_path / "default.sqlite3")) as connection:
+        connection.execute("ALTER TABLE django_fencedlock_heldlock DROP COLUMN thread")
+    assert "missing or outdated: heldlock." in check()
+    assert "No migrations to apply" in manage("migrate")
 
 
 def test_pages_of_the_admin_name_it_as_well() -> None:
