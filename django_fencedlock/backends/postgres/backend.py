@@ -28,8 +28,10 @@ try:
     import psycopg  # noqa: F401
 except ImportError as exc:
     raise ImproperlyConfigured(
-        f"The postgres backend needs psycopg 3, and psycopg2 won't do ({exc}). "
-        "Run: pip install 'django-fencedlock[postgres]'"
+        "The postgres backend needs psycopg 3 (psycopg2 is not supported). Run: pip install "
+        "'django-fencedlock[postgres]'"
+        if isinstance(exc, ModuleNotFoundError)
+        else "psycopg found no libpq. Run: pip install 'psycopg[binary]'"
     ) from exc
 
 from . import checks
@@ -396,7 +398,7 @@ class PostgresBackend(Backend):
 
     def check(self) -> Iterator[Problem]:
         try:
-            yield from checks.server_problems(self.config, self._route, self._max_locks)
+            yield from checks.server_problems(self.config, self._route, self._max_locks, Session)
         except Error as exc:
             remedy = "Start the database, or correct its settings."
             yield Problem("E013", str(self.unavailable("answer", exc)), remedy)
