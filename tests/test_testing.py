@@ -3,6 +3,7 @@
 import os
 import textwrap
 import time
+from configparser import ConfigParser
 
 import pytest
 from celery import Celery
@@ -421,6 +422,37 @@ def test_waiters_may_wait_for_hold_lock():
 
 
 # Another project
+
+PLUGIN = "django_fencedlock.test.fixtures"
+PLAIN = """
+    import sys
+    from django.conf import settings
+
+    pytest_plugins = ["django_fencedlock.test.fixtures"]
+
+    def test_nothing_is_set_up():
+        assert not settings.configured
+        assert "django_fencedlock.storage.tables" not in sys.modules
+
+    def test_the_fixtures_are_there(request):
+        for name in ("disable_locking", "eager_tasks", "hold_lock"):
+            assert request._fixturemanager.getfixturedefs(name, request.node)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [True, False])
+def test_the_fixtures_need_neither_settings_nor_pytest_plugins(tmp_path, named):
+    config = ConfigParser(interpolation=None)
+    config.read("setup.cfg")
+    # pytest refuses a plugin that is named twice, except under its own name.
+    assert config["options.entry_points"]["pytest11"].strip() == f"{PLUGIN} = {PLUGIN}"
+    given = textwrap.dedent(PLAIN) if named else textwrap.dedent(PLAIN).replace("pytest_p", "p")
+    tmp_path.joinpath("test_plain.py").write_text(given)
+    words = ("-p", "no:django", "-p", PLUGIN, "-q")
+    told = run_python("-m", "pytest", *words, cwd=tmp_path, DJANGO_SETTINGS_MODULE=None).stdout
+    assert "2 passed" in told
+
 
 SETTINGS = """
     SECRET_KEY = "only for tests"
