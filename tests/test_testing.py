@@ -4,6 +4,7 @@ import os
 import textwrap
 import time
 from configparser import ConfigParser
+from unittest import mock
 
 import pytest
 from celery import Celery
@@ -249,9 +250,29 @@ class SwitchedOff:
             with pytest.raises(StaleFence), transaction.atomic(using=self.using):
                 self.invoices.filter(pk=self.pk).update(amount=6)
 
-    def test_no_lease_is_still_none(self):
+    def test_writes_need_no_lock(self):
+        for policy in ("reject", None):
+            with mock.patch.object(Invoice.fencing.spec, "_without_lock", policy):
+                invoice = self.invoices.create(note="made")
+                invoice.save()
+                assert self.invoices.filter(pk=invoice.pk).update(amount=6) == 1
+                self.invoices.bulk_update([invoice], ["note"])
+                with Invoice.fencing.lock(pk=invoice.pk) as lease:
+                    invoice.refresh_from_db()
+                    invoice.save()
+                    assert invoice.fence == lease.token
+                invoice.save()
+                invoice.delete()
+                assert self.invoices.filter(pk=self.pk).delete()[0] == 1
+                self.pk = self.invoices.create().pk
+
+    def test_writes_need_a_lock_again_afterwards(self):
+        with disable_locking(), disable_locking():
+            pass
+        assert self.invoices.filter(pk=self.pk).update(amount=6) == 1
+        self.doCleanups()
         with pytest.raises(LockRequired):
-            self.invoices.filter(pk=self.pk).update(amount=6)
+            Invoice.objects.using(self.using).update(amount=6)
 
     def test_a_lock_within_a_transaction_that_is_rolled_back(self):
         with pytest.raises(ZeroDivisionError), transaction.atomic(using=self.using):
