@@ -134,7 +134,7 @@ class Grants:
     ) -> bool:
         """Evict the holder if its process is gone, and return whether that was done."""
         if held.alias:
-            self._drop_row(claim.name, held.label, holder_of(held, held.alias))
+            self._drop_row(claim.name, held.owner, held.label, holder_of(held, held.alias))
             return True
         if self._evict_if_gone(claim.name, held, claim.fenced):
             return True
@@ -194,7 +194,7 @@ class Grants:
                 row, newest = self.fences.read(grant.name)
                 config = self.backend.config
                 if row is not None and row.conflicts_with(config.alias, self.backend.label):
-                    self._drop_row(grant.name, row.backend, row.holder())
+                    self._drop_row(grant.name, row.owner.id, row.backend, row.holder())
                     continue
                 if newest == (token, grant.owner):
                     # Recorded by a statement whose answer was lost.
@@ -337,14 +337,14 @@ class Grants:
             raise
         return None if held is None else holder_of(held, self.backend.config.alias)
 
-    def _drop_row(self, name: str, label: str, holder: Holder) -> None:
+    def _drop_row(self, name: str, owner: str, label: str, holder: Holder) -> None:
         """Delete another alias's row of a name that its service says is free, or raise."""
         # The row of a lock outlives its release by a second. If the name is acquired there at this
         # moment, both grants are recorded, and the fence accepts the writes of the later one.
         using, alias = self.backend.config.fence_database, self.backend.config.alias
         with contextlib.suppress(Error):
             if self._is_free(holder.alias, label, using, name):
-                self.fences.clear([Grant(name, holder.owner)])
+                self.fences.clear([Grant(name, owner)])
                 return
         raise AliasConflict(
             f"Lock {name!r} is held through alias {holder.alias!r} ({label}), so it can't be "
