@@ -156,6 +156,12 @@ def test_a_lock_with_broken_settings_says_the_same_as_the_check(settings, given)
             "supported). Run: pip install 'django-fencedlock[postgres]'",
         ),
         (
+            "libpq",
+            "postgres",
+            {"BACKEND": POSTGRES},
+            f"{ALIAS}['BACKEND']: psycopg found no libpq. Run: pip install 'psycopg[binary]'",
+        ),
+        (
             "redis",
             "default",
             {"BACKEND": REDIS, "LOCATION": "redis://x"},
@@ -166,8 +172,10 @@ def test_a_lock_with_broken_settings_says_the_same_as_the_check(settings, given)
 )
 def test_a_missing_driver_is_named_with_its_extra(driver, fences, terms, text):
     code = f"""
-        import sys
+        import os, sys
         sys.modules[{driver!r}] = None
+        if {driver!r} == "libpq":
+            os.environ["PSYCOPG_IMPL"] = "none"
         from types import SimpleNamespace
         from django.conf import settings
         from django.db import connections
