@@ -139,4 +139,4 @@ class Unfenced(FencedLockError):
 
 
 class SettingsError(ImproperlyConfigured, FencedLockError):
-    """A setting is invalid."""
+    """A setting is invalid, or the tables of this package are missing."""
