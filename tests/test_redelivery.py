@@ -19,7 +19,7 @@ from django_fencedlock.celery.duplicates import DELIVERY, NUMBER, kept, nonce
 from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import LocalHolder, new_owner
 from django_fencedlock.core.manager import service
-from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired
+from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired, SettingsError
 from django_fencedlock.models import HeldLock, MessageRecord
 from django_fencedlock.storage.message_records import SETTLED, Message, MessageRecords
 from django_fencedlock.test import hold_lock, lose_lease
@@ -475,7 +475,7 @@ class TestWithoutAnAnswer:
         table_away()
         done = deliver(late, 1, **message())
         assert done.state == "FAILURE"
-        assert isinstance(done.result.exception, BackendUnavailable)
+        assert isinstance(done.result.exception, SettingsError)
         assert ran == []
         assert lock(NAME).holder() is None
 
