@@ -16,6 +16,7 @@ from django.db.migrations.autodetector import MigrationAutodetector
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.questioner import MigrationQuestioner
 from django.db.migrations.state import ModelState, ProjectState
+from django.db.migrations.writer import MigrationWriter
 from django.db.models.functions import Lower
 from django.db.utils import DatabaseError
 from django.forms.models import model_to_dict, modelform_factory
@@ -24,6 +25,7 @@ from django.test.utils import CaptureQueriesContext, isolate_apps
 from django_fencedlock.exceptions import LockRequired
 from django_fencedlock.models import FencedManager, FencedModel, Fencing, VersionedModel
 from django_fencedlock.models.fields import RejectedRow, constraint_name
+from django_fencedlock.models.queryset import BaseRowsManager
 from tests import models as m
 from tests.models import Account, Called, Colour, Contract, Invoice, LedgerLine, Parcel, Seat, Truck
 
@@ -367,7 +369,7 @@ def test_own_constraints_are_kept_also_of_an_abstract_parent():
         found = [each.name for each in model._meta.constraints]
         label = model.__name__.lower()
         assert found == [f"{label}_positive", f"tests_{label}_fence_rejected"]
-        assert model._base_manager.name == "_guarded_rows"
+        assert isinstance(model._base_manager, BaseRowsManager)
 
 
 @isolate_apps("tests")
@@ -455,6 +457,18 @@ def test_migrations_make_the_columns_and_constraints(alias):
                 rows.update(**{column: -1})
         with connection.schema_editor() as editor:
             editor.delete_model(historical)
+
+
+@pytest.mark.parametrize("before", [(), (Account,)])
+def test_migrations_name_nothing_of_the_package(before):
+    """They stay when the package is removed from the project, and would fail to import it."""
+    after = _project(*before, Invoice, Contract, Truck, m.Vehicle, m.Van, m.Paper, m.Letter)
+    changes = _changes(_project(*before), after)
+    text = "".join(MigrationWriter(each).as_string() for each in changes)
+    assert text.count("models.BigIntegerField(db_default=0)") == 5
+    assert text.count("models.CheckConstraint(") == 5
+    for word in ("fencedlock", "manager", "bases=(models", "'abstract': True"):
+        assert word not in text
 
 
 @pytest.mark.django_db

@@ -129,7 +129,8 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
             "W021",
             f"The base manager of {label} is {base.name!r} in place of the package's own: "
             "cascades, SET_NULL and related managers may check no fence or version.",
-            'Remove base_manager_name from the model\'s Meta, or set it to "_guarded_rows".',
+            f"Write base_manager_name = None in the Meta of {model.__name__}, also if a base class "
+            "sets the other one.",
         )
     managers = [
         (owner, manager)

@@ -13,6 +13,9 @@ from django.db import Error, connections, models, transaction
 from django.db.models import Case, F, Q, Value, When
 from django.db.models.base import ModelBase
 from django.db.models.lookups import Exact
+from django.db.models.options import Options
+from django.db.models.signals import class_prepared
+from django.utils.functional import cached_property
 
 from ..lease import Lease, held_owners
 from ..storage.fences import is_newest
@@ -407,7 +410,33 @@ class BaseRows(FencedQuerySet[Any]):
 
 
 class BaseRowsManager(models.Manager.from_queryset(BaseRows)):  # type: ignore[misc]
-    """The manager of Django's own look-ups, `_guarded_rows`."""
+    """The manager of Django's own look-ups, `Model._base_manager`."""
+
+
+class _GuardedOptions(Options):  # type: ignore[type-arg]
+    """
+    The ``_meta`` of guarded models: their base manager is the package's own.
+
+    As an attribute of the models, named by `Meta.base_manager_name`, it would be in their
+    migrations; and of several base classes, Django takes that of the first one alone.
+    """
+
+    @cached_property
+    def base_manager(self) -> Any:
+        if self.base_manager_name:
+            return super().base_manager
+        manager: Any = BaseRowsManager()
+        manager.name, manager.model, manager.auto_created = "_base_manager", self.model, True
+        return manager
+
+
+def _use_own_base_manager(sender: Any, **kwargs: Any) -> None:
+    if issubclass(sender, SaveHooks):
+        sender._meta.__class__ = _GuardedOptions
+        sender._meta.__dict__.pop("base_manager", None)
+
+
+class_prepared.connect(_use_own_base_manager)
 
 
 if TYPE_CHECKING:
@@ -427,8 +456,6 @@ class GuardedModel(SaveHooks, models.Model, metaclass=_ModelBase):  # noqa: DJ00
 
     if not TYPE_CHECKING:
         objects = FencedManager()
-    # It has a name of its own, so that a model's own filtered `objects` never takes its place.
-    _guarded_rows = BaseRowsManager()
 
     if TYPE_CHECKING:
         # pyright wants a model's Meta to be one of these, by its base or, as a Protocol, as it is.
@@ -437,4 +464,3 @@ class GuardedModel(SaveHooks, models.Model, metaclass=_ModelBase):  # noqa: DJ00
 
         class Meta:
             abstract = True
-            base_manager_name = "_guarded_rows"
