@@ -150,7 +150,7 @@ def test_a_warning_is_logged_when_something_new_takes_the_place_of_a_row(databas
     row = m.Warned.objects.create()
     assert not caplog.text
     m.Warned(pk=row.pk, amount=99).save()
-    assert f"Saving tests.Warned without the lease of lock 'tests.warned:{row.pk}'" in caplog.text
+    assert f"Saving tests.Warned without lock 'tests.warned:{row.pk}'" in caplog.text
     assert values_of(m.Warned, "amount") == [(99,)]
 
 
@@ -1092,7 +1092,7 @@ def test_a_lease_can_be_given(database, invoice, given):
 def test_a_given_lease_is_the_one_that_counts(database, invoice):
     with lock("other") as wrong, invoice.fencing.lock() as lease:
         writes = _given_writes(invoice, wrong).values()
-        why = "the given lease is of 'other'"
+        why = "the given lease is of lock 'other'"
         all_refused(LockRequired, (Invoice,), *writes, match=why)
         invoice.save()
     for write in ("save", "update"):
@@ -1114,7 +1114,7 @@ def test_a_given_lease_stays_out_of_the_object(database, invoice, given, how):
     assert len(copies) == 6
     for each in (*copies, invoice):
         if each.pk is not None:
-            with pytest.raises(LockRequired, match="none is held here"):
+            with pytest.raises(LockRequired, match="pass its lease"):
                 each.save()
 
 

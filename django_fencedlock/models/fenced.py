@@ -107,15 +107,18 @@ class FencedModel(GuardedModel):
             return  # The row of the fence's own table is collected as well.
         if lease is not None and lease.name != fencing.name_of_row(self):
             lease = None
-        guard = FenceGuard(self, self._write(fencing, using, DELETING, lease))
+        # Its model may have more rows that are deleted along with it.
+        guard = FenceGuard(self, self._write(fencing, using, DELETING, lease, locks=0))
         self._claim_row(fencing.table, using, [guard])
 
-    def _write(self, fencing: FencingOf, using: str, doing: str, lease: Lease | None) -> Write:
+    def _write(
+        self, fencing: FencingOf, using: str, doing: str, lease: Lease | None, locks: int = 1
+    ) -> Write:
         if not fencing.may_need_lease(lease):
             return Write(fencing, using, doing)
         name = fencing.name_of_row(self)
         if doing == ADDING:
-            return Write(fencing, using, doing, name).adding(lease)
+            return Write(fencing, using, doing, name, row=self).adding(lease)
         if doing == LOADING and lease is None and name not in held_names():
             # The object of a fixture has the columns of its own table alone.
             row = None if fencing.finds_rows else self._row(fencing.table, using).first()
