@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import datetime
+import functools
 import json
 import pickle
 
+import django
 import pytest
 from django.core import serializers
 from django.core.exceptions import ImproperlyConfigured
@@ -640,9 +642,33 @@ def test_a_rejection_is_logged_and_sent(database, invoice, caplog):
     error = caught.value
     assert (error.name, error.token, error.owner) == (lease.name, 1, lease.owner_id)
     ((facts),) = heard
-    told = {"sender": Invoice, "pk": invoice.pk, "name": lease.name, "token": 1}
+    told = {"sender": Invoice, "pk": invoice.pk, "name": lease.name, "token": 1, "reason": "stale"}
     assert facts.items() >= told.items()
     assert f"model=tests.Invoice pk={invoice.pk} lock='{lease.name}'" in caplog.text
+
+
+@pytest.mark.parametrize("model", [Account, Invoice, m.Document])
+def test_positional_arguments_of_save_end_as_without_the_mixin(database, model):
+    """Django 5.2 warns of them at the line that passes them; later versions don't take them."""
+    row = model()
+    if django.VERSION >= (6, 0):
+        for save in (row.save, functools.partial(awaited, row.asave)):
+            with pytest.raises(TypeError, match=r"save\(\) takes 1 positional argument but 2 were"):
+                save(True)
+        return
+    with pytest.warns(DeprecationWarning, match=r"to save\(\) is deprecated") as seen:
+        row.save(True, False, database)
+    assert [each.filename for each in seen] == [__file__]
+    assert row.pk
+
+    async def asave():
+        await model().asave(True, using=database)
+
+    with pytest.warns(DeprecationWarning, match=r"to asave\(\) is deprecated") as seen:
+        awaited(asave)
+    assert [each.filename for each in seen] == [__file__]
+    with pytest.raises(TypeError), pytest.warns(DeprecationWarning, match="deprecated"):
+        model().save(True, force_insert=True)
 
 
 def test_a_rejection_that_is_swallowed_rolls_the_transaction_back(database, invoice):
