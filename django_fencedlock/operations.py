@@ -90,7 +90,7 @@ def _naming_columns(model: type[Model], named_by: Iterable[str]) -> tuple[str, .
         if not found:
             fields = ", ".join(field.name for field in own)
             raise ImproperlyConfigured(
-                f"The trigger of {model.__name__} is named_by {name!r}, which is no column of "
+                f"The trigger of {model.__name__} is named_by {name!r}, which is not a column of "
                 f"table {meta.db_table!r}. Its fields are {fields}."
             )
         chosen.update(found)
