@@ -148,7 +148,11 @@ class Write:
         assert grant is not None
         facts = {"name": grant.name, "alias": grant.alias, "token": grant.token}
         who = logs.facts(owner=grant.owner, holder=holder and str(holder))
-        known = {"model": label, "pk": None if pk is None else repr(pk), "lock": repr(grant.name)}
+        known: dict[str, Any] = {
+            "model": label,
+            "pk": None if pk is None else repr(pk),
+            "lock": repr(grant.name),
+        }
         known |= {"row_token": row_fence, "writer_token": grant.token, "holder": holder}
         # An object that was read before the lock is a bug of the code, and no incident.
         logger.log(
