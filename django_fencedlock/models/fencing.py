@@ -32,13 +32,15 @@ if TYPE_CHECKING:
 
 SERIALISED, HIGH_WATER = "serialised", "high_water"
 MODES = (SERIALISED, HIGH_WATER)
-#: What `fencing.lock()` passes on to `lock()`.
-OPTIONS = ("ttl", "blocking_timeout", "backend")
-#: The arguments of `fencing.lock()` that name no column.
-RESERVED = frozenset({*OPTIONS, "columns"})
+_LOCK_OPTIONS = ("ttl", "blocking_timeout", "backend")
 
 #: The names of locks, each with look-ups that find its rows among others.
 Rows = Sequence[tuple[str | None, Mapping[str, Any]]]
+
+#: The arguments of `fencing.lock()` that name no column.
+RESERVED = frozenset({*_LOCK_OPTIONS, "columns"})
+#: The options of `lock_all()`. No lock of a set may be missing.
+_OF_ALL = ("ttl", "blocking_timeout", "backend")
 
 
 class Fencing:
@@ -244,7 +246,7 @@ class FencingOf:
         Takes the row's primary key, or the columns that the template names, and the options of
         `lock()`. `columns` is for columns whose names are those of options.
         """
-        options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
+        options = {name: arguments.pop(name) for name in _LOCK_OPTIONS if name in arguments}
         label = self.model.__name__
         if len(key) > 1:
             raise TypeError(
@@ -380,8 +382,8 @@ class LockSet:
     def __init__(self, fencing: FencingOf, rows: Iterable[Any], options: Mapping[str, Any]) -> None:
         self._fencing, self._rows, self._options = fencing, rows, options
         self._what = f"{fencing.model.__name__}.fencing.lock_all()"
-        for unknown in options.keys() - {*OPTIONS}:
-            has = ", ".join(OPTIONS)
+        for unknown in options.keys() - {*_OF_ALL}:
+            has = ", ".join(_OF_ALL)
             raise TypeError(f"{self._what} has no argument {unknown}; it has rows, {has}.")
         #: Stands for any lock of the set; it checks the options.
         self._any = fencing._lock(fencing.model._meta.label_lower, **options)
