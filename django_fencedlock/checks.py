@@ -10,7 +10,9 @@ from typing import Any
 
 from django.apps import AppConfig, apps
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
+from django.core.checks import CheckMessage, Info, Tags, Warning, register
+from django.core.checks import Error as CheckError
+from django.db import Error, connections, router
 
 from . import conf
 from .core.manager import service
@@ -30,8 +32,16 @@ def check_settings(**kwargs: Any) -> list[CheckMessage]:
 def check_services(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
     if not databases or any(problem.is_error for problem in conf.problems()):
         return []
-    asked = [alias for alias in conf.aliases() if conf.config(alias).fence_database in databases]
-    return messages(problem for alias in asked for problem in service(alias).backend.check())
+    fences = {alias: conf.config(alias).fence_database for alias in conf.aliases()}
+    asked = [alias for alias, database in fences.items() if database in databases]
+    found = [problem for alias in asked for problem in service(alias).backend.check()]
+    # `migrate` runs this check too, before it makes the tables.
+    if sys.argv[1:2] != ["migrate"]:
+        for database in sorted({fences[alias] for alias in asked}):
+            # The check of the service, or of another one, reports a database that is unavailable.
+            with contextlib.suppress(Error):
+                found += _table_problems(database)
+    return messages(found)
 
 
 @register(Tags.models)
@@ -75,6 +85,30 @@ def _settings_problems() -> Iterator[Problem]:
                 "show locks that were released, and miss new ones. Locks and fences still work.",
                 remedy,
             )
+
+
+def _table_problems(database: str) -> list[Problem]:
+    """Return a problem if tables of this package lack columns: a migration wasn't applied."""
+    introspection, lacking = connections[database].introspection, []
+    models = list(apps.get_app_config(APP).get_models())
+    with connections[database].cursor() as cursor:
+        present = introspection.table_names(cursor)
+        for model in models:
+            table, columns = model._meta.db_table, set[str]()
+            if table in present:
+                described = introspection.get_table_description(cursor, table)
+                columns = {column.name for column in described}
+            if not columns.issuperset(field.column for field in model._meta.local_concrete_fields):
+                lacking.append(table.removeprefix(f"{APP}_"))
+    if not lacking:
+        return []
+    names = ", ".join(lacking)
+    what = f"Tables of {APP} in database {database!r} are missing or outdated: {names}."
+    remedy = f"Run: manage.py migrate {APP} --database {database}"
+    if not all(router.allow_migrate_model(database, model) for model in models):
+        allow = f"allow_migrate() of DATABASE_ROUTERS keeps them out. Allow {APP} in {database!r}"
+        remedy = f"{allow}, then run: manage.py migrate {APP} --database {database}"
+    return [Problem("W009", what, remedy)]
 
 
 def _task_problems() -> list[Problem]:
@@ -133,7 +167,7 @@ def _setting(name: str, default: Any) -> Any:
 
 def messages(problems: Iterable[Problem], obj: Any = None) -> list[CheckMessage]:
     """Return the problems as Django's system checks report them."""
-    kinds = {Level.ERROR: Error, Level.WARNING: Warning, Level.NOTE: Info}
+    kinds = {Level.ERROR: CheckError, Level.WARNING: Warning, Level.NOTE: Info}
     return [
         kinds[each.level](each.message, each.hint or None, obj, f"{APP}.{each.id}")
         for each in problems

@@ -6,7 +6,7 @@ import difflib
 import enum
 import math
 import signal
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, cached_property
@@ -34,6 +34,12 @@ DEFAULTS: Mapping[str, Any] = {
 }
 #: Seconds for one request to a lock service; the option "TIMEOUT" of an alias overrides it.
 TIMEOUT = 5.0
+#: Names in a message; more would hide the rest of it.
+LISTED = 6
+_TIMEOUTS = (
+    "Use TTL for the expiry, BLOCKING_TIMEOUT for how long to wait for a lock, or "
+    "OPTIONS['TIMEOUT'] for the limit of a request."
+)
 WITHOUT_LOCK = ("reject", "warn", "allow")
 VENDORS = ("postgresql", "sqlite", "mysql")
 
@@ -175,7 +181,7 @@ def config(alias: str = DEFAULT_ALIAS) -> AliasConfig:
         raise SettingsError(str(problem))
     found = _settings()
     if alias not in found:
-        has = ", ".join(map(repr, found))
+        has = listed(map(repr, found))
         raise SettingsError(f"FENCEDLOCK has no alias {alias!r}; it has {has}.")
     for problem in alias_problems(alias, found[alias]):
         if problem.is_error:
@@ -198,20 +204,26 @@ def problems() -> Iterator[Problem]:
 def shape_problems() -> Iterator[Problem]:
     """Yield the problems that make the settings unreadable."""
     found = _settings()
-    if not isinstance(found, Mapping) or set(found) <= set(DEFAULTS):
-        hint = 'Make it one, as CACHES is: {"default": {"BACKEND": ...}}.'
-        yield Problem("E001", "FENCEDLOCK isn't a dict of aliases.", hint)
+    if not isinstance(found, Mapping) or not DEFAULTS.keys().isdisjoint(found):
+        bare = " and ".join(key for key in DEFAULTS if key in found) or "the settings of an alias"
+        hint = f'Wrap {bare} in {{"default": {{...}}}}.'
+        yield Problem("E001", "FENCEDLOCK must be a dict of aliases, like CACHES.", hint)
         return
     for alias, given in found.items():
         if not isinstance(given, Mapping):
-            hint = f"Make it a dict with some of the keys {', '.join(DEFAULTS)}."
+            hint = 'Make it a dict, such as {"BACKEND": ..., "TTL": 30}.'
             yield Problem("E001", f"{_where(alias)} is {shown(given)}.", hint)
     if DEFAULT_ALIAS not in found:
-        what = f"FENCEDLOCK has no alias 'default'; it has {', '.join(map(repr, found))}."
-        yield Problem("E001", what, "Add one: locks use it unless they name another.")
+        what = f"FENCEDLOCK has no alias 'default'; it has {listed(map(repr, found))}."
+        yield Problem("E001", what, "Add it: a lock without backend= uses it.")
 
 
 def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
+    if given.get("BLOCKING_TIMEOUT", 0) in (None, math.inf):
+        what = f"{_where(alias, 'BLOCKING_TIMEOUT')} is {given['BLOCKING_TIMEOUT']}: a lock "
+        what += "without blocking_timeout= waits for ever, in web requests too."
+        hint = "Set seconds here, and blocking_timeout=None where a wait may have no limit."
+        yield Problem("W010", what, hint)
     broken = list(_value_problems(alias, given))
     yield from broken
     if broken:
@@ -222,7 +234,7 @@ def alias_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("E005", f"{_where(alias, 'BACKEND')}: {exc}")
     except (ImportError, TypeError) as exc:
         what = f"{_where(alias, 'BACKEND')} is {shown(given['BACKEND'])}, which can't be used"
-        hint = f"Use the dotted path of a backend, such as {DEFAULTS['BACKEND']!r}."
+        hint = f"Use a dotted path, such as {DEFAULTS['BACKEND']!r}."
         yield Problem("E004", f"{what}: {without_secrets(str(exc))}.", hint)
     else:
         yield from backend.problems(_read(alias, given))
@@ -252,7 +264,16 @@ def unknown(key: str, known: Any) -> str:
     as_known = {each.upper(): each for each in known}
     near = difflib.get_close_matches(key.upper(), as_known, n=1)
     guess = f"Did you mean {as_known[near[0]]!r}? " if near else ""
-    return f"{guess}Known keys: {', '.join(sorted(known)) or 'none'}."
+    if guess and len(as_known) > LISTED:
+        return guess.strip()
+    return f"{guess}Known keys: {listed(sorted(known)) or 'none'}."
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return a list of names for a message, cut after six."""
+    first = list(names)
+    more = len(first) - LISTED
+    return ", ".join(first[:LISTED]) + (f", and {more} more" if more > 0 else "")
 
 
 def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
@@ -261,7 +282,7 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("E002", what, f"Use at most {MAX_ALIAS}: the tables have no room for more.")
     for key in set(given).difference(DEFAULTS):
         what = f"{_where(alias)} has an unknown key {key!r}."
-        yield Problem("E002", what, unknown(str(key), DEFAULTS))
+        yield Problem("E002", what, _TIMEOUTS if key == "TIMEOUT" else unknown(str(key), DEFAULTS))
     whole = {**DEFAULTS, **given}
     for key, default in DEFAULTS.items():
         value, kind = whole[key], type(default)
@@ -277,7 +298,7 @@ def _value_problems(alias: str, given: Mapping[str, Any]) -> Iterator[Problem]:
         return
     what = f"{_where(alias, 'FENCE_DATABASE')} is {database!r}"
     if database not in settings.DATABASES:
-        hint = f"Use one of {', '.join(map(repr, settings.DATABASES))}."
+        hint = f"Use one of {listed(map(repr, settings.DATABASES))}."
         yield Problem("E006", f"{what}, which DATABASES doesn't have.", hint)
     elif (vendor := connections[database].vendor) not in VENDORS:
         hint = f"Fences can be kept on {', '.join(VENDORS)} (which includes MariaDB)."

@@ -93,6 +93,8 @@ class LockRequired(FencedLockError):
 class StaleFence(FencedLockError):
     """A newer grant of the lock name exists; the write was rejected."""
 
+    #: Why, as signals and metrics name it.
+    reason = "stale"
     name: str
     owner_id: str
     token: int
@@ -101,6 +103,8 @@ class StaleFence(FencedLockError):
 
 class StaleObject(StaleFence):
     """The object is older than its row: it was read before the lock was acquired."""
+
+    reason = "read_before_lock"
 
 
 class OutcomeUnknown(FencedLockError):
@@ -139,4 +143,4 @@ class Unfenced(FencedLockError):
 
 
 class SettingsError(ImproperlyConfigured, FencedLockError):
-    """A setting is invalid."""
+    """A setting is invalid, or the tables of this package are missing."""

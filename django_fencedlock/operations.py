@@ -10,7 +10,7 @@ from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 from django.db.migrations.operations.base import Operation, OperationCategory
 from django.db.models import Model
 
-from .models.fields import FenceField, VersionField
+from .models.fields import StampField, constraint_name
 
 __all__ = ["FENCE_LOWERED", "VERSION_KEPT", "FenceTrigger", "RemoveFenceTrigger"]
 
@@ -69,8 +69,14 @@ END
 
 def arguments_of(model: type[Model], named_by: Iterable[str] = ()) -> tuple[str, ...]:
     """Return what the trigger of a model's own table is given; see `BODY`."""
-    columns = {type(field): str(field.column) for field in model._meta.local_fields}
-    fence, version = columns.get(FenceField, ""), columns.get(VersionField, "")
+    # The fields of migrations' models are plain; what tells them is the constraint.
+    constraints = {each.name for each in model._meta.constraints}
+    columns = {
+        field.name: str(field.column)
+        for field in model._meta.local_fields
+        if isinstance(field, StampField) or constraint_name(model, field.name) in constraints
+    }
+    fence, version = columns.get("fence", ""), columns.get("version", "")
     return (fence, version, *(_naming_columns(model, named_by) if fence else ()))
 
 
@@ -84,7 +90,7 @@ def _naming_columns(model: type[Model], named_by: Iterable[str]) -> tuple[str, .
         if not found:
             fields = ", ".join(field.name for field in own)
             raise ImproperlyConfigured(
-                f"The trigger of {model.__name__} is named_by {name!r}, which is no column of "
+                f"The trigger of {model.__name__} is named_by {name!r}, which is not a column of "
                 f"table {meta.db_table!r}. Its fields are {fields}."
             )
         chosen.update(found)
@@ -176,7 +182,7 @@ class FenceTrigger(Operation):
                 raise ImproperlyConfigured(
                     f"{type(self).__name__}({self.model_name!r}): its table {table} has neither a "
                     "fence nor a version at this point of the migrations. Put it after the column "
-                    "is added, and under inheritance name the parent that has the column."
+                    "and its constraint, and under inheritance name the parent that has them."
                 )
             statements = _create(table, arguments)
         for statement in statements:

@@ -40,7 +40,8 @@ leases_renewed = Signal()
 #: the lease's class.
 stale_transaction_rejected = Signal()
 #: The sender is the model. ``pk`` (None for a statement over many rows), ``name`` of the lock, the
-#: writer's ``token``, the ``row_token`` if known, and the present ``holder`` if known.
+#: writer's ``token``, the ``row_token`` if known, and the present ``holder`` if known. ``reason``:
+#: ``"stale"``, or ``"read_before_lock"`` for a `StaleObject`, which is a bug of the caller.
 stale_write_rejected = Signal()
 
 

@@ -154,7 +154,7 @@ def test_an_unavailable_service(page: Callable[..., str], make_redis: Callable[.
     assert list(states(filtered["unknown"])) == ["invoice:42"]
     assert all("is unavailable. Its locks are shown" in html for html in filtered.values())
     assert questions == ["holders"]
-    assert "failed at the look" in one
+    assert "could not look up" in one
 
 
 def test_an_alias_that_is_gone(page: Callable[..., str]) -> None:

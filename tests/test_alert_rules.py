@@ -10,6 +10,7 @@ from tests.servers import finding
 from tests.test_docs import ROOT
 
 RULES = (ROOT / "docs/metrics.md").read_text().split("```yaml")[1].split("```")[0]
+REJECTED = "fencedlock_rejected_writes_total"
 WAITS, HOLDS = "fencedlock_wait_seconds_bucket", "fencedlock_hold_seconds_bucket"
 
 
@@ -50,7 +51,7 @@ def series(metric, pattern, numbers, **labels):
 @pytest.mark.parametrize(
     ("alert", "metric"),
     [
-        ("FencedLockStaleWrite", "fencedlock_rejected_writes_total"),
+        ("FencedLockStaleWrite", REJECTED),
         ("FencedLockLost", "fencedlock_losses_total"),
         ("FencedLockBypassed", "fencedlock_bypasses_total"),
     ],
@@ -58,13 +59,23 @@ def series(metric, pattern, numbers, **labels):
 @pytest.mark.parametrize(("minute", "fires"), [(25, False), (35, True), (60, False)])
 def test_incidents(alerts, alert, metric, minute, fires):
     """One more, and the very first of a pattern, whose counter wasn't there before."""
+    labels = {"reason": "stale"} if metric == REJECTED else {}
     data = {
-        **series(metric, "one more", "5x30 6x60"),
-        **series(metric, "the first", "_x30 1x60"),
-        **series(metric, "long ago", "5x90"),
+        **series(metric, "one more", "5x30 6x60", **labels),
+        **series(metric, "the first", "_x30 1x60", **labels),
+        **series(metric, "long ago", "5x90", **labels),
     }
     expected = [{"pattern": "one more"}, {"pattern": "the first"}] if fires else []
     alerts(alert, minute, data, expected)
+
+
+def test_an_object_that_was_read_before_its_lock_is_no_critical_incident(alerts):
+    data = {
+        **series(REJECTED, "early", "5x30 6x60", reason="read_before_lock"),
+        **series(REJECTED, "early", "5x90", reason="stale"),
+    }
+    alerts("FencedLockStaleWrite", 35, data, [])
+    alerts("FencedLockStaleObject", 35, data, [{"pattern": "early"}])
 
 
 @pytest.mark.parametrize(("failed", "fires"), [("0+1x60", True), ("3x60", False)])

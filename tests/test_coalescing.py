@@ -10,7 +10,7 @@ import pytest
 from celery.exceptions import Reject
 from django.db.models import F
 
-from django_fencedlock import lock, signals
+from django_fencedlock import LockNotAcquired, lock, signals
 from django_fencedlock.celery import SkippedRun, single_instance, worker
 from django_fencedlock.celery.coalesce import MOST_TRIES, Coalescing, unpack
 from django_fencedlock.celery.duplicates import DELIVERY, NUMBER, SERVE
@@ -81,6 +81,10 @@ def while_held(*calls):
 
 def coalesced(task, value, **more):
     return lambda: reason(deliver(task, value, **more), "coalesced")
+
+
+def applied(task, value):
+    return Done(task.apply((value,)).get(disable_sync_subtasks=False), "")
 
 
 def reason(done, expected):
@@ -227,7 +231,7 @@ class TestTasks:
         with sending() as sent:
             assert deliver(converted, 1).result == "1!"
             while_held(coalesced(converted, 3))
-            within.append(lambda task: reason(Done(task(4), ""), "coalesced"))
+            within.append(lambda task: reason(applied(task, 4), "coalesced"))
             assert deliver_sent(sent[0]).result == "3!"
         assert ran == ["1!", "3!"]
 
@@ -250,7 +254,7 @@ class TestTasks:
 
     def test_arguments_are_stored_as_json_whatever_the_serializer_is(self):
         told = {"who": "é", "when": datetime(2026, 7, 1, tzinfo=UTC), "raw": b"\xff"}
-        meanwhile(lambda: reason(Done(pickled(told), ""), "coalesced"))
+        meanwhile(lambda: reason(applied(pickled, told), "coalesced"))
         with sending():
             pickled(1)
         assert json.loads(PendingRun.objects.get().body)[0][0]["who"] == "é"
@@ -262,11 +266,23 @@ class TestTasks:
             rebuild(object())
         assert lock(NAME).holder() is None
 
-    def test_a_plain_call_coalesces_too(self):
-        meanwhile(lambda: reason(Done(rebuild(2), ""), "coalesced"))
+    def test_a_plain_call_raises_and_stores_no_trigger(self):
+        def call():
+            with pytest.raises(LockNotAcquired, match="is held by"):
+                rebuild(2)
+
+        meanwhile(call, call)
         with sending() as sent:
             assert rebuild(1) == 1
-        assert deliver_sent(sent[0]).result == 2
+        assert (sent, ran) == ([], [1])
+
+    def test_a_plain_call_that_gets_the_lock_serves_triggers_before_and_after_it(self):
+        while_held(coalesced(rebuild, 1))
+        meanwhile(coalesced(rebuild, 3))
+        with sending() as sent:
+            assert rebuild(2) == 2
+        assert [each.args[0] for each in sent] == [3]
+        assert PendingRun.objects.get().done == 2
 
     def test_tasks_that_share_a_lock_do_their_own(self):
         meanwhile(coalesced(other, 2), coalesced(rebuild, 3))
@@ -569,10 +585,16 @@ class TestRescue:
         assert [sent.args for sent in self.look()] == [(8,)]
         assert "coalescing.rebuild" in caplog.text
 
-    def test_a_database_that_is_down_does_not_raise(self, monkeypatch, caplog):
+    def test_a_database_that_is_down_is_logged_once(self, monkeypatch, caplog):
         monkeypatch.setattr(PendingRuns, "overdue", unavailable)
-        assert Maintenance(app).look() == 0
-        assert "can't be looked after" in caplog.text
+        rescue, message = Maintenance(app), "Database 'default' can't be used: no answer."
+        assert [rescue.look() for _ in range(3)] == [0, 0, 0]
+        assert caplog.text.count(message) == 1
+        with monkeypatch.context() as works:
+            works.setattr(PendingRuns, "overdue", lambda *args: [])
+            rescue.look()
+        rescue.look()
+        assert caplog.text.count(message) == 2
 
     def test_deletes_what_is_old_now_and_then(self, monkeypatch):
         now, rescue, deleted = [0.0], Maintenance(app), []

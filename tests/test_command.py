@@ -137,7 +137,7 @@ class TestList:
             out, err, code = run("list")
             assert code == 2
             assert "near" in out
-            assert f"Alias 'far' is unavailable: its fence database {database!r} can't" in err
+            assert f"Alias 'far' is unavailable: its fence database {database!r} could" in err
             out, _, code = run("show", "near")
             assert code == 0
             assert f"database {database!r}  unavailable: " in out

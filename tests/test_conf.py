@@ -5,12 +5,15 @@ from datetime import timedelta
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
+from django.db import OperationalError
 
-from django_fencedlock import conf, lock
-from django_fencedlock.backends.database import DatabaseBackend
+from django_fencedlock import checks, conf, lock
 from django_fencedlock.checks import check_services, check_settings
-from django_fencedlock.exceptions import BackendUnavailable, SettingsError
+from django_fencedlock.exceptions import SettingsError
+from django_fencedlock.storage.connections import ConnectionPool
 from tests.backends import DATABASE, POSTGRES, REDIS
+from tests.failing import raising
+from tests.scripts import run_python
 
 PACKAGE = "django_fencedlock.backends"
 
@@ -41,10 +44,6 @@ def test_durations_may_be_timedeltas_and_are_read_again_when_they_change(setting
 @pytest.mark.parametrize(
     ("given", "found_id", "words"),
     [
-        ("redis://", "E001", "dict of aliases"),
-        ({"default": "redis://"}, "E001", "'redis://'.*BACKEND, LOCATION"),
-        ({"TTL": 9, "LOCATION": "x"}, "E001", "dict of aliases.*CACHES.*default"),
-        ({"locks": {}}, "E001", "no alias 'default'; it has 'locks'"),
         ({"default": {"TLL": 3}}, "E002", "unknown key 'TLL'.*Did you mean 'TTL'"),
         ({"default": {}, "a" * 101: {}}, "E002", "'a+' has 101 characters.*at most 100"),
         ({"default": {"BACKEND": 3}}, "E002", "is 3.*str"),
@@ -72,6 +71,65 @@ def test_a_slip_in_the_settings_is_an_error_with_its_remedy(settings, given, fou
     assert re.search(words, errors[found_id]), errors[found_id]
 
 
+SHAPE = 'FENCEDLOCK must be a dict of aliases, like CACHES. Wrap {} in {{"default": {{...}}}}.'
+ALIAS = "FENCEDLOCK['default']"
+
+
+@pytest.mark.parametrize(
+    ("given", "found_id", "text"),
+    [
+        ("redis://", "E001", SHAPE.format("the settings of an alias")),
+        ({"BACKEND": "x", "LOCATION": "x"}, "E001", SHAPE.format("BACKEND and LOCATION")),
+        ({"BACKEND": "x", "TIMEOUT": 3}, "E001", SHAPE.format("BACKEND")),
+        (
+            {"default": "redis://"},
+            "E001",
+            f'{ALIAS} is \'redis://\'. Make it a dict, such as {{"BACKEND": ..., "TTL": 30}}.',
+        ),
+        (
+            {"redis": {}},
+            "E001",
+            "FENCEDLOCK has no alias 'default'; it has 'redis'. "
+            "Add it: a lock without backend= uses it.",
+        ),
+        (
+            {"default": {"TIMEOUT": 30}},
+            "E002",
+            f"{ALIAS} has an unknown key 'TIMEOUT'. Use TTL for the expiry, BLOCKING_TIMEOUT for "
+            "how long to wait for a lock, or OPTIONS['TIMEOUT'] for the limit of a request.",
+        ),
+        (
+            {"default": {"LOCATOIN": "x"}},
+            "E002",
+            f"{ALIAS} has an unknown key 'LOCATOIN'. Did you mean 'LOCATION'?",
+        ),
+        (
+            {"default": {"x": 1}},
+            "E002",
+            f"{ALIAS} has an unknown key 'x'. Known keys: BACKEND, BLOCKING_TIMEOUT, "
+            "FENCE_DATABASE, KEY_PREFIX, LOCATION, OPTIONS, and 1 more.",
+        ),
+        (
+            {"default": {"BACKEND": "redis"}},
+            "E004",
+            f"{ALIAS}['BACKEND'] is 'redis', which can't be used: redis doesn't look like a module "
+            f"path. Use a dotted path, such as '{DATABASE}'.",
+        ),
+        (
+            {"default": {"BLOCKING_TIMEOUT": None}},
+            "W010",
+            f"{ALIAS}['BLOCKING_TIMEOUT'] is None: a lock without blocking_timeout= waits for "
+            "ever, in web requests too. Set seconds here, and blocking_timeout=None where a wait "
+            "may have no limit.",
+        ),
+    ],
+)
+def test_each_message_says_what_to_do(settings, given, found_id, text):
+    settings.FENCEDLOCK = given
+    assert found()[found_id] == text
+    assert len(text) <= 200
+
+
 @pytest.mark.parametrize("given", ["redis://", {"default": {"TTL": 0}}, {"locks": {}}])
 def test_a_lock_with_broken_settings_says_the_same_as_the_check(settings, given):
     settings.FENCEDLOCK = given
@@ -79,6 +137,57 @@ def test_a_lock_with_broken_settings_says_the_same_as_the_check(settings, given)
         lock("x").acquire()
     assert isinstance(caught.value, ImproperlyConfigured)
     assert str(caught.value) in next(iter(found().values()))
+
+
+@pytest.mark.parametrize(
+    ("driver", "fences", "terms", "text"),
+    [
+        (
+            "psycopg",
+            "default",
+            {"BACKEND": POSTGRES},
+            f"{ALIAS}['FENCE_DATABASE'] is 'default', a database of vendor 'sqlite'. Session locks "
+            f"need PostgreSQL. Name such a database, or use the backend '{DATABASE}'.",
+        ),
+        (
+            "psycopg",
+            "postgres",
+            {"BACKEND": POSTGRES},
+            f"{ALIAS}['BACKEND']: The postgres backend needs psycopg 3 (psycopg2 is not "
+            "supported). Run: pip install 'django-fencedlock[postgres]'",
+        ),
+        (
+            "libpq",
+            "postgres",
+            {"BACKEND": POSTGRES},
+            f"{ALIAS}['BACKEND']: psycopg found no libpq. Run: pip install 'psycopg[binary]'",
+        ),
+        (
+            "redis",
+            "default",
+            {"BACKEND": REDIS, "LOCATION": "redis://x"},
+            f"{ALIAS}['BACKEND']: The redis backend needs redis-py. "
+            "Run: pip install 'django-fencedlock[redis]'",
+        ),
+    ],
+)
+def test_a_missing_driver_is_named_with_its_extra(driver, fences, terms, text):
+    code = f"""
+        import os, sys
+        sys.modules[{driver!r}] = None
+        if {driver!r} == "libpq":
+            os.environ["PSYCOPG_IMPL"] = "none"
+        from types import SimpleNamespace
+        from django.conf import settings
+        from django.db import connections
+        sqlite = {{"ENGINE": "django.db.backends.sqlite3", "NAME": "x"}}
+        settings.configure(DATABASES={{"default": sqlite, "postgres": sqlite}})
+        # With psycopg2, Django has a connection to PostgreSQL.
+        connections["postgres"] = SimpleNamespace(vendor="postgresql")
+        from django_fencedlock.conf import alias_problems
+        print(*alias_problems("default", {{**{terms!r}, "FENCE_DATABASE": {fences!r}}}))
+    """
+    assert run_python(code=code).stdout.strip() == text
 
 
 def test_an_alias_that_is_not_there_is_named_with_those_that_are(settings):
@@ -123,15 +232,16 @@ def test_every_backend_takes_a_time_out_as_a_timedelta(settings, given):
 
 
 def test_an_unreachable_database_is_an_error_of_the_database_checks_alone(settings, monkeypatch):
-    def look(self, name):
-        raise BackendUnavailable("It is gone.", name=name, alias=self.config.alias)
-
     settings.FENCEDLOCK = {"default": {}}
-    monkeypatch.setattr(DatabaseBackend, "_look", look)
+    monkeypatch.setattr(ConnectionPool, "run", raising(OperationalError("It is gone.")))
+    monkeypatch.setattr(checks, "_table_problems", raising(OperationalError("It is gone.")))
     assert found() == {}
     assert found(check_services()) == {}
     assert found(check_services(databases=["postgres"])) == {}
-    assert "It is gone." in found(check_services(databases=["default"]))["E013"]
+    assert found(check_services(databases=["default"]))["E013"] == (
+        "Lock service 'default' (database) could not answer: OperationalError: It is gone. "
+        "Start the database, or correct its settings."
+    )
 
 
 class TestLockArguments:
@@ -155,7 +265,7 @@ class TestLockArguments:
         assert lock("x").blocking_timeout == 10
         assert lock("x", blocking_timeout=endless).blocking_timeout == float("inf")
         settings.FENCEDLOCK = {"default": {"BLOCKING_TIMEOUT": endless}}
-        assert found() == {}
+        assert list(found()) == ["W010"]
         assert lock("x").blocking_timeout == float("inf")
         assert lock("x", blocking_timeout=0).blocking_timeout == 0
 

@@ -89,6 +89,16 @@ def test_the_callers_options_for_pooling_and_isolation_stay_out(monkeypatch):
         copy.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "name"), [({}, "fencedlock"), ({"application_name": "web"}, "web")]
+)
+def test_the_server_shows_the_name_of_the_package_or_of_the_project(monkeypatch, options, name):
+    monkeypatch.setitem(connections["postgres"].settings_dict, "OPTIONS", options)
+    with contextlib.closing(private("postgres", timeout=20)) as copy, copy.cursor() as cursor:
+        cursor.execute("SHOW application_name")
+        assert cursor.fetchone() == (name,)
+
+
 def test_a_connection_that_died_while_idle_is_replaced(pool, postgres):
     before = pool.run(session_of)
     postgres.execute("SELECT pg_terminate_backend(%s)", before)

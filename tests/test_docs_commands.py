@@ -151,5 +151,5 @@ def _examine_management(name: str, *rest: str) -> None:
 def _examine_extras(words: list[str]) -> None:
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
-    for extra in re.findall(r"\[(\w+)\]", " ".join(words)):
+    for extra in re.findall(r"django-fencedlock\[([\w-]+)\]", " ".join(words)):
         assert extra in config["options.extras_require"], f"There is no extra {extra!r}."

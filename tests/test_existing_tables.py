@@ -1,6 +1,7 @@
 """docs/existing_tables.md: a big table gets its columns while the code of before is running."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ def before_fields():
 
 
 def step(name):
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    blocks = re.findall(r"```python\n(.*?)\n *```", PAGE.read_text(), re.S)
+    blocks = [textwrap.dedent(each) for each in blocks]
     (code,) = [each for each in blocks if each.startswith(f"# billing/migrations/{name}.py\n")]
     found = {}
     exec(code, found)
@@ -36,6 +38,7 @@ def step(name):
 
 STEPS = ("0002_fence", "0003_fence_rejected", "0004_fence_validated", "0005_fence_trigger")
 COLUMN, CONSTRAINT, VALIDATED, TRIGGER = STEPS
+REMOVAL = "0006_remove_fence"
 
 
 def migrate(state, *names):
@@ -94,6 +97,19 @@ class TestOnPostgres:
         for column in ("fence", "version"):
             with pytest.raises(IntegrityError), transaction.atomic(using="postgres"):
                 execute(f"UPDATE billing_invoice SET {column} = -1")
+
+    def test_removing_the_package_leaves_the_table_as_it_was(self, old):
+        new = migrate(old, *STEPS)
+        execute("UPDATE billing_invoice SET fence = 7, version = 7 WHERE id = 1")
+        # The code of before, or of afterwards, writes while the columns are there.
+        assert before().apps.get_model("billing", "Invoice").objects.using("postgres").create()
+        operations = MigrationAutodetector(new, old)._detect_changes()["billing"][0].operations
+        assert [repr(each) for each in operations] == [repr(each) for each in step(REMOVAL)[1:]]
+        after = migrate(new, REMOVAL)
+        assert MigrationAutodetector(after, old)._detect_changes() == {}
+        columns = "SELECT count(*) FROM information_schema.columns WHERE table_name = "
+        assert ask(f"{columns}'billing_invoice'") == 2
+        assert ask("SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'fencedlock%'") == 0
 
     def test_a_default_of_python_alone_would_stop_the_code_of_before(self, old):
         """Why the column says db_default."""

@@ -12,6 +12,7 @@ from django.utils import timezone
 
 from django_fencedlock import StaleFence, conf, force_release, lock
 from django_fencedlock.core.runtime import clock
+from django_fencedlock.exceptions import StaleObject
 from django_fencedlock.models import Fence, HeldLock, LockEvent
 from django_fencedlock.storage import connections as sessions
 from django_fencedlock.storage import history as events
@@ -136,6 +137,16 @@ class TestRejections:
         assert write.note.startswith(f"tests.Invoice pk={row.pk}")
         assert f"pid {os.getpid()}" in write.holder
         assert transaction.note.startswith("lease.atomic()")
+
+    def test_an_object_that_was_read_before_its_lock_is_told_apart(self, writing):
+        old = Invoice.objects.create()
+        with old.fencing.lock():
+            Invoice.objects.get().save()
+        with old.fencing.lock(), pytest.raises(StaleObject):
+            old.save()
+        writing.flush()
+        note = f"tests.Invoice pk={old.pk}; it was read before the lock was acquired"
+        assert LockEvent.objects.get(kind="rejected").note == note
 
     def test_its_alias_is_the_leases(self, writing, settings):
         settings.FENCEDLOCK = {"default": {"TTL": 30}, "night": {"TTL": 30}}

@@ -11,7 +11,7 @@ import pytest
 import django_fencedlock
 from django_fencedlock import LeaseLost, LockNotAcquired, lock
 from django_fencedlock.core.manager import service
-from django_fencedlock.exceptions import StaleFence
+from django_fencedlock.exceptions import StaleFence, StaleObject
 from django_fencedlock.logs import KEYS, PREFIX
 from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock, lose_lease
@@ -107,10 +107,32 @@ def test_a_refused_write_is_an_error(records):
             pass
     write, transaction = records
     assert (write.name, write.levelname) == ("django_fencedlock.models.writes", "ERROR")
-    assert facts(write) == facts_of(lease, model="tests.Invoice", pk=invoice.pk)
+    known = {"model": "tests.Invoice", "pk": invoice.pk}
+    assert facts(write) == facts_of(lease, reason="stale", **known)
+    # Of what isn't known, such as the holder, nothing is said.
+    assert write.getMessage() == (
+        f"Rejected a stale write: model=tests.Invoice pk={invoice.pk} lock={lease.name!r} "
+        "writer_token=1"
+    )
     assert transaction.name == "django_fencedlock.storage.fenced_atomic"
     assert transaction.levelname == "ERROR"
     assert facts(transaction)["token"] == lease.token
+
+
+def test_an_object_that_was_read_before_its_lock_is_a_warning(records):
+    old = Invoice.objects.create()
+    with old.fencing.lock():
+        Invoice.objects.get().save()
+    with old.fencing.lock() as lease, pytest.raises(StaleObject):
+        old.save()
+    (write,) = records
+    assert write.levelname == "WARNING"
+    known = {"model": "tests.Invoice", "pk": old.pk, "row_token": 1, "reason": "read_before_lock"}
+    assert facts(write) == facts_of(lease, **known)
+    assert write.getMessage() == (
+        f"Rejected a stale object: model=tests.Invoice pk={old.pk} lock={lease.name!r} "
+        "row_token=1 writer_token=2"
+    )
 
 
 def test_a_failed_release_is_a_warning(records, monkeypatch):

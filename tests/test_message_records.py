@@ -12,7 +12,7 @@ from django.db.models import QuerySet
 from django.db.models.signals import post_delete, pre_delete
 
 from django_fencedlock import conf, lock
-from django_fencedlock.exceptions import BackendUnavailable
+from django_fencedlock.exceptions import BackendUnavailable, SettingsError
 from django_fencedlock.models import MessageRecord
 from django_fencedlock.storage.dialect import BATCH
 from django_fencedlock.storage.message_records import SETTLED, Begun, Message, MessageRecords
@@ -113,9 +113,9 @@ def test_a_callers_transaction_that_is_rolled_back_undoes_nothing(using, deliver
 
 
 def test_a_row_that_the_table_rejects_is_an_error(deliveries):
-    with pytest.raises(BackendUnavailable, match="beginning of a delivery"):
+    with pytest.raises(BackendUnavailable, match="could not record the beginning of a delivery"):
         deliveries.begin(message(name=None))
-    with pytest.raises(BackendUnavailable, match="count of a trigger"):
+    with pytest.raises(BackendUnavailable, match="could not count a trigger"):
         stored = StoredMessage(None, "{}")
         PendingRuns(conf.config()).count(Place("x", "app.charge"), stored, 1.0)
 
@@ -206,7 +206,7 @@ def test_missing_tables_name_the_command_that_makes_them(make_alias, settings, t
     settings.FENCEDLOCK = {"default": {"FENCE_DATABASE": alias}}
     with connections[alias].cursor() as cursor:
         cursor.execute("DROP TABLE django_fencedlock_messagerecord")
-    with pytest.raises(BackendUnavailable, match="migrate django_fencedlock --database"):
+    with pytest.raises(SettingsError, match="migrate django_fencedlock --database"):
         MessageRecords(conf.config()).begin(message())
 
 

@@ -22,6 +22,7 @@ from django_fencedlock.models import (
     VersionedModel,
     checks,
 )
+from django_fencedlock.models.queryset import BaseRowsManager
 from tests.models import Account, Contract, Document, Invoice
 from tests.test_write_paths import Everything
 
@@ -62,9 +63,9 @@ class TestFencing:
     @pytest.mark.parametrize(
         ("template", "words"),
         [
-            ("account:{acount_id}", r"names {acount_id}.*Use {pk} and .*account_id"),
+            ("account:{acount_id}", r"uses {acount_id}.*Use {pk} and .*account_id"),
             ("account:{account_id", "'account:{account_id'"),
-            ("account:{}", "no column"),
+            ("account:{}", "not a column"),
             ("{account_id}{id}", r"nothing between {account_id} and {id}.*such as ':'\."),
             ("{account_id}x{id}", r"nothing between {account_id} and {id}"),
         ],
@@ -175,15 +176,15 @@ class TestManagers:
             with isolate_apps("tests"):
                 line = of_type("Line", *bases, **({"Meta": meta} if meta else {}))
                 assert found(line) == {}
-                assert line._base_manager.name == "_guarded_rows"
+                assert isinstance(line._base_manager, BaseRowsManager)
 
     def test_what_is_to_be_done_about_another_base_manager_works(self):
         both = {"mine": models.Manager(), "Meta": type("Meta", (), {"base_manager_name": "mine"})}
         plain = abstract("Plain", **both)
         assert "W021" in found(of_type("Line", plain, FencedModel))
-        for meta in ({}, {"base_manager_name": "_guarded_rows"}):
+        for bases in ((), (both["Meta"],)):
             with isolate_apps("tests"):
-                own = type("Meta", (), meta)
+                own = type("Meta", bases, {"base_manager_name": None} if bases else {})
                 line = of_type("Line", FencedModel, plain, Meta=own)
                 assert "W021" not in found(line)
                 line = of_type("Other", plain, FencedModel, Meta=own, objects=FencedManager())
@@ -244,8 +245,25 @@ def test_a_foreign_key_by_which_the_database_writes_on_its_own(rule):
 @pytest.mark.parametrize(("base", "name"), [(FencedModel, "fence"), (VersionedModel, "version")])
 def test_a_field_of_the_models_own_in_place_of_ours_or_ours_taken_away(base, name):
     model = of_type("Own", base, **{name: models.TextField()})
-    assert re.search(f"'{name}' such as .* but a TextField", found(model)["E025"])
-    assert f"has no field '{name}'" in found(of_type("None_", base, **{name: None}))["E025"]
+    needs = f", but {base.__name__} needs this name for its own field."
+    assert f"tests.Own.{name} is a TextField{needs} Rename that field." in found(model)["E025"]
+    model = of_type("None_", base, **{name: None})
+    assert f"tests.None_ has no field '{name}'{needs} Remove {name} = " in found(model)["E025"]
+    model = of_type("Number", base, **{name: models.IntegerField()})
+    assert f"tests.Number.{name} is an IntegerField, but" in found(model)["E025"]
+
+
+def test_a_column_that_is_called_as_an_option_of_lock():
+    fencing = Fencing("job:{backend}:{size}")
+    fields = {"backend": models.CharField(max_length=9), "size": models.IntegerField()}
+    message = found(of_type("Job", FencedModel, fencing=fencing, **fields))["W028"]
+    assert message == (
+        "The locks of tests.Job are named by backend, which fencing.lock() takes for its own "
+        'argument of that name. Write Job.fencing.lock(columns={"backend": ..., "size": ...}).'
+    )
+    key = models.ForeignKey(Account, models.CASCADE)
+    fenced = of_type("Line", FencedModel, fencing=Fencing("{backend_id}"), backend=key)
+    assert found(fenced) == {}
 
 
 class ByRow:

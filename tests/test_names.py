@@ -5,7 +5,9 @@ import enum
 import inspect
 import itertools
 import uuid
+from collections.abc import Hashable
 from decimal import Decimal
+from typing import Annotated, Any, Literal, NewType, Optional, SupportsInt, TypeVar
 
 import pytest
 
@@ -53,6 +55,12 @@ def test_every_way_to_pass_an_argument_makes_one_name():
         (dt.date(2026, 1, 2), "2026-01-02"),
         (Decimal("1.50"), "1.50"),
         (Colour.RED, "red"),
+        (None, "None"),
+        (True, "True"),
+        (1.5, "1.5"),
+        (1e300, "1e+300"),
+        (-0.0, "0.0"),
+        (dt.timedelta(hours=1), "1:00:00"),
     ],
 )
 def test_plain_values_have_their_usual_text(value, text):
@@ -64,10 +72,97 @@ def test_a_part_of_an_argument_may_be_named():
     assert Template("order:{order.pk}", lambda order: ...).render((order,), {}) == "order:5"
 
 
-@pytest.mark.parametrize("value", [object(), 1.5, [1], None, {"a": 1}])
-def test_values_whose_text_is_not_the_same_everywhere_are_refused(value):
-    with pytest.raises(TypeError, match="A lock name can't be made of"):
-        Template("{it}", lambda it: ...).render((value,), {})
+class Order:
+    pk = 5
+
+
+ORDER = "Parameter 'it' is an Order, which has no fixed text for lock name 'x:{it}'. Use {it.pk}."
+DICT = (
+    "Parameter 'it' is a dict, which has no fixed text for lock name 'x:{it}'. Use {it[id]}, or "
+    "another plain value of it."
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "value", "message"),
+    [
+        ("x:{it}", Order(), ORDER),
+        ("x:{it}", {"a": 1}, DICT),
+        ("x:{it}", [1], DICT.replace("dict", "list").replace("id]", "0]")),
+        (
+            "x:{it}",
+            object(),
+            ORDER.replace("Order", "object").replace("Use {it.pk}", "Pass a plain value instead"),
+        ),
+        (
+            "{it[a]}",
+            {"a": Order()},
+            "{it[a]} is an Order, which has no fixed text for lock name '{it[a]}'. Use {it[a].pk}.",
+        ),
+        (
+            "{it.pk}",
+            3,
+            "build(): Lock name '{it.pk}' needs {it.pk}: 'int' object has no attribute 'pk'.",
+        ),
+        ("{it[a]}", {}, "build(): Lock name '{it[a]}' needs {it[a]}: 'a'."),
+    ],
+)
+def test_values_whose_text_is_not_the_same_everywhere_are_refused(template, value, message):
+    def build(it): ...
+
+    build.__qualname__ = "build"
+    with pytest.raises(TypeError) as caught:
+        Template(template, build).render((value,), {})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("annotation", "message"),
+    [
+        (Order, ORDER),
+        ("Order", ORDER),
+        (Order | None, ORDER),
+        (Optional["Order"], ORDER),
+        (dict[str, int], DICT),
+    ],
+)
+def test_an_annotation_shows_that_values_have_no_text(annotation, message):
+    def build(it): ...
+
+    build.__annotations__["it"] = annotation
+    with pytest.raises(TypeError) as caught:
+        Template("x:{it}", build)
+    assert str(caught.value) == message
+    Template("x:{it.pk}", build)
+    Template("x:{it}", build, hidden={"it"})
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        *(int, str | None, Order | int, object, Any, Hashable, Literal["a"], Colour, "Unknown"),
+        *(SupportsInt, NewType("Pk", int), TypeVar("T"), Annotated[int, "pk"], None),
+    ],
+)
+def test_other_annotations_are_no_error(annotation):
+    def build(it): ...
+
+    build.__annotations__["it"] = annotation
+    assert Template("x:{it}", build).render((5,), {}) == "x:5"
+
+
+def test_keys_of_kwargs_may_be_used():
+    def build(a, **more): ...
+
+    build.__qualname__ = "build"
+    template = Template("{a}:{b}:{c[x]}", build)
+    assert template.render((1,), {"b": 2, "c": {"x": 3}}) == "1:2:3"
+    with pytest.raises(TypeError) as caught:
+        template.render((1,), {"c": {"x": 3}})
+    assert (
+        str(caught.value)
+        == "build(): Lock name '{a}:{b}:{c[x]}' needs {b}: argument 'b' is missing."
+    )
 
 
 def test_wrong_arguments_fail_as_the_functions_own_call_would():

@@ -15,6 +15,7 @@ from django_fencedlock.operations import (
     VERSION_KEPT,
     FenceTrigger,
     RemoveFenceTrigger,
+    arguments_of,
 )
 from tests.models import Account, Called, Contract, Document, Invoice, LedgerLine
 from tests.test_doctor import Only
@@ -330,6 +331,18 @@ class TestTheOperation:
     def test_a_model_without_the_columns_is_refused_by_name(self):
         with pytest.raises(ImproperlyConfigured, match=r"FenceTrigger\('Account'\).*tests_account"):
             run(FenceTrigger("Account"))
+
+    def test_a_column_of_another_kind_that_is_called_version_is_left_alone(self):
+        """The fields of migrations are plain, and only the constraint tells which are ours."""
+        columns = {each: models.BigIntegerField(db_default=0) for each in ("fence", "version")}
+        fields = [("id", models.BigAutoField(primary_key=True)), *columns.items()]
+        ours = models.CheckConstraint(
+            condition=models.Q(fence__gte=0), name="tests_meter_fence_rejected"
+        )
+        for constraints, expected in (([], ("", "")), ([ours], ("fence", ""))):
+            state = ModelState("tests", "Meter", fields, options={"constraints": constraints})
+            model = ProjectState({("tests", "meter"): state}).apps.get_model("tests.Meter")
+            assert arguments_of(model) == expected
 
     def test_it_does_nothing_where_the_model_is_not(self, settings, django_assert_num_queries):
         operation, state = FenceTrigger("Invoice"), state_of(Account, *MODELS)

@@ -31,7 +31,7 @@ from django_fencedlock.core.runtime import clock
 from django_fencedlock.exceptions import BackendUnavailable
 from django_fencedlock.models import Fence, ForcedRelease, HeldLock
 from tests.backends import POSTGRES
-from tests.scripts import python, run_python
+from tests.scripts import python
 from tests.servers.process import wait_until
 from tests.test_backend_interface import BackendInterface, claim, grant, take
 
@@ -946,21 +946,6 @@ class TestChecks:
         config = replace(configured(), **settings)
         found = [each.id for each in PostgresBackend.problems(config)]
         assert found == ([problem] if problem else [])
-
-    def test_without_psycopg_3_the_extra_is_named(self):
-        code = (
-            "import sys; sys.modules['psycopg'] = None\n"
-            "from django.conf import settings\n"
-            "database = {'ENGINE': 'django.db.backends.sqlite3', 'NAME': ':memory:'}\n"
-            "settings.configure(DATABASES={'default': database})\n"
-            "from django_fencedlock.conf import alias_problems\n"
-            f"backend = {POSTGRES!r}\n"
-            "(problem,) = alias_problems('default', {'BACKEND': backend})\n"
-            "print(problem.id, problem)"
-        )
-        shown = run_python(code=code)
-        assert shown.stdout.startswith("E005"), shown
-        assert "django-fencedlock[postgres]" in shown.stdout
 
 
 @contextlib.contextmanager

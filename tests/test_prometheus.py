@@ -16,11 +16,11 @@ from django_fencedlock.celery import single_instance
 from django_fencedlock.contrib.prometheus import OTHER, Patterns, install, pattern_of, uninstall
 from django_fencedlock.core import runtime
 from django_fencedlock.core.manager import service
-from django_fencedlock.exceptions import BackendUnavailable, StaleFence
+from django_fencedlock.exceptions import BackendUnavailable, StaleFence, StaleObject
 from django_fencedlock.models import Fence
 from django_fencedlock.test import hold_lock, lose_lease
 from tests.backends import REDIS
-from tests.models import Invoice, LedgerLine, Stock
+from tests.models import Account, Invoice, LedgerLine, Stock
 from tests.scripts import run_python
 from tests.test_docs import ROOT, _table
 
@@ -90,14 +90,27 @@ def test_rejected_writes_and_transactions(registry):
             line.save()
         with pytest.raises(LeaseLost), lease.atomic():
             pass
+    stale = {"reason": "stale"}
     refused = {"pattern": "account:{account_id}"}
-    assert read(registry, "fencedlock_rejected_writes_total", **refused) == 1
+    assert read(registry, "fencedlock_rejected_writes_total", **refused, **stale) == 1
     with lock("close") as lease:
         # A grant that this process hasn't noticed yet.
         Fence.objects.filter(name="close").update(token=99, owner="else")
         with pytest.raises(StaleFence), lease.atomic():
             pass
-    assert read(registry, "fencedlock_rejected_writes_total", pattern="close") == 1
+    assert read(registry, "fencedlock_rejected_writes_total", pattern="close", **stale) == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_object_that_was_read_before_its_lock_has_another_reason(registry):
+    with LedgerLine.fencing.lock(account_id=7):
+        line = LedgerLine.objects.create(account=Account.objects.create(pk=7))
+    with LedgerLine.fencing.lock(account_id=7):
+        LedgerLine.objects.update(amount=1)
+    with LedgerLine.fencing.lock(account_id=7), pytest.raises(StaleObject):
+        line.save()
+    found = {"pattern": "account:{account_id}", "reason": "read_before_lock"}
+    assert read(registry, "fencedlock_rejected_writes_total", **found) == 1
 
 
 def test_forced_releases(registry):

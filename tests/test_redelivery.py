@@ -19,11 +19,13 @@ from django_fencedlock.celery.duplicates import DELIVERY, NUMBER, kept, nonce
 from django_fencedlock.core.grants import new_claim
 from django_fencedlock.core.identity import LocalHolder, new_owner
 from django_fencedlock.core.manager import service
-from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired
+from django_fencedlock.exceptions import BackendUnavailable, LockNotAcquired, SettingsError
 from django_fencedlock.models import HeldLock, MessageRecord
 from django_fencedlock.storage.message_records import SETTLED, Message, MessageRecords
 from django_fencedlock.test import hold_lock, lose_lease
+from tests.backends import REDIS
 from tests.deliveries import app, as_current_app, deliver, deliver_sent, sending
+from tests.servers import shared
 from tests.threads import elsewhere
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -63,6 +65,8 @@ nesting = make("nesting", {"name": "{value}"})
 nesting_retry = make("nesting_retry", {"name": "{value}", "on_conflict": "retry"})
 nesting_coalesce = make("nesting_coalesce", {"name": "{value}", "on_conflict": "coalesce"})
 careless = make("careless", {"redelivery": "run"})
+unfenced = make("unfenced", {"fenced": False})
+unfenced_run = make("unfenced_run", {"fenced": False, "redelivery": "run"})
 open_ = make("open", {"fenced": False, "on_backend_error": "run"})
 silent = make("silent", ignore_result=True)
 patient = make("patient", autoretry_for=(ValueError,))
@@ -471,9 +475,27 @@ class TestWithoutAnAnswer:
         table_away()
         done = deliver(late, 1, **message())
         assert done.state == "FAILURE"
-        assert isinstance(done.result.exception, BackendUnavailable)
+        assert isinstance(done.result.exception, SettingsError)
         assert ran == []
         assert lock(NAME).holder() is None
+
+    @pytest.mark.parametrize("task", [unfenced, late])
+    def test_a_worker_without_a_database(self, settings, make_alias, tmp_path, task):
+        """Its error names the way out, if only the record of the message needs the database."""
+        directory = tmp_path / "there"
+        directory.mkdir()
+        entry = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(directory / "db.sqlite3")}
+        alias = make_alias(entry)
+        connections[alias].close()
+        directory.rename(tmp_path / "away")
+        redis = {"BACKEND": REDIS, "LOCATION": shared.redis().url, "KEY_PREFIX": "without:"}
+        settings.FENCEDLOCK = {"default": {**redis, "FENCE_DATABASE": alias}}
+        done = deliver(task, 1, **message())
+        assert isinstance(done.result.exception, BackendUnavailable)
+        hint = 'With redelivery="run", a task with fenced=False needs no database.'
+        assert str(done.result.exception).endswith(hint) is (task is unfenced)
+        assert deliver(unfenced_run, 1, **message()).result == 1
+        assert ran == [1]
 
     def test_a_run_begins_all_the_same_if_that_is_wanted(self, table_away, caplog):
         table_away()

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import random
+import sys
 import textwrap
 import threading
 import time
@@ -13,7 +14,6 @@ from functools import partial
 import pytest
 import redis
 from django.core import checks
-from django.core.exceptions import ImproperlyConfigured
 
 from django_fencedlock.backends.interface import Grant, Granted, Held, Renewal, Wait
 from django_fencedlock.backends.redis import RedisBackend, client, connections
@@ -929,18 +929,16 @@ def test_settings_that_can_not_be_used_are_named(settings, terms, expected, word
     assert words in text
 
 
-def test_a_missing_driver_is_named_with_its_extra():
-    code = """
-        import sys
-        sys.modules["redis"] = None
-        try:
-            import django_fencedlock.backends.redis
-        except Exception as exc:
-            print(type(exc).__name__, exc)
-    """
-    done = run_python(code=code, DJANGO_SETTINGS_MODULE="django.conf.global_settings")
-    assert done.stdout.startswith(ImproperlyConfigured.__name__), done.stderr
-    assert "pip install 'django-fencedlock[redis]'" in done.stdout
+def test_a_cache_without_django_redis_names_the_extra(settings, monkeypatch):
+    settings.CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": "x"}}
+    monkeypatch.setitem(sys.modules, "django_redis", None)
+    monkeypatch.delitem(sys.modules, "django_redis.cache", raising=False)
+    [(number, text)] = found(CACHE="default")
+    assert number == "E009"
+    assert text.endswith(
+        "['CACHE'] is 'default', a cache of django-redis, which isn't installed. "
+        "Run: pip install 'django-fencedlock[django-redis]'"
+    )
 
 
 # Checks of the server

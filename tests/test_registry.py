@@ -134,7 +134,7 @@ def test_a_database_that_does_not_answer_hides_no_other(far, how):
     getattr(far, how)()
     found = listing()
     assert {each.name: each.state for each in found.entries} == {"near": State.HELD}
-    assert f"its fence database {database!r} can't be asked: " in found.unanswered["far"]
+    assert f"its fence database {database!r} could not be read: " in found.unanswered["far"]
     shown = portrait("near")
     assert shown.is_held
     assert list(shown.away) == [database]

@@ -174,7 +174,7 @@ def test_a_fenced_lock_is_not_freed_while_the_database_is_away(settings, make_re
         connections["default"].cursor().execute("SELECT nothing")
 
     monkeypatch.setattr(fences, "durable", fail)
-    with pytest.raises(BackendUnavailable, match="forced release"):
+    with pytest.raises(BackendUnavailable, match="could not force the release"):
         force_release("x", by="me")
     assert lease.verify()
     lease.release()

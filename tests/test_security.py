@@ -47,12 +47,12 @@ class TestTemplates:
         "text", ["{0.pk}", "{}", "{nobody}", "{width:{nobody}}", "{width:{0.pk}}"]
     )
     def test_only_parameters_can_be_named(self, text):
-        with pytest.raises(TypeError, match="isn't a parameter of build"):
+        with pytest.raises(TypeError, match=r"not a parameter of build|Positional"):
             Template(text, build)
 
     @pytest.mark.parametrize("text", ["{width:{}", "{width:}}", "{width:{order"])
     def test_what_is_no_template_says_so(self, text):
-        with pytest.raises(ValueError, match="isn't a valid template"):
+        with pytest.raises(ValueError, match="Invalid lock name template"):
             Template(text, build)
 
     @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ class TestTemplates:
         ],
     )
     def test_no_conversion_or_member_makes_a_name_of_what_has_none(self, text, value):
-        with pytest.raises(TypeError, match="A lock name can't be made of"):
+        with pytest.raises(TypeError, match="has no fixed text"):
             Template(text, build).render((value,), {})
 
     @pytest.mark.parametrize(

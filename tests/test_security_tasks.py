@@ -94,7 +94,7 @@ class TestSensitive:
 
     @pytest.mark.parametrize("value", [object(), [object()], {CARD: object()}])
     def test_an_error_does_not_show_it(self, value):
-        with pytest.raises(TypeError, match="can't be made of 'card'") as caught:
+        with pytest.raises(TypeError, match=r"'card' is an? .* no fixed text") as caught:
             lock_name(paid, value)
         assert caught.value.__cause__ is None
         assert caught.value.__context__ is None
@@ -104,7 +104,7 @@ class TestSensitive:
         with pytest.raises(TypeError, match=r"sensitive='crad'.*pay\(\) has no such parameter"):
             single_instance(sensitive="crad")(pay)
         with pytest.raises(TypeError, match="parameter names a row"):
-            single_instance(Invoice, pk="card", sensitive="card")(pay)
+            single_instance(Invoice, pk="{card}", sensitive="card")(pay)
 
 
 class TestStoredMessages:

@@ -5,11 +5,13 @@ import inspect
 import json
 import os
 import pickle
+import threading
 from types import SimpleNamespace
 
 import pytest
+from billiard.pool import soft_timeout_sighandler
 from celery import Celery, shared_task
-from celery.exceptions import MaxRetriesExceededError, Reject, Retry
+from celery.exceptions import MaxRetriesExceededError, Reject, Retry, SoftTimeLimitExceeded
 from django.db import transaction
 from kombu.serialization import dumps, loads
 
@@ -55,6 +57,7 @@ def task(app):
             return current_lease().token
 
         decorated = single_instance(*(naming or ("invoice:{pk}",)), **policy)(charge)
+        app.tasks.pop("shop.charge", None)
         return app.task(decorated, name="shop.charge", shared=False, **(options or {}))
 
     return make
@@ -84,7 +87,6 @@ class TestTheDecorator:
         for naming in (name, lambda task, arguments: "made:42", partial):
             charge = task(naming, **terms)
             assert lock_name(charge) == "made:42"
-            charge.app.tasks.pop(charge.name)
 
     def test_a_callable_with_terms_is_never_what_is_decorated(self):
         decorator = single_instance(len, on_conflict="raise")
@@ -112,7 +114,9 @@ class TestTheDecorator:
             "shared task": lambda: shared,
             "class": lambda: type("Charge", (app.Task,), {"name": "x", "run": charge})(),
         }[kind]()
-        with pytest.raises(TypeError, match=r"(?s)stand below.*@shared_task\n +@single_instance"):
+        with pytest.raises(
+            TypeError, match=r"(?s)^Put @single_instance below.*\n +@single_instance"
+        ):
             single_instance(made) if terms is None else single_instance(**terms)(made)
 
     def test_the_wrong_order_does_not_create_the_task(self, app):
@@ -153,7 +157,8 @@ class TestTheDecorator:
             ({"max_conflict_retries": True}, "whole number"),
             ({"max_conflict_retries": 1.5}, "whole number"),
             ({"blocking_timeout": 3}, "here on_conflict is 'skip'"),
-            ({"on_conflict": "coalesce", "fenced": False}, "beside the fences"),
+            ({"on_conflict": "coalesce", "fenced": False}, "requires fenced=True"),
+            ({"blocking_timeout": None}, "here on_conflict is 'skip'"),
             ({"on_backend_error": "run"}, "needs fenced=False"),
             ({"ttl": 0}, "ttl is 0; it has to be more than zero"),
             ({"max_hold": -1}, "max_hold is -1"),
@@ -195,17 +200,45 @@ class TestCalls:
                 charge.delay(*args)
         charge.delay(1)
 
-    def test_a_direct_call_locks(self, charge):
-        with hold_lock("invoice:42"):
-            assert SkippedRun.of(charge()).reason == "held"
+    @pytest.mark.parametrize("on_conflict", ["skip", "retry", "raise", "wait", "coalesce"])
+    def test_a_direct_call_returns_its_own_type_or_raises(self, task, on_conflict):
+        wait = {"blocking_timeout": 0} if on_conflict == "wait" else {}
+        charge = task(on_conflict=on_conflict, **wait)
+        with hold_lock("invoice:42") as held, pytest.raises(LockNotAcquired) as caught:
+            charge()
+        assert caught.value.holder.token == held.token
+        # Nothing is left that runs it later: the caller has the error.
+        assert waiting(charge.app) == PendingRun.objects.count() == 0
         assert charge() == 2
 
-    @pytest.mark.parametrize("on_conflict", ["retry", "raise", "wait"])
-    def test_a_direct_call_is_not_retried(self, task, on_conflict):
+    @pytest.mark.parametrize("on_conflict", ["skip", "coalesce"])
+    def test_a_direct_call_within_a_run_raises_too(self, app, task, on_conflict):
         charge = task(on_conflict=on_conflict)
-        with hold_lock("invoice:42"), pytest.raises(LockNotAcquired):
-            charge()
-        assert waiting(charge.app) == 0
+
+        @app.task(shared=False)
+        @single_instance("outer")
+        def outer():
+            with pytest.raises(LockNotAcquired):
+                charge()
+            return "raised"
+
+        outer.delay()
+        with hold_lock("invoice:42"):
+            message = deliver(app)
+        assert app.AsyncResult(message.headers["id"]).get(timeout=20) == "raised"
+
+    @pytest.mark.parametrize(
+        ("on_conflict", "reason"), [("skip", "held"), ("coalesce", "coalesced")]
+    )
+    def test_a_conflict_of_one_item_does_not_keep_starmap_from_the_others(
+        self, task, on_conflict, reason
+    ):
+        charge = task(on_conflict=on_conflict)
+        with hold_lock("invoice:42"):
+            skipped, token = charge.starmap([(42,), (43,)]).apply().get()
+        assert (skipped["reason"], token) == (reason, 1)
+        with hold_lock("invoice:43"):
+            assert charge.map([43]).apply().get()[0]["reason"] == reason
 
     def test_the_function_itself_may_be_called(self):
         @single_instance
@@ -275,22 +308,28 @@ class TestCalls:
         assert charge.apply(task_id="id-1").get().startswith("task shop.charge[id-1] on ")
         assert charge().startswith("task shop.charge on ")
 
-    @pytest.mark.parametrize("autoretry", [False, True])
-    def test_classes(self, app, autoretry):
+    @pytest.mark.parametrize("options", [{}, {"autoretry_for": (ValueError,)}])
+    @pytest.mark.parametrize("naming", [("invoice:{pk}",), ("{self.name}:{pk}",), ()])
+    def test_of_a_class_whose_run_method_is_decorated(self, app, options, naming):
+        """Its first run delivers two more messages, which are skipped."""
+
         class Charge(app.Task):
             name = "shop.charge"
 
-            @single_instance("invoice:{pk}")
+            @single_instance(*naming)
             def run(self, pk):
-                assert self.name == "shop.charge"
-                return current_lease().name
+                assert_locked(lock_name(self, pk))
+                results.append([elsewhere(lambda: deliver(app)) for _ in range(waiting(app))])
+                return current_lease().token
 
-        options = {"autoretry_for": (ValueError,)} if autoretry else {}
+        results = []
         charge = app.register_task(Charge(), **options)
-        assert charge(1) == "invoice:1"
-        charge.delay(2)
+        assert charge(1) == 1
+        ids = [charge.delay(1) for _ in range(3)]
         deliver(app)
-        assert_not_locked("invoice:2")
+        first, *others = [each.get(timeout=20) for each in ids]
+        assert (first, [each["reason"] for each in others]) == (2, ["held", "held"])
+        assert len(results) == 2
 
 
 class TestErrors:
@@ -319,6 +358,46 @@ class TestErrors:
         deliver(app)
         with pytest.raises(LeaseLost, match="'x'"):
             result.get(timeout=20)
+
+    @pytest.mark.parametrize(
+        "terms",
+        [
+            {},
+            {"on_lost": "abort"},
+            {"options": {"acks_late": True, "autoretry_for": (OSError,)}},
+            {"on_conflict": "coalesce"},
+            {"on_conflict": "coalesce", "options": {"bind": True, "autoretry_for": (OSError,)}},
+            {"fenced": False, "on_backend_error": "run", "backend": "down", "redelivery": "run"},
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("error", [ZeroDivisionError, SoftTimeLimitExceeded])
+    def test_pass_three_frames_of_the_package_at_most(self, app, settings, terms, error):
+        settings.FENCEDLOCK = {"default": {}, "down": DOWN}
+
+        def fails(*args):
+            """Fail, after the arguments of another trigger came."""
+            ran.append(args[-1])
+            if len(ran) == 1:
+                elsewhere(lambda: task.apply((2,)))
+            if error is ZeroDivisionError:
+                raise error
+            soft_timeout_sighandler(None, None)
+
+        ran = []
+        options = terms.pop("options", {}) if (terms := dict(terms)) else {}
+        task = app.task(single_instance("x", **terms)(fails), name="f", shared=False, **options)
+        results = [task.delay(1)]
+        deliver(app)
+        while waiting(app):
+            message = deliver(app)
+            results.append(app.AsyncResult(message.headers["id"]))
+        if terms.get("on_conflict") == "coalesce":
+            assert ran == [1, 2]
+        for result in results:
+            assert result.state == "FAILURE", result.result
+            assert type(result.result) is error
+            assert 1 <= result.traceback.count("/django_fencedlock/") <= 3, result.traceback
 
     def test_a_loss_that_shows_at_the_release_fails_the_task(self):
         @single_instance("x")
@@ -360,7 +439,7 @@ class TestErrors:
 class TestSkips:
     def test_name_the_holder(self, task):
         with hold_lock("invoice:42") as held:
-            skipped = task()()
+            skipped = task().apply().get()
         assert isinstance(skipped, SkippedRun)
         assert (skipped.lock, skipped.reason, skipped.token) == ("invoice:42", "held", held.token)
         assert f"pid {os.getpid()}" in skipped.holder
@@ -383,6 +462,18 @@ class TestSkips:
             elsewhere(charge)
         assert caught.value.holder.owner_id == holders[0].owner_id
 
+    def test_a_wait_has_the_limit_of_the_setting_its_own_or_none(self, task, settings):
+        settings.FENCEDLOCK = {"default": {"BLOCKING_TIMEOUT": 0.05}}
+        held = hold_lock("invoice:42", let_wait=True)
+        with held, pytest.raises(LockNotAcquired):
+            elsewhere(task(on_conflict="wait"))
+        held = hold_lock("invoice:42", let_wait=True)
+        held.__enter__()
+        timer = threading.Timer(0.5, held.__exit__, (None, None, None))
+        timer.start()
+        assert elsewhere(task(on_conflict="wait", blocking_timeout=None)) == 3
+        timer.join()
+
     @pytest.mark.parametrize(
         "through",
         [
@@ -394,7 +485,7 @@ class TestSkips:
     )
     def test_come_through_serialisers(self, task, through):
         with hold_lock("invoice:42"):
-            skipped = task()()
+            skipped = task().apply().get()
         arrived = through(skipped)
         assert arrived == skipped
         assert SkippedRun.of(arrived) == skipped
@@ -638,7 +729,7 @@ class TestCost:
             charge()
         assert ours(seen) == 2
         with hold_lock("invoice:42") as lease, postgres.statements() as seen:
-            skipped = charge()
+            skipped = charge.apply().get()
         assert ours(seen) == 2
         assert (skipped.token, skipped.holder) == (lease.token, str(lease.holder))
 

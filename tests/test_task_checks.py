@@ -64,6 +64,27 @@ def test_an_alias_that_is_not_configured(settings):
     assert found({}) == found({"backend": "jobz"}) == {}
 
 
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        ("tests.Invoce", "App 'tests' doesn't have a 'Invoce' model."),
+        ("nowhere.Invoice", "No installed app with label 'nowhere'."),
+        ("auth.User", "User is not a FencedModel, so it has no lock."),
+        ("tests.Warehouse", "The lock of Warehouse is named by town, floor."),
+    ],
+)
+def test_a_label_that_names_no_lock(label, words):
+    app = app_with()
+    add(app, single_instance(label, pk="{pk}")(body))
+    (problem,) = task_checks.problems([app])
+    start = f'Task shop.charge: @single_instance("{label}"): {words}'
+    assert (problem.id, problem.message[: len(start)]) == ("E032", start)
+    assert task_checks.problems([app])  # It is found each time.
+    app.tasks.clear()
+    add(app, single_instance("tests.Invoice", pk="{pk}")(body))
+    assert list(task_checks.problems([app])) == []
+
+
 class TestVisibilityTimeout:
     @pytest.mark.parametrize("limit", [{"time_limit": 7200}, {"soft_time_limit": 7200}])
     def test_shorter_than_a_time_limit(self, limit):
@@ -165,6 +186,13 @@ class TestLongWait:
         assert "waits up to 10 s" in found({"on_conflict": "wait"}, {"time_limit": 8})["W034"]
         settings.FENCEDLOCK = {"default": {"BLOCKING_TIMEOUT": 5}}
         assert found({"on_conflict": "wait"}, {"time_limit": 8}) == {}
+
+    def test_without_a_limit(self):
+        policy = {"on_conflict": "wait", "blocking_timeout": None}
+        assert "waits for its lock without a limit" in found(policy)["W040"]
+        assert "waits without a limit for its lock" in found(policy, {"time_limit": 60})["W034"]
+        ids = set(found(policy, {"time_limit": 60}, worker_pool="threads"))
+        assert ids == {"W032", "W040"}
 
     def test_limits_of_no_effect_are_no_limits(self):
         ids = set(found({"on_conflict": "wait"}, {"time_limit": 8}, worker_pool="threads"))

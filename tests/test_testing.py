@@ -3,6 +3,8 @@
 import os
 import textwrap
 import time
+from configparser import ConfigParser
+from unittest import mock
 
 import pytest
 from celery import Celery
@@ -249,9 +251,29 @@ class SwitchedOff:
             with pytest.raises(StaleFence), transaction.atomic(using=self.using):
                 self.invoices.filter(pk=self.pk).update(amount=6)
 
-    def test_no_lease_is_still_none(self):
+    def test_writes_need_no_lock(self):
+        for policy in ("reject", None):
+            with mock.patch.object(Invoice.fencing.spec, "_without_lock", policy):
+                invoice = self.invoices.create(note="made")
+                invoice.save()
+                assert self.invoices.filter(pk=invoice.pk).update(amount=6) == 1
+                self.invoices.bulk_update([invoice], ["note"])
+                with Invoice.fencing.lock(pk=invoice.pk) as lease:
+                    invoice.refresh_from_db()
+                    invoice.save()
+                    assert invoice.fence == lease.token
+                invoice.save()
+                invoice.delete()
+                assert self.invoices.filter(pk=self.pk).delete()[0] == 1
+                self.pk = self.invoices.create().pk
+
+    def test_writes_need_a_lock_again_afterwards(self):
+        with disable_locking(), disable_locking():
+            pass
+        assert self.invoices.filter(pk=self.pk).update(amount=6) == 1
+        self.doCleanups()
         with pytest.raises(LockRequired):
-            self.invoices.filter(pk=self.pk).update(amount=6)
+            Invoice.objects.using(self.using).update(amount=6)
 
     def test_a_lock_within_a_transaction_that_is_rolled_back(self):
         with pytest.raises(ZeroDivisionError), transaction.atomic(using=self.using):
@@ -422,6 +444,37 @@ def test_waiters_may_wait_for_hold_lock():
 
 
 # Another project
+
+PLUGIN = "django_fencedlock.test.fixtures"
+PLAIN = """
+    import sys
+    from django.conf import settings
+
+    pytest_plugins = ["django_fencedlock.test.fixtures"]
+
+    def test_nothing_is_set_up():
+        assert not settings.configured
+        assert "django_fencedlock.storage.tables" not in sys.modules
+
+    def test_the_fixtures_are_there(request):
+        for name in ("disable_locking", "eager_tasks", "hold_lock"):
+            assert request._fixturemanager.getfixturedefs(name, request.node)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [True, False])
+def test_the_fixtures_need_neither_settings_nor_pytest_plugins(tmp_path, named):
+    config = ConfigParser(interpolation=None)
+    config.read("setup.cfg")
+    # pytest refuses a plugin that is named twice, except under its own name.
+    assert config["options.entry_points"]["pytest11"].strip() == f"{PLUGIN} = {PLUGIN}"
+    given = textwrap.dedent(PLAIN) if named else textwrap.dedent(PLAIN).replace("pytest_p", "p")
+    tmp_path.joinpath("test_plain.py").write_text(given)
+    words = ("-p", "no:django", "-p", PLUGIN, "-q")
+    told = run_python("-m", "pytest", *words, cwd=tmp_path, DJANGO_SETTINGS_MODULE=None).stdout
+    assert "2 passed" in told
+
 
 SETTINGS = """
     SECRET_KEY = "only for tests"

@@ -64,13 +64,13 @@ def test_what_another_process_has_written_is_not_overwritten(document):
         document.save()
     error = caught.value
     assert (error.model, error.pk, error.version) == ("tests.Document", document.pk, 0)
-    assert "it was loaded as version 0, and is 1 now" in str(error)
+    assert "it was loaded as version 0, and its row has version 1 now" in str(error)
 
 
 def test_what_another_process_has_deleted_is_not_inserted_again(document):
     models.QuerySet(Document).delete()
     for write in WRITES.values():
-        with refused(VersionConflict, Document, match="gone"):
+        with refused(VersionConflict, Document, match="row was deleted"):
             write(document)
 
 
@@ -98,11 +98,11 @@ def test_bulk_update_compares_each_version(database):
         assert Document.objects.bulk_update(rows, ["text"], batch_size=2) == 5
     assert versions() == [row.version for row in rows] == [2, 1, 1, 1, 1]
     Document.objects.filter(pk=rows[3].pk).update(text="newer")
-    with refused(VersionConflict, Document, match="one of the rows has another version now"):
+    with refused(VersionConflict, Document, match="one of the rows was written since"):
         Document.objects.bulk_update([set_(row, text="x") for row in rows], ["text"], batch_size=2)
     assert [row.version for row in rows] == [2, 1, 1, 1, 1]
     models.QuerySet(Document).filter(pk=rows[3].pk).delete()
-    with refused(VersionConflict, Document, match="gone"):
+    with refused(VersionConflict, Document, match="row was deleted"):
         Document.objects.bulk_update(rows, ["text"])
 
 

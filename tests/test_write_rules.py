@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import datetime
+import functools
 import json
 import pickle
 
+import django
 import pytest
 from django.core import serializers
 from django.core.exceptions import ImproperlyConfigured
@@ -150,7 +152,7 @@ def test_a_warning_is_logged_when_something_new_takes_the_place_of_a_row(databas
     row = m.Warned.objects.create()
     assert not caplog.text
     m.Warned(pk=row.pk, amount=99).save()
-    assert f"Saving tests.Warned without the lease of lock 'tests.warned:{row.pk}'" in caplog.text
+    assert f"Saving tests.Warned without lock 'tests.warned:{row.pk}'" in caplog.text
     assert values_of(m.Warned, "amount") == [(99,)]
 
 
@@ -640,9 +642,33 @@ def test_a_rejection_is_logged_and_sent(database, invoice, caplog):
     error = caught.value
     assert (error.name, error.token, error.owner_id) == (lease.name, 1, lease.owner_id)
     ((facts),) = heard
-    told = {"sender": Invoice, "pk": invoice.pk, "name": lease.name, "token": 1}
+    told = {"sender": Invoice, "pk": invoice.pk, "name": lease.name, "token": 1, "reason": "stale"}
     assert facts.items() >= told.items()
     assert f"model=tests.Invoice pk={invoice.pk} lock='{lease.name}'" in caplog.text
+
+
+@pytest.mark.parametrize("model", [Account, Invoice, m.Document])
+def test_positional_arguments_of_save_end_as_without_the_mixin(database, model):
+    """Django 5.2 warns of them at the line that passes them; later versions don't take them."""
+    row = model()
+    if django.VERSION >= (6, 0):
+        for save in (row.save, functools.partial(awaited, row.asave)):
+            with pytest.raises(TypeError, match=r"save\(\) takes 1 positional argument but 2 were"):
+                save(True)
+        return
+    with pytest.warns(DeprecationWarning, match=r"to save\(\) is deprecated") as seen:
+        row.save(True, False, database)
+    assert [each.filename for each in seen] == [__file__]
+    assert row.pk
+
+    async def asave():
+        await model().asave(True, using=database)
+
+    with pytest.warns(DeprecationWarning, match=r"to asave\(\) is deprecated") as seen:
+        awaited(asave)
+    assert [each.filename for each in seen] == [__file__]
+    with pytest.raises(TypeError), pytest.warns(DeprecationWarning, match="deprecated"):
+        model().save(True, force_insert=True)
 
 
 def test_a_rejection_that_is_swallowed_rolls_the_transaction_back(database, invoice):
@@ -1092,7 +1118,7 @@ def test_a_lease_can_be_given(database, invoice, given):
 def test_a_given_lease_is_the_one_that_counts(database, invoice):
     with lock("other") as wrong, invoice.fencing.lock() as lease:
         writes = _given_writes(invoice, wrong).values()
-        why = "the given lease is of 'other'"
+        why = "the given lease is of lock 'other'"
         all_refused(LockRequired, (Invoice,), *writes, match=why)
         invoice.save()
     for write in ("save", "update"):
@@ -1114,7 +1140,7 @@ def test_a_given_lease_stays_out_of_the_object(database, invoice, given, how):
     assert len(copies) == 6
     for each in (*copies, invoice):
         if each.pk is not None:
-            with pytest.raises(LockRequired, match="none is held here"):
+            with pytest.raises(LockRequired, match="pass its lease"):
                 each.save()
 
 

@@ -10,10 +10,8 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import AliasConfig, Problem, location_problems
 from ..core.runtime import clock
-from ..exceptions import BackendUnavailable
 from ..storage.connections import is_of_test, is_open, pool
 from ..storage.dialect import Row, entry_of
-from ..storage.text import is_table_missing
 from ..storage.vendors import LEDGERS
 from .interface import Backend, Claim, Grant, Granted, Held, Renewal, Wait
 
@@ -127,11 +125,11 @@ class DatabaseBackend(Backend):
 
     def check(self) -> Iterator[Problem]:
         try:
-            self._look(["django_fencedlock.check"])
-        except BackendUnavailable as exc:
-            # `migrate` runs this check too, before it makes the tables.
-            if not is_table_missing(exc):
-                yield Problem("E013", str(exc), "Start the database, or correct its settings.")
+            # `migrate` runs this check too, before it makes or changes the tables.
+            self._sessions.run(lambda used: used.introspection.table_names())
+        except Error as exc:
+            remedy = "Start the database, or correct its settings."
+            yield Problem("E013", str(self.unavailable("answer", exc)), remedy)
 
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:
@@ -146,7 +144,8 @@ class DatabaseBackend(Backend):
             work = partial(self._ledger.look_at, names=names)
             return self._sessions.run(work, busy_timeout=patience)
         except Error as exc:
-            raise self.unavailable("look", exc, names[0] if len(names) == 1 else None) from exc
+            one = names[0] if len(names) == 1 else None
+            raise self.unavailable("look up" if one else "look up locks", exc, one) from exc
 
     def _raise_unless_held(self, claim: Claim, error: Error) -> None:
         """Return if `error` says no more than that another session has the row locked."""
@@ -155,4 +154,4 @@ class DatabaseBackend(Backend):
             # The caller's own transaction has the file: waiting for it would never end.
             raise self.inside_transaction(claim.name) from error
         if not is_locked or (self._one_writer and is_of_test(home)):
-            raise self.unavailable("acquiring", error, claim.name) from error
+            raise self.unavailable("acquire", error, claim.name) from error

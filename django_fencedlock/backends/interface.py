@@ -247,10 +247,15 @@ class Backend(ABC):
     def unavailable(
         self, doing: str, exc: BaseException, name: str | None = None
     ) -> BackendUnavailable:
-        """Return the error for a service that failed, to be raised from `exc`."""
-        about = f" of lock {name!r}" if name is not None else ""
+        """
+        Return the error for a service that failed, to be raised from `exc`.
+
+        Args:
+            doing: What it could not do, with `name` as the object: "release".
+        """
+        about = f" lock {name!r}" if name is not None else ""
         what = (
-            f"Lock service {self.config.alias!r} ({self.label}) failed at the {doing}{about}: "
+            f"Lock service {self.config.alias!r} ({self.label}) could not {doing}{about}: "
             f"{type(exc).__name__}: {describe_error(exc, self.config.fence_database)}"
         )
         return BackendUnavailable(what, name=name, alias=self.config.alias)

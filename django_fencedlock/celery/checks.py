@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ from ..conf import Problem
 from ..core import runtime
 from ..exceptions import SettingsError
 from . import interrupts
-from .names import single_of
+from .names import Single, single_of
 from .policy import Policy
 
 #: Seconds after which brokers deliver again what isn't acknowledged.
@@ -43,7 +44,7 @@ def problems(apps: Iterable[Celery]) -> Iterator[Problem]:
     for app in apps:
         for task in app.tasks.values():
             if single := single_of(task):
-                for problem in _task_problems(app, task, single.policy):
+                for problem in _task_problems(app, task, single):
                     found[problem].add(task.name)
     for problem, names in found.items():
         tasks = f"Task{'s' if len(names) > 1 else ''} {', '.join(sorted(names)[:SHOWN])}"
@@ -51,7 +52,14 @@ def problems(apps: Iterable[Celery]) -> Iterator[Problem]:
         yield replace(problem, message=f"{tasks}{more}: {problem.message}")
 
 
-def _task_problems(app: Celery, task: Any, policy: Policy) -> Iterator[Problem]:
+def _task_problems(app: Celery, task: Any, single: Single) -> Iterator[Problem]:
+    try:
+        # Looks up a model that is named by its label.
+        single.pattern()
+        policy = single.policy
+    except SettingsError as exc:
+        yield Problem("E032", str(exc), "Each run of the task fails with this error.")
+        return
     if conf.lacks(policy.backend):
         yield Problem(
             "E030",
@@ -173,14 +181,21 @@ def _times(case: _Case) -> Iterator[Problem]:
             f"{alias.where('OPTIONS')}['TIMEOUT'].",
         )
     obeyed = [limit for name, limit in case.limits.items() if name not in ignored]
-    given = policy.blocking_timeout
-    waits = alias.blocking_timeout if given is None else given
-    if policy.on_conflict == "wait" and obeyed and waits >= min(obeyed):
+    waits = policy.patience(alias) if policy.on_conflict == "wait" else 0.0
+    shown = "without a limit" if math.isinf(waits) else f"up to {waits:g} s"
+    if waits and obeyed and waits >= min(obeyed):
         yield Problem(
             "W034",
-            f"waits up to {waits:g} s for its lock, and has a time limit of {min(obeyed):g} s: "
+            f"waits {shown} for its lock, and has a time limit of {min(obeyed):g} s: "
             "after a long wait, the body has no time left.",
             'Shorten blocking_timeout, or use on_conflict="retry", which keeps no worker busy.',
+        )
+    if math.isinf(waits) and not obeyed:
+        yield Problem(
+            "W040",
+            "waits for its lock without a limit, and has no time limit: if the lock is never "
+            "released, its worker does no other work.",
+            'Give blocking_timeout= or a time limit, or use on_conflict="retry".',
         )
 
 

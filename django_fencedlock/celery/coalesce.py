@@ -18,7 +18,7 @@ from kombu.utils import json
 from .. import logs
 from ..conf import AliasConfig
 from ..core.names import MAX_LENGTH
-from ..exceptions import BackendUnavailable, FencedLockError
+from ..exceptions import BackendUnavailable, FencedLockError, SettingsError
 from ..storage.connections import open_connections, when_all_ended
 from ..storage.message_records import Begun
 from ..storage.pending_runs import Claimed, Pending, PendingRuns, Place, StoredMessage
@@ -117,7 +117,7 @@ class Coalescing:
         call, grace = self._call, max(self._call.ttl, IN_QUEUE)
         try:
             self._pending.end(self._place, call.owner.id, self._claimed.number, grace)
-        except BackendUnavailable as exc:
+        except (BackendUnavailable, SettingsError) as exc:
             text, extra = "The end of a run wasn't recorded, so another will follow: %s", str(exc)
             logger.warning(text, exc, extra=call.facts(extra))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from types import NoneType
+from typing import Any, TypeVar, overload
 
 from celery import Task
 from celery.local import Proxy
+from django.db.models import Model
 
 from .. import conf
 from ..lease import Duration
@@ -24,11 +26,8 @@ from .policy import (
 )
 from .run import wrap
 
-if TYPE_CHECKING:
-    from django.db.models import Model
-
 F = TypeVar("F", bound=Callable[..., Any])
-Name = str | type["Model"] | Callable[[Any, dict[str, Any]], str] | None
+Name = str | type[Model] | Callable[[Any, dict[str, Any]], str] | None
 
 
 def lock_name(task: Any, *args: Any, **kwargs: Any) -> str:
@@ -57,7 +56,7 @@ def single_instance(
     ttl: Duration | None = None,
     fenced: bool = True,
     on_conflict: OnConflict = "skip",
-    blocking_timeout: Duration | None = None,
+    blocking_timeout: Duration | conf.Unset | None = conf.UNSET,
     retry_countdown: Duration = 5,
     max_conflict_retries: int = MAX_CONFLICT_RETRIES,
     on_lost: OnLost = "raise",
@@ -65,23 +64,25 @@ def single_instance(
     redelivery: OnRedelivery = "defer",
     on_backend_error: OnBackendError = "raise",
     sensitive: str | Iterable[str] = (),
-    **arguments: str,
+    columns: Mapping[str, str] | None = None,
+    **row: str,
 ) -> Callable[[F], F]: ...
 def single_instance(name: Any = None, **terms: Any) -> Any:
     """
     Run a Celery task once at a time for each lock name. Put it below ``@shared_task``.
 
     Args:
-        name: A template over the task's parameters, ``"invoice:{invoice_id}"``; a fenced model,
-            ``single_instance(Invoice, pk="invoice_id")``; or a callable ``(task, arguments) ->
-            name``. Without one, the task's name and its arguments.
+        name: A template over the task's parameters, ``"invoice:{invoice_id}"``; a fenced model or
+            its label, ``single_instance(Invoice, pk="{invoice_id}")``; or a callable
+            ``(task, arguments) -> name``. Without one, the task's name and its arguments.
         backend: The alias in ``FENCEDLOCK``; for a model, the one that its fencing names.
         ttl: How long the lock lasts unless it is renewed, which happens by itself.
         fenced: False for a lock that only saves work: no token, and no record in the database.
         on_conflict: If another holder has the lock, ``"skip"`` succeeds with a `SkippedRun`,
             ``"retry"`` tries again later, ``"wait"`` blocks the worker, ``"raise"`` fails with
             `LockNotAcquired`, and ``"coalesce"`` leaves the work to one further run.
-        blocking_timeout: How long ``"wait"`` waits; without one, the setting BLOCKING_TIMEOUT.
+        blocking_timeout: How long ``"wait"`` waits, None for no limit; without one, the setting
+            BLOCKING_TIMEOUT.
         retry_countdown: The first pause of ``"retry"``; they grow up to twelvefold.
         max_conflict_retries: How often ``"retry"`` tries, beside the task's own ``max_retries``.
         on_lost: ``"raise"`` fails the task, ``"abort"`` also interrupts its body; or ``"ignore"``.
@@ -89,15 +90,21 @@ def single_instance(name: Any = None, **terms: Any) -> Any:
         redelivery: ``"defer"`` runs a message once that is delivered again; ``"run"`` each time.
         on_backend_error: ``"raise"``, or, with ``fenced=False`` alone, ``"run"`` without a lock.
         sensitive: The parameters whose arguments neither names nor messages show.
-        **arguments: For a model: which parameter names which column of its lock.
+        columns: For a model: a template for each column of its lock that has the name of one of
+            these arguments, ``columns={"ttl": "{ttl}"}``.
+        **row: For a model: a template for each column of its lock.
     """
+    # By type(): isinstance() would make Celery create the task of a proxy.
+    if issubclass(type(name), type) and not issubclass(name, Model):
+        raise _class_error(name)
     if _is_bare(name, terms):
-        return _decorate(name, policy(), None, {})
-    arguments = {key: terms.pop(key) for key in list(terms) if key not in TERMS}
-    if isinstance(name, type) and hasattr(name, "fencing"):
-        terms.setdefault("backend", name.fencing.spec.backend)
-    checked = policy(**terms)
-    return lambda function: _decorate(function, checked, name, arguments)
+        return _decorate(name, None, policy(), {}, True)
+    given = terms.pop("columns", None)
+    if not isinstance(given, Mapping | NoneType):
+        raise TypeError(f'columns is {given!r}; write columns={{"column": "{{parameter}}"}}.')
+    columns = {key: terms.pop(key) for key in list(terms) if key not in TERMS} | {**(given or {})}
+    checked, has_alias = policy(**terms), "backend" in terms
+    return lambda function: _decorate(function, name, checked, columns, has_alias)
 
 
 def _is_bare(given: object, terms: Mapping[str, object]) -> bool:
@@ -110,27 +117,40 @@ def _is_bare(given: object, terms: Mapping[str, object]) -> bool:
 
 
 def _is_task(given: object) -> bool:
-    # By type(): isinstance() would make Celery create the task of a proxy.
+    # By type(), as above.
     return issubclass(type(given), Proxy | Task)
 
 
 def _decorate(
-    function: Callable[..., Any], checked: Policy, name: object, arguments: Mapping[str, object]
+    function: Any, name: object, checked: Policy, columns: Mapping[str, object], has_alias: bool
 ) -> Callable[..., Any]:
     if _is_task(function):
         raise TypeError(
-            "@single_instance stands above the task decorator; it must stand below, next to the "
-            "function:\n"
+            "Put @single_instance below @shared_task, directly above the function:\n"
             "    @shared_task\n"
             "    @single_instance(...)\n"
             "    def my_task(...):"
         )
+    if isinstance(function, type):
+        raise _class_error(function)
     if not callable(function):
         raise TypeError(f"@single_instance decorates a function, not {function!r}.")
-    never = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    if any(is_kind(function) for is_kind in never):
+    title = getattr(function, "__qualname__", repr(function))
+    if inspect.iscoroutinefunction(function):
         raise TypeError(
-            f"@single_instance can't wrap {function.__qualname__}(): the body of a coroutine "
-            "function or a generator would run after the lock was released, and Celery runs none."
+            f"@single_instance can't wrap {title}(): Celery doesn't run coroutines. Make it a "
+            "plain function that calls async_to_sync() of asgiref.sync on the coroutine function."
         )
-    return wrap(Single(function, checked, name, arguments))
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"@single_instance can't wrap {title}(): Celery doesn't run generators. Make it a "
+            "plain function that consumes the generator."
+        )
+    return wrap(Single(function, checked, name, columns, has_alias=has_alias))
+
+
+def _class_error(given: type) -> TypeError:
+    return TypeError(
+        "@single_instance decorates functions. For a class-based task, decorate its run() method: "
+        f"put @single_instance above def run(self, ...) in {given.__name__}."
+    )

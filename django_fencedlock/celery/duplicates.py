@@ -22,7 +22,7 @@ from celery.states import READY_STATES
 
 from ..backends.interface import Held
 from ..core.identity import Holder, shorten_task_id
-from ..exceptions import BackendUnavailable
+from ..exceptions import BackendUnavailable, SettingsError
 from ..storage.message_records import Begun, Message, MessageRecords
 from .names import Call, single_of
 from .policy import Skip
@@ -130,7 +130,7 @@ class Delivery:
             return
         try:
             self._records.finish(self.message, outcome)
-        except BackendUnavailable as exc:
+        except (BackendUnavailable, SettingsError) as exc:
             # The work is done. At worst, a further delivery repeats it.
             logger.warning(
                 "The end of a message wasn't recorded: %s", exc, extra=self._call.facts(str(exc))
@@ -141,9 +141,12 @@ class Delivery:
         call = self._call
         try:
             return question(self.message)
-        except BackendUnavailable as exc:
+        except (BackendUnavailable, SettingsError) as exc:
             if call.policy.on_backend_error != "run":
-                raise
+                if call.policy.fenced:
+                    raise
+                hint = 'With redelivery="run", a task with fenced=False needs no database.'
+                raise BackendUnavailable(f"{exc} {hint}", name=exc.name, alias=exc.alias) from exc
             text, extra = "%s runs without a record of its message: %s", call.facts(str(exc))
             logger.error(text, call.title, exc, extra=extra)
             return None

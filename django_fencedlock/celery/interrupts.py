@@ -13,8 +13,9 @@ import ctypes
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType, MappingProxyType
 from typing import Any, TypeVar
 
 from billiard import pool
@@ -47,47 +48,53 @@ class Abort(BaseException):
     """Raised in a body whose lock was lost. Bodies would swallow an ``Exception``."""
 
 
-def run_interruptible(lease: Lease | None, body: Callable[[], T]) -> T:
+def run_interruptible(
+    lease: Lease | None,
+    body: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    limit: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008
+) -> T:
     """
-    Run `body`; if there is a lease and it is lost, interrupt it and raise `LeaseLost`.
+    Call `body` under a time limit; if `lease` is lost, interrupt it and raise `LeaseLost`.
 
     This is best effort. A call of C, a bare ``except:`` or a callback of a driver may delay or
     swallow the interrupt. Fenced writes under the lost lock are rejected in any case.
     """
     began, blocks = clock(), open_blocks()
     try:
-        return body() if lease is None else _run(lease, body)
+        if lease is None:
+            with limit:
+                return body(*args, **kwargs)
+        target = Interruptible()
+        try:
+            target.open()
+            lease.interrupt_by(target.lost)
+            # The next block outwards catches an interrupt between two of these lines. The first
+            # block disarms; so does the last, since a time limit may have kept the first from it.
+            try:
+                try:
+                    target.arm()
+                    with limit:
+                        return body(*args, **kwargs)
+                finally:
+                    target.disarm()
+            except (Abort, Error) as exc:
+                # As a block ends, Django may raise an error of the interrupted connection instead.
+                # An abort may be meant for a run whose body called this one.
+                if target.is_lost and _came_of(exc, (Abort,)):
+                    lease.explain()
+                    raise lease.loss() from exc
+                raise
+        finally:
+            target.close()
+            lease.off_lost(target.lost)
+            target.pass_on()
     except BaseException as exc:
         if not isinstance(exc, Exception) or _came_of(exc, (Abort, SoftTimeLimitExceeded)):
             close_broken(blocks)
             give_back_left_over(began)
         raise
-
-
-def _run(lease: Lease, body: Callable[[], T]) -> T:
-    target = Interruptible()
-    try:
-        target.open()
-        lease.interrupt_by(target.lost)
-        # The next block outwards catches an interrupt between two of these lines. The first block
-        # disarms; so does the last, since a time limit may have kept the first from it.
-        try:
-            try:
-                target.arm()
-                return body()
-            finally:
-                target.disarm()
-        except (Abort, Error) as exc:
-            # As a block ends, Django may raise an error of the interrupted connection instead. An
-            # abort may be meant for a run whose body called this one.
-            if target.is_lost and _came_of(exc, (Abort,)):
-                lease.explain()
-                raise lease.loss() from exc
-            raise
-    finally:
-        target.close()
-        lease.off_lost(target.lost)
-        target.pass_on()
 
 
 def _came_of(exc: BaseException | None, kinds: tuple[type[BaseException], ...]) -> bool:

@@ -7,25 +7,31 @@ import contextlib
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Set
+import re
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from celery import Task, current_app, current_task
+from celery import Task, _state, current_app, current_task
 from celery.utils.saferepr import saferepr
+from django.apps import apps
+from django.core.exceptions import ImproperlyConfigured
 from django.db.models import Model
 from django.utils.crypto import salted_hmac
 
-from .. import conf, logs
+from .. import logs
 from ..core import names
 from ..core.identity import new_owner
 from ..core.manager import Service, service
+from ..exceptions import SettingsError
 from ..lease import Lease
 from ..storage.text import HIDDEN
-from .policy import TERMS, Policy
+from .policy import OTHERS, TERMS, Policy, example_of, nearest, unknown
 
 if TYPE_CHECKING:
     AnyTask = Task[Any, Any]
@@ -39,30 +45,59 @@ _SALT = "django_fencedlock.sensitive"
 _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 #: Powers of ten beyond which a decimal may be written with an E.
 _READABLE = 20
+#: A model as Django writes it in text, such as ``"billing.Invoice"``.
+_LABEL = re.compile(r"\w+\.[A-Z]\w*")
+#: The arguments of `single_instance` that name no column.
+_RESERVED = {*TERMS, "columns", "name"}
 
 
 class Single:
     """A task's function under `single_instance`, and its policy."""
 
     def __init__(
-        self, function: Callable[..., Any], policy: Policy, name: object, parameters: Any
+        self,
+        function: Callable[..., Any],
+        policy: Policy,
+        name: object,
+        columns: Mapping[str, object],
+        *,
+        has_alias: bool = True,
     ) -> None:
         self.function = function
-        self.policy = policy
+        #: What Celery calls instead of the function.
+        self.wrapper: Callable[..., Any] = function
+        self.sensitive, self._policy = policy.sensitive, policy
         self._parameters = names.Parameters(function)
         self.signature = self._parameters.signature
         for each in policy.sensitive:
             if each not in self.signature.parameters:
                 raise TypeError(
                     f"@single_instance(sensitive={each!r}): {function.__qualname__}() has no such "
-                    f"parameter; it has {', '.join(self.signature.parameters) or 'none'}."
+                    f"parameter. Parameters: {names.shown(self.signature.parameters)}."
                 )
-        if hidden := {*map(str, parameters.values())} & {*policy.sensitive}:
+        is_label = isinstance(name, str) and columns and re.fullmatch(r"\w+\.\w+", name)
+        is_model = isinstance(name, type) and issubclass(name, Model)
+        #: The lock of a model's row, if a model names it.
+        self.row = RowLock(name, columns, function) if is_label or is_model else None
+        if self.row is None:
+            self._name, self.pattern = naming(name, columns, function, policy.sensitive)
+        elif hidden := self.row.parameters & {*policy.sensitive}:
             raise TypeError(
                 f"@single_instance(sensitive={min(hidden)!r}): the parameter names a row, and the "
                 "row's lock has the same name for every caller. Leave it out."
             )
-        self._name, self._pattern = naming(name, parameters, function)
+        else:
+            self._name, self.pattern = self.row.name, self.row.pattern
+        #: Whether the alias of the policy is the right one.
+        self._has_alias = has_alias or self.row is None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy. Without a backend of its own, a model's fencing names the alias."""
+        if not self._has_alias and self.row is not None:
+            self._policy = replace(self._policy, backend=self.row.fencing.spec.backend)
+            self._has_alias = True
+        return self._policy
 
     def name(
         self, task: AnyTask | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -72,20 +107,20 @@ class Single:
 
         Beside it, the name of the task, or of the function; and the pattern of the lock's name.
         """
-        function, pattern = self.function, self._pattern()
+        function, pattern = self.function, self.pattern()
         title = task.name if task is not None else f"{function.__module__}.{function.__qualname__}"
         bound_to_task = task is not None and is_bound(task)
         arguments = self._parameters.bind((task, *args) if bound_to_task else args, kwargs)
         if bound_to_task:
             del arguments[next(iter(self.signature.parameters))]
-        for key in self.policy.sensitive:
+        for key in self.sensitive:
             if key in arguments:
                 arguments[key] = _digest(key, arguments[key])
         return self._name(task, title, arguments), title, pattern or title
 
     def redact_message(self, task: AnyTask, headers: dict[str, Any], body: Any) -> None:
         """Replace sensitive arguments in what Celery logs and sends in events."""
-        sensitive = self.policy.sensitive
+        sensitive = self.sensitive
         if not (sensitive and isinstance(body, tuple) and len(body) == 3):
             return
         args, kwargs, _ = body
@@ -151,6 +186,8 @@ class Call:
         self.request = request
         #: Whether neither a message nor ``apply()`` caused the call.
         self.is_called_directly = request is None or bool(request.called_directly)
+        #: Whether the caller can do without a result: it isn't code that uses a return value.
+        self.may_skip = not self.is_called_directly or _is_mapped()
         self.task_id = "" if request is None else request.id or ""
         # Made before the lock is asked for: a time limit may come between grant and return.
         self.owner = new_owner((self.title, self.task_id))
@@ -170,6 +207,12 @@ class Call:
         )
 
 
+def _is_mapped() -> bool:
+    """Return whether ``map()``, ``starmap()`` or ``chunks()`` of Celery makes this direct call."""
+    tasks = _state._task_stack.stack  # type: ignore[attr-defined]
+    return len(tasks) > 1 and tasks[-2].name in ("celery.map", "celery.starmap")
+
+
 # The four ways to name a lock
 
 #: Makes the name of a task (None if its function was called by itself), its title, and the
@@ -178,16 +221,23 @@ Naming = Callable[["AnyTask | None", str, Mapping[str, Any]], str]
 
 
 def naming(
-    given: object, parameters: Mapping[str, object], function: Callable[..., Any]
+    given: object,
+    columns: Mapping[str, object],
+    function: Callable[..., Any],
+    sensitive: Collection[str],
 ) -> tuple[Naming, Callable[[], str]]:
-    if isinstance(given, type) and issubclass(given, Model):
-        return _by_model(given, parameters, function)
-    for key in parameters:
-        raise _unknown("", key)
+    """Return what names the lock of a call, and the pattern of these names."""
+    for key, value in columns.items():
+        raise unknown(f"@single_instance has no argument {key!r}.", key, value, function)
     if given is None:
         return _name_by_call, str
     if isinstance(given, str):
-        template = names.Template(given, function)
+        if _LABEL.fullmatch(given):
+            raise TypeError(
+                f'"{given}" names a model and no row. Write @single_instance("{given}", '
+                f'pk="{{{example_of(function)}}}"), or another lock name.'
+            )
+        template = names.Template(given, function, hidden=sensitive)
         # A bound task's first parameter is the task, which isn't among the arguments.
         first = next(iter(inspect.signature(function).parameters), "")
         return lambda task, _, arguments: template.fill({first: task, **arguments}), lambda: given
@@ -200,55 +250,113 @@ def naming(
 
 
 def _name_by_call(task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
-    shown = ", ".join(f"{key}={canonical(value)}" for key, value in arguments.items())
-    name = f"{title}({shown})"
+    shown = []
+    for key, value in arguments.items():
+        try:
+            shown.append(f"{key}={canonical(value)}")
+        except TypeError as exc:
+            raise TypeError(f"Parameter {key!r} of {title}: {exc}") from exc
+    name = f"{title}({', '.join(shown)})"
     if len(name) > names.MAX_LENGTH:
         digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST]
         name = f"{name[: names.MAX_LENGTH - _DIGEST - 2]}…#{digest}"
     return names.validate(name)
 
 
-def _by_model(
-    model: Any, parameters: Mapping[str, object], function: Callable[..., Any]
-) -> tuple[Naming, Callable[[], str]]:
-    start = f"@single_instance({model.__name__}"
-    if not hasattr(model, "fencing"):
-        raise TypeError(
-            f"{start}): {model.__name__} is no FencedModel, so it has no lock. Give a template, "
-            'such as "invoice:{invoice_id}".'
-        )
-    fields, fencing = model._meta.concrete_fields, model.fencing
-    columns = {"pk": [field.attname for field in fencing.pk]}
-    columns |= {key: [field.attname] for field in fields for key in (field.name, field.attname)}
-    for key in parameters:
-        if key not in columns:
-            raise _unknown(model.__name__, key)
-    if fencing.columns is None:
-        raise TypeError(
-            f"{start}): its lock is named by a callable, which needs a row. Give a callable "
-            "(task, arguments) -> name instead of the model."
-        )
-    given = {column for key in parameters for column in columns[key]}
-    known = inspect.signature(function).parameters
-    if given != {*fencing.columns} or not {*parameters.values()} <= {*known}:
-        example = ", ".join(f'{column}="..."' for column in fencing.columns)
-        raise TypeError(
-            f"{start}, {example}) has to name parameters of {function.__qualname__}(), which are "
-            f"{', '.join(known)}."
-        )
+class RowLock:
+    """The lock of a model's row, named by templates of its columns over a task's parameters."""
 
-    def name(task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
-        values = {key: arguments[str(parameter)] for key, parameter in parameters.items()}
-        return str(fencing.lock(**values).name)
+    def __init__(
+        self, model: Any, columns: Mapping[str, object], function: Callable[..., Any]
+    ) -> None:
+        self._model, self._function = model, function
+        label = f'"{model}"' if isinstance(model, str) else model.__name__
+        self._start = f"@single_instance({label}"
+        # A bound task's first parameter is the task, which isn't among the arguments.
+        self._first = next(iter(inspect.signature(function).parameters), "")
+        if not isinstance(model, str):
+            # A mistake is an error at once. A label's model may not be there yet.
+            self._require_columns(model, columns)
+        self._templates: dict[str, names.Template] = {}
+        for key, text in columns.items():
+            if not (isinstance(text, str) and "{" in text):
+                if isinstance(model, str) and (key in OTHERS or nearest(key)):
+                    raise unknown(f"{self._start}) has no argument {key!r}.", key, text, function)
+                field = text if str(text).isidentifier() else example_of(function)
+                raise TypeError(
+                    f"{self._start}, {key}={text!r}): it must be a template. Write "
+                    f'{key}="{{{field}}}".'
+                )
+            self._templates[key] = names.Template(
+                text, function, what=f"{self._start}): {key}", keeps_value=True
+            )
+        #: The parameters that name the row.
+        self.parameters = {each for t in self._templates.values() for each in t.names}
 
-    return name, lambda: str(fencing.pattern)
+    @cached_property
+    def fencing(self) -> Any:
+        """The fencing of the model. A label's model is looked up at the first use."""
+        if not isinstance(self._model, str):
+            return self._model.fencing
+        try:
+            model: Any = apps.get_model(self._model)
+            self._require_columns(model, self._templates)
+        except (LookupError, TypeError, ImproperlyConfigured) as exc:
+            raise SettingsError(f"{self._start}): {exc}") from exc
+        return model.fencing
+
+    def name(self, task: AnyTask | None, title: str, arguments: Mapping[str, Any]) -> str:
+        values: dict[str, Any] = {}
+        arguments = {self._first: task, **arguments}
+        for column, template in self._templates.items():
+            values[column] = template.value(arguments)
+            empty = [each for each in template.names if arguments.get(each, "") is None]
+            if empty or values[column] is None:
+                given = min(empty, default=template.text[1:-1])
+                raise ValueError(f"Argument {given} is None, so it names no row.")
+        return str(self.fencing.lock(**_apart(values)).name)
+
+    def pattern(self) -> str:
+        return str(self.fencing.pattern)
+
+    def _require_columns(self, model: Any, given: Mapping[str, object]) -> None:
+        """Raise an error unless these columns name the model's lock."""
+        label = model.__name__
+        if not hasattr(model, "fencing"):
+            raise TypeError(
+                f"{label} is not a FencedModel, so it has no lock. Write a template: "
+                f'@single_instance("{label.lower()}:{{{example_of(self._function)}}}").'
+            )
+        fencing, fields = model.fencing, model._meta.concrete_fields
+        columns = {"pk": [field.attname for field in fencing.pk]}
+        columns |= {key: [field.attname] for field in fields for key in (field.name, field.attname)}
+        for key in given:
+            if key not in columns:
+                why = f"{self._start}) has no argument {key!r}, and {label} has no such column."
+                raise unknown(why, key, given[key], self._function, {*TERMS, *columns})
+        if fencing.columns is None:
+            raise TypeError(
+                f"{self._start}): its lock is named by a callable, which needs a row. Give a "
+                "callable (task, arguments) -> name instead of the model."
+            )
+        if {column for key in given for column in columns[key]} != {*fencing.columns}:
+            by_pk = {*fencing.columns} == {*columns["pk"]}
+            example = {
+                key: f"{{{example_of(self._function, key)}}}"
+                for key in (("pk",) if by_pk else fencing.columns)
+            }
+            shown = [f"{key}={json.dumps(text)}" for key, text in _apart(example).items()]
+            raise TypeError(
+                f"The lock of {label} is named by {', '.join(fencing.columns)}. Write "
+                f"{self._start}, {', '.join(shown)})."
+            )
 
 
-def _unknown(given: str, key: str) -> TypeError:
-    return TypeError(
-        f"@single_instance({given}) has no argument {key!r}. {conf.unknown(key, TERMS)} (The name "
-        "of a parameter can be given with a fenced model: @single_instance(Invoice, pk=...).)"
-    )
+def _apart(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a lock by columns; those with the name of an option in ``columns``."""
+    clash = {key: columns[key] for key in columns if key in _RESERVED}
+    others = {key: value for key, value in columns.items() if key not in _RESERVED}
+    return {**others, "columns": clash} if clash else others
 
 
 # The text of a value in a name
@@ -293,8 +401,8 @@ def _key(key: Any) -> str:
 def _row(row: Model) -> str:
     if row.pk is None or row._state.adding:
         raise TypeError(
-            f"A lock name can't be made of {row!r}: it isn't saved, so it has no lasting primary "
-            "key. Save it first, or name a plain value of it."
+            f"a lock name can't contain {row!r}, which isn't saved, so it has no lasting primary "
+            "key. Save it first, or pass a plain value of it."
         )
     return f"{row._meta.concrete_model._meta.label_lower}:{canonical(row.pk)}"  # type: ignore[union-attr]
 
@@ -315,9 +423,8 @@ def _scalar(value: Any) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         return f"bytes({base64.b64encode(bytes(value)).decode()})"
     raise TypeError(
-        f"A lock name can't be made of {value!r}: the text of a {type(value).__name__} isn't the "
-        "same everywhere. Name the lock by a template over plain arguments, or by a callable "
-        "(task, arguments) -> name."
+        f"a lock name can't contain {names.a_value_of(type(value))}, which has no fixed text. Name "
+        "the lock by a template of plain values, or by a callable (task, arguments) -> name."
     )
 
 
@@ -331,6 +438,6 @@ def _digest(key: str, value: Any) -> str:
         return f"#{digest[:_DIGEST]}"
     # Outside the block: the suppressed error shows the value.
     raise TypeError(
-        f"A lock name can't be made of {key!r}, a {type(value).__name__}: its text isn't the same "
-        "everywhere. Pass a plain value."
+        f"Sensitive parameter {key!r} is {names.a_value_of(type(value))}, which has no fixed text "
+        "for a lock name. Pass a plain value."
     )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
+import inspect
+import math
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from .. import conf
 from ..core.identity import Holder
+from ..core.names import shown
 
 OnConflict = Literal["skip", "retry", "wait", "raise", "coalesce"]
 OnLost = Literal["raise", "abort", "ignore"]
@@ -30,7 +35,7 @@ class Policy:
     ttl: float | None = None
     fenced: bool = True
     on_conflict: OnConflict = "skip"
-    blocking_timeout: float | None = None
+    blocking_timeout: float | conf.Unset = conf.UNSET
     retry_countdown: float = 5.0
     max_conflict_retries: int = MAX_CONFLICT_RETRIES
     on_lost: OnLost = "raise"
@@ -51,21 +56,25 @@ class Policy:
                 f"max_conflict_retries is {retries!r}; it must be a whole number, zero or more. "
                 "A task that tries without end never fails visibly."
             )
-        if self.blocking_timeout is not None and self.on_conflict != "wait":
+        if self.blocking_timeout is not conf.UNSET and self.on_conflict != "wait":
             raise ValueError(
-                f'blocking_timeout={self.blocking_timeout:g} is for on_conflict="wait"; here '
-                f"on_conflict is {self.on_conflict!r}."
+                'blocking_timeout= is for on_conflict="wait"; here on_conflict is '
+                f"{self.on_conflict!r}. Remove one of them."
             )
         if self.on_conflict == "coalesce" and not self.fenced:
             raise ValueError(
-                'on_conflict="coalesce" stores its triggers in the database, beside the fences, so '
-                "it doesn't work with fenced=False."
+                'on_conflict="coalesce" requires fenced=True: it stores triggers beside the fences.'
             )
         if self.on_backend_error == "run" and self.fenced:
             raise ValueError(
                 'on_backend_error="run" runs the task without its lock, so it needs fenced=False: '
                 "a fenced write needs a token."
             )
+
+    def patience(self, alias: conf.AliasConfig) -> float:
+        """Return how long a run waits for its lock in seconds, if it waits."""
+        given = self.blocking_timeout
+        return alias.blocking_timeout if isinstance(given, conf.Unset) else given
 
     def pause(self, tries: int) -> float:
         """Return the longest pause before the next try, after `tries` refusals."""
@@ -85,13 +94,74 @@ TERMS = frozenset(each.name for each in fields(Policy))
 
 
 def policy(**terms: Any) -> Policy:
-    for term in ("ttl", "max_hold", "blocking_timeout", "retry_countdown"):
+    for term in ("ttl", "max_hold", "retry_countdown"):
         if terms.get(term) is not None:
-            zero = term in ("blocking_timeout", "retry_countdown")
-            terms[term] = conf.seconds(terms[term], term, zero=zero)
+            terms[term] = conf.seconds(terms[term], term, zero=term == "retry_countdown")
+    if (timeout := terms.get("blocking_timeout", conf.UNSET)) is not conf.UNSET:
+        timeout = math.inf if timeout is None else timeout
+        timeout = conf.seconds(timeout, "blocking_timeout", zero=True, endless=True)
+        terms["blocking_timeout"] = timeout
     given = terms.get("sensitive", ())
     terms["sensitive"] = (given,) if isinstance(given, str) else tuple(given)
     return Policy(**terms)
+
+
+# Arguments that do not exist
+
+#: What a message shows of the arguments.
+_FIRST = ("on_conflict", "blocking_timeout", "ttl", "backend", "max_hold", "fenced")
+#: What other packages call an argument, and what to write instead.
+OTHERS = {
+    "timeout": "Write ttl= for how long the lock lasts, or blocking_timeout= for how long "
+    'on_conflict="wait" waits.',
+    "wait_timeout": 'Write blocking_timeout=, with on_conflict="wait".',
+    "lock_expiry": "Write ttl=. The lock is renewed while the task runs; max_hold= limits that.",
+    "expires": "Write max_hold= for how long a run may keep the lock. Expiry of messages belongs "
+    "to the task: @shared_task(expires=...).",
+    "raise_on_duplicate": 'Write on_conflict="raise".',
+    "graceful": 'Leave it out: on_conflict="skip" is the default. on_conflict="raise" is the '
+    "opposite.",
+    "unlock_before_run": 'Write on_conflict="coalesce": triggers during a run become one more run.',
+    **dict.fromkeys(("keys", "once", "unique_on"), 'Write a template: @single_instance("{}").'),
+}
+
+
+def unknown(
+    what: str,
+    key: str,
+    value: object,
+    function: Callable[..., Any],
+    known: Set[str] = TERMS,
+) -> TypeError:
+    """Return the error of an argument that doesn't exist, with what to write instead."""
+    if key in OTHERS:
+        keys = value.get("keys") if isinstance(value, Mapping) else value
+        keys = [keys] if isinstance(keys, str) else keys
+        fields = keys if isinstance(keys, list | tuple) and keys else [example_of(function)]
+        text = ":".join(
+            [getattr(function, "__name__", "task"), *(f"{{{field}}}" for field in fields)]
+        )
+        hint = OTHERS[key].format(text)
+    elif near := nearest(key, known):
+        hint = f"Did you mean {near[0]!r}?"
+    elif known is TERMS and isinstance(value, str) and (key in ("id", "pk") or "{" in value):
+        hint = f'Columns need a model: @single_instance(Invoice, pk="{{{example_of(function)}}}").'
+    else:
+        hint = f"Arguments: {shown(_FIRST)} and {len(TERMS) - len(_FIRST)} more."
+    return TypeError(f"{what} {hint}")
+
+
+def nearest(key: str, known: Set[str] = TERMS) -> list[str]:
+    return difflib.get_close_matches(key, sorted(known), 1)
+
+
+def example_of(function: Callable[..., Any], column: str = "") -> str:
+    """Return the parameter of a function that may name a row."""
+    found = [each for each in inspect.signature(function).parameters if each != "self"]
+    return column if column in found else next(iter(found), "invoice_id")
+
+
+# Skipped runs
 
 
 class Skip(enum.StrEnum):

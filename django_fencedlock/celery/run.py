@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
 from functools import partial, wraps
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..lease import Lease, enter, leave
 from . import duplicates, interrupts
 from .coalesce import Arguments, Coalescing
 from .duplicates import CONFLICTS, RUN, HolderGone
-from .names import MARK, Call, Single
+from .names import MARK, Call, Single, is_bound
 from .policy import Skip, SkippedRun
 
 logger = logging.getLogger(__name__)
@@ -51,27 +51,40 @@ class Run(Call):
             self._coalescing = Coalescing(self, self._delivery)
         #: Arguments from the message of another trigger, instead of the run's own.
         self._latest: Arguments | None = None
+        #: The context variables that are set during the body.
+        self._marks: list[tuple[ContextVar[Any], Token[Any]]] = []
         #: Whether the run has its lock and isn't killed, so that it can look for more work.
         self._ends_normally = False
 
     def perform(self) -> Any:
-        """Run the task, or do what ``on_conflict`` says; return its result."""
+        """
+        Run the task, or do what ``on_conflict`` says; return its result.
+
+        It calls `run_interruptible()` itself: each frame in between is in every traceback.
+        """
         with self._time_limit:
             mark = running_task.set((self.title, self.task_id))
             try:
-                try:
-                    result = self._perform()
-                finally:
-                    self._release()
-                    # Triggers that were counted meanwhile rely on it.
-                    if self._coalescing is not None and self._ends_normally:
-                        self._coalescing.released()
-                self._raise_loss()
-                return result
+                result = self._begin()
+                if result is None:
+                    body = self._enter()
+                    try:
+                        result = interrupts.run_interruptible(*body, self._time_limit.allowed())
+                        self._raise_loss()
+                    except BaseException as error:
+                        self._leave(outcome(error, self.task, self.request))
+                        raise
+                    self._leave("success")
             finally:
-                running_task.reset(mark)
+                try:
+                    self._release()
+                finally:
+                    running_task.reset(mark)
+            self._raise_loss()
+            return result
 
-    def _perform(self) -> Any:
+    def _begin(self) -> SkippedRun | None:
+        """Acquire the lock; return the result if there is nothing to run."""
         try:
             skip = self._coalescing.before() if self._coalescing is not None else None
             skip = skip or self._acquire()
@@ -83,32 +96,40 @@ class Run(Call):
         except BackendUnavailable as exc:
             if self.policy.on_backend_error != "run":
                 raise
-            return self._run_without_lock(str(exc))
+            self._report_bypass(str(exc))
+            return None
         if skip is None and self._coalescing is not None:
             skip, self._latest = self._coalescing.begin()
         elif skip is None and self._delivery is not None:
             skip = self._delivery.begin()
-        return self._run_body() if skip is None else SkippedRun.made(self.name, skip)
+        return None if skip is None else SkippedRun.made(self.name, skip)
 
-    def _run_body(self) -> Any:
-        assert self.lease is not None
-        try:
-            # A greenlet can't be interrupted by a signal or an asynchronous exception.
-            aborts = self.policy.on_lost == "abort" and not runtime.is_patched("_thread")
+    def _enter(self) -> tuple[Lease | None, Callable[..., Any], Sequence[Any], dict[str, Any]]:
+        """Begin the body; return the lease whose loss interrupts it, and what to call."""
+        if self.lease is not None:
             enter(self.lease)
-            try:
-                result = self._call_interruptible(self.lease if aborts else None)
-            finally:
-                leave(self.lease)
-            self._raise_loss()
-        except BaseException as error:
-            self._end(outcome(error, self.task, self.request))
-            raise
-        self._end("success")
-        return result
+        self._marks = [(_running, _running.set((*_running.get(), self)))]
+        # A greenlet can't be interrupted by a signal or an asynchronous exception.
+        aborts = self.policy.on_lost == "abort" and not runtime.is_patched("_thread")
+        lease = self.lease if aborts else None
+        if self._latest is None:
+            return lease, self.single.function, self._all_args, self.kwargs
+        args, kwargs = self._latest
+        # Not through autoretry_for, which called this run.
+        above = getattr(self.task, "_orig_run", self.task.run)
+        if getattr(above, "__func__", above) is self.single.wrapper:
+            own = (self.task,) if is_bound(self.task) else ()
+            return lease, self.single.function, (*own, *args), kwargs
+        # Through the code between Celery and the function, such as that of ``pydantic=True``.
+        self._marks.append((_converting, _converting.set(self)))
+        return lease, above, args, kwargs
 
-    def _end(self, outcome: str) -> None:
-        """Record how the body ended, before the lock is released."""
+    def _leave(self, outcome: str) -> None:
+        """End the body, and record how it ended before the lock is released."""
+        for variable, mark in reversed(self._marks):
+            variable.reset(mark)
+        if self.lease is not None:
+            leave(self.lease)
         self._ends_normally = bool(outcome)
         # In this order: if the process dies in between, the message finds nothing to do.
         if self._coalescing is not None:
@@ -126,7 +147,8 @@ class Run(Call):
                 if self._delivery is not None and refusal.holder is not None:
                     skip = self._delivery.conflict(refusal.holder)
                 if skip is None:
-                    if self._coalescing is None:
+                    # A plain call gets the error, so no other run has to do its work.
+                    if self._coalescing is None or not self.may_skip:
                         raise refusal
                     skip = self._coalescing.refused()
             except HolderGone:
@@ -160,8 +182,7 @@ class Run(Call):
     def _try_to_acquire(self) -> LockNotAcquired | None:
         started, patience = clock(), 0.0
         if self.policy.on_conflict == "wait":
-            given = self.policy.blocking_timeout
-            patience = self.service.config.blocking_timeout if given is None else given
+            patience = self.policy.patience(self.service.config)
         claim = new_claim(self.name, self.ttl, self.policy.fenced, owner=self.owner)
         self._time_limit.wait = wait = Wait(
             patience, partial(duplicates.postpone_until_publisher_ends, self)
@@ -188,13 +209,15 @@ class Run(Call):
         return None
 
     def _release(self) -> None:
-        if self.lease is None:
-            return
+        """Release the lock, then look for triggers that were counted meanwhile."""
         try:
-            self.service.release(self.lease, self._who)
+            if self.lease is not None:
+                self.service.release(self.lease, self._who)
         except BackendUnavailable as exc:
             # The work is done, and the lock expires.
             logs.left_to_run_out(logger, self.name, exc, self.facts())
+        if self._coalescing is not None and self._ends_normally:
+            self._coalescing.released()
 
     def _raise_loss(self) -> None:
         """Fail if the lock was lost: the result would say that the task ran alone."""
@@ -202,41 +225,17 @@ class Run(Call):
             self.lease.explain()
             raise self.lease.loss()
 
-    # The body
-
-    def _run_without_lock(self, reason: str) -> Any:
+    def _report_bypass(self, reason: str) -> None:
         text, extra = "%s runs without its lock %r: %s", self.facts(reason)
         logger.error(text, self.title, self.name, reason, extra=extra)
         facts = {"name": self.name, "alias": self.policy.backend, "pattern": self.pattern}
         sender = type(self.service.backend)
         signals.send(signals.lock_bypassed, sender, **facts, task=self.title, reason=reason)
-        return self._call_interruptible(None)
-
-    def _call_interruptible(self, lease: Lease | None) -> Any:
-        mark = _running.set((*_running.get(), self))
-        try:
-            return interrupts.run_interruptible(lease, self._call)
-        finally:
-            _running.reset(mark)
-
-    def _call(self) -> Any:
-        with self._time_limit.allowed():
-            if self._latest is None:
-                return self.single.function(*self._all_args, **self.kwargs)
-            args, kwargs = self._latest
-            mark = _converting.set(self)
-            try:
-                # Through the code between Celery and the function, such as that of
-                # ``pydantic=True``; but not through autoretry_for, which called this run.
-                above = getattr(self.task, "_orig_run", self.task.run)
-                return above(*args, **kwargs)
-            finally:
-                _converting.reset(mark)
 
     # Conflicts
 
-    def _answer(self, refusal: LockNotAcquired) -> Any:
-        if self.policy.on_conflict == "skip":
+    def _answer(self, refusal: LockNotAcquired) -> SkippedRun:
+        if self.policy.on_conflict == "skip" and self.may_skip:
             return SkippedRun.made(str(refusal.name), Skip.HELD, refusal.holder)
         if self.policy.on_conflict == "retry" and not self.is_called_directly:
             self._retry_later(refusal)
@@ -279,6 +278,7 @@ def wrap(single: Single) -> Callable[..., Any]:
     # Celery checks the arguments of .delay() by it, and doesn't follow __wrapped__.
     run.__signature__ = single.signature  # type: ignore[attr-defined]
     setattr(run, MARK, single)
+    single.wrapper = run
     return run
 
 

@@ -192,6 +192,7 @@ class LeftLocks:
         self.ended = runtime.SimpleQueue[Process]()
         #: When each of the children ended that are still looked at.
         self.children: dict[Process, float] = {}
+        self._failed = False
 
     def run(self) -> None:
         threading.current_thread().name = f"fencedlock-children-{self._alias}"
@@ -212,14 +213,18 @@ class LeftLocks:
         except Exception as exc:
             # A project that uses unfenced locks alone needs no tables.
             if not is_table_missing(exc):
-                logger.warning(
-                    "The locks that ended children held through alias %r couldn't be released: %s",
+                logger.log(
+                    logging.DEBUG if self._failed else logging.WARNING,
+                    "The locks that ended children held through alias %r couldn't be released: %s. "
+                    "It is tried again for a while; then they expire. This is logged once.",
                     self._alias,
                     exc,
                     extra=logs.facts(alias=self._alias, reason=str(exc)),
                     exc_info=not isinstance(exc, FencedLockError),
                 )
-                look_for = conf.config(self._alias).ttl
+                look_for, self._failed = conf.config(self._alias).ttl, True
+        else:
+            self._failed = False
         now = clock()
         self.children = {child: at for child, at in self.children.items() if now - at < look_for}
 
@@ -267,7 +272,7 @@ def _release(records: Records, held: list[Any]) -> None:
             backend.close()
     # The background writer is off: it would have connections open at the next fork.
     if deaths and conf.history() and not connections.under_test():
-        records.query("history", None, partial(history.write, records.using, deaths))
+        records.query("write the history", None, partial(history.write, records.using, deaths))
 
 
 # Pending runs and old rows
@@ -285,6 +290,8 @@ class Maintenance:
         self._app, self._forks = app, forks
         self._end = runtime.SimpleQueue[None]()
         self._delete_at = 0.0
+        #: The databases that couldn't be used at the last look.
+        self._failed: set[str] = set()
 
     def start(self) -> None:
         runtime.start(self._run)
@@ -330,8 +337,17 @@ class Maintenance:
                         table(config).sweep(BATCHES)
             except FencedLockError as exc:
                 # A project that uses unfenced locks alone needs no tables.
-                if not is_table_missing(exc):
-                    logger.warning("Pending runs and old rows can't be looked after: %s", exc)
+                if config.fence_database not in self._failed and not is_table_missing(exc):
+                    self._failed.add(config.fence_database)
+                    logger.warning(
+                        "Database %r can't be used: %s. Until it can, stored triggers wait and old "
+                        'rows stay; tasks with fenced=False and redelivery="run" do without it. '
+                        "This is logged once.",
+                        config.fence_database,
+                        exc,
+                    )
+            else:
+                self._failed.discard(config.fence_database)
         if deletes:
             self._delete_at = clock() + DELETE_EACH
         return served
@@ -340,11 +356,12 @@ class Maintenance:
         """Return an alias of each fence database, and the tasks that coalesce there."""
         found: dict[str, tuple[conf.AliasConfig, dict[str, Policy]]] = {}
         singles = {name: single_of(task) for name, task in dict(self._app.tasks).items()}
-        coalescing = {
-            name: single.policy
-            for name, single in singles.items()
-            if single and single.policy.on_conflict == "coalesce"
-        }
+        coalescing = {}
+        for name, single in singles.items():
+            # One whose model doesn't exist fails by itself, too.
+            with contextlib.suppress(FencedLockError):
+                if single and single.policy.on_conflict == "coalesce":
+                    coalescing[name] = single.policy
         for alias in conf.aliases():
             # One whose settings are wrong fails by itself, and delays no other.
             with contextlib.suppress(FencedLockError):

@@ -28,6 +28,7 @@ from ..storage.connections import (
     is_open,
 )
 from ..storage.fences import Fences, pinned_by
+from ..storage.records import raise_if_tables_missing
 from ..storage.vendors import LEDGERS
 from .events import Kind, emit
 from .identity import (
@@ -60,12 +61,19 @@ class Grants:
     """
 
     def __init__(
-        self, backend: Backend, fences: Fences, keeper: Keeper, clock: Callable[[], float]
+        self,
+        backend: Backend,
+        fences: Fences,
+        keeper: Keeper,
+        clock: Callable[[], float],
+        is_free: Callable[[str, str, str, str], bool],
     ) -> None:
         self.backend = backend
         self.fences = fences
         self._keeper = keeper
         self._clock = clock
+        #: Whether a name is free at another alias, of this label and fence database.
+        self._is_free = is_free
 
     def acquire(
         self,
@@ -107,9 +115,10 @@ class Grants:
                     return answer
                 time.sleep(min(wait.left, pause * random.uniform(0.5, 1.5)))
                 pause = min(LONGEST_PAUSE, pause * 1.5)
-        except BackendUnavailable:
+        except BackendUnavailable as exc:
             # The service may carry the claim out later on.
             self._keeper.doubt(grant_of(claim))
+            raise_if_tables_missing(exc, backend.config.fence_database)
             raise
         finally:
             # Nothing may refer to the holder: a call of asyncio.to_thread() has ended then.
@@ -125,7 +134,8 @@ class Grants:
     ) -> bool:
         """Evict the holder if its process is gone, and return whether that was done."""
         if held.alias:
-            raise self._conflict(claim.name, held.alias, held.label, holder_of(held, held.alias))
+            self._drop_row(claim.name, held.owner, held.label, holder_of(held, held.alias))
+            return True
         if self._evict_if_gone(claim.name, held, claim.fenced):
             return True
         is_first, wait.held = wait.held is None, held
@@ -184,7 +194,8 @@ class Grants:
                 row, newest = self.fences.read(grant.name)
                 config = self.backend.config
                 if row is not None and row.conflicts_with(config.alias, self.backend.label):
-                    raise self._conflict(grant.name, row.alias, row.backend, row.holder())
+                    self._drop_row(grant.name, row.owner.id, row.backend, row.holder())
+                    continue
                 if newest == (token, grant.owner):
                     # Recorded by a statement whose answer was lost.
                     return grant._replace(token=token)
@@ -218,7 +229,7 @@ class Grants:
             # It isn't the fence that is locked, but the file.
             raise self.backend.inside_transaction(grant.name) from error
         if not is_locked or home.vendor == "sqlite":
-            raise self.backend.unavailable("recording of the grant", error, grant.name) from error
+            raise self.backend.unavailable("record the grant of", error, grant.name) from error
 
     def release(self, grant: Grant) -> None:
         """Release a grant that the caller doesn't get, as far as possible."""
@@ -319,17 +330,28 @@ class Grants:
 
     def holder(self, name: str) -> Holder | None:
         """Ask the service who has lock `name` now."""
-        held = self.backend.holders([name]).get(name)
+        try:
+            held = self.backend.holders([name]).get(name)
+        except BackendUnavailable as exc:
+            raise_if_tables_missing(exc, self.backend.config.fence_database)
+            raise
         return None if held is None else holder_of(held, self.backend.config.alias)
 
-    def _conflict(self, name: str, alias: str, label: str, holder: Holder) -> AliasConflict:
-        mine = self.backend.config.alias
-        return AliasConflict(
-            f"Lock {name!r} is held through alias {alias!r} ({label}), and was asked for "
-            f"through alias {mine!r} ({self.backend.label}): two lock services on one name "
-            "exclude nothing. Use one alias for the name.",
+    def _drop_row(self, name: str, owner: str, label: str, holder: Holder) -> None:
+        """Delete another alias's row of a name that its service says is free, or raise."""
+        # The row of a lock outlives its release by a second. If the name is acquired there at this
+        # moment, both grants are recorded, and the fence accepts the writes of the later one.
+        using, alias = self.backend.config.fence_database, self.backend.config.alias
+        with contextlib.suppress(Error):
+            if self._is_free(holder.alias, label, using, name):
+                self.fences.clear([Grant(name, owner)])
+                return
+        raise AliasConflict(
+            f"Lock {name!r} is held through alias {holder.alias!r} ({label}), so it can't be "
+            f"acquired through alias {alias!r} ({self.backend.label}). Always lock a name through "
+            "the same alias.",
             name=name,
-            alias=mine,
+            alias=alias,
             holder=holder,
         )
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from asgiref.sync import sync_to_async
+from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.db import Error, connections
 
@@ -62,7 +63,7 @@ class Service:
         self.keeper = Keeper(
             self.backend, self.report_losses, clock, None if self.backend.records_grants else fences
         )
-        self.grants = Grants(self.backend, fences, self.keeper, clock)
+        self.grants = Grants(self.backend, fences, self.keeper, clock, is_free)
         self.holder = self.grants.holder
         _living.add(runtime.forks.register(self))
 
@@ -365,6 +366,16 @@ _living: weakref.WeakSet[Service] = weakref.WeakSet()
 def service(alias: str) -> Service:
     """The service of an alias, made when it is first asked for."""
     return services.get(alias) or services.setdefault(alias, Service(alias))
+
+
+def is_free(alias: str, label: str, database: str, name: str) -> bool:
+    """Whether the service of an alias says that a lock is free; False if it can't be asked."""
+    # ImproperlyConfigured: another process's settings have the alias, or this one has no driver.
+    with contextlib.suppress(BackendUnavailable, ImproperlyConfigured):
+        asked = service(alias)
+        if (asked.backend.label, asked.config.fence_database) == (label, database):
+            return name not in asked.backend.holders([name])
+    return False
 
 
 def give_back_left_over(since: float) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from datetime import date, datetime, time
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from string import Formatter
+from types import NoneType, UnionType
 from typing import Any
 from uuid import UUID
 
 MAX_LENGTH = 200
+#: Names that a message lists at most.
+SHOWN = 6
 
-_PLAIN = (str, int, Decimal, UUID, date, datetime, time, Enum)
+_PLAIN = (str, int, float, Decimal, UUID, date, datetime, time, timedelta, Enum, NoneType)
 
 
 def validate(name: object) -> str:
@@ -39,20 +45,21 @@ def validate(name: object) -> str:
 
 def format_value(value: Any, spec: str = "") -> str:
     """Return the text of a value in a name. It must be the same in every process."""
-    _require_plain(value)
+    if not isinstance(value, _PLAIN):
+        raise TypeError(
+            f"A lock name can't contain {a_value_of(type(value))}, which has no fixed text. Use a "
+            "plain value of it."
+        )
     if isinstance(value, Enum):
         return format_value(value.value, spec)
+    if value is None:
+        return "None"
+    if isinstance(value, float):
+        # 0.0 and -0.0 are equal, also in a database.
+        value = float(value) + 0.0
     if spec:
         _require_short(value, spec)
     return format(value, spec)
-
-
-def _require_plain(value: Any) -> None:
-    if not isinstance(value, _PLAIN):
-        raise TypeError(
-            f"A lock name can't be made of {value!r}: the text of a {type(value).__name__} "
-            "isn't the same everywhere. Name a plain part of it, such as {order.pk}."
-        )
 
 
 def _require_short(value: Any, spec: str) -> None:
@@ -68,27 +75,53 @@ def _require_short(value: Any, spec: str) -> None:
 
 
 class Template:
-    """A lock name with parameters of a function in braces, such as ``"invoice:{pk}"``."""
+    """
+    A lock name with parameters of a function in braces, such as ``"invoice:{pk}"``.
 
-    def __init__(self, text: str, function: Callable[..., Any]) -> None:
-        self.text = text
+    Args:
+        what: Names the template in an error.
+        hidden: The parameters whose values are replaced by a text.
+        keeps_value: The value of a template that is one field is used as it is, of any type.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        function: Callable[..., Any],
+        *,
+        what: str = "Lock name",
+        hidden: Collection[str] = (),
+        keeps_value: bool = False,
+    ) -> None:
+        self.text, self._what = text, f"{what} {text!r}"
         self._parameters = Parameters(function)
         known = self._parameters.signature.parameters
         try:
             fields = list(_fields(text))
+            parsed = list(Formatter().parse(text))
         except ValueError as exc:
-            raise ValueError(f"Lock name {text!r} isn't a valid template: {exc}.") from exc
+            raise ValueError(
+                f"Invalid lock name template {text!r}: {exc}. Write a parameter as {{invoice_id}}, "
+                "and a brace as {{ or }}."
+            ) from exc
+        #: The parameters that it names.
+        self.names = {_root(field) for field in fields}
+        # Of hidden ones nothing but a text is left.
+        has_rest = self._parameters.rest not in ("", *hidden)
         for field in fields:
-            if re.split(r"[.\[]", field)[0] not in known:
-                raise TypeError(
-                    f"Lock name {text!r} names {{{field}}}, which isn't a parameter of "
-                    f"{self._parameters.function}(). Its parameters: {', '.join(known) or 'none'}."
-                )
+            self._require_known(field, known, has_rest)
             if "._" in field:
                 raise TypeError(
-                    f"Lock name {text!r} names {{{field}}}, a private attribute. Name a "
-                    "public part of the argument."
+                    f"{self._what} uses {{{field}}}, a private attribute. Use a public part of the "
+                    "argument."
                 )
+        is_field = [(literal, spec, form) for literal, _, spec, form in parsed] == [("", "", None)]
+        #: The field that is the whole template, if it is one field.
+        self._field = fields[0] if is_field else None
+        if not (keeps_value and is_field):
+            for field in fields:
+                if field not in hidden and (kind := _kind_without_text(function, field)):
+                    raise self._no_text(field, kind)
         validate(text)
 
     def render(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -97,7 +130,104 @@ class Template:
 
     def fill(self, arguments: Mapping[str, Any]) -> str:
         """Return the name for bound arguments."""
-        return validate(_PlainFormatter().vformat(self.text, (), arguments))
+        return validate(self._text_of(arguments))
+
+    def value(self, arguments: Mapping[str, Any]) -> Any:
+        """Return the value of a template that is one field; otherwise its text."""
+        if self._field is None:
+            return self._text_of(arguments)
+        return self.look_up(self._field, self._with_rest(arguments))
+
+    def look_up(self, field: str, values: Mapping[str, Any]) -> Any:
+        """Return what a field names, such as ``order.pk``."""
+        try:
+            return Formatter().get_field(field, (), values)[0]
+        except (AttributeError, LookupError, TypeError) as exc:
+            name = _root(field)
+            why = str(exc) if name in values else f"argument {name!r} is missing"
+            raise TypeError(
+                f"{self._parameters.function}(): {self._what} needs {{{field}}}: {why}."
+            ) from exc
+
+    def plain_value(self, field: str, values: Mapping[str, Any]) -> Any:
+        """Return what a field names, if its text is the same in every process."""
+        value = self.look_up(field, values)
+        if not isinstance(value, _PLAIN):
+            raise self._no_text(field, type(value))
+        return value
+
+    def _text_of(self, arguments: Mapping[str, Any]) -> str:
+        return _PlainFormatter(self).vformat(self.text, (), self._with_rest(arguments))
+
+    def _with_rest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments, and beside them those that only ``**kwargs`` takes."""
+        rest = arguments.get(self._parameters.rest)
+        return {**rest, **arguments} if isinstance(rest, Mapping) else arguments
+
+    def _require_known(self, field: str, known: Collection[str], has_rest: bool) -> None:
+        name = _root(field)
+        if name in known or (name.isidentifier() and has_rest):
+            return
+        if not name or name.isdigit():
+            example = self.text.replace(f"{{{field}}}", f"{{{next(iter(known), 'invoice_id')}}}", 1)
+            raise TypeError(
+                f"Positional {{{field}}} is not supported; name a parameter: {example!r}."
+            )
+        near = difflib.get_close_matches(name, known, 1)
+        raise TypeError(
+            f"{self._what} uses {{{field}}}, which is not a parameter of "
+            f"{self._parameters.function}(). Parameters: {shown(known)}."
+            + (f" Did you mean {{{near[0]}}}?" if near else "")
+        )
+
+    def _no_text(self, field: str, kind: type) -> TypeError:
+        what = f"Parameter {field!r}" if field.isidentifier() else f"{{{field}}}"
+        return TypeError(
+            f"{what} is {a_value_of(kind)}, which has no fixed text for {self._what[:1].lower()}"
+            f"{self._what[1:]}. {_instead(kind, field)}"
+        )
+
+
+def shown(names: Collection[str]) -> str:
+    """Return names for a message."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(list(names)[:SHOWN]) + more or "none"
+
+
+def a_value_of(kind: type) -> str:
+    """Return the name of a type with its article."""
+    return f"{'an' if kind.__name__[0] in 'AEIOaeio' else 'a'} {kind.__name__}"
+
+
+def _instead(kind: Any, field: str = "order") -> str:
+    """Return what to use instead of a value of a type that has no fixed text."""
+    if issubclass(kind, Mapping):
+        return f"Use {{{field}[id]}}, or another plain value of it."
+    if issubclass(kind, Sequence):
+        return f"Use {{{field}[0]}}, or another plain value of it."
+    if kind.__module__ == "builtins":
+        return "Pass a plain value instead."
+    found = next((each for each in ("pk", "name") if hasattr(kind, each)), "id")
+    return f"Use {{{field}.{found}}}."
+
+
+def _kind_without_text(function: Callable[..., Any], parameter: str) -> type | None:
+    """Return the type of a parameter's values if its annotation shows that none has a text."""
+    # A name that only type checkers import, for instance.
+    with contextlib.suppress(Exception):
+        return _without_text(typing.get_type_hints(function)[parameter])
+    return None
+
+
+def _without_text(annotation: Any) -> type | None:
+    kind = typing.get_origin(annotation) or annotation
+    if kind in (typing.Union, UnionType):
+        each = [_without_text(a) for a in typing.get_args(annotation) if a is not NoneType]
+        return each[0] if all(each) else None
+    if not isinstance(kind, type) or kind is Any:
+        return None
+    is_plain = any(issubclass(plain, kind) or issubclass(kind, plain) for plain in _PLAIN)
+    return None if is_plain else kind
 
 
 class Parameters:
@@ -106,6 +236,9 @@ class Parameters:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = getattr(function, "__qualname__", repr(function))
         self.signature = inspect.signature(function)
+        kinds = {each.kind: each.name for each in self.signature.parameters.values()}
+        #: The name of ``**kwargs``; empty if there is none.
+        self.rest = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Bind the arguments of one call, in the order of the parameters."""
@@ -115,6 +248,11 @@ class Parameters:
             raise TypeError(f"{self.function}(): {exc}") from None
         bound.apply_defaults()
         return dict(bound.arguments)
+
+
+def _root(field: str) -> str:
+    """Return the parameter of a field such as ``order.pk`` or ``order[pk]``."""
+    return re.split(r"[.\[]", field)[0]
 
 
 def _fields(text: str) -> Iterator[str]:
@@ -128,11 +266,15 @@ def _fields(text: str) -> Iterator[str]:
 class _PlainFormatter(Formatter):
     """Formats only values whose text is the same in every process."""
 
+    def __init__(self, template: Template) -> None:
+        self._template = template
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        return self._template.plain_value(field_name, kwargs), field_name
+
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        if conversion is not None:
-            # A conversion makes a text of any object.
-            _require_plain(value)
-            value = value.value if isinstance(value, Enum) else value
+        if conversion is not None and isinstance(value, Enum):
+            value = value.value
         return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> str:

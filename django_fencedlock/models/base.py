@@ -17,7 +17,7 @@ from django.db import Error, models, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Lookup
 from django.db.models.deletion import Collector
-from django.db.models.signals import class_prepared, pre_delete
+from django.db.models.signals import pre_delete
 
 from ..lease import Lease
 from .fields import is_rejected
@@ -67,7 +67,14 @@ class Guard:
         self.instance.__dict__[self.column] = value
 
 
-class SaveHooks:
+# Migrations name each base class of a model that isn't an abstract model, and would import it.
+if TYPE_CHECKING:
+    _Hooks = object
+else:
+    _Hooks = models.Model
+
+
+class SaveHooks(_Hooks):
     """The hooks of a model; `GuardedModel` mixes them in, its subclasses fill them in."""
 
     _is_fenced = False
@@ -77,6 +84,10 @@ class SaveHooks:
         _state: Any
         _get_pk_val: Any
         pk: Any
+    else:
+
+        class Meta:
+            abstract = True
 
     def _guards(self, table: Any, using: str, doing: str, is_first: bool) -> list[Guard]:
         """Return the guards of the columns that are in the table of model `table`."""
@@ -361,12 +372,3 @@ def _guard_collected(instance: Any, using: str, origin: Any = None, **kwargs: An
 def is_fast_delete(objs: Any) -> bool:
     """Whether Django deletes an object, a queryset or rows of a model without collecting them."""
     return bool(Collector(using="", origin=objs).can_fast_delete(objs))
-
-
-def _use_own_base_manager(sender: Any, **kwargs: Any) -> None:
-    # Django takes that of the first base class alone, which may be a plain one.
-    if issubclass(sender, SaveHooks) and sender._meta.base_manager_name is None:
-        sender._meta.base_manager_name = "_guarded_rows"
-
-
-class_prepared.connect(_use_own_base_manager)

@@ -15,7 +15,7 @@ from .. import conf, operations
 from ..problems import Problem
 from ..storage.tables import exact_collation
 from .fenced import FencedModel
-from .fencing import Fencing
+from .fencing import RESERVED, Fencing
 from .fields import FenceField, StampField, confused_texts, constraint_name, is_text, target_of
 from .queryset import BaseRowsManager, FencedQuerySet, GuardedModel
 from .versioned import VersionedModel
@@ -54,9 +54,17 @@ def _fencing_problems(model: Model) -> Iterator[Problem]:
         columns = [field.attname for field in model._meta.concrete_fields]
         yield Problem(
             "E020",
-            f"The locks of {label} are named by {spec.template!r}: {str(exc).rstrip('.')}.",
+            f"{label}.fencing can't be used: {str(exc).rstrip('.')}.",
             f"Use {{pk}} and the model's columns: {', '.join(columns)}.",
         )
+    else:
+        if taken := RESERVED.intersection(model.fencing.columns or ()):  # type: ignore[attr-defined]
+            yield Problem(
+                "W028",
+                f"The locks of {label} are named by {', '.join(sorted(taken))}, which "
+                "fencing.lock() takes for its own argument of that name.",
+                f"Write {model.fencing.usage()}.",  # type: ignore[attr-defined]
+            )
     table: Any = model._meta.get_field("fence").model
     of_table = _spec_of(table)
     if isinstance(of_table, Fencing) and _locks(spec, table) != _locks(of_table, table):
@@ -106,11 +114,15 @@ def _column_problems(model: Model) -> Iterator[Problem]:
     for base, name in ((FencedModel, "fence"), (VersionedModel, "version")):
         field = next((each for each in model._meta.fields if each.name == name), None)
         if issubclass(model, base) and not isinstance(field, StampField):
-            found = f", but a {type(field).__name__} of that name." if field else "."
+            kind = type(field).__name__
+            article = "an" if kind[0] in "AEIOU" else "a"
+            of_model = f"{model._meta.label}.{name} is {article} {kind}"
+            if field is None:
+                of_model = f"{model._meta.label} has no field {name!r}"
             yield Problem(
                 "E025",
-                f"{model._meta.label} has no field {name!r} such as {base.__name__} writes{found}",
-                f"Leave the name to {base.__name__}.",
+                f"{of_model}, but {base.__name__} needs this name for its own field.",
+                "Rename that field." if field else f"Remove {name} = None from the class.",
             )
 
 
@@ -129,7 +141,8 @@ def _manager_problems(model: Model) -> Iterator[Problem]:
             "W021",
             f"The base manager of {label} is {base.name!r} in place of the package's own: "
             "cascades, SET_NULL and related managers may check no fence or version.",
-            'Remove base_manager_name from the model\'s Meta, or set it to "_guarded_rows".',
+            f"Write base_manager_name = None in the Meta of {model.__name__}, also if a base class "
+            "sets the other one.",
         )
     managers = [
         (owner, manager)

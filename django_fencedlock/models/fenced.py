@@ -14,6 +14,8 @@ from .fields import FenceField
 from .queryset import FencedManager, GuardedModel, reading_under
 from .writes import FenceGuard, Write
 
+_SAVE = {"force_insert": False, "force_update": False, "using": None, "update_fields": None}
+
 
 class FencedModel(GuardedModel):
     """
@@ -30,6 +32,7 @@ class FencedModel(GuardedModel):
     if TYPE_CHECKING:
         # django-stubs would make it this very class's, and no model could have both mixins.
         _default_manager: ClassVar[FencedManager[Self]]
+        _parse_save_params: Any
     else:
 
         class Meta(GuardedModel.Meta):
@@ -63,6 +66,11 @@ class FencedModel(GuardedModel):
 
     def save(self, *args: Any, lease: Lease | None = None, **kwargs: Any) -> None:
         """Save under `lease`, or the context's lease of the row's lock."""
+        if args and _is_djangos(super().save):
+            # Django 5.2 warns of positional arguments at the line of its caller's caller.
+            kwargs = _SAVE | kwargs
+            parsed = self._parse_save_params(*args, method_name="save", **kwargs)
+            args, kwargs = (), dict(zip(kwargs, parsed, strict=True))
         lease_given_to(self)  # Before receivers save other objects.
         if lease is None:
             super().save(*args, **kwargs)
@@ -71,6 +79,10 @@ class FencedModel(GuardedModel):
                 super().save(*args, **kwargs)
 
     async def asave(self, *args: Any, lease: Lease | None = None, **kwargs: Any) -> None:
+        if args and _is_djangos(super().asave):
+            kwargs = _SAVE | kwargs
+            parsed = self._parse_save_params(*args, method_name="asave", **kwargs)
+            args, kwargs = (), dict(zip(kwargs, parsed, strict=True))
         with given(self, lease):
             await super().asave(*args, **kwargs)
 
@@ -107,15 +119,18 @@ class FencedModel(GuardedModel):
             return  # The row of the fence's own table is collected as well.
         if lease is not None and lease.name != fencing.name_of_row(self):
             lease = None
-        guard = FenceGuard(self, self._write(fencing, using, DELETING, lease))
+        # Its model may have more rows that are deleted along with it.
+        guard = FenceGuard(self, self._write(fencing, using, DELETING, lease, locks=0))
         self._claim_row(fencing.table, using, [guard])
 
-    def _write(self, fencing: FencingOf, using: str, doing: str, lease: Lease | None) -> Write:
+    def _write(
+        self, fencing: FencingOf, using: str, doing: str, lease: Lease | None, locks: int = 1
+    ) -> Write:
         if not fencing.may_need_lease(lease):
             return Write(fencing, using, doing)
         name = fencing.name_of_row(self)
         if doing == ADDING:
-            return Write(fencing, using, doing, name).adding(lease)
+            return Write(fencing, using, doing, name, row=self).adding(lease)
         if doing == LOADING and lease is None and name not in held_names():
             # The object of a fixture has the columns of its own table alone.
             row = None if fencing.finds_rows else self._row(fencing.table, using).first()
@@ -124,7 +139,13 @@ class FencedModel(GuardedModel):
                 # It may overwrite the row, and leaves the fence as it is.
                 return Write(fencing, using, doing)
         columns = {each.attname: fencing.value_of(self, each.attname) for each in fencing.compared}
-        return Write(fencing, using, doing, name, columns).under(lease)
+        return Write(fencing, using, doing, name, columns, row=self, locks=locks).under(lease)
+
+
+def _is_djangos(save: Any) -> bool:
+    """Whether a method is Django's own, and takes positional arguments in this version."""
+    own = (models.Model.save, models.Model.asave)
+    return save.__func__ in own and hasattr(models.Model, "_parse_save_params")
 
 
 def lease_given_to(origin: Any) -> Lease | None:

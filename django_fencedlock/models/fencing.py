@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from datetime import UTC, datetime
 from decimal import Decimal
 from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from asgiref.sync import sync_to_async
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.db import models
@@ -21,7 +22,8 @@ from django.utils import timezone
 
 from .. import conf
 from ..core import names
-from ..lease import Lease, current_lease
+from ..core.runtime import clock
+from ..lease import Lease, current_lease, forbid_in_event_loop
 from ..locks import Lock, lock
 from .fields import confused_texts, is_text, target_of
 
@@ -34,6 +36,11 @@ _LOCK_OPTIONS = ("ttl", "blocking_timeout", "backend", "required")
 
 #: The names of locks, each with look-ups that find its rows among others.
 Rows = Sequence[tuple[str | None, Mapping[str, Any]]]
+
+#: The arguments of `fencing.lock()` that name no column.
+RESERVED = frozenset({*_LOCK_OPTIONS, "columns"})
+#: The options of `lock_all()`. No lock of a set may be missing.
+_OF_ALL = ("ttl", "blocking_timeout", "backend")
 
 
 class Fencing:
@@ -175,9 +182,8 @@ class FencingOf:
 
     def name_of(self, values: Mapping[str, Any]) -> str | None:
         """Return the name of the lock of rows with these values, by attribute."""
-        for value in values.values():
-            if value is None or hasattr(value, "resolve_expression"):
-                return None
+        if not all(map(is_known, values.values())):
+            return None
         return names.validate("".join([part.named(values) for part in self.parts]))
 
     def rows_of(self, objs: Iterable[Any]) -> Rows:
@@ -233,18 +239,69 @@ class FencingOf:
             if field.attname in (self.columns or ())
         }
 
-    def lock(self, **arguments: Any) -> Lock:
-        """Name the lock of a row: ``Invoice.fencing.lock(pk=42)``, ``invoice.fencing.lock()``."""
-        options = {key: arguments.pop(key) for key in _LOCK_OPTIONS if key in arguments}
-        label, given = self.model.__name__, ", ".join(arguments) or "nothing"
-        if self._instance is not None and arguments:
+    def lock(self, *key: Any, columns: Mapping[str, Any] | None = None, **arguments: Any) -> Lock:
+        """
+        Name the lock of a row: ``Invoice.fencing.lock(42)``, ``invoice.fencing.lock()``.
+
+        Takes the row's primary key, or the columns that the template names, and the options of
+        `lock()`. `columns` is for columns whose names are those of options.
+        """
+        options = {name: arguments.pop(name) for name in _LOCK_OPTIONS if name in arguments}
+        label = self.model.__name__
+        if len(key) > 1:
+            raise TypeError(
+                f"{label}.fencing.lock() takes one primary key, not {len(key)} arguments. If the "
+                f"key has several columns, write {label}.fencing.lock({key!r})."
+            )
+        if not isinstance(columns, Mapping | None):
+            raise TypeError(f"{label}.fencing.lock(): columns has to be a dict, not {columns!r}.")
+        values = {**arguments, **(columns or {})}
+        if key:
+            if "pk" in values:
+                raise TypeError(f"{label}.fencing.lock() was given pk twice.")
+            values["pk"] = key[0]
+        given = ", ".join(values) or "nothing"
+        if self._instance is not None and values:
             raise TypeError(
                 f"fencing.lock() of a row names itself; remove {given}, or write "
                 f"{label}.fencing.lock(...)."
             )
-        name = self._name_from(arguments, given) if self._instance is None else self.name()
+        name = self._name_from(values, given) if self._instance is None else self.name()
+        return self._lock(name, **options)
+
+    def lock_all(self, rows: Iterable[Any], **options: Any) -> LockSet:
+        """
+        Name the locks of rows: ``with Invoice.fencing.lock_all(queryset) as leases:``.
+
+        All of them are acquired, or none. `rows` is a queryset or objects. Takes the options of
+        lock(); `blocking_timeout` is for all of them together.
+        """
+        return LockSet(self, rows, options)
+
+    def names_of(self, rows: Iterable[Any]) -> list[str]:
+        """Return the names of rows' locks, in the order in which they are to be acquired."""
+        label = self.model.__name__
+        if isinstance(rows, models.QuerySet):
+            # Not the queryset itself, which would keep rows that were read before the locks.
+            rows = rows.all()
+        if issubclass(getattr(rows, "model", type), self.table) and hasattr(rows, "lock_names"):
+            found: Iterable[str | None] = rows.lock_names()
+        else:
+            rows = list(rows)
+            wrong = [row for row in rows if not isinstance(row, self.table)]
+            if wrong:
+                raise TypeError(
+                    f"{label}.fencing.lock_all() takes a queryset or objects of {label}, not "
+                    f"{wrong[0]!r}. Write {label}.objects.filter(pk__in=[...])."
+                )
+            found = [name for name, _ in self.rows_of(rows)]
+        # By code points, which is the order of their bytes in UTF-8 as well.
+        return sorted({name or self._lock(name).name for name in found})
+
+    def _lock(self, name: str | None, **options: Any) -> Lock:
         if name is None:
             empty = ", ".join(self.columns or ()) or "its name"
+            label = self.model.__name__
             raise ValueError(f"This {label} has no lock yet: {empty} is empty. Save it first.")
         found = lock(name, **{"backend": self.spec.backend, **options})
         found.pattern = self.pattern
@@ -252,14 +309,16 @@ class FencingOf:
 
     def _name_from(self, arguments: Mapping[str, Any], given: str) -> str | None:
         label, values = self.model.__name__, {}
+        if given == "pk" and isinstance(row := arguments["pk"], self.table):
+            return type(row).fencing.name_of_row(row)  # type: ignore[no-any-return]
         for key, value in arguments.items():
             fields = self.pk if key == "pk" else [_field(self.model, key)]
             parts = value if key == "pk" and isinstance(value, tuple | list) else (value,)
-            if len(parts) != len(fields):
+            if len(parts) != len(fields) and value is not None:
                 why = f"the primary key has {len(fields)} columns"
                 raise TypeError(f"{label}.fencing.lock(pk={value!r}): {why}.")
-            for field, part in zip(fields, parts, strict=True):
-                values[field.attname if field else key] = value_in(field, part)
+            for field, part in zip(fields, parts, strict=False):
+                values[field.attname if field else key] = self._checked(key, field, part)
         if self.columns is None or set(values) != set(self.columns):
             named = "a callable" if self.columns is None else ", ".join(self.columns)
             raise TypeError(
@@ -268,17 +327,119 @@ class FencingOf:
             )
         return self.name_of(values)
 
+    def _checked(self, key: str, field: Any, given: Any) -> Any:
+        """Return a column's value for an argument. The lock of a wrong one would protect no row."""
+        label = self.model.__name__
+        value = value_in(field, given)
+        if value is None:
+            why = "is None" if given is None else "isn't saved yet"
+            hint = "" if given is None else " Save it first."
+            raise ValueError(f"Argument {key} {why}, so it names no {label}.{hint}")
+        if field is None:
+            return value
+        target = target_of(field)
+        with contextlib.suppress(ValidationError):
+            if not hasattr(value, "resolve_expression"):
+                return target.to_python(value)
+        raise ValueError(
+            f"{label}.fencing.lock({key}={value!r}) names no row: that is not a valid value for "
+            f"{field.name} ({type(target).__name__}). Pass the {target.name} of the "
+            f"{target.model.__name__}."
+        )
+
     def may_need_lease(self, given: Lease | None) -> bool:
         """Whether a write can need a lease; if not, no name is made."""
         return given is not None or current_lease() is not None or self.spec.without_lock != "allow"
 
-    def usage(self) -> str:
-        """Return how the lock of a row is written in code."""
+    def usage(self, values: Mapping[str, Any] | None = None) -> str:
+        """Return how the lock of a row is written in code, with the values that are known."""
         if self.columns is None:
             return "row.fencing.lock()"
-        by_pk = set(self.columns) == {field.attname for field in self.pk}
-        keys = ("pk",) if by_pk else self.columns
-        return f"{self.model.__name__}.fencing.lock({', '.join(f'{key}=...' for key in keys)})"
+        known = values or {}
+        shown = {c: repr(known[c]) if is_known(known.get(c)) else "..." for c in self.columns}
+        keys = [field.attname for field in self.pk]
+        if set(self.columns) == set(keys):
+            key = ", ".join(shown[column] for column in keys)
+            shown = {"pk": key if len(keys) == 1 else f"({key})"}
+        given = ", ".join(f"{column}={value}" for column, value in shown.items())
+        if RESERVED.intersection(shown):
+            given = "columns={" + ", ".join(f'"{key}": {shown[key]}' for key in shown) + "}"
+        return f"{self.model.__name__}.fencing.lock({given})"
+
+
+class Leases(dict[str, Lease]):
+    """The leases of `lock_all()`, by lock name."""
+
+
+class LockSet:
+    """
+    The locks of rows, for ``with`` and ``async with``: all are acquired, or none.
+
+    They are acquired in the order of their names, so that two sets never wait for each other. If
+    one is held, its `LockNotAcquired` is raised.
+    """
+
+    def __init__(self, fencing: FencingOf, rows: Iterable[Any], options: Mapping[str, Any]) -> None:
+        self._fencing, self._rows, self._options = fencing, rows, options
+        self._what = f"{fencing.model.__name__}.fencing.lock_all()"
+        for unknown in options.keys() - {*_OF_ALL}:
+            has = ", ".join(_OF_ALL)
+            raise TypeError(f"{self._what} has no argument {unknown}; it has rows, {has}.")
+        #: Stands for any lock of the set; it checks the options.
+        self._any = fencing._lock(fencing.model._meta.label_lower, **options)
+        self._stack: Any = None
+
+    def __enter__(self) -> Leases:
+        forbid_in_event_loop(self._what, "async with {}")
+        self._require_left()
+        leases = Leases()
+        with contextlib.ExitStack() as stack:
+            for each in self._locks(self._fencing.names_of(self._rows)):
+                block = _held(each, leases)
+                # An interrupt between the two would leave a lock held that was entered first.
+                stack.push(block)
+                block.__enter__()
+            self._stack = stack.pop_all()
+        return leases
+
+    def __exit__(self, *error: Any) -> None:
+        stack, self._stack = self._stack, None
+        stack.__exit__(*error)
+
+    async def __aenter__(self) -> Leases:
+        self._require_left()
+        leases = Leases()
+        names = await sync_to_async(self._fencing.names_of)(self._rows)
+        async with contextlib.AsyncExitStack() as stack:
+            for each in self._locks(names):
+                leases[each.name] = await stack.enter_async_context(each)
+            self._stack = stack.pop_all()
+        return leases
+
+    async def __aexit__(self, *error: Any) -> None:
+        stack, self._stack = self._stack, None
+        await stack.__aexit__(*error)
+
+    def _locks(self, names: Iterable[str]) -> Iterator[Lock]:
+        until = clock() + self._any.blocking_timeout
+        for name in names:
+            left = max(0.0, until - clock())
+            yield self._fencing._lock(name, **{**self._options, "blocking_timeout": left})
+
+    def _require_left(self) -> None:
+        if self._stack is not None:
+            raise RuntimeError(f"{self._what} was entered already. Call it again for each block.")
+
+
+@contextlib.contextmanager
+def _held(one: Lock, leases: Leases) -> Iterator[None]:
+    with one as leases[one.name]:
+        yield
+
+
+def is_known(value: Any) -> bool:
+    """Whether a value can be a part of a lock's name."""
+    return value is not None and not hasattr(value, "resolve_expression")
 
 
 def value_in(field: models.Field[Any, Any] | None, value: Any) -> Any:
@@ -290,21 +451,27 @@ def value_in(field: models.Field[Any, Any] | None, value: Any) -> Any:
         if not isinstance(value, expected):
             raise TypeError(f"{field.name} has to be {expected.__name__}, not {value!r}.")
         return getattr(value, field.target_field.attname)
-    return value.pk
+    # The key of a row of another model would name another lock.
+    kind = type(field).__name__
+    raise TypeError(f"{field.name} has to be a value of {kind}, not {value!r}.")
 
 
 def _parts(model: type[Model], table: Any, template: str) -> list[Part]:
     """Return the parts of a template, each with the character that ends its value."""
     label, pk = f"Fencing({template!r}) of {model._meta.label}", table._meta.pk_fields
     parts: list[Part] = []
-    for text, name, form, _ in Formatter().parse(template):
+    try:
+        parsed = list(Formatter().parse(template))
+    except ValueError as exc:
+        raise ImproperlyConfigured(f"{label} is not a valid template: {exc}.") from exc
+    for text, name, form, _ in parsed:
         field = None if name is None else _field(model, name)
         if field is None and name not in (None, "pk"):
-            raise ImproperlyConfigured(f"{label} names {{{name}}}, which is no column of it.")
+            raise ImproperlyConfigured(f"{label} uses {{{name}}}, which is not a column of it.")
         if field is not None and field not in pk and _is_made_late(field):
             raise ImproperlyConfigured(
-                f"{label} names {{{name}}}, whose value is made when the row is saved. Its lock "
-                "has to be known before that: name it by columns that the code sets."
+                f"{label} uses {{{name}}}, whose value is made when the row is saved. The lock "
+                "has to be known before that. Use columns that your code sets."
             )
         keys = pk if name == "pk" else (field,)
         parts += [Part("," if place else text, key, form or "") for place, key in enumerate(keys)]
@@ -314,8 +481,8 @@ def _parts(model: type[Model], table: Any, template: str) -> list[Part]:
             if not end:
                 both = f"{{{part.field.attname}}} and {{{after.field.attname}}}"
                 raise ImproperlyConfigured(
-                    f"{label} has nothing between {both} to separate them. Put a character there, "
-                    "such as ':'."
+                    f"{label} has nothing between {both} to separate them. Write a character "
+                    "there, such as ':'."
                 )
             parts[place] = part._replace(end=end)
     return parts

@@ -21,6 +21,10 @@ _LONGEST_NAME = 60
 class RejectedRow(models.CheckConstraint):
     """Fails a statement that wrote `REJECTED`; a filter would skip stale rows silently."""
 
+    def deconstruct(self) -> Any:
+        # Migrations must work without this package, once it is removed from the project.
+        return "django.db.models.CheckConstraint", *super().deconstruct()[1:]
+
     def validate(self, *args: Any, **kwargs: Any) -> None:
         """Skip the query: no form edits the column."""
 
@@ -44,10 +48,11 @@ class StampField(_BigInteger):
         super().__init__(*args, **kwargs)
 
     def deconstruct(self) -> Any:
-        name, path, args, kwargs = super().deconstruct()
+        name, _, args, kwargs = super().deconstruct()
         for key in ("default", "editable", "serialize"):
             kwargs.pop(key, None)
-        return name, path, args, kwargs
+        # See RejectedRow.
+        return name, "django.db.models.BigIntegerField", args, kwargs
 
     def contribute_to_class(self, cls: Any, name: str, *args: Any, **kwargs: Any) -> None:
         for base in cls.__mro__[1:]:

@@ -13,6 +13,9 @@ from django.db import Error, connections, models, transaction
 from django.db.models import Case, F, Q, Value, When
 from django.db.models.base import ModelBase
 from django.db.models.lookups import Exact
+from django.db.models.options import Options
+from django.db.models.signals import class_prepared
+from django.utils.functional import cached_property
 
 from ..lease import Lease, held_owners
 from ..storage.fences import is_newest
@@ -116,10 +119,10 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
                 rows = self._copy(_stamps=stamps)
                 found = super(FencedQuerySet, rows).bulk_update(batch, fields, batch_size)
                 if stamps and found < len({obj.pk for obj in batch}):
-                    why = "a row is gone, or isn't among those of the queryset"
+                    why = "a row was deleted, or isn't among those of the queryset"
                     if leased:
                         raise rejected(leased, missed=why)
-                    raise version_conflict(self.model, None, None, why)
+                    raise version_conflict(self.model, "Updating", why)
                 count += found
         tokens = {write.name: write.token for write in leased}
         for obj in objs:
@@ -254,9 +257,10 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         names = [type(obj).fencing.name_of_row(obj) for obj in objs or ()]
         # Objects that Django makes to set an order have keys alone, and no name.
         is_known = objs is not None and fencing.finds_rows and None not in names
+        found = fencing.rows_of(objs or ()) if is_known else self._rows()
         writes = [
-            Write(fencing, using, doing, name, columns).under(self._lease)
-            for name, columns in (fencing.rows_of(objs or ()) if is_known else self._rows())
+            Write(fencing, using, doing, *each, locks=len(found)).under(self._lease)
+            for each in found
         ]
         if objs is not None:
             limit_to(writes, objs, names)
@@ -284,6 +288,11 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         named = [dict(zip(columns, row, strict=False)) for row in found]
         return [(fencing.name_of(values), values) for values in named]
 
+    def lock_names(self) -> list[str | None]:
+        """Return the names of the rows' locks. Asks the database."""
+        is_whole = not self.query.is_sliced and not self.query.combinator
+        return [name for name, _ in (self._rows() if is_whole else self._fencing.rows_of(self))]
+
     def _note_move(self, write: Write, values: Mapping[str, Any]) -> None:
         """Find the lease of the lock that rows are moved to."""
         fencing = self._fencing
@@ -294,7 +303,8 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
         # If rows go by their keys, the new name is known only if it is given as a whole.
         name = fencing.name_of(new) if new.keys() >= set(fencing.columns or ()) else None
         if name is None or name != write.name:
-            write.moving_to = Write(fencing, write.using, write.doing, name).under(self._lease)
+            target = Write(fencing, write.using, write.doing, name, new)
+            write.moving_to = target.under(self._lease)
 
     def _writes_of_new(self, objs: Sequence[Any]) -> list[Write]:
         fencing, using = self._fencing, self._database()
@@ -302,8 +312,8 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             return [Write(fencing, using, "Creating")] * len(objs)
         names = [type(obj).fencing.name_of_row(obj) for obj in objs]
         found = {
-            name: Write(fencing, using, "Creating", name).adding(self._lease)
-            for name in dict.fromkeys(names)
+            name: Write(fencing, using, "Creating", name, row=obj).adding(self._lease)
+            for name, obj in dict(zip(names, objs, strict=True)).items()
         }
         return [found[name] for name in names]
 
@@ -351,7 +361,7 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             loaded = obj.__dict__.get("version")
             if not isinstance(loaded, int):
                 why = "its version wasn't loaded with it"
-                raise version_conflict(self.model, obj.pk, None, why)
+                raise version_conflict(self.model, "Updating", why, pk=obj.pk)
             branches.append(When(pk=obj.pk, version=loaded, then=Value(loaded + 1)))
         return by_rows(branches)
 
@@ -368,11 +378,12 @@ class FencedQuerySet(GuardedQuerySet[_Row]):
             if self._is_fenced and is_rejected(exc, self.model, "fence"):
                 if leased:
                     raise rejected(leased) from exc
-                write = Write(self._fencing, self.db, "Writing")
-                raise write.lock_required("rows of some lock came meanwhile") from exc
+                write = Write(self._fencing, self.db, "Writing", locks=0)
+                why = "rows of locks that aren't held here came meanwhile"
+                raise write.lock_required(why) from exc
             if self._is_versioned and is_rejected(exc, self.model, "version"):
-                why = "one of the rows has another version now"
-                raise version_conflict(self.model, None, None, why) from exc
+                why = "one of the rows was written since it was loaded"
+                raise version_conflict(self.model, "Writing", why) from exc
             raise
 
 
@@ -407,7 +418,33 @@ class BaseRows(FencedQuerySet[Any]):
 
 
 class BaseRowsManager(models.Manager.from_queryset(BaseRows)):  # type: ignore[misc]
-    """The manager of Django's own look-ups, `_guarded_rows`."""
+    """The manager of Django's own look-ups, `Model._base_manager`."""
+
+
+class _GuardedOptions(Options):  # type: ignore[type-arg]
+    """
+    The ``_meta`` of guarded models: their base manager is the package's own.
+
+    As an attribute of the models, named by `Meta.base_manager_name`, it would be in their
+    migrations; and of several base classes, Django takes that of the first one alone.
+    """
+
+    @cached_property
+    def base_manager(self) -> Any:
+        if self.base_manager_name:
+            return super().base_manager
+        manager: Any = BaseRowsManager()
+        manager.name, manager.model, manager.auto_created = "_base_manager", self.model, True
+        return manager
+
+
+def _use_own_base_manager(sender: Any, **kwargs: Any) -> None:
+    if issubclass(sender, SaveHooks):
+        sender._meta.__class__ = _GuardedOptions
+        sender._meta.__dict__.pop("base_manager", None)
+
+
+class_prepared.connect(_use_own_base_manager)
 
 
 if TYPE_CHECKING:
@@ -427,8 +464,6 @@ class GuardedModel(SaveHooks, models.Model, metaclass=_ModelBase):  # noqa: DJ00
 
     if not TYPE_CHECKING:
         objects = FencedManager()
-    # It has a name of its own, so that a model's own filtered `objects` never takes its place.
-    _guarded_rows = BaseRowsManager()
 
     if TYPE_CHECKING:
         # pyright wants a model's Meta to be one of these, by its base or, as a Protocol, as it is.
@@ -437,4 +472,3 @@ class GuardedModel(SaveHooks, models.Model, metaclass=_ModelBase):  # noqa: DJ00
 
         class Meta:
             abstract = True
-            base_manager_name = "_guarded_rows"

@@ -53,8 +53,9 @@ class VersionGuard(Guard):
         self.insert_only = doing == ADDING
         loaded = instance.__dict__.get("version")
         self.loaded = loaded if isinstance(loaded, int) else None
+        self.doing = doing
         if self.loaded is None and not self.keeps:
-            raise self._conflict("its version wasn't loaded with it, so it can't be compared")
+            raise self._conflict("its version wasn't loaded with it")
         self.updated = F("version") + 1 if self.keeps else (self.loaded or 0) + 1
 
     def condition(self, table: str, connection: BaseDatabaseWrapper) -> tuple[str, list[Any]]:
@@ -62,16 +63,19 @@ class VersionGuard(Guard):
         return f"{table}.{connection.ops.quote_name(column)} = %s", [self.loaded]
 
     def failed(self) -> Exception:
-        return self._conflict("its version was rejected")
+        return self._conflict("its row was written since it was loaded")
 
     def explain(self, row: Any) -> None:
         found = row.values_list("version", flat=True).first()
         if found is None:
             if self.instance._state.adding:
                 return
-            raise self._conflict("the row is gone, and isn't inserted again")
+            raise self._conflict("its row was deleted, and isn't inserted again")
         if found != self.loaded:
-            raise self._conflict(f"it was loaded as version {self.loaded}, and is {found} now")
+            raise self._conflict(
+                f"it was loaded as version {self.loaded}, and its row has version {found} now"
+            )
 
     def _conflict(self, why: str) -> VersionConflict:
-        return version_conflict(type(self.instance), self.instance.pk, self.loaded, why)
+        row = self.instance
+        return version_conflict(type(row), self.doing, why, pk=row.pk, version=self.loaded)

@@ -13,11 +13,12 @@ from django.db.models import Case, F, Q, Value, When
 
 from .. import logs, signals
 from ..core.identity import Holder
+from ..core.manager import services
 from ..exceptions import LockRequired, StaleFence, StaleObject, VersionConflict, WrongDatabase
 from ..lease import Lease, current_lease, held_names
 from ..storage.fenced_atomic import grant_of, is_pinned
 from ..storage.fences import Pin, WriteGrant, overtaken, pin_sql
-from .base import ADDING, SAVING, Guard, SaveHooks
+from .base import ADDING, DELETING, SAVING, Guard, SaveHooks
 from .fencing import FencingOf
 from .fields import REJECTED, exactly, same_text
 
@@ -41,6 +42,10 @@ class Write:
     fences: Q | None = None
     #: The write to the lock that the rows are moved to, if that is another lock.
     moving_to: Write | None = None
+    #: The object that is written, if it is one.
+    row: Any = None
+    #: The number of locks that the statement needs; 0 if it isn't known.
+    locks: int = 1
 
     def under(self, given: Lease | None) -> Write:
         """Find the lease that the write goes under."""
@@ -66,7 +71,7 @@ class Write:
     def _find(self, given: Lease | None) -> Lease | None:
         if given is not None:
             if given.name != self.name:
-                raise self.lock_required(f"the given lease is of {given.name!r}")
+                raise self.lock_required(f"the given lease is of lock {given.name!r}")
             if given.released or not given.is_of_this_process():
                 raise self.lock_required("the given lease was released")
         lease = given or (current_lease(self.name) if self.name is not None else None)
@@ -74,29 +79,48 @@ class Write:
             return lease
         policy, label = self.fencing.spec.without_lock, self.fencing.model._meta.label
         if policy == "reject":
-            held = ", ".join(map(repr, held_names()))
-            why = f"held here: {held}" if held else "none is held here"
-            if lease is not None:
-                why = "the lease held here was acquired with fenced=False"
-            raise self.lock_required(why)
+            why = "the lease held here was acquired with fenced=False"
+            raise self.lock_required(why if lease is not None else "")
         if policy == "warn":
             facts = logs.facts(name=self.name, model=label)
-            text = "%s %s without the lease of lock %r"
-            logger.warning(text, self.doing, label, self.name, extra=facts)
+            logger.warning("%s %s without lock %r", self.doing, label, self.name, extra=facts)
         return None
 
     def lock_required(self, why: str) -> LockRequired:
         """Return the error for a write that no lease covers."""
-        fencing, name = self.fencing, self.name
-        empty = ", ".join(fencing.columns or ()) or "its name"
-        nameless = f"of its lock, but {empty} is empty or an expression"
-        wanted = nameless if name is None else f"of lock {name!r}"
+        fencing, name, held = self.fencing, self.name, held_names()
+        model, values = fencing.model, self.columns
+        if self.row is not None:
+            columns = fencing.columns or ()
+            values = {column: fencing.value_of(self.row, column) for column in columns}
+        wanted, remedy = f"lock {name!r}", f"Acquire it: with {fencing.usage(values)}:"
+        if self.locks != 1:
+            wanted = f"{self.locks} locks" if self.locks else "the locks of its rows"
+            wanted += "" if name is None else f", such as {name!r}"
+            remedy = f"Acquire them: with {model.__name__}.fencing.lock_all(queryset):"
+        elif name is None:
+            empty = ", ".join(fencing.columns or ()) or "what its callable returned"
+            wanted, why = "a lock", f"it has no name, as {empty} is empty or an expression"
+            remedy = "Set that to a value first."
+        if not why and held:
+            why = f"held here: {', '.join(map(repr, held[:3]))}{', ...' * (len(held) > 3)}"
+        elif not why:
+            why = "none is held here"
+            if self._is_held_elsewhere():
+                call = "delete" if self.doing == DELETING else "save"
+                give = "using_lease(lease)" if self.row is None else f"{call}(lease=lease)"
+                why = "another thread or task of this process holds it"
+                remedy = f"{remedy[:-1]}, or pass its lease: {give}."
         return LockRequired(
-            f"{self.doing} {fencing.model._meta.label} needs the lease {wanted}; {why}. "
-            f"Acquire it: with {fencing.usage()}:",
+            f"{self.doing} {model._meta.label} needs {wanted}; {why}. {remedy}",
             name=name,
-            held=held_names(),
+            held=held,
         )
+
+    def _is_held_elsewhere(self) -> bool:
+        """Whether another thread or task of this process holds the lock, under any alias."""
+        leases = (lease for each in [*services.values()] for lease in each.keeper.leases())
+        return any(lease.name == self.name and lease.fenced for lease in leases)
 
     @property
     def token(self) -> int:
@@ -124,12 +148,22 @@ class Write:
         assert grant is not None
         facts = {"name": grant.name, "alias": grant.alias, "token": grant.token}
         who = logs.facts(owner=grant.owner, holder=holder and str(holder))
-        logger.error(
-            "Rejected a stale write: model=%s pk=%r lock=%r row_token=%s writer_token=%s holder=%s",
-            *(label, pk, grant.name, row_fence, grant.token, holder or "unknown"),
-            extra=who | logs.facts(model=label, pk=pk, row_token=row_fence, **facts),
+        known: dict[str, Any] = {
+            "model": label,
+            "pk": None if pk is None else repr(pk),
+            "lock": repr(grant.name),
+        }
+        known |= {"row_token": row_fence, "writer_token": grant.token, "holder": holder}
+        # An object that was read before the lock is a bug of the code, and no incident.
+        logger.log(
+            logging.WARNING if kind is StaleObject else logging.ERROR,
+            "Rejected a stale %s: %s",
+            "object" if kind is StaleObject else "write",
+            " ".join(f"{key}={value}" for key, value in known.items() if value is not None),
+            extra=who
+            | logs.facts(model=label, pk=pk, row_token=row_fence, reason=kind.reason, **facts),
         )
-        facts |= {"pk": pk, "row_token": row_fence}
+        facts |= {"pk": pk, "row_token": row_fence, "reason": kind.reason}
         signals.send(signals.stale_write_rejected, model, holder=holder, **facts)
         row = label if pk is None else f"{label} pk={pk!r}"
         return kind(
@@ -176,12 +210,12 @@ def rejected(writes: Sequence[Write], pk: Any = None, missed: str = "") -> Stale
 
 
 def version_conflict(
-    model: type[models.Model], pk: Any, version: int | None, why: str
+    model: type[models.Model], doing: str, why: str, *, pk: Any = None, version: int | None = None
 ) -> VersionConflict:
     """Return the error for an object whose row was written since it was loaded."""
     label = model._meta.label
     row = label if pk is None else f"{label} pk={pk!r}"
-    text = f"{row} was written by another process or object: {why}. Load it again."
+    text = f"{doing} {row} was rejected: {why}. Load it again, and repeat the change."
     return VersionConflict(text, model=label, pk=pk, version=version)
 
 
@@ -273,7 +307,7 @@ class FenceGuard(Guard):
         if found is None:
             if self.instance._state.adding:
                 return
-            raise write.error("the row is gone, and isn't inserted again", pk=pk)
+            raise write.error("its row was deleted, and isn't inserted again", pk=pk)
         fence, *values = found
         if values != [*columns.values()]:
             raise write.moved(pk, fence)

@@ -16,7 +16,7 @@ from ..core import names
 from ..core.events import Kind, emit
 from ..core.identity import Holder
 from ..core.manager import service
-from ..exceptions import BackendUnavailable, ReleaseBlocked
+from ..exceptions import BackendUnavailable, ReleaseBlocked, SettingsError
 from ..storage.dialect import Newest, Row
 from ..storage.fences import Fences, Revoked, Revoking, pinned_by
 from ..storage.text import escape_control, is_table_missing
@@ -147,7 +147,7 @@ def _look(name: str, backend: str) -> tuple[HeldBy | None, Newest | None]:
     except Error as exc:
         # A project with unfenced locks alone needs no tables.
         if not is_table_missing(exc):
-            raise asked.backend.unavailable("look", exc, name) from exc
+            raise asked.backend.unavailable("look up", exc, name) from exc
     if row and row.alias != backend:
         row = None
     now = asked.holder(name)
@@ -224,7 +224,7 @@ def _revoke(found: HeldBy, by: str, seen: Newest | None, *, again: bool = False)
         held = Grant(found.name, found.owner_id, fenced=found.fenced)
         proposed = found.holder.token
         return Revoking(config).revoke(held, by, proposed=proposed, seen=seen, again=again)
-    except BackendUnavailable as exc:
+    except (BackendUnavailable, SettingsError) as exc:
         cause, using = exc.__cause__, config.fence_database
         if isinstance(cause, Error) and LEDGERS[connections[using].vendor].is_row_locked(cause):
             blocker = pinned_by(using, found.name)
@@ -263,7 +263,7 @@ def _conclude(found: HeldBy, by: str, revoked: Revoked | None, released: bool) -
     is_new = revoked is None or revoked.is_new
     if released or is_new:
         _announce(found, by, token, released)
-        with contextlib.suppress(BackendUnavailable):
+        with contextlib.suppress(BackendUnavailable, SettingsError):
             Revoking(asked.config).forget()
     outcome = Outcome.FREED if released else Outcome.LEFT_TO_HOLDER
     before = "" if revoked is None or is_new else revoked.note.by

@@ -91,7 +91,7 @@ def listing(aliases: Sequence[str] = ()) -> Listing:
             found.entries.extend(entries(database, list(rows), found.unanswered))
     for alias in wanted:
         if why := away.get(database := conf.config(alias).fence_database):
-            why = f"its fence database {database!r} can't be asked: {why}"
+            why = f"its fence database {database!r} could not be read: {why}"
             found.unanswered.setdefault(alias, why)
     return found
 

@@ -135,6 +135,7 @@ def private(using: str, timeout: float) -> BaseDatabaseWrapper:
     if copy.vendor == "postgresql":
         # Under a stricter level, a grant that waited for a row would fail with 40001.
         options.pop("isolation_level", None)
+        options.setdefault("application_name", "fencedlock")
         options.setdefault("connect_timeout", max(2, math.ceil(timeout)))
         options.setdefault("tcp_user_timeout", int(timeout * 1000))
     elif copy.vendor == "mysql":

@@ -184,7 +184,7 @@ class Revoked(NamedTuple):
 class Revoking(Records):
     """The forced releases of one alias."""
 
-    @private_query("forced release")
+    @private_query("force the release")
     def revoke(
         self,
         held: Claimed,
@@ -224,7 +224,7 @@ class Revoking(Records):
         # Not while its holder may return: only the note ends a session lock.
         held = self.rows("HeldLock").filter(owner=OuterRef("owner"))
         old = self.rows("ForcedRelease").filter(~Exists(held), released_at__lt=ServerTime(-KEPT))
-        return self.delete("tidying up of forced releases", old, 1)
+        return self.delete("delete old forced releases", old, 1)
 
 
 def _raise_or_make(using: str, name: str, below: Q, token: Any, first: int) -> bool:

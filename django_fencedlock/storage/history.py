@@ -17,6 +17,7 @@ from .. import conf, signals
 from ..core.events import Kind, LockEvent
 from ..core.identity import new_owner
 from ..core.runtime import clock, forks
+from ..exceptions import StaleObject
 from ..lease import Lease
 from .background_writer import BATCH, MAX_QUEUED, writer
 from .text import MAX_NOTE, escape_control, fit_column
@@ -143,9 +144,19 @@ class History:
         self.add(Event(kind, lease.name, lease.alias, token, str(lease.holder), note), age)
 
     def _write_rejected(
-        self, sender: Any, name: str, alias: str, pk: Any, token: int, holder: object, **facts: Any
+        self,
+        sender: Any,
+        name: str,
+        alias: str,
+        pk: Any,
+        token: int,
+        holder: object,
+        reason: str,
+        **facts: Any,
     ) -> None:
         row = sender._meta.label if pk is None else f"{sender._meta.label} pk={pk!r}"
+        if reason == StaleObject.reason:
+            row += "; it was read before the lock was acquired"
         self.add(Event(REJECTED, name, alias, token, str(new_owner()), _by(row, holder)))
 
     def _transaction_rejected(self, lease: Lease, holder: object, **facts: Any) -> None:

@@ -90,12 +90,12 @@ def _newest(using: str, message: Message) -> Begun | None:
 class MessageRecords(Records):
     """The messages of one alias."""
 
-    @private_query("beginning of a delivery")
+    @private_query("record the beginning of a delivery")
     def begin(self, message: Message) -> Begun:
         """Record that a delivery begins, unless an earlier one has ended."""
         return begin(self.using, message)
 
-    @private_query("end of a delivery")
+    @private_query("record the end of a delivery")
     def finish(self, message: Message, outcome: str) -> bool:
         """Record the outcome; False if another delivery has begun since, or ended."""
         mine = self.rows("MessageRecord").filter(nonce=message.nonce, outcome="")
@@ -105,7 +105,7 @@ class MessageRecords(Records):
             )
         )
 
-    @private_query("look at a delivery")
+    @private_query("look up a delivery")
     def newest(self, message: Message) -> Begun | None:
         """Return what is known of the message; None if no delivery of it began."""
         return _newest(self.using, message)
@@ -116,4 +116,4 @@ class MessageRecords(Records):
             name=OuterRef("name"), owner=OuterRef("owner"), expires_at__gt=ServerTime()
         )
         old = self.rows("MessageRecord").filter(~Exists(live), kept_until__lte=ServerTime())
-        return self.delete("sweeping of deliveries", old.order_by("kept_until"), batches)
+        return self.delete("delete old deliveries", old.order_by("kept_until"), batches)

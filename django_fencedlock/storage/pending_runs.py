@@ -64,7 +64,7 @@ class Pending(NamedTuple):
 class PendingRuns(Records):
     """The pending runs of one alias."""
 
-    @private_query("count of a trigger", atomic=True)
+    @private_query("count a trigger", atomic=True)
     def count(
         self,
         place: Place,
@@ -86,7 +86,7 @@ class PendingRuns(Records):
                 self._count(row, message, grace)
         return begun
 
-    @private_query("beginning of a run", atomic=True)
+    @private_query("begin a run", atomic=True)
     def begin(
         self,
         place: Place,
@@ -108,13 +108,13 @@ class PendingRuns(Records):
         self._count(row, message, grace, started=number, tries=1, owner=owner)
         return begun, Claimed(number, 1)
 
-    @private_query("beginning of a run", atomic=True)
+    @private_query("begin a run", atomic=True)
     def claim(self, place: Place, owner: str, grace: float) -> Claimed | None:
         """Claim all that is pending; None if nothing is."""
         row = self._locked(place)
         return None if row is None else self._claim(row, owner, grace)
 
-    @private_query("end of a run")
+    @private_query("end a run")
     def end(self, place: Place, owner: str, number: int, grace: float) -> bool:
         """Record that a run ended; False if another run claimed since."""
         mine = self._at(place).filter(owner=owner, done__lt=number)
@@ -160,7 +160,7 @@ class PendingRuns(Records):
     def sweep(self, batches: int) -> int:
         """Delete rows that had no pending run for long; return how many."""
         rows = self.rows("PendingRun").filter(wanted=F("done"), due_at__lte=ServerTime())
-        return self.delete("sweeping of pending runs", rows.order_by("due_at"), batches)
+        return self.delete("delete old pending runs", rows.order_by("due_at"), batches)
 
     def _at(self, place: Any) -> QuerySet[Any]:
         return self.rows("PendingRun").filter(name=place.name, task_name=place.task_name)

@@ -18,11 +18,11 @@ from django.db.models.constants import OnConflict
 from django.db.models.sql import InsertQuery
 
 from ..conf import AliasConfig
-from ..exceptions import BackendUnavailable
+from ..exceptions import BackendUnavailable, SettingsError
 from .connections import is_of_test, pool
 from .dialect import BATCH
 from .postgresql import DURABLE
-from .text import describe_error
+from .text import is_table_missing, missing_tables, shorten_error
 from .vendors import LEDGERS
 
 P = ParamSpec("P")
@@ -96,6 +96,12 @@ def insert(using: str, model: str, **values: Any) -> Model | None:
         return row if cursor.rowcount == 1 else None
 
 
+def raise_if_tables_missing(exc: BaseException, database: str) -> None:
+    """Raise `SettingsError`: a retry for an unavailable service would be repeated without end."""
+    if is_table_missing(exc):
+        raise SettingsError(missing_tables(database)) from exc
+
+
 @contextlib.contextmanager
 def durable(using: str, lock_timeout: float) -> Iterator[None]:
     """Open a transaction that raises fences. It is reported then, so a crash must not undo it."""
@@ -134,10 +140,11 @@ class Records:
                 is_final = connection.vendor == "sqlite" or is_of_test(connection)
                 is_locked = isinstance(exc, Error) and LEDGERS[connection.vendor].is_row_locked(exc)
                 if tries == TRIES or is_final or not is_locked:
+                    raise_if_tables_missing(exc, self.using)
                     about = "" if name is None else f" of lock {name!r}"
                     raise BackendUnavailable(
-                        f"Fence database {self.using!r} failed at the {doing}{about}: "
-                        f"{type(exc).__name__}: {describe_error(exc, self.using)}",
+                        f"Fence database {self.using!r} could not {doing}{about}: "
+                        f"{type(exc).__name__}: {shorten_error(exc)}",
                         name=name,
                         alias=self.config.alias,
                     ) from exc

@@ -19,8 +19,8 @@ from .dialect import as_time, utc_text
 
 if not apps.is_installed("django_fencedlock"):
     raise ImproperlyConfigured(
-        "The models of django_fencedlock have no app. "
-        "Add 'django_fencedlock' to INSTALLED_APPS, and run: manage.py migrate django_fencedlock"
+        "django_fencedlock is not in INSTALLED_APPS. Add it, then run: manage.py migrate "
+        "django_fencedlock"
     )
 
 

@@ -6,9 +6,10 @@ import re
 import shlex
 
 from django.apps import apps
-from django.db import DatabaseError
+from django.db import DatabaseError, IntegrityError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+APP = "django_fencedlock"
 #: Stands for a secret, and for a blank that would be invisible.
 HIDDEN, BLANK = "***", "\N{OPEN BOX}"
 #: Limit of a text in a table that only people read.
@@ -81,7 +82,9 @@ def is_table_missing(exc: BaseException | None) -> bool:
     while exc is not None:
         text = str(exc)
         if isinstance(exc, DatabaseError) and "django_fencedlock_" in text:
-            return "no such table" in text or "exist" in text
+            # The error of a duplicate key says that it exists.
+            is_missing = "no such table" in text or "exist" in text
+            return is_missing and not isinstance(exc, IntegrityError)
         # From apps.get_model().
         if isinstance(exc, LookupError) and "'django_fencedlock'" in text:
             return True
@@ -90,11 +93,13 @@ def is_table_missing(exc: BaseException | None) -> bool:
 
 
 def describe_error(exc: BaseException, database: str) -> str:
-    """Return the message of an error; for missing tables, with the command that makes them."""
-    if not is_table_missing(exc):
-        return shorten_error(exc)
-    missing = shorten_error(exc).partition("\n")[0].rstrip(".")
-    command = f"manage.py migrate django_fencedlock --database {database}"
-    if apps.is_installed("django_fencedlock"):
-        return f"{missing}. Run: {command}"
-    return f"{missing}. Add 'django_fencedlock' to INSTALLED_APPS, and run: {command}"
+    """Return the message of an error; for missing tables, what to do."""
+    return missing_tables(database) if is_table_missing(exc) else shorten_error(exc)
+
+
+def missing_tables(database: str) -> str:
+    """Return why the package's tables are missing, and the command that makes them."""
+    command = f"manage.py migrate {APP} --database {database}"
+    if apps.is_installed(APP):
+        return f"The tables of {APP} are missing. Run: {command}"
+    return f"{APP} is not in INSTALLED_APPS. Add it, then run: {command}"

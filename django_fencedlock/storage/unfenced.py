@@ -39,7 +39,7 @@ class ExpiredRows(Records):
         old = self.rows("HeldLock").filter(expires_at__lte=ServerTime(-KEPT))
         if connections[self.using].vendor == "postgresql":
             old = old.extra(where=[_NO_SESSION])
-        return self.delete("sweeping of held locks", old, batches)
+        return self.delete("delete expired rows", old, batches)
 
 
 def write(database: str, items: list[tuple[Lease, str]]) -> None:

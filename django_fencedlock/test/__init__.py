@@ -1,8 +1,7 @@
 """
 Helpers for tests of code that uses locks, and the contract.
 
-With pytest: ``pytest_plugins = ["django_fencedlock.test.fixtures"]``. The contract is in
-`django_fencedlock.test.contract`.
+Pytest finds the fixtures by itself. The contract is in `django_fencedlock.test.contract`.
 """
 
 from .aids import (

@@ -1,4 +1,4 @@
-"""Pytest fixtures; name this module in ``pytest_plugins``."""
+"""Pytest fixtures. Pytest loads this module in each project, so it needs no settings."""
 
 from __future__ import annotations
 

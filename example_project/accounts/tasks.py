@@ -13,7 +13,7 @@ from .models import Account, Closing, Entry
 
 # After a stale write or a lost lock, the retry acquires the lock and reads again.
 @shared_task(acks_late=True, autoretry_for=(StaleFence, LeaseLost), retry_backoff=True)
-@single_instance(Account, pk="account_id", on_conflict="retry", retry_countdown=1)
+@single_instance(Account, pk="{account_id}", on_conflict="retry", retry_countdown=1)
 def book(account_id: int, amount: str, reference: str) -> bool:
     """Book an amount. It is text because JSON has no decimals."""
     account = Account.objects.get(pk=account_id)

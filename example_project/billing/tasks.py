@@ -23,7 +23,7 @@ AGAIN = (
     retry_backoff=True,
     max_retries=8,
 )
-@single_instance(Invoice, pk="invoice_id", ttl=60, on_conflict="retry")
+@single_instance(Invoice, pk="{invoice_id}", ttl=60, on_conflict="retry")
 def charge(invoice_id: int) -> str:
     """Charge an invoice. The task can safely run again after any failure."""
     invoice = Invoice.objects.get(pk=invoice_id)

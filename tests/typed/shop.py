@@ -71,17 +71,23 @@ def nightly() -> int:
     return 1
 
 
-@single_instance(Account, pk="account_id")
+@single_instance(Account, pk="{account_id}")
 def deposit(account_id: int, amount: int) -> None:
     return None
 
 
+@single_instance("shop.Account", on_conflict="wait", blocking_timeout=None, columns={"ttl": "{x}"})
+def deposit_by_label(x: int) -> int:
+    return x
+
+
 def tasks() -> None:
-    # Called directly, it locks as well; a skip is for messages alone.
+    # Called directly, it locks as well, and a conflict raises; a skip is for messages alone.
     assert_type(charge(1, currency="USD"), str)
     assert_type(nightly(), int)
     assert_type(charge.delay(1).id, str)
     deposit(account_id=1, amount=2)
+    assert_type(deposit_by_label(1), int)
 
 
 def told(result: Any) -> None:

@@ -45,3 +45,4 @@ def leases() -> None:
 
 single_instance("x", on_conflict="skipp")  # type: ignore[call-overload]
 single_instance("x", ttl="3")  # type: ignore[call-overload]
+single_instance(Account, pk=3)  # type: ignore[call-overload]

@@ -175,7 +175,7 @@ def total(self: Task, results: Any, key: str) -> Any:
 
 
 @_define("pay")
-@single_instance(Invoice, pk="invoice_id")
+@single_instance(Invoice, pk="{invoice_id}")
 def pay(self: Task, invoice_id: int, amount: int, gate: str = "") -> int:
     """Write a fenced row under the task's own lock; read it, and wait at a gate, before."""
     invoice = Invoice.objects.get(pk=invoice_id)

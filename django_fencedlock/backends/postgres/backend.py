@@ -28,8 +28,10 @@ try:
     import psycopg  # noqa: F401
 except ImportError as exc:
     raise ImproperlyConfigured(
-        f"The postgres backend needs psycopg 3, and psycopg2 won't do ({exc}). "
-        "Run: pip install 'django-fencedlock[postgres]'"
+        "The postgres backend needs psycopg 3 (psycopg2 is not supported). Run: pip install "
+        "'django-fencedlock[postgres]'"
+        if isinstance(exc, ModuleNotFoundError)
+        else "psycopg found no libpq. Run: pip install 'psycopg[binary]'"
     ) from exc
 
 from . import checks
@@ -112,7 +114,7 @@ class PostgresBackend(Backend):
         if hold := self._local.by_key.get(key):
             return hold.answer(claim)
         work = partial(self._try_on_session, claim, key)
-        return self._ask("acquiring", work, claim.name, undo=self._undo)
+        return self._ask("acquire", work, claim.name, undo=self._undo)
 
     def _undo(self, answer: Granted | Held | None) -> None:
         """Release a grant whose caller has left, and no later one of the same owner."""
@@ -195,7 +197,7 @@ class PostgresBackend(Backend):
         try:
             wait.on_cancel(job.wake)
             runtime.start(job.run)
-            with self._errors("wait", claim.name):
+            with self._errors("wait for", claim.name):
                 while not job.wait(TICK):
                     if wait.cancelled:
                         return Held()
@@ -262,7 +264,7 @@ class PostgresBackend(Backend):
         ttls = {grant.owner: grant.ttl for grant in grants}
         for hold in holds:
             hold.ttl = ttls[hold.claim.owner]
-        answers = self._ask("renewal", partial(self._renew, holds), first=True) if holds else {}
+        answers = self._ask("renew locks", partial(self._renew, holds), first=True) if holds else {}
         return [answers.get(grant.owner, Renewal.LOST) for grant in grants]
 
     def _hold_of(self, grant: Grant) -> Hold | None:
@@ -305,7 +307,7 @@ class PostgresBackend(Backend):
         hold = self._hold_of(grant)
         if hold is None:
             return False
-        return self._ask("verification", partial(self._verify, hold), grant.name)
+        return self._ask("verify", partial(self._verify, hold), grant.name)
 
     def _verify(self, hold: Hold) -> bool:
         given = {**hold.values(), "fenced": hold.claim.fenced}
@@ -336,7 +338,7 @@ class PostgresBackend(Backend):
         while True:
             waited = clock() - began
             given = {"name": grant.name, "owner": grant.owner, "ends": waited > ENDS_WITHIN}
-            rows = self._query("eviction", grant.name, sql.EVICT, given)
+            rows = self._query("evict the holder of", grant.name, sql.EVICT, given)
             ((cleared, session, *process, _),) = rows
             late = waited > 2 * ENDS_WITHIN
             if session is None or late or not is_process_gone(Process(*process)):
@@ -379,7 +381,7 @@ class PostgresBackend(Backend):
     def holders(self, names: Sequence[str]) -> Mapping[str, Held]:
         given = {"names": list(names), "keys": [self._key(name) for name in names]}
         holders = {}
-        found = self._query("look", None, sql.HOLDERS, given)
+        found = self._query("look up locks", None, sql.HOLDERS, given)
         for name, pid, application, waiting, *row in found:
             held = Held(identity=read_application_name(application))
             if row[0]:
@@ -396,10 +398,10 @@ class PostgresBackend(Backend):
 
     def check(self) -> Iterator[Problem]:
         try:
-            yield from checks.server_problems(self.config, self._route, self._max_locks)
+            yield from checks.server_problems(self.config, self._route, self._max_locks, Session)
         except Error as exc:
             remedy = "Start the database, or correct its settings."
-            yield Problem("E013", str(self.unavailable("check", exc)), remedy)
+            yield Problem("E013", str(self.unavailable("answer", exc)), remedy)
 
     def close(self) -> None:
         self._local.close()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
 from django.db import connections
 
 from ...conf import AliasConfig, Problem, location_problems
 from . import statements as sql
-from .sessions import Session
+
+if TYPE_CHECKING:
+    from .sessions import Session
 
 
 def settings_problems(config: AliasConfig) -> Iterator[Problem]:
@@ -40,12 +43,24 @@ def settings_problems(config: AliasConfig) -> Iterator[Problem]:
             )
 
 
-def server_problems(config: AliasConfig, route: str, max_locks: int) -> Iterator[Problem]:
+def without_driver(why: str) -> Any:
+    """Return what stands for the backend without psycopg: another database is reported first."""
+
+    def problems(config: AliasConfig) -> Iterator[Problem]:
+        missing = Problem("E005", f"{config.where('BACKEND')}: {why}")
+        yield from list(settings_problems(config)) or [missing]
+
+    return type("PostgresBackend", (), {"supports_waiting": True, "problems": problems})
+
+
+def server_problems(
+    config: AliasConfig, route: str, max_locks: int, open_session: Callable[[str, float], Session]
+) -> Iterator[Problem]:
     """Look for a pooler, for another database than the fence's, and for a small lock table."""
     option = f"{config.where('OPTIONS')}['DATABASE']"
     with contextlib.ExitStack() as opened:
         session, fences = (
-            opened.enter_context(contextlib.closing(Session(alias, config.timeout)))
+            opened.enter_context(contextlib.closing(open_session(alias, config.timeout)))
             for alias in (route, config.fence_database)
         )
         if session.pools_transactions():

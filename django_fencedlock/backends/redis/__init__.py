@@ -6,8 +6,7 @@ try:
     import redis as _driver  # noqa: F401
 except ImportError as exc:
     raise ImproperlyConfigured(
-        "The Redis backend needs the driver redis, which isn't installed. "
-        "Install it: pip install 'django-fencedlock[redis]'"
+        "The redis backend needs redis-py. Run: pip install 'django-fencedlock[redis]'"
     ) from exc
 
 from .backend import RedisBackend

@@ -78,7 +78,7 @@ class RedisBackend(Backend):
         if arrival:
             terms.append(arrival)
         since = clock()
-        answer = self._run("acquiring", claim.name, ACQUIRE, keys, *terms)
+        answer = self._run("acquire", claim.name, ACQUIRE, keys, *terms)
         if isinstance(answer, list):
             expires, arrival, handed, value = answer
             self._recheck(keys, handed)
@@ -128,7 +128,7 @@ class RedisBackend(Backend):
             why = shorten_error(failed[0])
             runtime.notify(
                 logger.warning,
-                "Redis of alias %r failed at the renewal of %d of %d leases: %s",
+                "Redis of alias %r could not renew %d of %d leases: %s",
                 *(self.config.alias, len(failed), len(grants), why),
                 extra=logs.facts(alias=self.config.alias, reason=why),
             )
@@ -159,7 +159,7 @@ class RedisBackend(Backend):
         try:
             held, drawn = map(_text, self._here.execute("MGET", keys.lock, keys.counter))
         except RedisError as exc:
-            raise self.unavailable("verification", exc, grant.name) from exc
+            raise self.unavailable("verify", exc, grant.name) from exc
         # An expired lease is the owner's if no other came since, as in RENEW.
         return held == _value(grant) if held else bool(counter) and drawn in ("", counter)
 
@@ -168,12 +168,12 @@ class RedisBackend(Backend):
         answers = self._here.run_batch(LOOK, calls)
         for answer in answers:
             if isinstance(answer, Exception):
-                raise self.unavailable("look", answer) from answer
+                raise self.unavailable("look up locks", answer) from answer
         found = zip(names, answers, strict=True)
         return {name: _read_lock(*answer) for name, answer in found if answer[0] is not None}
 
     def suggest(self, name: str, floor: int) -> None:
-        self._run("suggestion of a token", name, SUGGEST, [self._keys(name).counter], str(floor))
+        self._run("suggest a token for", name, SUGGEST, [self._keys(name).counter], str(floor))
 
     @classmethod
     def problems(cls, config: AliasConfig) -> Iterator[Problem]:
@@ -185,7 +185,7 @@ class RedisBackend(Backend):
             yield from server_problems(self._here.client, self.config.alias)
         except RedisError as exc:
             remedy = "Start the server, or correct the settings of the alias."
-            yield Problem("E013", str(self.unavailable("check", exc)), remedy)
+            yield Problem("E013", str(self.unavailable("answer", exc)), remedy)
 
     def close(self) -> None:
         for _, connections in [*self._connections.values()]:

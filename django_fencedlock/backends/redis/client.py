@@ -17,7 +17,7 @@ from redis.backoff import NoBackoff
 from redis.connection import SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
 
-from ...conf import TIMEOUT, AliasConfig, Problem, shown
+from ...conf import TIMEOUT, AliasConfig, Problem, listed, shown
 from ...storage.text import HIDDEN, without_secrets
 
 #: What the driver raises. An unreachable Cluster raises an error of another family.
@@ -36,6 +36,8 @@ _FORMS = (
     "service_name/0 (with TLS: rediss+sentinel://...). In user and password, quote every character "
     'but letters and digits: urllib.parse.quote(password, safe="").'
 )
+_NO_DJANGO_REDIS = "a cache of django-redis, which isn't installed"
+_INSTALL = "Run: pip install 'django-fencedlock[django-redis]'"
 _SOURCES = (
     'Give one of LOCATION (a URL), OPTIONS["CACHE"] (the alias of a django-redis cache) and '
     'OPTIONS["CLIENT_FACTORY"] (the dotted path of a function without arguments that returns a '
@@ -143,7 +145,8 @@ def settings_problems(config: AliasConfig) -> Iterator[Problem]:
     elif "CACHE" in config.options:
         alias = config.options["CACHE"]
         if why := _fault_of_cache(alias):
-            yield Problem("E009", f"{where}['CACHE'] is {shown(alias)}, {why}.", _SOURCES)
+            remedy = _INSTALL if why == _NO_DJANGO_REDIS else _SOURCES
+            yield Problem("E009", f"{where}['CACHE'] is {shown(alias)}, {why}.", remedy)
     else:
         path = config.options["CLIENT_FACTORY"]
         if why := _fault_of_factory(path):
@@ -166,10 +169,12 @@ def _fault_of_url(url: str) -> str:
 
 def _fault_of_cache(alias: object) -> str:
     if not isinstance(alias, str) or alias not in caches.settings:
-        return f"which CACHES doesn't have; it has {', '.join(map(repr, caches.settings))}"
+        return f"which CACHES doesn't have; it has {listed(map(repr, caches.settings))}"
     try:
         cache = caches[alias]
     except (InvalidCacheBackendError, ImproperlyConfigured) as exc:
+        if str(getattr(exc.__cause__, "name", "")).partition(".")[0] == "django_redis":
+            return _NO_DJANGO_REDIS
         return f"which can't be used: {exc}"
     if not hasattr(getattr(cache, "client", None), "get_client"):
         return f"a {type(cache).__module__}.{type(cache).__name__}"

@@ -93,7 +93,7 @@ class Metrics:
         self._holds = self._histogram("hold", "Seconds from grant to release or loss.", HOLDS)
         self._losses = self._counter("losses", "Lost leases.")
         self._rejected = self._counter(
-            "rejected_writes", "Rejected stale writes and transactions of fenced models."
+            "rejected_writes", "Rejected stale writes and transactions of fenced models.", "reason"
         )
         self._forced = self._counter("forced_releases", "Locks released by force.")
         self._bypasses = self._counter(
@@ -170,11 +170,14 @@ class Metrics:
         for labels, times in tally.items():
             self._renewals.labels(*labels).inc(times)
 
-    def _on_stale_write(self, sender: Any, name: str, alias: str, **kwargs: Any) -> None:
-        self._rejected.labels(alias, self._patterns.of(name, sender.fencing.pattern)).inc()
+    def _on_stale_write(
+        self, sender: Any, name: str, alias: str, reason: str, **kwargs: Any
+    ) -> None:
+        pattern = self._patterns.of(name, sender.fencing.pattern)
+        self._rejected.labels(alias, pattern, reason).inc()
 
     def _on_stale_transaction(self, lease: Lease, **kwargs: Any) -> None:
-        self._rejected.labels(*self._labels(lease)).inc()
+        self._rejected.labels(*self._labels(lease), "stale").inc()
 
     def _labels(self, lease: Lease) -> tuple[str, str]:
         return lease.alias, self._patterns.of(lease.name, lease.pattern)

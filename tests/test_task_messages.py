@@ -1,0 +1,284 @@
+"""The text of each error of `single_instance`: what happened, why, and what to do."""
+
+import inspect
+
+import pytest
+from celery import Task, shared_task
+from django.contrib.auth.models import User
+from django.db import models
+from django.test.utils import isolate_apps
+
+from django_fencedlock.celery import lock_name, single_instance
+from django_fencedlock.models import FencedModel, Fencing
+from tests.models import Called, Invoice, Warehouse
+
+
+def charge(invoice_id, currency="EUR"):
+    """Do nothing: the function that most errors are about."""
+
+
+async def acharge(invoice_id): ...
+
+
+def gcharge(invoice_id):
+    yield
+
+
+def annotated(invoice: Invoice): ...
+
+
+class Charge(Task): ...
+
+
+WHERE = "which is not a parameter of charge(). Parameters: invoice_id, currency."
+DECORATES = (
+    "@single_instance decorates functions. For a class-based task, decorate its run() method: put "
+    "@single_instance above def run(self, ...) in Charge."
+)
+TEMPLATE = 'Write a template: @single_instance("charge:{}").'
+
+
+def said(*given, of=charge, **terms):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        single_instance(*given, **terms)(of)
+    text = str(caught.value)
+    assert len(text) <= 200, text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "invoice:{invocie_id}",
+            f"Lock name 'invoice:{{invocie_id}}' uses {{invocie_id}}, {WHERE} Did you mean "
+            "{invoice_id}?",
+        ),
+        ("x:{day}", f"Lock name 'x:{{day}}' uses {{day}}, {WHERE}"),
+        (
+            "invoice:{invoice_id",
+            "Invalid lock name template 'invoice:{invoice_id': expected '}' before end of string. "
+            "Write a parameter as {invoice_id}, and a brace as {{ or }}.",
+        ),
+        (
+            "invoice:{}",
+            "Positional {} is not supported; name a parameter: 'invoice:{invoice_id}'.",
+        ),
+        ("x:{0}", "Positional {0} is not supported; name a parameter: 'x:{invoice_id}'."),
+        (
+            "tests.Invoice",
+            '"tests.Invoice" names a model and no row. Write @single_instance("tests.Invoice", '
+            'pk="{invoice_id}"), or another lock name.',
+        ),
+    ],
+)
+def test_of_a_template(template, message):
+    assert said(template) == message
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            acharge,
+            "@single_instance can't wrap acharge(): Celery doesn't run coroutines. Make it a plain "
+            "function that calls async_to_sync() of asgiref.sync on the coroutine function.",
+        ),
+        (
+            gcharge,
+            "@single_instance can't wrap gcharge(): Celery doesn't run generators. Make it a plain "
+            "function that consumes the generator.",
+        ),
+        (
+            shared_task(charge, name="tests.messages", shared=False),
+            "Put @single_instance below @shared_task, directly above the function:\n"
+            "    @shared_task\n    @single_instance(...)\n    def my_task(...):",
+        ),
+        (Charge, DECORATES),
+        (3, "@single_instance decorates a function, not 3."),
+    ],
+)
+def test_of_what_is_decorated(function, message):
+    assert said("x", of=function) == message
+
+
+def test_of_a_class_without_a_name():
+    with pytest.raises(TypeError) as caught:
+        single_instance(Charge)
+    assert str(caught.value) == DECORATES
+
+
+@pytest.mark.parametrize(
+    ("terms", "hint"),
+    [
+        (
+            {"timeout": 30},
+            "Write ttl= for how long the lock lasts, or blocking_timeout= for how long "
+            'on_conflict="wait" waits.',
+        ),
+        ({"wait_timeout": 30}, 'Write blocking_timeout=, with on_conflict="wait".'),
+        (
+            {"lock_expiry": 60},
+            "Write ttl=. The lock is renewed while the task runs; max_hold= limits that.",
+        ),
+        (
+            {"expires": 60},
+            "Write max_hold= for how long a run may keep the lock. Expiry of messages belongs to "
+            "the task: @shared_task(expires=...).",
+        ),
+        ({"raise_on_duplicate": True}, 'Write on_conflict="raise".'),
+        (
+            {"graceful": True},
+            'Leave it out: on_conflict="skip" is the default. on_conflict="raise" is the opposite.',
+        ),
+        (
+            {"unlock_before_run": True},
+            'Write on_conflict="coalesce": triggers during a run become one more run.',
+        ),
+        ({"keys": ["currency"]}, TEMPLATE.format("{currency}")),
+        ({"unique_on": ["invoice_id", "currency"]}, TEMPLATE.format("{invoice_id}:{currency}")),
+        ({"unique_on": "currency"}, TEMPLATE.format("{currency}")),
+        ({"once": {"keys": ["currency"]}}, TEMPLATE.format("{currency}")),
+        ({"once": {"graceful": True}}, TEMPLATE.format("{invoice_id}")),
+        ({"on_conflct": "skip"}, "Did you mean 'on_conflict'?"),
+        (
+            {"pk": "{invoice_id}"},
+            'Columns need a model: @single_instance(Invoice, pk="{invoice_id}").',
+        ),
+        (
+            {"zzz": 3},
+            "Arguments: on_conflict, blocking_timeout, ttl, backend, max_hold, fenced and 6 more.",
+        ),
+    ],
+)
+def test_of_arguments_of_other_packages(terms, hint):
+    (key,) = terms
+    message = f"@single_instance has no argument {key!r}. {hint}"
+    for name in ((), ("x:{invoice_id}",), (lambda task, arguments: "x",)):
+        assert said(*name, **terms) == message
+
+
+USER = (
+    "User is not a FencedModel, so it has no lock. Write a template: "
+    '@single_instance("user:{invoice_id}").'
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "terms", "message"),
+    [
+        (User, {"pk": "{invoice_id}"}, USER),
+        (
+            Invoice,
+            {},
+            "The lock of Invoice is named by id. Write @single_instance(Invoice, "
+            'pk="{invoice_id}").',
+        ),
+        (
+            Invoice,
+            {"pk": "invoice_id"},
+            "@single_instance(Invoice, pk='invoice_id'): it must be a template. Write "
+            'pk="{invoice_id}".',
+        ),
+        (
+            Invoice,
+            {"pk": 3},
+            '@single_instance(Invoice, pk=3): it must be a template. Write pk="{invoice_id}".',
+        ),
+        (
+            Invoice,
+            {"pk": "{invoce_id}"},
+            f"@single_instance(Invoice): pk '{{invoce_id}}' uses {{invoce_id}}, {WHERE} Did you "
+            "mean {invoice_id}?",
+        ),
+        (
+            Invoice,
+            {"pk": "{invoice_id}", "tll": 3},
+            "@single_instance(Invoice) has no argument 'tll', and Invoice has no such column. Did "
+            "you mean 'ttl'?",
+        ),
+        (
+            Warehouse,
+            {"pk": "{invoice_id}"},
+            "The lock of Warehouse is named by town, floor. Write @single_instance(Warehouse, "
+            'town="{invoice_id}", floor="{invoice_id}").',
+        ),
+        (
+            Called,
+            {"pk": "{invoice_id}"},
+            "@single_instance(Called): its lock is named by a callable, which needs a row. Give a "
+            "callable (task, arguments) -> name instead of the model.",
+        ),
+        (
+            "tests.Invoice",
+            {"pk": "invoice_id"},
+            "@single_instance(\"tests.Invoice\", pk='invoice_id'): it must be a template. Write "
+            'pk="{invoice_id}".',
+        ),
+        (
+            "tests.Invoice",
+            {"pk": "{invoice_id}", "tll": 3},
+            "@single_instance(\"tests.Invoice\") has no argument 'tll'. Did you mean 'ttl'?",
+        ),
+        ("x", {"columns": 3}, 'columns is 3; write columns={"column": "{parameter}"}.'),
+    ],
+)
+def test_of_a_model(model, terms, message):
+    assert said(model, **terms) == message
+
+
+@isolate_apps("tests")
+def test_of_a_column_with_the_name_of_an_argument():
+    class Job(FencedModel):
+        fencing = Fencing("job:{backend}:{number}")
+
+        backend = models.CharField(max_length=9)
+        number = models.IntegerField()
+
+        class Meta:
+            app_label = "tests"
+
+    def run(backend, number): ...
+
+    assert said(Job, backend="{backend}", number="{number}", of=run) == (
+        "The lock of Job is named by backend, number. Write @single_instance(Job, "
+        'number="{number}", columns={"backend": "{backend}"}).'
+    )
+    task = single_instance(Job, number="{number}", columns={"backend": "{backend}"})(run)
+    single = task._fencedlock_single
+    assert single.policy.backend == "default"
+    if "columns" in inspect.signature(Job.fencing.lock).parameters:
+        assert single.name(None, ("x", 2), {})[0] == "job:x:2"
+
+
+@pytest.mark.parametrize(
+    ("naming", "function", "message"),
+    [
+        (
+            (),
+            charge,
+            "Parameter 'invoice_id' of tests.messages: a lock name can't contain an object, which "
+            "has no fixed text. Name the lock by a template of plain values, or by a callable "
+            "(task, arguments) -> name.",
+        ),
+        (
+            ("x:{invoice_id}",),
+            charge,
+            "Parameter 'invoice_id' is an object, which has no fixed text for lock name "
+            "'x:{invoice_id}'. Pass a plain value instead.",
+        ),
+    ],
+)
+def test_of_a_value_without_a_text(celery_app, naming, function, message):
+    made = celery_app.task(name="tests.messages", shared=False)
+    task = made(single_instance(*naming)(function))
+    with pytest.raises(TypeError) as caught:
+        lock_name(task, object())
+    assert str(caught.value) == message
+
+
+def test_of_an_annotation():
+    assert said("x:{invoice}", of=annotated) == (
+        "Parameter 'invoice' is an Invoice, which has no fixed text for lock name 'x:{invoice}'. "
+        "Use {invoice.pk}."
+    )
