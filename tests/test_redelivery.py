@@ -473,9 +473,10 @@ class TestWithoutAnAnswer:
 
     def test_a_run_does_not_begin_and_releases_its_lock(self, table_away):
         table_away()
-        done = deliver(late, 1, **message())
-        assert done.state == "FAILURE"
-        assert isinstance(done.result.exception, SettingsError)
+        for task in (late, unfenced):
+            done = deliver(task, 1, **message())
+            assert done.state == "FAILURE"
+            assert isinstance(done.result.exception, SettingsError)
         assert ran == []
         assert lock(NAME).holder() is None
 

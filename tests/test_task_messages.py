@@ -1,6 +1,5 @@
 """The text of each error of `single_instance`: what happened, why, and what to do."""
 
-import inspect
 
 import pytest
 from celery import Task, shared_task
@@ -247,8 +246,7 @@ def test_of_a_column_with_the_name_of_an_argument():
     task = single_instance(Job, number="{number}", columns={"backend": "{backend}"})(run)
     single = task._fencedlock_single
     assert single.policy.backend == "default"
-    if "columns" in inspect.signature(Job.fencing.lock).parameters:
-        assert single.name(None, ("x", 2), {})[0] == "job:x:2"
+    assert single.name(None, ("x", 2), {})[0] == "job:x:2"
 
 
 @pytest.mark.parametrize(

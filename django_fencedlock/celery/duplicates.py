@@ -146,7 +146,8 @@ class Delivery:
                 if call.policy.fenced:
                     raise
                 hint = 'With redelivery="run", a task with fenced=False needs no database.'
-                raise BackendUnavailable(f"{exc} {hint}", name=exc.name, alias=exc.alias) from exc
+                facts = {each: getattr(exc, each) for each in exc.fields}
+                raise type(exc)(f"{exc} {hint}", **facts) from exc
             text, extra = "%s runs without a record of its message: %s", call.facts(str(exc))
             logger.error(text, call.title, exc, extra=extra)
             return None

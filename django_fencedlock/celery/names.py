@@ -314,7 +314,7 @@ class RowLock:
             if empty or values[column] is None:
                 given = min(empty, default=template.text[1:-1])
                 raise ValueError(f"Argument {given} is None, so it names no row.")
-        return str(self.fencing.lock(**_apart(values)).name)
+        return str(self.fencing.lock(columns=values).name)
 
     def pattern(self) -> str:
         return str(self.fencing.pattern)
