@@ -188,6 +188,13 @@ class TestLeftLocks:
             " It is tried again for a while; then they expire. This is logged once."
         ]
 
+    def test_an_error_of_another_kind_is_no_repetition(self, left, caplog):
+        self.end(left, 1)
+        for self.error in [*[BackendUnavailable("away")] * 2, *[KeyError("bug")] * 2, None]:
+            left.look()
+        warnings = [each for each in caplog.records if each.levelname == "WARNING"]
+        assert [bool(each.exc_info) for each in warnings] == [False, True]
+
     def test_and_its_locks_are_released_when_it_answers(self, left):
         self.error = BackendUnavailable("away")
         self.end(left, 1)

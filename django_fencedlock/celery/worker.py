@@ -57,6 +57,9 @@ OFTEN, SELDOM, AFTER_FAILURE = 1.0, 15.0, 5.0
 #: Seconds between two deletions of old rows, and how many batches of each kind are deleted then.
 DELETE_EACH, BATCHES = 60.0, 250
 
+#: The errors of the last look, by alias or database. One of another kind is logged too.
+Failed = dict[str, type[Exception]]
+
 
 class ForkGate:
     """
@@ -180,6 +183,18 @@ class ChildWatch:
             queue.put(child)
 
 
+def _report(failed: Failed, what: str, exc: Exception, text: str, alias: str) -> bool:
+    """Log once that `what` failed; return whether it is to be tried again."""
+    # A project that uses unfenced locks alone needs no tables.
+    if is_table_missing(exc):
+        return False
+    level = logging.DEBUG if failed.get(what) is type(exc) else logging.WARNING
+    failed[what] = type(exc)
+    is_bug, extra = not isinstance(exc, FencedLockError), logs.facts(alias=alias, reason=str(exc))
+    logger.log(level, f"{text} This is logged once.", what, exc, extra=extra, exc_info=is_bug)
+    return True
+
+
 class LeftLocks:
     """
     Releases what ended children left, with a thread for each alias.
@@ -192,7 +207,7 @@ class LeftLocks:
         self.ended = runtime.SimpleQueue[Process]()
         #: When each of the children ended that are still looked at.
         self.children: dict[Process, float] = {}
-        self._failed = False
+        self._failed: Failed = {}
 
     def run(self) -> None:
         threading.current_thread().name = f"fencedlock-children-{self._alias}"
@@ -211,20 +226,14 @@ class LeftLocks:
         try:
             release_locks_of(self.children, self._alias)
         except Exception as exc:
-            # A project that uses unfenced locks alone needs no tables.
-            if not is_table_missing(exc):
-                logger.log(
-                    logging.DEBUG if self._failed else logging.WARNING,
-                    "The locks that ended children held through alias %r couldn't be released: %s. "
-                    "It is tried again for a while; then they expire. This is logged once.",
-                    self._alias,
-                    exc,
-                    extra=logs.facts(alias=self._alias, reason=str(exc)),
-                    exc_info=not isinstance(exc, FencedLockError),
-                )
-                look_for, self._failed = conf.config(self._alias).ttl, True
+            text = (
+                "The locks that ended children held through alias %r couldn't be released: %s. "
+                "It is tried again for a while; then they expire."
+            )
+            if _report(self._failed, self._alias, exc, text, self._alias):
+                look_for = conf.config(self._alias).ttl
         else:
-            self._failed = False
+            self._failed.clear()
         now = clock()
         self.children = {child: at for child, at in self.children.items() if now - at < look_for}
 
@@ -290,8 +299,7 @@ class Maintenance:
         self._app, self._forks = app, forks
         self._end = runtime.SimpleQueue[None]()
         self._delete_at = 0.0
-        #: The databases that couldn't be used at the last look.
-        self._failed: set[str] = set()
+        self._failed: Failed = {}
 
     def start(self) -> None:
         runtime.start(self._run)
@@ -336,18 +344,13 @@ class Maintenance:
                     for table in (MessageRecords, PendingRuns, ExpiredRows):
                         table(config).sweep(BATCHES)
             except FencedLockError as exc:
-                # A project that uses unfenced locks alone needs no tables.
-                if config.fence_database not in self._failed and not is_table_missing(exc):
-                    self._failed.add(config.fence_database)
-                    logger.warning(
-                        "Database %r can't be used: %s. Until it can, stored triggers wait and old "
-                        'rows stay; tasks with fenced=False and redelivery="run" do without it. '
-                        "This is logged once.",
-                        config.fence_database,
-                        exc,
-                    )
+                text = (
+                    "Database %r can't be used: %s. Until it can, stored triggers wait and old "
+                    'rows stay; tasks with fenced=False and redelivery="run" do without it.'
+                )
+                _report(self._failed, config.fence_database, exc, text, config.alias)
             else:
-                self._failed.discard(config.fence_database)
+                self._failed.pop(config.fence_database, None)
         if deletes:
             self._delete_at = clock() + DELETE_EACH
         return served
