@@ -145,7 +145,10 @@ class Delivery:
             if call.policy.on_backend_error != "run":
                 if call.policy.fenced:
                     raise
-                hint = 'With redelivery="run", a task with fenced=False needs no database.'
+                hint = 'A task with fenced=False needs no database with redelivery="run"'
+                # Skipped, the message of a worker that died would be lost.
+                is_lost = call.policy.on_conflict == "skip" and call.task.acks_late
+                hint += ' and on_conflict="retry".' if is_lost else "."
                 facts = {each: getattr(exc, each) for each in exc.fields}
                 raise type(exc)(f"{exc} {hint}", **facts) from exc
             text, extra = "%s runs without a record of its message: %s", call.facts(str(exc))
