@@ -32,9 +32,14 @@ def is_within_run():
     return interrupts._thread_id() in interrupts._innermost
 
 
+def run_interruptible(lease, body):
+    """Run a body without arguments and time limit."""
+    return interrupts.run_interruptible(lease, body, (), {}, contextlib.nullcontext())
+
+
 def enter(leases, body):
     lease, *inner = leases
-    return interrupts.run_interruptible(lease, (lambda: enter(inner, body)) if inner else body)
+    return run_interruptible(lease, (lambda: enter(inner, body)) if inner else body)
 
 
 class Hammer:
@@ -241,7 +246,7 @@ class Sweep:
                 thread.join()
             for _ in range(100):
                 pass
-            interrupts.run_interruptible(a_lease("next"), self.body)
+            run_interruptible(a_lease("next"), self.body)
         except Abort:
             return False
         return True

@@ -25,7 +25,15 @@ from django_fencedlock.exceptions import SettingsError
 from django_fencedlock.test import lose_lease
 from django_fencedlock.test.contract.base import connected
 from tests import hammer
-from tests.hammer import Hammer, Sweep, a_lease, busy_switching, enter, late_interrupts
+from tests.hammer import (
+    Hammer,
+    Sweep,
+    a_lease,
+    busy_switching,
+    enter,
+    late_interrupts,
+    run_interruptible,
+)
 from tests.servers import shared
 from tests.servers.process import wait_until
 
@@ -89,7 +97,7 @@ def lost_soon(lease, after=0.05, begun=None):
 def aborted(body, place=lambda function: function(), **more):
     lease, started = a_lease(), time.monotonic()
     with lost_soon(lease, **more), pytest.raises(LeaseLost, match="removed") as caught:
-        place(lambda: interrupts.run_interruptible(lease, body))
+        place(lambda: run_interruptible(lease, body))
     assert time.monotonic() - started < LONG / 2
     assert caught.value.owner_id == lease.owner_id
     return caught
@@ -128,9 +136,9 @@ def test_a_signal_ends_a_call_of_the_system():
 
 def test_what_a_body_returns_or_raises_is_its_own(place):
     def work():
-        assert interrupts.run_interruptible(a_lease(), lambda: 42) == 42
+        assert run_interruptible(a_lease(), lambda: 42) == 42
         with pytest.raises(ZeroDivisionError):
-            interrupts.run_interruptible(a_lease(), lambda: 1 // 0)
+            run_interruptible(a_lease(), lambda: 1 // 0)
         assert not hammer.is_within_run()
 
     place(work)
@@ -154,13 +162,13 @@ def test_a_lock_that_was_lost_before_runs_no_body(place):
     lease = a_lease()
     lease.mark_lost("removed")
     with pytest.raises(LeaseLost, match="removed"):
-        place(lambda: interrupts.run_interruptible(lease, pytest.fail))
+        place(lambda: run_interruptible(lease, pytest.fail))
 
 
 def test_a_loss_after_the_end_interrupts_no_code(place):
     def work():
         lease = a_lease()
-        interrupts.run_interruptible(lease, lambda: None)
+        run_interruptible(lease, lambda: None)
         assert lease._callbacks == []
         in_thread(lambda: lease.mark_lost("removed"))
         return Hammer(1).idle(0.01)
@@ -183,7 +191,7 @@ def test_a_body_that_swallows_everything_ends_by_itself(place, again):
         return "ended"
 
     with lost_soon(lease):
-        assert place(lambda: interrupts.run_interruptible(lease, body)) == "ended"
+        assert place(lambda: run_interruptible(lease, body)) == "ended"
     assert lease.lost
 
 
@@ -209,7 +217,7 @@ def test_the_loss_of_the_outer_lock_ends_its_body_after_an_inner_one(place):
     begun = threading.Event()
 
     def body():
-        interrupts.run_interruptible(a_lease("inner"), lambda: None)
+        run_interruptible(a_lease("inner"), lambda: None)
         begun.set()
         loop()
 
@@ -221,11 +229,11 @@ def test_the_outer_body_goes_on_after_the_loss_of_an_inner_lock(place):
 
     def body():
         with pytest.raises(LeaseLost) as caught:
-            interrupts.run_interruptible(inner, loop)
+            run_interruptible(inner, loop)
         return caught.value.owner_id
 
     with lost_soon(inner):
-        assert place(lambda: interrupts.run_interruptible(outer, body)) == inner.owner_id
+        assert place(lambda: run_interruptible(outer, body)) == inner.owner_id
 
 
 def test_the_loss_of_both_ends_both(place):
@@ -236,7 +244,7 @@ def test_the_loss_of_both_ends_both(place):
 
     def body():
         with contextlib.suppress(LeaseLost):
-            interrupts.run_interruptible(inner, lose_both)
+            run_interruptible(inner, lose_both)
         went_on.append(True)
 
     def lose_both():
@@ -248,7 +256,7 @@ def test_the_loss_of_both_ends_both(place):
             interrupts._innermost[interrupts._thread_id()]._outer.is_lost = True
 
     with lost_soon(inner, begun=begun), pytest.raises(LeaseLost) as caught:
-        place(lambda: interrupts.run_interruptible(outer, body))
+        place(lambda: run_interruptible(outer, body))
     assert caught.value.owner_id == outer.owner_id
     assert went_on == []
 
@@ -257,7 +265,7 @@ def test_a_thread_of_the_body_is_not_interrupted_in_its_place():
     inner, done, ended = a_lease("inner"), threading.Event(), []
 
     def work():
-        ended.append(interrupts.run_interruptible(inner, partial(done.wait, LONG)))
+        ended.append(run_interruptible(inner, partial(done.wait, LONG)))
 
     aborted(lambda: in_thread(work))
     assert not inner.lost
@@ -333,7 +341,7 @@ def test_a_handler_of_other_code_is_left_alone():
 
     signal.signal(conf.abort_signal(), mine)
     with pytest.raises(SettingsError, match="Set FENCEDLOCK_ABORT_SIGNAL"):
-        interrupts.run_interruptible(a_lease(), pytest.fail)
+        run_interruptible(a_lease(), pytest.fail)
     assert signal.getsignal(conf.abort_signal()) is mine
 
 
@@ -345,7 +353,7 @@ def test_another_handler_of_the_signal_gets_no_interrupt():
         in_thread(lambda: lease.mark_lost("removed"))
         return "ended"
 
-    assert interrupts.run_interruptible(lease, body) == "ended"
+    assert run_interruptible(lease, body) == "ended"
     assert heard == []
 
 
@@ -362,11 +370,11 @@ def test_a_signal_with_another_use_is_refused(settings, found):
     settings.FENCEDLOCK_ABORT_SIGNAL = found
     assert [problem.id for problem in conf.problems()] == ["E015"]
     with pytest.raises(SettingsError, match="FENCEDLOCK_ABORT_SIGNAL is"):
-        interrupts.run_interruptible(a_lease(), pytest.fail)
+        run_interruptible(a_lease(), pytest.fail)
 
 
 def test_a_signal_without_a_lost_lease_does_nothing():
-    interrupts.run_interruptible(a_lease(), lambda: os.kill(os.getpid(), conf.abort_signal()))
+    run_interruptible(a_lease(), lambda: os.kill(os.getpid(), conf.abort_signal()))
     os.kill(os.getpid(), conf.abort_signal())
 
 
@@ -380,7 +388,7 @@ def test_a_body_learns_of_a_loss_that_it_noticed_itself(place, monkeypatch):
     def work():
         with lock("x", ttl=60) as lease, pytest.raises(LeaseLost, match="no longer knows"):
             mine.append(lease)
-            interrupts.run_interruptible(lease, lambda: (lose_lease(lease), loop()))
+            run_interruptible(lease, lambda: (lose_lease(lease), loop()))
 
     def receive(lease, **facts):
         told.append(lease)
@@ -395,7 +403,7 @@ def test_a_body_learns_of_a_loss_that_it_noticed_itself(place, monkeypatch):
 def test_max_hold_ends_a_body_that_hangs():
     lease = service("default").acquire(new_claim("x", 0.5), max_hold=0.1)
     with pytest.raises(LeaseLost, match=r"held for longer than max_hold=0\.1 s"):
-        interrupts.run_interruptible(lease, lambda: time.sleep(LONG))
+        run_interruptible(lease, lambda: time.sleep(LONG))
     assert lease.release() is False
     with lock("x", blocking_timeout=20):
         pass
@@ -410,7 +418,7 @@ def test_a_lock_of_an_interrupted_body_is_released(place):
         lease = a_lease()
         with lock("outside") as outside:
             with lost_soon(lease, begun=begun), pytest.raises(LeaseLost):
-                interrupts.run_interruptible(lease, body)
+                run_interruptible(lease, body)
             assert outside.verify()
         assert lock("inside").holder() is None
 
@@ -498,9 +506,7 @@ def test_the_next_task_has_a_connection_that_works(postgres_kept_open, body):
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "postgres"])
-@pytest.mark.parametrize(
-    "run", [partial(interrupts.run_interruptible, lease) for lease in (None, a_lease())]
-)
+@pytest.mark.parametrize("run", [partial(run_interruptible, lease) for lease in (None, a_lease())])
 @pytest.mark.parametrize("body", [short_query, short_query_in_transaction])
 def test_a_time_limit_leaves_a_connection_that_works(postgres_kept_open, run, body):
     def handler(number, frame):
@@ -590,7 +596,7 @@ def test_a_bodys_own_database_error_is_no_loss(place):
         raise ProgrammingError("no such column")
 
     with pytest.raises(ProgrammingError):
-        place(lambda: interrupts.run_interruptible(lease, body))
+        place(lambda: run_interruptible(lease, body))
 
 
 class TestInATestCase(TestCase):
@@ -639,5 +645,5 @@ class TestInATestCaseOnPostgres(TestCase):
             query_again_and_again()
 
         with pytest.raises(LeaseLost), lock("x") as lease:
-            interrupts.run_interruptible(lease, partial(lose_and_go_on, lease))
+            run_interruptible(lease, partial(lose_and_go_on, lease))
         assert query("SHOW application_name") == ("as it was",)

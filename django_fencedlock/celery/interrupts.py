@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any, TypeVar
 
 from billiard import pool
@@ -51,9 +51,9 @@ class Abort(BaseException):
 def run_interruptible(
     lease: Lease | None,
     body: Callable[..., T],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] = MappingProxyType({}),
-    limit: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    limit: AbstractContextManager[object],
 ) -> T:
     """
     Call `body` under a time limit; if `lease` is lost, interrupt it and raise `LeaseLost`.
