@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import pickle
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -240,6 +241,17 @@ class TestCalls:
         with hold_lock("invoice:43"):
             assert charge.map([43]).apply().get()[0]["reason"] == reason
 
+    def test_another_task_within_a_mapped_one_raises(self, app):
+        """It is code that uses the value."""
+        balance = single_instance("balance")(lambda: 5)
+
+        @app.task(shared=False)
+        def report(pk):
+            return balance()
+
+        with hold_lock("balance"), pytest.raises(LockNotAcquired):
+            report.map([1]).apply().get()
+
     def test_the_function_itself_may_be_called(self):
         @single_instance
         def charge(pk):
@@ -331,6 +343,42 @@ class TestCalls:
         assert (first, [each["reason"] for each in others]) == (2, ["held", "held"])
         assert len(results) == 2
 
+    @pytest.mark.parametrize(
+        ("policy", "state"),
+        [("skip", "SUCCESS"), ("retry", "RETRY"), ("raise", "FAILURE"), ("coalesce", "FAILURE")],
+    )
+    def test_of_a_subclass_whose_own_run_method_calls_the_decorated_one(self, app, policy, state):
+        class Base(app.Task):
+            abstract = True
+
+            @single_instance("base:{pk}", on_conflict=policy)
+            def run(self, pk):
+                return current_lease().token
+
+        class Child(Base):
+            name = "shop.child"
+            acks_late = True
+
+            def run(self, first, second):
+                return super().run(first), super().run(second)
+
+        child = app.register_task(Child())
+        result = child.delay(1, 2)
+        with hold_lock("base:1"):
+            deliver(app)
+        assert result.state == state
+        if policy == "skip":
+            skipped, token = result.get(timeout=20)
+            assert (skipped["reason"], token) == ("held", 1)
+        # Each of the calls is run, also those of a message that may come again.
+        result = child.delay(3, 3)
+        while waiting(app):
+            deliver(app)
+        assert result.get(timeout=20) == [1, 2]
+        with hold_lock("base:4"), pytest.raises(LockNotAcquired):
+            child(4, 5)
+        assert PendingRun.objects.count() == 0
+
 
 class TestErrors:
     @pytest.mark.parametrize(
@@ -346,6 +394,28 @@ class TestErrors:
             fails()
         assert_not_locked("x")
         assert current_lease() is None
+
+    @pytest.mark.parametrize("place", [("return", "_enter"), ("call", "_leave"), ("call", "enter")])
+    def test_an_interrupt_around_the_body_leaves_nothing_behind(self, task, place):
+        def interrupt(frame, event, arg):
+            if (event, frame.f_code.co_name) == place:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        charge = task(on_conflict="retry")
+        sys.setprofile(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                charge()
+        finally:
+            sys.setprofile(None)
+        assert current_lease() is None
+        assert_not_locked("invoice:42")
+        # Within a run of the same lock, a conflict would be an error.
+        result = charge.delay()
+        with hold_lock("invoice:42"):
+            deliver(charge.app)
+        assert result.state == "RETRY"
 
     def test_a_lost_lease_fails_the_task(self, app):
         @app.task(shared=False)

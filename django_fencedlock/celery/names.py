@@ -143,7 +143,7 @@ class Single:
 
     def task_of(self, args: tuple[Any, ...]) -> tuple[AnyTask | None, tuple[Any, ...]]:
         """Return the task of this call, and the arguments without the task."""
-        if args and isinstance(args[0], Task) and single_of(args[0]) is self:
+        if args and isinstance(args[0], Task) and self._is_run_of(args[0]):
             return args[0], args[1:]
         running: Any = current_task._get_current_object()  # type: ignore[attr-defined]
         if single_of(running) is self:
@@ -151,6 +151,10 @@ class Single:
         # A plain call of the function.
         tasks: list[AnyTask] = list(current_app.tasks.values())
         return next((task for task in tasks if single_of(task) is self), None), args
+
+    def _is_run_of(self, task: AnyTask) -> bool:
+        # Or of a parent: a subclass may call this run() from its own.
+        return any(single_of(each) is self for each in (task, *type(task).__mro__))
 
 
 def single_of(task: Any) -> Single | None:
@@ -187,7 +191,7 @@ class Call:
         #: Whether neither a message nor ``apply()`` caused the call.
         self.is_called_directly = request is None or bool(request.called_directly)
         #: Whether the caller can do without a result: it isn't code that uses a return value.
-        self.may_skip = not self.is_called_directly or _is_mapped()
+        self.may_skip = not self.is_called_directly or _is_mapped(task)
         self.task_id = "" if request is None else request.id or ""
         # Made before the lock is asked for: a time limit may come between grant and return.
         self.owner = new_owner((self.title, self.task_id))
@@ -207,10 +211,11 @@ class Call:
         )
 
 
-def _is_mapped() -> bool:
+def _is_mapped(task: AnyTask | None) -> bool:
     """Return whether ``map()``, ``starmap()`` or ``chunks()`` of Celery makes this direct call."""
-    tasks = _state._task_stack.stack  # type: ignore[attr-defined]
-    return len(tasks) > 1 and tasks[-2].name in ("celery.map", "celery.starmap")
+    above, running = [None, None, *_state._task_stack.stack][-2:]  # type: ignore[attr-defined]
+    # The body of a mapped task may call another one, and needs its value.
+    return running is task and getattr(above, "name", "") in ("celery.map", "celery.starmap")
 
 
 # The four ways to name a lock

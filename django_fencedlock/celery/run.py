@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..lease import Lease, enter, leave
 from . import duplicates, interrupts
 from .coalesce import Arguments, Coalescing
 from .duplicates import CONFLICTS, RUN, HolderGone
-from .names import MARK, Call, Single, is_bound
+from .names import MARK, Call, Single, is_bound, single_of
 from .policy import Skip, SkippedRun
 
 logger = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ class Run(Call):
         self._all_args = args
         self._who = current_holder()
         self._time_limit = interrupts.DeferredTimeLimit()
-        self._delivery = duplicates.delivery_of(self)
+        # A subclass's own run() may call this one for any part of its message.
+        is_whole = single_of(task) is single
+        self._delivery = duplicates.delivery_of(self) if is_whole else None
         self._coalescing: Coalescing | None = None
-        if self.policy.on_conflict == "coalesce" and self.task and self.service.backend.excludes:
+        if self.policy.on_conflict == "coalesce" and is_whole and self.service.backend.excludes:
             self._coalescing = Coalescing(self, self._delivery)
         #: Arguments from the message of another trigger, instead of the run's own.
         self._latest: Arguments | None = None
-        #: The context variables that are set during the body.
-        self._marks: list[tuple[ContextVar[Any], Token[Any]]] = []
         #: Whether the run has its lock and isn't killed, so that it can look for more work.
         self._ends_normally = False
 
@@ -64,11 +64,12 @@ class Run(Call):
         """
         with self._time_limit:
             mark = running_task.set((self.title, self.task_id))
+            running, converting = _running.get(), _converting.get()
             try:
                 result = self._begin()
                 if result is None:
-                    body = self._enter()
                     try:
+                        body = self._enter()
                         result = interrupts.run_interruptible(*body, self._time_limit.allowed())
                         self._raise_loss()
                     except BaseException as error:
@@ -79,6 +80,8 @@ class Run(Call):
                 try:
                     self._release()
                 finally:
+                    _running.set(running)
+                    _converting.set(converting)
                     running_task.reset(mark)
             self._raise_loss()
             return result
@@ -108,7 +111,7 @@ class Run(Call):
         """Begin the body; return the lease whose loss interrupts it, and what to call."""
         if self.lease is not None:
             enter(self.lease)
-        self._marks = [(_running, _running.set((*_running.get(), self)))]
+        _running.set((*_running.get(), self))
         # A greenlet can't be interrupted by a signal or an asynchronous exception.
         aborts = self.policy.on_lost == "abort" and not runtime.is_patched("_thread")
         lease = self.lease if aborts else None
@@ -121,13 +124,11 @@ class Run(Call):
             own = (self.task,) if is_bound(self.task) else ()
             return lease, self.single.function, (*own, *args), kwargs
         # Through the code between Celery and the function, such as that of ``pydantic=True``.
-        self._marks.append((_converting, _converting.set(self)))
+        _converting.set(self)
         return lease, above, args, kwargs
 
     def _leave(self, outcome: str) -> None:
         """End the body, and record how it ended before the lock is released."""
-        for variable, mark in reversed(self._marks):
-            variable.reset(mark)
         if self.lease is not None:
             leave(self.lease)
         self._ends_normally = bool(outcome)
